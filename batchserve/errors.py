@@ -1,0 +1,96 @@
+"""Domain exceptions. Nothing here knows of gRPC: only `server/` turns them into status codes."""
+
+from __future__ import annotations
+
+
+class BatchserveError(Exception):
+    """Base of every error that this package raises on purpose.
+
+    `reason` is a stable UPPER_SNAKE_CASE word that programs may match on.
+    """
+
+    reason: str = "INTERNAL"
+
+
+class ConfigError(BatchserveError):
+    """The engine cannot be built with these options."""
+
+    reason = "INVALID_CONFIG"
+
+
+class UnsupportedModelError(BatchserveError):
+    """The model would be answered wrongly, so it is refused."""
+
+    reason = "UNSUPPORTED_MODEL"
+
+
+class InvalidRequestError(BatchserveError):
+    """A field of a request is out of its bound. The message names the field, the value and the bound."""
+
+    def __init__(self, reason: str, field: str, value: object, bound: str) -> None:
+        self.reason = reason
+        self.field = field
+        self.value = value
+        self.bound = bound
+        super().__init__(f"{field} = {_shortened(value)}: must be {bound}")
+
+
+class UnknownModelError(BatchserveError):
+    """The request names a model that is not served."""
+
+    reason = "UNKNOWN_MODEL"
+
+    def __init__(self, model: str, served: str) -> None:
+        super().__init__(f"model = {_shortened(model)}: not served here; the model being served is {served!r}")
+
+
+class DuplicateRequestError(BatchserveError):
+    """A request with this id is in flight."""
+
+    reason = "DUPLICATE_REQUEST_ID"
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"request_id = {_shortened(request_id)}: must be unique among the requests in flight")
+
+
+class QueueFullError(BatchserveError):
+    """The waiting queue is at its bound; try again later."""
+
+    reason = "QUEUE_FULL"
+
+    def __init__(self, bound: int, retry_after_s: float = 1.0) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(f"waiting requests = {bound}: the queue's bound (max_waiting = {bound}) is reached")
+
+
+class UnavailableError(BatchserveError):
+    """The server is warming up or draining."""
+
+    reason = "UNAVAILABLE"
+
+    def __init__(self, message: str, retry_after_s: float = 2.0) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+
+class DeadlineExceededError(BatchserveError):
+    """The request's deadline passed before it finished."""
+
+    reason = "DEADLINE_EXCEEDED"
+
+
+class RequestCancelledError(BatchserveError):
+    """The request was aborted by its owner."""
+
+    reason = "CANCELLED"
+
+
+class EngineFaultError(BatchserveError):
+    """The engine failed; every request in flight ends with this error."""
+
+    reason = "ENGINE_FAULT"
+
+
+def _shortened(value: object, limit: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"

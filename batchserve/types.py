@@ -1,0 +1,148 @@
+"""What travels across the engine's boundary: sampling parameters in, outputs out."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+
+from batchserve.errors import InvalidRequestError
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_CHARS = 1024
+MAX_SEED = 2**64 - 1
+
+
+class FinishReason(enum.Enum):
+    """Why an answer ended."""
+
+    STOP = "stop"  # the EOS, a stop token or a stop string
+    LENGTH = "length"  # max_tokens or the end of the context
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop.
+
+    `None` takes the model's default: its generation_config where that samples, greedy otherwise; `max_tokens=None`
+    goes on to the end of the context, `seed=None` draws a seed. Nothing is clamped: a value out of its bound raises
+    InvalidRequestError when the object is made. Bounds that need the model (top_k and token ids against the
+    vocabulary, lengths against the context) are checked when the request is added.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None  # 0 is off
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.temperature is not None and not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise InvalidRequestError(
+                "INVALID_TEMPERATURE", "sampling_params.temperature", self.temperature, "finite and >= 0"
+            )
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise InvalidRequestError("INVALID_TOP_P", "sampling_params.top_p", self.top_p, "in (0, 1]")
+        if self.top_k is not None and self.top_k < 0:
+            raise InvalidRequestError("INVALID_TOP_K", "sampling_params.top_k", self.top_k, ">= 0 (0 is off)")
+        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
+            raise InvalidRequestError("INVALID_SEED", "sampling_params.seed", self.seed, f"in 0..{MAX_SEED}")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InvalidRequestError("INVALID_MAX_TOKENS", "stop.max_tokens", self.max_tokens, ">= 1")
+        self._check_stop_strings()
+
+    def _check_stop_strings(self) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequestError(
+                "TOO_MANY_STOP_STRINGS", "stop.stop_strings", len(self.stop), f"at most {MAX_STOP_STRINGS} strings"
+            )
+        for i, text in enumerate(self.stop):
+            if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
+                raise InvalidRequestError(
+                    "INVALID_STOP_STRING", f"stop.stop_strings[{i}]", text, f"1..{MAX_STOP_STRING_CHARS} characters"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationParams:
+    """Per-request speculation: on (by the server's drafter) or off, and a cap on draft tokens a step."""
+
+    is_enabled: bool = True
+    max_draft_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds since arrival: first scheduled, first token, last token."""
+
+    queue_s: float = 0.0
+    first_token_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A whole answer. `token_ids` is without the EOS or the matched stop token."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    usage: Usage
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The request was accepted; the first thing that a stream yields."""
+
+    request_id: str
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one verified step added to an answer; `finish_reason`, `usage` and `timing` are set on the last one."""
+
+    request_id: str
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    timing: Timing | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is being served."""
+
+    name: str
+    architecture: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    eos_token_ids: tuple[int, ...]
+    attention_backend: str
+    drafter: str
+    decoding_length: int
+    has_tokenizer: bool
