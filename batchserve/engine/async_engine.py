@@ -1,25 +1,90 @@
-"""The asyncio side of the engine. (Interface; the body follows.)"""
+"""The asyncio side of the engine: streams in front, one thread with the core behind."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import queue
+import threading
+import time
+import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
 
 from batchserve.config import EngineConfig
+from batchserve.engine.build import BuiltEngine, build_engine
+from batchserve.engine.engine_core import Event, Failure
+from batchserve.errors import (
+    BatchserveError,
+    DeadlineExceededError,
+    DuplicateRequestError,
+    EngineFaultError,
+    QueueFullError,
+    UnavailableError,
+    UnknownModelError,
+)
+from batchserve.metrics import EngineMetrics
+from batchserve.request import Request
 from batchserve.types import Delta, ModelInfo, RequestOutput, SamplingParams, SpeculationParams, Started
+
+logger = logging.getLogger(__name__)
+INLINE_TOKENIZE_CHARS = 4096  # shorter prompts are tokenised on the loop: a thread would take longer
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """A request in flight, as the loop sees it. The queue is bounded by the context: one event a step."""
+
+    request: Request | None = None
+    events: asyncio.Queue[Delta | BatchserveError] = field(default_factory=asyncio.Queue)
+
+
+@dataclass(frozen=True, slots=True)
+class _Add:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request: Request
 
 
 class AsyncEngine:
-    """One engine thread beside the running asyncio loop."""
+    """One engine thread beside the running asyncio loop. All methods are called on that loop."""
+
+    def __init__(self, built: BuiltEngine, config: EngineConfig) -> None:
+        self._core, self._processor, self._info = built.core, built.processor, built.info
+        self._loop = asyncio.get_running_loop()
+        self._max_in_flight = config.max_num_seqs + config.max_waiting
+        self._max_waiting = config.max_waiting
+        self._streams: dict[str, _Stream] = {}
+        self._inbox: queue.SimpleQueue[_Add | _Abort | None] = queue.SimpleQueue()
+        self._closed: BatchserveError | None = None
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+        self._core.emit = self._emit
+        self._thread = threading.Thread(target=self._run, name="batchserve-engine", daemon=True)
+        self._thread.start()
 
     @classmethod
     async def start(cls, config: EngineConfig, on_progress: Callable[[str], None] | None = None) -> AsyncEngine:
         """Load and warm the model in a thread; raises ConfigError, UnsupportedModelError."""
-        ...
+        built = await asyncio.to_thread(build_engine, config, on_progress)
+        return cls(built, config)
 
     @property
-    def info(self) -> ModelInfo: ...
+    def info(self) -> ModelInfo:
+        return self._info
 
-    def stream(
+    @property
+    def metrics(self) -> EngineMetrics:
+        return self._core.metrics
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._streams)
+
+    async def stream(
         self,
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
@@ -27,23 +92,203 @@ class AsyncEngine:
         request_id: str = "",
         model: str = "",
         speculation: SpeculationParams | None = None,
-        deadline_s: float | None = None,  # seconds from now
+        deadline_s: float | None = None,
     ) -> AsyncGenerator[Started | Delta, None]:
-        """Yields one Started, then Deltas; the last has finish_reason, usage and timing set.
+        """One Started, then Deltas; the last has finish_reason, usage and timing set. `deadline_s` is from now.
 
-        Raises (before the first yield, or at any later point) a BatchserveError subclass. Closing the generator
-        (aclose(), task cancellation) aborts the request within one step.
+        Raises a BatchserveError at any point. Closing the generator (aclose(), or cancelling the task that iterates
+        it) aborts the request within one step; use contextlib.aclosing.
         """
-        ...
+        arrival_s = time.monotonic()
+        request_id = request_id or uuid.uuid4().hex
+        self._check_door(request_id, model)
+        stream = self._streams[request_id] = _Stream()  # taken before the first await: no one else gets this id
+        self._is_empty.clear()
+        try:
+            if deadline_s is not None and deadline_s <= 0:
+                raise DeadlineExceededError("deadline passed before the request was queued")
+            token_ids = await self._tokenize(prompt)
+            request = self._processor.make_request(
+                request_id,
+                token_ids,
+                params or SamplingParams(),
+                speculation or SpeculationParams(),
+                arrival_s,
+                None if deadline_s is None else arrival_s + deadline_s,
+            )
+            if self._closed is not None:
+                raise self._closed
+            stream.request = request
+            self._inbox.put(_Add(request))
+            yield Started(request_id, len(token_ids))
+            while True:
+                event = await stream.events.get()
+                if isinstance(event, BatchserveError):
+                    raise event
+                yield event
+                if event.finish_reason is not None:
+                    return
+        finally:
+            self._forget(request_id, stream)
 
-    async def generate(self, prompt, params=None, **kwargs) -> RequestOutput:
-        """The same, whole (same keyword arguments)."""
-        ...
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str = "",
+        model: str = "",
+        speculation: SpeculationParams | None = None,
+        deadline_s: float | None = None,
+    ) -> RequestOutput:
+        """The same, whole. Cancelling the awaiting task aborts the request."""
+        token_ids = await self._tokenize(prompt)
+        stream = self.stream(
+            token_ids, params, request_id=request_id, model=model, speculation=speculation, deadline_s=deadline_s
+        )
+        collector = OutputCollector(token_ids)
+        try:
+            async for event in stream:
+                if isinstance(event, Delta):
+                    collector.add(event)
+        finally:
+            await stream.aclose()
+        return collector.output()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests (UnavailableError), wait for those in flight; True if all ended in time."""
-        ...
+        """Refuse new requests with UnavailableError and wait for those in flight; True if all ended in time."""
+        self._closed = self._closed or UnavailableError("the server is draining: it takes no new requests")
+        try:
+            await asyncio.wait_for(self._is_empty.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
 
     async def shutdown(self) -> None:
-        """End every request in flight with UnavailableError and join the engine thread."""
-        ...
+        """End every request in flight with UnavailableError and join the engine thread. Harmless when repeated."""
+        self._closed = UnavailableError("the server is shutting down")
+        for stream in self._streams.values():
+            stream.events.put_nowait(self._closed)
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    async def _tokenize(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str) and len(prompt) > INLINE_TOKENIZE_CHARS:
+            return await asyncio.to_thread(self._processor.tokenize, prompt)
+        return self._processor.tokenize(prompt)
+
+    def _check_door(self, request_id: str, model: str) -> None:
+        if self._closed is not None:
+            raise self._closed
+        if model and model != self._info.name:
+            raise UnknownModelError(model, self._info.name)
+        if request_id in self._streams:
+            raise DuplicateRequestError(request_id)
+        if len(self._streams) >= self._max_in_flight:
+            raise QueueFullError(self._max_waiting)
+
+    def _forget(self, request_id: str, stream: _Stream) -> None:
+        """Give the id back; abort the request if it has not ended."""
+        if self._streams.get(request_id) is stream:
+            del self._streams[request_id]
+            if stream.request is not None:
+                self._inbox.put(_Abort(stream.request))
+        if not self._streams:
+            self._is_empty.set()
+
+    def _dispatch(self, events: list[Event]) -> None:
+        """On the loop: hand events to their streams; a terminal one frees the id at once."""
+        for request, event in events:
+            stream = self._streams.get(request.request_id)
+            if stream is None or stream.request is not request:  # gone since
+                continue
+            is_failure = isinstance(event, Failure)
+            stream.events.put_nowait(event.error if isinstance(event, Failure) else event)
+            if is_failure or (isinstance(event, Delta) and event.finish_reason is not None):
+                del self._streams[request.request_id]
+        if not self._streams:
+            self._is_empty.set()
+
+    # ---- the engine thread ----
+
+    def _emit(self, events: list[Event]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._dispatch, events)
+        except RuntimeError:  # the loop was closed without shutdown(): nobody listens any more
+            logger.warning("event loop closed; %d events dropped", len(events))
+
+    def _run(self) -> None:
+        while True:
+            if not self._core.has_work and self._inbox.empty():
+                self._check_idle()
+            try:
+                message = self._inbox.get(block=not self._core.has_work)
+            except queue.Empty:
+                self._step()
+                continue
+            if message is None:
+                self._core.abort_all()
+                return
+            if isinstance(message, _Add):
+                self._core.add(message.request)
+            else:
+                self._core.abort(message.request)
+
+    def _step(self) -> None:
+        try:
+            self._core.step()
+        except Exception:
+            logger.exception("engine step failed; every request in flight is ended")
+            self._fail_all()
+
+    def _check_idle(self) -> None:
+        try:
+            self._core.check_integrity()
+        except RuntimeError:
+            logger.exception("integrity check failed while idle")
+            self._closed = EngineFaultError("the engine's memory is inconsistent; restart the server")
+
+    def _fail_all(self) -> None:
+        error = EngineFaultError("the engine failed in a step; the request was ended")
+        try:
+            ended = self._core.abort_all()
+            self._core.check_integrity()
+        except Exception:
+            logger.exception("the engine cannot be brought back to a consistent state")
+            self._closed = error
+            return
+        self._emit([(request, Failure(request.request_id, error)) for request in ended])
+
+
+class OutputCollector:
+    """Puts the deltas of one request together."""
+
+    def __init__(self, prompt_token_ids: list[int]) -> None:
+        self._prompt_token_ids = prompt_token_ids
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._last: Delta | None = None
+
+    def add(self, delta: Delta) -> None:
+        self._texts.append(delta.text)
+        self._token_ids += delta.token_ids
+        self._last = delta
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._token_ids)
+
+    def output(self) -> RequestOutput:
+        """Only after the delta with a finish_reason."""
+        last = self._last
+        if last is None or last.finish_reason is None or last.usage is None or last.timing is None:
+            raise RuntimeError("the answer is not complete")
+        return RequestOutput(
+            request_id=last.request_id,
+            prompt_token_ids=self._prompt_token_ids,
+            text="".join(self._texts),
+            token_ids=self._token_ids,
+            finish_reason=last.finish_reason,
+            usage=last.usage,
+            timing=last.timing,
+        )

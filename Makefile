@@ -1,0 +1,35 @@
+# make demo   set up and show speculation on against off, on a real server with the bundled model
+# make test   set up and run every check and test
+# make load   set up and load a real server with Locust, speculation on against off
+# make check  the checks and tests in the environment that is there
+# make setup  only the virtual environment
+
+PYTHON ?= python3
+VENV ?= .venv
+export PYTHON VENV
+
+.PHONY: help setup demo test check load clean
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+# The stamp: packages are installed again only when what they are made from has changed.
+$(VENV)/.installed: pyproject.toml constraints.txt scripts/setup
+	@scripts/setup
+
+setup: $(VENV)/.installed
+
+demo: setup
+	@$(VENV)/bin/python -m batchserve.cli demo
+
+test: setup
+	@scripts/check
+
+check:
+	@scripts/check
+
+load: setup
+	@$(VENV)/bin/python load_tests/run.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

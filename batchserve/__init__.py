@@ -1,0 +1,44 @@
+"""batchserve: lossless speculative decoding for the latency-sensitive small batch, with no draft model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from batchserve.config import EngineConfig
+from batchserve.errors import BatchserveError
+from batchserve.threads import apply_thread_policy
+from batchserve.types import Delta, FinishReason, RequestOutput, SamplingParams, SpeculationParams, Started, Usage
+
+if TYPE_CHECKING:
+    from batchserve.engine.async_engine import AsyncEngine
+    from batchserve.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "BatchserveError",
+    "Delta",
+    "EngineConfig",
+    "FinishReason",
+    "RequestOutput",
+    "SamplingParams",
+    "SpeculationParams",
+    "Started",
+    "Usage",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """LLM and AsyncEngine import torch, so they come on first use, behind the thread policy."""
+    if name == "LLM":
+        apply_thread_policy()
+        from batchserve.llm import LLM
+
+        return LLM
+    if name == "AsyncEngine":
+        apply_thread_policy()
+        from batchserve.engine.async_engine import AsyncEngine
+
+        return AsyncEngine
+    raise AttributeError(f"module 'batchserve' has no attribute {name!r}")

@@ -1,0 +1,92 @@
+"""How unmodified modelling code reaches our attention: one function in transformers' AttentionInterface.
+
+The step's backend travels as a keyword argument of the forward. No mask function is registered under our name, and
+that is what makes the models skip building masks of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from batchserve.attention.base import AttentionBackend, AttentionParams, LayerShape
+from batchserve.errors import UnsupportedModelError
+
+ATTENTION_NAME = "batchserve"
+STEP_ARGUMENT = "batchserve_step"
+
+# What modelling code passes along that does not change the result of inference attention over our own K/V.
+IRRELEVANT_ARGUMENTS = frozenset(
+    {
+        "position_ids",
+        "position_embeddings",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "is_causal",
+        "layer_idx",
+        "return_dict",
+    }
+)
+
+
+def ragged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The registered function; see AttentionBackend.attend for shapes. Raises UnsupportedModelError on surprises."""
+    backend: AttentionBackend | None = kwargs.pop(STEP_ARGUMENT, None)
+    if backend is None:
+        raise UnsupportedModelError(f"{type(module).__name__} does not hand keyword arguments down to its attention")
+    unknown = sorted(n for n, v in kwargs.items() if v is not None and n not in IRRELEVANT_ARGUMENTS)
+    if unknown:
+        raise UnsupportedModelError(f"{type(module).__name__} passes {', '.join(unknown)}: not known to this attention")
+    if attention_mask is not None:
+        raise UnsupportedModelError(f"{type(module).__name__} builds a mask of its own")
+    if dropout:
+        raise UnsupportedModelError(f"{type(module).__name__} asks for dropout = {dropout}: the model is in training mode")
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    params = AttentionParams(scale, sliding_window, softcap, s_aux)
+    return backend.attend(layer, query, key, value, params), None
+
+
+def register() -> None:
+    """Make ATTENTION_NAME known to transformers; harmless when repeated."""
+    AttentionInterface.register(ATTENTION_NAME, ragged_attention)
+
+
+class ShapeProbe:
+    """A stand-in backend that attends causally over one sequence and notes what every layer asks for."""
+
+    name = "probe"
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+        self.shapes: dict[int, LayerShape] = {}
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        from batchserve.attention.torch_reference import attend_span
+
+        self.calls.append(layer)
+        self.shapes[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
+        where = torch.arange(key.shape[2])
+        mask = where[None, :] <= where[:, None]
+        if params.sliding_window is not None:
+            mask &= where[None, :] > where[:, None] - params.sliding_window
+        return attend_span(query[0], key[0], value[0], mask, params).unsqueeze(0)

@@ -1,0 +1,41 @@
+"""Which keys a row of a draft tree sees: the whole context, its ancestors and itself."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from batchserve.attention.base import Span
+
+
+def ancestor_mask(parents: np.ndarray) -> np.ndarray:
+    """bool [n, n]: entry (i, j) is true where row j is row i or one of its ancestors. Parents come first."""
+    n = len(parents)
+    mask = np.zeros((n, n), dtype=bool)
+    for i, parent in enumerate(parents):
+        if parent >= 0:
+            mask[i] = mask[parent]
+        mask[i, i] = True
+    return mask
+
+
+def tree_positions(parents: np.ndarray, context_len: int) -> np.ndarray:
+    """int64 [n]: the absolute position of every row, from its depth below the context."""
+    positions = np.empty(len(parents), dtype=np.int64)
+    for i, parent in enumerate(parents):
+        positions[i] = context_len if parent < 0 else positions[parent] + 1
+    return positions
+
+
+def key_positions(span: Span) -> np.ndarray:
+    """int64 [context_len + n]: the absolute position of every key of the request, the step's rows last."""
+    return np.concatenate([np.arange(span.context_len), span.positions])
+
+
+def visible_keys(span: Span, sliding_window: int | None) -> np.ndarray:
+    """bool [n, context_len + n]: the keys that each row of the span attends to."""
+    n = span.num_rows
+    tree = np.tri(n, dtype=bool) if span.is_chain else ancestor_mask(span.parents)
+    mask = np.concatenate([np.ones((n, span.context_len), dtype=bool), tree], axis=1)
+    if sliding_window is not None:
+        mask &= key_positions(span)[None, :] > span.positions[:, None] - sliding_window
+    return mask

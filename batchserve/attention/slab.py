@@ -1,0 +1,136 @@
+"""K/V memory of the CPU path: one contiguous head-major slab per request, grown by extents.
+
+A slab holds, for every layer, K and V as planes [num_kv_heads, capacity, dim]; planes of equal shape are stacked in
+one tensor, so that growing a slab and moving accepted rows cost one operation a shape, not one a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from batchserve.attention.base import LayerShape
+
+EXTENT = 64  # tokens
+
+
+class _Slab:
+    """The memory of one request. planes[layer] is (K, V), each [num_kv_heads, capacity, dim]."""
+
+    __slots__ = ("capacity", "num_committed", "planes", "stacks")
+
+    def __init__(self) -> None:
+        self.capacity = 0
+        self.num_committed = 0
+        self.stacks: list[torch.Tensor] = []  # [num_planes, num_kv_heads, capacity, dim]
+        self.planes: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+
+class SlabAllocator:
+    """KVAllocator over slabs. The budget is in tokens; extents are reserved whole, so nothing is hidden by rounding."""
+
+    def __init__(self, layers: Sequence[LayerShape], dtype: torch.dtype, total_tokens: int) -> None:
+        self._dtype = dtype
+        self._total = total_tokens // EXTENT * EXTENT
+        self._owned = 0
+        self._slabs: dict[str, _Slab] = {}
+        self._stack_shapes, self._plane_index = _plan_stacks(layers)
+        self.bytes_per_token = bytes_per_token(layers, dtype)
+
+    @property
+    def total_tokens(self) -> int:
+        return self._total
+
+    @property
+    def free_tokens(self) -> int:
+        return self._total - self._owned
+
+    def reservable_tokens(self, request_id: str) -> int:
+        slab = self._slabs.get(request_id)
+        owned, committed = (slab.capacity, slab.num_committed) if slab else (0, 0)
+        return owned - committed + self.free_tokens // EXTENT * EXTENT
+
+    def reserve(self, request_id: str, num_tokens: int) -> bool:
+        slab = self._slabs.get(request_id)
+        owned, committed = (slab.capacity, slab.num_committed) if slab else (0, 0)
+        wanted = -(-(committed + num_tokens) // EXTENT) * EXTENT
+        if wanted <= owned:
+            return True
+        if wanted - owned > self.free_tokens:
+            return False
+        if slab is None:
+            slab = self._slabs[request_id] = _Slab()
+        self._grow(slab, wanted)
+        self._owned += wanted - owned
+        return True
+
+    def _grow(self, slab: _Slab, capacity: int) -> None:
+        kept = slab.num_committed
+        for i, (count, heads, dim) in enumerate(self._stack_shapes):
+            grown = torch.empty((count, heads, capacity, dim), dtype=self._dtype)
+            if kept:
+                grown[:, :, :kept] = slab.stacks[i][:, :, :kept]
+            if i < len(slab.stacks):
+                slab.stacks[i] = grown
+            else:
+                slab.stacks.append(grown)
+        slab.capacity = capacity
+        slab.planes = [
+            (slab.stacks[k_stack][k], slab.stacks[v_stack][v]) for (k_stack, k), (v_stack, v) in self._plane_index
+        ]
+
+    def commit(self, request_id: str, rows: Sequence[int]) -> None:
+        slab = self._slabs[request_id]
+        start = slab.num_committed
+        moved = next((i for i, row in enumerate(rows) if row != i), len(rows))
+        if moved < len(rows):
+            source = torch.tensor([start + row for row in rows[moved:]])
+            for stack in slab.stacks:
+                # Gathered before it is scattered: a row may move onto the place of another one that moves.
+                stack[:, :, start + moved : start + len(rows)] = stack.index_select(2, source)
+        slab.num_committed = start + len(rows)
+
+    def release(self, request_id: str) -> None:
+        slab = self._slabs.pop(request_id, None)
+        if slab is not None:
+            self._owned -= slab.capacity
+
+    def planes(self, request_id: str, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(K, V) of one layer, each [num_kv_heads, capacity, dim]."""
+        return self._slabs[request_id].planes[layer]
+
+    def check_integrity(self, request_ids: Collection[str]) -> None:
+        if set(self._slabs) != set(request_ids):
+            raise RuntimeError(f"K/V is owned by {sorted(self._slabs)}, the requests are {sorted(request_ids)}")
+        owned = sum(stack.numel() * stack.element_size() for slab in self._slabs.values() for stack in slab.stacks)
+        if owned != self._owned * self.bytes_per_token:
+            raise RuntimeError(f"K/V slabs hold {owned} bytes, the books say {self._owned * self.bytes_per_token}")
+        if not 0 <= self._owned <= self._total:
+            raise RuntimeError(f"K/V owned = {self._owned} tokens of {self._total}")
+        for request_id, slab in self._slabs.items():
+            if slab.num_committed > slab.capacity:
+                raise RuntimeError(f"{request_id!r} committed {slab.num_committed} of {slab.capacity} tokens")
+
+
+def bytes_per_token(layers: Sequence[LayerShape], dtype: torch.dtype) -> int:
+    """Bytes of K and V that one token takes in all layers."""
+    return sum(layer.num_kv_heads * (layer.key_dim + layer.value_dim) for layer in layers) * dtype.itemsize
+
+
+def _plan_stacks(
+    layers: Sequence[LayerShape],
+) -> tuple[list[tuple[int, int, int]], list[tuple[tuple[int, int], tuple[int, int]]]]:
+    """(count, heads, dim) of each stack, and for each layer where its K and V planes are: (stack, index)."""
+    stacks: dict[tuple[int, int], int] = {}
+    counts: list[int] = []
+
+    def place(heads: int, dim: int) -> tuple[int, int]:
+        stack = stacks.setdefault((heads, dim), len(stacks))
+        if stack == len(counts):
+            counts.append(0)
+        counts[stack] += 1
+        return stack, counts[stack] - 1
+
+    index = [(place(s.num_kv_heads, s.key_dim), place(s.num_kv_heads, s.value_dim)) for s in layers]
+    return [(counts[i], heads, dim) for (heads, dim), i in stacks.items()], index

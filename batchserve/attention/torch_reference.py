@@ -1,0 +1,68 @@
+"""Tree attention in plain torch, as literally as it can be said: the oracle of every other backend."""
+
+from __future__ import annotations
+
+import torch
+
+from batchserve.attention.base import AttentionParams, Span
+from batchserve.attention.mask import visible_keys
+from batchserve.attention.slab import SlabAllocator
+
+
+def attend_span(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, params: AttentionParams
+) -> torch.Tensor:
+    """Softmax attention of one request in fp32.
+
+    query [num_heads, n, key_dim], key and value [num_kv_heads, s, dim], mask bool [n, s];
+    returns [n, num_heads, value_dim] in the query's dtype.
+    """
+    group = query.shape[0] // key.shape[0]
+    keys = key.float().repeat_interleave(group, 0)
+    values = value.float().repeat_interleave(group, 0)
+    scores = query.float() @ keys.transpose(1, 2) * params.scaling
+    if params.softcap is not None:
+        scores = params.softcap * torch.tanh(scores / params.softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if params.sinks is not None:
+        sinks = params.sinks.float().reshape(-1, 1, 1).expand(-1, scores.shape[1], 1)
+        probs = torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
+    else:
+        probs = torch.softmax(scores, -1)
+    return (probs @ values).transpose(0, 1).to(query.dtype)
+
+
+class TorchReferenceBackend:
+    """The oracle as a backend: one request after another, nothing folded, nothing cached."""
+
+    name = "torch_reference"
+
+    def __init__(self, allocator: SlabAllocator) -> None:
+        self.allocator = allocator
+        self._spans: list[Span] = []
+
+    def begin(self, spans: list[Span]) -> None:
+        self._spans = spans
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        out = query.new_zeros(query.shape[2], query.shape[1], value.shape[-1])
+        for span in self._spans:
+            rows = slice(span.row_start, span.row_start + span.num_rows)
+            keys, values = store(self.allocator, span, layer, key, value)
+            mask = torch.from_numpy(visible_keys(span, params.sliding_window))
+            out[rows] = attend_span(query[0, :, rows], keys, values, mask, params)
+        return out.unsqueeze(0)
+
+
+def store(
+    allocator: SlabAllocator, span: Span, layer: int, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write the span's new K/V behind its context; returns the request's K and V, [num_kv_heads, s, dim]."""
+    rows = slice(span.row_start, span.row_start + span.num_rows)
+    keys, values = allocator.planes(span.request_id, layer)
+    end = span.context_len + span.num_rows
+    keys[:, span.context_len : end] = key[0, :, rows]
+    values[:, span.context_len : end] = value[0, :, rows]
+    return keys[:, :end], values[:, :end]

@@ -1,0 +1,119 @@
+"""From a configuration to a running core: load the model, size the K/V memory, put the parts together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from batchserve.attention.base import AttentionBackend
+from batchserve.attention.cpu import CpuBackend
+from batchserve.attention.slab import EXTENT, SlabAllocator, bytes_per_token
+from batchserve.config import EngineConfig, MiB
+from batchserve.draft.base import Drafter, NullDrafter
+from batchserve.draft.trie import TrieDrafter
+from batchserve.engine.engine_core import EngineCore
+from batchserve.engine.input_processor import InputProcessor
+from batchserve.errors import ConfigError
+from batchserve.metrics import EngineMetrics
+from batchserve.runner.loader import LoadedModel, load_model
+from batchserve.runner.model_runner import ModelRunner
+from batchserve.scheduler.scheduler import Scheduler
+from batchserve.types import ModelInfo
+
+KV_SHARE_OF_FREE_MEMORY = 0.25
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """A core with its door and its description."""
+
+    core: EngineCore
+    processor: InputProcessor
+    info: ModelInfo
+
+
+def build_engine(
+    config: EngineConfig,
+    on_progress: Progress | None = None,
+    *,
+    drafter: Drafter | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> BuiltEngine:
+    """Everything between a configuration and the first step. Raises ConfigError, UnsupportedModelError.
+
+    `drafter` overrides the configured one (for tests and experiments).
+    """
+    say = on_progress or (lambda message: None)
+    say(f"loading {config.model}")
+    loaded = load_model(config)
+    backend, max_model_len = _build_memory(config, loaded, say)
+    used_drafter = drafter or build_drafter(config)
+    scheduler = Scheduler(config, backend.allocator, max_model_len)
+    runner = ModelRunner(loaded, backend)
+    core = EngineCore(scheduler, used_drafter, runner, loaded.tokenizer, EngineMetrics(), clock)
+    info = ModelInfo(
+        name=loaded.name,
+        architecture=type(loaded.model).__name__,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        vocab_size=loaded.vocab_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        eos_token_ids=loaded.eos_token_ids,
+        attention_backend=backend.name,
+        drafter=used_drafter.name,
+        decoding_length=config.decoding_length,
+        has_tokenizer=loaded.tokenizer is not None,
+    )
+    say(
+        f"{info.architecture} in {info.dtype}, {torch.get_num_threads()} threads, attention {info.attention_backend}, "
+        f"drafter {info.drafter} (decoding length {info.decoding_length}), packed linears: {loaded.has_packed_linears}"
+    )
+    return BuiltEngine(core, InputProcessor(loaded, max_model_len), info)
+
+
+def build_drafter(config: EngineConfig) -> Drafter:
+    if config.drafter == "none" or config.decoding_length == 0:
+        return NullDrafter()
+    return TrieDrafter(config.branch_length, share_outputs=config.share_drafts)
+
+
+def _build_memory(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tuple[AttentionBackend, int]:
+    per_token = bytes_per_token(loaded.layers, loaded.dtype)
+    budget = config.kv_cache_memory or int(free_memory_bytes() * KV_SHARE_OF_FREE_MEMORY)
+    wanted_len = config.max_model_len or loaded.max_model_len
+    if wanted_len > loaded.max_model_len:
+        raise ConfigError(f"max_model_len = {wanted_len}: the model's own limit is {loaded.max_model_len}")
+    # More than every sequence at full length is never used.
+    most = config.max_num_seqs * _extents(wanted_len)
+    total_tokens = min(budget // per_token // EXTENT * EXTENT, most)
+    max_model_len = min(wanted_len, total_tokens)
+    if max_model_len < 2 or (config.max_model_len and max_model_len < config.max_model_len):
+        raise ConfigError(
+            f"kv_cache_memory = {budget} bytes holds {total_tokens} tokens of {per_token} bytes; max_model_len = "
+            f"{wanted_len} needs {_extents(wanted_len) * per_token} bytes"
+        )
+    allocator = SlabAllocator(loaded.layers, loaded.dtype, total_tokens)
+    say(
+        f"K/V memory: {total_tokens} tokens of {per_token} bytes, {total_tokens * per_token / MiB:.0f} MiB at most; "
+        f"max_model_len {max_model_len}, max_num_seqs {config.max_num_seqs}"
+    )
+    return CpuBackend(allocator), max_model_len
+
+
+def _extents(tokens: int) -> int:
+    return -(-tokens // EXTENT) * EXTENT
+
+
+def free_memory_bytes() -> int:
+    """Memory that can be had without swapping; 4 GiB where the system does not say."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 4096 * MiB

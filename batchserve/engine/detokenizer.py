@@ -1,0 +1,90 @@
+"""Tokens to text, piece by piece, and the search for stop strings. Runs in the publish half of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that is needed here."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+
+@dataclass(slots=True)
+class TextPiece:
+    """What a step added: text that may be shown, the tokens it counts for, and whether a stop string ended it."""
+
+    text: str
+    token_ids: list[int]
+    is_stopped: bool = False
+
+
+@dataclass(slots=True)
+class IncrementalDetokenizer:
+    """Text of one growing answer.
+
+    Concatenated pieces equal decoding all tokens at once. Text is held back while its last character is incomplete or
+    while it could still become a stop string. Without a tokenizer every piece is empty.
+    """
+
+    decoder: Decoder | None
+    stop: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+    _token_ids: list[int] = field(default_factory=list)
+    _prefix: int = 0  # first token of the window that is decoded again
+    _read: int = 0  # tokens whose text is out
+    _held: str = ""
+
+    def feed(self, token_ids: Sequence[int], *, is_last: bool) -> TextPiece:
+        """Add tokens; `is_last` releases what is held back. Tokens behind a completed stop string are dropped."""
+        if self.decoder is None:
+            return TextPiece("", list(token_ids))
+        if not self.stop:
+            self._token_ids.extend(token_ids)
+            return TextPiece(self._new_text(is_last=is_last), list(token_ids))
+        return self._feed_until_stop(token_ids, is_last=is_last)
+
+    def _feed_until_stop(self, token_ids: Sequence[int], *, is_last: bool) -> TextPiece:
+        shown = ""
+        for i, token_id in enumerate(token_ids):
+            self._token_ids.append(token_id)
+            self._held += self._new_text(is_last=is_last and i == len(token_ids) - 1)
+            found = self._first_stop()
+            if found is not None:
+                shown += self._held[:found]
+                self._held = ""
+                return TextPiece(shown, list(token_ids[: i + 1]), is_stopped=True)
+            keep = 0 if is_last and i == len(token_ids) - 1 else self._undecided()
+            cut = len(self._held) - keep
+            shown, self._held = shown + self._held[:cut], self._held[cut:]
+        if is_last:  # also when the last step added no token
+            shown, self._held = shown + self._held + ("" if token_ids else self._new_text(is_last=True)), ""
+        return TextPiece(shown, list(token_ids))
+
+    def _new_text(self, *, is_last: bool) -> str:
+        """Text behind what is out already; empty while the last character is incomplete.
+
+        A few tokens before the new ones are decoded along, because a token's text may depend on its neighbour.
+        """
+        assert self.decoder is not None
+        before = self.decoder.decode(self._token_ids[self._prefix : self._read], skip_special_tokens=self.skip_special_tokens)
+        after = self.decoder.decode(self._token_ids[self._prefix :], skip_special_tokens=self.skip_special_tokens)
+        if (after.endswith("\N{REPLACEMENT CHARACTER}") and not is_last) or len(after) <= len(before):
+            return ""
+        self._prefix, self._read = self._read, len(self._token_ids)
+        return after[len(before) :]
+
+    def _first_stop(self) -> int | None:
+        places = [place for text in self.stop if (place := self._held.find(text)) >= 0]
+        return min(places) if places else None
+
+    def _undecided(self) -> int:
+        """Characters at the end of the held text that are the beginning of a stop string."""
+        longest = min(max(len(text) for text in self.stop) - 1, len(self._held))
+        for size in range(longest, 0, -1):
+            if any(text.startswith(self._held[-size:]) for text in self.stop):
+                return size
+        return 0

@@ -1,0 +1,123 @@
+"""The door: everything about a request that can be wrong is found here, before the engine sees it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from batchserve.errors import InvalidRequestError
+from batchserve.request import Request, ResolvedSampling
+from batchserve.runner.loader import LoadedModel
+from batchserve.types import SamplingParams, SpeculationParams
+
+MAX_REQUEST_ID_CHARS = 256
+
+
+class InputProcessor:
+    """Checks and resolves requests against one model. Thread-safe: it keeps no state."""
+
+    def __init__(self, loaded: LoadedModel, max_model_len: int) -> None:
+        self._loaded = loaded
+        self._max_model_len = max_model_len
+        self._longest_token_chars = _longest_token(loaded.tokenizer)
+
+    def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a prompt, checked. Raises InvalidRequestError."""
+        if isinstance(prompt, str):
+            ids = self._tokenize_text(prompt)
+        else:
+            ids = list(prompt)
+            self._check_ids("token_ids", ids)
+            if not ids:
+                raise InvalidRequestError("EMPTY_PROMPT", "token_ids", ids, "at least one token")
+        # One place is left for the token that is to be generated.
+        if len(ids) > self._max_model_len - 1:
+            raise InvalidRequestError(
+                "PROMPT_TOO_LONG",
+                "text" if isinstance(prompt, str) else "token_ids",
+                f"{len(ids)} tokens",
+                f"at most {self._max_model_len - 1} tokens (max_model_len - 1)",
+            )
+        return ids
+
+    def _tokenize_text(self, text: str) -> list[int]:
+        tokenizer = self._loaded.tokenizer
+        if tokenizer is None:
+            raise InvalidRequestError("NO_TOKENIZER", "text", text, "token_ids: the model has no tokenizer")
+        if not text:
+            raise InvalidRequestError("EMPTY_PROMPT", "text", text, "at least one character")
+        # Megabytes are refused without tokenising them: they cannot fit whatever the tokens are.
+        fewest = len(text) // self._longest_token_chars
+        if fewest > self._max_model_len:
+            raise InvalidRequestError(
+                "PROMPT_TOO_LONG",
+                "text",
+                f"{len(text)} characters",
+                f"at most {self._max_model_len - 1} tokens (max_model_len - 1); this is at least {fewest}",
+            )
+        ids: list[int] = tokenizer(text)["input_ids"]
+        return ids
+
+    def _check_ids(self, field: str, ids: Sequence[int]) -> None:
+        for i, token_id in enumerate(ids):
+            if not 0 <= token_id < self._loaded.vocab_size:
+                raise InvalidRequestError(
+                    "TOKEN_ID_OUT_OF_RANGE", f"{field}[{i}]", token_id, f"in 0..{self._loaded.vocab_size - 1}"
+                )
+
+    def resolve(self, params: SamplingParams, num_prompt_tokens: int) -> ResolvedSampling:
+        """Fill in defaults and check the bounds that need the model. Raises InvalidRequestError."""
+        loaded = self._loaded
+        room = self._max_model_len - num_prompt_tokens
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise InvalidRequestError(
+                "CONTEXT_EXCEEDED",
+                "stop.max_tokens",
+                params.max_tokens,
+                f"at most {room}: the prompt has {num_prompt_tokens} tokens and max_model_len is {self._max_model_len}",
+            )
+        if params.top_k is not None and params.top_k > loaded.vocab_size:
+            raise InvalidRequestError(
+                "INVALID_TOP_K", "sampling_params.top_k", params.top_k, f"at most {loaded.vocab_size} (vocabulary)"
+            )
+        if params.stop and loaded.tokenizer is None:
+            raise InvalidRequestError(
+                "NO_TOKENIZER", "stop.stop_strings", params.stop, "empty: the model has no tokenizer"
+            )
+        self._check_ids("stop.stop_token_ids", params.stop_token_ids)
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(loaded.eos_token_ids))
+        return ResolvedSampling(
+            temperature=loaded.default_temperature if params.temperature is None else params.temperature,
+            top_k=loaded.default_top_k if params.top_k is None else params.top_k,
+            top_p=loaded.default_top_p if params.top_p is None else params.top_p,
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            max_tokens=room if params.max_tokens is None else params.max_tokens,
+            end_token_ids=frozenset(ends),
+            stop=params.stop,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+
+    def make_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        speculation: SpeculationParams,
+        arrival_s: float,
+        deadline_s: float | None = None,
+    ) -> Request:
+        """A request that is sure to fit. Raises InvalidRequestError."""
+        if len(request_id) > MAX_REQUEST_ID_CHARS:
+            raise InvalidRequestError(
+                "INVALID_REQUEST_ID", "request_id", request_id, f"at most {MAX_REQUEST_ID_CHARS} characters"
+            )
+        sampling = self.resolve(params, len(prompt_token_ids))
+        return Request(request_id, prompt_token_ids, sampling, arrival_s, speculation, deadline_s)
+
+
+def _longest_token(tokenizer: PreTrainedTokenizerBase | None) -> int:
+    if tokenizer is None:
+        return 1
+    return max((len(token) for token in tokenizer.get_vocab()), default=1)

@@ -1,0 +1,132 @@
+"""The offline API: prompts in, answers out, through the same core as the server's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from batchserve.config import EngineConfig
+from batchserve.engine.async_engine import OutputCollector
+from batchserve.engine.build import build_engine
+from batchserve.engine.engine_core import Event, Failure
+from batchserve.errors import BatchserveError, InvalidRequestError
+from batchserve.request import Request
+from batchserve.types import Delta, ModelInfo, RequestOutput, SamplingParams, SpeculationParams
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model and an engine in this process, for batches of prompts.
+
+    Options are those of EngineConfig. Not thread-safe; use AsyncEngine for concurrent callers.
+    """
+
+    def __init__(self, model: str = "bundled", **options: Any) -> None:
+        self.config = EngineConfig(model=model, **options)
+        built = build_engine(self.config)
+        self._core, self._processor, self._info = built.core, built.processor, built.info
+        self._num_requests = 0
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        speculation: SpeculationParams | None = None,
+        show_progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers in the order of the prompts; a prompt is a string or a list of token ids.
+
+        Every prompt is checked before any is run: raises InvalidRequestError and runs nothing.
+        """
+        requests = self._requests(_as_list(prompts), sampling_params, speculation or SpeculationParams())
+        collectors = {r.request_id: OutputCollector(r.prompt_token_ids) for r in requests}
+        errors: list[BatchserveError] = []
+        with _progress_bar(len(requests), show_progress) as advance:
+
+            def collect(events: list[Event]) -> None:
+                for request, event in events:
+                    if isinstance(event, Failure):
+                        errors.append(event.error)
+                    else:
+                        collectors[request.request_id].add(event)
+                        advance(event)
+
+            self._core.emit = collect
+            for request in requests:
+                self._core.add(request)
+            try:
+                while self._core.has_work and not errors:
+                    self._core.step()
+            finally:  # an error or Ctrl-C leaves nothing behind for the next call
+                self._core.abort_all()
+        if errors:
+            raise errors[0]
+        self._core.check_integrity()
+        return [collectors[r.request_id].output() for r in requests]
+
+    def _requests(
+        self,
+        prompts: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        speculation: SpeculationParams,
+    ) -> list[Request]:
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(prompts)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(prompts):
+            raise InvalidRequestError(
+                "LENGTH_MISMATCH", "sampling_params", len(params), f"one, or one for each of {len(prompts)} prompts"
+            )
+        requests = []
+        for prompt, param in zip(prompts, params, strict=True):
+            self._num_requests += 1
+            token_ids = self._processor.tokenize(prompt)
+            requests.append(
+                self._processor.make_request(
+                    str(self._num_requests), token_ids, param, speculation, time.monotonic()
+                )
+            )
+        return requests
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt may stand alone: a string, or a flat list of ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items: list[Any] = list(prompts)
+    if items and isinstance(items[0], int):
+        return [items]
+    return items
+
+
+@contextmanager
+def _progress_bar(total: int, is_shown: bool) -> Iterator[Any]:
+    """Yields a function that is told of every delta; draws prompts done and tokens per second."""
+    if not is_shown:
+        yield lambda delta: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("Processed prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[speed]}"), transient=False) as progress:
+        task = progress.add_task("", total=total, speed="")
+        started, tokens = time.monotonic(), 0
+
+        def advance(delta: Delta) -> None:
+            nonlocal tokens
+            tokens += len(delta.token_ids)
+            speed = tokens / max(time.monotonic() - started, 1e-9)
+            progress.update(
+                task, advance=float(delta.finish_reason is not None), speed=f"{speed:.0f} output tokens/s"
+            )
+
+        yield advance

@@ -1,0 +1,111 @@
+"""One request inside the engine: its tokens, its progress and its legal transitions."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from batchserve.types import FinishReason, SpeculationParams, Timing, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedSampling:
+    """Sampling parameters with every default filled in and every bound checked.
+
+    `end_token_ids` are the EOS tokens (none under ignore_eos) and the request's stop tokens.
+    """
+
+    temperature: float
+    top_k: int  # 0 is off
+    top_p: float  # 1 is off
+    seed: int
+    max_tokens: int
+    end_token_ids: frozenset[int]
+    stop: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+
+
+class RequestStatus(enum.Enum):
+    """WAITING -> RUNNING -> FINISHED; preemption goes back from RUNNING to WAITING."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+_LEGAL = {
+    (RequestStatus.WAITING, RequestStatus.RUNNING),
+    (RequestStatus.RUNNING, RequestStatus.WAITING),
+    (RequestStatus.WAITING, RequestStatus.FINISHED),
+    (RequestStatus.RUNNING, RequestStatus.FINISHED),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """State of one request. The scheduler moves it; the engine core appends to it; nobody else writes.
+
+    token_ids: the prompt, then the answer so far. num_computed_tokens: how many of them have K/V; at least one never
+    has. Times are seconds of the engine's clock.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: ResolvedSampling
+    arrival_s: float
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    deadline_s: float | None = None
+    status: RequestStatus = RequestStatus.WAITING
+    token_ids: list[int] = field(init=False)
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens without K/V: 1 while decoding, more while (re)computing a prompt."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    def move_to(self, status: RequestStatus) -> None:
+        """Raises RuntimeError on an illegal transition: that is a bug, never a client's fault."""
+        if (self.status, status) not in _LEGAL:
+            raise RuntimeError(f"request {self.request_id!r}: illegal transition {self.status} -> {status}")
+        self.status = status
+
+    def usage(self, completion_tokens: int) -> Usage:
+        return Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=completion_tokens,
+            draft_tokens=self.num_draft_tokens,
+            accepted_draft_tokens=self.num_accepted_draft_tokens,
+        )
+
+    def timing(self, now_s: float) -> Timing:
+        def since(moment_s: float | None) -> float:
+            return (now_s if moment_s is None else moment_s) - self.arrival_s
+
+        return Timing(
+            queue_s=since(self.first_scheduled_s),
+            first_token_s=since(self.first_token_s),
+            total_s=since(self.last_token_s),
+        )

@@ -1,0 +1,144 @@
+"""Loading: any causal LM that transformers can, and its tokenizer. Modelling code is never copied or patched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from batchserve.attention import interface
+from batchserve.attention.base import LayerShape
+from batchserve.config import EngineConfig
+from batchserve.errors import ConfigError, UnsupportedModelError
+from batchserve.runner.packed import can_pack, pack_modules
+from batchserve.runner.probe import probe_attention
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FALLBACK_MAX_MODEL_LEN = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that passed the probe, ready to run, and what the engine needs to know of it."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+    dtype: torch.dtype
+    layers: list[LayerShape]
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    default_temperature: float
+    default_top_k: int
+    default_top_p: float
+    has_packed_linears: bool
+
+
+def resolve_model(model: str) -> str:
+    """The folder of the bundled model for "bundled", the name itself otherwise."""
+    if model != "bundled":
+        return model
+    return str(resources.files("batchserve") / "data" / "bundled")
+
+
+def resolve_dtype(dtype: str) -> torch.dtype:
+    """bfloat16 where the CPU multiplies it natively, float32 otherwise, unless the user said which."""
+    if dtype != "auto":
+        return DTYPES[dtype]
+    capabilities = torch.backends.cpu.get_cpu_capability() if hasattr(torch.backends, "cpu") else ""
+    has_bf16 = "AVX512" in capabilities and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if has_bf16 else torch.float32
+
+
+@torch.inference_mode()
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Load, probe and pack. Raises ConfigError (cannot be loaded) or UnsupportedModelError (would answer wrongly)."""
+    interface.register()
+    source = resolve_model(config.model)
+    dtype = resolve_dtype(config.dtype)
+    model = _load_weights(source, dtype, config)
+    layers = probe_attention(model)
+    is_packed = can_pack(dtype)
+    if is_packed:
+        pack_modules(model)
+    text_config = model.config.get_text_config()
+    defaults = model.generation_config
+    does_sample = bool(defaults.do_sample)
+    return LoadedModel(
+        model=model,
+        tokenizer=_load_tokenizer(source, config),
+        name=config.served_model_name or config.model,
+        dtype=dtype,
+        layers=layers,
+        vocab_size=int(text_config.vocab_size),
+        max_model_len=_model_limit(text_config),
+        eos_token_ids=_eos_token_ids(defaults.eos_token_id, text_config),
+        default_temperature=float(_or(defaults.temperature, 1.0)) if does_sample else 0.0,
+        default_top_k=int(_or(defaults.top_k, 0)) if does_sample else 0,
+        default_top_p=float(_or(defaults.top_p, 1.0)) if does_sample else 1.0,
+        has_packed_linears=is_packed,
+    )
+
+
+def _or(value: float | int | None, default: float | int) -> float | int:
+    return default if value is None else value
+
+
+def _load_weights(source: str, dtype: torch.dtype, config: EngineConfig) -> PreTrainedModel:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype,
+            attn_implementation="eager",
+            use_safetensors=True,
+            trust_remote_code=config.trust_remote_code,
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        known = _known_architecture(source, config)
+        if known is not None:
+            raise UnsupportedModelError(f"model = {config.model!r} ({known}): cannot be loaded: {error}") from error
+        raise ConfigError(f"model = {config.model!r}: cannot be loaded: {error}") from error
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+def _known_architecture(source: str, config: EngineConfig) -> str | None:
+    try:
+        read = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError):
+        return None
+    return str(getattr(read, "model_type", "unknown"))
+
+
+def _load_tokenizer(source: str, config: EngineConfig) -> PreTrainedTokenizerBase | None:
+    """None for a folder without a tokenizer: the model then takes token ids only."""
+    folder = Path(source)
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+    if folder.is_dir() and not any((folder / name).exists() for name in names):
+        return None
+    try:
+        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            source, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model = {config.model!r}: its tokenizer cannot be loaded: {error}") from error
+    return loaded
+
+
+def _model_limit(text_config: object) -> int:
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        value = getattr(text_config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return FALLBACK_MAX_MODEL_LEN
+
+
+def _eos_token_ids(from_generation: int | list[int] | None, text_config: object) -> tuple[int, ...]:
+    found = from_generation if from_generation is not None else getattr(text_config, "eos_token_id", None)
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list) else (int(found),)

@@ -1,0 +1,73 @@
+"""The forward of one ragged batch, and the verification of its rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from batchserve.attention.base import AttentionBackend
+from batchserve.attention.interface import STEP_ARGUMENT
+from batchserve.runner.loader import LoadedModel
+from batchserve.runner.ragged_batch import RaggedBatch
+from batchserve.sampling.sampler import RowSampler
+from batchserve.sampling.verify import VerifiedTokens, walk_tree
+
+
+class StepHandle:
+    """A launched step. On a CPU it is lazy: the forward runs in wait(), so that launch() returns at once."""
+
+    def __init__(self, runner: ModelRunner, batch: RaggedBatch) -> None:
+        self._runner = runner
+        self._batch = batch
+
+    def wait(self) -> list[VerifiedTokens | None]:
+        """For every request of the batch its verified tokens, None where nothing was sampled."""
+        logits = self._runner.forward(self._batch)
+        return verify_batch(self._batch, logits)
+
+
+class ModelRunner:
+    """Runs ragged batches through unmodified modelling code."""
+
+    def __init__(self, loaded: LoadedModel, backend: AttentionBackend) -> None:
+        self.backend = backend
+        self._model = loaded.model
+
+    def launch(self, batch: RaggedBatch) -> StepHandle:
+        return StepHandle(self, batch)
+
+    @torch.inference_mode()
+    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+        """Logits [len(batch.logit_rows), vocab_size]; writes the K/V of every row."""
+        self.backend.begin(batch.spans)
+        arguments: dict[str, Any] = {STEP_ARGUMENT: self.backend}
+        # With nothing to sample the head still has to run on something: one row is the least it takes.
+        keep = torch.from_numpy(batch.logit_rows) if len(batch.logit_rows) else torch.zeros(1, dtype=torch.int64)
+        output = self._model(
+            input_ids=torch.from_numpy(batch.input_ids).unsqueeze(0),
+            position_ids=torch.from_numpy(batch.position_ids).unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=keep,
+            **arguments,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+def verify_batch(batch: RaggedBatch, logits: torch.Tensor) -> list[VerifiedTokens | None]:
+    """Walk every request's tree; logits are those of batch.logit_rows."""
+    sampler = RowSampler(logits)
+    results: list[VerifiedTokens | None] = []
+    for rows, first in zip(batch.requests, batch.first_logit, strict=True):
+        if rows.sampling is None:
+            results.append(None)
+            continue
+        sampling, root = rows.sampling, rows.root
+        next_position = rows.context_len + rows.num_pending
+
+        def target(row: int, depth: int) -> int:
+            return sampler.token_at(first + row - root, next_position + depth, sampling)  # noqa: B023
+
+        results.append(walk_tree(rows.token_ids, rows.parents, root, target))
+    return results

@@ -1,0 +1,92 @@
+"""Generic modules swapped for faster ones of the same function: prepacked linears and fused norms. CPU only.
+
+Nothing here knows a model: a module is swapped by what it is (a Linear, a Conv1D) or by what it measurably does.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from transformers.pytorch_utils import Conv1D
+
+ROWS_HINT = 16  # rows that the packed layout is chosen for; any number works afterwards
+
+
+class PackedLinear(torch.nn.Module):
+    """A linear layer over weights in oneDNN's blocked layout: bit-identical rows for any number of rows >= 2."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), ROWS_HINT)
+        self.bias = None if bias is None else bias.detach()
+        self._apply_packed = torch.ops.mkldnn._linear_pointwise.default
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self._apply_packed(x, self.packed, self.bias, "none", [], "")
+        return out
+
+
+class FusedRMSNorm(torch.nn.Module):
+    """x / rms(x) * weight in one kernel."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight = weight.detach()
+        self.eps = eps
+        self._shape = (weight.shape[0],)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self._shape, self.weight, self.eps)
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packing works here for this dtype."""
+    if not torch.backends.mkldnn.is_available() or dtype not in (torch.float32, torch.bfloat16):
+        return False
+    try:
+        PackedLinear(torch.ones(16, 16, dtype=dtype), None)(torch.ones(4, 16, dtype=dtype))
+    except RuntimeError:
+        return False
+    return True
+
+
+@torch.inference_mode()
+def pack_modules(model: torch.nn.Module) -> tuple[int, int]:
+    """Swap every linear and every norm that can be; returns (linears, norms) swapped. The model is changed in place."""
+    linears = norms = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            swapped = _swapped(child)
+            if swapped is not None:
+                setattr(parent, name, swapped)
+                linears += isinstance(swapped, PackedLinear)
+                norms += isinstance(swapped, FusedRMSNorm)
+    return linears, norms
+
+
+def _swapped(module: torch.nn.Module) -> torch.nn.Module | None:
+    if type(module) is torch.nn.Linear:
+        return PackedLinear(module.weight, module.bias)
+    if type(module) is Conv1D:
+        return PackedLinear(module.weight.t(), module.bias)
+    if type(module).__name__.endswith("RMSNorm"):
+        return _fused_norm(module)
+    return None
+
+
+def _fused_norm(module: torch.nn.Module) -> FusedRMSNorm | None:
+    """The fused form if it gives the same values (plain weight, or 1 + weight); decided by trying."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or not isinstance(eps, float):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, weight.shape[0], generator=generator).to(weight.dtype)
+    expected = module(x).float()
+    tolerance = 1e-5 if weight.dtype == torch.float32 else 2e-2
+    for scale in (weight, 1.0 + weight.float()):
+        fused = FusedRMSNorm(scale.to(weight.dtype), eps)
+        if torch.allclose(fused(x).float(), expected, rtol=tolerance, atol=tolerance):
+            return fused
+    return None

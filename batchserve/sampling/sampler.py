@@ -1,0 +1,44 @@
+"""Which token follows a row: argmax of (processed logit / T + g), with g keyed by position (design: Sampling)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from batchserve.request import ResolvedSampling
+from batchserve.sampling.logits import allowed_tokens
+from batchserve.sampling.noise import NOISE_RANGE, gumbel, stream_key
+
+if TYPE_CHECKING:
+    import torch
+
+
+class RowSampler:
+    """Samples rows of one step's logits on demand: only the rows that a walk reaches are paid for.
+
+    logits [num_rows, vocab_size], any float dtype. The outcome for a row depends on nothing but its logits, the
+    sampling parameters and the position.
+    """
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self._logits = logits
+        self._argmax: list[int] | None = None
+
+    def token_at(self, row: int, position: int, sampling: ResolvedSampling) -> int:
+        """The token at absolute `position`, given the row before it."""
+        if sampling.temperature == 0.0:
+            if self._argmax is None:
+                self._argmax = self._logits.argmax(dim=-1).tolist()
+            return self._argmax[row]
+        return sample_row(self._logits[row].float().numpy(), position, sampling)
+
+
+def sample_row(logits: np.ndarray, position: int, sampling: ResolvedSampling) -> int:
+    """One Gumbel-max draw from float32 logits [vocab_size] at temperature > 0."""
+    token_ids, processed = allowed_tokens(logits, sampling.temperature, sampling.top_k, sampling.top_p)
+    # The noise is bounded: a token further below the top than its range cannot win, so it needs no draw.
+    reachable = processed >= processed.max() - NOISE_RANGE
+    token_ids, processed = token_ids[reachable], processed[reachable]
+    scores = processed + gumbel(stream_key(sampling.seed, position), token_ids)
+    return int(token_ids[int(scores.argmax())])

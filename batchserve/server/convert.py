@@ -1,0 +1,227 @@
+"""Protocol messages <-> domain types. Whatever the wire can say and the domain cannot is refused here, never dropped.
+
+Bounds that a `SamplingParams` can check by itself are checked there; bounds that need the model are the engine's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from batchserve.errors import InvalidRequestError
+from batchserve.types import Delta, FinishReason, SamplingParams, SpeculationParams, Started
+from batchserve.v1 import generation_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from google.protobuf.message import Message
+
+    from batchserve.types import ModelInfo, RequestOutput, Timing, Usage
+
+MAX_REQUEST_ID_CHARS = 256
+MAX_STOP_TOKEN_IDS = 1024
+
+_FINISH_REASONS = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+
+
+class GenerateArguments(NamedTuple):
+    """A validated GenerateRequest, as `AsyncEngine.stream` and `generate` take it."""
+
+    prompt: str | Sequence[int]
+    params: SamplingParams
+    request_id: str
+    model: str
+    speculation: SpeculationParams
+
+
+def from_generate_request(request: pb.GenerateRequest, max_model_len: int) -> GenerateArguments:
+    """The request in domain types; raises InvalidRequestError, whose `field` is the path in the message."""
+    refuse_unknown_fields(request)
+    return GenerateArguments(
+        prompt=_prompt(request, max_model_len),
+        params=_sampling_params(request),
+        request_id=_request_id(request),
+        model=request.model,
+        speculation=_speculation(request.speculation),
+    )
+
+
+def refuse_unknown_fields(message: Message, path: str = "") -> None:
+    """Raise InvalidRequestError for the first field, at any depth, that this version of the protocol does not have.
+
+    Protobuf keeps unknown fields silently: a parameter of a newer client would be ignored and its answer be wrong.
+    A known field with the wrong wire type counts as unknown too.
+    """
+    unknown = UnknownFieldSet(message)
+    if len(unknown) > 0:
+        raise InvalidRequestError(
+            "UNKNOWN_FIELD",
+            f"{path}#{unknown[0].field_number}",
+            f"<wire type {unknown[0].wire_type}>",
+            f"unset: {message.DESCRIPTOR.full_name} has no such field in this server's version",
+        )
+    for descriptor, value in message.ListFields():
+        if descriptor.message_type is not None:
+            refuse_unknown_fields(value, f"{path}{descriptor.name}.")
+
+
+def to_generate_request(
+    prompt: str | Sequence[int], params: SamplingParams, speculation: SpeculationParams
+) -> pb.GenerateRequest:
+    """The request of a client; the inverse of `from_generate_request`, but for the wire's 32-bit floats."""
+    is_text = isinstance(prompt, str)
+    return pb.GenerateRequest(
+        text=prompt if is_text else None,
+        token_ids=None if is_text else pb.TokenIds(ids=prompt),
+        sampling_params=pb.SamplingParams(
+            temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, seed=params.seed
+        ),
+        stop=pb.StopConditions(
+            max_tokens=params.max_tokens,
+            stop_strings=params.stop,
+            stop_token_ids=params.stop_token_ids,
+            ignore_eos=params.ignore_eos,
+        ),
+        output=pb.OutputOptions(skip_special_tokens=params.skip_special_tokens),
+        speculation=pb.SpeculationOptions(
+            mode=pb.SpeculationOptions.MODE_AUTO if speculation.is_enabled else pb.SpeculationOptions.MODE_OFF,
+            max_draft_tokens=speculation.max_draft_tokens,
+        ),
+    )
+
+
+def _prompt(request: pb.GenerateRequest, max_model_len: int) -> str | Sequence[int]:
+    match request.WhichOneof("input"):
+        case "text":
+            return request.text
+        case "token_ids":
+            ids = request.token_ids.ids
+            # Before the copy: 16 MB of one-byte ids would become a list of 16 million.
+            if len(ids) >= max_model_len:
+                raise InvalidRequestError(
+                    "PROMPT_TOO_LONG",
+                    "token_ids",
+                    f"{len(ids)} tokens",
+                    f"at most {max_model_len - 1} tokens (max_model_len - 1)",
+                )
+            return list(ids)
+        case _:
+            raise InvalidRequestError("MISSING_INPUT", "input", None, "set: either text or token_ids")
+
+
+def _request_id(request: pb.GenerateRequest) -> str:
+    request_id = request.request_id
+    if len(request_id) > MAX_REQUEST_ID_CHARS or not request_id.isprintable():
+        raise InvalidRequestError(
+            "INVALID_REQUEST_ID", "request_id", request_id, f"at most {MAX_REQUEST_ID_CHARS} printable characters"
+        )
+    return request_id
+
+
+def _sampling_params(request: pb.GenerateRequest) -> SamplingParams:
+    sampling, stop, output = request.sampling_params, request.stop, request.output
+    if len(stop.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequestError(
+            "TOO_MANY_STOP_TOKEN_IDS", "stop.stop_token_ids", len(stop.stop_token_ids), f"at most {MAX_STOP_TOKEN_IDS}"
+        )
+    return SamplingParams(
+        temperature=sampling.temperature if sampling.HasField("temperature") else None,
+        top_p=sampling.top_p if sampling.HasField("top_p") else None,
+        top_k=sampling.top_k if sampling.HasField("top_k") else None,
+        seed=sampling.seed if sampling.HasField("seed") else None,
+        max_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
+        stop=tuple(stop.stop_strings),
+        stop_token_ids=tuple(stop.stop_token_ids),
+        ignore_eos=stop.ignore_eos,
+        skip_special_tokens=output.skip_special_tokens if output.HasField("skip_special_tokens") else True,
+    )
+
+
+def _speculation(options: pb.SpeculationOptions) -> SpeculationParams:
+    # proto3 enums are open: a number without a name arrives as it is.
+    if options.mode not in pb.SpeculationOptions.Mode.values():
+        names = ", ".join(pb.SpeculationOptions.Mode.keys())
+        raise InvalidRequestError("UNKNOWN_ENUM_VALUE", "speculation.mode", int(options.mode), f"one of {names}")
+    return SpeculationParams(
+        is_enabled=options.mode != pb.SpeculationOptions.MODE_OFF,
+        max_draft_tokens=options.max_draft_tokens if options.HasField("max_draft_tokens") else None,
+    )
+
+
+def to_stream_responses(event: Started | Delta) -> Iterator[pb.StreamGenerateResponse]:
+    """The messages of one engine event: the last Delta is a `delta`, if it carries anything, and a `finished`."""
+    if isinstance(event, Started):
+        started = pb.Started(request_id=event.request_id, prompt_tokens=event.prompt_tokens)
+        yield pb.StreamGenerateResponse(started=started)
+        return
+    if event.text or event.token_ids:
+        yield pb.StreamGenerateResponse(delta=pb.TokenDelta(text=event.text, token_ids=event.token_ids))
+    if event.finish_reason is not None:
+        finished = pb.Finished(
+            finish_reason=_FINISH_REASONS[event.finish_reason],
+            usage=_usage(event.usage),
+            timing=_timing(event.timing),
+        )
+        yield pb.StreamGenerateResponse(finished=finished)
+
+
+def to_generate_response(output: RequestOutput) -> pb.GenerateResponse:
+    """The whole answer."""
+    return pb.GenerateResponse(
+        request_id=output.request_id,
+        text=output.text,
+        token_ids=output.token_ids,
+        finish_reason=_FINISH_REASONS[output.finish_reason],
+        usage=_usage(output.usage),
+        timing=_timing(output.timing),
+    )
+
+
+def to_model_info(info: ModelInfo, version: str) -> pb.GetModelInfoResponse:
+    """What is being served, by this version of the package."""
+    return pb.GetModelInfoResponse(
+        model=info.name,
+        architecture=info.architecture,
+        dtype=info.dtype,
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        max_num_seqs=info.max_num_seqs,
+        eos_token_ids=info.eos_token_ids,
+        attention_backend=info.attention_backend,
+        drafter=info.drafter,
+        decoding_length=info.decoding_length,
+        has_tokenizer=info.has_tokenizer,
+        version=version,
+    )
+
+
+def _usage(usage: Usage | None) -> pb.Usage | None:
+    if usage is None:
+        return None
+    return pb.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        draft_tokens=usage.draft_tokens,
+        accepted_draft_tokens=usage.accepted_draft_tokens,
+    )
+
+
+def _timing(timing: Timing | None) -> pb.Timing | None:
+    if timing is None:
+        return None
+    return pb.Timing(
+        queue=_duration(timing.queue_s), first_token=_duration(timing.first_token_s), total=_duration(timing.total_s)
+    )
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration

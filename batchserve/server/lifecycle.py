@@ -1,0 +1,151 @@
+"""The server's life: bind, warm up, serve, drain. It listens before the model is loaded, so that clients see why."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from batchserve.errors import ConfigError
+from batchserve.server.servicer import SERVICE_NAME, GenerationServicer
+from batchserve.server.wire import MalformedRequestInterceptor
+from batchserve.v1 import generation_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from batchserve.config import ServerConfig
+    from batchserve.engine.async_engine import AsyncEngine
+
+logger = logging.getLogger(__name__)
+
+# After the last request ended its status is still to be sent; health watchers never end by themselves.
+FLUSH_GRACE_S = 1.0
+MIN_PING_INTERVAL_MS = 5000
+
+
+class GenerationServer:
+    """bind() -> open(engine) -> drain(). Until open and from drain on, requests get UNAVAILABLE with RetryInfo."""
+
+    def __init__(self, config: ServerConfig, version: str) -> None:
+        self._config = config
+        self._engine: AsyncEngine | None = None
+        self._servicer = GenerationServicer(version)
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._grpc = grpc.aio.server(
+            interceptors=[MalformedRequestInterceptor(SERVICE_NAME)], options=_channel_arguments(config)
+        )
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._servicer, self._grpc)  # type: ignore[no-untyped-call]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        if config.has_reflection:
+            names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._grpc)
+
+    async def bind(self) -> str:
+        """Listen, NOT_SERVING, and return HOST:PORT with the port really taken; raises ConfigError if it cannot."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
+        wanted = f"{host}:{self._config.port}"
+        try:
+            port = self._grpc.add_insecure_port(wanted)
+        except RuntimeError as error:
+            raise ConfigError(f"host:port = {wanted}: cannot listen there ({error})") from error
+        await self._grpc.start()
+        return f"{host}:{port}"
+
+    async def open(self, engine: AsyncEngine) -> None:
+        """Serve from this engine, which must be warm; the server owns it from now on."""
+        self._engine = engine
+        self._servicer.open(engine)
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+
+    async def drain(self, hurry: asyncio.Event | None = None) -> bool:
+        """Refuse new requests, let those in flight end within `drain_timeout_s`, end the rest, stop listening.
+
+        True if all ended by themselves. Setting `hurry` ends the waiting early.
+        """
+        await self._health.enter_graceful_shutdown()
+        self._servicer.close("the server is draining")
+        is_drained = True
+        if self._engine is not None:
+            is_drained = await _unless_hurried(self._engine.drain(self._config.drain_timeout_s), hurry)
+            await self._engine.shutdown()
+        await self._grpc.stop(FLUSH_GRACE_S)
+        return is_drained
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
+        for service in ("", SERVICE_NAME):
+            await self._health.set(service, status)
+
+
+async def serve(
+    config: ServerConfig,
+    version: str,
+    start_engine: Callable[[], Awaitable[AsyncEngine]],
+    announce: Callable[[str], None],
+) -> None:
+    """Run a server in this process until SIGTERM or SIGINT; a second signal ends the drain's waiting.
+
+    Announces 'listening on HOST:PORT' once requests are answered. Raises what `start_engine` raises.
+    """
+    # Until it is warm nothing is in flight, and loading cannot be interrupted: a signal ends the process at once.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    server = GenerationServer(config, version)
+    address = await server.bind()
+    logger.info("warming up; %s answers UNAVAILABLE until then", address)
+    try:
+        engine = await start_engine()
+    except BaseException:
+        await server.drain()
+        raise
+    stop, hurry = _stop_signals()
+    await server.open(engine)
+    announce(f"listening on {address}")
+    await stop.wait()
+    logger.info("draining: waiting at most %g s for the requests in flight", config.drain_timeout_s)
+    is_drained = await server.drain(hurry)
+    logger.info("stopped; %s", "every request had ended" if is_drained else "the requests still in flight were ended")
+
+
+def _stop_signals() -> tuple[asyncio.Event, asyncio.Event]:
+    """(set by the first SIGTERM or SIGINT, set by the second)."""
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    return stop, hurry
+
+
+async def _unless_hurried(draining: Awaitable[bool], hurry: asyncio.Event | None) -> bool:
+    if hurry is None:
+        return await draining
+    drained = asyncio.ensure_future(draining)
+    hurried = asyncio.ensure_future(hurry.wait())
+    try:
+        await asyncio.wait({drained, hurried}, return_when=asyncio.FIRST_COMPLETED)
+        return drained.result() if drained.done() else False
+    finally:
+        for task in (drained, hurried):
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+def _channel_arguments(config: ServerConfig) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", config.max_receive_bytes),
+        # On by default on Linux, where a second server on the same port would silently take half of the connections.
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # gRPC's default of five minutes answers a client that pings more often with GOAWAY.
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
+    ]

@@ -1,0 +1,128 @@
+"""The gRPC service: each call is one request of the engine, and ends with it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from batchserve.errors import EngineFaultError, UnavailableError, UnknownModelError
+from batchserve.server.convert import (
+    from_generate_request,
+    refuse_unknown_fields,
+    to_generate_response,
+    to_model_info,
+    to_stream_responses,
+)
+from batchserve.server.status import abort
+from batchserve.types import Delta
+from batchserve.v1 import generation_pb2 as pb
+from batchserve.v1 import generation_pb2_grpc
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import grpc
+
+    from batchserve.engine.async_engine import AsyncEngine
+
+SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """Answers with UNAVAILABLE until `open` and from `close` on."""
+
+    def __init__(self, version: str) -> None:
+        self._version = version
+        self._engine: AsyncEngine | None = None
+        self._refusal = "the server is warming up"
+
+    def open(self, engine: AsyncEngine) -> None:
+        """From now on requests go to this engine."""
+        self._engine = engine
+
+    def close(self, reason: str) -> None:
+        """From now on requests are refused; those in flight go on."""
+        self._engine = None
+        self._refusal = reason
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.GenerateResponse:
+        """One answer, whole. Cancelling the call cancels this task, which aborts the request."""
+        async with _ErrorsAsStatus(context):
+            engine = self._opened()
+            prompt, params, request_id, model, speculation = from_generate_request(request, engine.info.max_model_len)
+            output = await engine.generate(
+                prompt,
+                params,
+                request_id=request_id,
+                model=model,
+                speculation=speculation,
+                deadline_s=context.time_remaining(),
+            )
+            return to_generate_response(output)
+
+    async def StreamGenerate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, pb.StreamGenerateResponse]
+    ) -> None:
+        """One answer as it is made.
+
+        Writes instead of yielding: a cancelled call then raises inside this coroutine, so that `aclosing` frees the
+        request at once. An async generator left suspended at a yield would wait for the garbage collector.
+        """
+        async with _ErrorsAsStatus(context):
+            engine = self._opened()
+            prompt, params, request_id, model, speculation = from_generate_request(request, engine.info.max_model_len)
+            events = engine.stream(
+                prompt,
+                params,
+                request_id=request_id,
+                model=model,
+                speculation=speculation,
+                deadline_s=context.time_remaining(),
+            )
+            is_finished = False
+            async with aclosing(events):
+                async for event in events:
+                    for message in to_stream_responses(event):
+                        await context.write(message)
+                    is_finished = isinstance(event, Delta) and event.finish_reason is not None
+            if not is_finished:
+                raise EngineFaultError("the engine's stream ended without a finish reason")
+
+    async def GetModelInfo(
+        self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.GetModelInfoResponse:
+        """What is being served."""
+        async with _ErrorsAsStatus(context):
+            info = self._opened().info
+            refuse_unknown_fields(request)
+            if request.model not in ("", info.name):
+                raise UnknownModelError(request.model, info.name)
+            return to_model_info(info, self._version)
+
+    def _opened(self) -> AsyncEngine:
+        if self._engine is None:
+            raise UnavailableError(self._refusal)
+        return self._engine
+
+
+class _ErrorsAsStatus:
+    """Ends the call with the status of whatever is raised inside; silent where the client is gone already."""
+
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self._context = context
+
+    async def __aenter__(self) -> None:
+        return None
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, Exception):
+            return  # a cancelled call, or none
+        if self._context.cancelled():
+            # A write to a call that the client has left raises too; there is nobody to tell.
+            raise asyncio.CancelledError from error
+        await abort(self._context, error)

@@ -1,0 +1,94 @@
+"""Domain errors -> google.rpc.Status. The only place that knows which error has which code."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from batchserve.errors import (
+    BatchserveError,
+    DeadlineExceededError,
+    DuplicateRequestError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestCancelledError,
+    UnavailableError,
+    UnknownModelError,
+)
+
+if TYPE_CHECKING:
+    import grpc
+    from google.protobuf.message import Message
+
+logger = logging.getLogger(__name__)
+
+DOMAIN = "batchserve"
+# Statuses travel in HTTP/2 trailers, which peers bound to 8 KiB by default; past it the whole status is lost.
+MAX_MESSAGE_CHARS = 1000
+MAX_METADATA_CHARS = 200
+
+_CODES: dict[type[BatchserveError], int] = {
+    InvalidRequestError: code_pb2.INVALID_ARGUMENT,
+    UnknownModelError: code_pb2.NOT_FOUND,
+    DuplicateRequestError: code_pb2.ALREADY_EXISTS,
+    QueueFullError: code_pb2.RESOURCE_EXHAUSTED,
+    UnavailableError: code_pb2.UNAVAILABLE,
+    DeadlineExceededError: code_pb2.DEADLINE_EXCEEDED,
+    RequestCancelledError: code_pb2.CANCELLED,
+}
+
+
+def to_status(error: Exception) -> status_pb2.Status:
+    """The rich status of an error: always an ErrorInfo, and a BadRequest or a RetryInfo where it helps the client.
+
+    An error that is not the package's own says nothing of itself on the wire.
+    """
+    if not isinstance(error, BatchserveError):
+        info = _error_info("INTERNAL")
+        return _status(code_pb2.INTERNAL, "internal error; the server's log has the details", info)
+    # Only the first line: what follows it could be a trace that an engine fault carries along.
+    message = (str(error).splitlines() or [error.reason])[0][:MAX_MESSAGE_CHARS]
+    details: list[Message] = []
+    if isinstance(error, InvalidRequestError):
+        details.append(_error_info(error.reason, field=error.field, value=repr(error.value), bound=error.bound))
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    else:
+        details.append(_error_info(error.reason))
+    if isinstance(error, QueueFullError | UnavailableError):
+        delay = Duration()
+        delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    return _status(_code(error), message, *details)
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
+    """End the call with the error's status; an error that is not the package's own is logged with its trace."""
+    if not isinstance(error, BatchserveError):
+        logger.error("unexpected error while answering %s", context.peer(), exc_info=error)
+    status: Any = rpc_status.to_status(to_status(error))
+    await context.abort(status.code, status.details, status.trailing_metadata)
+
+
+def _code(error: BatchserveError) -> int:
+    internal: int = code_pb2.INTERNAL
+    return next((_CODES[kind] for kind in type(error).__mro__ if kind in _CODES), internal)
+
+
+def _error_info(reason: str, **metadata: str) -> error_details_pb2.ErrorInfo:
+    shortened = {key: value[:MAX_METADATA_CHARS] for key, value in metadata.items()}
+    return error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=shortened)
+
+
+def _status(code: int, message: str, *details: Message) -> status_pb2.Status:
+    status = status_pb2.Status(code=code, message=message)
+    for detail in details:
+        packed = AnyMessage()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status

@@ -1,0 +1,62 @@
+"""Bytes that are no message of the protocol: INVALID_ARGUMENT with details, where gRPC would say a bare UNKNOWN."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from batchserve.errors import InvalidRequestError
+from batchserve.server.status import abort
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    Behaviour = Callable[[Any, grpc.aio.ServicerContext[Any, Any]], Awaitable[Any]]
+
+
+class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
+    """Guards the methods of one service, whose requests are single messages and whose handlers are coroutines."""
+
+    def __init__(self, service: str) -> None:
+        self._prefix = f"/{service}/"
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """The method's handler, guarded if it is one of the service's."""
+        handler: Any = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(self._prefix):
+            return handler  # type: ignore[no-any-return]
+        is_stream = handler.response_streaming
+        make = grpc.unary_stream_rpc_method_handler if is_stream else grpc.unary_unary_rpc_method_handler
+        behaviour = handler.unary_stream if is_stream else handler.unary_unary
+        guarded: Any = make(
+            _refusing_malformed(behaviour),
+            request_deserializer=_returning_errors(handler.request_deserializer),
+            response_serializer=handler.response_serializer,
+        )
+        return guarded  # type: ignore[no-any-return]
+
+
+def _returning_errors(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def wrapped(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            return error
+
+    return wrapped
+
+
+def _refusing_malformed(behaviour: Behaviour) -> Behaviour:
+    async def wrapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        if isinstance(request, DecodeError):
+            bound = "bytes that parse as the method's request message"
+            await abort(context, InvalidRequestError("MALFORMED_MESSAGE", "request", "<bytes>", bound))
+        return await behaviour(request, context)
+
+    return wrapped
