@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import random
 import sys
@@ -16,6 +17,9 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+# Before torch loads: threads that spin while they wait are many times slower beside any other busy process.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from rich.console import Console

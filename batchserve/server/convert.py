@@ -11,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from batchserve.errors import InvalidRequestError
-from batchserve.types import Delta, FinishReason, SamplingParams, SpeculationParams, Started
+from batchserve.types import Delta, FinishReason, SamplingParams, SpeculationParams, Started, Timing, Usage
 from batchserve.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
-    from batchserve.types import ModelInfo, RequestOutput, Timing, Usage
+    from batchserve.types import ModelInfo, RequestOutput
 
 MAX_REQUEST_ID_CHARS = 256
 MAX_STOP_TOKEN_IDS = 1024
@@ -75,10 +75,9 @@ def to_generate_request(
     prompt: str | Sequence[int], params: SamplingParams, speculation: SpeculationParams
 ) -> pb.GenerateRequest:
     """The request of a client; the inverse of `from_generate_request`, but for the wire's 32-bit floats."""
-    is_text = isinstance(prompt, str)
     return pb.GenerateRequest(
-        text=prompt if is_text else None,
-        token_ids=None if is_text else pb.TokenIds(ids=prompt),
+        text=prompt if isinstance(prompt, str) else None,
+        token_ids=None if isinstance(prompt, str) else pb.TokenIds(ids=prompt),
         sampling_params=pb.SamplingParams(
             temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, seed=params.seed
         ),
@@ -169,6 +168,32 @@ def to_stream_responses(event: Started | Delta) -> Iterator[pb.StreamGenerateRes
             timing=_timing(event.timing),
         )
         yield pb.StreamGenerateResponse(finished=finished)
+
+
+def from_stream_response(message: pb.StreamGenerateResponse) -> Started | Delta:
+    """A client's view of one message; the `finished` is a Delta without tokens."""
+    if message.WhichOneof("event") == "started":
+        return Started(message.started.request_id, message.started.prompt_tokens)
+    if message.WhichOneof("event") == "delta":
+        return Delta("", message.delta.text, list(message.delta.token_ids))
+    finished = message.finished
+    usage, timing = finished.usage, finished.timing
+    return Delta(
+        "",
+        finish_reason=next(mine for mine, theirs in _FINISH_REASONS.items() if theirs == finished.finish_reason),
+        usage=Usage(
+            usage.prompt_tokens,
+            usage.completion_tokens,
+            usage.cached_tokens,
+            usage.draft_tokens,
+            usage.accepted_draft_tokens,
+        ),
+        timing=Timing(
+            queue_s=timing.queue.ToNanoseconds() / 1e9,
+            first_token_s=timing.first_token.ToNanoseconds() / 1e9,
+            total_s=timing.total.ToNanoseconds() / 1e9,
+        ),
+    )
 
 
 def to_generate_response(output: RequestOutput) -> pb.GenerateResponse:

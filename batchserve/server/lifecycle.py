@@ -13,6 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from batchserve.errors import ConfigError
+from batchserve.server.metrics_endpoint import MetricsEndpoint, join_address
 from batchserve.server.servicer import SERVICE_NAME, GenerationServicer
 from batchserve.server.wire import MalformedRequestInterceptor
 from batchserve.v1 import generation_pb2_grpc
@@ -36,6 +37,7 @@ class GenerationServer:
     def __init__(self, config: ServerConfig, version: str) -> None:
         self._config = config
         self._engine: AsyncEngine | None = None
+        self._metrics: MetricsEndpoint | None = None
         self._servicer = GenerationServicer(version)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._grpc = grpc.aio.server(
@@ -50,18 +52,20 @@ class GenerationServer:
     async def bind(self) -> str:
         """Listen, NOT_SERVING, and return HOST:PORT with the port really taken; raises ConfigError if it cannot."""
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
-        wanted = f"{host}:{self._config.port}"
+        wanted = join_address(self._config.host, self._config.port)
         try:
             port = self._grpc.add_insecure_port(wanted)
         except RuntimeError as error:
             raise ConfigError(f"host:port = {wanted}: cannot listen there ({error})") from error
         await self._grpc.start()
-        return f"{host}:{port}"
+        return join_address(self._config.host, port)
 
     async def open(self, engine: AsyncEngine) -> None:
-        """Serve from this engine, which must be warm; the server owns it from now on."""
+        """Serve from this engine, which must be warm; the server owns it from now on. Raises ConfigError."""
         self._engine = engine
+        if self._config.metrics_port is not None:
+            self._metrics = MetricsEndpoint(self._config.host, self._config.metrics_port, engine.metrics)
+            logger.info("metrics on http://%s", self._metrics.address)
         self._servicer.open(engine)
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
@@ -74,9 +78,21 @@ class GenerationServer:
         self._servicer.close("the server is draining")
         is_drained = True
         if self._engine is not None:
-            is_drained = await _unless_hurried(self._engine.drain(self._config.drain_timeout_s), hurry)
+            is_drained = await _unless_hurried(self._requests_ended(self._engine), hurry)
             await self._engine.shutdown()
         await self._grpc.stop(FLUSH_GRACE_S)
+        if self._metrics is not None:
+            self._metrics.close()
+        return is_drained
+
+    async def _requests_ended(self, engine: AsyncEngine) -> bool:
+        """Whether the engine is done with them, and the clients have read their answers, in time."""
+        try:
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                is_drained = await engine.drain(self._config.drain_timeout_s)
+                await self._servicer.wait_idle()
+        except TimeoutError:
+            return False
         return is_drained
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
@@ -105,7 +121,11 @@ async def serve(
         await server.drain()
         raise
     stop, hurry = _stop_signals()
-    await server.open(engine)
+    try:
+        await server.open(engine)
+    except ConfigError:
+        await server.drain()
+        raise
     announce(f"listening on {address}")
     await stop.wait()
     logger.info("draining: waiting at most %g s for the requests in flight", config.drain_timeout_s)

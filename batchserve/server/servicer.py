@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from batchserve.errors import EngineFaultError, UnavailableError, UnknownModelError
 from batchserve.server.convert import (
@@ -36,6 +36,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._version = version
         self._engine: AsyncEngine | None = None
         self._refusal = "the server is warming up"
+        self._calls = _Calls()
 
     def open(self, engine: AsyncEngine) -> None:
         """From now on requests go to this engine."""
@@ -46,11 +47,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._engine = None
         self._refusal = reason
 
+    async def wait_idle(self) -> None:
+        """Returns once no call is being answered: the engine may be done before a slow client has read it all."""
+        await self._calls.is_idle.wait()
+
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GenerateResponse:
         """One answer, whole. Cancelling the call cancels this task, which aborts the request."""
-        async with _ErrorsAsStatus(context):
+        async with _Call(self._calls, context):
             engine = self._opened()
             prompt, params, request_id, model, speculation = from_generate_request(request, engine.info.max_model_len)
             output = await engine.generate(
@@ -71,7 +76,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         Writes instead of yielding: a cancelled call then raises inside this coroutine, so that `aclosing` frees the
         request at once. An async generator left suspended at a yield would wait for the garbage collector.
         """
-        async with _ErrorsAsStatus(context):
+        async with _Call(self._calls, context):
             engine = self._opened()
             prompt, params, request_id, model, speculation = from_generate_request(request, engine.info.max_model_len)
             events = engine.stream(
@@ -95,7 +100,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GetModelInfoResponse:
         """What is being served."""
-        async with _ErrorsAsStatus(context):
+        async with _Call(self._calls, context):
             info = self._opened().info
             refuse_unknown_fields(request)
             if request.model not in ("", info.name):
@@ -108,20 +113,38 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return self._engine
 
 
-class _ErrorsAsStatus:
-    """Ends the call with the status of whatever is raised inside; silent where the client is gone already."""
+class _Calls:
+    """The calls being answered, counted."""
 
-    def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    def __init__(self) -> None:
+        self.count = 0
+        self.is_idle = asyncio.Event()
+        self.is_idle.set()
+
+
+class _Call:
+    """One call: counted while it lasts, and ended with the status of whatever is raised inside."""
+
+    def __init__(self, calls: _Calls, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self._calls = calls
         self._context = context
 
     async def __aenter__(self) -> None:
-        return None
+        self._calls.count += 1
+        self._calls.is_idle.clear()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not isinstance(error, Exception):
-            return  # a cancelled call, or none
+        try:
+            if isinstance(error, Exception):
+                await self._end(error)
+        finally:
+            self._calls.count -= 1
+            if self._calls.count == 0:
+                self._calls.is_idle.set()
+
+    async def _end(self, error: Exception) -> NoReturn:
         if self._context.cancelled():
             # A write to a call that the client has left raises too; there is nobody to tell.
             raise asyncio.CancelledError from error

@@ -1,0 +1,296 @@
+"""The command line: serve | generate | demo.
+
+Everything heavy is imported inside the commands: the thread policy must be set before torch is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import ipaddress
+import logging
+import re
+import signal
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, get_type_hints
+
+from batchserve import __version__
+from batchserve.config import DRAFTERS, DTYPES, EngineConfig, ServerConfig
+from batchserve.errors import BatchserveError, ConfigError, InvalidRequestError
+from batchserve.threads import apply_thread_policy
+from batchserve.types import Delta, SamplingParams, SpeculationParams, Started, Usage
+
+_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of '2GiB', '512MiB', '1.5 GiB' or '1048576'; raises argparse.ArgumentTypeError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]iB|B?)", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 2GiB, 512MiB or 1048576 (bytes)")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Option:
+    """How one field of a configuration is shown on the command line; its flag, type and default are the field's."""
+
+    help: str
+    choices: tuple[str, ...] | None = None
+    is_size: bool = False
+    default_text: str | None = None  # what a default of None means
+
+
+ENGINE_OPTIONS = {
+    "model": Option("a local folder, a Hugging Face hub id, or 'bundled'"),
+    "dtype": Option("what weights and K/V are computed in; auto: the fastest that this machine has", DTYPES),
+    "drafter": Option("where draft tokens come from; none turns speculation off", DRAFTERS),
+    "decoding_length": Option("the most draft tokens of one request in one step"),
+    "branch_length": Option("the most draft tokens in one line of descent"),
+    "share_drafts": Option(
+        "let requests draft from the texts of others. Without authentication all callers are one tenant, and timing "
+        "tells a caller what others were answered",
+        default_text="only on a loopback --host",
+    ),
+    "max_num_seqs": Option("the most requests that run at once"),
+    "max_num_batched_tokens": Option("the most rows of one step: prefill chunks, drafts and plain rows together"),
+    "prefill_chunk_size": Option("the most prompt tokens of one request in one step", default_text="the step's bound"),
+    "max_waiting": Option("the most requests that wait; further ones get RESOURCE_EXHAUSTED"),
+    "max_model_len": Option(
+        "the most tokens of prompt and answer together", default_text="the model's own, or what the K/V memory holds"
+    ),
+    "kv_cache_memory": Option(
+        "memory for K/V, such as 2GiB or 512MiB", is_size=True, default_text="a quarter of what is free at start"
+    ),
+    "batch_invariant": Option("answers that are bitwise the same in any batch, at a price in speed"),
+    "trust_remote_code": Option("run modelling code that comes with the model"),
+    "served_model_name": Option("the name that requests may give", default_text="the value of --model"),
+}
+SERVER_OPTIONS = {
+    "host": Option("the address to listen on; there is no authentication and no encryption"),
+    "port": Option("the port to listen on; 0 picks a free one, which is printed"),
+    "max_receive_bytes": Option("the largest message that is accepted, such as 16MiB", is_size=True),
+    "drain_timeout_s": Option("how long SIGTERM waits for the requests in flight, in seconds"),
+    "has_reflection": Option("answer gRPC reflection, so that tools find the service's methods by themselves"),
+    "metrics_port": Option("serve Prometheus metrics over HTTP on this port of --host", default_text="off"),
+}
+_KINDS: dict[Any, type] = {int: int, float: float, str: str, int | None: int, str | None: str}
+
+
+def flag_of(field: str) -> str:
+    """The flag of a configuration field: kebab-case, without is_ and has_."""
+    return "--" + re.sub(r"^(is|has)_", "", field).replace("_", "-")
+
+
+def add_options(parser: argparse._ActionsContainer, config: type, options: dict[str, Option]) -> None:
+    """A flag for every field of a configuration dataclass."""
+    hints = get_type_hints(config)
+    for field in dataclasses.fields(config):
+        option = options[field.name]
+        shown = option.default_text or _shown_default(field.default, option)
+        arguments: dict[str, Any] = {"dest": field.name, "help": f"{option.help} (default: {shown})"}
+        if hints[field.name] is bool:
+            arguments["action"] = argparse.BooleanOptionalAction
+        else:
+            arguments["type"] = parse_size if option.is_size else _KINDS[hints[field.name]]
+            arguments["choices"] = option.choices
+        # An absent flag sets nothing, so that the dataclass alone knows the defaults.
+        parser.add_argument(flag_of(field.name), default=argparse.SUPPRESS, **arguments)
+
+
+def make_config(config: type, arguments: argparse.Namespace) -> Any:
+    """The dataclass from the flags that were given; raises ConfigError."""
+    names = {field.name for field in dataclasses.fields(config)}
+    return config(**{name: value for name, value in vars(arguments).items() if name in names})
+
+
+def _shown_default(value: object, option: Option) -> str:
+    if option.is_size and isinstance(value, int):
+        return f"{value >> 20}MiB"
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    parsed = _parser().parse_args(arguments)
+    apply_thread_policy()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        status: int = parsed.run(parsed)
+    except BatchserveError as error:
+        print(f"batchserve: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError | InvalidRequestError) else 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="batchserve", description="LLM serving for small batches, over gRPC.")
+    parser.add_argument("--version", action="version", version=f"batchserve {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", allow_abbrev=False, help="serve a model over gRPC")
+    add_options(serve.add_argument_group("server"), ServerConfig, SERVER_OPTIONS)
+    add_options(serve.add_argument_group("engine"), EngineConfig, ENGINE_OPTIONS)
+    serve.set_defaults(run=_serve)
+
+    generate = commands.add_parser("generate", allow_abbrev=False, help="answer one prompt, streaming to the terminal")
+    _add_generate_flags(generate)
+    add_options(generate.add_argument_group("engine, without --server"), EngineConfig, ENGINE_OPTIONS)
+    generate.set_defaults(run=_generate)
+
+    demo = commands.add_parser(
+        "demo", allow_abbrev=False, help="a real server with the bundled model, speculation on against off"
+    )
+    demo.add_argument("--max-tokens", type=int, default=200, help="the most tokens of an answer (default: 200)")
+    demo.add_argument("--repeats", type=int, default=3, help="measured runs of each kind (default: 3)")
+    demo.add_argument("--dtype", choices=DTYPES, default="auto", help="as for serve (default: auto)")
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _progress(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address; a name other than localhost is taken to be reachable."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    server_config: ServerConfig = make_config(ServerConfig, arguments)
+    if not is_loopback(server_config.host) and "share_drafts" not in arguments:
+        arguments.share_drafts = False
+        _progress(f"host = {server_config.host} is not loopback: drafts are not shared (--share-drafts shares them)")
+    engine_config: EngineConfig = make_config(EngineConfig, arguments)
+
+    from batchserve.engine.async_engine import AsyncEngine
+    from batchserve.server.lifecycle import serve
+
+    async def start_engine() -> AsyncEngine:
+        return await AsyncEngine.start(engine_config, _progress)
+
+    asyncio.run(serve(server_config, __version__, start_engine, lambda line: print(line, flush=True)))
+    return 0
+
+
+def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", help="the prompt (default: standard input)")
+    parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+    parser.add_argument("--server", metavar="HOST:PORT", help="ask a running server (default: load the model here)")
+    sampling = parser.add_argument_group("sampling (default: the model's own)")
+    sampling.add_argument("--temperature", type=float, help="0 is greedy")
+    sampling.add_argument("--top-p", type=float, help="in (0, 1]")
+    sampling.add_argument("--top-k", type=int, help="0 is off")
+    sampling.add_argument("--seed", type=int, help="makes sampling repeatable")
+    sampling.add_argument("--max-tokens", type=int, help="the most tokens of the answer")
+    sampling.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable"
+    )
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on behind the end-of-sequence token")
+    sampling.add_argument("--no-speculation", action="store_true", help="one token a step")
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    # Nothing here outlives the process, and loading cannot be interrupted otherwise: Ctrl-C ends it at once.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    text = sys.stdin.read() if arguments.prompt is None else arguments.prompt
+    config: EngineConfig = make_config(EngineConfig, arguments)
+    params = SamplingParams(
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        seed=arguments.seed,
+        max_tokens=arguments.max_tokens,
+        stop=tuple(arguments.stop),
+        ignore_eos=arguments.ignore_eos,
+    )
+    prompt = _chat_token_ids(text, config) if arguments.chat else text
+    speculation = SpeculationParams(is_enabled=not arguments.no_speculation)
+    if arguments.server is None:
+        events = _local_events(config, prompt, params, speculation)
+    else:
+        events = _remote_events(arguments.server, prompt, params, speculation)
+    asyncio.run(_show(events))
+    return 0
+
+
+def _chat_token_ids(text: str, config: EngineConfig) -> list[int]:
+    """The prompt in the model's chat template, as token ids: as text it would be given a second BOS."""
+    from transformers import AutoTokenizer
+
+    from batchserve.runner.loader import resolve_model
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(config.model), trust_remote_code=config.trust_remote_code)
+    if not tokenizer.chat_template:
+        raise ConfigError(f"model = {config.model!r}: has no chat template, which --chat needs")
+    messages = [{"role": "user", "content": text}]
+    ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return list(ids)
+
+
+async def _local_events(
+    config: EngineConfig, prompt: str | Sequence[int], params: SamplingParams, speculation: SpeculationParams
+) -> AsyncGenerator[Started | Delta, None]:
+    from batchserve.engine.async_engine import AsyncEngine
+
+    engine = await AsyncEngine.start(config, _progress)
+    try:
+        async with aclosing(engine.stream(prompt, params, speculation=speculation)) as events:
+            async for event in events:
+                yield event
+    finally:
+        await engine.shutdown()
+
+
+async def _remote_events(
+    target: str, prompt: str | Sequence[int], params: SamplingParams, speculation: SpeculationParams
+) -> AsyncGenerator[Started | Delta, None]:
+    from batchserve.server.client import GenerationClient
+    from batchserve.server.convert import from_stream_response, to_generate_request
+
+    async with GenerationClient(target) as client:
+        request = to_generate_request(prompt, params, speculation)
+        async with aclosing(client.stream(request)) as messages:
+            async for message in messages:
+                yield from_stream_response(message)
+
+
+async def _show(events: AsyncGenerator[Started | Delta, None]) -> None:
+    """Text to standard output as it comes; what it took, to standard error."""
+    usage: Usage | None = None
+    total_s = 0.0
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, Started):
+                continue
+            sys.stdout.write(event.text)
+            sys.stdout.flush()
+            if event.usage is not None and event.timing is not None:
+                usage, total_s = event.usage, event.timing.total_s
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    if usage is not None:
+        rate = usage.completion_tokens / total_s if total_s > 0 else 0.0
+        _progress(
+            f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} tokens in {total_s:.2f} s ({rate:.0f}/s), "
+            f"{usage.accepted_draft_tokens} of {usage.draft_tokens} draft tokens accepted"
+        )
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from batchserve.demo import run_demo
+
+    return run_demo(max_tokens=arguments.max_tokens, repeats=arguments.repeats, dtype=arguments.dtype)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

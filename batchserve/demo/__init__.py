@@ -1,0 +1,181 @@
+"""`batchserve demo`: a real server, eight answers at once over gRPC, speculation on against off, one table."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from batchserve.demo.measure import Answer, Round, first_difference
+from batchserve.demo.prompts import PROMPTS
+from batchserve.demo.server_process import running_server
+from batchserve.demo.view import View
+from batchserve.errors import ConfigError
+from batchserve.server.client import GenerationClient
+from batchserve.server.convert import from_stream_response, to_generate_request
+from batchserve.types import FinishReason, SamplingParams, SpeculationParams, Started
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from batchserve.demo.near_tie import NearTieJudge
+
+START_TIMEOUT_S = 300.0
+ANSWER_TIMEOUT_S = 300.0
+MODEL = "bundled"
+
+
+def run_demo(max_tokens: int = 200, repeats: int = 3, dtype: str = "auto") -> int:
+    """Run it and return the exit status: 0 if speculation changed nothing but near-ties, 1 otherwise.
+
+    Raises BatchserveError if the server cannot be started or fails.
+    """
+    if repeats < 1:
+        raise ConfigError(f"repeats = {repeats}: must be at least 1")
+    return asyncio.run(_demo(max_tokens, repeats, dtype))
+
+
+@dataclass(slots=True)
+class _Runs:
+    """All rounds: the shown ones, which are the warm-up and are not measured, and the measured ones."""
+
+    shown: dict[bool, Round] = field(default_factory=dict)  # by is_speculative
+    measured: dict[bool, list[Round]] = field(default_factory=lambda: {False: [], True: []})
+
+    def answers(self, index: int) -> list[Answer]:
+        """Every answer to one prompt; the first is plain."""
+        rounds = [self.shown[False], *self.measured[False], self.shown[True], *self.measured[True]]
+        return [done.answers[index] for done in rounds]
+
+
+async def _demo(max_tokens: int, repeats: int, dtype: str) -> int:
+    # A SIGTERM must not leave the server behind; Ctrl-C already cancels the main task.
+    main = asyncio.current_task()
+    if main is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main.cancel)
+    view = View()
+    # Earlier answers to the very same prompts would make perfect drafts: each request drafts from itself alone.
+    options = ("--model", MODEL, "--dtype", dtype, "--max-num-seqs", str(len(PROMPTS)), "--no-share-drafts")
+    async with AsyncExitStack() as stack:
+        with view.waiting("starting a server with the bundled model") as news:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                address = await stack.enter_async_context(running_server(options, news))
+                client = await stack.enter_async_context(GenerationClient(address))
+                await client.wait_until_serving()
+        info = await client.model_info()
+        view.say(
+            f"{address} is serving: {info.architecture} in {info.dtype}, attention {info.attention_backend}, "
+            f"drafter {info.drafter}, decoding length {info.decoding_length}"
+        )
+        runs = await _run_all(client, view, max_tokens, repeats)
+    return _report(view, runs, info.dtype)
+
+
+async def _run_all(client: GenerationClient, view: View, max_tokens: int, repeats: int) -> _Runs:
+    runs = _Runs()
+    titles = [prompt.title for prompt in PROMPTS]
+    for is_speculative in (True, False):
+        heading = f"speculation {_name(is_speculative)} (shown, not measured)"
+        with view.streaming(heading, titles) as on_text:
+            runs.shown[is_speculative] = await _round(client, max_tokens, is_speculative, on_text)
+    with view.waiting(f"measuring: {repeats} rounds of each kind, interleaved, nothing shown meanwhile") as news:
+        for i in range(repeats):
+            for is_speculative in (False, True) if i % 2 == 0 else (True, False):
+                done = await _round(client, max_tokens, is_speculative)
+                runs.measured[is_speculative].append(done)
+                news(
+                    f"round {i + 1} of {repeats}, speculation {_name(is_speculative)}: {done.tokens_per_s:.0f} tokens/s"
+                )
+    return runs
+
+
+def _name(is_speculative: bool) -> str:
+    return "on" if is_speculative else "off"
+
+
+async def _round(
+    client: GenerationClient, max_tokens: int, is_speculative: bool, on_text: Callable[[int, str], None] | None = None
+) -> Round:
+    """All prompts at once, greedy."""
+    started_s = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(_answer(client, i, max_tokens, is_speculative, on_text)) for i in range(len(PROMPTS))
+        ]
+    return Round([task.result() for task in tasks], time.perf_counter() - started_s)
+
+
+async def _answer(
+    client: GenerationClient,
+    index: int,
+    max_tokens: int,
+    is_speculative: bool,
+    on_text: Callable[[int, str], None] | None,
+) -> Answer:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    request = to_generate_request(PROMPTS[index].text, params, SpeculationParams(is_enabled=is_speculative))
+    answer = Answer(sent_s=time.perf_counter())
+    async with aclosing(client.stream(request, timeout_s=ANSWER_TIMEOUT_S)) as messages:
+        async for message in messages:
+            event = from_stream_response(message)
+            if isinstance(event, Started):
+                continue
+            if event.token_ids:
+                answer.arrivals.append((time.perf_counter(), len(event.token_ids)))
+                answer.token_ids += event.token_ids
+            answer.text += event.text
+            answer.finish_reason = event.finish_reason
+            if on_text is not None and event.text:
+                on_text(index, event.text)
+    return answer
+
+
+def _report(view: View, runs: _Runs, dtype: str) -> int:
+    """The table, and what the differences are; the exit status."""
+    lines, num_different, num_wrong = _differences(runs, dtype)
+    identical = "yes" if not num_different else f"{len(PROMPTS) - num_different} of {len(PROMPTS)}"
+    view.table(runs.measured[False], runs.measured[True], identical)
+    for line in lines:
+        view.say(line)
+    view.say(
+        f"prompts whose {2 + 2 * len(runs.measured[True])} answers are not all identical: {num_different} of "
+        f"{len(PROMPTS)}; within rounding (near-ties): {num_different - num_wrong}; wrong: {num_wrong}"
+    )
+    return 1 if num_wrong else 0
+
+
+def _differences(runs: _Runs, dtype: str) -> tuple[list[str], int, int]:
+    """(a line for each, prompts with any, prompts with one that rounding does not explain)."""
+    lines: list[str] = []
+    num_different = num_wrong = 0
+    judge: NearTieJudge | None = None
+    for i, prompt in enumerate(PROMPTS):
+        plain, *others = runs.answers(i)
+        variants = {tuple(answer.token_ids): answer for answer in others if answer.token_ids != plain.token_ids}
+        if not variants:
+            continue
+        judge = judge or _make_judge(dtype)
+        is_wrong = False
+        for answer in variants.values():
+            at = first_difference(plain.token_ids, answer.token_ids) or 0
+            for judged in (plain, answer):
+                is_ended = judged.finish_reason is FinishReason.STOP
+                verdict = judge.judge(prompt.text, judged.token_ids, at, is_ended=is_ended)
+                is_wrong = is_wrong or not verdict.is_near_tie
+                lines.append(
+                    f"[{i + 1} {prompt.title}] parts at token {at}; the worst token, {verdict.position}, loses by "
+                    f"{verdict.loss:.5f} (bound {verdict.bound:.5f}): "
+                    f"{'near-tie' if verdict.is_near_tie else 'WRONG'}"
+                )
+        num_different += 1
+        num_wrong += is_wrong
+    return lines, num_different, num_wrong
+
+
+def _make_judge(dtype: str) -> NearTieJudge:
+    from batchserve.demo.near_tie import NearTieJudge
+
+    return NearTieJudge(MODEL, dtype)

@@ -1,0 +1,54 @@
+"""Is a difference between two answers a rounding error? Judged by a plain forward of the model, without the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from batchserve.runner.loader import DTYPES, resolve_model
+from batchserve.sampling.near_tie import rounding_bound
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Of one answer from some position on: the token that loses most against its position's winner."""
+
+    position: int
+    loss: float
+    bound: float
+
+    @property
+    def is_near_tie(self) -> bool:
+        return self.loss <= self.bound
+
+
+class NearTieJudge:
+    """The model as transformers runs it, in the server's dtype. Loads it: make one only when there is a difference."""
+
+    def __init__(self, model: str, dtype: str) -> None:
+        folder = resolve_model(model)
+        self._dtype = dtype
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).eval()
+
+    @torch.inference_mode()
+    def judge(self, prompt: str, answer: Sequence[int], start: int, *, is_ended: bool) -> Verdict:
+        """Re-score a greedy answer's tokens from `start` on, each given those before it; `is_ended`: by the EOS.
+
+        Everything behind the first difference counts too: there the two answers have nothing in common any more.
+        """
+        tokens = [*answer, int(self._tokenizer.eos_token_id)] if is_ended else list(answer)
+        prompt_ids: list[int] = self._tokenizer(prompt)["input_ids"]
+        ids = torch.tensor([prompt_ids + tokens])
+        logits = self._model(ids).logits[0, len(prompt_ids) - 1 : -1].float().numpy()
+        verdicts = []
+        for i in range(start, len(tokens)):
+            row = logits[i]
+            verdicts.append(Verdict(i, float(row.max() - row[tokens[i]]), rounding_bound(self._dtype, row)))
+        return max(verdicts, key=lambda verdict: verdict.loss - verdict.bound)

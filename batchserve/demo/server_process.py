@@ -1,0 +1,88 @@
+"""A real server in a process of its own, ended whatever happens to the demo."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from collections import deque
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING
+
+from batchserve.errors import BatchserveError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+TERMINATE_TIMEOUT_S = 10.0
+LOG_TAIL_LINES = 15
+
+
+class ServerProcessError(BatchserveError):
+    """The server's process ended before it was ready; the message has the end of its log."""
+
+    reason = "SERVER_FAILED"
+
+
+@asynccontextmanager
+async def running_server(options: Sequence[str], on_log: Callable[[str], None]) -> AsyncIterator[str]:
+    """`batchserve serve` with these options on a free loopback port; yields its HOST:PORT once it has said it.
+
+    `on_log` gets the server's log, line by line, until then. The process has ended when the context is left.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "batchserve.cli", "serve", "--host", "127.0.0.1", "--port", "0", *options),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    tail: deque[str] = deque(maxlen=LOG_TAIL_LINES)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    is_ready = asyncio.Event()
+    logging = asyncio.create_task(_forward(process.stderr, tail, on_log, is_ready))
+    try:
+        address = await _announced_address(process.stdout)
+        if address is None:
+            await logging
+            raise ServerProcessError("\n".join(["the server ended before it was ready; its log ends in:", *tail]))
+        is_ready.set()
+        yield address
+    finally:
+        await _end(process)
+        logging.cancel()
+        with suppress(asyncio.CancelledError):
+            await logging
+
+
+async def _announced_address(stdout: asyncio.StreamReader) -> str | None:
+    async for line in stdout:
+        match = re.fullmatch(r"listening on (\S+)", line.decode(errors="replace").strip())
+        if match is not None:
+            return match[1]
+    return None
+
+
+async def _forward(
+    stderr: asyncio.StreamReader, tail: deque[str], on_log: Callable[[str], None], is_ready: asyncio.Event
+) -> None:
+    """Reads to the end, whoever still listens: a full pipe would stop the server."""
+    async for line in stderr:
+        # A progress bar writes many states into one line; the last one counts.
+        text = line.decode(errors="replace").rstrip().rsplit("\r", 1)[-1]
+        tail.append(text)
+        if not is_ready.is_set():
+            on_log(text)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is not None:
+        return
+    with suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), TERMINATE_TIMEOUT_S)
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

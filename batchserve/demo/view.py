@@ -1,0 +1,127 @@
+"""What the demo shows: answers as they stream, progress, one table."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from batchserve.demo.measure import Round, median_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from rich.console import RenderableType
+
+REFRESH_PER_S = 8
+MIN_PANEL_LINES = 3
+
+
+class View:
+    """Writes to the terminal; to a pipe or a file, plain lines instead of moving pictures."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False)
+
+    def say(self, line: str) -> None:
+        """One line."""
+        self.console.print(escape(line), soft_wrap=True)
+
+    @contextmanager
+    def waiting(self, text: str) -> Iterator[Callable[[str], None]]:
+        """Shows that something goes on; yields what takes its news."""
+        if not self.console.is_terminal:
+            self.say(text)
+            yield lambda line: self.say(f"  {line}")
+            return
+        with self.console.status(escape(text)) as status:
+            yield lambda line: status.update(escape(f"{text} ({line})"))
+
+    @contextmanager
+    def streaming(self, heading: str, titles: Sequence[str]) -> Iterator[Callable[[int, str], None]]:
+        """Yields a function that takes (index of the answer, its next text)."""
+        if not self.console.is_terminal:
+            self.say(heading)
+            lines = _Lines(titles, self.say)
+            yield lines.add
+            lines.flush()
+            return
+        panels = _Panels(heading, titles, self.console)
+        with Live(get_renderable=panels.render, console=self.console, refresh_per_second=REFRESH_PER_S):
+            yield panels.add
+
+    def table(self, off: Sequence[Round], on: Sequence[Round], identical: str) -> None:
+        """The result; every figure is the median over the rounds."""
+        table = Table(title=f"{len(off[0].answers)} requests at once, medians of {len(off)} rounds")
+        table.add_column("", no_wrap=True)
+        for name in ("drafts off", "drafts on", "on / off"):
+            table.add_column(name, justify="right")
+        for name, figure, scale, form in _ROWS:
+            before, after = median_of(off, figure), median_of(on, figure)
+            ratio = f"{after / before:.2f}" if before else ""
+            table.add_row(name, form.format(before * scale), form.format(after * scale), ratio)
+        table.add_row("outputs identical", "", identical, "")
+        self.console.print(table)
+
+
+_ROWS: tuple[tuple[str, Callable[[Round], float], float, str], ...] = (
+    ("tokens/s", lambda done: done.tokens_per_s, 1, "{:.0f}"),
+    ("TTFT, mean (ms)", lambda done: done.ttft_s, 1e3, "{:.1f}"),
+    ("inter-token latency, mean (ms)", lambda done: done.mean_itl_s, 1e3, "{:.2f}"),
+    ("inter-token latency, p99 (ms)", lambda done: done.p99_itl_s, 1e3, "{:.2f}"),
+    ("gap between messages, p99 (ms)", lambda done: done.p99_gap_s, 1e3, "{:.2f}"),
+    ("acceptance length (tokens a step)", lambda done: done.acceptance_length, 1, "{:.2f}"),
+)
+
+
+class _Lines:
+    """Each answer's text, line by line as the lines are complete."""
+
+    def __init__(self, titles: Sequence[str], say: Callable[[str], None]) -> None:
+        self._prefixes = [f"  [{i + 1} {title}] " for i, title in enumerate(titles)]
+        self._pending = [""] * len(titles)
+        self._say = say
+
+    def add(self, index: int, text: str) -> None:
+        *lines, self._pending[index] = (self._pending[index] + text).split("\n")
+        for line in lines:
+            self._say(self._prefixes[index] + line)
+
+    def flush(self) -> None:
+        for prefix, rest in zip(self._prefixes, self._pending, strict=True):
+            if rest:
+                self._say(prefix + rest)
+
+
+class _Panels:
+    """The last lines of each answer, two panels a row, no higher than the terminal."""
+
+    def __init__(self, heading: str, titles: Sequence[str], console: Console) -> None:
+        self._heading = heading
+        self._titles = titles
+        self._texts = [""] * len(titles)
+        rows = -(-len(titles) // 2)
+        self._lines = max(MIN_PANEL_LINES, (console.height - 2) // rows - 2)
+
+    def add(self, index: int, text: str) -> None:
+        self._texts[index] += text
+
+    def render(self) -> RenderableType:
+        grid = Table.grid(expand=True)
+        grid.add_column(ratio=1)
+        grid.add_column(ratio=1)
+        panels = [self._panel(i) for i in range(len(self._titles))]
+        for i in range(0, len(panels), 2):
+            grid.add_row(*panels[i : i + 2])
+        return Group(Text(self._heading, style="bold"), grid)
+
+    def _panel(self, index: int) -> Panel:
+        tail = self._texts[index].split("\n")[-self._lines :]
+        content = Text("\n".join(tail), no_wrap=True, overflow="ellipsis")
+        return Panel(content, title=escape(self._titles[index]), height=self._lines + 2, title_align="left")

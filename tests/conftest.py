@@ -1,0 +1,32 @@
+"""Shared fixtures: tiny models, made once a session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from batchserve.threads import apply_thread_policy
+
+apply_thread_policy()
+
+from tests.tiny_models import save_tiny_model  # noqa: E402
+
+
+class _Folders(dict[str, Path]):
+    """Makes a model when it is first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.root = root
+
+    def __missing__(self, name: str) -> Path:
+        self[name] = save_tiny_model(name, self.root / name)
+        return self[name]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """Folder of a tiny random model by family name."""
+    yield _Folders(tmp_path_factory.mktemp("models"))

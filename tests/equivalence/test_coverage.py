@@ -1,0 +1,114 @@
+"""The suite's own coverage, and the proof that it can fail: seeded faults turn it red."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from batchserve.attention import mask
+from batchserve.attention.slab import SlabAllocator
+from batchserve.runner import model_runner, ragged_batch
+from batchserve.sampling import verify
+from batchserve.sampling.verify import VerifiedTokens
+from tests.drafters import OracleDrafter
+from tests.equivalence.harness import Coverage, Job, PlainPath, assert_equal_but_near_ties, build, random_jobs, run
+from tests.equivalence.test_greedy import expected_answers
+from tests.tiny_models import VOCAB_SIZE
+
+SMALL_MEMORY = 384 * 3 * 2 * 2 * 16 * 4  # 384 tokens of the tiny llama in fp32
+
+
+def jobs_with_stops(plain: PlainPath, seed: int) -> tuple[list[Job], dict[int, list[int]], dict[int, list[int]]]:
+    """(jobs, expected answers, untruncated ones): most jobs end at a stop token somewhere in their answer."""
+    rng = random.Random(seed)
+    jobs = random_jobs(rng, 24, VOCAB_SIZE, longest=120, max_tokens=100)
+    for job in jobs[::2]:  # just below an extent: several will outgrow the memory at once
+        job.prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(40, 62))]
+    whole = expected_answers(plain, jobs)
+    expected = dict(whole)
+    for i, job in enumerate(jobs):
+        if len(whole[i]) > 12 and rng.random() < 0.7:
+            stop = whole[i][rng.randint(8, len(whole[i]) - 1)]
+            job.params = dataclasses.replace(job.params, stop_token_ids=(stop,))
+            expected[i] = whole[i][: whole[i].index(stop)]
+    return jobs, expected, whole
+
+
+def run_oracle(folder: Path, seed: int, **options: object) -> Coverage:
+    """Oracle drafts under stop tokens and too little memory; raises AssertionError on a wrong token."""
+    plain, coverage = PlainPath(folder), Coverage()
+    jobs, expected, whole = jobs_with_stops(plain, seed)
+    drafter = OracleDrafter(VOCAB_SIZE, seed, {tuple(job.prompt): whole[i] for i, job in enumerate(jobs)})
+    engine = build(folder, drafter, kv_cache_memory=SMALL_MEMORY, max_model_len=320, decoding_length=12, **options)
+    answers = run(engine, jobs, coverage)
+    assert_equal_but_near_ties(plain, jobs, answers, expected, coverage)
+    return coverage
+
+
+@pytest.mark.parametrize("chunk", [5, None])
+def test_coverage_of_the_suite(tiny_model: dict[str, Path], chunk: int | None) -> None:
+    coverage = run_oracle(tiny_model["llama"], seed=3, prefill_chunk_size=chunk)
+    assert coverage.accepted >= 0.3 * coverage.drafted
+    assert min(coverage.trees.values()) > 0, coverage.trees
+    assert coverage.preemptions > 0
+    assert coverage.stops_inside_run > 0
+
+
+def wrong_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the mask, deeper nodes hang from their grandparent's child before: the previous row."""
+    right = mask.ancestor_mask
+
+    def faulty(parents: np.ndarray) -> np.ndarray:
+        moved = parents.copy()
+        for i in range(len(parents) - 1, 1, -1):
+            if moved[i] != i - 1 and moved[i] > 0:
+                moved[i] = moved[i] - 1
+        return right(moved)
+
+    monkeypatch.setattr(mask, "ancestor_mask", faulty)
+
+
+def wrong_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every branching row is one position too late, as if positions followed rows, not depth."""
+
+    def faulty(parents: np.ndarray, context_len: int) -> np.ndarray:
+        return np.arange(context_len, context_len + len(parents), dtype=np.int64)
+
+    monkeypatch.setattr(ragged_batch, "tree_positions", faulty)
+
+
+def accepted_kv_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rows are kept instead of the accepted ones."""
+    right = SlabAllocator.commit
+
+    def faulty(self: SlabAllocator, request_id: str, rows: Sequence[int]) -> None:
+        right(self, request_id, range(len(rows)))
+
+    monkeypatch.setattr(SlabAllocator, "commit", faulty)
+
+
+def bonus_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an accepted path the bonus token is dropped; the path is kept."""
+    right = verify.walk_tree
+
+    def faulty(
+        token_ids: Sequence[int], parents: Sequence[int], root: int, target: Callable[[int, int], int]
+    ) -> VerifiedTokens:
+        verified = right(token_ids, parents, root, target)
+        return VerifiedTokens(verified.token_ids[:-1], verified.rows) if verified.rows else verified
+
+    monkeypatch.setattr(model_runner, "walk_tree", faulty)
+
+
+@pytest.mark.parametrize("fault", [wrong_parent, wrong_position, accepted_kv_not_kept, bonus_lost])
+def test_seeded_faults_turn_it_red(
+    fault: Callable[[pytest.MonkeyPatch], None], tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    with pytest.raises((AssertionError, RuntimeError, ValueError, IndexError)):
+        run_oracle(tiny_model["llama"], seed=3)

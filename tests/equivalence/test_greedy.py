@@ -1,0 +1,53 @@
+"""fp32 greedy: whatever joins, leaves, is drafted, chunked or preempted, the tokens are transformers' own."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from batchserve.draft.base import Drafter
+from tests.drafters import HostileDrafter, OracleDrafter, RandomTreeDrafter
+from tests.equivalence.harness import Coverage, Job, PlainPath, assert_equal_but_near_ties, build, random_jobs, run
+from tests.tiny_models import SUPPORTED, VOCAB_SIZE
+
+DRAFTERS = ("trie", "random", "hostile", "oracle")
+
+
+def make_drafter(name: str, seed: int, jobs: list[Job], expected: dict[int, list[int]]) -> Drafter | None:
+    truth = {tuple(job.prompt): expected[i] for i, job in enumerate(jobs)}
+    kinds = {"random": RandomTreeDrafter, "hostile": HostileDrafter, "oracle": OracleDrafter}
+    return kinds[name](VOCAB_SIZE, seed, truth) if name in kinds else None
+
+
+def expected_answers(plain: PlainPath, jobs: list[Job]) -> dict[int, list[int]]:
+    return {i: plain.greedy(job.prompt, job.params.max_tokens or 1)[0] for i, job in enumerate(jobs)}
+
+
+def check_family(folder: Path, seed: int, num_jobs: int, drafters: tuple[str, ...]) -> Coverage:
+    """Random traffic under every drafter; options (batch size, chunks, memory) are drawn from the seed."""
+    rng = random.Random(seed)
+    plain, coverage = PlainPath(folder), Coverage()
+    jobs = random_jobs(rng, num_jobs, VOCAB_SIZE)
+    expected = expected_answers(plain, jobs)
+    for name in drafters:
+        for job in jobs:
+            job.leave = job.arrival + rng.randint(1, 30) if rng.random() < 0.15 else None
+        options = {
+            "max_num_seqs": rng.choice([1, 2, 5, 16]),
+            "prefill_chunk_size": rng.choice([1, 7, 64, None]),
+            "decoding_length": rng.choice([3, 8, 16]),
+            "max_num_batched_tokens": rng.choice([40, 128, 1024]),
+        }
+        engine = build(folder, make_drafter(name, seed, jobs, expected), max_model_len=400, **options)
+        answers = run(engine, jobs, coverage)
+        assert_equal_but_near_ties(plain, jobs, answers, expected, coverage)
+    return coverage
+
+
+@pytest.mark.parametrize("family", sorted(SUPPORTED))
+def test_every_family_under_every_drafter(family: str, tiny_model: dict[str, Path]) -> None:
+    coverage = check_family(tiny_model[family], seed=7, num_jobs=6, drafters=DRAFTERS)
+    assert coverage.accepted > 0
+    assert coverage.near_ties <= 1

@@ -1,0 +1,85 @@
+"""Tiny random models of every supported family, saved to folders like real ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCAB_SIZE = 128
+WINDOW = 24
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GQA = {**_BASE, "num_key_value_heads": 2}
+_MOE = {**_GQA, "num_experts_per_tok": 2}
+_OPT = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "ffn_dim": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "word_embed_proj_dim": 64,
+    "pad_token_id": 1,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+}
+_GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "eos_token_id": 2}
+_WINDOWED = {"sliding_window": WINDOW, "head_dim": 32, "query_pre_attn_scalar": 32}
+
+# name -> (model type, config)
+SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _GQA),
+    "mistral": ("mistral", {**_GQA, "sliding_window": WINDOW}),
+    "qwen2": ("qwen2", _GQA),
+    "qwen3": ("qwen3", {**_GQA, "head_dim": 32}),
+    "gemma2": ("gemma2", {**_GQA, **_WINDOWED}),
+    "gemma3_text": ("gemma3_text", {**_GQA, **_WINDOWED}),
+    "phi3": ("phi3", _GQA),
+    "gpt2": ("gpt2", {**_GPT2, "bos_token_id": 1}),
+    "opt": ("opt", _OPT),
+    "gpt_neox": ("gpt_neox", _BASE),
+    "olmo2": ("olmo2", _GQA),
+    "mixtral": ("mixtral", {**_MOE, "num_local_experts": 4, "sliding_window": None}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {**_MOE, "head_dim": 32, "num_experts": 4, "moe_intermediate_size": 64, "decoder_sparse_step": 1},
+    ),
+}
+_BLOOM = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "n_layer": 2, "n_head": 4}
+_CODEGEN = {"vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "rotary_dim": 8}
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "bloom": ("bloom", _BLOOM),
+    "mpt": ("mpt", {"vocab_size": VOCAB_SIZE, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 512}),
+    "codegen": ("codegen", _CODEGEN),
+    "llama4_text": (
+        "llama4_text",
+        {**_GQA, "head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 96, "attention_chunk_size": 16},
+    ),
+}
+
+
+def save_tiny_model(name: str, folder: Path, **overrides: Any) -> Path:
+    """A seeded fp32 model in `folder`, without a tokenizer; returns the folder."""
+    model_type, options = {**SUPPORTED, **REFUSED}[name]
+    torch.manual_seed(sum(name.encode()))
+    config = AutoConfig.for_model(model_type, **{**options, **overrides})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:  # larger than at initialisation: attention is far from uniform
+                parameter.normal_(0, 0.15)
+    model.generation_config.eos_token_id = 2
+    model.save_pretrained(folder)
+    return folder

@@ -1,0 +1,1 @@
+"""Tools for benchmarks; they are not part of the installed package."""
