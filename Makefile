@@ -29,7 +29,7 @@ check:
 	@scripts/check
 
 load: setup
-	@$(VENV)/bin/python load_tests/run.py
+	@$(VENV)/bin/python -m load_tests.run
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

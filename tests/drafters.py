@@ -13,7 +13,9 @@ class ScriptedDrafter:
 
     name = "scripted"
 
-    def __init__(self, vocab_size: int, seed: int, continuations: dict[tuple[int, ...], list[int]] | None = None) -> None:
+    def __init__(
+        self, vocab_size: int, seed: int, continuations: dict[tuple[int, ...], list[int]] | None = None
+    ) -> None:
         self.vocab_size = vocab_size
         self.rng = random.Random(seed)
         self.continuations = continuations or {}
@@ -43,7 +45,11 @@ class ScriptedDrafter:
         tokens = self.tokens[request_id]
         for prompt, continuation in self.continuations.items():
             so_far = len(tokens) - len(prompt)
-            if so_far >= 0 and tuple(tokens[: len(prompt)]) == prompt and tokens[len(prompt) :] == continuation[:so_far]:
+            if (
+                so_far >= 0
+                and tuple(tokens[: len(prompt)]) == prompt
+                and tokens[len(prompt) :] == continuation[:so_far]
+            ):
                 return continuation[so_far:]
         return []
 

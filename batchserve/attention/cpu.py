@@ -1,46 +1,127 @@
-"""Tree attention on a CPU: SDPA over each request's slab, with the GQA group folded into the query length.
+"""Tree attention on a CPU, over one slab of K/V a request.
 
-A loop of SDPA calls over contiguous slabs measured faster than gathering or padding (docs/cpu.md).
+Two kernels: a compiled loop nest that serves many small spans in one call, and SDPA, which is faster once a span has
+enough work to hide its fixed cost. Under `batch_invariant` everything takes the first: it reduces keys in the order of
+their positions, whatever else is in the batch.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from batchserve.attention.base import AttentionParams, Span
+from batchserve.attention.base import AttentionParams, LayerShape, Span
 from batchserve.attention.mask import visible_keys
 from batchserve.attention.slab import SlabAllocator
 from batchserve.attention.torch_reference import attend_span, store
 
+# (row, head, key) triples below which a span is cheaper in the compiled kernel than an SDPA call is (benchmarks/attention.py).
+SMALL_SPAN = 4000
+KERNEL_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class _SmallSpans:
+    """Spans that go to the compiled kernel together. addresses int64 [num_layers, num_spans, 2]."""
+
+    addresses: np.ndarray
+    capacities: np.ndarray  # int64 [num_spans]
+    rows: np.ndarray  # int64 [num_spans, 3]: row start, rows, context length
+    parents: np.ndarray  # int32 [num_tokens]
+
+
+def kernel_supports(layers: list[LayerShape], dtype: torch.dtype) -> bool:
+    """Whether the compiled kernel can serve these layers."""
+    return dtype in KERNEL_DTYPES and all(shape.key_dim == shape.value_dim for shape in layers)
+
 
 class CpuBackend:
-    """SDPA over slabs; layers with a soft cap or sinks, which SDPA has not, take the reference's arithmetic."""
+    """Both kernels over one allocator; layers with sinks, which neither has, take the reference's arithmetic."""
 
-    name = "cpu"
-
-    def __init__(self, allocator: SlabAllocator) -> None:
+    def __init__(
+        self, allocator: SlabAllocator, num_heads: int, *, has_kernel: bool = True, batch_invariant: bool = False
+    ) -> None:
         self.allocator = allocator
+        self.name = "cpu_batch_invariant" if batch_invariant else "cpu"
+        self._num_heads = num_heads
+        self._has_kernel = has_kernel
+        self._is_invariant = batch_invariant
         self._spans: list[Span] = []
+        self._large: list[Span] = []
+        self._small: _SmallSpans | None = None
 
     def begin(self, spans: list[Span]) -> None:
         self._spans = spans
+        small = [span for span in spans if self._is_small(span)] if self._has_kernel else []
+        self._large = [span for span in spans if span not in small] if small else spans
+        self._small = self._gather(small, spans[-1].row_start + spans[-1].num_rows) if small else None
+
+    def _is_small(self, span: Span) -> bool:
+        work = span.num_rows * self._num_heads * (span.context_len + span.num_rows)
+        return self._is_invariant or work < SMALL_SPAN
+
+    def _gather(self, small: list[Span], num_tokens: int) -> _SmallSpans:
+        found = [self.allocator.addresses(span.request_id) for span in small]
+        parents = np.full(num_tokens, -1, dtype=np.int32)
+        for span in small:
+            parents[span.row_start : span.row_start + span.num_rows] = span.parents
+        return _SmallSpans(
+            addresses=np.ascontiguousarray(np.stack([addresses for addresses, _ in found], axis=1)),
+            capacities=np.array([capacity for _, capacity in found], dtype=np.int64),
+            rows=np.array([[s.row_start, s.num_rows, s.context_len] for s in small], dtype=np.int64),
+            parents=parents,
+        )
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         num_tokens, num_heads = query.shape[2], query.shape[1]
-        covered = sum(span.num_rows for span in self._spans)
-        shape = (num_tokens, num_heads, value.shape[-1])
-        out = query.new_empty(shape) if covered == num_tokens else query.new_zeros(shape)
-        for span in self._spans:
+        out = query.new_zeros(num_tokens, num_heads, value.shape[-1], dtype=torch.float32 if self._small else None)
+        large = self._large
+        if self._small is not None and params.sinks is None:
+            self._attend_small(self._small, layer, query, key, value, params, out)
+        else:
+            large = self._spans
+        for span in large:
             keys, values = store(self.allocator, span, layer, key, value)
             rows = slice(span.row_start, span.row_start + span.num_rows)
             if params.softcap is not None or params.sinks is not None:
                 out[rows] = attend_span(query[0, :, rows], keys, values, self._bool_mask(span, params), params)
             else:
                 out[rows] = self._sdpa(span, query[:, :, rows], keys, values, params)
-        return out.unsqueeze(0)
+        return out.to(query.dtype).unsqueeze(0)
+
+    def _attend_small(
+        self,
+        spans: _SmallSpans,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        params: AttentionParams,
+        out: torch.Tensor,
+    ) -> None:
+        from batchserve.attention import path_kernel
+
+        keys, values = _token_major(key), _token_major(value)
+        addresses = spans.addresses[layer]
+        path_kernel.store_rows(keys, values, addresses, spans.capacities, spans.rows)
+        path_kernel.attend_rows(
+            query[0].transpose(0, 1).float().contiguous().numpy(),
+            keys,
+            addresses,
+            spans.capacities,
+            spans.rows,
+            spans.parents,
+            out.numpy(),
+            np.array([0, key.shape[1], query.shape[1] // key.shape[1], key.shape[1]]),
+            params.sliding_window or 0,
+            np.float32(params.scaling),
+            np.float32(params.softcap or 0.0),
+        )
 
     def _bool_mask(self, span: Span, params: AttentionParams) -> torch.Tensor:
         slot = ("bool", params.sliding_window)
@@ -52,6 +133,7 @@ class CpuBackend:
     def _sdpa(
         self, span: Span, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
+        """SDPA of one request with the GQA group folded into the query length; returns [n, num_heads, dim]."""
         num_kv_heads, n = keys.shape[0], span.num_rows
         start, mask = self._folded_mask(span, query, num_kv_heads, params.sliding_window)
         folded = query.reshape(1, num_kv_heads, -1, query.shape[-1])
@@ -78,3 +160,21 @@ class CpuBackend:
                 span.cache[slot] = (start, additive.repeat(group, 1))
         cached: tuple[int, torch.Tensor | None] = span.cache[slot]
         return cached
+
+
+def _token_major(states: torch.Tensor) -> np.ndarray:
+    """[1, heads, num_tokens, dim] as a contiguous array [num_tokens, heads, dim]; bfloat16 as its bits."""
+    laid_out = states[0].transpose(0, 1).contiguous()
+    array: np.ndarray = (laid_out.view(torch.uint16) if laid_out.dtype == torch.bfloat16 else laid_out).numpy()
+    return array
+
+
+def compile_kernels(dtype: torch.dtype) -> None:
+    """Compile for this dtype, or load from the on-disk cache, by attending once over one token."""
+    allocator = SlabAllocator([LayerShape(1, 16, 16)], dtype, 64)
+    allocator.reserve("warm-up", 1)
+    backend = CpuBackend(allocator, 1)
+    none = np.array([-1], dtype=np.int32)
+    backend.begin([Span("warm-up", 0, 0, none, np.zeros(1, dtype=np.int64), is_chain=True)])
+    token = torch.ones(1, 1, 1, 16, dtype=dtype)
+    backend.attend(0, token, token, token, AttentionParams(scaling=1.0))

@@ -90,3 +90,14 @@ class ShapeProbe:
         if params.sliding_window is not None:
             mask &= where[None, :] > where[:, None] - params.sliding_window
         return attend_span(query[0], key[0], value[0], mask, params).unsqueeze(0)
+
+
+class ValueProbe:
+    """A stand-in backend in which every row sees itself only: what is left is the model around the attention."""
+
+    name = "value_probe"
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2)

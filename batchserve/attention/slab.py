@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import numpy as np
 import torch
 
 from batchserve.attention.base import LayerShape
@@ -18,13 +19,14 @@ EXTENT = 64  # tokens
 class _Slab:
     """The memory of one request. planes[layer] is (K, V), each [num_kv_heads, capacity, dim]."""
 
-    __slots__ = ("capacity", "num_committed", "planes", "stacks")
+    __slots__ = ("addresses", "capacity", "num_committed", "planes", "stacks")
 
     def __init__(self) -> None:
         self.capacity = 0
         self.num_committed = 0
         self.stacks: list[torch.Tensor] = []  # [num_planes, num_kv_heads, capacity, dim]
         self.planes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.addresses = np.zeros((0, 2), dtype=np.int64)  # of the planes, for compiled kernels
 
 
 class SlabAllocator:
@@ -79,6 +81,7 @@ class SlabAllocator:
         slab.planes = [
             (slab.stacks[k_stack][k], slab.stacks[v_stack][v]) for (k_stack, k), (v_stack, v) in self._plane_index
         ]
+        slab.addresses = np.array([[k.data_ptr(), v.data_ptr()] for k, v in slab.planes], dtype=np.int64)
 
     def commit(self, request_id: str, rows: Sequence[int]) -> None:
         slab = self._slabs[request_id]
@@ -99,6 +102,11 @@ class SlabAllocator:
     def planes(self, request_id: str, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(K, V) of one layer, each [num_kv_heads, capacity, dim]."""
         return self._slabs[request_id].planes[layer]
+
+    def addresses(self, request_id: str) -> tuple[np.ndarray, int]:
+        """(int64 [num_layers, 2] addresses of the K and V planes, capacity); valid until the next reserve."""
+        slab = self._slabs[request_id]
+        return slab.addresses, slab.capacity
 
     def check_integrity(self, request_ids: Collection[str]) -> None:
         if set(self._slabs) != set(request_ids):

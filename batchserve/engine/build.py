@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from batchserve.attention.base import AttentionBackend
-from batchserve.attention.cpu import CpuBackend
+from batchserve.attention.cpu import CpuBackend, compile_kernels, kernel_supports
 from batchserve.attention.slab import EXTENT, SlabAllocator, bytes_per_token
 from batchserve.config import EngineConfig, MiB
 from batchserve.draft.base import Drafter, NullDrafter
@@ -20,6 +20,7 @@ from batchserve.engine.input_processor import InputProcessor
 from batchserve.errors import ConfigError
 from batchserve.metrics import EngineMetrics
 from batchserve.runner.loader import LoadedModel, load_model
+from batchserve.runner.probe import is_row_invariant
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.scheduler.scheduler import Scheduler
 from batchserve.types import ModelInfo
@@ -98,11 +99,31 @@ def _build_memory(config: EngineConfig, loaded: LoadedModel, say: Progress) -> t
             f"{wanted_len} needs {_extents(wanted_len) * per_token} bytes"
         )
     allocator = SlabAllocator(loaded.layers, loaded.dtype, total_tokens)
+    has_kernel = kernel_supports(loaded.layers, loaded.dtype)
+    if config.batch_invariant:
+        check_batch_invariant(loaded, has_kernel)
+    if has_kernel:
+        say("preparing attention kernels (compiled at the first start, some seconds)")
+        compile_kernels(loaded.dtype)
     say(
         f"K/V memory: {total_tokens} tokens of {per_token} bytes, {total_tokens * per_token / MiB:.0f} MiB at most; "
         f"max_model_len {max_model_len}, max_num_seqs {config.max_num_seqs}"
     )
-    return CpuBackend(allocator), max_model_len
+    num_heads = int(loaded.model.config.get_text_config().num_attention_heads)
+    backend = CpuBackend(allocator, num_heads, has_kernel=has_kernel, batch_invariant=config.batch_invariant)
+    return backend, max_model_len
+
+
+def check_batch_invariant(loaded: LoadedModel, has_kernel: bool) -> None:
+    """Raises ConfigError where bitwise equality cannot be promised."""
+    name = type(loaded.model).__name__
+    if not has_kernel:
+        raise ConfigError(f"batch_invariant: {name} in {loaded.dtype} has no attention kernel with a fixed order")
+    if not is_row_invariant(loaded.model):
+        raise ConfigError(
+            f"batch_invariant: {name} gives a row other bits in another batch (its matmuls are not all packed: experts, "
+            "for example)"
+        )
 
 
 def _extents(tokens: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from batchserve.attention.base import LayerShape
-from batchserve.attention.interface import ATTENTION_NAME, STEP_ARGUMENT, ShapeProbe
+from batchserve.attention.interface import ATTENTION_NAME, STEP_ARGUMENT, ShapeProbe, ValueProbe
 from batchserve.errors import UnsupportedModelError
 
 PROBE_TOKENS = 48
@@ -50,6 +50,24 @@ def probe_attention(model: PreTrainedModel) -> list[LayerShape]:
     _check_calls(model, probe)
     _check_logits(name, output.logits[0].float(), expected, TOLERANCE[model.dtype])
     return [probe.shapes[i] for i in range(len(probe.shapes))]
+
+
+@torch.inference_mode()
+def is_row_invariant(model: PreTrainedModel) -> bool:
+    """Whether rows come out bit-identical in batches of 4, 7, 48 rows, with attention (a row sees itself only) aside."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, model.get_input_embeddings().weight.shape[0], (1, PROBE_TOKENS), generator=generator)
+    positions = torch.arange(PROBE_TOKENS).unsqueeze(0)
+
+    def logits(start: int, count: int) -> torch.Tensor:
+        rows = slice(start, start + count)
+        step: dict[str, Any] = {STEP_ARGUMENT: ValueProbe()}
+        output = model(input_ids=ids[:, rows], position_ids=positions[:, rows], use_cache=False, **step)
+        result: torch.Tensor = output.logits[0]
+        return result
+
+    whole = logits(0, PROBE_TOKENS)
+    return all(torch.equal(whole[at : at + n], logits(at, n)) for at, n in ((0, 4), (3, 7), (20, 16), (40, 8)))
 
 
 def _check_calls(model: PreTrainedModel, probe: ShapeProbe) -> None:

@@ -6,6 +6,8 @@ import numpy as np
 
 # e^-30 of the top token's mass: all tokens below it together weigh less than fp32 can resolve, in any vocabulary.
 NEGLIGIBLE_NATS = 30.0
+# Dividing by less than this may overflow; two different float32 logits are worlds apart long before.
+LOWEST_TEMPERATURE = 1e-200
 
 
 def allowed_tokens(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> tuple[np.ndarray, np.ndarray]:
@@ -14,7 +16,7 @@ def allowed_tokens(logits: np.ndarray, temperature: float, top_k: int, top_p: fl
     logits is float32 [vocab_size], temperature > 0. Ties at the edge of top_k or top_p all stay in, so the set is a
     function of the values alone and no sort order shows through. The vocabulary is never sorted whole.
     """
-    scaled = logits.astype(np.float64) / temperature
+    scaled = logits.astype(np.float64) / max(temperature, LOWEST_TEMPERATURE)
     token_ids = np.flatnonzero(scaled >= scaled.max() - NEGLIGIBLE_NATS)
     kept = scaled[token_ids]
     if 0 < top_k < len(kept):

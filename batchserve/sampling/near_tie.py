@@ -38,8 +38,11 @@ def is_near_tie(
         return bool(logits.max() - logits[token_id] <= bound)
     slack = bound / sampling.temperature
     scaled = logits.astype(np.float64) / sampling.temperature
-    surely = _kept(logits, sampling, sampling.top_p * (1 - NUCLEUS_SLACK))
-    surely = surely[scaled[surely] >= scaled[surely].min() + slack]
+    # Without top_k and top_p the set has no edge that rounding could move a token over.
+    has_nucleus = sampling.top_p < 1.0
+    surely = _kept(logits, sampling, sampling.top_p * (1 - NUCLEUS_SLACK) if has_nucleus else 1.0)
+    if has_nucleus or sampling.top_k > 0:
+        surely = surely[scaled[surely] >= scaled[surely].min() + slack]
     maybe_edge = scaled[_kept(logits, sampling, min(1.0, sampling.top_p * (1 + NUCLEUS_SLACK)))].min() - slack
     if scaled[token_id] < maybe_edge:
         return False

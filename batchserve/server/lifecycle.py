@@ -72,7 +72,7 @@ class GenerationServer:
     async def drain(self, hurry: asyncio.Event | None = None) -> bool:
         """Refuse new requests, let those in flight end within `drain_timeout_s`, end the rest, stop listening.
 
-        True if all ended by themselves. Setting `hurry` ends the waiting early.
+        True if all ended by themselves. Setting `hurry` ends the waiting early. Harmless when repeated.
         """
         await self._health.enter_graceful_shutdown()
         self._servicer.close("the server is draining")
@@ -83,6 +83,7 @@ class GenerationServer:
         await self._grpc.stop(FLUSH_GRACE_S)
         if self._metrics is not None:
             self._metrics.close()
+            self._metrics = None
         return is_drained
 
     async def _requests_ended(self, engine: AsyncEngine) -> bool:

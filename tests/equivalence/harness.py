@@ -50,7 +50,9 @@ class Answer:
     sampling: ResolvedSampling | None = None
 
 
-def random_jobs(rng: random.Random, count: int, vocab_size: int, *, longest: int = 300, max_tokens: int = 24) -> list[Job]:
+def random_jobs(
+    rng: random.Random, count: int, vocab_size: int, *, longest: int = 300, max_tokens: int = 24
+) -> list[Job]:
     """Prompts of 1 to `longest` tokens, some of which repeat themselves, joining at random steps."""
     jobs = []
     for _ in range(count):

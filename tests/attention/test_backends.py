@@ -1,0 +1,256 @@
+"""The CPU backend against the reference, and the reference against attention written out row by row."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchserve.attention.base import AttentionBackend, AttentionParams, LayerShape, Span
+from batchserve.attention.cpu import CpuBackend, kernel_supports
+from batchserve.attention.slab import SlabAllocator
+from batchserve.attention.torch_reference import TorchReferenceBackend
+from tests.attention.test_mask import ancestors, make_span, random_parents
+from tests.factories import examples
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+# The CPU backend with SDPA alone, with each kernel where it is faster, and with the compiled kernel alone.
+KINDS = ("sdpa", "mixed", "batch_invariant")
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@dataclass
+class Step:
+    """One ragged batch: its spans, q, k and v by layer, and rows of padding behind."""
+
+    spans: list[Span]
+    layers: list[Tensors]
+
+
+@dataclass
+class Case:
+    """A model shape and two steps: the contexts, and then trees, chains and plain rows behind them."""
+
+    heads: int
+    shapes: list[LayerShape]
+    params: list[AttentionParams]
+    dtype: torch.dtype
+    context: Step
+    step: Step
+
+
+def make_backend(kind: str, shapes: list[LayerShape], heads: int, dtype: torch.dtype) -> AttentionBackend:
+    allocator = SlabAllocator(shapes, dtype, 4096)
+    if kind == "reference":
+        return TorchReferenceBackend(allocator)
+    has_kernel = kind != "sdpa" and kernel_supports(shapes, dtype)
+    return CpuBackend(
+        allocator, heads, has_kernel=has_kernel, batch_invariant=has_kernel and kind == "batch_invariant"
+    )
+
+
+def make_step(case_shapes: list[LayerShape], heads: int, spans: list[Span], padding: int, rng: random.Random) -> Step:
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    rows = sum(span.num_rows for span in spans) + padding
+
+    def noise(count: int, dim: int) -> torch.Tensor:
+        return torch.randn(1, count, rows, dim, generator=generator) * 1.5
+
+    layers = [
+        (noise(heads, s.key_dim), noise(s.num_kv_heads, s.key_dim), noise(s.num_kv_heads, s.value_dim))
+        for s in case_shapes
+    ]
+    return Step(spans, layers)
+
+
+def make_spans(rng: random.Random, contexts: list[int], trees: list[list[int]]) -> list[Span]:
+    spans, start = [], 0
+    for i, (context_len, parents) in enumerate(zip(contexts, trees, strict=True)):
+        spans.append(make_span(parents, context_len, row_start=start, request_id=f"r{i}"))
+        start += len(parents)
+    return spans
+
+
+def random_case(seed: int, dtype: torch.dtype, *, longest: int = 200) -> Case:
+    rng = random.Random(seed)
+    heads, kv_heads = rng.choice([(4, 4), (4, 2), (8, 1), (6, 2), (1, 1)])
+    key_dim, value_dim = rng.choice([(16, 16), (8, 8), (16, 8), (24, 32)])
+    num_layers = rng.randint(1, 3)
+    shapes = [LayerShape(kv_heads, key_dim, value_dim)] * num_layers
+    params = []
+    for _ in range(num_layers):  # windows, caps and sinks differ from layer to layer, as in gemma and gpt-oss
+        sinks = torch.randn(heads, generator=torch.Generator().manual_seed(seed % 2**31))
+        params.append(
+            AttentionParams(
+                scaling=key_dim**-0.5 * rng.choice([1, 0.5]),
+                sliding_window=rng.choice([None, None, 1, 7, 24, 500]),
+                softcap=rng.choice([None, None, 5.0]),
+                sinks=rng.choice([None, None, sinks]),
+            )
+        )
+    count = rng.randint(1, 4)
+    contexts = [rng.choice([0, 1, rng.randint(0, longest)]) for _ in range(count)]
+    trees = [random_parents(rng, rng.choice([1, 1, rng.randint(2, 20)])) for _ in range(count)]
+    if rng.random() < 0.5:  # a prefill chunk among them
+        trees[0] = list(range(-1, rng.randint(1, 70)))
+    chains = make_spans(rng, [0] * count, [list(range(-1, n - 1)) for n in contexts])
+    context = make_step(shapes, heads, [s for s in chains if s.num_rows], 0, rng)
+    step = make_step(shapes, heads, make_spans(rng, contexts, trees), rng.choice([0, 0, 3]), rng)
+    return Case(heads, shapes, params, dtype, context, step)
+
+
+def run_case(case: Case, kind: str) -> list[torch.Tensor]:
+    """Outputs by layer of the case's second step, [num_tokens, num_heads, value_dim]."""
+    backend = make_backend(kind, case.shapes, case.heads, case.dtype)
+    if case.context.spans:
+        attend(backend, case, case.context)
+        for span in case.context.spans:
+            backend.allocator.commit(span.request_id, range(span.num_rows))
+    return attend(backend, case, case.step)
+
+
+def attend(backend: AttentionBackend, case: Case, step: Step) -> list[torch.Tensor]:
+    for span in step.spans:
+        span.cache.clear()
+        assert backend.allocator.reserve(span.request_id, span.num_rows)
+    backend.begin(step.spans)
+    outputs = []
+    for layer, (tensors, params) in enumerate(zip(step.layers, case.params, strict=True)):
+        query, key, value = (t.to(case.dtype) for t in tensors)
+        outputs.append(backend.attend(layer, query, key, value, params)[0])
+    return outputs
+
+
+def literal_row(case: Case, layer: int, span: Span, context: Span | None, row: int) -> np.ndarray:
+    """Softmax over the row's own path in float64, key by key and head by head: [num_heads, value_dim]."""
+    params, shape = case.params[layer], case.shapes[layer]
+    query, key, value = (t[0].double().numpy() for t in case.step.layers[layer])
+    _, old_key, old_value = (t[0].double().numpy() for t in case.context.layers[layer])
+    path = sorted(ancestors(span.parents.tolist(), row))
+    keys = [key[:, span.row_start + r] for r in path]
+    values = [value[:, span.row_start + r] for r in path]
+    if context is not None:
+        old = range(context.row_start, context.row_start + context.num_rows)
+        keys = [*(old_key[:, r] for r in old), *keys]
+        values = [*(old_value[:, r] for r in old), *values]
+    if params.sliding_window is not None:  # the path's places are its positions, so the window is a slice
+        keys, values = keys[-params.sliding_window :], values[-params.sliding_window :]
+    out = np.zeros((case.heads, shape.value_dim))
+    for head in range(case.heads):
+        kv_head = head * shape.num_kv_heads // case.heads
+        scores = np.array([query[head, span.row_start + row] @ k[kv_head] for k in keys]) * params.scaling
+        if params.softcap is not None:
+            scores = params.softcap * np.tanh(scores / params.softcap)
+        sink = [float(params.sinks[head])] if params.sinks is not None else []
+        weights = np.exp(np.concatenate([scores, sink]) - max([*scores, *sink]))
+        weights /= weights.sum()
+        out[head] = sum(w * v[kv_head] for w, v in zip(weights, values, strict=False))
+    return out
+
+
+@examples(20)
+@given(st.integers(0, 2**32))
+def test_the_reference_is_attention_along_every_rows_own_path(seed: int) -> None:
+    case = random_case(seed, torch.float32, longest=40)
+    outputs = run_case(case, "reference")
+    contexts = {span.request_id: span for span in case.context.spans}
+    rng = random.Random(seed)
+    for layer, output in enumerate(outputs):
+        for span in case.step.spans:
+            for row in {0, span.num_rows - 1, rng.randrange(span.num_rows)}:
+                expected = literal_row(case, layer, span, contexts.get(span.request_id), row)
+                np.testing.assert_allclose(output[span.row_start + row].numpy(), expected, atol=1e-5, rtol=1e-5)
+
+
+def check_cpu_against_reference(seed: int, dtype: torch.dtype, kinds: tuple[str, ...]) -> None:
+    case = random_case(seed, dtype)
+    covered = sum(span.num_rows for span in case.step.spans)
+    expected = run_case(case, "reference")
+    for kind in kinds:
+        for actual, wanted in zip(run_case(case, kind), expected, strict=True):
+            assert (actual.dtype, actual.shape) == (dtype, wanted.shape)
+            torch.testing.assert_close(actual, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+            assert not actual[covered:].any(), "a padding row is not zero"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cpu_backend_equals_the_reference(kind: str, dtype: torch.dtype) -> None:
+    @examples(40)
+    @given(st.integers(0, 2**32))
+    def check(seed: int) -> None:
+        check_cpu_against_reference(seed, dtype, (kind,))
+
+    check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_cpu_backend_equals_the_reference_at_length(dtype: torch.dtype) -> None:
+    for seed in range(1500):
+        check_cpu_against_reference(seed, dtype, KINDS)
+
+
+class Sequence:
+    """One request whose token t always has the same q, k and v, fed in whatever steps."""
+
+    def __init__(self, kind: str, num_tokens: int, window: int | None, dtype: torch.dtype = torch.float32) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.tokens = [[torch.randn(1, h, 1, 8, generator=generator).to(dtype) for h in (4, 2, 2)]
+                       for _ in range(num_tokens)]  # fmt: skip
+        self.backend = make_backend(kind, [LayerShape(2, 8, 8)] * 2, 4, dtype)
+        self.params = AttentionParams(8**-0.5, window)
+        self.length = 0
+
+    def feed(self, parents: list[int], tokens: list[int], kept: list[int]) -> torch.Tensor:
+        """Rows with these tokens behind what is committed; outputs of both layers, [num_rows, heads, 2 * dim]."""
+        assert self.backend.allocator.reserve("r", len(parents))
+        self.backend.begin([make_span(parents, self.length, request_id="r")])
+        query, key, value = (torch.cat([self.tokens[t][i] for t in tokens], dim=2) for i in range(3))
+        outputs = [self.backend.attend(layer, query, key, value, self.params)[0] for layer in range(2)]
+        self.backend.allocator.commit("r", kept)
+        self.length += len(kept)
+        return torch.cat(outputs, -1)
+
+    def feed_chain(self, tokens: list[int]) -> torch.Tensor:
+        return self.feed(list(range(-1, len(tokens) - 1)), tokens, list(range(len(tokens))))
+
+
+CONTEXT, TREE, ACCEPTED = 70, [-1, 0, 0, 2, 1, 3, 3], [0, 2, 3, 6]
+LAST = CONTEXT + len(TREE)
+PATH = [CONTEXT + row for row in ACCEPTED]
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_accepted_path_leaves_the_same_memory_as_plain_decoding(kind: str, window: int | None) -> None:
+    """Draft a tree, accept a path through it, go on: the same as if the path's tokens had come one by one."""
+    drafted, plain = Sequence(kind, LAST + 1, window), Sequence(kind, LAST + 1, window)
+    drafted.feed_chain(list(range(CONTEXT)))
+    tree_rows = drafted.feed(TREE, list(range(CONTEXT, LAST)), ACCEPTED)
+    after = drafted.feed_chain([LAST])
+    one_by_one = [plain.feed_chain([token])[0] for token in [*range(CONTEXT), *PATH, LAST]]
+    torch.testing.assert_close(tree_rows[ACCEPTED], torch.stack(one_by_one[CONTEXT:-1]), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(after[0], one_by_one[-1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_the_invariant_kernel_gives_the_same_bits_however_a_sequence_is_cut(
+    chunk: int, window: int | None, dtype: torch.dtype
+) -> None:
+    """In chunks of any size and as rows of a tree: bit for bit what one long prefill gives."""
+    tokens = [*range(CONTEXT), *PATH, LAST]
+    whole = Sequence("batch_invariant", LAST + 1, window, dtype).feed_chain(tokens)
+    cut = Sequence("batch_invariant", LAST + 1, window, dtype)
+    rows = [cut.feed_chain(tokens[at : min(at + chunk, CONTEXT)]) for at in range(0, CONTEXT, chunk)]
+    rows.append(cut.feed(TREE, list(range(CONTEXT, LAST)), ACCEPTED)[ACCEPTED])
+    rows.append(cut.feed_chain([LAST]))
+    assert torch.equal(torch.cat(rows), whole)

@@ -1,0 +1,45 @@
+"""The registered attention function refuses whatever would make answers silently wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from batchserve.attention.interface import STEP_ARGUMENT, ShapeProbe, ragged_attention
+from batchserve.errors import UnsupportedModelError
+
+
+class Layer(torch.nn.Module):
+    layer_idx = 0
+
+
+def call(mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+    query, key = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
+    out, weights = ragged_attention(Layer(), query, key, key, mask, **{STEP_ARGUMENT: ShapeProbe(), **kwargs})
+    assert weights is None
+    return out
+
+
+def test_a_plain_call_gives_tokens_by_heads() -> None:
+    assert call(scaling=0.3, position_ids=None, use_cache=False).shape == (1, 5, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "reason"),
+    [
+        ({"alibi": torch.ones(4)}, "alibi"),
+        ({"head_mask": torch.ones(4)}, "head_mask"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"mask": torch.zeros(1, 1, 5, 5)}, "mask"),
+        ({STEP_ARGUMENT: None}, "keyword arguments"),
+    ],
+)
+def test_surprises_are_refused_by_name(kwargs: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        call(**kwargs)
+
+
+def test_an_unknown_argument_that_is_none_says_nothing() -> None:
+    assert call(alibi=None).shape == (1, 5, 4, 8)

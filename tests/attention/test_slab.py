@@ -1,0 +1,141 @@
+"""Slabs under any order of reserve, write, commit and release: books exact, contents kept, budget never exceeded."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from batchserve.attention.base import LayerShape
+from batchserve.attention.slab import EXTENT, SlabAllocator, bytes_per_token
+from tests.factories import examples
+
+LAYERS = [LayerShape(2, 4, 4), LayerShape(1, 4, 8), LayerShape(2, 4, 4)]  # stacked planes and odd ones
+TOTAL = 6 * EXTENT + 17  # not a whole number of extents
+IDS = st.sampled_from(["a", "b", "c", "d"])
+
+
+class SlabMachine(RuleBasedStateMachine):
+    """The model: each request's committed tokens in order, and how many tokens of memory it must own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = SlabAllocator(LAYERS, torch.float32, TOTAL)
+        self.committed: dict[str, list[int]] = {}
+        self.owned: dict[str, int] = {}
+        self.reserved: dict[str, int] = {}  # rows behind the committed ones that may be written now
+        self.tokens = count(1)
+
+    @property
+    def free(self) -> int:
+        return TOTAL // EXTENT * EXTENT - sum(self.owned.values())
+
+    @rule(request_id=IDS, rows=st.one_of(st.integers(1, 8), st.integers(50, 260)))
+    def reserve(self, request_id: str, rows: int) -> None:
+        wanted = -(-(len(self.committed.get(request_id, [])) + rows) // EXTENT) * EXTENT
+        fits = wanted - self.owned.get(request_id, 0) <= self.free
+        reservable = self.allocator.reservable_tokens(request_id)
+        assert (rows <= reservable) == fits
+        assert self.allocator.reserve(request_id, rows) == fits
+        if fits:
+            self.committed.setdefault(request_id, [])
+            self.owned[request_id] = max(wanted, self.owned.get(request_id, 0))
+            self.reserved[request_id] = max(rows, self.reserved.get(request_id, 0))
+
+    @precondition(lambda self: any(self.reserved.values()))
+    @rule(data=st.data())
+    def write_and_commit(self, data: st.DataObject) -> None:
+        """A step: every reserved row is written, any ascending choice of them is kept."""
+        request_id = data.draw(st.sampled_from(sorted(r for r, rows in self.reserved.items() if rows)))
+        rows = self.reserved[request_id]
+        kept = data.draw(st.one_of(st.just(list(range(rows))), st.sets(st.integers(0, rows - 1)).map(sorted)))
+        start = len(self.committed[request_id])
+        written = [next(self.tokens) for _ in range(rows)]
+        for layer in range(len(LAYERS)):
+            for plane, tensor in enumerate(self.allocator.planes(request_id, layer)):
+                for row, token in enumerate(written):
+                    tensor[:, start + row] = self.content(token, layer, plane, *tensor[:, 0].shape)
+        self.allocator.commit(request_id, kept)
+        self.committed[request_id] += [written[row] for row in kept]
+        self.reserved[request_id] = 0
+
+    @rule(request_id=IDS)
+    def release(self, request_id: str) -> None:
+        self.allocator.release(request_id)  # also of one that has nothing
+        for books in (self.committed, self.owned, self.reserved):
+            books.pop(request_id, None)
+
+    @staticmethod
+    def content(token: int, layer: int, plane: int, heads: int, dim: int) -> torch.Tensor:
+        """Different for every token, layer, K or V, head and channel; exact in fp32."""
+        return torch.arange(heads * dim).reshape(heads, dim) + 32.0 * (plane + 2 * (layer + 3 * token))
+
+    @invariant()
+    def books_are_exact(self) -> None:
+        self.allocator.check_integrity(set(self.owned))
+        assert self.allocator.total_tokens == TOTAL // EXTENT * EXTENT
+        assert self.allocator.free_tokens == self.free >= 0
+
+    @invariant()
+    def committed_contents_are_kept_in_order(self) -> None:
+        for request_id, tokens in self.committed.items():
+            for layer in range(len(LAYERS)):
+                for plane, tensor in enumerate(self.allocator.planes(request_id, layer)):
+                    assert tensor.shape[1] == self.owned[request_id]
+                    assert tensor.is_contiguous(), "one head's keys must lie one behind the other"
+                    places = {0, len(tokens) // 2, len(tokens) - 1, *range(max(0, len(tokens) - 8), len(tokens))}
+                    for place in places if tokens else ():
+                        expected = self.content(tokens[place], layer, plane, *tensor[:, 0].shape)
+                        assert torch.equal(tensor[:, place], expected)
+
+    def teardown(self) -> None:
+        for request_id in list(self.owned):
+            self.release(request_id)
+        self.allocator.check_integrity(())
+        assert self.allocator.free_tokens == self.allocator.total_tokens
+
+
+TestSlabs = SlabMachine.TestCase
+TestSlabs.settings = examples(40, stateful_step_count=25)
+
+
+@pytest.mark.slow
+class TestSlabsAtLength(SlabMachine.TestCase):
+    settings = examples(500, stateful_step_count=60)
+
+
+def test_memory_is_reserved_by_the_extent_and_never_for_the_whole_context() -> None:
+    allocator = SlabAllocator(LAYERS, torch.bfloat16, 10 * EXTENT)
+    assert allocator.reserve("a", 1)
+    assert allocator.free_tokens == 9 * EXTENT
+    assert allocator.reserve("a", EXTENT)  # the same extent
+    assert allocator.free_tokens == 9 * EXTENT
+    assert allocator.reserve("a", EXTENT + 1)
+    assert allocator.free_tokens == 8 * EXTENT
+
+
+def test_bytes_per_token_are_those_of_k_and_v_in_all_layers() -> None:
+    assert bytes_per_token(LAYERS, torch.bfloat16) == 2 * (2 * 8 + 1 * 12 + 2 * 8)
+    assert bytes_per_token(LAYERS, torch.float32) == 2 * bytes_per_token(LAYERS, torch.bfloat16)
+
+
+def test_a_refused_reservation_changes_nothing() -> None:
+    allocator = SlabAllocator(LAYERS, torch.float32, 2 * EXTENT)
+    assert allocator.reserve("a", 10)
+    assert not allocator.reserve("b", EXTENT + 1)
+    assert not allocator.reserve("a", 2 * EXTENT + 1)
+    allocator.check_integrity({"a"})
+    assert allocator.reserve("b", EXTENT)
+
+
+def test_check_integrity_finds_leaked_and_lost_memory() -> None:
+    allocator = SlabAllocator(LAYERS, torch.float32, 4 * EXTENT)
+    allocator.reserve("leaked", 5)
+    with pytest.raises(RuntimeError, match="leaked"):
+        allocator.check_integrity(())
+    with pytest.raises(RuntimeError, match="lost"):
+        allocator.check_integrity({"leaked", "lost"})
+    allocator.check_integrity({"leaked"})

@@ -1,0 +1,92 @@
+"""The demo as a user runs it, and its judgement of differences."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import sys
+from typing import Any
+
+import pytest
+
+from batchserve import demo
+from batchserve.demo import prompts
+from batchserve.demo.measure import Answer, Round
+from batchserve.types import FinishReason
+
+TIMEOUT_S = 120
+
+
+async def _start(*flags: str) -> asyncio.subprocess.Process:
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "batchserve.cli", "demo", *flags), stdout=pipe, stderr=asyncio.subprocess.STDOUT
+    )
+
+
+async def test_the_demo_shows_all_answers_and_one_table():
+    process = await _start("--max-tokens", "6", "--repeats", "1", "--dtype", "float32")
+    async with asyncio.timeout(TIMEOUT_S):
+        output = (await process.communicate())[0].decode()
+    assert process.returncode == 0, output
+    for i, prompt in enumerate(prompts.PROMPTS):
+        assert f"[{i + 1} {prompt.title}]" in output
+    for row in ("tokens/s", "TTFT", "inter-token latency, mean", "inter-token latency, p99", "acceptance length"):
+        assert row in output
+    assert re.search(r"outputs identical\W+(yes|\d of 8)", output)
+    assert await _is_closed(output)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_an_interrupted_demo_ends_its_server(number: signal.Signals):
+    process = await _start("--max-tokens", "200", "--repeats", "50")
+    assert process.stdout is not None
+    output = ""
+    async with asyncio.timeout(TIMEOUT_S):
+        while "is serving" not in output:
+            line = (await process.stdout.readline()).decode()
+            assert line, output
+            output += line
+        process.send_signal(number)
+        await process.communicate()
+    assert process.returncode not in (0, None)
+    assert await _is_closed(output)
+
+
+async def _is_closed(output: str) -> bool:
+    """Whether nothing listens any more where the demo's server did."""
+    match = re.search(r"([\d.]+):(\d+) is serving", output)
+    assert match is not None, output
+    try:
+        _, writer = await asyncio.open_connection(match[1], int(match[2]))
+    except ConnectionRefusedError:
+        return True
+    writer.close()
+    return False
+
+
+def _runs(plain: list[int], drafted: list[int], reason: FinishReason) -> Any:
+    def answers(token_ids: list[int]) -> Round:
+        same = [Answer(0.0, token_ids=[5], finish_reason=FinishReason.LENGTH) for _ in prompts.PROMPTS[1:]]
+        return Round([Answer(0.0, token_ids=token_ids, finish_reason=reason), *same], 1.0)
+
+    runs = demo._Runs()
+    runs.shown = {False: answers(plain), True: answers(drafted)}
+    return runs
+
+
+def test_a_wrong_token_is_not_a_near_tie():
+    """What the model says greedily, against the same with one token changed."""
+    judge = demo._make_judge("float32")
+    text = prompts.PROMPTS[0].text
+    ids = judge._tokenizer(text, return_tensors="pt")["input_ids"]
+    said = judge._model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
+    assert demo._differences(_runs(said, said, FinishReason.LENGTH), "float32") == ([], 0, 0)
+    assert judge.judge(text, said, 0, is_ended=False).is_near_tie
+    wrong = [*said[:4], (said[4] + 1) % 4096, *said[5:]]
+    lines, num_different, num_wrong = demo._differences(_runs(said, wrong, FinishReason.LENGTH), "float32")
+    assert (num_different, num_wrong) == (1, 1)
+    assert any("parts at token 4" in line and "WRONG" in line for line in lines)
+    _, _, num_wrong = demo._differences(_runs(said, said[:4], FinishReason.STOP), "float32")
+    assert num_wrong == 1, "an EOS that the model does not say"

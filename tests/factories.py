@@ -1,0 +1,54 @@
+"""Small makers of what most tests need: settings of properties, sampling parameters, requests, random trees."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+
+from batchserve.draft.base import DraftTree
+from batchserve.request import Request, ResolvedSampling
+from batchserve.types import SpeculationParams
+
+
+def examples(count: int, **more: Any) -> settings:
+    """Settings of a property: the same examples in every run, however slow the machine is."""
+    slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+    return settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=slow, **more)
+
+
+def make_sampling(**changes: Any) -> ResolvedSampling:
+    defaults: dict[str, Any] = {
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "seed": 0,
+        "max_tokens": 16,
+        "end_token_ids": frozenset(),
+    }
+    return ResolvedSampling(**{**defaults, **changes})
+
+
+def make_request(
+    request_id: str,
+    prompt: list[int],
+    *,
+    speculation: SpeculationParams | None = None,
+    deadline_s: float | None = None,
+    **sampling: Any,
+) -> Request:
+    return Request(request_id, prompt, make_sampling(**sampling), 0.0, speculation or SpeculationParams(), deadline_s)
+
+
+def random_tree(rng: random.Random, num_nodes: int, vocab_size: int) -> DraftTree:
+    """A valid tree of at most `num_nodes` nodes; chains and bushes are both likely."""
+    tree, used = DraftTree(), set()
+    for _ in range(num_nodes):
+        newest = len(tree) - 1
+        parent = rng.choice([newest, newest, rng.randint(-1, newest)])
+        token = rng.randrange(vocab_size)
+        if (parent, token) not in used:
+            used.add((parent, token))
+            tree.add(token, parent)
+    return tree

@@ -1,0 +1,129 @@
+"""Draws have the distribution that was asked for, and depend on nothing but logits, parameters and position."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from batchserve.request import ResolvedSampling
+from batchserve.sampling import sampler
+from batchserve.sampling.logits import allowed_tokens
+from batchserve.sampling.noise import HIGHEST_NOISE, MASK64, gumbel, stream_key
+from batchserve.sampling.sampler import RowSampler, sample_row
+from tests.factories import make_sampling
+from tests.sampling.test_noise import key_for
+
+LOGITS = np.array([2.0, 1.5, 1.0, 0.2, -0.5, -1.0, -3.0, -40.0], dtype=np.float32)
+NUM_DRAWS = 6000
+
+
+def target_distribution(logits: np.ndarray, sampling: ResolvedSampling) -> np.ndarray:
+    """Softmax after temperature, then the k best, then the nucleus, renormalised: by hand."""
+    probs = np.exp(logits.astype(np.float64) / sampling.temperature)
+    order = np.argsort(-probs)
+    if sampling.top_k:
+        probs[order[sampling.top_k :]] = 0
+    probs /= probs.sum()
+    before = np.cumsum(probs[order]) - probs[order]
+    probs[order[before >= sampling.top_p]] = 0
+    return probs / probs.sum()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.6, 0, 1.0), (2.5, 0, 1.0), (1.0, 3, 1.0), (1.3, 0, 0.8), (1.0, 5, 0.9)]
+)
+@pytest.mark.parametrize("vary", ["position", "seed"])
+def test_frequencies_are_the_softmax_probabilities(temperature: float, top_k: int, top_p: float, vary: str) -> None:
+    """Whether one request draws at many positions, or many requests draw at one."""
+    sampling = make_sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=99)
+    expected = target_distribution(LOGITS, sampling)
+    counts = np.zeros(len(LOGITS))
+    for i in range(NUM_DRAWS):
+        if vary == "position":
+            token = sample_row(LOGITS, i, sampling)
+        else:
+            token = sample_row(LOGITS, 40, make_sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=i))
+        counts[token] += 1
+    assert counts[expected == 0].sum() == 0
+    likely = expected * NUM_DRAWS >= 5
+    chi_square = ((counts - expected * NUM_DRAWS)[likely] ** 2 / (expected[likely] * NUM_DRAWS)).sum()
+    freedom = likely.sum() - 1
+    assert chi_square < freedom + 4 * np.sqrt(2 * freedom)
+
+
+def test_temperature_zero_is_plain_argmax_whatever_else_is_set() -> None:
+    logits = torch.randn(20, 100, generator=torch.Generator().manual_seed(0))
+    greedy = make_sampling(temperature=0.0, top_k=5, top_p=0.1, seed=5)
+    tokens = [RowSampler(logits).token_at(row, 7, greedy) for row in range(20)]
+    assert tokens == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-5}])
+def test_the_narrowest_choices_are_greedy(options: dict[str, float]) -> None:
+    rng = np.random.default_rng(3)
+    for position in range(100):
+        logits = rng.standard_normal(200).astype(np.float32)
+        sampling = make_sampling(**{"temperature": 1.0, "seed": position, **options})
+        assert sample_row(logits, position, sampling) == logits.argmax()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_is_sampled_the_same_in_any_batch(dtype: torch.dtype) -> None:
+    """Alone, among others, in another row, and whichever rows were sampled before."""
+    logits = torch.randn(12, 300, generator=torch.Generator().manual_seed(1)).to(dtype)
+    rng = np.random.default_rng(4)
+    params = [
+        make_sampling(temperature=rng.choice([0.0, 0.7, 1.3]), top_k=int(rng.choice([0, 20])), seed=int(seed))
+        for seed in rng.integers(0, 2**63, 12)
+    ]
+    together = RowSampler(logits)
+    expected = [together.token_at(row, 50 + row, params[row]) for row in range(12)]
+    order = torch.from_numpy(rng.permutation(12))
+    shuffled = RowSampler(logits[order])
+    for place in reversed(range(12)):
+        row = int(order[place])
+        assert shuffled.token_at(place, 50 + row, params[row]) == expected[row]
+        assert RowSampler(logits[row : row + 1]).token_at(0, 50 + row, params[row]) == expected[row]
+
+
+def test_pruning_by_the_noise_range_never_changes_the_winner() -> None:
+    """Over steep and flat distributions, against noise on the whole vocabulary."""
+    rng = np.random.default_rng(5)
+    everyone = np.arange(500)
+    for position in range(600):
+        logits = (rng.standard_normal(500) * rng.choice([0.1, 1, 5, 20])).astype(np.float32)
+        sampling = make_sampling(temperature=float(rng.choice([0.2, 1.0, 3.0])), seed=position)
+        scores = logits.astype(np.float64) / sampling.temperature + gumbel(stream_key(position, position), everyone)
+        assert sample_row(logits, position, sampling) == scores.argmax()
+
+
+@pytest.mark.parametrize(("margin", "winner"), [(1e-3, 1), (-1e-3, 0)])
+def test_the_highest_noise_lifts_a_token_from_as_far_down_as_it_can(
+    monkeypatch: pytest.MonkeyPatch, margin: float, winner: int
+) -> None:
+    """Token 1 draws the highest noise that there is; it wins if and only if that is enough."""
+    key = key_for(MASK64, 1)
+    monkeypatch.setattr(sampler, "stream_key", lambda seed, position: key)
+    top_noise, lucky_noise = gumbel(key, np.array([0, 1]))
+    assert lucky_noise == pytest.approx(HIGHEST_NOISE, abs=1e-4)
+    logits = np.array([0.0, top_noise - lucky_noise + margin], dtype=np.float32)
+    assert sample_row(logits, 0, make_sampling(temperature=1.0)) == winner
+
+
+def test_positions_and_seeds_give_fresh_draws() -> None:
+    flat = np.zeros(1000, dtype=np.float32)
+    sampling = make_sampling(temperature=1.0, seed=1)
+    by_position = [sample_row(flat, position, sampling) for position in range(300)]
+    by_seed = [sample_row(flat, 0, make_sampling(temperature=1.0, seed=seed)) for seed in range(300)]
+    for tokens in (by_position, by_seed):
+        assert len(set(tokens)) > 220  # 259 expected of 300 draws from 1000
+    assert by_position == [sample_row(flat, position, sampling) for position in range(300)]
+
+
+def test_allowed_tokens_are_what_sampling_draws_from() -> None:
+    logits = np.random.default_rng(6).standard_normal(50).astype(np.float32)
+    sampling = make_sampling(temperature=1.0, top_k=6, top_p=0.8)
+    allowed = set(allowed_tokens(logits, 1.0, 6, 0.8)[0].tolist())
+    drawn = {sample_row(logits, position, sampling) for position in range(500)}
+    assert drawn == allowed

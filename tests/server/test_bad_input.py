@@ -1,0 +1,182 @@
+"""Every bad request gets its own typed error, and the other requests of the batch are unharmed."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import grpc
+import pytest
+
+from batchserve.server.servicer import SERVICE_NAME
+from batchserve.v1 import generation_pb2 as pb
+from tests.server.harness import Served, ask, failure_of, tokens_of
+from tests.tiny_models import VOCAB_SIZE
+
+CONTEXT = 512
+INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
+
+
+def _sampling(**fields: Any) -> pb.GenerateRequest:
+    return ask(sampling_params=pb.SamplingParams(**fields))
+
+
+# name -> (request, code, reason, field, the value and the bound as parts of the message)
+BAD: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str, str, str, str]] = {
+    "no input": (pb.GenerateRequest(), INVALID, "MISSING_INPUT", "input", "None", "either text or token_ids"),
+    "empty prompt": (
+        pb.GenerateRequest(token_ids=pb.TokenIds()),
+        *(INVALID, "EMPTY_PROMPT", "token_ids", "[]", "at least one token"),
+    ),
+    "text without a tokenizer": (pb.GenerateRequest(text="hi"), INVALID, "NO_TOKENIZER", "text", "'hi'", "token_ids"),
+    "token id out of range": (
+        ask(5, VOCAB_SIZE),
+        *(INVALID, "TOKEN_ID_OUT_OF_RANGE", "token_ids[1]", str(VOCAB_SIZE), f"0..{VOCAB_SIZE - 1}"),
+    ),
+    "prompt longer than the context": (
+        ask(*[5] * CONTEXT, max_tokens=None),
+        *(INVALID, "PROMPT_TOO_LONG", "token_ids", f"{CONTEXT} tokens", f"at most {CONTEXT - 1} tokens"),
+    ),
+    "a prompt of 5 MB": (
+        ask(*[5] * 5_000_000, max_tokens=None),
+        *(INVALID, "PROMPT_TOO_LONG", "token_ids", "5000000 tokens", f"at most {CONTEXT - 1} tokens"),
+    ),
+    "prompt + max_tokens over the context": (
+        ask(*[5] * 500, max_tokens=13),
+        *(INVALID, "CONTEXT_EXCEEDED", "stop.max_tokens", "13", "at most 12"),
+    ),
+    "max_tokens 0": (ask(max_tokens=0), INVALID, "INVALID_MAX_TOKENS", "stop.max_tokens", "0", ">= 1"),
+    "temperature -1": (
+        _sampling(temperature=-1),
+        *(INVALID, "INVALID_TEMPERATURE", "sampling_params.temperature", "-1.0", ">= 0"),
+    ),
+    "temperature NaN": (
+        _sampling(temperature=math.nan),
+        *(INVALID, "INVALID_TEMPERATURE", "sampling_params.temperature", "nan", "finite"),
+    ),
+    "temperature infinite": (
+        _sampling(temperature=math.inf),
+        *(INVALID, "INVALID_TEMPERATURE", "sampling_params.temperature", "inf", "finite"),
+    ),
+    "top_p 2": (_sampling(top_p=2), INVALID, "INVALID_TOP_P", "sampling_params.top_p", "2.0", "in (0, 1]"),
+    "top_p NaN": (_sampling(top_p=math.nan), INVALID, "INVALID_TOP_P", "sampling_params.top_p", "nan", "in (0, 1]"),
+    "top_k beyond the vocabulary": (
+        _sampling(top_k=VOCAB_SIZE + 1),
+        *(INVALID, "INVALID_TOP_K", "sampling_params.top_k", str(VOCAB_SIZE + 1), f"at most {VOCAB_SIZE}"),
+    ),
+    "stop token id out of range": (
+        ask(stop=pb.StopConditions(stop_token_ids=[1, 999])),
+        *(INVALID, "TOKEN_ID_OUT_OF_RANGE", "stop.stop_token_ids[1]", "999", f"0..{VOCAB_SIZE - 1}"),
+    ),
+    "empty stop string": (
+        ask(stop=pb.StopConditions(stop_strings=["x", ""])),
+        *(INVALID, "INVALID_STOP_STRING", "stop.stop_strings[1]", "''", "1..1024 characters"),
+    ),
+    "too many stop strings": (
+        ask(stop=pb.StopConditions(stop_strings=["x"] * 65)),
+        *(INVALID, "TOO_MANY_STOP_STRINGS", "stop.stop_strings", "65", "at most 64"),
+    ),
+    "long request id": (
+        ask(request_id="i" * 257),
+        *(INVALID, "INVALID_REQUEST_ID", "request_id", "iii", "at most 256"),
+    ),
+    "unknown mode": (
+        ask(speculation=pb.SpeculationOptions(mode=7)),
+        *(INVALID, "UNKNOWN_ENUM_VALUE", "speculation.mode", "7", "MODE_OFF"),
+    ),
+    "a parameter that does not exist": (
+        pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=[5]), sampling_params=pb.SamplingParams.FromString(b"\x3d\0\0\0\x3f")
+        ),
+        *(INVALID, "UNKNOWN_FIELD", "sampling_params.#7", "wire type 5", "batchserve.v1.SamplingParams"),
+    ),
+    "unknown model": (ask(model="gpt-5"), NOT_FOUND, "UNKNOWN_MODEL", "", "'gpt-5'", "the model being served is"),
+}
+
+
+async def test_every_bad_request_has_its_own_error_and_the_rest_of_the_batch_is_unharmed(tiny: Served):
+    good = ask(9, 8, 7, max_tokens=300)
+    alone = tokens_of(await tiny.client.stream(good))
+    is_over = asyncio.Event()
+
+    async def keep_asking() -> list[list[int]]:
+        answers = []
+        while not is_over.is_set():
+            answers.append(tokens_of(await tiny.client.stream(good)))
+        return answers
+
+    beside = [asyncio.create_task(keep_asking()) for _ in range(3)]
+    for name, (request, code, reason, field, value, bound) in BAD.items():
+        for call in (tiny.client.generate(request), tiny.client.stream(request)):
+            failed = await failure_of(call)
+            assert (failed.code, failed.reason, failed.domain) == (code, reason, "batchserve"), (name, failed)
+            assert failed.field == field, name
+            assert value in failed.message, (name, failed.message)
+            assert bound in failed.message, (name, failed.message)
+            if code is INVALID:
+                assert failed.violations == ((field, failed.message),), name
+                assert failed.value, name
+                assert failed.bound, name
+    is_over.set()
+    for answers in await asyncio.gather(*beside):
+        assert answers == [alone] * len(answers)
+
+
+async def test_duplicate_id_in_flight_is_refused_and_free_again_afterwards(tiny: Served):
+    request = ask(max_tokens=200, request_id="twice")
+    call = aiter(tiny.client.stub.StreamGenerate(request))
+    assert (await anext(call)).started.request_id == "twice"
+    for second in (tiny.client.generate(request), tiny.client.stream(request)):
+        failed = await failure_of(second)
+        assert (failed.code, failed.reason) == (grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID")
+        assert "'twice'" in failed.message
+    assert [message async for message in call][-1].WhichOneof("event") == "finished"
+    assert (await tiny.client.generate(request)).request_id == "twice"
+
+
+@pytest.mark.parametrize("method", ["Generate", "StreamGenerate", "GetModelInfo"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"\xff" * 64, id="no tag"),
+        pytest.param(b"\x0a\x7f\x41", id="a length beyond the end"),
+        pytest.param(b"\x0a\x02\xff\xfe", id="not UTF-8"),
+        pytest.param(b"\x1a\x03\x0a\x02\x80", id="token_ids end inside a varint"),
+        pytest.param(bytes(range(256)), id="all bytes"),
+    ],
+)
+async def test_bytes_that_are_no_message_get_a_status(fake: Served, method: str, data: bytes):
+    make = fake.client.channel.unary_stream if method == "StreamGenerate" else fake.client.channel.unary_unary
+    call = make(f"/{SERVICE_NAME}/{method}")  # no serializer: the bytes go out as they are
+    failed = await failure_of(call(data).read() if method == "StreamGenerate" else call(data))
+    if method == "GetModelInfo" and data.startswith(b"\x1a"):
+        assert failed.reason == "UNKNOWN_FIELD"  # a well-formed field that this message does not have
+    else:
+        assert failed.reason == "MALFORMED_MESSAGE"
+    assert failed.code is INVALID
+    assert await fake.client.health_of() == "SERVING"
+    fake.engine.go_on.set()
+    assert len((await fake.client.generate(ask())).token_ids) == 2
+
+
+async def test_an_unknown_method_is_unimplemented(fake: Served):
+    failed = await failure_of(fake.client.channel.unary_unary(f"/{SERVICE_NAME}/Chat")(b""))
+    assert failed.code is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_bytes_that_are_no_http2_leave_the_server_serving(tiny: Served):
+    host, port = tiny.address.rsplit(":", 1)
+    for junk in (b"GET / HTTP/1.1\r\n\r\n", b"\0" * 1024, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 512):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(junk)
+        async with asyncio.timeout(10):
+            await reader.read()  # to the end: the server hangs up
+        writer.close()
+    assert len((await tiny.client.generate(ask())).token_ids) == 8
+
+
+async def test_a_message_beyond_the_receive_limit_is_refused_by_the_transport(tiny: Served):
+    big = pb.GenerateRequest(text="x" * (17 << 20))
+    assert (await failure_of(tiny.client.generate(big))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert len((await tiny.client.generate(ask())).token_ids) == 8

@@ -1,0 +1,62 @@
+"""The service with the bundled model: text in, text out."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+
+from batchserve.v1 import generation_pb2 as pb
+from tests.server.harness import Served, failure_of, tokens_of
+
+PROMPT = "<|user|>Convert this record to JSON.\nname: alpha beta\ncount: 7012<|assistant|>"
+
+
+def _ask(text: str, **stop: object) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        text=text,
+        sampling_params=pb.SamplingParams(temperature=0),
+        stop=pb.StopConditions(**{"max_tokens": 40, **stop}),
+    )
+
+
+async def test_text_streams_and_adds_up(bundled: Served):
+    whole = await bundled.client.generate(_ask(PROMPT))
+    messages = await bundled.client.stream(_ask(PROMPT))
+    assert "".join(message.delta.text for message in messages) == whole.text
+    assert tokens_of(messages) == list(whole.token_ids)
+    assert messages[0].started.prompt_tokens == whole.usage.prompt_tokens
+    assert whole.text.startswith("{")
+
+
+async def test_a_stop_string_ends_the_answer_before_it(bundled: Served):
+    whole = (await bundled.client.generate(_ask(PROMPT))).text
+    stop = whole[8:11]
+    stopped = await bundled.client.generate(_ask(PROMPT, stop_strings=[stop]))
+    streamed = await bundled.client.stream(_ask(PROMPT, stop_strings=[stop]))
+    assert stopped.text == whole[: whole.index(stop)]
+    assert "".join(message.delta.text for message in streamed) == stopped.text
+    assert stopped.finish_reason == pb.FINISH_REASON_STOP
+    assert stopped.usage.completion_tokens == len(stopped.token_ids)
+
+
+async def test_bad_texts_are_refused_and_the_rest_of_the_batch_is_unharmed(bundled: Served):
+    alone = await bundled.client.generate(_ask(PROMPT))
+    beside = asyncio.gather(*(bundled.client.generate(_ask(PROMPT)) for _ in range(4)))
+    for text, reason, part in (
+        ("", "EMPTY_PROMPT", "at least one character"),
+        ("count " * 5000, "PROMPT_TOO_LONG", "at most 4095 tokens"),
+        ("x y" * (5_000_000 // 3), "PROMPT_TOO_LONG", "at most 4095 tokens"),
+    ):
+        failed = await failure_of(bundled.client.stream(_ask(text)))
+        assert (failed.code, failed.reason) == (grpc.StatusCode.INVALID_ARGUMENT, reason)
+        assert failed.field == "text"
+        assert part in failed.message
+        assert len(failed.message) < 300
+    assert {answer.text for answer in await beside} == {alone.text}
+
+
+async def test_any_text_is_a_prompt(bundled: Served):
+    texts = ["\0", "\N{GRINNING FACE}" * 50, "</s>", "<|user|>" * 5, "\u202e\ufeff", " " * 1000, "a\r\n\tb"]
+    answers = await asyncio.gather(*(bundled.client.generate(_ask(text, max_tokens=5)) for text in texts))
+    assert all(len(answer.token_ids) <= 5 for answer in answers)

@@ -1,0 +1,114 @@
+"""Messages to domain types and back; what cannot be said in the domain is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchserve.errors import InvalidRequestError
+from batchserve.server.convert import (
+    MAX_REQUEST_ID_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    from_generate_request,
+    from_stream_response,
+    refuse_unknown_fields,
+    to_generate_request,
+    to_stream_responses,
+)
+from batchserve.types import Delta, FinishReason, SamplingParams, SpeculationParams, Started, Timing, Usage
+from batchserve.v1 import generation_pb2 as pb
+
+MAX_MODEL_LEN = 64
+UNKNOWN_VARINT = bytes([(100 << 3) & 0x7F | 0x80, (100 << 3) >> 7, 1])  # field 100 = 1
+
+
+def test_request_round_trip_keeps_every_field():
+    params = SamplingParams(
+        temperature=0.5,
+        top_p=0.25,
+        top_k=7,
+        seed=2**64 - 1,
+        max_tokens=3,
+        stop=("a", "b"),
+        stop_token_ids=(4, 5),
+        ignore_eos=True,
+        skip_special_tokens=False,
+    )
+    speculation = SpeculationParams(is_enabled=False, max_draft_tokens=0)
+    request = to_generate_request([1, 2, 3], params, speculation)
+    request.request_id, request.model = "id", "m"
+    parsed = from_generate_request(pb.GenerateRequest.FromString(request.SerializeToString()), MAX_MODEL_LEN)
+    assert parsed == ([1, 2, 3], params, "id", "m", speculation)
+
+
+def test_unset_differs_from_zero():
+    unset = from_generate_request(pb.GenerateRequest(text="hi"), MAX_MODEL_LEN)
+    assert unset == ("hi", SamplingParams(), "", "", SpeculationParams())
+    zero = pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams(temperature=0, top_k=0, seed=0))
+    assert from_generate_request(zero, MAX_MODEL_LEN).params == SamplingParams(temperature=0, top_k=0, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("path", "part"),
+    [
+        ("#100", pb.GenerateRequest),
+        ("token_ids.#100", pb.TokenIds),
+        ("sampling_params.#100", pb.SamplingParams),
+        ("stop.#100", pb.StopConditions),
+        ("output.#100", pb.OutputOptions),
+        ("speculation.#100", pb.SpeculationOptions),
+    ],
+)
+def test_unknown_field_is_refused_wherever_it_is(path, part):
+    with_unknown = part.FromString(UNKNOWN_VARINT)
+    name = path.split(".")[0]
+    request = with_unknown if part is pb.GenerateRequest else pb.GenerateRequest(**{name: with_unknown})
+    with pytest.raises(InvalidRequestError) as caught:
+        from_generate_request(request, MAX_MODEL_LEN)
+    assert (caught.value.reason, caught.value.field) == ("UNKNOWN_FIELD", path)
+
+
+def test_known_field_with_the_wrong_wire_type_is_refused():
+    # temperature as a varint instead of a fixed32
+    with pytest.raises(InvalidRequestError, match="#1"):
+        refuse_unknown_fields(pb.SamplingParams.FromString(b"\x08\x01"))
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason", "field"),
+    [
+        (pb.GenerateRequest(), "MISSING_INPUT", "input"),
+        (pb.GenerateRequest(text="x", request_id="i" * (MAX_REQUEST_ID_CHARS + 1)), "INVALID_REQUEST_ID", "request_id"),
+        (pb.GenerateRequest(text="x", request_id="a\nb"), "INVALID_REQUEST_ID", "request_id"),
+        (
+            pb.GenerateRequest(text="x", speculation=pb.SpeculationOptions(mode=9)),
+            "UNKNOWN_ENUM_VALUE",
+            "speculation.mode",
+        ),
+        (
+            pb.GenerateRequest(text="x", stop=pb.StopConditions(stop_token_ids=[1] * (MAX_STOP_TOKEN_IDS + 1))),
+            "TOO_MANY_STOP_TOKEN_IDS",
+            "stop.stop_token_ids",
+        ),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * MAX_MODEL_LEN)), "PROMPT_TOO_LONG", "token_ids"),
+    ],
+)
+def test_refused(request_, reason, field):
+    with pytest.raises(InvalidRequestError) as caught:
+        from_generate_request(request_, MAX_MODEL_LEN)
+    assert (caught.value.reason, caught.value.field) == (reason, field)
+
+
+def test_last_delta_becomes_a_delta_and_a_finished():
+    usage, timing = Usage(3, 2, 1, 5, 4), Timing(0.25, 0.5, 1.0)
+    last = Delta("id", "t", [7], FinishReason.STOP, usage, timing)
+    delta, finished = to_stream_responses(last)
+    assert from_stream_response(delta) == Delta("", "t", [7])
+    assert from_stream_response(finished) == Delta("", "", [], FinishReason.STOP, usage, timing)
+    (only,) = to_stream_responses(Delta("id", "", [], FinishReason.LENGTH, usage, timing))
+    assert only.finished.finish_reason == pb.FINISH_REASON_LENGTH
+
+
+def test_started_and_an_empty_delta():
+    (started,) = to_stream_responses(Started("id", 3))
+    assert from_stream_response(started) == Started("id", 3)
+    assert list(to_stream_responses(Delta("id"))) == []

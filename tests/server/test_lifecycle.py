@@ -1,0 +1,205 @@
+"""Bind, warm up, serve, drain: what clients see at each point. The engine is a fake one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import urllib.request
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from batchserve.config import ServerConfig
+from batchserve.errors import ConfigError, EngineFaultError
+from batchserve.server.lifecycle import GenerationServer
+from batchserve.server.servicer import SERVICE_NAME
+from batchserve.v1 import generation_pb2 as pb
+from tests.server.fakes import FakeEngine
+from tests.server.harness import LOOPBACK, Client, Served, ask, failure_of, serving, until
+
+
+def _engine() -> Any:
+    return FakeEngine()
+
+
+async def test_before_it_is_warm_it_listens_and_refuses():
+    server = GenerationServer(LOOPBACK, "test")
+    client = Client(await server.bind())
+    for service in ("", SERVICE_NAME):
+        assert await client.health_of(service) == "NOT_SERVING"
+    for call in (client.generate(ask()), client.stream(ask()), client.stub.GetModelInfo(pb.GetModelInfoRequest())):
+        failed = await failure_of(call)
+        assert (failed.code, failed.reason) == (grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE")
+        assert "warming up" in failed.message
+        assert failed.retry_after_s is not None
+    await client.channel.close()
+    await server.drain()
+
+
+async def test_health_watch_sees_every_transition():
+    server = GenerationServer(LOOPBACK, "test")
+    client = Client(await server.bind())
+    watch = client.health.Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME))
+    seen = [(await watch.read()).status]
+    await server.open(_engine())
+    seen.append((await watch.read()).status)
+    draining = asyncio.create_task(server.drain())
+    seen.append((await watch.read()).status)
+    names = [health_pb2.HealthCheckResponse.ServingStatus.Name(status) for status in seen]
+    assert names == ["NOT_SERVING", "SERVING", "NOT_SERVING"]
+    watch.cancel()
+    await draining
+    await client.channel.close()
+
+
+async def test_unknown_service_is_not_found_in_health(fake: Served):
+    assert (await failure_of(fake.client.health_of("nobody"))).code is grpc.StatusCode.NOT_FOUND
+
+
+async def test_drain_lets_requests_end_and_refuses_new_ones(fake: Served):
+    call = aiter(fake.client.stub.StreamGenerate(ask()))
+    assert (await anext(call)).WhichOneof("event") == "started"
+    draining = asyncio.create_task(fake.server.drain())
+    async with asyncio.timeout(5):
+        while await fake.client.health_of() == "SERVING":
+            pass
+    failed = await failure_of(fake.client.generate(ask()))
+    assert failed.code is grpc.StatusCode.UNAVAILABLE
+    assert failed.retry_after_s is not None
+    assert not draining.done()
+    fake.engine.go_on.set()
+    rest = [message.WhichOneof("event") async for message in call]
+    assert rest == ["delta", "delta", "finished"]
+    assert await draining
+
+
+async def test_drain_ends_what_is_left_after_its_time():
+    engine = _engine()
+    async with serving(engine, ServerConfig(port=0, drain_timeout_s=0.05)) as served:
+        call = aiter(served.client.stub.StreamGenerate(ask()))
+        await anext(call)
+        assert await served.server.drain() is False
+        failed = await failure_of(_read_all(call))
+        assert (failed.code, failed.reason) == (grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE")
+
+
+async def test_a_second_signal_ends_the_waiting(fake: Served):
+    call = aiter(fake.client.stub.StreamGenerate(ask()))
+    await anext(call)
+    hurry = asyncio.Event()
+    draining = asyncio.create_task(fake.server.drain(hurry))
+    hurry.set()
+    async with asyncio.timeout(5):
+        assert await draining is False
+    assert (await failure_of(_read_all(call))).code is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_cancelled_calls_close_the_stream(fake: Served):
+    for method in (fake.client.stub.StreamGenerate, fake.client.stub.Generate):
+        call = method(ask())
+        if method is fake.client.stub.StreamGenerate:
+            await call.read()
+        await until(lambda: fake.engine.num_in_flight == 1)
+        call.cancel()
+        async with asyncio.timeout(5):
+            await fake.engine.is_empty.wait()
+
+
+async def test_deadline_and_arguments_reach_the_engine(fake: Served):
+    fake.engine.go_on.set()
+    request = ask(4, 5, request_id="mine", model="fake", speculation=pb.SpeculationOptions(max_draft_tokens=3))
+    answer = await fake.client.generate(request, timeout=60)
+    arguments = fake.engine.arguments
+    assert 50 < arguments["deadline_s"] < 61  # on the wire it is rounded up
+    assert (arguments["prompt"], arguments["request_id"], arguments["model"]) == ([4, 5], "mine", "fake")
+    assert arguments["speculation"].max_draft_tokens == 3
+    assert (answer.text, list(answer.token_ids)) == ("ab", [1, 2])
+    assert answer.timing.queue.ToMilliseconds() == 250
+    await fake.client.generate(ask())
+    assert fake.engine.arguments["deadline_s"] is None
+
+
+async def test_engine_errors_become_statuses(fake: Served, caplog: pytest.LogCaptureFixture):
+    fake.engine.go_on.set()
+    fake.engine.error = EngineFaultError("the step failed")
+    for call in (fake.client.generate(ask()), fake.client.stream(ask())):
+        failed = await failure_of(call)
+        assert (failed.code, failed.reason, failed.domain) == (grpc.StatusCode.INTERNAL, "ENGINE_FAULT", "batchserve")
+    fake.engine.error = ZeroDivisionError("secret")
+    with caplog.at_level(logging.ERROR):
+        failed = await failure_of(fake.client.stream(ask()))
+    assert (failed.code, failed.reason) == (grpc.StatusCode.INTERNAL, "INTERNAL")
+    assert "secret" not in failed.message
+    assert "ZeroDivisionError: secret" in caplog.text
+
+
+async def test_a_stream_without_an_end_is_an_engine_fault(fake: Served):
+    fake.engine.go_on.set()
+    fake.engine.is_cut_short = True
+    assert (await failure_of(fake.client.stream(ask()))).reason == "ENGINE_FAULT"
+
+
+async def test_model_info(fake: Served):
+    info = await fake.client.stub.GetModelInfo(pb.GetModelInfoRequest(model="fake"))
+    assert (info.model, info.max_model_len, list(info.eos_token_ids), info.version) == ("fake", 64, [2], "test")
+    failed = await failure_of(fake.client.stub.GetModelInfo(pb.GetModelInfoRequest(model="other")))
+    assert (failed.code, failed.reason) == (grpc.StatusCode.NOT_FOUND, "UNKNOWN_MODEL")
+
+
+async def test_reflection_lists_the_service_unless_switched_off(fake: Served):
+    assert SERVICE_NAME in await _reflected_services(fake.client)
+    async with serving(_engine(), ServerConfig(port=0, has_reflection=False)) as served:
+        failed = await failure_of(_reflected_services(served.client))
+        assert failed.code is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_port_in_use_is_a_config_error(fake: Served):
+    port = int(fake.address.rsplit(":", 1)[1])
+    second = GenerationServer(ServerConfig(port=port), "test")
+    with pytest.raises(ConfigError, match=str(port)):
+        await second.bind()
+    await second.drain()
+
+
+async def test_listens_on_ipv6_loopback():
+    if not _has_ipv6():
+        pytest.skip("no IPv6 loopback here")
+    async with serving(_engine(), ServerConfig(host="::1", port=0)) as served:
+        assert served.address.startswith("[::1]:")
+        assert await served.client.health_of() == "SERVING"
+
+
+async def test_metrics_endpoint():
+    engine = _engine()
+    engine.metrics.preempted(3)
+    async with serving(engine, ServerConfig(port=0, metrics_port=0)) as served:
+        assert served.server._metrics is not None
+        url = f"http://{served.server._metrics.address}/metrics"
+        body = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
+    assert "batchserve_preemptions_total 3.0" in body
+
+
+async def _read_all(call: Any) -> list[Any]:
+    return [message async for message in call]
+
+
+async def _reflected_services(client: Client) -> set[str]:
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(client.channel)
+    call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+    answer = await call.read()
+    if answer is grpc.aio.EOF:
+        await call
+    return {service.name for service in answer.list_services_response.service}
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,79 @@
+"""`batchserve serve` as a process: start-up, signals, exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.server.harness import Client, ask, failure_of
+
+START_TIMEOUT_S = 60
+Process = asyncio.subprocess.Process
+Launch = Callable[..., AbstractAsyncContextManager[tuple[Process, Client]]]
+
+
+@asynccontextmanager
+async def _cli(*arguments: str) -> AsyncIterator[Process]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "batchserve.cli", *arguments), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+@pytest.fixture
+def launch(tiny_model: dict[str, Path]) -> Launch:
+    """A server process with a tiny llama, ready."""
+
+    @asynccontextmanager
+    async def start(*flags: str) -> AsyncIterator[tuple[Process, Client]]:
+        model = ("--model", str(tiny_model["llama"]), "--dtype", "float32", "--kv-cache-memory", "32MiB")
+        async with _cli("serve", "--port", "0", *model, *flags) as process:
+            assert process.stdout is not None
+            async with asyncio.timeout(START_TIMEOUT_S):
+                line = (await process.stdout.readline()).decode().strip()
+            assert line.startswith("listening on 127.0.0.1:")
+            client = Client(line.removeprefix("listening on "))
+            try:
+                yield process, client
+            finally:
+                await client.channel.close()
+
+    return start
+
+
+async def test_sigterm_drains(launch: Launch):
+    async with launch() as (process, client):
+        assert await client.health_of() == "SERVING"
+        call = aiter(client.stub.StreamGenerate(ask(max_tokens=300)))
+        await anext(call)
+        process.terminate()
+        rest = [message.WhichOneof("event") async for message in call]
+        assert rest[-1] == "finished"
+        async with asyncio.timeout(20):
+            assert await process.wait() == 0
+        assert (await failure_of(client.generate(ask()))).code is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_ctrl_c_drains_too_and_requests_that_outlast_it_are_ended(launch: Launch):
+    async with launch("--drain-timeout-s", "0", "--max-num-seqs", "1") as (process, client):
+        calls = [asyncio.create_task(client.stream(ask(max_tokens=500))) for _ in range(8)]
+        first = aiter(client.stub.StreamGenerate(ask(max_tokens=1)))
+        await anext(first)  # the calls before it are in flight too
+        process.send_signal(signal.SIGINT)
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        codes = {result.code() for result in results if isinstance(result, grpc.aio.AioRpcError)}
+        assert codes == {grpc.StatusCode.UNAVAILABLE}
+        async with asyncio.timeout(20):
+            assert await process.wait() == 0

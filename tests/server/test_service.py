@@ -1,0 +1,171 @@
+"""The service over a real engine: shapes, bounds, deadlines, cancellation. The model is a tiny random one."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import grpc
+import pytest
+
+from batchserve.v1 import generation_pb2 as pb
+from tests.server.conftest import Serve
+from tests.server.harness import Client, Served, ask, failure_of, tokens_of, unpack, until
+
+OFF = pb.SpeculationOptions(mode=pb.SpeculationOptions.MODE_OFF)
+
+
+async def test_stream_and_whole_answer_agree(tiny: Served):
+    request = ask(max_tokens=60)
+    whole = await tiny.client.generate(request)
+    messages = await tiny.client.stream(request)
+    finished = messages[-1].finished
+    assert tokens_of(messages) == list(whole.token_ids)
+    assert len(whole.token_ids) == whole.usage.completion_tokens == 60
+    assert whole.finish_reason == finished.finish_reason == pb.FINISH_REASON_LENGTH
+    assert finished.usage.prompt_tokens == messages[0].started.prompt_tokens == 3
+    assert messages[0].started.request_id
+    queue, first, total = (getattr(finished.timing, name).ToNanoseconds() for name in ("queue", "first_token", "total"))
+    assert 0 <= queue <= first <= total
+
+
+async def test_speculation_off_drafts_nothing_and_changes_nothing(tiny: Served):
+    on, off = await asyncio.gather(
+        tiny.client.stream(ask(max_tokens=120)), tiny.client.stream(ask(max_tokens=120, speculation=OFF))
+    )
+    assert tokens_of(on) == tokens_of(off)
+    assert off[-1].finished.usage.draft_tokens == 0
+    assert on[-1].finished.usage.draft_tokens > 0
+    deltas = [message.delta for message in off if message.WhichOneof("event") == "delta"]
+    assert all(len(delta.token_ids) == 1 for delta in deltas)
+
+
+async def test_seeded_sampling_repeats(tiny: Served):
+    sampled = ask(
+        max_tokens=40, sampling_params=pb.SamplingParams(temperature=1.0, top_k=20, top_p=0.9, seed=2**64 - 1)
+    )
+    first, second = await asyncio.gather(tiny.client.generate(sampled), tiny.client.generate(sampled))
+    assert first.token_ids == second.token_ids
+    sampled.sampling_params.seed = 1
+    assert (await tiny.client.generate(sampled)).token_ids != first.token_ids
+
+
+async def test_stop_token_ends_an_answer_and_is_not_part_of_it(tiny: Served):
+    plain = list((await tiny.client.generate(ask(max_tokens=30))).token_ids)
+    stopped = await tiny.client.generate(ask(max_tokens=30, stop=pb.StopConditions(stop_token_ids=[plain[10]])))
+    assert list(stopped.token_ids) == plain[: plain.index(plain[10])]
+    assert stopped.finish_reason == pb.FINISH_REASON_STOP
+
+
+async def test_200_requests_against_a_queue_of_32(serve_tiny: Serve):
+    async with serve_tiny(max_num_seqs=8, max_waiting=32) as served:
+        request = ask(max_tokens=20)
+        wanted = (await served.client.generate(request)).token_ids
+        results = await asyncio.gather(*(served.client.generate(request) for _ in range(200)), return_exceptions=True)
+        answers = [result for result in results if isinstance(result, pb.GenerateResponse)]
+        failures = [unpack(result) for result in results if isinstance(result, grpc.aio.AioRpcError)]
+        assert len(answers) + len(failures) == 200
+        assert len(answers) >= 40  # what runs and what waits
+        assert len(failures) >= 100
+        assert all(answer.token_ids == wanted for answer in answers)
+        for failed in failures:
+            assert (failed.code, failed.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+            assert failed.retry_after_s is not None
+            assert "32" in failed.message
+        assert (await served.client.generate(request)).token_ids == wanted
+
+
+async def test_deadline_while_running(serve_tiny: Serve):
+    async with serve_tiny(step_s=0.005, max_num_seqs=1) as served:
+        kinds = []
+
+        async def read() -> None:
+            async for message in served.client.stub.StreamGenerate(ask(max_tokens=500, speculation=OFF), timeout=1.0):
+                kinds.append(message.WhichOneof("event"))
+
+        assert (await failure_of(read())).code is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert kinds[:2] == ["started", "delta"]
+        assert "finished" not in kinds
+        await served.settle()
+        # The only place is free again, at once.
+        assert len((await served.client.generate(ask(), timeout=5)).token_ids) == 8
+
+
+async def test_deadline_while_queued(serve_tiny: Serve):
+    async with serve_tiny(step_s=0.005, max_num_seqs=1) as served:
+        running = aiter(served.client.stub.StreamGenerate(ask(max_tokens=200, speculation=OFF)))
+        await anext(running)
+        queued = await asyncio.gather(
+            *(failure_of(served.client.generate(ask(), timeout=0.2)) for _ in range(5)),
+            *(failure_of(served.client.stream(ask(), timeout=0.2)) for _ in range(5)),
+        )
+        assert {failed.code for failed in queued} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        rest = [message async for message in running]
+        assert len(tokens_of(rest)) == 200
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+async def test_cancel_storm(serve_tiny: Serve, seed: int):
+    """Clients leave at every point: before the server has the call, while queued, in prefill, between any two deltas,
+    and by closing the whole connection."""
+    rng = random.Random(seed)
+    async with serve_tiny(max_num_seqs=6, max_waiting=200, max_num_batched_tokens=64, prefill_chunk_size=16) as served:
+        prompts = [[rng.randrange(3, 128) for _ in range(rng.randint(1, 100))] for _ in range(5)]
+        wanted = [(await served.client.generate(ask(*prompt, max_tokens=40))).token_ids for prompt in prompts]
+        storm = [_leave_early(served, prompts[i % 5], rng.random(), i % 4) for i in range(80)]
+        stay = [served.client.generate(ask(*prompt, max_tokens=40)) for prompt in prompts * 3]
+        results = await asyncio.gather(*storm, *stay)
+        assert [answer.token_ids for answer in results[80:]] == wanted * 3
+        await served.settle()
+        assert (await served.client.generate(ask(*prompts[0], max_tokens=40))).token_ids == wanted[0]
+
+
+async def _leave_early(served: Served, prompt: list[int], when: float, how: int) -> None:
+    request = ask(*prompt, max_tokens=300)
+    await asyncio.sleep(when * 0.2)  # arrivals are spread over the storm
+    if how == 0:  # at once, or nearly
+        call: Any = served.client.stub.Generate(request)
+        for _ in range(int(when * 20)):
+            await asyncio.sleep(0)
+        call.cancel()
+    elif how == 1:  # while waiting for the whole answer
+        with pytest.raises(grpc.aio.AioRpcError):
+            await served.client.generate(request, timeout=0.01 + when * 0.3)
+    elif how == 2:  # after some deltas
+        call = served.client.stub.StreamGenerate(request)
+        messages = aiter(call)
+        for _ in range(int(when * 12)):
+            await anext(messages)
+        call.cancel()
+    else:  # with the connection
+        client = Client(served.address)
+        messages = aiter(client.stub.StreamGenerate(request))
+        for _ in range(1 + int(when * 6)):
+            await anext(messages)
+        await client.channel.close(None)
+
+
+async def test_a_slow_reader_holds_nobody_up(tiny: Served):
+    """One client reads nothing; the others' answers come all the same."""
+    unread = tiny.client.stub.StreamGenerate(ask(max_tokens=400))
+    answers = await asyncio.gather(*(tiny.client.generate(ask(max_tokens=20)) for _ in range(4)))
+    assert all(len(answer.token_ids) == 20 for answer in answers)
+    assert len(tokens_of([message async for message in unread])) == 400
+
+
+async def test_drain_finishes_what_is_in_flight(tiny: Served):
+    calls = [asyncio.create_task(tiny.client.stream(ask(max_tokens=200))) for _ in range(4)]
+    await until(lambda: tiny.engine.num_in_flight == 4)
+    assert await tiny.server.drain()
+    assert [len(tokens_of(messages)) for messages in await asyncio.gather(*calls)] == [200] * 4
+
+
+async def test_drain_out_of_time_ends_every_request_once(tiny: Served):
+    calls = [failure_of(tiny.client.stream(ask(max_tokens=500))) for _ in range(20)]
+    tasks = [asyncio.create_task(call) for call in calls]
+    await until(lambda: tiny.engine.num_in_flight == 20)
+    hurry = asyncio.Event()
+    hurry.set()
+    assert await tiny.server.drain(hurry) is False
+    assert {failed.code for failed in await asyncio.gather(*tasks)} == {grpc.StatusCode.UNAVAILABLE}

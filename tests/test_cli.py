@@ -1,0 +1,189 @@
+"""The command line: flags, defaults, and what each command does."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import io
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from batchserve import cli
+from batchserve.cli import (
+    ENGINE_OPTIONS,
+    SERVER_OPTIONS,
+    add_options,
+    flag_of,
+    is_loopback,
+    main,
+    make_config,
+    parse_size,
+)
+from batchserve.config import EngineConfig, MiB, ServerConfig
+from batchserve.engine.async_engine import AsyncEngine
+from batchserve.server import lifecycle
+from tests.server.harness import serving
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1048576", 1 << 20),
+        ("2GiB", 2 << 30),
+        ("512 mib", 512 << 20),
+        ("1.5KiB", 1536),
+        ("7B", 7),
+        ("1TiB", 1 << 40),
+    ],
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "2GB", "-1", "1e9", "2 G", "nan"])
+def test_not_sizes(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="not a size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(("config", "options"), [(EngineConfig, ENGINE_OPTIONS), (ServerConfig, SERVER_OPTIONS)])
+class TestOptions:
+    """Every option of a configuration is a flag."""
+
+    def test_every_field_has_a_flag_and_a_help_text(self, config, options):
+        assert set(options) == {field.name for field in dataclasses.fields(config)}
+        assert all(option.help for option in options.values())
+
+    def test_without_flags_the_dataclass_decides(self, config, options):
+        parser = argparse.ArgumentParser()
+        add_options(parser, config, options)
+        assert make_config(config, parser.parse_args([])) == config()
+
+    def test_every_flag_sets_its_field(self, config, options):
+        parser = argparse.ArgumentParser()
+        add_options(parser, config, options)
+        for field in dataclasses.fields(config):
+            value: Any = _other_value(field.name, field.default, options[field.name])
+            flag = flag_of(field.name)
+            if isinstance(field.default, bool):
+                arguments = [flag if value else flag.replace("--", "--no-", 1)]
+            else:
+                arguments = [flag, str(value)]
+            changed = make_config(config, parser.parse_args(arguments))
+            assert changed == dataclasses.replace(config(), **{field.name: value})
+
+
+def _other_value(name: str, default: Any, option: cli.Option) -> Any:
+    if isinstance(default, bool):
+        return not default
+    if option.choices is not None:
+        return option.choices[-1]
+    if name in ("model", "host", "served_model_name"):
+        return "other"
+    return 2048 if default is None else default + 1
+
+
+def test_flags_are_kebab_case_without_is_and_has():
+    assert flag_of("kv_cache_memory") == "--kv-cache-memory"
+    assert flag_of("has_reflection") == "--reflection"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_loopback(host):
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
+def test_not_loopback(host):
+    assert not is_loopback(host)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
+    """The configurations that `serve` would have started an engine with."""
+    configs: list[EngineConfig] = []
+
+    async def start(config: EngineConfig, on_progress: Any) -> None:
+        configs.append(config)
+
+    async def serve(config: ServerConfig, version: str, start_engine: Any, announce: Any) -> None:
+        await start_engine()
+
+    monkeypatch.setattr(AsyncEngine, "start", start)
+    monkeypatch.setattr(lifecycle, "serve", serve)
+    return configs
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_shared"),
+    [
+        (["--host", "127.0.0.1"], True),
+        (["--host", "127.0.0.1", "--no-share-drafts"], False),
+        (["--host", "0.0.0.0"], False),
+        (["--host", "0.0.0.0", "--share-drafts"], True),
+    ],
+)
+def test_drafts_are_shared_only_on_loopback_unless_asked_for(served, capsys, flags, is_shared):
+    assert main(["serve", *flags]) == 0
+    assert served[0].share_drafts is is_shared
+    has_said_so = "drafts are not shared" in capsys.readouterr().err
+    assert has_said_so == (flags == ["--host", "0.0.0.0"])
+
+
+def test_bad_options_name_field_value_and_bound(capsys):
+    assert main(["serve", "--max-num-seqs", "0"]) == 2
+    assert "max_num_seqs = 0: must be at least 1" in capsys.readouterr().err
+    assert main(["generate", "--prompt", "x", "--top-p", "2"]) == 2
+    assert "top_p = 2.0" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_is_an_error_with_a_reason(own_signals, capsys, tmp_path):
+    assert main(["serve", "--port", "0", "--model", str(tmp_path / "nowhere")]) == 2
+    log = capsys.readouterr().err
+    assert "nowhere" in log
+    assert "Traceback" not in log
+
+
+@pytest.fixture
+def own_signals(monkeypatch):
+    """Commands may set the process's signal handlers; the test's process keeps its own."""
+    monkeypatch.setattr(cli.signal, "signal", lambda number, handler: None)
+
+
+async def test_generate_prints_what_a_local_engine_or_a_server_answers(own_signals, monkeypatch, capsys):
+    message = "Convert this record to JSON.\nname: alpha\ncount: 7"
+    flags = ["--max-tokens", "12", "--temperature", "0", "--dtype", "float32"]
+    prompt = ["--prompt", f"<|user|>{message}<|assistant|>"]
+
+    async def output_of(*arguments: str, status: int = 0) -> tuple[str, str]:
+        assert await asyncio.to_thread(main, ["generate", *flags, *arguments]) == status
+        return capsys.readouterr()
+
+    local, _ = await output_of(*prompt)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(message))
+    chat, log = await output_of("--chat", "--no-speculation")
+    assert "0 of 0 draft tokens accepted" in log
+    async with serving(await AsyncEngine.start(EngineConfig(dtype="float32", kv_cache_memory=64 * MiB))) as served:
+        remote, _ = await output_of(*prompt, "--server", served.address)
+        _, log = await output_of(*prompt, "--server", served.address, "--max-tokens", "100000", status=1)
+    assert "INVALID_ARGUMENT: stop.max_tokens = 100000" in log
+    assert len(local) > 10
+    assert local == chat == remote
+
+
+def test_flags_are_not_abbreviated(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--max-num-se", "3"])
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_torch_is_not_imported_before_the_thread_policy_is_set():
+    code = (
+        "import sys, batchserve.cli, batchserve.server.lifecycle, batchserve.server.client, batchserve.demo\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
