@@ -10,18 +10,21 @@ import asyncio
 import dataclasses
 import ipaddress
 import logging
+import os
 import re
 import signal
 import sys
-from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from batchserve import __version__
 from batchserve.config import DRAFTERS, DTYPES, EngineConfig, ServerConfig
 from batchserve.errors import BatchserveError, ConfigError, InvalidRequestError
 from batchserve.threads import apply_thread_policy
 from batchserve.types import Delta, SamplingParams, SpeculationParams, Started, Usage
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
 
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -125,6 +128,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError | InvalidRequestError) else 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`). Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     return status
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchserve.config import EngineConfig
 from batchserve.engine.async_engine import OutputCollector
 from batchserve.engine.build import build_engine
 from batchserve.engine.engine_core import Event, Failure
 from batchserve.errors import BatchserveError, InvalidRequestError
-from batchserve.request import Request
 from batchserve.types import Delta, ModelInfo, RequestOutput, SamplingParams, SpeculationParams
+
+if TYPE_CHECKING:
+    from batchserve.request import Request
 
 Prompt = str | Sequence[int]
 
@@ -91,9 +93,7 @@ class LLM:
             self._num_requests += 1
             token_ids = self._processor.tokenize(prompt)
             requests.append(
-                self._processor.make_request(
-                    str(self._num_requests), token_ids, param, speculation, time.monotonic()
-                )
+                self._processor.make_request(str(self._num_requests), token_ids, param, speculation, time.monotonic())
             )
         return requests
 
@@ -125,8 +125,6 @@ def _progress_bar(total: int, is_shown: bool) -> Iterator[Any]:
             nonlocal tokens
             tokens += len(delta.token_ids)
             speed = tokens / max(time.monotonic() - started, 1e-9)
-            progress.update(
-                task, advance=float(delta.finish_reason is not None), speed=f"{speed:.0f} output tokens/s"
-            )
+            progress.update(task, advance=float(delta.finish_reason is not None), speed=f"{speed:.0f} output tokens/s")
 
         yield advance

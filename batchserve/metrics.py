@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from batchserve.types import Timing, Usage
+if TYPE_CHECKING:
+    from batchserve.types import Timing, Usage
 
 PREFIX = "batchserve_"
 COUNTERS = {
@@ -43,9 +45,7 @@ class EngineMetrics:
         self._add(steps_total=1, rows_total=num_rows, step_seconds_total=seconds)
 
     def verified(self, num_draft_tokens: int, num_accepted: int) -> None:
-        self._add(
-            verify_steps_total=1, draft_tokens_total=num_draft_tokens, accepted_draft_tokens_total=num_accepted
-        )
+        self._add(verify_steps_total=1, draft_tokens_total=num_draft_tokens, accepted_draft_tokens_total=num_accepted)
 
     def preempted(self, num_requests: int) -> None:
         if num_requests:

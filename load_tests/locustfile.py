@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import time
-from argparse import ArgumentParser
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,8 @@ from load_tests.stream_check import StreamShapeError, consume
 from load_tests.workloads import Workload
 
 if TYPE_CHECKING:
+    from argparse import ArgumentParser
+
     from locust.env import Environment
 
 # Locust has patched the standard library for gevent; gRPC's own threads have to be told, before any channel is made.

@@ -15,9 +15,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from rich.console import Console
@@ -27,6 +26,9 @@ from batchserve.v1 import generation_pb2 as pb
 from batchserve.v1 import generation_pb2_grpc
 from load_tests.server import ServerError, running_server
 from load_tests.stages import USER_COUNTS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGE_S, SMOKE_STAGE_S = 10.0, 10.0 / (2 * len(USER_COUNTS))

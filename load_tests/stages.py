@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from load_tests.stream_check import StreamRecord
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from load_tests.stream_check import StreamRecord
 
 USER_COUNTS = (2, 8, 16)
 SETTLE_SHARE = 0.15  # of a stage: while requests of the one before still run, nothing is measured

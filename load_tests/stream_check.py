@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from batchserve.v1 import generation_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 
 class StreamShapeError(Exception):

@@ -8,12 +8,15 @@ import shlex
 import string
 import textwrap
 import tokenize
-import types
 import zipfile
+from typing import TYPE_CHECKING
 
 from batchserve.v1 import generation_pb2 as pb
 from training.corpus import Corpus, build_corpora
 from training.tasks import sample_example
+
+if TYPE_CHECKING:
+    import types
 
 # A few modules, not the whole standard library: enough for varied prompts, and read in a moment.
 SOURCES: tuple[types.ModuleType, ...] = (inspect, shlex, string, textwrap, tokenize, zipfile)

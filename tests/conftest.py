@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,6 @@ class _Folders(dict[str, Path]):
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folder of a tiny random model by family name."""
-    yield _Folders(tmp_path_factory.mktemp("models"))
+    return _Folders(tmp_path_factory.mktemp("models"))

@@ -38,6 +38,22 @@ _OPT = {
 _GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "eos_token_id": 2}
 _WINDOWED = {"sliding_window": WINDOW, "head_dim": 32, "query_pre_attn_scalar": 32}
 
+_MLA = {
+    **_BASE,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+
 # name -> (model type, config)
 SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _GQA),
@@ -56,6 +72,11 @@ SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**_MOE, "head_dim": 32, "num_experts": 4, "moe_intermediate_size": 64, "decoder_sparse_step": 1},
     ),
+    "glm4": ("glm4", {**_GQA, "head_dim": 32}),
+    # attention sinks, which neither fast kernel has
+    "gpt_oss": ("gpt_oss", {**_MOE, "head_dim": 32, "num_local_experts": 4, "sliding_window": WINDOW}),
+    # K and V of different sizes
+    "deepseek_v3": ("deepseek_v3", _MLA),
 }
 _BLOOM = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "n_layer": 2, "n_head": 4}
 _CODEGEN = {"vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "rotary_dim": 8}

@@ -14,12 +14,13 @@ import random
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 # Before torch loads: threads that spin while they wait are many times slower beside any other busy process.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -28,6 +29,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from .corpus import build_corpora, read_sources
 from .tasks import Example, sample_example
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SEED = 20_260_101  # training draws from 0 and from 10,000 up
 MAX_NEW_TOKENS = 256

@@ -110,8 +110,13 @@ def package(checkpoint: Path, gates: dict[str, Any], out: Path) -> None:
     curve = read_loss_curve(checkpoint / "loss_curve.jsonl")
     (partial / "README.md").write_text(model_card(read_json(partial / "config.json"), gates, curve))
     check(partial)
-    shutil.rmtree(out, ignore_errors=True)
+    # Nobody who loads the model meanwhile should find half of it, or for long nothing.
+    old = out.with_name(out.name + ".old.partial")
+    shutil.rmtree(old, ignore_errors=True)
+    if out.exists():
+        out.rename(old)
     partial.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def main() -> None:

@@ -7,12 +7,15 @@ Each task function takes a corpus and a random generator and returns an `Example
 from __future__ import annotations
 
 import json
-import random
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from .corpus import Corpus, Function
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
+    from .corpus import Corpus, Function
 
 KEYWORDS = frozenset(
     "def self return for in if not and or is else import from class try except raise with as while pass none "
@@ -134,14 +137,15 @@ def quote_line(corpus: Corpus, rng: random.Random) -> Example:
 
 
 def complete(corpus: Corpus, rng: random.Random) -> Example:
+    """The last line or two: what is left of a function when the rest of it says enough."""
     source = rng.choice(corpus.functions).source
     cuts = [m.end() for m in re.finditer(r"\n", source)]
-    cut = rng.choice(cuts)
+    cut = rng.choice(cuts[-2:])
     return Example("complete", f"Complete this code.\n{source[:cut]}", source[cut:])
 
 
 TASKS: tuple[tuple[float, Callable[[Corpus, random.Random], Example]], ...] = (
-    (0.22, record_to_json),
+    (0.23, record_to_json),
     (0.08, records_to_json),
     (0.07, json_to_record),
     (0.06, field_question),
@@ -150,7 +154,7 @@ TASKS: tuple[tuple[float, Callable[[Corpus, random.Random], Example]], ...] = (
     (0.07, add_docstring),
     (0.04, delete_line),
     (0.06, quote_line),
-    (0.08, complete),
+    (0.07, complete),
 )
 
 

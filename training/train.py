@@ -13,10 +13,11 @@ import math
 import os
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from .corpus import Corpus, build_corpora, read_sources
 from .tasks import sample_example
 from .tokenizer import VOCAB_SIZE, train_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ANSWER_WEIGHT, PROMPT_WEIGHT = 1.0, 0.1
 MAX_POSITIONS = 4096

@@ -18,7 +18,7 @@ from batchserve.attention.mask import visible_keys
 from batchserve.attention.slab import SlabAllocator
 from batchserve.attention.torch_reference import attend_span, store
 
-# (row, head, key) triples below which a span is cheaper in the compiled kernel than an SDPA call is (benchmarks/attention.py).
+# (row, head, key) triples below which a span is cheaper in the compiled kernel than in SDPA (benchmarks/attention.py).
 SMALL_SPAN = 4000
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 

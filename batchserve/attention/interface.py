@@ -57,7 +57,9 @@ def ragged_attention(
     if attention_mask is not None:
         raise UnsupportedModelError(f"{type(module).__name__} builds a mask of its own")
     if dropout:
-        raise UnsupportedModelError(f"{type(module).__name__} asks for dropout = {dropout}: the model is in training mode")
+        raise UnsupportedModelError(
+            f"{type(module).__name__} asks for dropout = {dropout}: the model is in training mode"
+        )
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     params = AttentionParams(scale, sliding_window, softcap, s_aux)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from batchserve.attention.base import Span
+if TYPE_CHECKING:
+    from batchserve.attention.base import Span
 
 
 def ancestor_mask(parents: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ equal under any batching, chunking or drafting. One call serves all requests of 
 faster path while contexts are short.
 """
 
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202
 from __future__ import annotations
 
 import numpy as np

@@ -6,12 +6,15 @@ one tensor, so that growing a slab and moving accepted rows cost one operation a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from batchserve.attention.base import LayerShape
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from batchserve.attention.base import LayerShape
 
 EXTENT = 64  # tokens
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from batchserve.attention.base import AttentionParams, Span
 from batchserve.attention.mask import visible_keys
-from batchserve.attention.slab import SlabAllocator
+
+if TYPE_CHECKING:
+    from batchserve.attention.base import AttentionParams, Span
+    from batchserve.attention.slab import SlabAllocator
 
 
 def attend_span(

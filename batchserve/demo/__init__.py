@@ -81,7 +81,7 @@ async def _run_all(client: GenerationClient, view: View, max_tokens: int, repeat
         heading = f"speculation {_name(is_speculative)} (shown, not measured)"
         with view.streaming(heading, titles) as on_text:
             runs.shown[is_speculative] = await _round(client, max_tokens, is_speculative, on_text)
-    with view.waiting(f"measuring: {repeats} rounds of each kind, interleaved, nothing shown meanwhile") as news:
+    with view.waiting(f"measuring {repeats} rounds of each, interleaved") as news:
         for i in range(repeats):
             for is_speculative in (False, True) if i % 2 == 0 else (True, False):
                 done = await _round(client, max_tokens, is_speculative)
@@ -101,10 +101,13 @@ async def _round(
 ) -> Round:
     """All prompts at once, greedy."""
     started_s = time.perf_counter()
-    async with asyncio.TaskGroup() as group:
-        tasks = [
-            group.create_task(_answer(client, i, max_tokens, is_speculative, on_text)) for i in range(len(PROMPTS))
-        ]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(_answer(client, i, max_tokens, is_speculative, on_text)) for i in range(len(PROMPTS))
+            ]
+    except ExceptionGroup as failed:  # one reason is enough: when the server dies they all have it
+        raise failed.exceptions[0] from None
     return Round([task.result() for task in tasks], time.perf_counter() - started_s)
 
 
@@ -135,22 +138,22 @@ async def _answer(
 
 def _report(view: View, runs: _Runs, dtype: str) -> int:
     """The table, and what the differences are; the exit status."""
-    lines, num_different, num_wrong = _differences(runs, dtype)
-    identical = "yes" if not num_different else f"{len(PROMPTS) - num_different} of {len(PROMPTS)}"
+    lines, num_near_ties, num_wrong = _differences(runs, dtype)
+    identical = f"{len(PROMPTS) - num_near_ties - num_wrong} of {len(PROMPTS)}"
     view.table(runs.measured[False], runs.measured[True], identical)
     for line in lines:
         view.say(line)
     view.say(
-        f"prompts whose {2 + 2 * len(runs.measured[True])} answers are not all identical: {num_different} of "
-        f"{len(PROMPTS)}; within rounding (near-ties): {num_different - num_wrong}; wrong: {num_wrong}"
+        f"of {len(PROMPTS)} prompts, answered {2 + 2 * len(runs.measured[True])} times each: {identical} always the "
+        f"same, {num_near_ties} with near-ties only (differences within rounding), {num_wrong} wrong"
     )
     return 1 if num_wrong else 0
 
 
 def _differences(runs: _Runs, dtype: str) -> tuple[list[str], int, int]:
-    """(a line for each, prompts with any, prompts with one that rounding does not explain)."""
+    """(a line for each, prompts whose answers differ by near-ties only, prompts with any other difference)."""
     lines: list[str] = []
-    num_different = num_wrong = 0
+    num_near_ties = num_wrong = 0
     judge: NearTieJudge | None = None
     for i, prompt in enumerate(PROMPTS):
         plain, *others = runs.answers(i)
@@ -161,18 +164,20 @@ def _differences(runs: _Runs, dtype: str) -> tuple[list[str], int, int]:
         is_wrong = False
         for answer in variants.values():
             at = first_difference(plain.token_ids, answer.token_ids) or 0
-            for judged in (plain, answer):
-                is_ended = judged.finish_reason is FinishReason.STOP
-                verdict = judge.judge(prompt.text, judged.token_ids, at, is_ended=is_ended)
-                is_wrong = is_wrong or not verdict.is_near_tie
-                lines.append(
-                    f"[{i + 1} {prompt.title}] parts at token {at}; the worst token, {verdict.position}, loses by "
-                    f"{verdict.loss:.5f} (bound {verdict.bound:.5f}): "
-                    f"{'near-tie' if verdict.is_near_tie else 'WRONG'}"
-                )
-        num_different += 1
+            verdicts = [
+                judge.judge(prompt.text, each.token_ids, at, is_ended=each.finish_reason is FinishReason.STOP)
+                for each in (plain, answer)
+            ]
+            worst = max(verdicts, key=lambda verdict: verdict.loss - verdict.bound)
+            is_wrong = is_wrong or not worst.is_near_tie
+            lines.append(
+                f"[{i + 1} {prompt.title}] answers part at token {at}; from there on token {worst.position} is the "
+                f"worst: its logit is {worst.loss:.5f} below the best (bound {worst.bound:.5f}): "
+                f"{'near-tie' if worst.is_near_tie else 'WRONG'}"
+            )
         num_wrong += is_wrong
-    return lines, num_different, num_wrong
+        num_near_ties += not is_wrong
+    return lines, num_near_ties, num_wrong
 
 
 def _make_judge(dtype: str) -> NearTieJudge:

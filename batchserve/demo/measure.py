@@ -57,11 +57,11 @@ class Round:
 
     @property
     def ttft_s(self) -> float:
-        return statistics.fmean(answer.arrivals[0][0] - answer.sent_s for answer in self.answers if answer.arrivals)
+        return _mean([answer.arrivals[0][0] - answer.sent_s for answer in self.answers if answer.arrivals])
 
     @property
     def mean_itl_s(self) -> float:
-        return statistics.fmean(self._latencies_s())
+        return _mean(self._latencies_s())
 
     @property
     def p99_itl_s(self) -> float:
@@ -94,6 +94,10 @@ def percentile(values: Sequence[float], percent: float) -> float:
         return math.nan
     rank = max(1, math.ceil(len(values) * percent / 100))
     return sorted(values)[rank - 1]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else math.nan
 
 
 def median_of(rounds: Sequence[Round], figure: Callable[[Round], float]) -> float:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from batchserve.runner.loader import DTYPES, resolve_model
 from batchserve.sampling.near_tie import rounding_bound
@@ -32,6 +33,7 @@ class NearTieJudge:
     """The model as transformers runs it, in the server's dtype. Loads it: make one only when there is a difference."""
 
     def __init__(self, model: str, dtype: str) -> None:
+        disable_progress_bar()
         folder = resolve_model(model)
         self._dtype = dtype
         self._tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
 TERMINATE_TIMEOUT_S = 10.0
+EXIT_GRACE_S = 1.0
 LOG_TAIL_LINES = 15
 
 
 class ServerProcessError(BatchserveError):
-    """The server's process ended before it was ready; the message has the end of its log."""
+    """The server's process ended by itself; the message has the end of its log."""
 
     reason = "SERVER_FAILED"
 
@@ -45,9 +46,14 @@ async def running_server(options: Sequence[str], on_log: Callable[[str], None]) 
         address = await _announced_address(process.stdout)
         if address is None:
             await logging
-            raise ServerProcessError("\n".join(["the server ended before it was ready; its log ends in:", *tail]))
+            raise _died("before it was ready", tail)
         is_ready.set()
-        yield address
+        try:
+            yield address
+        except BatchserveError as error:
+            if await _has_ended(process):
+                raise _died("while it was serving", tail) from error
+            raise
     finally:
         await _end(process)
         logging.cancel()
@@ -73,6 +79,17 @@ async def _forward(
         tail.append(text)
         if not is_ready.is_set():
             on_log(text)
+
+
+def _died(when: str, tail: deque[str]) -> ServerProcessError:
+    return ServerProcessError("\n".join([f"the server ended {when}; its log ends in:", *tail]))
+
+
+async def _has_ended(process: asyncio.subprocess.Process) -> bool:
+    """The connection breaks a moment before the process is gone."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), EXIT_GRACE_S)
+    return process.returncode is not None
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

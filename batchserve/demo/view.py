@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 REFRESH_PER_S = 8
+SPINNER_PER_S = 2
+SPINNER_CHARS = 3
 MIN_PANEL_LINES = 3
+PANEL_FRAME_CHARS = 4
 
 
 class View:
@@ -40,8 +43,9 @@ class View:
             self.say(text)
             yield lambda line: self.say(f"  {line}")
             return
-        with self.console.status(escape(text)) as status:
-            yield lambda line: status.update(escape(f"{text} ({line})"))
+        # A spinner that turns slowly: what is measured meanwhile shares the processor with it.
+        with self.console.status(_one_line(text, self.console), refresh_per_second=SPINNER_PER_S) as status:
+            yield lambda line: status.update(_one_line(f"{text}: {line}", self.console))
 
     @contextmanager
     def streaming(self, heading: str, titles: Sequence[str]) -> Iterator[Callable[[int, str], None]]:
@@ -60,7 +64,7 @@ class View:
         """The result; every figure is the median over the rounds."""
         table = Table(title=f"{len(off[0].answers)} requests at once, medians of {len(off)} rounds")
         table.add_column("", no_wrap=True)
-        for name in ("drafts off", "drafts on", "on / off"):
+        for name in ("speculation off", "speculation on", "on / off"):
             table.add_column(name, justify="right")
         for name, figure, scale, form in _ROWS:
             before, after = median_of(off, figure), median_of(on, figure)
@@ -68,6 +72,7 @@ class View:
             table.add_row(name, form.format(before * scale), form.format(after * scale), ratio)
         table.add_row("outputs identical", "", identical, "")
         self.console.print(table)
+        self.say("acceptance length: tokens of one verified step. inter-token latency: a step's time over its tokens.")
 
 
 _ROWS: tuple[tuple[str, Callable[[Round], float], float, str], ...] = (
@@ -76,8 +81,14 @@ _ROWS: tuple[tuple[str, Callable[[Round], float], float, str], ...] = (
     ("inter-token latency, mean (ms)", lambda done: done.mean_itl_s, 1e3, "{:.2f}"),
     ("inter-token latency, p99 (ms)", lambda done: done.p99_itl_s, 1e3, "{:.2f}"),
     ("gap between messages, p99 (ms)", lambda done: done.p99_gap_s, 1e3, "{:.2f}"),
-    ("acceptance length (tokens a step)", lambda done: done.acceptance_length, 1, "{:.2f}"),
+    ("acceptance length", lambda done: done.acceptance_length, 1, "{:.2f}"),
 )
+
+
+def _one_line(text: str, console: Console) -> Text:
+    line = Text(text)
+    line.truncate(max(1, console.width - SPINNER_CHARS), overflow="ellipsis")
+    return line
 
 
 class _Lines:
@@ -106,6 +117,7 @@ class _Panels:
         self._heading = heading
         self._titles = titles
         self._texts = [""] * len(titles)
+        self._console = console
         rows = -(-len(titles) // 2)
         self._lines = max(MIN_PANEL_LINES, (console.height - 2) // rows - 2)
 
@@ -122,6 +134,6 @@ class _Panels:
         return Group(Text(self._heading, style="bold"), grid)
 
     def _panel(self, index: int) -> Panel:
-        tail = self._texts[index].split("\n")[-self._lines :]
-        content = Text("\n".join(tail), no_wrap=True, overflow="ellipsis")
+        wrapped = Text(self._texts[index]).wrap(self._console, max(1, self._console.width // 2 - PANEL_FRAME_CHARS))
+        content = Text("\n").join(wrapped[-self._lines :])
         return Panel(content, title=escape(self._titles[index]), height=self._lines + 2, title_align="left")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-Node = list  # [count, {token: Node}]: a list is the cheapest mutable pair that Python has
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+Node = list[Any]  # [count, {token: Node}]: a list is the cheapest mutable pair that Python has
 COUNT, CHILDREN = 0, 1
 
 

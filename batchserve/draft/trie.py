@@ -8,11 +8,14 @@ probability instead of depth first, matches are merged instead of overwritten, a
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from batchserve.draft.base import DraftQuery, DraftTree
 from batchserve.draft.suffix_trie import CHILDREN, Node, SuffixTrie
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 MAX_CONTEXT = 6  # longest suffix that is looked up
 MAX_SOURCES = 4  # contexts blended for one proposal

@@ -8,10 +8,10 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from batchserve.config import EngineConfig
 from batchserve.engine.build import BuiltEngine, build_engine
 from batchserve.engine.engine_core import Event, Failure
 from batchserve.errors import (
@@ -23,9 +23,14 @@ from batchserve.errors import (
     UnavailableError,
     UnknownModelError,
 )
-from batchserve.metrics import EngineMetrics
-from batchserve.request import Request
 from batchserve.types import Delta, ModelInfo, RequestOutput, SamplingParams, SpeculationParams, Started
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Sequence
+
+    from batchserve.config import EngineConfig
+    from batchserve.metrics import EngineMetrics
+    from batchserve.request import Request
 
 logger = logging.getLogger(__name__)
 INLINE_TOKENIZE_CHARS = 4096  # shorter prompts are tokenised on the loop: a thread would take longer
@@ -62,6 +67,7 @@ class AsyncEngine:
         self._closed: BatchserveError | None = None
         self._is_empty = asyncio.Event()
         self._is_empty.set()
+        self._has_failed = asyncio.Event()
         self._core.emit = self._emit
         self._thread = threading.Thread(target=self._run, name="batchserve-engine", daemon=True)
         self._thread.start()
@@ -164,6 +170,10 @@ class AsyncEngine:
             return False
         return True
 
+    async def wait_failed(self) -> None:
+        """Returns once the engine has failed for good: from then on it refuses everything with EngineFaultError."""
+        await self._has_failed.wait()
+
     async def shutdown(self) -> None:
         """End every request in flight with UnavailableError and join the engine thread. Harmless when repeated."""
         self._closed = UnavailableError("the server is shutting down")
@@ -209,6 +219,14 @@ class AsyncEngine:
         if not self._streams:
             self._is_empty.set()
 
+    def _end_streams(self, error: EngineFaultError, is_consistent: bool) -> None:
+        """On the loop: end every request that has been handed over, whether the core had taken it yet or not."""
+        for stream in self._streams.values():
+            if stream.request is not None:
+                stream.events.put_nowait(error)
+        if not is_consistent:
+            self._has_failed.set()
+
     # ---- the engine thread ----
 
     def _emit(self, events: list[Event]) -> None:
@@ -218,46 +236,46 @@ class AsyncEngine:
             logger.warning("event loop closed; %d events dropped", len(events))
 
     def _run(self) -> None:
-        while True:
-            if not self._core.has_work and self._inbox.empty():
-                self._check_idle()
+        is_going_on = True
+        while is_going_on:
             try:
-                message = self._inbox.get(block=not self._core.has_work)
-            except queue.Empty:
-                self._step()
-                continue
-            if message is None:
-                self._core.abort_all()
-                return
-            if isinstance(message, _Add):
-                self._core.add(message.request)
-            else:
-                self._core.abort(message.request)
+                is_going_on = self._turn()
+            except Exception:
+                logger.exception("the engine failed; every request in flight is ended")
+                is_going_on = self._fail_all()
 
-    def _step(self) -> None:
-        try:
-            self._core.step()
-        except Exception:
-            logger.exception("engine step failed; every request in flight is ended")
-            self._fail_all()
-
-    def _check_idle(self) -> None:
-        try:
+    def _turn(self) -> bool:
+        """One message, or one step where there is none; False after the last."""
+        if not self._core.has_work and self._inbox.empty():
             self._core.check_integrity()
-        except RuntimeError:
-            logger.exception("integrity check failed while idle")
-            self._closed = EngineFaultError("the engine's memory is inconsistent; restart the server")
-
-    def _fail_all(self) -> None:
-        error = EngineFaultError("the engine failed in a step; the request was ended")
         try:
-            ended = self._core.abort_all()
+            message = self._inbox.get(block=not self._core.has_work)
+        except queue.Empty:
+            self._core.step()
+            return True
+        if message is None:
+            self._core.abort_all()
+            return False
+        if isinstance(message, _Add):
+            self._core.add(message.request)
+        else:
+            self._core.abort(message.request)
+        return True
+
+    def _fail_all(self) -> bool:
+        """End every request in flight with an error; False, for good, if the core is not consistent afterwards."""
+        error = EngineFaultError("the engine failed; the request was ended")
+        is_consistent = True
+        try:
+            self._core.abort_all()
             self._core.check_integrity()
         except Exception:
             logger.exception("the engine cannot be brought back to a consistent state")
-            self._closed = error
-            return
-        self._emit([(request, Failure(request.request_id, error)) for request in ended])
+            is_consistent = False
+            self._closed = EngineFaultError("the engine has failed and takes no requests; restart the server")
+        with suppress(RuntimeError):  # the loop was closed without shutdown(): nobody listens any more
+            self._loop.call_soon_threadsafe(self._end_streams, error, is_consistent)
+        return is_consistent
 
 
 class OutputCollector:

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from batchserve.attention.base import AttentionBackend
 from batchserve.attention.cpu import CpuBackend, compile_kernels, kernel_supports
 from batchserve.attention.slab import EXTENT, SlabAllocator, bytes_per_token
 from batchserve.config import EngineConfig, MiB
@@ -19,11 +19,16 @@ from batchserve.engine.engine_core import EngineCore
 from batchserve.engine.input_processor import InputProcessor
 from batchserve.errors import ConfigError
 from batchserve.metrics import EngineMetrics
+from batchserve.request import ResolvedSampling
 from batchserve.runner.loader import LoadedModel, load_model
-from batchserve.runner.probe import is_row_invariant
 from batchserve.runner.model_runner import ModelRunner
+from batchserve.runner.probe import is_row_invariant
+from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.scheduler.scheduler import Scheduler
 from batchserve.types import ModelInfo
+
+if TYPE_CHECKING:
+    from batchserve.attention.base import AttentionBackend
 
 KV_SHARE_OF_FREE_MEMORY = 0.25
 Progress = Callable[[str], None]
@@ -56,6 +61,7 @@ def build_engine(
     used_drafter = drafter or build_drafter(config)
     scheduler = Scheduler(config, backend.allocator, max_model_len)
     runner = ModelRunner(loaded, backend)
+    _warm_up(runner)
     core = EngineCore(scheduler, used_drafter, runner, loaded.tokenizer, EngineMetrics(), clock)
     info = ModelInfo(
         name=loaded.name,
@@ -75,6 +81,16 @@ def build_engine(
         f"drafter {info.drafter} (decoding length {info.decoding_length}), packed linears: {loaded.has_packed_linears}"
     )
     return BuiltEngine(core, InputProcessor(loaded, max_model_len), info)
+
+
+def _warm_up(runner: ModelRunner) -> None:
+    """One forward, so that the first request does not pay for what libraries set up lazily."""
+    name, tokens = "warm-up", 8
+    runner.backend.allocator.reserve(name, tokens)
+    sampling = ResolvedSampling(0.0, 0, 1.0, 0, 1, frozenset())
+    rows = RequestRows(name, 0, [0] * tokens, list(range(-1, tokens - 1)), tokens, sampling)
+    runner.launch(build_batch([rows])).wait()
+    runner.backend.allocator.release(name)
 
 
 def build_drafter(config: EngineConfig) -> Drafter:
@@ -121,8 +137,8 @@ def check_batch_invariant(loaded: LoadedModel, has_kernel: bool) -> None:
         raise ConfigError(f"batch_invariant: {name} in {loaded.dtype} has no attention kernel with a fixed order")
     if not is_row_invariant(loaded.model):
         raise ConfigError(
-            f"batch_invariant: {name} gives a row other bits in another batch (its matmuls are not all packed: experts, "
-            "for example)"
+            f"batch_invariant: {name} gives a row other bits in another batch (its matmuls are not all packed: "
+            "experts, for example)"
         )
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class Decoder(Protocol):
     """The part of a tokenizer that is needed here."""
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+    def decode(self, token_ids: Any, skip_special_tokens: bool = ..., **options: Any) -> Any: ...
 
 
 @dataclass(slots=True)
@@ -69,13 +71,17 @@ class IncrementalDetokenizer:
 
         A few tokens before the new ones are decoded along, because a token's text may depend on its neighbour.
         """
-        assert self.decoder is not None
-        before = self.decoder.decode(self._token_ids[self._prefix : self._read], skip_special_tokens=self.skip_special_tokens)
-        after = self.decoder.decode(self._token_ids[self._prefix :], skip_special_tokens=self.skip_special_tokens)
+        before = self._decode(self._token_ids[self._prefix : self._read])
+        after = self._decode(self._token_ids[self._prefix :])
         if (after.endswith("\N{REPLACEMENT CHARACTER}") and not is_last) or len(after) <= len(before):
             return ""
         self._prefix, self._read = self._read, len(self._token_ids)
         return after[len(before) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        if self.decoder is None:
+            return ""
+        return str(self.decoder.decode(token_ids, skip_special_tokens=self.skip_special_tokens))
 
     def _first_stop(self) -> int | None:
         places = [place for text in self.stop if (place := self._held.find(text)) >= 0]

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from batchserve.draft.base import Drafter, DraftQuery, DraftTree
 from batchserve.engine.detokenizer import Decoder, IncrementalDetokenizer
 from batchserve.errors import BatchserveError, DeadlineExceededError
-from batchserve.metrics import EngineMetrics
 from batchserve.request import Request
-from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RaggedBatch, RequestRows, build_batch
-from batchserve.sampling.verify import VerifiedTokens
-from batchserve.scheduler.scheduler import ScheduledRequest, Scheduler
 from batchserve.types import Delta, FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from batchserve.metrics import EngineMetrics
+    from batchserve.runner.model_runner import ModelRunner
+    from batchserve.sampling.verify import VerifiedTokens
+    from batchserve.scheduler.scheduler import ScheduledRequest, Scheduler
 
 
 @dataclass(frozen=True, slots=True)

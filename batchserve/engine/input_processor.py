@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from batchserve.errors import InvalidRequestError
 from batchserve.request import Request, ResolvedSampling
-from batchserve.runner.loader import LoadedModel
-from batchserve.types import SamplingParams, SpeculationParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+    from batchserve.runner.loader import LoadedModel
+    from batchserve.types import SamplingParams, SpeculationParams
 
 MAX_REQUEST_ID_CHARS = 256
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from batchserve.attention import interface
-from batchserve.attention.base import LayerShape
-from batchserve.config import EngineConfig
 from batchserve.errors import ConfigError, UnsupportedModelError
 from batchserve.runner.packed import can_pack, pack_modules
 from batchserve.runner.probe import probe_attention
+
+if TYPE_CHECKING:
+    from batchserve.attention.base import LayerShape
+    from batchserve.config import EngineConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FALLBACK_MAX_MODEL_LEN = 2048

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batchserve.attention.base import AttentionBackend
 from batchserve.attention.interface import STEP_ARGUMENT
-from batchserve.runner.loader import LoadedModel
-from batchserve.runner.ragged_batch import RaggedBatch
 from batchserve.sampling.sampler import RowSampler
 from batchserve.sampling.verify import VerifiedTokens, walk_tree
+
+if TYPE_CHECKING:
+    from batchserve.attention.base import AttentionBackend
+    from batchserve.runner.loader import LoadedModel
+    from batchserve.runner.ragged_batch import RaggedBatch
 
 
 class StepHandle:

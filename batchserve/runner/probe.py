@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
-from batchserve.attention.base import LayerShape
 from batchserve.attention.interface import ATTENTION_NAME, STEP_ARGUMENT, ShapeProbe, ValueProbe
 from batchserve.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedModel
+
+    from batchserve.attention.base import LayerShape
 
 PROBE_TOKENS = 48
 SMALL_WINDOW = 12  # stands in for windows and chunks that are longer than the probe
@@ -33,15 +37,14 @@ def probe_attention(model: PreTrainedModel) -> list[LayerShape]:
     if is_compatible is None or not is_compatible():
         raise UnsupportedModelError(f"{name} does not go through transformers' AttentionInterface")
     generator = torch.Generator().manual_seed(0)
-    vocab_size = model.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(0, vocab_size, (1, PROBE_TOKENS), generator=generator)
+    ids = torch.randint(0, _vocab_size(model), (1, PROBE_TOKENS), generator=generator)
     positions = torch.arange(PROBE_TOKENS).unsqueeze(0)
+    probe = ShapeProbe()
     with _small_windows(model):
-        model.set_attn_implementation("eager")
-        expected = model(input_ids=ids, use_cache=False).logits[0].float()
-        model.set_attn_implementation(ATTENTION_NAME)
-        probe = ShapeProbe()
         try:
+            model.set_attn_implementation("eager")
+            expected = model(input_ids=ids, use_cache=False).logits[0].float()
+            model.set_attn_implementation(ATTENTION_NAME)
             output = model(input_ids=ids, position_ids=positions, use_cache=False, **{STEP_ARGUMENT: probe})
         except UnsupportedModelError:
             raise
@@ -54,9 +57,9 @@ def probe_attention(model: PreTrainedModel) -> list[LayerShape]:
 
 @torch.inference_mode()
 def is_row_invariant(model: PreTrainedModel) -> bool:
-    """Whether rows come out bit-identical in batches of 4, 7, 48 rows, with attention (a row sees itself only) aside."""
+    """Whether rows come out bit-identical in batches of 4 to 48 rows, attention aside (a row sees itself only)."""
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, model.get_input_embeddings().weight.shape[0], (1, PROBE_TOKENS), generator=generator)
+    ids = torch.randint(0, _vocab_size(model), (1, PROBE_TOKENS), generator=generator)
     positions = torch.arange(PROBE_TOKENS).unsqueeze(0)
 
     def logits(start: int, count: int) -> torch.Tensor:
@@ -68,6 +71,10 @@ def is_row_invariant(model: PreTrainedModel) -> bool:
 
     whole = logits(0, PROBE_TOKENS)
     return all(torch.equal(whole[at : at + n], logits(at, n)) for at, n in ((0, 4), (3, 7), (20, 16), (40, 8)))
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config().vocab_size)
 
 
 def _check_calls(model: PreTrainedModel, probe: ShapeProbe) -> None:
@@ -84,8 +91,8 @@ def _check_logits(name: str, actual: torch.Tensor, expected: torch.Tensor, toler
     worst = ((actual - expected).abs().max() / deviation).item()
     if not worst <= tolerance:  # NaN fails, too
         raise UnsupportedModelError(
-            f"{name} answers differently through a registered attention function: logits differ by {worst:.2g} standard "
-            f"deviations, bound {tolerance}. Its masks must do something that the function is not told of"
+            f"{name} answers differently through a registered attention function: logits differ by {worst:.2g} "
+            f"standard deviations, bound {tolerance}. Its masks must do something that the function is not told of"
         )
 
 
@@ -93,7 +100,7 @@ def _check_logits(name: str, actual: torch.Tensor, expected: torch.Tensor, toler
 def _small_windows(model: PreTrainedModel) -> Iterator[None]:
     """Shrink windows and chunks beyond SMALL_WINDOW, on the config and on every module that holds one."""
     holders: list[Any] = [model.config, model.config.get_text_config()]
-    holders += [module for module in model.modules()]
+    holders += model.modules()
     holders += [module.config for module in model.modules() if hasattr(module, "config")]
     saved: list[tuple[Any, str, int]] = []
     for holder in holders:

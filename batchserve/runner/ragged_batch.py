@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from batchserve.attention.base import Span
 from batchserve.attention.mask import tree_positions
-from batchserve.request import ResolvedSampling
+
+if TYPE_CHECKING:
+    from batchserve.request import ResolvedSampling
 
 MIN_ROWS = 4  # packed matmuls run 4 rows faster than 1, and are row-invariant from 2 rows on
 

@@ -26,9 +26,7 @@ def rounding_bound(dtype: str, logits: np.ndarray) -> float:
     return RELATIVE_BOUND[dtype] * max(1.0, float(np.abs(logits).max()))
 
 
-def is_near_tie(
-    logits: np.ndarray, token_id: int, position: int, sampling: ResolvedSampling, bound: float
-) -> bool:
+def is_near_tie(logits: np.ndarray, token_id: int, position: int, sampling: ResolvedSampling, bound: float) -> bool:
     """Whether `token_id` wins at `position`, or loses by at most `bound`, in the plain path's float32 logits [vocab].
 
     When sampling, scores are perturbed logits and `bound` is divided by the temperature like they are; a token within

@@ -20,7 +20,7 @@ def mix(x: int) -> int:
 
 
 def stream_key(seed: int, position: int, sample_index: int = 0) -> int:
-    """One 64-bit key for a token to be drawn: absolute position (the prompt's first token is 0), sample of the request."""
+    """The 64-bit key of one draw: absolute position (0 is the prompt's first token) and sample of the request."""
     key = mix((seed + GOLDEN) & MASK64)
     key = mix((key + position * GOLDEN) & MASK64)
     return mix((key + (sample_index + 1) * GOLDEN) & MASK64)

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from batchserve.request import ResolvedSampling
 from batchserve.sampling.logits import allowed_tokens
 from batchserve.sampling.noise import NOISE_RANGE, gumbel, stream_key
 
 if TYPE_CHECKING:
     import torch
+
+    from batchserve.request import ResolvedSampling
 
 
 class RowSampler:

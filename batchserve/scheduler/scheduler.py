@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from batchserve.config import EngineConfig
 from batchserve.request import Request, RequestStatus
-from batchserve.scheduler.kv_allocator import KVAllocator
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from batchserve.config import EngineConfig
+    from batchserve.scheduler.kv_allocator import KVAllocator
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +155,13 @@ class Scheduler:
         if not speculation.is_enabled:
             return 0, 0
         # The bonus token comes on top of the accepted ones, so the last place is never drafted.
-        depth = min(
-            request.sampling.max_tokens - request.num_output_tokens,
-            self._max_model_len - len(request.token_ids),
-        ) - 1
+        depth = (
+            min(
+                request.sampling.max_tokens - request.num_output_tokens,
+                self._max_model_len - len(request.token_ids),
+            )
+            - 1
+        )
         budget = min(self._config.decoding_length, fair_share)
         if speculation.max_draft_tokens is not None:
             budget = min(budget, speculation.max_draft_tokens)

@@ -11,7 +11,16 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from batchserve.errors import InvalidRequestError
-from batchserve.types import Delta, FinishReason, SamplingParams, SpeculationParams, Started, Timing, Usage
+from batchserve.types import (
+    MAX_STOP_STRINGS,
+    Delta,
+    FinishReason,
+    SamplingParams,
+    SpeculationParams,
+    Started,
+    Timing,
+    Usage,
+)
 from batchserve.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -28,6 +37,7 @@ _FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
 }
+_FINISH_REASONS_BACK = {theirs: mine for mine, theirs in _FINISH_REASONS.items()}
 
 
 class GenerateArguments(NamedTuple):
@@ -125,6 +135,11 @@ def _request_id(request: pb.GenerateRequest) -> str:
 
 def _sampling_params(request: pb.GenerateRequest) -> SamplingParams:
     sampling, stop, output = request.sampling_params, request.stop, request.output
+    # Before the copies, like the prompt's; SamplingParams would refuse the strings too.
+    if len(stop.stop_strings) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(
+            "TOO_MANY_STOP_STRINGS", "stop.stop_strings", len(stop.stop_strings), f"at most {MAX_STOP_STRINGS} strings"
+        )
     if len(stop.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequestError(
             "TOO_MANY_STOP_TOKEN_IDS", "stop.stop_token_ids", len(stop.stop_token_ids), f"at most {MAX_STOP_TOKEN_IDS}"
@@ -171,7 +186,10 @@ def to_stream_responses(event: Started | Delta) -> Iterator[pb.StreamGenerateRes
 
 
 def from_stream_response(message: pb.StreamGenerateResponse) -> Started | Delta:
-    """A client's view of one message; the `finished` is a Delta without tokens."""
+    """A client's view of one message; the `finished` is a Delta without tokens.
+
+    A finish reason of a newer server, which this client has no name for, becomes None.
+    """
     if message.WhichOneof("event") == "started":
         return Started(message.started.request_id, message.started.prompt_tokens)
     if message.WhichOneof("event") == "delta":
@@ -180,7 +198,7 @@ def from_stream_response(message: pb.StreamGenerateResponse) -> Started | Delta:
     usage, timing = finished.usage, finished.timing
     return Delta(
         "",
-        finish_reason=next(mine for mine, theirs in _FINISH_REASONS.items() if theirs == finished.finish_reason),
+        finish_reason=_FINISH_REASONS_BACK.get(finished.finish_reason),
         usage=Usage(
             usage.prompt_tokens,
             usage.completion_tokens,

@@ -5,21 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from batchserve.errors import ConfigError
+from batchserve.errors import ConfigError, EngineFaultError
 from batchserve.server.metrics_endpoint import MetricsEndpoint, join_address
 from batchserve.server.servicer import SERVICE_NAME, GenerationServicer
 from batchserve.server.wire import MalformedRequestInterceptor
 from batchserve.v1 import generation_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Coroutine
 
     from batchserve.config import ServerConfig
     from batchserve.engine.async_engine import AsyncEngine
@@ -29,6 +28,7 @@ logger = logging.getLogger(__name__)
 # After the last request ended its status is still to be sent; health watchers never end by themselves.
 FLUSH_GRACE_S = 1.0
 MIN_PING_INTERVAL_MS = 5000
+T = TypeVar("T")
 
 
 class GenerationServer:
@@ -38,6 +38,7 @@ class GenerationServer:
         self._config = config
         self._engine: AsyncEngine | None = None
         self._metrics: MetricsEndpoint | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._servicer = GenerationServicer(version)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._grpc = grpc.aio.server(
@@ -67,6 +68,7 @@ class GenerationServer:
             self._metrics = MetricsEndpoint(self._config.host, self._config.metrics_port, engine.metrics)
             logger.info("metrics on http://%s", self._metrics.address)
         self._servicer.open(engine)
+        self._watching = asyncio.create_task(self._watch(engine))
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     async def drain(self, hurry: asyncio.Event | None = None) -> bool:
@@ -74,6 +76,8 @@ class GenerationServer:
 
         True if all ended by themselves. Setting `hurry` ends the waiting early. Harmless when repeated.
         """
+        if self._watching is not None:
+            self._watching.cancel()
         await self._health.enter_graceful_shutdown()
         self._servicer.close("the server is draining")
         is_drained = True
@@ -85,6 +89,10 @@ class GenerationServer:
             self._metrics.close()
             self._metrics = None
         return is_drained
+
+    async def _watch(self, engine: AsyncEngine) -> None:
+        await engine.wait_failed()
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def _requests_ended(self, engine: AsyncEngine) -> bool:
         """Whether the engine is done with them, and the clients have read their answers, in time."""
@@ -128,7 +136,11 @@ async def serve(
         await server.drain()
         raise
     announce(f"listening on {address}")
-    await stop.wait()
+    await _either(stop.wait(), engine.wait_failed())
+    if not stop.is_set():
+        # Ending lets a supervisor restart it.
+        await server.drain(hurry)
+        raise EngineFaultError("the engine has failed and cannot go on")
     logger.info("draining: waiting at most %g s for the requests in flight", config.drain_timeout_s)
     is_drained = await server.drain(hurry)
     logger.info("stopped; %s", "every request had ended" if is_drained else "the requests still in flight were ended")
@@ -146,19 +158,22 @@ def _stop_signals() -> tuple[asyncio.Event, asyncio.Event]:
     return stop, hurry
 
 
-async def _unless_hurried(draining: Awaitable[bool], hurry: asyncio.Event | None) -> bool:
+async def _unless_hurried(draining: Coroutine[Any, Any, bool], hurry: asyncio.Event | None) -> bool:
     if hurry is None:
         return await draining
-    drained = asyncio.ensure_future(draining)
-    hurried = asyncio.ensure_future(hurry.wait())
+    return await _either(draining, hurry.wait()) or False
+
+
+async def _either(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, Any]) -> T | None:
+    """Waits for one of the two and cancels the other; what the first returned, if it has."""
+    tasks = [asyncio.create_task(first), asyncio.create_task(second)]
     try:
-        await asyncio.wait({drained, hurried}, return_when=asyncio.FIRST_COMPLETED)
-        return drained.result() if drained.done() else False
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
     finally:
-        for task in (drained, hurried):
+        for task in tasks:
             task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _channel_arguments(config: ServerConfig) -> list[tuple[str, int]]:
@@ -168,5 +183,5 @@ def _channel_arguments(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_permit_without_calls", 1),
         # gRPC's default of five minutes answers a client that pings more often with GOAWAY.
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
+        ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
     ]

@@ -28,7 +28,7 @@ class MetricsEndpoint:
         registry.register(_EngineCollector(metrics))
         try:
             self._server, self._thread = start_http_server(port, addr=host, registry=registry)
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # OverflowError: no port has that number
             raise ConfigError(f"metrics_port = {port}: cannot listen there ({error})") from error
         self.address = join_address(host, self._server.server_port)
 

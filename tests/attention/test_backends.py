@@ -50,9 +50,7 @@ def make_backend(kind: str, shapes: list[LayerShape], heads: int, dtype: torch.d
     if kind == "reference":
         return TorchReferenceBackend(allocator)
     has_kernel = kind != "sdpa" and kernel_supports(shapes, dtype)
-    return CpuBackend(
-        allocator, heads, has_kernel=has_kernel, batch_invariant=has_kernel and kind == "batch_invariant"
-    )
+    return CpuBackend(allocator, heads, has_kernel=has_kernel, batch_invariant=has_kernel and kind == "batch_invariant")
 
 
 def make_step(case_shapes: list[LayerShape], heads: int, spans: list[Span], padding: int, rng: random.Random) -> Step:
@@ -193,7 +191,7 @@ def test_the_cpu_backend_equals_the_reference(kind: str, dtype: torch.dtype) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_cpu_backend_equals_the_reference_at_length(dtype: torch.dtype) -> None:
-    for seed in range(1500):
+    for seed in range(500):
         check_cpu_against_reference(seed, dtype, KINDS)
 
 

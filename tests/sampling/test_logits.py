@@ -25,7 +25,7 @@ def literal(logits: list[float], temperature: float, top_k: int, top_p: float) -
     best = max(scores)
     allowed = {token for token, score in enumerate(scores) if score >= best - NEGLIGIBLE_NATS}
     if top_k:
-        edge = sorted((scores[token] for token in allowed), reverse=True)[: top_k][-1]
+        edge = sorted((scores[token] for token in allowed), reverse=True)[:top_k][-1]
         allowed = {token for token in allowed if scores[token] >= edge}
     if top_p < 1:
         ranked = sorted((scores[token] for token in allowed), reverse=True)

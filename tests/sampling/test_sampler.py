@@ -31,7 +31,8 @@ def target_distribution(logits: np.ndarray, sampling: ResolvedSampling) -> np.nd
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.6, 0, 1.0), (2.5, 0, 1.0), (1.0, 3, 1.0), (1.3, 0, 0.8), (1.0, 5, 0.9)]
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 0, 1.0), (0.6, 0, 1.0), (2.5, 0, 1.0), (1.0, 3, 1.0), (1.3, 0, 0.8), (1.0, 5, 0.9)],
 )
 @pytest.mark.parametrize("vary", ["position", "seed"])
 def test_frequencies_are_the_softmax_probabilities(temperature: float, top_k: int, top_p: float, vary: str) -> None:

@@ -39,6 +39,7 @@ class FakeEngine:
         self.is_empty = asyncio.Event()
         self.is_empty.set()
         self.is_shut_down = asyncio.Event()
+        self.has_failed = asyncio.Event()
 
     async def stream(self, prompt: str | Sequence[int], params: Any = None, **kwargs: Any) -> AsyncGenerator[Any, None]:
         self.arguments = {"prompt": prompt, "params": params, **kwargs}
@@ -76,6 +77,9 @@ class FakeEngine:
         except TimeoutError:
             return False
         return True
+
+    async def wait_failed(self) -> None:
+        await self.has_failed.wait()
 
     async def shutdown(self) -> None:
         self.is_shut_down.set()

@@ -22,7 +22,9 @@ Launch = Callable[..., AbstractAsyncContextManager[tuple[Process, Client]]]
 @asynccontextmanager
 async def _cli(*arguments: str) -> AsyncIterator[Process]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "batchserve.cli", *arguments), stdout=asyncio.subprocess.PIPE
+        *(sys.executable, "-m", "batchserve.cli", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
     try:
         yield process
@@ -64,6 +66,16 @@ async def test_sigterm_drains(launch: Launch):
         async with asyncio.timeout(20):
             assert await process.wait() == 0
         assert (await failure_of(client.generate(ask()))).code is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_signal_during_the_warm_up_ends_the_process_at_once():
+    async with _cli("serve", "--port", "0") as process:
+        assert process.stderr is not None
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while b"warming up" not in await process.stderr.readline():
+                pass
+            process.send_signal(signal.SIGINT)
+            assert await process.wait() == -signal.SIGINT
 
 
 async def test_ctrl_c_drains_too_and_requests_that_outlast_it_are_ended(launch: Launch):

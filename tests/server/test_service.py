@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
+from batchserve.config import MiB
 from batchserve.v1 import generation_pb2 as pb
 from tests.server.conftest import Serve
 from tests.server.harness import Client, Served, ask, failure_of, tokens_of, unpack, until
@@ -105,12 +106,16 @@ async def test_deadline_while_queued(serve_tiny: Serve):
         assert len(tokens_of(rest)) == 200
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-async def test_cancel_storm(serve_tiny: Serve, seed: int):
+@pytest.mark.parametrize(
+    ("seed", "memory"),
+    [(0, 32 * MiB), (1, MiB // 2), *(pytest.param(seed, MiB // 2, marks=pytest.mark.slow) for seed in range(2, 22))],
+)
+async def test_cancel_storm(serve_tiny: Serve, seed: int, memory: int):
     """Clients leave at every point: before the server has the call, while queued, in prefill, between any two deltas,
-    and by closing the whole connection."""
+    and by closing the whole connection. With little memory, requests are preempted meanwhile."""
     rng = random.Random(seed)
-    async with serve_tiny(max_num_seqs=6, max_waiting=200, max_num_batched_tokens=64, prefill_chunk_size=16) as served:
+    small = {"max_num_batched_tokens": 64, "prefill_chunk_size": 16, "max_model_len": 448}
+    async with serve_tiny(max_num_seqs=6, max_waiting=200, kv_cache_memory=memory, **small) as served:
         prompts = [[rng.randrange(3, 128) for _ in range(rng.randint(1, 100))] for _ in range(5)]
         wanted = [(await served.client.generate(ask(*prompt, max_tokens=40))).token_ids for prompt in prompts]
         storm = [_leave_early(served, prompts[i % 5], rng.random(), i % 4) for i in range(80)]
@@ -119,6 +124,8 @@ async def test_cancel_storm(serve_tiny: Serve, seed: int):
         assert [answer.token_ids for answer in results[80:]] == wanted * 3
         await served.settle()
         assert (await served.client.generate(ask(*prompts[0], max_tokens=40))).token_ids == wanted[0]
+        if memory < MiB:
+            assert served.engine.metrics.snapshot()["preemptions_total"] > 0
 
 
 async def _leave_early(served: Served, prompt: list[int], when: float, how: int) -> None:

@@ -1,0 +1,209 @@
+"""tokens/s and step time by batch size: speculation off, on (best fixed length), and transformers' generate.
+
+    python -m benchmarks.batch [--models bundled 90m] [--sizes 1 2 4 8 16] [--rounds 7]
+
+All contenders run in one process, interleaved round by round, over the same prompts and the same dtype; a ratio is the
+median of the rounds' ratios. transformers runs a static batch, left-padded, SDPA attention. The bundled model ends
+where it ends (EOS); the random-weight model goes on for --tokens tokens. End to end: prefill is in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import chat_prompts, spread, write_results
+
+import torch  # isort: skip
+from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList  # isort: skip
+
+from batchserve import LLM, SamplingParams, SpeculationParams
+from batchserve.runner.loader import resolve_model
+from tools.widen_model import random_model, save
+
+LENGTHS = (1, 2, 4, 8, 16)
+
+
+@dataclass
+class Run:
+    """One measured batch."""
+
+    tokens: int
+    seconds: float
+    step_s: float
+    acceptance_length: float = 1.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+class _StepClock(StoppingCriteria):
+    """Notes the time of every step of generate()."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        self.times.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+def median_gap(times: list[float]) -> float:
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    return statistics.median(gaps) if gaps else float("nan")
+
+
+@torch.inference_mode()
+def run_transformers(model: Any, prompts: list[list[int]], max_tokens: int, ignore_eos: bool) -> Run:
+    longest = max(len(p) for p in prompts)
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    clock = _StepClock()
+    options: dict[str, Any] = {"min_new_tokens": max_tokens} if ignore_eos else {}
+    start = time.perf_counter()
+    out = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        stopping_criteria=StoppingCriteriaList([clock]),
+        **options,
+    )
+    seconds = time.perf_counter() - start
+    tokens = 0
+    for row in out[:, longest:].tolist():
+        tokens += row.index(1) if 1 in row and not ignore_eos else len(row)
+    return Run(tokens, seconds, median_gap(clock.times))
+
+
+def run_batchserve(llm: LLM, prompts: list[list[int]], params: SamplingParams, draft_tokens: int) -> Run:
+    times: list[float] = []
+    core = llm._core
+    step = core.step
+
+    def timed() -> None:
+        step()
+        times.append(time.perf_counter())
+
+    core.step = timed  # type: ignore[method-assign]
+    speculation = SpeculationParams(draft_tokens > 0, draft_tokens or None)
+    before = core.metrics.snapshot()
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, speculation=speculation, show_progress=False)
+    seconds = time.perf_counter() - start
+    del core.step
+    after = core.metrics.snapshot()
+    verified = after["verify_steps_total"] - before["verify_steps_total"]
+    accepted = after["accepted_draft_tokens_total"] - before["accepted_draft_tokens_total"]
+    tokens = sum(len(o.token_ids) for o in outputs)
+    return Run(tokens, seconds, median_gap(times), 1 + accepted / max(1, verified))
+
+
+def measure(llm: LLM, model: Any, prompts: list[list[int]], params: SamplingParams, rounds: int) -> dict[str, Any]:
+    """Every contender once a round, in a new order each time; the first round warms up and is not counted."""
+    max_tokens = params.max_tokens or 1
+    contenders: dict[str, Any] = {
+        "transformers": lambda: run_transformers(model, prompts, max_tokens, params.ignore_eos)
+    }
+    contenders["off"] = lambda: run_batchserve(llm, prompts, params, 0)
+    for length in LENGTHS:
+        contenders[f"on_{length}"] = lambda length=length: run_batchserve(llm, prompts, params, length)
+    runs: dict[str, list[Run]] = {name: [] for name in contenders}
+    rng = random.Random(0)
+    for number in range(rounds + 1):
+        for name in rng.sample(list(contenders), len(contenders)):
+            run = contenders[name]()
+            if number:
+                runs[name].append(run)
+    best = max(LENGTHS, key=lambda n: statistics.median(r.tokens_per_s for r in runs[f"on_{n}"]))
+    return {
+        "best_length": best,
+        "off_over_transformers": ratio(runs["off"], runs["transformers"]),
+        "on_over_off": ratio(runs[f"on_{best}"], runs["off"]),
+        "on_over_transformers": ratio(runs[f"on_{best}"], runs["transformers"]),
+        "contenders": {
+            name: {
+                "tokens_per_s": spread([r.tokens_per_s for r in of]),
+                "step_ms": spread([r.step_s * 1e3 for r in of]),
+                "tokens": of[0].tokens,
+                "acceptance_length": round(of[0].acceptance_length, 3),
+            }
+            for name, of in runs.items()
+        },
+    }
+
+
+def ratio(a: list[Run], b: list[Run]) -> dict[str, float]:
+    """Round by round: tokens/s of a over b."""
+    return spread([x.tokens_per_s / y.tokens_per_s for x, y in zip(a, b, strict=True)])
+
+
+def workload(name: str, size: int, tokens: int, llm: LLM) -> tuple[list[list[int]], SamplingParams]:
+    if name == "bundled":
+        texts = chat_prompts(size, seed=size)
+        prompts = [llm._processor.tokenize(text) for text in texts]
+        return prompts, SamplingParams(temperature=0.0, max_tokens=200)
+    rng = random.Random(size)
+    prompts = [[rng.randrange(3, llm.info.vocab_size) for _ in range(128)] for _ in range(size)]
+    return prompts, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["bundled", "90m"])
+    parser.add_argument("--sizes", nargs="+", type=int, default=[1, 2, 4, 8, 16])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--name", default="batch")
+    args = parser.parse_args()
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in args.models:
+            source = name
+            if name != "bundled":
+                source = str(Path(folder) / name)
+                save(random_model(name), Path(source))
+            # Rounds repeat their prompts: with shared drafts a round would be told the answers by the one before.
+            llm = LLM(
+                source,
+                dtype=args.dtype,
+                decoding_length=max(LENGTHS),
+                max_num_batched_tokens=2560,
+                share_drafts=False,
+            )
+            dtype = getattr(torch, llm.info.dtype)
+            model = AutoModelForCausalLM.from_pretrained(resolve_model(source), dtype=dtype).eval()
+            results[name] = {"dtype": llm.info.dtype, "sizes": {}}
+            for size in args.sizes:
+                prompts, params = workload(name, size, args.tokens, llm)
+                cell = measure(llm, model, prompts, params, args.rounds)
+                results[name]["sizes"][size] = cell
+                print(describe(name, size, cell), flush=True)
+                write_results(args.name, {"rounds": args.rounds, "models": results})
+
+
+def describe(name: str, size: int, cell: dict[str, Any]) -> str:
+    by = cell["contenders"]
+    best = cell["best_length"]
+    on = by[f"on_{best}"]
+    return (
+        f"{name:8} B={size:<3} tokens/s: transformers {by['transformers']['tokens_per_s']['median']:7.1f}  "
+        f"off {by['off']['tokens_per_s']['median']:7.1f}  on({best}) {on['tokens_per_s']['median']:7.1f}  "
+        f"step ms: {by['transformers']['step_ms']['median']:6.2f} {by['off']['step_ms']['median']:6.2f} "
+        f"{on['step_ms']['median']:6.2f}  accept {on['acceptance_length']:.2f}  "
+        f"off/hf {cell['off_over_transformers']['median']:.2f}  on/off {cell['on_over_off']['median']:.2f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

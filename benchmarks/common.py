@@ -1,0 +1,72 @@
+"""What every benchmark needs: the machine, prompts, statistics, and results as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+from batchserve.threads import apply_thread_policy
+
+apply_thread_policy()
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+import batchserve  # noqa: E402
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def environment() -> dict[str, Any]:
+    """What a reader needs to judge the figures."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    return {
+        "cpu": model,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "batchserve": batchserve.__version__,
+    }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, quartiles and extremes."""
+    ordered = sorted(values)
+    quartiles = statistics.quantiles(ordered, n=4) if len(ordered) > 1 else [ordered[0]] * 3
+    return {
+        "median": statistics.median(ordered),
+        "q1": quartiles[0],
+        "q3": quartiles[2],
+        "min": ordered[0],
+        "max": ordered[-1],
+        "runs": len(ordered),
+    }
+
+
+def chat_prompts(count: int, seed: int) -> list[str]:
+    """Held-out prompts of the bundled model's tasks, in its chat format."""
+    from training.corpus import build_corpora, read_sources
+    from training.tasks import sample_example
+
+    _, held_out = build_corpora(read_sources())
+    rng = random.Random(seed)
+    return [f"<|user|>{sample_example(held_out, rng).prompt}<|assistant|>" for _ in range(count)]
+
+
+def write_results(name: str, payload: dict[str, Any]) -> Path:
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"environment": environment(), **payload}, indent=1) + "\n")
+    return path

@@ -1,0 +1,429 @@
+"""Streams in front of the engine thread: their shape, every way to end them, and nothing left behind after each."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchserve.config import EngineConfig
+from batchserve.draft.trie import TrieDrafter
+from batchserve.engine.async_engine import AsyncEngine
+from batchserve.engine.build import BuiltEngine, build_engine
+from batchserve.errors import (
+    BatchserveError,
+    DeadlineExceededError,
+    DuplicateRequestError,
+    EngineFaultError,
+    InvalidRequestError,
+    QueueFullError,
+    UnavailableError,
+    UnknownModelError,
+)
+from batchserve.request import Request
+from batchserve.types import Delta, FinishReason, SamplingParams, Started
+
+PROMPT = [5, 9, 17, 5, 9]
+LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+SHORT = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+CONFIG = EngineConfig(dtype="float32", max_num_seqs=4, max_waiting=8, kv_cache_memory=4 << 20)
+
+
+class StepGate:
+    """Lets the engine's steps through one by one, so that a test knows where the engine is; open by default."""
+
+    def __init__(self, step: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
+        self._right, self._loop = step, loop
+        self._permits = threading.Semaphore(0)
+        self._is_open = threading.Event()
+        self._is_open.set()
+        self._arrivals = asyncio.Queue[None]()
+
+    def __call__(self) -> None:
+        if not self._is_open.is_set():
+            self._loop.call_soon_threadsafe(self._arrivals.put_nowait, None)
+            self._permits.acquire()
+        self._right()
+
+    def close(self) -> None:
+        self._is_open.clear()
+
+    def open(self) -> None:
+        self._is_open.set()
+        self._permits.release(1000)
+
+    async def arrival(self) -> None:
+        """Until the engine stands before a step."""
+        await self._arrivals.get()
+
+    def let_one_through(self) -> None:
+        self._permits.release()
+
+
+@dataclass
+class Rig:
+    """An engine under test, the gate before its steps, and what it had to throw away when it was shut down."""
+
+    engine: AsyncEngine
+    built: BuiltEngine
+    gate: StepGate
+    leftovers: list[Request] = field(default_factory=list)
+
+    def stream(self, request_id: str = "", params: SamplingParams = LONG, **options: Any) -> Any:
+        return aclosing(self.engine.stream(PROMPT, params, request_id=request_id, **options))
+
+    async def finishes(self) -> None:
+        """A request of the usual kind still gets its whole answer."""
+        output = await self.engine.generate(PROMPT, SHORT)
+        assert len(output.token_ids) == 6
+
+
+@pytest.fixture(scope="module")
+def built(tiny_model: dict[str, Path]) -> BuiltEngine:
+    """One core for all tests: each must leave it as clean as it found it."""
+    return build_engine(EngineConfig(**{**_options(CONFIG), "model": str(tiny_model["llama"])}))
+
+
+def _options(config: EngineConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__}
+
+
+@pytest.fixture
+async def rig(built: BuiltEngine, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
+    core = built.core
+    gate = StepGate(core.step, asyncio.get_running_loop())
+    monkeypatch.setattr(core, "step", gate)
+    rig = Rig(AsyncEngine(built, CONFIG), built, gate)
+    yield rig
+    gate.open()
+    # The inbox is in order: every abort that a test caused comes before the end, so nothing may be left by then.
+    right = core.abort_all
+    monkeypatch.setattr(core, "abort_all", lambda: rig.leftovers.extend(right()) or rig.leftovers)
+    await rig.engine.shutdown()
+    assert rig.engine.num_in_flight == 0
+    assert rig.leftovers == []
+    assert_clean(built)
+
+
+def assert_clean(built: BuiltEngine) -> None:
+    core, allocator = built.core, built.core.runner.backend.allocator
+    core.check_integrity()
+    assert not core.has_work
+    assert not core._answers
+    assert allocator.free_tokens == allocator.total_tokens
+    assert isinstance(core.drafter, TrieDrafter)
+    assert not core.drafter._requests
+
+
+async def collect(rig: Rig, request_id: str = "", params: SamplingParams = SHORT, **options: Any) -> list[Any]:
+    async with rig.stream(request_id, params, **options) as events:
+        return [event async for event in events]
+
+
+async def test_a_stream_is_started_then_deltas_then_one_end(rig: Rig) -> None:
+    events = await collect(rig, "a")
+    assert events[0] == Started("a", len(PROMPT))
+    deltas = events[1:]
+    assert all(isinstance(event, Delta) and event.request_id == "a" for event in deltas)
+    assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
+    assert all(d.usage is None and d.timing is None for d in deltas[:-1])
+    last = deltas[-1]
+    assert last.finish_reason is FinishReason.LENGTH
+    assert sum(len(d.token_ids) for d in deltas) == last.usage.completion_tokens == 6
+    assert last.usage.prompt_tokens == len(PROMPT)
+    assert last.usage.accepted_draft_tokens <= last.usage.draft_tokens
+    assert 0 <= last.timing.queue_s <= last.timing.first_token_s <= last.timing.total_s
+
+
+async def test_generate_is_the_stream_put_together(rig: Rig) -> None:
+    events = await collect(rig, "a")
+    output = await rig.engine.generate(PROMPT, SHORT, request_id="a")
+    assert output.token_ids == [token for event in events[1:] for token in event.token_ids]
+    assert (output.request_id, output.prompt_token_ids) == ("a", PROMPT)
+
+
+async def test_many_at_once_get_the_answers_that_each_gets_alone(rig: Rig) -> None:
+    prompts = [[3 + i, 40 + i, 7, 3 + i] for i in range(10)]
+    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=5 + 3 * i, ignore_eos=True) for i in range(10)]
+    alone = [await rig.engine.generate(p, q) for p, q in zip(prompts, params, strict=True)]
+    together = await asyncio.gather(*(rig.engine.generate(p, q) for p, q in zip(prompts, params, strict=True)))
+    assert [o.token_ids for o in together] == [o.token_ids for o in alone]
+
+
+async def test_an_id_in_flight_is_refused_and_the_first_owner_unharmed(rig: Rig) -> None:
+    async with rig.stream("a", SHORT) as events:
+        await anext(events)
+        with pytest.raises(DuplicateRequestError, match="'a'"):
+            await collect(rig, "a")
+        rest = [event async for event in events]
+    assert rest[-1].finish_reason is FinishReason.LENGTH
+
+
+async def test_an_id_is_free_again_as_soon_as_the_last_event_is_there(rig: Rig) -> None:
+    for _ in range(20):
+        async with rig.stream("a", SHORT) as events:
+            async for event in events:
+                if isinstance(event, Delta) and event.finish_reason is not None:
+                    assert len(await collect(rig, "a")) > 1  # before the first stream is even closed
+
+
+async def test_a_full_queue_refuses_and_takes_again_when_there_is_room(rig: Rig) -> None:
+    rig.gate.close()
+    places = CONFIG.max_num_seqs + CONFIG.max_waiting
+    streams = [rig.engine.stream(PROMPT, SHORT, request_id=f"r{i}") for i in range(places)]
+    for stream in streams:
+        assert isinstance(await anext(stream), Started)
+    with pytest.raises(QueueFullError, match="max_waiting = 8") as caught:
+        await collect(rig)
+    assert caught.value.retry_after_s > 0
+    await streams.pop().aclose()
+    streams.append(rig.engine.stream(PROMPT, SHORT))
+    await anext(streams[-1])
+    rig.gate.open()
+    for stream in streams:
+        assert [event async for event in stream][-1].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"params": SamplingParams(max_tokens=5000)}, InvalidRequestError),
+        ({"model": "gpt-9"}, UnknownModelError),
+        ({"request_id": "x" * 1000}, InvalidRequestError),
+        ({"deadline_s": 0.0}, DeadlineExceededError),
+        ({"deadline_s": -5.0}, DeadlineExceededError),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+async def test_a_bad_request_is_refused_before_started_and_harms_nobody(
+    rig: Rig, options: dict[str, Any], error: type[BatchserveError]
+) -> None:
+    async with rig.stream("good", SHORT) as events:
+        await anext(events)
+        bad = rig.engine.stream(**{"prompt": PROMPT, "params": SHORT, "request_id": "bad", **options})
+        with pytest.raises(error):
+            await anext(bad)
+        assert rig.engine.num_in_flight == 1
+        assert [event async for event in events][-1].finish_reason is FinishReason.LENGTH
+    assert len(await collect(rig, "bad")) > 1  # the id was given back
+
+
+async def test_a_stream_that_was_never_begun_takes_no_place(rig: Rig) -> None:
+    stream = rig.engine.stream(PROMPT, LONG, request_id="a")
+    await stream.aclose()
+    assert rig.engine.num_in_flight == 0
+    assert len(await collect(rig, "a")) > 1
+
+
+@pytest.mark.parametrize("num_events", [1, 2, 3, 10])
+async def test_closing_a_stream_at_any_event_gives_everything_back(rig: Rig, num_events: int) -> None:
+    async with rig.stream("a") as events:
+        for _ in range(num_events):
+            await anext(events)
+    assert rig.engine.num_in_flight == 0
+    await rig.finishes()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+async def test_a_cancelled_client_frees_its_memory_within_one_step(rig: Rig, steps: int) -> None:
+    """Wherever the engine is: before the request's first step, in its prefill, while it decodes."""
+    rig.gate.close()
+    task = asyncio.create_task(collect(rig, "a", LONG))
+    for _ in range(steps):
+        await rig.gate.arrival()
+        rig.gate.let_one_through()
+    await rig.gate.arrival()  # the engine stands before its next step
+    allocator = rig.built.core.runner.backend.allocator
+    assert (allocator.free_tokens < allocator.total_tokens) == (steps > 0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert rig.engine.num_in_flight == 0
+    other = asyncio.create_task(collect(rig, "b", SHORT))
+    rig.gate.let_one_through()  # the step that was about to run, at most
+    await rig.gate.arrival()  # before the next one the abort was seen
+    assert "a" not in {r.request_id for r in rig.built.core.scheduler.requests()}
+    rig.gate.open()
+    assert (await other)[-1].finish_reason is FinishReason.LENGTH
+
+
+async def test_cancelled_between_its_last_token_and_its_last_event(rig: Rig) -> None:
+    """The engine has finished the request, but has not said so."""
+    rig.gate.close()
+    task = asyncio.create_task(collect(rig, "a", SamplingParams(temperature=0.0, max_tokens=1)))
+    await rig.gate.arrival()
+    rig.gate.let_one_through()
+    await rig.gate.arrival()  # the next step would only publish
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    rig.gate.open()
+    assert len(await collect(rig, "a")) > 1
+
+
+async def test_cancelled_while_its_prompt_is_tokenised(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only await before the queue: the id is taken by then, and must be given back."""
+    begun, never = asyncio.Event(), asyncio.Event()
+
+    async def slow(prompt: object) -> list[int]:
+        begun.set()
+        await never.wait()
+        raise AssertionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.engine, "_tokenize", slow)
+        task = asyncio.create_task(collect(rig, "a", LONG))
+        await begun.wait()
+        with pytest.raises(DuplicateRequestError):
+            await collect(rig, "a")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert rig.engine.num_in_flight == 0
+    assert len(await collect(rig, "a")) > 1
+
+
+async def test_a_cancelled_generate_aborts_its_request(rig: Rig) -> None:
+    rig.gate.close()
+    task = asyncio.create_task(rig.engine.generate(PROMPT, LONG, request_id="a"))
+    await rig.gate.arrival()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert rig.engine.num_in_flight == 0
+    rig.gate.open()
+    await rig.finishes()
+
+
+async def test_a_storm_of_cancellations_at_every_turn_of_the_loop(rig: Rig) -> None:
+    """100 clients, each gone after another number of turns, while one patient client is served."""
+    patient = asyncio.create_task(collect(rig, "patient", SamplingParams(temperature=0.0, max_tokens=60)))
+    outcomes: list[str] = []
+
+    async def impatient(i: int) -> None:
+        task = asyncio.create_task(collect(rig, f"r{i % 40}", SamplingParams(temperature=1.0, max_tokens=3 + i % 30)))
+        for _ in range(i % 25):
+            await asyncio.sleep(0)
+        task.cancel()
+        try:
+            await task
+            outcomes.append("finished")
+        except asyncio.CancelledError:
+            outcomes.append("cancelled")
+        except (QueueFullError, DuplicateRequestError) as error:
+            outcomes.append(error.reason)
+
+    await asyncio.gather(*(impatient(i) for i in range(100)))
+    assert len(outcomes) == 100
+    assert outcomes.count("cancelled") > 20
+    assert (await patient)[-1].finish_reason is not None
+    await rig.finishes()
+
+
+async def test_a_flood_gets_one_end_each(rig: Rig) -> None:
+    """200 requests against a queue of 8: answered or refused, and nothing else."""
+    results = await asyncio.gather(*(collect(rig, f"r{i}") for i in range(200)), return_exceptions=True)
+    answered = [r for r in results if isinstance(r, list)]
+    assert all(isinstance(r, QueueFullError) for r in results if not isinstance(r, list))
+    assert len(answered) == CONFIG.max_num_seqs + CONFIG.max_waiting
+    for events in answered:
+        assert [e.finish_reason is not None for e in events[1:]] == [False] * (len(events) - 2) + [True]
+
+
+async def test_deadlines_end_queued_and_running_requests_with_their_error(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The core's clock is stopped, and then set behind the deadlines."""
+    monkeypatch.setattr(rig.built.core, "_clock", lambda: 0.0)
+    rig.gate.close()
+    running = [rig.engine.stream(PROMPT, LONG, request_id=f"run{i}", deadline_s=50) for i in range(4)]
+    queued = rig.engine.stream(PROMPT, LONG, request_id="queued", deadline_s=50)
+    patient = rig.engine.stream(PROMPT, SHORT, request_id="patient")
+    for stream in [*running, queued, patient]:
+        await anext(stream)
+    for _ in range(2):
+        await rig.gate.arrival()
+        rig.gate.let_one_through()
+    assert all(isinstance(await anext(stream), Delta) for stream in running)
+    monkeypatch.setattr(rig.built.core, "_clock", lambda: float("inf"))
+    rig.gate.open()
+    for stream in [*running, queued]:
+        with pytest.raises(DeadlineExceededError, match="waiting" if stream is queued else "running"):
+            async for _ in stream:
+                pass
+    assert [event async for event in patient][-1].finish_reason is FinishReason.LENGTH
+
+
+async def test_drain_lets_those_in_flight_finish_and_takes_no_more(rig: Rig) -> None:
+    rig.gate.close()
+    task = asyncio.create_task(collect(rig, "a", SHORT))
+    await rig.gate.arrival()
+    drained = asyncio.create_task(rig.engine.drain(60.0))
+    await asyncio.sleep(0)
+    with pytest.raises(UnavailableError, match="draining") as caught:
+        await collect(rig, "b")
+    assert caught.value.retry_after_s > 0
+    rig.gate.open()
+    assert await drained
+    assert (await task)[-1].finish_reason is FinishReason.LENGTH
+    assert await rig.engine.drain(0.0)  # nobody left: at once, and repeatable
+
+
+async def test_drain_gives_up_in_time_and_shutdown_ends_the_rest(rig: Rig) -> None:
+    rig.gate.close()
+    task = asyncio.create_task(collect(rig, "a", LONG))
+    await rig.gate.arrival()
+    assert not await rig.engine.drain(0.0)
+    rig.gate.open()
+    await rig.engine.shutdown()
+    with pytest.raises(UnavailableError, match="shutting down"):
+        await task
+
+
+async def test_shutdown_ends_everyone_in_flight_with_one_error(rig: Rig) -> None:
+    rig.gate.close()
+    tasks = [asyncio.create_task(collect(rig, f"r{i}", LONG)) for i in range(8)]
+    await rig.gate.arrival()
+    rig.gate.open()
+    await rig.engine.shutdown()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(result, UnavailableError) for result in results)
+    with pytest.raises(UnavailableError):
+        await collect(rig)
+    await rig.engine.shutdown()  # harmless
+
+
+@pytest.mark.parametrize("at_step", [0, 1, 4])
+async def test_a_fault_ends_those_in_flight_and_the_engine_serves_on(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, at_step: int
+) -> None:
+    rig.gate.close()
+    tasks = [asyncio.create_task(collect(rig, f"r{i}", LONG)) for i in range(6)]
+    await rig.gate.arrival()
+    for _ in range(at_step):
+        rig.gate.let_one_through()
+        await rig.gate.arrival()
+    runner = rig.built.core.runner
+    right, calls = runner.forward, 0
+
+    def faulty(batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise RuntimeError("a bit fell over")
+        return right(batch)
+
+    monkeypatch.setattr(runner, "forward", faulty)
+    rig.gate.open()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(result, EngineFaultError) for result in results)
+    assert rig.engine.num_in_flight == 0
+    assert "a bit fell over" not in str(results[0])  # the log knows; the client need not
+    assert len(await collect(rig, "r0")) > 1
+    await rig.finishes()

@@ -1,0 +1,177 @@
+"""Tokens to text in pieces: together the same text, characters never torn, stop strings found across any border."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from batchserve.engine.detokenizer import IncrementalDetokenizer, TextPiece
+from batchserve.runner.loader import resolve_model
+from tests.engine.scripted import Letters
+from tests.factories import examples
+
+TEXTS = [
+    "Return the next block of the file, or an empty string at the end.",
+    "naïve café — “quoted” … ½",
+    "family 👨‍👩‍👧‍👦 flags 🇩🇪🇯🇵 skin 👍🏽 end",
+    "日本語のテキスト и кириллица עברית العربية",
+    "e\u0301 combining \u200b zero width \ufeff mark",
+    "def f(x):\n    return {'a': x,\t'b': [1, 2]}\n\n\n",
+    "  leading and trailing spaces   ",
+    "\ufffd a real replacement character \ufffd",
+    "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 😀😀😀",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(resolve_model("bundled"))
+
+
+def feed_in_pieces(
+    detokenizer: IncrementalDetokenizer, token_ids: list[int], sizes: list[int], *, has_end_token: bool
+) -> list[TextPiece]:
+    """Pieces of the given sizes in turn, until one is stopped; the last step may bring an end token only."""
+    pieces, place, i = [], 0, 0
+    while place < len(token_ids):
+        step = token_ids[place : place + sizes[i % len(sizes)]]
+        place, i = place + len(step), i + 1
+        is_last = place == len(token_ids) and not has_end_token
+        pieces.append(detokenizer.feed(step, is_last=is_last))
+        if pieces[-1].is_stopped:
+            return pieces
+    if has_end_token or not token_ids:
+        pieces.append(detokenizer.feed([], is_last=True))
+    return pieces
+
+
+def joined(pieces: list[TextPiece]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
+sizes = st.lists(st.integers(1, 9), min_size=1, max_size=5)
+stops = st.sampled_from([(), ("\x00never",), ("zzz", "q\u0301")])
+
+
+@examples(120)
+@given(st.data(), sizes, st.booleans(), stops)
+def test_pieces_together_are_the_text_of_all_tokens(
+    tokenizer: PreTrainedTokenizerBase,
+    data: st.DataObject,
+    sizes: list[int],
+    has_end_token: bool,
+    stop: tuple[str, ...],
+) -> None:
+    """Of real texts, of any text, and of any tokens at all: broken UTF-8 and special tokens in the middle included."""
+    kind = data.draw(st.sampled_from(["real", "any text", "any tokens"]))
+    if kind == "any tokens":
+        token_ids = data.draw(st.lists(st.one_of(st.integers(0, 300), st.integers(0, 4095)), max_size=40))
+    else:
+        text = data.draw(st.sampled_from(TEXTS) if kind == "real" else st.text(max_size=30))
+        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    for skip in (True, False):
+        detokenizer = IncrementalDetokenizer(tokenizer, stop, skip)
+        pieces = feed_in_pieces(detokenizer, token_ids, sizes, has_end_token=has_end_token)
+        assert joined(pieces) == tokenizer.decode(token_ids, skip_special_tokens=skip)
+        assert [token for piece in pieces for token in piece.token_ids] == token_ids
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("stop", [(), ("\x00never",)])
+def test_no_piece_tears_a_character(tokenizer: PreTrainedTokenizerBase, text: str, stop: tuple[str, ...]) -> None:
+    """Token by token, a replacement character is only ever shown where the text itself has one."""
+    token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    detokenizer = IncrementalDetokenizer(tokenizer, stop)
+    pieces = feed_in_pieces(detokenizer, token_ids, [1], has_end_token=True)
+    assert joined(pieces) == text
+    assert sum("\ufffd" in piece.text for piece in pieces) == text.count("\ufffd")
+    assert len(pieces) > len(text) / 8  # it streams, and does not wait for the end
+
+
+def test_an_incomplete_character_is_shown_as_such_only_at_the_end(tokenizer: PreTrainedTokenizerBase) -> None:
+    token_ids = tokenizer("ok 😀", add_special_tokens=False)["input_ids"]
+    for cut in range(1, len(token_ids)):
+        whole = tokenizer.decode(token_ids[:cut], skip_special_tokens=True)
+        for has_end_token in (True, False):
+            pieces = feed_in_pieces(
+                IncrementalDetokenizer(tokenizer), token_ids[:cut], [1], has_end_token=has_end_token
+            )
+            assert joined(pieces) == whole
+            assert not any("\ufffd" in piece.text for piece in pieces[:-1])
+
+
+@examples(150)
+@given(st.data(), sizes)
+def test_a_stop_string_is_found_across_any_border_of_tokens_and_steps(
+    tokenizer: PreTrainedTokenizerBase, data: st.DataObject, sizes: list[int]
+) -> None:
+    text = data.draw(st.sampled_from([text for text in TEXTS if "\ufffd" not in text]))
+    start = data.draw(st.integers(0, len(text) - 2))
+    stop = text[start : start + data.draw(st.integers(1, 12))]
+    token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    place = text.index(stop)
+    pieces = feed_in_pieces(IncrementalDetokenizer(tokenizer, (stop,)), token_ids, sizes, has_end_token=False)
+    assert joined(pieces) == text[:place]
+    assert [piece.is_stopped for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    # Counted are the tokens up to the one that completed the stop string, and no other.
+    given = [token for piece in pieces for token in piece.token_ids]
+    fewest = next(n for n in range(len(token_ids) + 1) if stop in tokenizer.decode(token_ids[:n]))
+    assert given == token_ids[:fewest]
+
+
+def literal_stop(text: str, stop: tuple[str, ...]) -> str:
+    """Character by character: the text before the first stop string to be completed (of several, the longest)."""
+    for end in range(1, len(text) + 1):
+        lengths = [len(s) for s in stop if text[:end].endswith(s)]
+        if lengths:
+            return text[: end - max(lengths)]
+    return text
+
+
+@examples(300)
+@given(st.text("ab", max_size=25), st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3), sizes)
+def test_overlapping_stop_strings_against_the_literal_search(text: str, stop: list[str], sizes: list[int]) -> None:
+    """An alphabet of two letters: false starts, stop strings inside others and overlaps all the time."""
+    detokenizer = IncrementalDetokenizer(Letters(), tuple(stop))
+    pieces = feed_in_pieces(detokenizer, [ord(c) for c in text], sizes, has_end_token=False)
+    expected = literal_stop(text, tuple(stop))
+    assert joined(pieces) == expected
+    assert bool(pieces and pieces[-1].is_stopped) == (expected != text or any(s in text for s in stop))
+
+
+def test_nothing_that_could_become_a_stop_string_is_shown_early() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        stop = "".join(rng.choice("ab") for _ in range(rng.randint(1, 5)))
+        detokenizer, shown, fed = IncrementalDetokenizer(Letters(), (stop,)), "", ""
+        for _ in range(12):
+            letter = rng.choice("ab")
+            fed += letter
+            piece = detokenizer.feed([ord(letter)], is_last=False)
+            shown += piece.text
+            if piece.is_stopped:
+                break
+            held = fed[len(shown) :]
+            assert stop not in shown + held
+            assert stop.startswith(held)  # held back only for a reason
+
+
+def test_held_back_text_comes_with_the_end() -> None:
+    for last_tokens in ([], [ord("c")]):
+        detokenizer = IncrementalDetokenizer(Letters(), ("###",))
+        assert detokenizer.feed([ord(c) for c in "ab##"], is_last=False).text == "ab"
+        assert detokenizer.feed(last_tokens, is_last=True).text == "##" + "c" * len(last_tokens)
+
+
+def test_tokens_behind_a_stop_string_of_the_same_step_are_dropped() -> None:
+    piece = IncrementalDetokenizer(Letters(), ("##",)).feed([ord(c) for c in "ab##cd##"], is_last=True)
+    assert (piece.text, piece.token_ids, piece.is_stopped) == ("ab", [ord(c) for c in "ab##"], True)
+
+
+def test_without_a_tokenizer_there_are_token_ids_only() -> None:
+    piece = IncrementalDetokenizer(None).feed([1, 2], is_last=True)
+    assert (piece.text, piece.token_ids) == ("", [1, 2])

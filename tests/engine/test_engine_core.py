@@ -1,0 +1,240 @@
+"""The step: what each one emits, when an answer ends and why, and that nothing is left behind. No model, no clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchserve.errors import DeadlineExceededError
+from batchserve.types import FinishReason, SpeculationParams
+from tests.engine.scripted import ScriptedEngine, add, scripted_engine
+
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+END = 2  # a special token
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "drafting"])
+def engine(request: pytest.FixtureRequest) -> ScriptedEngine:
+    return scripted_engine(is_drafting=request.param, decoding_length=8)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 7, 8, 9, 10, 11, 31])
+def test_max_tokens_is_exact(engine: ScriptedEngine, max_tokens: int) -> None:
+    add(engine, "a", "abcdefghij", max_tokens=max_tokens)
+    engine.run()
+    assert engine.text("a") == ("abcdefghij" + "." * 30)[:max_tokens]
+    assert engine.reason("a") is LENGTH
+    usage = engine.deltas("a")[-1].usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (6, max_tokens)
+
+
+@pytest.mark.parametrize("length", range(12))
+def test_an_end_token_ends_the_answer_wherever_it_falls_in_an_accepted_run(engine: ScriptedEngine, length: int) -> None:
+    """It is neither shown nor counted, and what was accepted behind it is gone."""
+    answer = "abcdefghijkl"[:length]
+    add(engine, "a", answer + chr(END) + "behind", end_token_ids=frozenset({END}))
+    engine.run()
+    assert (engine.text("a"), engine.reason("a")) == (answer, STOP)
+    assert engine.tokens("a") == [ord(c) for c in answer]
+    assert engine.deltas("a")[-1].usage.completion_tokens == length  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("length", range(12))
+def test_a_stop_string_ends_the_answer_wherever_it_falls_in_an_accepted_run(
+    engine: ScriptedEngine, length: int
+) -> None:
+    answer = "abcdefghijkl"[:length]
+    add(engine, "a", answer + "##" + "behind", stop=("##",))
+    add(engine, "other", "0123456789", max_tokens=10)
+    engine.run()
+    assert (engine.text("a"), engine.reason("a")) == (answer, STOP)
+    # Counted: the tokens that made the stop string; not counted or shared: what the surplus step gave.
+    assert engine.tokens("a") == [ord(c) for c in answer + "##"]
+    assert engine.deltas("a")[-1].usage.completion_tokens == length + 2  # type: ignore[union-attr]
+    if engine.drafter is not None and engine.drafter.shared.get("a"):
+        assert set(engine.drafter.shared["a"]) <= {ord(c) for c in answer + "##"}
+    assert (engine.text("other"), engine.reason("other")) == ("0123456789", LENGTH)
+
+
+def test_a_stop_string_on_the_last_allowed_token_is_a_stop(engine: ScriptedEngine) -> None:
+    add(engine, "a", "abc##", stop=("##",), max_tokens=5)
+    add(engine, "b", "abc##", stop=("##",), max_tokens=4)
+    engine.run()
+    assert (engine.text("a"), engine.reason("a")) == ("abc", STOP)
+    assert (engine.text("b"), engine.reason("b")) == ("abc#", LENGTH)
+
+
+def test_one_delta_carries_all_tokens_of_one_verified_step() -> None:
+    engine = scripted_engine(is_drafting=True, decoding_length=4)
+    add(engine, "a", "abcdefghijklmno", max_tokens=12)
+    engine.run()
+    # The prompt's step gives one token; then 4 accepted drafts and the bonus token, as far as max_tokens goes.
+    assert [delta.text for delta in engine.deltas("a")] == ["a", "bcdef", "ghijk", "l"]
+    usage = engine.deltas("a")[-1].usage
+    assert usage is not None
+    assert usage.accepted_draft_tokens == usage.draft_tokens == 8  # the last place is the bonus token's: never drafted
+
+
+def test_a_cap_on_draft_tokens_and_speculation_off_are_honoured_per_request() -> None:
+    engine = scripted_engine(is_drafting=True, decoding_length=4)
+    add(engine, "off", "abcdefghij", max_tokens=10, speculation=SpeculationParams(is_enabled=False))
+    add(engine, "two", "abcdefghij", max_tokens=10, speculation=SpeculationParams(max_draft_tokens=2))
+    engine.run()
+    assert [len(d.token_ids) for d in engine.deltas("off")] == [1] * 10
+    assert [len(d.token_ids) for d in engine.deltas("two")] == [1, 3, 3, 3]
+    assert engine.deltas("off")[-1].usage.draft_tokens == 0  # type: ignore[union-attr]
+
+
+def test_events_of_a_step_are_published_while_the_next_one_runs() -> None:
+    """One call of emit a step, behind the launch of the following step."""
+    engine = scripted_engine()
+    add(engine, "a", "abc", max_tokens=3)
+    add(engine, "b", "xyz", max_tokens=3)
+    launched = []
+    engine.core.emit = lambda events: launched.append(
+        (len(engine.runner.batches), [(request.request_id, event.token_ids) for request, event in events])  # type: ignore[union-attr]
+    )
+    engine.run()
+    assert [steps for steps, _ in launched] == [2, 3, 3]  # the last has no step to hide behind
+    assert launched[0][1] == [("a", [ord("a")]), ("b", [ord("x")])]
+
+
+def test_requests_join_and_leave_between_any_two_steps(engine: ScriptedEngine) -> None:
+    long = add(engine, "long", "abcdefghijklmnopqrstuvwxyz" * 4, max_tokens=104)
+    for i in range(12):
+        joined = add(engine, f"r{i}", "0123456789", max_tokens=10)
+        engine.step()
+        if i % 3 == 0:
+            engine.core.abort(joined)
+    engine.run()
+    assert engine.text("long") == "abcdefghijklmnopqrstuvwxyz" * 4
+    assert long.is_finished
+    for i in range(12):
+        assert engine.text(f"r{i}") == "0123456789"[: len(engine.tokens(f"r{i}"))]
+        assert (engine.deltas(f"r{i}") != [] and engine.reason(f"r{i}") is LENGTH) or i % 3 == 0
+
+
+@pytest.mark.parametrize("num_steps", range(6))
+def test_an_abort_says_nothing_more_and_frees_everything_at_once(engine: ScriptedEngine, num_steps: int) -> None:
+    request = add(engine, "a", "abcdefghijklmnopqrstuvwxyz" * 3, max_tokens=78)
+    for _ in range(num_steps):
+        engine.step()
+    said = len(engine.deltas("a"))
+    engine.core.abort(request)
+    engine.core.abort(request)  # harmless
+    allocator = engine.core.runner.backend.allocator
+    assert allocator.free_tokens == allocator.total_tokens
+    engine.run()
+    assert len(engine.deltas("a")) == said
+    add(engine, "a", "again", max_tokens=5)  # the id is free
+    engine.core.abort(request)  # and an abort of its former owner does nothing to the new one
+    engine.run()
+    assert engine.text("a").endswith("again")
+
+
+def test_a_deadline_ends_a_request_queued_or_running_with_one_error() -> None:
+    engine = scripted_engine(max_num_seqs=1)
+    add(engine, "running", "abcdef", deadline_s=3.0)
+    add(engine, "queued", "abcdef", deadline_s=2.0)
+    add(engine, "patient", "abcdef", max_tokens=6)
+    for second in range(1, 5):
+        engine.step()
+        engine.now_s = float(second)
+    engine.run()
+    for name in ("running", "queued"):
+        (failure,) = engine.failures(name)
+        assert isinstance(failure.error, DeadlineExceededError)
+        assert name in str(failure.error) or "waiting" in str(failure.error)
+    assert engine.deltas("queued") == []
+    assert len(engine.tokens("running")) < 6
+    assert engine.text("patient") == "abcdef"
+
+
+def test_a_deadline_after_the_last_token_was_made_does_not_spoil_the_answer() -> None:
+    engine = scripted_engine()
+    add(engine, "a", "x", max_tokens=1, deadline_s=5.0)
+    engine.step()
+    engine.now_s = 10.0
+    engine.run()
+    assert (engine.text("a"), engine.failures("a")) == ("x", [])
+
+
+def test_preemption_changes_nothing_but_the_time(engine: ScriptedEngine) -> None:
+    """Memory for 128 tokens, and two that need 110 each."""
+    small = scripted_engine(is_drafting=engine.drafter is not None, total_tokens=128)
+    answer = "abcdefghijklmnopqrstuvwxyz" * 3
+    requests = [add(small, name, answer, prompt="p" * 40, max_tokens=70) for name in ("a", "b")]
+    small.run()
+    assert [r.num_preemptions for r in requests] == [0, 1]
+    for name in ("a", "b"):
+        assert small.text(name) == answer[:70]
+    assert small.core.metrics.snapshot()["preemptions_total"] == 1
+
+
+def test_stop_found_in_the_very_step_that_preempts_the_request() -> None:
+    """The stop string is in the text of the step before; the request has lost its memory by then."""
+    for length in range(10, 30):  # one of these ends just as the memory runs out
+        engine = scripted_engine(total_tokens=128)
+        add(engine, "old", "x" * 100, prompt="p" * 50, max_tokens=60)
+        add(engine, "new", "y" * length + "##", prompt="p" * 50, max_tokens=60, stop=("##",))
+        engine.run()
+        assert (engine.text("new"), engine.reason("new")) == ("y" * length, STOP)
+        assert engine.text("old") == "x" * 60
+
+
+@pytest.mark.parametrize("fail_at", range(4))
+def test_after_a_failed_step_everyone_can_be_ended_and_the_core_goes_on(engine: ScriptedEngine, fail_at: int) -> None:
+    requests = [add(engine, name, "abcdefghijklmnopqrstuvwxyz" * 2, max_tokens=50) for name in ("a", "b")]
+    for _ in range(fail_at):
+        engine.step()
+    engine.runner.error = RuntimeError("out of order")
+    with pytest.raises(RuntimeError, match="out of order"):
+        engine.core.step()
+    assert engine.core.abort_all() == requests
+    engine.assert_clean()
+    add(engine, "a", "hello", max_tokens=5)
+    engine.run()
+    assert engine.text("a").endswith("hello")
+
+
+def test_an_id_in_flight_is_refused() -> None:
+    engine = scripted_engine()
+    add(engine, "a", "abc")
+    with pytest.raises(RuntimeError, match="in flight"):
+        add(engine, "a", "abc")
+
+
+def test_a_drafter_that_breaks_its_contract_is_an_error_not_a_wrong_answer() -> None:
+    engine = scripted_engine(is_drafting=True)
+    add(engine, "a", "abcdef")
+    engine.step()
+    assert engine.drafter is not None
+    right = engine.drafter.propose
+
+    def too_long(queries):  # type: ignore[no-untyped-def]
+        trees = right(queries)
+        for tree in trees:
+            for _ in range(20):
+                tree.add(5, len(tree) - 1)
+        return trees
+
+    engine.drafter.propose = too_long  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="at most"):
+        engine.core.step()
+    engine.core.abort_all()
+    engine.assert_clean()
+
+
+def test_metrics_agree_with_what_was_given() -> None:
+    engine = scripted_engine(is_drafting=True, decoding_length=4)
+    add(engine, "a", "abcdefghij", max_tokens=10)
+    add(engine, "b", "abcde##", stop=("##",))
+    engine.run()
+    values = engine.core.metrics.snapshot()
+    last = [engine.deltas(name)[-1].usage for name in ("a", "b")]
+    assert values["requests_finished_total"] == 2
+    assert values["completion_tokens_total"] == sum(u.completion_tokens for u in last if u) == 17
+    assert values["prompt_tokens_total"] == 12
+    assert values["accepted_draft_tokens_total"] <= values["draft_tokens_total"]
+    assert values["steps_total"] == len(engine.runner.batches)
+    assert values["rows_total"] == sum(batch.num_rows for batch in engine.runner.batches)

@@ -1,0 +1,175 @@
+"""The door: every bad input has an error of its own that names field, value and bound; defaults are the model's."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from batchserve.engine.input_processor import InputProcessor
+from batchserve.errors import InvalidRequestError
+from batchserve.request import Request
+from batchserve.runner.loader import LoadedModel, resolve_model
+from batchserve.types import MAX_SEED, SamplingParams, SpeculationParams
+
+VOCAB_SIZE, MAX_MODEL_LEN = 4096, 64
+
+
+def make_processor(*, has_tokenizer: bool = True, **changes: Any) -> InputProcessor:
+    loaded = LoadedModel(
+        model=torch.nn.Module(),  # type: ignore[arg-type]
+        tokenizer=AutoTokenizer.from_pretrained(resolve_model("bundled")) if has_tokenizer else None,
+        name="bundled",
+        dtype=torch.float32,
+        layers=[],
+        vocab_size=VOCAB_SIZE,
+        max_model_len=4096,
+        eos_token_ids=(1, 3),
+        default_temperature=0.0,
+        default_top_k=0,
+        default_top_p=1.0,
+        has_packed_linears=True,
+    )
+    return InputProcessor(dataclasses.replace(loaded, **changes), MAX_MODEL_LEN)
+
+
+@pytest.fixture(scope="module")
+def processor() -> InputProcessor:
+    return make_processor()
+
+
+def submit(processor: InputProcessor, prompt: Any = (5, 6, 7), request_id: str = "r", **params: Any) -> Request:
+    """The whole way through the door."""
+    token_ids = processor.tokenize(prompt)
+    return processor.make_request(request_id, token_ids, SamplingParams(**params), SpeculationParams(), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason", "field", "bound"),
+    [
+        ({"prompt": ""}, "EMPTY_PROMPT", "text", "at least one"),
+        ({"prompt": []}, "EMPTY_PROMPT", "token_ids", "at least one"),
+        ({"prompt": [5, VOCAB_SIZE]}, "TOKEN_ID_OUT_OF_RANGE", "token_ids[1]", "0..4095"),
+        ({"prompt": [-1]}, "TOKEN_ID_OUT_OF_RANGE", "token_ids[0]", "0..4095"),
+        ({"prompt": [2**70]}, "TOKEN_ID_OUT_OF_RANGE", "token_ids[0]", "0..4095"),
+        ({"prompt": [5] * MAX_MODEL_LEN}, "PROMPT_TOO_LONG", "token_ids", "at most 63 tokens"),
+        ({"prompt": "word " * 300}, "PROMPT_TOO_LONG", "text", "at most 63 tokens"),
+        ({"prompt": "x" * 5_000_000}, "PROMPT_TOO_LONG", "text", "at most 63 tokens"),
+        ({"prompt": [5] * 60, "max_tokens": 5}, "CONTEXT_EXCEEDED", "stop.max_tokens", "at most 4"),
+        ({"max_tokens": 0}, "INVALID_MAX_TOKENS", "stop.max_tokens", ">= 1"),
+        ({"max_tokens": -3}, "INVALID_MAX_TOKENS", "stop.max_tokens", ">= 1"),
+        ({"temperature": -1.0}, "INVALID_TEMPERATURE", "sampling_params.temperature", ">= 0"),
+        ({"temperature": math.nan}, "INVALID_TEMPERATURE", "sampling_params.temperature", "finite"),
+        ({"temperature": math.inf}, "INVALID_TEMPERATURE", "sampling_params.temperature", "finite"),
+        ({"top_p": 2.0}, "INVALID_TOP_P", "sampling_params.top_p", "(0, 1]"),
+        ({"top_p": 0.0}, "INVALID_TOP_P", "sampling_params.top_p", "(0, 1]"),
+        ({"top_p": math.nan}, "INVALID_TOP_P", "sampling_params.top_p", "(0, 1]"),
+        ({"top_k": -1}, "INVALID_TOP_K", "sampling_params.top_k", ">= 0"),
+        ({"top_k": VOCAB_SIZE + 1}, "INVALID_TOP_K", "sampling_params.top_k", "at most 4096"),
+        ({"seed": -1}, "INVALID_SEED", "sampling_params.seed", "0.."),
+        ({"seed": MAX_SEED + 1}, "INVALID_SEED", "sampling_params.seed", "0.."),
+        ({"stop": ("ok", "")}, "INVALID_STOP_STRING", "stop.stop_strings[1]", "1..1024"),
+        ({"stop": ("x" * 1025,)}, "INVALID_STOP_STRING", "stop.stop_strings[0]", "1..1024"),
+        ({"stop": ("x",) * 65}, "TOO_MANY_STOP_STRINGS", "stop.stop_strings", "at most 64"),
+        ({"stop_token_ids": (1, 9999)}, "TOKEN_ID_OUT_OF_RANGE", "stop.stop_token_ids[1]", "0..4095"),
+        ({"request_id": "x" * 257}, "INVALID_REQUEST_ID", "request_id", "256"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_bad_input_names_field_value_and_bound(
+    processor: InputProcessor, options: dict[str, Any], reason: str, field: str, bound: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        submit(processor, **options)
+    error = caught.value
+    assert (error.reason, error.field) == (reason, field)
+    assert bound in error.bound
+    assert field in str(error)
+    assert error.bound in str(error)
+    assert len(str(error)) < 400, "a message does not repeat megabytes of input"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prompt": [0]},
+        {"prompt": [VOCAB_SIZE - 1]},
+        {"prompt": [5] * (MAX_MODEL_LEN - 1), "max_tokens": 1},
+        {"prompt": [5] * 60, "max_tokens": 4},
+        {"temperature": 0.0, "top_p": 1.0, "top_k": VOCAB_SIZE, "seed": MAX_SEED},
+        {"temperature": 1e-300, "top_p": 1e-300, "top_k": 0, "seed": 0},
+        {"stop": ("x" * 1024,) * 64, "stop_token_ids": (0, VOCAB_SIZE - 1)},
+        {"request_id": "x" * 256},
+        {"prompt": " "},
+        {"prompt": "\n"},
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_the_bounds_themselves_are_inside(processor: InputProcessor, options: dict[str, Any]) -> None:
+    request = submit(processor, **options)
+    assert request.num_prompt_tokens + request.sampling.max_tokens <= MAX_MODEL_LEN
+
+
+def test_megabytes_are_refused_without_tokenising_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = make_processor()
+    longest = processor._longest_token_chars
+    with monkeypatch.context() as patch:
+        patch.setattr(type(processor._loaded.tokenizer), "__call__", lambda *args, **kwargs: pytest.fail("tokenised"))
+        with pytest.raises(InvalidRequestError, match="at least"):
+            processor.tokenize("x" * (longest * (MAX_MODEL_LEN + 1)))
+
+
+def test_a_text_is_never_refused_that_could_fit() -> None:
+    """The quick look at its length must allow for the longest token of the vocabulary, 63 times."""
+    processor = make_processor()
+    tokenizer = processor._loaded.tokenizer
+    assert tokenizer is not None
+    longest = max((tokenizer.decode([i]) for i in range(10, VOCAB_SIZE)), key=len)
+    text = longest * (MAX_MODEL_LEN - 2)
+    if len(tokenizer(text)["input_ids"]) <= MAX_MODEL_LEN - 1:
+        assert len(processor.tokenize(text)) <= MAX_MODEL_LEN - 1
+
+
+def test_text_is_tokenised_as_the_model_was_trained(processor: InputProcessor) -> None:
+    """With the BOS, and special tokens in the text recognised (the chat template is text)."""
+    assert processor.tokenize("<|user|>hello")[:2] == [0, 2]
+
+
+def test_unset_parameters_are_the_models_own() -> None:
+    sampled = make_processor(default_temperature=0.6, default_top_k=20, default_top_p=0.95)
+    sampling = submit(sampled).sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 20, 0.95)
+    assert sampling.max_tokens == MAX_MODEL_LEN - 3  # to the end of the context
+    assert sampling.end_token_ids == {1, 3}
+    explicit = submit(sampled, temperature=0.0, top_k=0, top_p=1.0).sampling
+    assert (explicit.temperature, explicit.top_k, explicit.top_p) == (0.0, 0, 1.0)  # zero is not "unset"
+
+
+def test_unset_seeds_are_drawn_and_set_ones_kept(processor: InputProcessor) -> None:
+    seeds = {submit(processor).sampling.seed for _ in range(20)}
+    assert len(seeds) == 20
+    assert all(0 <= seed <= MAX_SEED for seed in seeds)
+    assert submit(processor, seed=0).sampling.seed == 0
+
+
+def test_stop_tokens_join_the_eos_and_ignore_eos_leaves_them(processor: InputProcessor) -> None:
+    assert submit(processor, stop_token_ids=(9,)).sampling.end_token_ids == {1, 3, 9}
+    assert submit(processor, stop_token_ids=(9,), ignore_eos=True).sampling.end_token_ids == {9}
+
+
+def test_a_model_without_a_tokenizer_takes_ids_and_neither_text_nor_stop_strings() -> None:
+    bare = make_processor(has_tokenizer=False)
+    assert submit(bare).prompt_token_ids == [5, 6, 7]
+    for options, field in (({"prompt": "hello"}, "text"), ({"stop": ("x",)}, "stop.stop_strings")):
+        with pytest.raises(InvalidRequestError) as caught:
+            submit(bare, **options)
+        assert (caught.value.reason, caught.value.field) == ("NO_TOKENIZER", field)
+
+
+def test_one_stop_string_may_be_given_bare() -> None:
+    assert SamplingParams(stop="ab").stop == ("ab",)  # type: ignore[arg-type]
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]

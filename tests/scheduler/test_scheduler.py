@@ -1,0 +1,334 @@
+"""The scheduler under any traffic: bounds of every step, first come first served, and nobody starves."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from batchserve.config import EngineConfig
+from batchserve.request import Request, RequestStatus
+from batchserve.scheduler.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
+from batchserve.types import SpeculationParams
+from tests.factories import examples, make_request
+
+
+class FakeAllocator:
+    """A KVAllocator of bookkeeping alone, in extents of any size; refuses to be used out of order."""
+
+    def __init__(self, total_tokens: int, extent: int) -> None:
+        self.extent = extent
+        self.total_tokens = total_tokens // extent * extent
+        self.committed: dict[str, int] = {}
+        self.owned: dict[str, int] = {}
+
+    @property
+    def free_tokens(self) -> int:
+        return self.total_tokens - sum(self.owned.values())
+
+    def reservable_tokens(self, request_id: str) -> int:
+        return self.owned.get(request_id, 0) - self.committed.get(request_id, 0) + self.free_tokens
+
+    def reserve(self, request_id: str, num_tokens: int) -> bool:
+        if num_tokens > self.reservable_tokens(request_id):
+            return False
+        wanted = self.committed.setdefault(request_id, 0) + num_tokens
+        self.owned[request_id] = max(self.owned.get(request_id, 0), -(-wanted // self.extent) * self.extent)
+        return True
+
+    def commit(self, request_id: str, rows: Sequence[int]) -> None:
+        self.committed[request_id] += len(rows)
+        assert self.committed[request_id] <= self.owned[request_id], "more rows than were reserved"
+
+    def release(self, request_id: str) -> None:
+        self.owned.pop(request_id, None)
+        self.committed.pop(request_id, None)
+
+    def check_integrity(self, request_ids: Collection[str]) -> None:
+        assert set(self.owned) == set(request_ids)
+        assert 0 <= self.free_tokens <= self.total_tokens
+
+
+class Traffic:
+    """A scheduler with made-up execution behind it: drafts are accepted as told, answers run to max_tokens."""
+
+    def __init__(self, config: EngineConfig, allocator: FakeAllocator, max_model_len: int) -> None:
+        self.config = config
+        self.allocator = allocator
+        self.max_model_len = max_model_len
+        self.scheduler = Scheduler(config, allocator, max_model_len)
+        self.arrivals: dict[str, int] = {}
+        self.finished: list[str] = []
+
+    def add(self, prompt_len: int, max_tokens: int, speculation: SpeculationParams | None = None) -> Request:
+        request_id = f"r{len(self.arrivals)}"
+        self.arrivals[request_id] = len(self.arrivals)
+        request = make_request(request_id, [5] * prompt_len, max_tokens=max_tokens, speculation=speculation)
+        self.scheduler.add(request)
+        return request
+
+    def arrival(self, request: Request) -> int:
+        return self.arrivals[request.request_id]
+
+    def step(self, accepted_share: float = 0.5) -> SchedulerOutput:
+        running_before, waiting_before = list(self.scheduler.running), list(self.scheduler.waiting)
+        plan = self.scheduler.schedule()
+        self.check(plan, running_before, waiting_before)
+        for item in plan.scheduled:
+            self.execute(item, accepted_share)
+        return plan
+
+    def execute(self, item: ScheduledRequest, accepted_share: float) -> None:
+        request, rows = item.request, item.num_scheduled_tokens
+        drafted = 0
+        if item.max_draft_tokens and self.allocator.reserve(request.request_id, rows + item.max_draft_tokens):
+            drafted = item.max_draft_tokens
+        accepted = min(int(accepted_share * (drafted + 1)), drafted, item.max_draft_depth)
+        is_sampled = item.is_sampled
+        self.allocator.commit(request.request_id, range(rows + accepted))
+        request.num_computed_tokens += rows + accepted
+        if is_sampled:
+            request.token_ids += [7] * (accepted + 1)
+        assert request.num_output_tokens <= request.sampling.max_tokens, "more than the client asked for"
+        assert len(request.token_ids) <= self.max_model_len
+        if request.num_output_tokens == request.sampling.max_tokens:
+            self.scheduler.finish(request)
+            self.finished.append(request.request_id)
+
+    def check(self, plan: SchedulerOutput, running_before: list[Request], waiting_before: list[Request]) -> None:
+        config, scheduler = self.config, self.scheduler
+        scheduled = {item.request.request_id: item for item in plan.scheduled}
+        assert len(scheduled) == len(plan.scheduled), "a request is scheduled twice"
+        assert len(scheduler.running) <= config.max_num_seqs
+        assert sum(i.num_scheduled_tokens + i.max_draft_tokens for i in plan.scheduled) <= config.max_num_batched_tokens
+        self.check_order(plan, running_before, waiting_before)
+        for request in scheduler.running:
+            assert request.status is RequestStatus.RUNNING
+            if request.num_pending_tokens == 1:  # whoever decodes gets a row in every step
+                assert request.request_id in scheduled
+        for item in plan.scheduled:
+            self.check_item(item)
+        assert plan.scheduled or not scheduler.running, "a step without progress"
+        self.allocator.check_integrity({r.request_id for r in scheduler.running})
+
+    def check_order(self, plan: SchedulerOutput, running_before: list[Request], waiting_before: list[Request]) -> None:
+        """First come, first served; the newest is preempted, and only for want of memory."""
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        order = [self.arrival(request) for request in [*running, *waiting]]
+        assert order == sorted(order)
+        admitted = [request for request in running if request in waiting_before]
+        if plan.preempted:
+            assert not admitted, "memory is out: nobody may be let in"
+            assert running_before[0] in running, "the oldest request must go on"
+            assert [r for r in running_before if r not in running] == sorted(plan.preempted, key=self.arrival)
+        else:
+            assert running[: len(running_before)] == running_before
+        for request in plan.preempted:
+            assert request.status is RequestStatus.WAITING
+            assert request.num_computed_tokens == 0
+
+    def check_item(self, item: ScheduledRequest) -> None:
+        request, config = item.request, self.config
+        assert request in self.scheduler.running
+        assert 1 <= item.num_scheduled_tokens <= request.num_pending_tokens
+        if config.prefill_chunk_size:
+            assert item.num_scheduled_tokens <= config.prefill_chunk_size
+        reserved = self.allocator.owned[request.request_id] - self.allocator.committed[request.request_id]
+        assert reserved >= item.num_scheduled_tokens
+        if not item.max_draft_tokens:
+            assert item.max_draft_depth == 0
+            return
+        assert request.num_pending_tokens == 1
+        assert request.speculation.is_enabled
+        assert item.max_draft_tokens <= config.decoding_length
+        if request.speculation.max_draft_tokens is not None:
+            assert item.max_draft_tokens <= request.speculation.max_draft_tokens
+        assert 1 <= item.max_draft_depth <= config.branch_length
+        # All drafts accepted and the bonus token: still within what may be given.
+        assert item.max_draft_depth + 1 <= request.sampling.max_tokens - request.num_output_tokens
+        assert item.max_draft_depth + 1 <= self.max_model_len - len(request.token_ids)
+
+    def run_to_the_end(self, accepted_share: float = 0.0) -> int:
+        """Steps until nobody is left; every step gives the oldest request a token or a chunk, so there is a bound."""
+        requests = [*self.scheduler.running, *self.scheduler.waiting]
+        bound = 10 + sum(2 * len(r.prompt_token_ids) + 2 * r.sampling.max_tokens for r in requests) * (
+            len(requests) + 1
+        )
+        steps = 0
+        while self.scheduler.has_requests:
+            self.step(accepted_share)
+            steps += 1
+            assert steps <= bound, "a request starves"
+        return steps
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        max_num_seqs=st.integers(1, 5),
+        spare_rows=st.integers(1, 30),
+        chunk=st.sampled_from([None, 1, 3, 8]),
+        decoding_length=st.integers(0, 6),
+        branch_length=st.integers(1, 4),
+        extent=st.sampled_from([1, 4, 16]),
+        memory=st.integers(3, 12),
+    )
+    def start(
+        self,
+        max_num_seqs: int,
+        spare_rows: int,
+        chunk: int | None,
+        decoding_length: int,
+        branch_length: int,
+        extent: int,
+        memory: int,
+    ) -> None:
+        config = EngineConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + spare_rows,
+            prefill_chunk_size=chunk,
+            decoding_length=decoding_length,
+            branch_length=branch_length,
+        )
+        allocator = FakeAllocator(memory * 16, extent)
+        self.max_model_len = min(60, allocator.total_tokens)
+        self.traffic = Traffic(config, allocator, self.max_model_len)
+
+    @rule(
+        prompt_share=st.floats(0, 1),
+        max_tokens_share=st.floats(0, 1),
+        is_enabled=st.booleans(),
+        max_draft_tokens=st.one_of(st.none(), st.integers(0, 8)),
+    )
+    def add(self, prompt_share: float, max_tokens_share: float, is_enabled: bool, max_draft_tokens: int | None) -> None:
+        prompt_len = 1 + int(prompt_share * (self.max_model_len - 2))
+        max_tokens = 1 + int(max_tokens_share * (self.max_model_len - prompt_len - 1))
+        self.traffic.add(prompt_len, max_tokens, SpeculationParams(is_enabled, max_draft_tokens))
+
+    @rule(share=st.floats(0, 1))
+    def step(self, share: float) -> None:
+        self.traffic.step(share)
+
+    @precondition(lambda self: self.traffic.scheduler.has_requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(list(self.traffic.scheduler.requests())))
+        self.traffic.scheduler.finish(request)
+        assert request.is_finished
+        assert request.request_id not in self.traffic.allocator.owned
+
+    @invariant()
+    def only_running_requests_own_memory(self) -> None:
+        if hasattr(self, "traffic"):
+            self.traffic.allocator.check_integrity({r.request_id for r in self.traffic.scheduler.running})
+
+    def teardown(self) -> None:
+        if hasattr(self, "traffic"):
+            self.traffic.run_to_the_end()
+            assert self.traffic.allocator.free_tokens == self.traffic.allocator.total_tokens
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = examples(120, stateful_step_count=30)
+
+
+@pytest.mark.slow
+class TestSchedulerAtLength(SchedulerMachine.TestCase):
+    settings = examples(2000, stateful_step_count=80)
+
+
+def make_traffic(total_tokens: int = 4096, max_model_len: int = 256, extent: int = 1, **options: object) -> Traffic:
+    config = EngineConfig(**options)  # type: ignore[arg-type]
+    return Traffic(config, FakeAllocator(total_tokens, extent), max_model_len)
+
+
+def test_a_long_prompt_does_not_hold_up_those_who_decode() -> None:
+    traffic = make_traffic(max_num_seqs=4, max_num_batched_tokens=16, decoding_length=4)
+    traffic.add(3, 20)
+    traffic.step()
+    traffic.add(200, 5)
+    for _ in range(10):
+        decoding, prefilling = traffic.step(0.0).scheduled
+        assert decoding.num_scheduled_tokens == 1
+        assert decoding.max_draft_tokens > 0
+        assert prefilling.num_scheduled_tokens >= 8  # drafts may take half of a busy step, not more
+
+
+def test_requests_join_and_leave_at_every_step() -> None:
+    traffic = make_traffic(max_num_seqs=2, max_num_batched_tokens=64, decoding_length=0)
+    first, second, third = traffic.add(4, 3), traffic.add(4, 1), traffic.add(4, 1)
+    assert [i.request for i in traffic.step().scheduled] == [first, second]
+    assert [i.request for i in traffic.step().scheduled] == [first, third]  # the place of the second, at once
+    fourth = traffic.add(4, 1)
+    assert [i.request for i in traffic.step().scheduled] == [first, fourth]
+
+
+def test_short_requests_do_not_overtake_one_that_waits_for_memory() -> None:
+    traffic = make_traffic(total_tokens=100, max_model_len=100, max_num_seqs=8, decoding_length=0)
+    traffic.add(60, 10)
+    traffic.step()
+    large, small = traffic.add(80, 1), traffic.add(2, 1)
+    for _ in range(5):
+        plan = traffic.step()
+        assert {large, small}.isdisjoint(i.request for i in plan.scheduled)
+    traffic.run_to_the_end()
+    assert traffic.finished == ["r0", "r1", "r2"]
+
+
+def test_two_that_outgrow_the_memory_both_finish_and_only_the_newer_is_preempted() -> None:
+    traffic = make_traffic(total_tokens=128, max_model_len=128, extent=64, max_num_seqs=2)
+    first, second = traffic.add(50, 60), traffic.add(50, 60)
+    traffic.run_to_the_end()
+    assert traffic.finished == [first.request_id, second.request_id]
+    assert (first.num_preemptions, second.num_preemptions) == (0, 1)
+
+
+def test_nobody_is_preempted_for_a_guess() -> None:
+    """Drafts take what is free: with room for one more token each, both go on and neither drafts."""
+    traffic = make_traffic(total_tokens=24, max_model_len=24, max_num_seqs=2, decoding_length=8)
+    traffic.add(10, 10), traffic.add(10, 10)
+    traffic.step()
+    plan = traffic.step()
+    assert not plan.preempted
+    assert [item.num_scheduled_tokens for item in plan.scheduled] == [1, 1]
+    assert sum(item.max_draft_tokens for item in plan.scheduled) <= 4
+
+
+def test_the_same_traffic_gives_the_same_plans() -> None:
+    def plans() -> list[list[tuple[str, int, int, int]]]:
+        traffic = make_traffic(total_tokens=200, max_model_len=100, extent=16, max_num_seqs=3, prefill_chunk_size=7)
+        seen = []
+        for i in range(40):
+            if i % 4 == 0:
+                traffic.add(5 + 3 * i % 40, 1 + i % 20)
+            plan = traffic.step(0.7)
+            seen.append(
+                [
+                    (s.request.request_id, s.num_scheduled_tokens, s.max_draft_tokens, s.max_draft_depth)
+                    for s in plan.scheduled
+                ]
+            )
+        return seen
+
+    assert plans() == plans()
+
+
+def test_deadlines_are_found_waiting_and_running() -> None:
+    traffic = make_traffic(max_num_seqs=1)
+    running, waiting, patient = traffic.add(3, 9), traffic.add(3, 9), traffic.add(3, 9)
+    running.deadline_s, waiting.deadline_s = 10.0, 5.0
+    traffic.step(0.0)
+    assert list(traffic.scheduler.expired(4.9)) == []
+    assert list(traffic.scheduler.expired(5.0)) == [waiting]
+    assert list(traffic.scheduler.expired(11.0)) == [running, waiting]
+    assert patient.deadline_s is None
+
+
+def test_a_request_that_has_ended_has_no_legal_transition() -> None:
+    traffic = make_traffic()
+    request = traffic.add(3, 1)
+    traffic.run_to_the_end()
+    for status in RequestStatus:
+        with pytest.raises(RuntimeError, match="illegal transition"):
+            request.move_to(status)
