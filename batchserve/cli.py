@@ -68,6 +68,7 @@ ENGINE_OPTIONS = {
     "kv_cache_memory": Option(
         "memory for K/V, such as 2GiB or 512MiB", is_size=True, default_text="a quarter of what is free at start"
     ),
+    "num_threads": Option("compute threads on a CPU", default_text="what measures fastest at start"),
     "batch_invariant": Option("answers that are bitwise the same in any batch, at a price in speed"),
     "trust_remote_code": Option("run modelling code that comes with the model"),
     "served_model_name": Option("the name that requests may give", default_text="the value of --model"),

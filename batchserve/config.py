@@ -13,7 +13,7 @@ MiB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything the engine needs to know; see docs/options.md for what each option costs and buys.
+    """Everything the engine needs to know; `batchserve serve --help` explains each option.
 
     model: a local folder, a hub id, or "bundled".
     kv_cache_memory: bytes for K/V; None takes a quarter of the memory that is free at start.
@@ -21,6 +21,7 @@ class EngineConfig:
     max_num_batched_tokens: rows of one step, prefill chunks, drafts and plain rows together.
     prefill_chunk_size: the most prompt tokens of one request in one step; None: only the step's bound.
     decoding_length: draft tokens of one request in one step.
+    num_threads: compute threads on a CPU; None takes what measures fastest at start.
     """
 
     model: str = "bundled"
@@ -35,6 +36,7 @@ class EngineConfig:
     max_waiting: int = 256
     max_model_len: int | None = None
     kv_cache_memory: int | None = None
+    num_threads: int | None = None
     batch_invariant: bool = False
     trust_remote_code: bool = False
     served_model_name: str | None = None
@@ -42,7 +44,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "branch_length"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("prefill_chunk_size", "max_model_len", "kv_cache_memory"):
+        for name in ("prefill_chunk_size", "max_model_len", "kv_cache_memory", "num_threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         _at_least("decoding_length", self.decoding_length, 0)

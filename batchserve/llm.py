@@ -51,6 +51,7 @@ class LLM:
         requests = self._requests(_as_list(prompts), sampling_params, speculation or SpeculationParams())
         collectors = {r.request_id: OutputCollector(r.prompt_token_ids) for r in requests}
         errors: list[BatchserveError] = []
+        self._core.runner.bind_thread()
         with _progress_bar(len(requests), show_progress) as advance:
 
             def collect(events: list[Event]) -> None:

@@ -77,6 +77,12 @@ class SpeculationParams:
     is_enabled: bool = True
     max_draft_tokens: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.max_draft_tokens is not None and self.max_draft_tokens < 0:
+            raise InvalidRequestError(
+                "INVALID_MAX_DRAFT_TOKENS", "speculation.max_draft_tokens", self.max_draft_tokens, ">= 0"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:

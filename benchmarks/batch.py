@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import random
 import statistics
 import tempfile
@@ -62,7 +63,9 @@ def median_gap(times: list[float]) -> float:
 
 
 @torch.inference_mode()
-def run_transformers(model: Any, prompts: list[list[int]], max_tokens: int, ignore_eos: bool) -> Run:
+def run_transformers(model: Any, prompts: list[list[int]], params: SamplingParams, threads: int) -> Run:
+    max_tokens, ignore_eos = params.max_tokens or 1, params.ignore_eos
+    torch.set_num_threads(threads)
     longest = max(len(p) for p in prompts)
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
@@ -110,9 +113,9 @@ def run_batchserve(llm: LLM, prompts: list[list[int]], params: SamplingParams, d
 
 def measure(llm: LLM, model: Any, prompts: list[list[int]], params: SamplingParams, rounds: int) -> dict[str, Any]:
     """Every contender once a round, in a new order each time; the first round warms up and is not counted."""
-    max_tokens = params.max_tokens or 1
     contenders: dict[str, Any] = {
-        "transformers": lambda: run_transformers(model, prompts, max_tokens, params.ignore_eos)
+        f"transformers_{n}_threads": lambda n=n: run_transformers(model, prompts, params, n)
+        for n in {1, os.cpu_count() or 1}
     }
     contenders["off"] = lambda: run_batchserve(llm, prompts, params, 0)
     for length in LENGTHS:
@@ -124,7 +127,13 @@ def measure(llm: LLM, model: Any, prompts: list[list[int]], params: SamplingPara
             run = contenders[name]()
             if number:
                 runs[name].append(run)
-    best = max(LENGTHS, key=lambda n: statistics.median(r.tokens_per_s for r in runs[f"on_{n}"]))
+
+    def speed(name: str) -> float:
+        return statistics.median(run.tokens_per_s for run in runs[name])
+
+    best = max(LENGTHS, key=lambda n: speed(f"on_{n}"))
+    # transformers, too, gets the number of threads that suits it best.
+    runs["transformers"] = runs[max((n for n in runs if n.startswith("transformers")), key=speed)]
     return {
         "best_length": best,
         "off_over_transformers": ratio(runs["off"], runs["transformers"]),

@@ -64,7 +64,7 @@ class AsyncEngine:
         self._max_waiting = config.max_waiting
         self._streams: dict[str, _Stream] = {}
         self._inbox: queue.SimpleQueue[_Add | _Abort | None] = queue.SimpleQueue()
-        self._closed: BatchserveError | None = None
+        self._closed: BatchserveError | None = None  # raised with a fresh traceback each time: it is shared
         self._is_empty = asyncio.Event()
         self._is_empty.set()
         self._has_failed = asyncio.Event()
@@ -123,14 +123,14 @@ class AsyncEngine:
                 None if deadline_s is None else arrival_s + deadline_s,
             )
             if self._closed is not None:
-                raise self._closed
+                raise self._closed.with_traceback(None)
             stream.request = request
             self._inbox.put(_Add(request))
             yield Started(request_id, len(token_ids))
             while True:
                 event = await stream.events.get()
                 if isinstance(event, BatchserveError):
-                    raise event
+                    raise event.with_traceback(None)
                 yield event
                 if event.finish_reason is not None:
                     return
@@ -164,6 +164,8 @@ class AsyncEngine:
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests with UnavailableError and wait for those in flight; True if all ended in time."""
         self._closed = self._closed or UnavailableError("the server is draining: it takes no new requests")
+        if self._is_empty.is_set():  # Python 3.11's wait_for times out at 0 without looking
+            return True
         try:
             await asyncio.wait_for(self._is_empty.wait(), timeout_s)
         except TimeoutError:
@@ -189,7 +191,7 @@ class AsyncEngine:
 
     def _check_door(self, request_id: str, model: str) -> None:
         if self._closed is not None:
-            raise self._closed
+            raise self._closed.with_traceback(None)
         if model and model != self._info.name:
             raise UnknownModelError(model, self._info.name)
         if request_id in self._streams:
@@ -236,6 +238,7 @@ class AsyncEngine:
             logger.warning("event loop closed; %d events dropped", len(events))
 
     def _run(self) -> None:
+        self._core.runner.bind_thread()
         is_going_on = True
         while is_going_on:
             try:

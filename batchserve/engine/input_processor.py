@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import secrets
 from typing import TYPE_CHECKING
 
@@ -32,15 +33,16 @@ class InputProcessor:
         if isinstance(prompt, str):
             ids = self._tokenize_text(prompt)
         else:
-            ids = list(prompt)
+            ids = _integers(prompt)
             self._check_ids("token_ids", ids)
-            if not ids:
-                raise InvalidRequestError("EMPTY_PROMPT", "token_ids", ids, "at least one token")
+        field = "text" if isinstance(prompt, str) else "token_ids"
+        if not ids:  # some tokenizers make nothing of a text of spaces
+            raise InvalidRequestError("EMPTY_PROMPT", field, prompt, "at least one token")
         # One place is left for the token that is to be generated.
         if len(ids) > self._max_model_len - 1:
             raise InvalidRequestError(
                 "PROMPT_TOO_LONG",
-                "text" if isinstance(prompt, str) else "token_ids",
+                field,
                 f"{len(ids)} tokens",
                 f"at most {self._max_model_len - 1} tokens (max_model_len - 1)",
             )
@@ -119,6 +121,14 @@ class InputProcessor:
             )
         sampling = self.resolve(params, len(prompt_token_ids))
         return Request(request_id, prompt_token_ids, sampling, arrival_s, speculation, deadline_s)
+
+
+def _integers(token_ids: Sequence[int]) -> list[int]:
+    """Plain ints, from NumPy's too; a float is refused, not cut off."""
+    try:
+        return [operator.index(token_id) for token_id in token_ids]
+    except TypeError:
+        raise InvalidRequestError("INVALID_TOKEN_IDS", "token_ids", token_ids, "integers") from None
 
 
 def _longest_token(tokenizer: PreTrainedTokenizerBase | None) -> int:

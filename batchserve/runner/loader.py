@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from batchserve.attention import interface
@@ -100,7 +101,7 @@ def _load_weights(source: str, dtype: torch.dtype, config: EngineConfig) -> PreT
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         known = _known_architecture(source, config)
         if known is not None:
             raise UnsupportedModelError(f"model = {config.model!r} ({known}): cannot be loaded: {error}") from error

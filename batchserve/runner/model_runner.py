@@ -34,7 +34,12 @@ class ModelRunner:
 
     def __init__(self, loaded: LoadedModel, backend: AttentionBackend) -> None:
         self.backend = backend
+        self.num_threads = torch.get_num_threads()
         self._model = loaded.model
+
+    def bind_thread(self) -> None:
+        """Give the calling thread its compute threads: OpenMP keeps their number per thread."""
+        torch.set_num_threads(self.num_threads)
 
     def launch(self, batch: RaggedBatch) -> StepHandle:
         return StepHandle(self, batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -301,28 +302,41 @@ async def test_a_cancelled_generate_aborts_its_request(rig: Rig) -> None:
     await rig.finishes()
 
 
-async def test_a_storm_of_cancellations_at_every_turn_of_the_loop(rig: Rig) -> None:
-    """100 clients, each gone after another number of turns, while one patient client is served."""
-    patient = asyncio.create_task(collect(rig, "patient", SamplingParams(temperature=0.0, max_tokens=60)))
+async def test_a_storm_of_cancellations_at_every_event_and_turn_of_the_loop(rig: Rig) -> None:
+    """100 clients in ten waves under the same ten ids, each gone at another moment, beside one who stays."""
+    patient = asyncio.create_task(collect(rig, "patient", LONG))
     outcomes: list[str] = []
 
     async def impatient(i: int) -> None:
-        task = asyncio.create_task(collect(rig, f"r{i % 40}", SamplingParams(temperature=1.0, max_tokens=3 + i % 30)))
-        for _ in range(i % 25):
+        num_events, num_turns = i % 7, i % 11
+        seen = asyncio.Semaphore(0)
+
+        async def listen() -> None:
+            try:
+                async with rig.stream(f"r{i % 10}", SamplingParams(temperature=1.0, max_tokens=8)) as events:
+                    async for _ in events:
+                        seen.release()
+            finally:
+                for _ in range(num_events):  # nobody waits for an event that will not come
+                    seen.release()
+
+        task = asyncio.create_task(listen())
+        for _ in range(num_events):
+            await seen.acquire()
+        for _ in range(num_turns):
             await asyncio.sleep(0)
         task.cancel()
-        try:
-            await task
-            outcomes.append("finished")
-        except asyncio.CancelledError:
-            outcomes.append("cancelled")
-        except (QueueFullError, DuplicateRequestError) as error:
-            outcomes.append(error.reason)
+        await asyncio.wait([task])
+        outcomes.append("cancelled" if task.cancelled() else "failed" if task.exception() else "finished")
 
-    await asyncio.gather(*(impatient(i) for i in range(100)))
+    for wave in range(10):
+        await asyncio.gather(*(impatient(10 * wave + i) for i in range(10)))
+        assert rig.engine.num_in_flight == 1
     assert len(outcomes) == 100
-    assert outcomes.count("cancelled") > 20
-    assert (await patient)[-1].finish_reason is not None
+    assert "failed" not in outcomes
+    assert outcomes.count("cancelled") > 50
+    patient.cancel()
+    await asyncio.wait([patient])
     await rig.finishes()
 
 
@@ -350,7 +364,8 @@ async def test_deadlines_end_queued_and_running_requests_with_their_error(
     for _ in range(2):
         await rig.gate.arrival()
         rig.gate.let_one_through()
-    assert all(isinstance(await anext(stream), Delta) for stream in running)
+    for stream in running:
+        assert isinstance(await anext(stream), Delta)
     monkeypatch.setattr(rig.built.core, "_clock", lambda: float("inf"))
     rig.gate.open()
     for stream in [*running, queued]:
@@ -427,3 +442,47 @@ async def test_a_fault_ends_those_in_flight_and_the_engine_serves_on(
     assert "a bit fell over" not in str(results[0])  # the log knows; the client need not
     assert len(await collect(rig, "r0")) > 1
     await rig.finishes()
+
+
+@pytest.mark.parametrize("broken", ["check_integrity", "abort_all"])
+async def test_an_engine_that_cannot_recover_ends_everyone_too_and_refuses_the_next(
+    built: BuiltEngine, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """A step fails, and so does the cleaning up: every accepted request still gets its one end."""
+    engine, core, num_steps = AsyncEngine(built, CONFIG), built.core, 0
+
+    def failing(*args: object) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        monkeypatch.setattr(core, broken, failing_too)
+        raise RuntimeError("a step failed")
+
+    def failing_too(*args: object) -> None:
+        raise RuntimeError("broken beyond repair")
+
+    monkeypatch.setattr(core, "step", failing)
+    tasks = [asyncio.create_task(engine.generate(PROMPT, LONG)) for _ in range(5)]
+    done, pending = await asyncio.wait(tasks, timeout=20)
+    for task in pending:
+        task.cancel()
+    assert not pending, "these clients would wait for ever"
+    assert all(isinstance(task.exception(), EngineFaultError) for task in done)
+    with pytest.raises(EngineFaultError):
+        await engine.generate(PROMPT, LONG)
+    assert engine.num_in_flight == 0
+    await engine.shutdown()
+    assert num_steps == 1, "a broken engine goes on stepping"
+    monkeypatch.undo()
+    core.abort_all()
+    assert_clean(built)
+
+
+async def test_refusals_do_not_pile_up_in_one_exception(rig: Rig) -> None:
+    """A closed engine may refuse for hours: each refusal is its own, or tracebacks would keep every prompt alive."""
+    await rig.engine.drain(1.0)
+    depths = []
+    for _ in range(5):
+        with pytest.raises(UnavailableError) as caught:
+            await rig.engine.generate(PROMPT, SHORT)
+        depths.append(len(list(traceback.walk_tb(caught.value.__traceback__))))
+    assert len(set(depths)) == 1, depths

@@ -23,7 +23,7 @@ TEXTS = [
     "def f(x):\n    return {'a': x,\t'b': [1, 2]}\n\n\n",
     "  leading and trailing spaces   ",
     "\ufffd a real replacement character \ufffd",
-    "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 😀😀😀",
+    "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 😀😀😀",  # noqa: RUF001
 ]
 
 

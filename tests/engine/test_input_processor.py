@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -54,6 +55,9 @@ def submit(processor: InputProcessor, prompt: Any = (5, 6, 7), request_id: str =
         ({"prompt": ""}, "EMPTY_PROMPT", "text", "at least one"),
         ({"prompt": []}, "EMPTY_PROMPT", "token_ids", "at least one"),
         ({"prompt": [5, VOCAB_SIZE]}, "TOKEN_ID_OUT_OF_RANGE", "token_ids[1]", "0..4095"),
+        ({"prompt": [5.7, 6]}, "INVALID_TOKEN_IDS", "token_ids", "integers"),
+        ({"prompt": [5, "6"]}, "INVALID_TOKEN_IDS", "token_ids", "integers"),
+        ({"prompt": [None]}, "INVALID_TOKEN_IDS", "token_ids", "integers"),
         ({"prompt": [-1]}, "TOKEN_ID_OUT_OF_RANGE", "token_ids[0]", "0..4095"),
         ({"prompt": [2**70]}, "TOKEN_ID_OUT_OF_RANGE", "token_ids[0]", "0..4095"),
         ({"prompt": [5] * MAX_MODEL_LEN}, "PROMPT_TOO_LONG", "token_ids", "at most 63 tokens"),
@@ -112,6 +116,33 @@ def test_bad_input_names_field_value_and_bound(
 def test_the_bounds_themselves_are_inside(processor: InputProcessor, options: dict[str, Any]) -> None:
     request = submit(processor, **options)
     assert request.num_prompt_tokens + request.sampling.max_tokens <= MAX_MODEL_LEN
+
+
+def test_token_ids_of_numpy_become_plain_integers(processor: InputProcessor) -> None:
+    token_ids = processor.tokenize(np.array([5, 6, 7]))  # type: ignore[arg-type]
+    assert token_ids == [5, 6, 7]
+    assert all(type(token_id) is int for token_id in token_ids)
+
+
+def test_a_text_of_which_the_tokenizer_makes_nothing_is_an_empty_prompt() -> None:
+    class Stripping:
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [5] * len(text.strip())}
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 5}
+
+    processor = make_processor(tokenizer=Stripping())
+    assert processor.tokenize(" a ") == [5]
+    with pytest.raises(InvalidRequestError) as caught:
+        processor.tokenize("   ")
+    assert (caught.value.reason, caught.value.field) == ("EMPTY_PROMPT", "text")
+
+
+def test_a_negative_cap_on_drafts_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=r"speculation.max_draft_tokens = -1: must be >= 0"):
+        SpeculationParams(max_draft_tokens=-1)
+    assert SpeculationParams(max_draft_tokens=0).max_draft_tokens == 0
 
 
 def test_megabytes_are_refused_without_tokenising_them(monkeypatch: pytest.MonkeyPatch) -> None:

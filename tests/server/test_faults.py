@@ -28,9 +28,16 @@ def _fail_once(served: Served, name: str) -> None:
 
 
 async def _in_flight(served: Served, count: int) -> list[asyncio.Task[Any]]:
-    tasks = [asyncio.create_task(failure_of(served.client.stream(ask(max_tokens=400)))) for _ in range(count)]
-    await until(lambda: served.engine.num_in_flight == count)
-    return tasks
+    """Streams that have had their first tokens: the core has them all."""
+    calls = [aiter(served.client.stub.StreamGenerate(ask(max_tokens=400))) for _ in range(count)]
+    for call in calls:
+        assert (await anext(call)).WhichOneof("event") == "started"
+        assert (await anext(call)).WhichOneof("event") == "delta"
+    return [asyncio.create_task(failure_of(_rest(call))) for call in calls]
+
+
+async def _rest(call: Any) -> list[Any]:
+    return [message async for message in call]
 
 
 @pytest.mark.parametrize("name", ["step", "add"])

@@ -157,6 +157,21 @@ async def test_reflection_lists_the_service_unless_switched_off(fake: Served):
         assert failed.code is grpc.StatusCode.UNIMPLEMENTED
 
 
+@pytest.mark.slow
+async def test_keepalive_without_calls_is_permitted(fake: Served):
+    """gRPC's default policy answers the third ping with GOAWAY too_many_pings."""
+    options = [
+        ("grpc.keepalive_time_ms", 10_000),  # clients ping no more often
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    async with grpc.aio.insecure_channel(fake.address, options=options) as channel:
+        await channel.channel_ready()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(channel.wait_for_state_change(grpc.ChannelConnectivity.READY), 45)
+
+
 async def test_a_port_in_use_is_a_config_error(fake: Served):
     port = int(fake.address.rsplit(":", 1)[1])
     second = GenerationServer(ServerConfig(port=port), "test")

@@ -117,13 +117,13 @@ async def test_cancel_storm(serve_tiny: Serve, seed: int, memory: int):
     small = {"max_num_batched_tokens": 64, "prefill_chunk_size": 16, "max_model_len": 448}
     async with serve_tiny(max_num_seqs=6, max_waiting=200, kv_cache_memory=memory, **small) as served:
         prompts = [[rng.randrange(3, 128) for _ in range(rng.randint(1, 100))] for _ in range(5)]
-        wanted = [(await served.client.generate(ask(*prompt, max_tokens=40))).token_ids for prompt in prompts]
+        wanted = [(await served.client.generate(ask(*prompt, max_tokens=120))).token_ids for prompt in prompts]
         storm = [_leave_early(served, prompts[i % 5], rng.random(), i % 4) for i in range(80)]
-        stay = [served.client.generate(ask(*prompt, max_tokens=40)) for prompt in prompts * 3]
+        stay = [served.client.generate(ask(*prompt, max_tokens=120)) for prompt in prompts * 3]
         results = await asyncio.gather(*storm, *stay)
         assert [answer.token_ids for answer in results[80:]] == wanted * 3
         await served.settle()
-        assert (await served.client.generate(ask(*prompts[0], max_tokens=40))).token_ids == wanted[0]
+        assert (await served.client.generate(ask(*prompts[0], max_tokens=120))).token_ids == wanted[0]
         if memory < MiB:
             assert served.engine.metrics.snapshot()["preemptions_total"] > 0
 

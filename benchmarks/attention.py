@@ -1,0 +1,87 @@
+"""Where the compiled kernel beats SDPA over slabs: microseconds a layer, for the choice in attention/cpu.py.
+
+python -m benchmarks.attention [--runs 50]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.common import spread, write_results
+
+import numpy as np  # isort: skip
+import torch  # isort: skip
+
+from batchserve.attention.base import AttentionParams, LayerShape, Span
+from batchserve.attention.cpu import CpuBackend
+from batchserve.attention.slab import SlabAllocator
+
+# (requests, rows each, context), (heads, K/V heads)
+CASES = [(1, 1, 256), (4, 1, 256), (16, 1, 128), (16, 1, 256), (16, 1, 1024), (1, 9, 256), (16, 5, 256), (1, 256, 0)]
+HEADS = {"bundled": (4, 2), "90m": (12, 4)}
+DIM = 64
+
+
+def contender(
+    dtype: torch.dtype, heads: tuple[int, int], case: tuple[int, int, int], kernel: bool
+) -> Callable[[], Any]:
+    """One layer's attend() of one step, masks cached as between the layers of a step."""
+    requests, rows, context = case
+    num_heads, num_kv_heads = heads
+    allocator = SlabAllocator([LayerShape(num_kv_heads, DIM, DIM)], dtype, requests * (context + rows + 64))
+    backend = CpuBackend(allocator, num_heads, has_kernel=kernel, batch_invariant=kernel)
+    spans = []
+    parents = np.arange(-1, rows - 1, dtype=np.int32)
+    for i in range(requests):
+        allocator.reserve(str(i), context + rows)
+        for plane in allocator.planes(str(i), 0):
+            plane.normal_()
+        allocator.commit(str(i), range(context))
+        spans.append(Span(str(i), i * rows, context, parents, context + np.arange(rows), is_chain=True))
+    backend.begin(spans)
+    query = torch.randn(1, requests * rows, num_heads, DIM).to(dtype).transpose(1, 2)
+    key, value = (torch.randn(1, requests * rows, num_kv_heads, DIM).to(dtype).transpose(1, 2) for _ in range(2))
+    params = AttentionParams(DIM**-0.5)
+    return lambda: backend.attend(0, query, key, value, params)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=50)
+    args = parser.parse_args()
+    rows = []
+    for name, heads in HEADS.items():
+        for case in CASES:
+            calls = {kind: contender(torch.bfloat16, heads, case, kind == "kernel") for kind in ("sdpa", "kernel")}
+            times: dict[str, list[float]] = {kind: [] for kind in calls}
+            for number in range(args.runs + 3):
+                for kind, call in calls.items():
+                    start = time.perf_counter()
+                    call()
+                    if number >= 3:
+                        times[kind].append((time.perf_counter() - start) * 1e6)
+            requests, count, context = case
+            row: dict[str, Any] = {
+                "shape": name,
+                "requests": requests,
+                "rows_each": count,
+                "context": context,
+                "work_each": count * heads[0] * (context + count),
+                "sdpa_us": spread(times["sdpa"]),
+                "kernel_us": spread(times["kernel"]),
+            }
+            rows.append(row)
+            sdpa, kernel = row["sdpa_us"]["median"], row["kernel_us"]["median"]
+            print(
+                f"{name:8} {requests:3} x {count:3} rows, context {context:5}, work each {row['work_each']:7}: "
+                f"SDPA {sdpa:7.0f} us, kernel {kernel:7.0f} us",
+                flush=True,
+            )
+    write_results("attention", {"dtype": "bfloat16", "head_dim": DIM, "cases": rows})
+
+
+if __name__ == "__main__":
+    main()

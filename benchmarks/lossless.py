@@ -1,0 +1,129 @@
+"""How lossless the default level is, and what `batch_invariant` costs.
+
+    python -m benchmarks.lossless [--prompts 600] [--rounds 5]
+
+Speculation on (16 requests at once, trie drafts) against off (4 at once) on the bundled model's own tasks, greedy and
+sampled, in fp32 and bf16. A request is compared up to its first difference; there the plain transformers forward says
+whether the token is a near-tie (batchserve/sampling/near_tie.py) or wrong. Under `batch_invariant` there must be none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from typing import Any
+
+from benchmarks.common import chat_prompts, spread, write_results
+
+import torch  # isort: skip
+from transformers import AutoModelForCausalLM  # isort: skip
+
+from batchserve import LLM, RequestOutput, SamplingParams, SpeculationParams
+from batchserve.runner.loader import resolve_model
+from batchserve.sampling.near_tie import is_near_tie, rounding_bound
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.8, "top_p": 0.95},
+    "sampled_hot": {"temperature": 1.2},
+}
+
+
+def parameters(mode: str, count: int) -> list[SamplingParams]:
+    return [SamplingParams(**MODES[mode], seed=i, max_tokens=160) for i in range(count)]
+
+
+def first_difference(a: list[int], b: list[int]) -> int | None:
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return None if len(a) == len(b) else min(len(a), len(b))
+
+
+class Judge:
+    """Says whether a token that differs could be rounding's fault."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm, self.dtype = llm, llm.info.dtype
+        self.model = AutoModelForCausalLM.from_pretrained(resolve_model("bundled"), dtype=getattr(torch, self.dtype))
+
+    @torch.inference_mode()
+    def is_near_tie(self, output: RequestOutput, place: int, params: SamplingParams) -> bool:
+        ids = output.prompt_token_ids + output.token_ids[:place]
+        logits = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].float().numpy()
+        token = output.token_ids[place] if place < len(output.token_ids) else self.llm.info.eos_token_ids[0]
+        sampling = self.llm._processor.resolve(params, len(output.prompt_token_ids))
+        return is_near_tie(logits, token, len(ids), sampling, rounding_bound(self.dtype, logits))
+
+
+def compare(
+    llm: LLM, on: list[RequestOutput], off: list[RequestOutput], params: list[SamplingParams]
+) -> dict[str, Any]:
+    judge = Judge(llm)
+    tokens = near_ties = wrong = 0
+    for a, b, param in zip(on, off, params, strict=True):
+        place = first_difference(a.token_ids, b.token_ids)
+        tokens += len(a.token_ids) if place is None else place + 1
+        if place is not None:
+            is_fine = judge.is_near_tie(a, place, param)
+            near_ties, wrong = near_ties + is_fine, wrong + (not is_fine)
+    return {
+        "tokens_compared": tokens,
+        "near_ties": near_ties,
+        "near_ties_per_million": round(near_ties / tokens * 1e6, 1),
+        "wrong_tokens": wrong,
+    }
+
+
+def engine(dtype: str, seqs: int, *, invariant: bool) -> LLM:
+    return LLM("bundled", dtype=dtype, max_num_seqs=seqs, batch_invariant=invariant, decoding_length=8)
+
+
+def generate(llm: LLM, prompts: list[str], params: list[SamplingParams], *, on: bool) -> list[RequestOutput]:
+    return llm.generate(prompts, params, speculation=SpeculationParams(on), show_progress=False)
+
+
+def price(dtype: str, prompts: list[str], rounds: int) -> dict[str, Any]:
+    """tokens/s of batch_invariant over the default level, in pairs, speculation off and on."""
+    engines = {name: engine(dtype, 16, invariant=name == "invariant") for name in ("default", "invariant")}
+    ratios: dict[str, list[float]] = {"off": [], "on": []}
+    rng = random.Random(0)
+    for number in range(rounds + 1):
+        for mode in ratios:
+            seconds = {}
+            for name in rng.sample(list(engines), 2):
+                start = time.perf_counter()
+                generate(engines[name], prompts, parameters("greedy", len(prompts)), on=mode == "on")
+                seconds[name] = time.perf_counter() - start
+            if number:  # the first round warms up
+                ratios[mode].append(seconds["default"] / seconds["invariant"])
+    return {mode: spread(values) for mode, values in ratios.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=600)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    args = parser.parse_args()
+    prompts = chat_prompts(args.prompts, seed=99)
+    results: dict[str, Any] = {}
+    for dtype in args.dtypes:
+        results[dtype] = {}
+        for invariant in (False, True):
+            off_engine, on_engine = (engine(dtype, seqs, invariant=invariant) for seqs in (4, 16))
+            for mode in MODES:
+                params = parameters(mode, len(prompts))
+                off = generate(off_engine, prompts, params, on=False)
+                on = generate(on_engine, prompts, params, on=True)
+                level = "batch_invariant" if invariant else "default"
+                results[dtype].setdefault(level, {})[mode] = compare(on_engine, on, off, params)
+                print(dtype, level, mode, results[dtype][level][mode], flush=True)
+        results[dtype]["batch_invariant_over_default_tokens_per_s"] = price(dtype, prompts[:64], args.rounds)
+        print(dtype, "price", results[dtype]["batch_invariant_over_default_tokens_per_s"], flush=True)
+        write_results("lossless", {"prompts": args.prompts, "results": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Loading: safetensors only, clear refusals, the model left as it was found but for what is swapped on purpose."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from batchserve.attention.base import LayerShape
+from batchserve.attention.interface import register
+from batchserve.config import EngineConfig
+from batchserve.engine.build import build_engine
+from batchserve.errors import BatchserveError, ConfigError, UnsupportedModelError
+from batchserve.runner import probe
+from batchserve.runner.loader import load_model, resolve_dtype, resolve_model
+from batchserve.runner.packed import PackedLinear
+from tests.tiny_models import VOCAB_SIZE, WINDOW, save_tiny_model
+
+
+def config(model: Path | str, **options: Any) -> EngineConfig:
+    return EngineConfig(model=str(model), **{"dtype": "float32", **options})
+
+
+def test_a_folder_without_a_tokenizer_loads_and_takes_ids_only(tiny_model: dict[str, Path]) -> None:
+    loaded = load_model(config(tiny_model["llama"]))
+    assert loaded.tokenizer is None
+    assert loaded.vocab_size == VOCAB_SIZE
+    assert loaded.max_model_len == 512
+    assert loaded.eos_token_ids == (2,)
+    assert loaded.layers == [LayerShape(2, 16, 16)] * 3
+    assert not loaded.model.training
+
+
+def test_the_bundled_model_comes_with_its_tokenizer() -> None:
+    loaded = load_model(config("bundled"))
+    assert loaded.name == "bundled"
+    assert loaded.tokenizer is not None
+    assert len(loaded.tokenizer) <= loaded.vocab_size
+    assert loaded.tokenizer.eos_token_id in loaded.eos_token_ids
+
+
+@pytest.mark.parametrize("content", [None, "empty"])
+def test_a_missing_or_empty_folder_is_a_configuration_error(tmp_path: Path, content: str | None) -> None:
+    folder = tmp_path / "nothing"
+    if content is not None:
+        folder.mkdir()
+    with pytest.raises(ConfigError, match="nothing"):
+        load_model(config(folder))
+
+
+def test_pickled_weights_are_refused(tiny_model: dict[str, Path], tmp_path: Path) -> None:
+    """Even where a pickle is all that there is: unpickling runs whatever is written in it."""
+    folder = tmp_path / "pickled"
+    shutil.copytree(tiny_model["llama"], folder)
+    (folder / "model.safetensors").unlink()
+    torch.save({"w": torch.ones(1)}, folder / "pytorch_model.bin")
+    with pytest.raises(BatchserveError, match="safetensors"):
+        load_model(config(folder))
+
+
+def test_code_in_the_folder_is_not_run(tiny_model: dict[str, Path], tmp_path: Path) -> None:
+    folder, trap = tmp_path / "remote", tmp_path / "was_run"
+    shutil.copytree(tiny_model["llama"], folder)
+    described = json.loads((folder / "config.json").read_text())
+    described |= {"model_type": "custom", "auto_map": {"AutoConfig": "custom.C", "AutoModelForCausalLM": "custom.M"}}
+    (folder / "config.json").write_text(json.dumps(described))
+    (folder / "custom.py").write_text(f"open({str(trap)!r}, 'w').close()\n")
+    with pytest.raises(BatchserveError):
+        load_model(config(folder))
+    assert not trap.exists()
+
+
+def test_broken_weights_are_refused(tiny_model: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "cut"
+    shutil.copytree(tiny_model["llama"], folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(BatchserveError):
+        load_model(config(folder))
+
+
+def windows_of(model: PreTrainedModel) -> list[int | None]:
+    """Of the configuration and of every module that has one of its own."""
+    holders = [model.config, *(m for m in model.modules() if hasattr(m, "sliding_window"))]
+    return [holder.sliding_window for holder in holders]
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3_text"])
+def test_windows_are_as_they_were_after_the_probe_also_when_it_refuses(
+    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str, is_failing: bool
+) -> None:
+    """The probe shrinks windows that are longer than its prompt; the model must not keep them."""
+    register()
+    model = AutoModelForCausalLM.from_pretrained(tiny_model[name], attn_implementation="eager").eval()
+    before = windows_of(model)
+    assert WINDOW in before
+    if is_failing:
+        monkeypatch.setattr(probe, "TOLERANCE", {torch.float32: -1.0})
+        with pytest.raises(UnsupportedModelError, match="standard deviations"):
+            probe.probe_attention(model)
+    else:
+        probe.probe_attention(model)
+    assert windows_of(model) == before
+
+
+@torch.inference_mode()
+def test_a_model_whose_attention_is_called_twice_is_refused(tiny_model: dict[str, Path]) -> None:
+    register()
+    model = AutoModelForCausalLM.from_pretrained(tiny_model["llama"], attn_implementation="eager").eval()
+    model.model.layers[1].self_attn.layer_idx = 0
+    with pytest.raises(UnsupportedModelError, match="once a layer"):
+        probe.probe_attention(model)
+
+
+def test_linears_are_packed_the_head_too(tiny_model: dict[str, Path]) -> None:
+    loaded = load_model(config(tiny_model["llama"]))
+    if loaded.has_packed_linears:
+        assert isinstance(loaded.model.lm_head, PackedLinear)
+        assert not any(type(module) is torch.nn.Linear for module in loaded.model.modules())
+
+
+def test_auto_is_a_dtype_that_this_cpu_multiplies() -> None:
+    assert resolve_dtype("auto") in (torch.float32, torch.bfloat16)
+    assert resolve_dtype("float16") is torch.float16
+    assert resolve_model("org/name") == "org/name"
+
+
+def test_sampling_defaults_are_the_models_where_it_samples(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path / "sampling")
+    (folder / "generation_config.json").write_text(
+        json.dumps({"do_sample": True, "temperature": 0.6, "top_k": 20, "eos_token_id": [2, 7]})
+    )
+    loaded = load_model(config(folder))
+    assert (loaded.default_temperature, loaded.default_top_k, loaded.default_top_p) == (0.6, 20, 1.0)
+    assert loaded.eos_token_ids == (2, 7)
+    greedy = load_model(config(save_tiny_model("llama", tmp_path / "greedy")))
+    assert greedy.default_temperature == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_model_len": 513}, "limit is 512"),
+        ({"kv_cache_memory": 1000}, "kv_cache_memory = 1000"),
+        ({"kv_cache_memory": 200_000, "max_model_len": 500}, "max_model_len"),
+    ],
+)
+def test_memory_that_cannot_hold_what_was_asked_for_is_a_configuration_error(
+    tiny_model: dict[str, Path], options: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_engine(config(tiny_model["llama"], **options))
+
+
+def test_the_context_shrinks_to_the_memory_where_nobody_said_how_long_it_must_be(tiny_model: dict[str, Path]) -> None:
+    """So that no admitted request can fail for lack of memory."""
+    built = build_engine(config(tiny_model["llama"], kv_cache_memory=200 * 768))
+    assert built.info.max_model_len == built.core.runner.backend.allocator.total_tokens == 192

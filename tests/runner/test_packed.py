@@ -1,0 +1,97 @@
+"""Swapped modules compute what the originals do, and give a row the same bits in any batch of at least two."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.pytorch_utils import Conv1D
+
+from batchserve.runner.packed import FusedRMSNorm, PackedLinear, can_pack, pack_modules
+
+DTYPES = [d for d in (torch.float32, torch.bfloat16) if can_pack(d)]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+def rows(count: int, width: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("out_features", "in_features"), [(96, 64), (64, 96), (257, 33), (1, 7)])
+def test_a_packed_linear_is_the_linear(out_features: int, in_features: int, has_bias: bool, dtype: torch.dtype) -> None:
+    weight = rows(out_features, in_features, dtype) / in_features**0.5
+    bias = rows(1, out_features, dtype, 1)[0] if has_bias else None
+    packed = PackedLinear(weight, bias)
+    for count in (1, 2, 5, 40):
+        x = rows(count, in_features, dtype, 2)
+        torch.testing.assert_close(packed(x), F.linear(x, weight, bias), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        assert torch.equal(packed(x[None])[0], packed(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("out_features", "in_features"), [(96, 64), (640, 256), (4096, 256), (256, 640)])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(
+    out_features: int, in_features: int, dtype: torch.dtype
+) -> None:
+    """From two rows on: what lossless speculation rests on. (One row takes another kernel; steps are padded.)"""
+    packed = PackedLinear(rows(out_features, in_features, dtype), None)
+    x = rows(130, in_features, dtype, 3)
+    whole = packed(x)
+    for start, count in ((0, 2), (1, 3), (5, 4), (0, 7), (60, 16), (3, 33), (64, 64), (0, 129)):
+        assert torch.equal(packed(x[start : start + count]), whole[start : start + count]), (start, count)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm_type", [LlamaRMSNorm, Gemma2RMSNorm])  # weight, and 1 + weight
+def test_the_fused_norm_is_chosen_by_what_the_norm_does(norm_type: type, dtype: torch.dtype) -> None:
+    norm = norm_type(48, eps=1e-5)
+    torch.nn.init.normal_(norm.weight, 0.5, 0.3)
+    model = torch.nn.ModuleList([norm.to(dtype)])
+    x = rows(9, 48, dtype, 4) * 3
+    expected = norm(x)
+    assert pack_modules(model) == (0, 1)
+    assert isinstance(model[0], FusedRMSNorm)
+    torch.testing.assert_close(model[0](x), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+class OddRMSNorm(LlamaRMSNorm):
+    """Looks like the others, and does something else."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states) + 0.25
+
+
+class MeanlessRMSNorm(torch.nn.Module):
+    """No weight at all."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    "norm", [OddRMSNorm(32), MeanlessRMSNorm(), torch.nn.LayerNorm(32)], ids=lambda n: type(n).__name__
+)
+def test_norms_of_another_function_are_left_alone(norm: torch.nn.Module) -> None:
+    model = torch.nn.ModuleList([copy.deepcopy(norm)])
+    assert pack_modules(model) == (0, 0)
+    assert type(model[0]) is type(norm)
+
+
+def test_linears_and_conv1d_are_swapped_and_subclasses_are_not() -> None:
+    class Special(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    model = torch.nn.Sequential(torch.nn.Linear(16, 24), Conv1D(8, 24), Special(8, 8)).eval()
+    x = rows(6, 16, torch.float32)
+    with torch.inference_mode():
+        expected = model(x)
+        assert pack_modules(model) == (2, 0)
+        torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-5)
+    assert type(model[2]) is Special

@@ -1,0 +1,187 @@
+"""The offline API over the bundled model, in fp32 so that texts may be compared exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from batchserve import LLM, RequestOutput, SamplingParams, SpeculationParams
+from batchserve.demo.prompts import PROMPTS
+from batchserve.errors import EngineFaultError, InvalidRequestError
+from batchserve.types import FinishReason
+
+TEXTS = [prompt.text for prompt in PROMPTS]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
+OFF = SpeculationParams(is_enabled=False)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    llm = LLM(dtype="float32", max_model_len=512, max_num_seqs=8)
+    yield llm
+    core = llm._core
+    core.check_integrity()
+    assert not core.has_work
+    assert core.runner.backend.allocator.free_tokens == core.runner.backend.allocator.total_tokens
+
+
+def generate(llm: LLM, prompts: object, params: object = GREEDY, **options: object) -> list[RequestOutput]:
+    return llm.generate(prompts, params, show_progress=False, **options)  # type: ignore[arg-type]
+
+
+def one(llm: LLM, params: SamplingParams, prompt: str = TEXTS[4]) -> RequestOutput:
+    (output,) = generate(llm, prompt, params)
+    return output
+
+
+def check_usage(llm: LLM, output: RequestOutput) -> None:
+    usage, timing = output.usage, output.timing
+    assert usage.prompt_tokens == len(output.prompt_token_ids)
+    assert usage.completion_tokens == len(output.token_ids)
+    assert 0 <= usage.accepted_draft_tokens <= usage.draft_tokens
+    assert 0 <= timing.queue_s <= timing.first_token_s <= timing.total_s
+    assert not set(output.token_ids) & set(llm.info.eos_token_ids)
+
+
+@pytest.fixture(scope="module")
+def answers(llm: LLM) -> list[RequestOutput]:
+    """All prompts at once, greedy, with speculation."""
+    return generate(llm, TEXTS)
+
+
+def test_texts_are_the_same_with_and_without_speculation(llm: LLM, answers: list[RequestOutput]) -> None:
+    plain = generate(llm, TEXTS, speculation=OFF)
+    for with_drafts, without in zip(answers, plain, strict=True):
+        check_usage(llm, with_drafts)
+        check_usage(llm, without)
+        assert with_drafts.text == without.text
+        assert with_drafts.token_ids == without.token_ids
+        assert with_drafts.finish_reason is without.finish_reason
+        assert without.usage.draft_tokens == 0
+    assert sum(output.usage.accepted_draft_tokens for output in answers) > 30  # drafts are right for real reasons
+
+
+def test_text_is_the_decoded_token_ids(llm: LLM, answers: list[RequestOutput]) -> None:
+    tokenizer = llm._processor._loaded.tokenizer
+    assert tokenizer is not None
+    for output in answers:
+        assert output.text == tokenizer.decode(output.token_ids, skip_special_tokens=True)
+
+
+def test_an_answer_is_the_same_alone_and_as_token_ids(llm: LLM, answers: list[RequestOutput]) -> None:
+    """One string, one flat list of ids, lists of both: prompts in any form, answers in their order."""
+    ids = [output.prompt_token_ids for output in answers]
+    assert [o.token_ids for o in generate(llm, TEXTS[1])] == [answers[1].token_ids]
+    assert [o.token_ids for o in generate(llm, ids[2])] == [answers[2].token_ids]
+    mixed = generate(llm, [ids[3], TEXTS[0]])
+    assert [o.token_ids for o in mixed] == [answers[3].token_ids, answers[0].token_ids]
+    assert [o.prompt_token_ids for o in mixed] == [ids[3], ids[0]]
+    assert generate(llm, []) == []
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 9])
+def test_max_tokens_is_exact(llm: LLM, answers: list[RequestOutput], max_tokens: int) -> None:
+    output = one(llm, dataclasses.replace(GREEDY, max_tokens=max_tokens))
+    assert output.token_ids == answers[4].token_ids[:max_tokens]
+    assert output.finish_reason is FinishReason.LENGTH
+
+
+def test_unset_max_tokens_goes_to_the_end_of_the_context(llm: LLM) -> None:
+    prompt = [7] * (llm.info.max_model_len - 5)
+    (output,) = generate(llm, prompt, SamplingParams(temperature=0.0, ignore_eos=True))
+    assert (len(output.token_ids), output.finish_reason) == (5, FinishReason.LENGTH)
+
+
+def test_stop_strings_cut_the_text_and_stop_ids_the_tokens(llm: LLM, answers: list[RequestOutput]) -> None:
+    whole = answers[4]
+    stop = whole.text[10:14]
+    cut = one(llm, dataclasses.replace(GREEDY, stop=("\x00never", stop)))
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.finish_reason is FinishReason.STOP
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+    check_usage(llm, cut)
+    stop_id = whole.token_ids[5]
+    ended = one(llm, dataclasses.replace(GREEDY, stop_token_ids=(stop_id,)))
+    assert ended.token_ids == whole.token_ids[: whole.token_ids.index(stop_id)]
+    assert ended.finish_reason is FinishReason.STOP
+
+
+def test_seeds_reproduce_and_differ_whatever_the_batch_and_the_drafts(llm: LLM) -> None:
+    params = [
+        SamplingParams(temperature=1.2, top_p=0.95, top_k=50, seed=seed, max_tokens=16, ignore_eos=True)
+        for seed in (1, 2, 3)
+    ]
+    together = generate(llm, [TEXTS[4]] * 3, params)
+    alone = [one(llm, p) for p in params]
+    plain = generate(llm, [TEXTS[4]] * 3, params, speculation=OFF)
+    assert [o.token_ids for o in together] == [o.token_ids for o in alone] == [o.token_ids for o in plain]
+    assert len({tuple(o.token_ids) for o in together}) == 3
+
+
+def test_every_prompt_may_have_parameters_of_its_own(llm: LLM, answers: list[RequestOutput]) -> None:
+    params = [dataclasses.replace(GREEDY, max_tokens=n) for n in (3, 5, 7)]
+    outputs = generate(llm, TEXTS[:3], params)
+    assert [len(o.token_ids) for o in outputs] == [3, 5, 7]
+    for output, whole in zip(outputs, answers, strict=False):
+        assert output.token_ids == whole.token_ids[: len(output.token_ids)]
+    with pytest.raises(InvalidRequestError, match="3 prompts"):
+        generate(llm, TEXTS[:3], params[:2])
+
+
+@pytest.mark.parametrize("bad", ["", [], [99_999], [5] * 512])
+def test_one_invalid_prompt_among_valid_ones_runs_nothing(llm: LLM, bad: object) -> None:
+    steps = llm._core.metrics.snapshot()["steps_total"]
+    with pytest.raises(InvalidRequestError):
+        generate(llm, [TEXTS[0], bad, TEXTS[1]])
+    assert llm._core.metrics.snapshot()["steps_total"] == steps
+    assert not llm._core.has_work
+
+
+def test_more_prompts_than_fit_at_once_are_all_answered(llm: LLM) -> None:
+    outputs = generate(llm, [[5, 6, 7, i] for i in range(10, 40)], dataclasses.replace(GREEDY, max_tokens=3))
+    assert len(outputs) == 30
+    assert [o.prompt_token_ids[-1] for o in outputs] == list(range(10, 40))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("torn"), KeyboardInterrupt()], ids=["fault", "ctrl-c"])
+def test_an_interrupted_call_leaves_nothing_for_the_next(
+    llm: LLM, answers: list[RequestOutput], monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    runner = llm._core.runner
+    right, calls = runner.forward, 0
+
+    def failing(batch):  # type: ignore[no-untyped-def]
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise error
+        return right(batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "forward", failing)
+        with pytest.raises((type(error), EngineFaultError)):
+            generate(llm, TEXTS[:3])
+    assert not llm._core.has_work
+    llm._core.check_integrity()
+    assert one(llm, dataclasses.replace(GREEDY, max_tokens=8)).token_ids == answers[4].token_ids[:8]
+
+
+def test_the_progress_bar_counts_prompts_and_stays_off_stdout_when_hidden(
+    llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = dataclasses.replace(GREEDY, max_tokens=2)
+    generate(llm, TEXTS[:2], short)
+    assert capsys.readouterr().out == ""
+    llm.generate(TEXTS[:2], short)
+    assert "2/2" in capsys.readouterr().out
+
+
+def test_a_model_without_a_tokenizer_answers_in_token_ids(tiny_model: dict[str, Path]) -> None:
+    llm = LLM(str(tiny_model["llama"]), dtype="float32", drafter="none")
+    (output,) = generate(llm, [5, 6, 7], dataclasses.replace(GREEDY, max_tokens=4))
+    assert (output.text, len(output.token_ids)) == ("", 4)
+    with pytest.raises(InvalidRequestError, match="no tokenizer"):
+        generate(llm, "hello")
