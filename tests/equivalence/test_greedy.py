@@ -31,6 +31,7 @@ def check_family(folder: Path, seed: int, num_jobs: int, drafters: tuple[str, ..
     plain, coverage = PlainPath(folder), Coverage()
     jobs = random_jobs(rng, num_jobs, VOCAB_SIZE)
     expected = expected_answers(plain, jobs)
+    kv_bytes = build(folder).core.runner.backend.allocator.bytes_per_token
     for name in drafters:
         for job in jobs:
             job.leave = job.arrival + rng.randint(1, 30) if rng.random() < 0.15 else None
@@ -40,6 +41,8 @@ def check_family(folder: Path, seed: int, num_jobs: int, drafters: tuple[str, ..
             "decoding_length": rng.choice([3, 8, 16]),
             "max_num_batched_tokens": rng.choice([40, 128, 1024]),
         }
+        if rng.random() < 0.5:  # room for little more than one request: preemption is forced
+            options["kv_cache_memory"] = 448 * kv_bytes
         engine = build(folder, make_drafter(name, seed, jobs, expected), max_model_len=400, **options)
         answers = run(engine, jobs, coverage)
         assert_equal_but_near_ties(plain, jobs, answers, expected, coverage)
@@ -51,3 +54,12 @@ def test_every_family_under_every_drafter(family: str, tiny_model: dict[str, Pat
     coverage = check_family(tiny_model[family], seed=7, num_jobs=6, drafters=DRAFTERS)
     assert coverage.accepted > 0
     assert coverage.near_ties <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("family", sorted(SUPPORTED))
+def test_every_family_at_length(family: str, seed: int, tiny_model: dict[str, Path]) -> None:
+    coverage = check_family(tiny_model[family], seed=100 + seed, num_jobs=24, drafters=DRAFTERS)
+    assert coverage.accepted > 0
+    assert coverage.near_ties <= coverage.tokens // 500
