@@ -69,8 +69,12 @@ class ServerConfig:
     metrics_port: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port = {self.port}: must be in 0..65535 (0 picks a free one)")
+        for name, port in (("port", self.port), ("metrics_port", self.metrics_port)):
+            if port is not None and not 0 <= port <= 65535:
+                raise ConfigError(f"{name} = {port}: must be in 0..65535 (0 picks a free one)")
+        _at_least("max_receive_bytes", self.max_receive_bytes, 1024)
+        if not 0 <= self.drain_timeout_s < float("inf"):
+            raise ConfigError(f"drain_timeout_s = {self.drain_timeout_s}: must be finite and >= 0")
 
 
 def _at_least(name: str, value: int, bound: int) -> None:

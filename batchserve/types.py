@@ -123,6 +123,7 @@ class Started:
 
     request_id: str
     prompt_tokens: int
+    prompt_token_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 import uuid
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -126,7 +126,7 @@ class AsyncEngine:
                 raise self._closed.with_traceback(None)
             stream.request = request
             self._inbox.put(_Add(request))
-            yield Started(request_id, len(token_ids))
+            yield Started(request_id, len(token_ids), token_ids)
             while True:
                 event = await stream.events.get()
                 if isinstance(event, BatchserveError):
@@ -148,17 +148,16 @@ class AsyncEngine:
         deadline_s: float | None = None,
     ) -> RequestOutput:
         """The same, whole. Cancelling the awaiting task aborts the request."""
-        token_ids = await self._tokenize(prompt)
         stream = self.stream(
-            token_ids, params, request_id=request_id, model=model, speculation=speculation, deadline_s=deadline_s
+            prompt, params, request_id=request_id, model=model, speculation=speculation, deadline_s=deadline_s
         )
-        collector = OutputCollector(token_ids)
-        try:
+        collector = OutputCollector([])
+        async with aclosing(stream):
             async for event in stream:
-                if isinstance(event, Delta):
+                if isinstance(event, Started):
+                    collector = OutputCollector(event.prompt_token_ids)
+                else:
                     collector.add(event)
-        finally:
-            await stream.aclose()
         return collector.output()
 
     async def drain(self, timeout_s: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable
@@ -62,6 +63,8 @@ def build_engine(
     loaded = load_model(config)
     backend, max_model_len = _build_memory(config, loaded, say)
     used_drafter = drafter or build_drafter(config)
+    if isinstance(used_drafter, NullDrafter):  # no row is kept for drafts that never come
+        config = dataclasses.replace(config, decoding_length=0)
     scheduler = Scheduler(config, backend.allocator, max_model_len)
     runner = ModelRunner(loaded, backend)
     rows = min(config.max_num_seqs, max_model_len - 1)

@@ -45,6 +45,7 @@ class _Commit:
 
     request: Request
     token_ids: list[int]
+    num_accepted: int
 
 
 Event = tuple[Request, Delta | Failure]
@@ -184,28 +185,32 @@ class EngineCore:
             if verified is None:
                 continue
             request.num_draft_tokens += rows.num_draft_tokens
-            request.num_accepted_draft_tokens += len(accepted)
-            self.metrics.verified(rows.num_draft_tokens, len(accepted))
-            self._append(request, verified.token_ids, now_s)
+            num_accepted = self._append(request, verified, now_s)
+            self.metrics.verified(rows.num_draft_tokens, num_accepted)
 
-    def _append(self, request: Request, token_ids: list[int], now_s: float) -> None:
+    def _append(self, request: Request, verified: VerifiedTokens, now_s: float) -> int:
+        """Give the request its new tokens, up to its end, and end it there; returns how many of them were drafted."""
         room = request.sampling.max_tokens - request.num_output_tokens
-        given = token_ids[:room]
+        given = verified.token_ids[:room]
         end = next((i for i, token in enumerate(given) if token in request.sampling.end_token_ids), None)
         if end is not None:
             given = given[:end]
             request.finish_reason = FinishReason.STOP
-        elif len(token_ids) >= room:
+        elif len(verified.token_ids) >= room:
             request.finish_reason = FinishReason.LENGTH
+        # What was accepted behind the answer's end helped nobody.
+        num_accepted = min(len(verified.rows), len(given))
+        request.num_accepted_draft_tokens += num_accepted
         if request.first_token_s is None:
             request.first_token_s = now_s
         request.last_token_s = now_s
         request.token_ids.extend(given)
-        self._unpublished.append(_Commit(request, given))
+        self._unpublished.append(_Commit(request, given, num_accepted))
         if request.finish_reason is not None:
             self.scheduler.finish(request)
         elif self._answers[request.request_id].has_draft_state:
             self.drafter.accept(request.request_id, given)
+        return num_accepted
 
     def _publish(self) -> None:
         """Text, stop strings, shared drafts and messages of the step before; runs while the next forward does."""
@@ -219,6 +224,7 @@ class EngineCore:
             piece = answer.detokenizer.feed(commit.token_ids, is_last=request.finish_reason is not None)
             if piece.is_stopped:
                 request.finish_reason = FinishReason.STOP
+                request.num_accepted_draft_tokens -= max(0, commit.num_accepted - len(piece.token_ids))
             if answer.has_draft_state:
                 self.drafter.share(request.request_id, piece.token_ids)
             answer.num_delivered += len(piece.token_ids)

@@ -30,12 +30,9 @@ class InputProcessor:
 
     def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt, checked. Raises InvalidRequestError."""
-        if isinstance(prompt, str):
-            ids = self._tokenize_text(prompt)
-        else:
-            ids = _integers(prompt)
-            self._check_ids("token_ids", ids)
         field = "text" if isinstance(prompt, str) else "token_ids"
+        ids = self._tokenize_text(prompt) if isinstance(prompt, str) else _integers(prompt)
+        self._check_ids(field, ids)  # of text, too: a tokenizer may know more tokens than its model
         if not ids:  # some tokenizers make nothing of a text of spaces
             raise InvalidRequestError("EMPTY_PROMPT", field, prompt, "at least one token")
         # One place is left for the token that is to be generated.
@@ -67,6 +64,8 @@ class InputProcessor:
         return ids
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
+        if not ids or (min(ids) >= 0 and max(ids) < self._loaded.vocab_size):
+            return
         for i, token_id in enumerate(ids):
             if not 0 <= token_id < self._loaded.vocab_size:
                 raise InvalidRequestError(
