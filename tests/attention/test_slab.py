@@ -104,7 +104,7 @@ TestSlabs.settings = examples(40, stateful_step_count=25)
 
 @pytest.mark.slow
 class TestSlabsAtLength(SlabMachine.TestCase):
-    settings = examples(500, stateful_step_count=60)
+    settings = examples(300, stateful_step_count=60)
 
 
 def test_memory_is_reserved_by_the_extent_and_never_for_the_whole_context() -> None:

@@ -129,7 +129,7 @@ async def collect(rig: Rig, request_id: str = "", params: SamplingParams = SHORT
 
 async def test_a_stream_is_started_then_deltas_then_one_end(rig: Rig) -> None:
     events = await collect(rig, "a")
-    assert events[0] == Started("a", len(PROMPT))
+    assert events[0] == Started("a", len(PROMPT), list(PROMPT))
     deltas = events[1:]
     assert all(isinstance(event, Delta) and event.request_id == "a" for event in deltas)
     assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)

@@ -235,7 +235,7 @@ TestScheduler.settings = examples(120, stateful_step_count=30)
 
 @pytest.mark.slow
 class TestSchedulerAtLength(SchedulerMachine.TestCase):
-    settings = examples(2000, stateful_step_count=80)
+    settings = examples(600, stateful_step_count=80)
 
 
 def make_traffic(total_tokens: int = 4096, max_model_len: int = 256, extent: int = 1, **options: object) -> Traffic:
@@ -244,7 +244,7 @@ def make_traffic(total_tokens: int = 4096, max_model_len: int = 256, extent: int
 
 
 def test_a_long_prompt_does_not_hold_up_those_who_decode() -> None:
-    traffic = make_traffic(max_num_seqs=4, max_num_batched_tokens=16, decoding_length=4)
+    traffic = make_traffic(max_num_seqs=4, max_num_batched_tokens=16, decoding_length=14)
     traffic.add(3, 20)
     traffic.step()
     traffic.add(200, 5)
