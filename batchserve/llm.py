@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -104,7 +105,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     items: list[Any] = list(prompts)
-    if items and isinstance(items[0], int):
+    if items and isinstance(items[0], numbers.Integral):
         return [items]
     return items
 

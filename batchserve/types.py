@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import numbers
 from dataclasses import dataclass, field
 
 from batchserve.errors import InvalidRequestError
@@ -11,6 +12,14 @@ from batchserve.errors import InvalidRequestError
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024
 MAX_SEED = 2**64 - 1
+
+
+def _check_number(field: str, value: object, kind: type[int] | type[float]) -> None:
+    """Python callers can pass anything: a string, or a float for a count, is refused by name. NumPy's numbers pass."""
+    allowed = numbers.Integral if kind is int else numbers.Real
+    if value is not None and (isinstance(value, bool) or not isinstance(value, allowed)):
+        name = f"INVALID_{field.split('.')[-1].upper()}"
+        raise InvalidRequestError(name, field, value, "an integer" if kind is int else "a number")
 
 
 class FinishReason(enum.Enum):
@@ -44,6 +53,10 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("temperature", "top_p"):
+            _check_number(f"sampling_params.{name}", getattr(self, name), float)
+        for path in ("sampling_params.top_k", "sampling_params.seed", "stop.max_tokens"):
+            _check_number(path, getattr(self, path.split(".")[1]), int)
         if self.temperature is not None and not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise InvalidRequestError(
                 "INVALID_TEMPERATURE", "sampling_params.temperature", self.temperature, "finite and >= 0"

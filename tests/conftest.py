@@ -10,7 +10,11 @@ from batchserve.threads import apply_thread_policy
 
 apply_thread_policy()
 
+import torch  # noqa: E402
+
 from tests.tiny_models import save_tiny_model  # noqa: E402
+
+torch.set_num_threads(1)  # tiny layers, and often a busy machine: barriers between threads would cost the most
 
 
 class _Folders(dict[str, Path]):

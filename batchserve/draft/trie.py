@@ -48,8 +48,7 @@ class TrieDrafter:
     def start(self, request_id: str, prompt_token_ids: Sequence[int]) -> None:
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} has draft state already")
-        state = _RequestState(SuffixTrie(self._depth))
-        self._requests[request_id] = state
+        self._requests[request_id] = _RequestState(SuffixTrie(self._depth))
         self.accept(request_id, prompt_token_ids)
 
     def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
@@ -79,19 +78,16 @@ class TrieDrafter:
 
     def _sources(self, state: _RequestState) -> list[Node]:
         """Trie nodes of the matching suffixes that have a continuation, longest first, own before shared."""
-        own = {self._suffix_length(state, i): node for i, node in enumerate(state.cursors)}
         sources: list[Node] = []
         for length in range(min(MAX_CONTEXT, len(state.tail)), 0, -1):
+            own = state.cursors[-length] if length <= len(state.cursors) else None
             shared = self._shared.find(state.tail[-length:]) if self._is_sharing else None
-            for node in (own.get(length), shared):
+            for node in (own, shared):
                 if node is not None and node[CHILDREN]:
                     sources.append(node)
             if len(sources) >= MAX_SOURCES:
                 break
         return sources
-
-    def _suffix_length(self, state: _RequestState, index: int) -> int:
-        return len(state.cursors) - index
 
 
 def _blend(sources: list[Node]) -> dict[int, float]:

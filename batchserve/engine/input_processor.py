@@ -60,7 +60,10 @@ class InputProcessor:
                 f"{len(text)} characters",
                 f"at most {self._max_model_len - 1} tokens (max_model_len - 1); this is at least {fewest}",
             )
-        ids: list[int] = tokenizer(text)["input_ids"]
+        try:
+            ids: list[int] = tokenizer(text)["input_ids"]
+        except (TypeError, UnicodeEncodeError) as error:  # lone surrogates, which no encoding has
+            raise InvalidRequestError("INVALID_TEXT", "text", text, "text that can be encoded as UTF-8") from error
         return ids
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:

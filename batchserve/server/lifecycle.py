@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 # After the last request ended its status is still to be sent; health watchers never end by themselves.
 FLUSH_GRACE_S = 1.0
+STATUS_TIMEOUT_S = 5.0
 MIN_PING_INTERVAL_MS = 5000
 T = TypeVar("T")
 
@@ -84,6 +86,10 @@ class GenerationServer:
         if self._engine is not None:
             is_drained = await _unless_hurried(self._requests_ended(self._engine), hurry)
             await self._engine.shutdown()
+            # Every call has its end now; a client that does not read it is not waited for long.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STATUS_TIMEOUT_S):
+                    await self._servicer.wait_idle()
         await self._grpc.stop(FLUSH_GRACE_S)
         if self._metrics is not None:
             self._metrics.close()
