@@ -144,22 +144,38 @@ def _ancestors(parents, start, row, context, path):  # type: ignore[no-untyped-d
     return depth
 
 
+@njit(nogil=True, cache=True)
+def _common_ancestors(paths, depths):  # type: ignore[no-untyped-def]
+    """How many ancestors, from the root on, the four lanes share."""
+    common, limit = 0, depths.min()
+    while common < limit:
+        place = paths[0, depths[0] - 1 - common]
+        for lane in range(1, 4):
+            if paths[lane, depths[lane] - 1 - common] != place:
+                return common
+        common += 1
+    return common
+
+
 @njit(nogil=True, fastmath=True, cache=True, error_model="numpy")
 def _attend_block(lanes, planes, context, first, paths, depths, work, scale, softcap):  # type: ignore[no-untyped-def]
     """Four (row, head) queries over one K/V head: lanes are query vectors [4, dim], sums come back in work.
 
-    All four see the context from `first` on; then each its own path. A block is always four wide (short ones repeat
-    a lane), because the compiler may order a narrower reduction differently.
+    All four see the context from `first` on, then the ancestors that they have in common, then each its own. A block
+    is always four wide (short ones repeat a lane), because the compiler may order a narrower reduction differently.
     """
     keys, values = planes
     scores, own, sums, own_sums = work
     in_context = context - first
+    common = _common_ancestors(paths, depths)
     sums[:, :] = 0
     for j in range(in_context):
         _dot4(lanes, keys[first + j], scores, j)
+    for a in range(common):
+        _dot4(lanes, keys[paths[0, depths[0] - 1 - a]], scores, in_context + a)
     for lane in range(4):
         depth = depths[lane]
-        for a in range(depth):
+        for a in range(common, depth):
             _dot4(lanes, keys[paths[lane, depth - 1 - a]], own, 0)
             scores[lane, in_context + a] = own[lane, 0]
         row = scores[lane]
@@ -171,10 +187,12 @@ def _attend_block(lanes, planes, context, first, paths, depths, work, scale, sof
         own[lane, 1] = _softmax(row, in_context + depth)
     for j in range(in_context):
         _accumulate4(sums, scores, j, values[first + j])
+    for a in range(common):
+        _accumulate4(sums, scores, in_context + a, values[paths[0, depths[0] - 1 - a]])
     for lane in range(4):
         depth = depths[lane]
         own_sums[:, :] = sums
-        for a in range(depth):
+        for a in range(common, depth):
             _accumulate4(own_sums, scores, in_context + a, values[paths[lane, depth - 1 - a]])
         for d in range(sums.shape[1]):
             lanes[lane, d] = own_sums[lane, d] * own[lane, 1]
