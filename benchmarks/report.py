@@ -1,0 +1,123 @@
+"""Puts the tables of benchmarks/results/*.json into README.md and docs/performance.md: `python -m benchmarks.report`.
+
+A table stands between `<!-- NAME -->` and `<!-- /NAME -->`; what is between is replaced. So no figure in the docs was
+typed by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def read(name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return loaded
+
+
+def middle(cell: dict[str, float], digits: int = 0) -> str:
+    return f"{cell['median']:.{digits}f}"
+
+
+def between(cell: dict[str, float]) -> str:
+    """A ratio with its quartiles."""
+    return f"{cell['median']:.2f} ({cell['q1']:.2f} to {cell['q3']:.2f})"
+
+
+def batch_table(model: str) -> str:
+    measured = read("batch")["models"][model]
+    rows = []
+    for size, cell in measured["sizes"].items():
+        by, best = cell["contenders"], cell["best_length"]
+        kinds = (by["transformers"], by["off"], by[f"on_{best}"])
+        rows.append(
+            [
+                size,
+                *(middle(kind["tokens_per_s"]) for kind in kinds),
+                *(middle(kind["step_ms"], 1) for kind in kinds),
+                f"{kinds[2]['acceptance_length']:.2f} ({best})",
+                between(cell["off_over_transformers"]),
+                between(cell["on_over_off"]),
+            ]
+        )
+    head = ["requests", "transformers tokens/s", "off", "on", "transformers step ms", "off", "on"]
+    return table([*head, "acceptance length (drafts)", "off / transformers", "on / off"], rows)
+
+
+def machine() -> str:
+    found = read("batch")["environment"]
+    return (
+        f"{found['cpu']} ({found['cpu_capability']}), {found['cores']} cores; Python {found['python']}, "
+        f"torch {found['torch']}, transformers {found['transformers']}."
+    )
+
+
+def lossless_table() -> str:
+    rows = []
+    for dtype, levels in read("lossless")["results"].items():
+        for level in ("default", "batch_invariant"):
+            for mode, cell in levels[level].items():
+                counts = [
+                    str(cell[n]) for n in ("tokens_compared", "near_ties", "near_ties_per_million", "wrong_tokens")
+                ]
+                rows.append([dtype, level, mode, *counts])
+    return table(["dtype", "level", "sampling", "tokens", "near-ties", "per million", "wrong"], rows)
+
+
+def price_table() -> str:
+    rows = []
+    for dtype, levels in read("lossless")["results"].items():
+        price = levels["batch_invariant_over_default_tokens_per_s"]
+        rows.append([dtype, between(price["off"]), between(price["on"])])
+    return table(["dtype", "tokens/s, speculation off", "on"], rows)
+
+
+def attention_table() -> str:
+    rows = [
+        [
+            case["shape"],
+            f"{case['requests']} x {case['rows_each']}",
+            str(case["context"]),
+            str(case["work_each"]),
+            middle(case["sdpa_us"]),
+            middle(case["kernel_us"]),
+        ]
+        for case in read("attention")["cases"]
+    ]
+    return table(["heads of", "requests x rows", "context", "work each", "SDPA us", "kernel us"], rows)
+
+
+TABLES = {
+    "machine": machine,
+    "batch bundled": lambda: batch_table("bundled"),
+    "batch 90m": lambda: batch_table("90m"),
+    "lossless": lossless_table,
+    "price": price_table,
+    "attention": attention_table,
+}
+
+
+def main() -> None:
+    for page in PAGES:
+        text = page.read_text()
+        for name, make in TABLES.items():
+            pattern = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.DOTALL)
+            if pattern.search(text):
+                text = pattern.sub(make().replace("\\", r"\\") + "\n", text)
+        page.write_text(text)
+        print(page.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
