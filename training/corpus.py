@@ -12,6 +12,7 @@ from pathlib import Path
 
 EXCLUDED_FOLDERS = ("site-packages", "idlelib", "lib2to3", "turtledemo", "bad_coding")
 MAX_FUNCTION_CHARS = 520
+MAX_EDITED_CHARS = 280  # a model of this size loses its place in longer ones
 HELD_OUT_SHARE = 0.08
 
 
@@ -29,6 +30,7 @@ class Corpus:
     """Functions, the documented ones among them, and the words that random records are made of."""
 
     functions: list[Function]
+    editable: list[Function]  # the short ones
     documented: list[Function]
     words: list[str]
 
@@ -84,4 +86,5 @@ def build_corpora(texts: list[str]) -> tuple[Corpus, Corpus]:
 
 def _corpus(functions: list[Function], words: list[str]) -> Corpus:
     documented = [f for f in functions if 20 < len(f.summary) < 110]
-    return Corpus(functions, documented, words)
+    editable = [f for f in functions if len(f.source) <= MAX_EDITED_CHARS]
+    return Corpus(functions, editable, documented, words)

@@ -97,7 +97,7 @@ def _identifiers(source: str) -> list[str]:
 
 
 def rename(corpus: Corpus, rng: random.Random) -> Example:
-    function = rng.choice(corpus.functions)
+    function = rng.choice(corpus.editable)
     names = _identifiers(function.source) or [function.name]
     old = rng.choice(names) if rng.random() < 0.6 else function.name
     new = rng.choice(corpus.words)
@@ -106,7 +106,7 @@ def rename(corpus: Corpus, rng: random.Random) -> Example:
 
 
 def add_docstring(corpus: Corpus, rng: random.Random) -> Example:
-    function = rng.choice(corpus.functions)
+    function = rng.choice(corpus.editable)
     lines = function.source.split("\n")
     header = next((i for i, line in enumerate(lines) if line.rstrip().endswith(":")), 0)
     text = " ".join(rng.sample(corpus.words, rng.randint(2, 5)))
@@ -116,7 +116,7 @@ def add_docstring(corpus: Corpus, rng: random.Random) -> Example:
 
 
 def delete_line(corpus: Corpus, rng: random.Random) -> Example:
-    function = rng.choice(corpus.functions)
+    function = rng.choice(corpus.editable)
     lines = function.source.split("\n")
     at = rng.randrange(1, len(lines))
     prompt = f"Delete the line `{lines[at].strip()}` from this code.\n{function.source}"
@@ -125,7 +125,7 @@ def delete_line(corpus: Corpus, rng: random.Random) -> Example:
 
 
 def quote_line(corpus: Corpus, rng: random.Random) -> Example:
-    function = rng.choice(corpus.functions)
+    function = rng.choice(corpus.editable)
     lines = [line.strip() for line in function.source.split("\n")]
     wanted = rng.choice([line for line in lines if len(line) > 6] or lines)
     words = re.findall(r"\w+", wanted)
@@ -137,24 +137,23 @@ def quote_line(corpus: Corpus, rng: random.Random) -> Example:
 
 
 def complete(corpus: Corpus, rng: random.Random) -> Example:
-    """The last line or two: what is left of a function when the rest of it says enough."""
-    source = rng.choice(corpus.functions).source
-    cuts = [m.end() for m in re.finditer(r"\n", source)]
-    cut = rng.choice(cuts[-2:])
+    """The last line of a function, which the rest of it often says."""
+    source = rng.choice(corpus.editable).source
+    cut = source.rindex("\n") + 1
     return Example("complete", f"Complete this code.\n{source[:cut]}", source[cut:])
 
 
 TASKS: tuple[tuple[float, Callable[[Corpus, random.Random], Example]], ...] = (
     (0.23, record_to_json),
     (0.08, records_to_json),
-    (0.07, json_to_record),
-    (0.06, field_question),
-    (0.20, document_question),
-    (0.12, rename),
+    (0.08, json_to_record),
+    (0.08, field_question),
+    (0.24, document_question),
+    (0.10, rename),
     (0.07, add_docstring),
     (0.04, delete_line),
-    (0.06, quote_line),
-    (0.07, complete),
+    (0.05, quote_line),
+    (0.03, complete),
 )
 
 
