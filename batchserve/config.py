@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from batchserve.errors import ConfigError
@@ -48,6 +49,9 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         _at_least("decoding_length", self.decoding_length, 0)
+        object.__setattr__(self, "model", os.fspath(self.model))
+        if self.max_model_len == 1:
+            raise ConfigError("max_model_len = 1: must be at least 2, a token of the prompt and one of the answer")
         _one_of("drafter", self.drafter, DRAFTERS)
         _one_of("dtype", self.dtype, DTYPES)
         if self.max_num_batched_tokens < self.max_num_seqs + 1:
@@ -77,7 +81,9 @@ class ServerConfig:
             raise ConfigError(f"drain_timeout_s = {self.drain_timeout_s}: must be finite and >= 0")
 
 
-def _at_least(name: str, value: int, bound: int) -> None:
+def _at_least(name: str, value: object, bound: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} = {value!r}: must be an integer")
     if value < bound:
         raise ConfigError(f"{name} = {value}: must be at least {bound}")
 

@@ -92,5 +92,8 @@ class EngineFaultError(BatchserveError):
 
 
 def _shortened(value: object, limit: int = 80) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python will print
+        text = f"<{type(value).__name__}>"
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -64,9 +64,9 @@ class LLM:
                         advance(event)
 
             self._core.emit = collect
-            for request in requests:
-                self._core.add(request)
             try:
+                for request in requests:
+                    self._core.add(request)
                 while self._core.has_work and not errors:
                     self._core.step()
             finally:  # an error or Ctrl-C leaves nothing behind for the next call
@@ -104,6 +104,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt may stand alone: a string, or a flat list of ids."""
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, bytes | Mapping):
+        raise InvalidRequestError("INVALID_PROMPT", "prompts", prompts, "text, token ids, or a list of these")
     items: list[Any] = list(prompts)
     if items and isinstance(items[0], numbers.Integral):
         return [items]

@@ -41,7 +41,7 @@ class EngineMetrics:
             for name, amount in amounts.items():
                 self.values[name] += amount
 
-    def step_done(self, num_rows: int, num_requests: int, seconds: float) -> None:
+    def step_done(self, num_rows: int, seconds: float) -> None:
         self._add(steps_total=1, rows_total=num_rows, step_seconds_total=seconds)
 
     def verified(self, num_draft_tokens: int, num_accepted: int) -> None:

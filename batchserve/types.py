@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 import math
 import numbers
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from batchserve.errors import InvalidRequestError
 
@@ -14,12 +16,40 @@ MAX_STOP_STRING_CHARS = 1024
 MAX_SEED = 2**64 - 1
 
 
-def _check_number(field: str, value: object, kind: type[int] | type[float]) -> None:
-    """Python callers can pass anything: a string, or a float for a count, is refused by name. NumPy's numbers pass."""
+def _normalize_number(holder: object, path: str, kind: Callable[[Any], int | float]) -> None:
+    """Python callers can pass anything: a string, or a float for a count, is refused by name; NumPy's become plain."""
+    name = path.split(".")[-1]
+    value = getattr(holder, name)
+    if value is None:
+        return
     allowed = numbers.Integral if kind is int else numbers.Real
-    if value is not None and (isinstance(value, bool) or not isinstance(value, allowed)):
-        name = f"INVALID_{field.split('.')[-1].upper()}"
-        raise InvalidRequestError(name, field, value, "an integer" if kind is int else "a number")
+    try:
+        if isinstance(value, bool) or not isinstance(value, allowed):
+            raise TypeError
+        object.__setattr__(holder, name, kind(value))
+    except (TypeError, OverflowError) as error:
+        bound = "an integer" if kind is int else "a number"
+        raise InvalidRequestError(f"INVALID_{name.upper()}", path, value, bound) from error
+
+
+def _check_bool(path: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"INVALID_{path.split('.')[-1].upper()}", path, value, "True or False")
+
+
+def _tuple_of(path: str, values: object, kind: type) -> tuple[Any, ...]:
+    """None is empty; NumPy's integers become plain ones."""
+    allowed = numbers.Integral if kind is int else kind
+    if values is None:
+        return ()
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise InvalidRequestError(f"INVALID_{path.split('.')[-1].upper()}", path, values, "a list")
+    items = tuple(values)
+    for i, item in enumerate(items):
+        if isinstance(item, bool) or not isinstance(item, allowed):
+            bound = "a string" if kind is str else "an integer"
+            raise InvalidRequestError(f"INVALID_{path.split('.')[-1].upper()}", f"{path}[{i}]", item, bound)
+    return tuple(kind(item) for item in items)
 
 
 class FinishReason(enum.Enum):
@@ -50,13 +80,15 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for name in ("temperature", "top_p"):
-            _check_number(f"sampling_params.{name}", getattr(self, name), float)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _tuple_of("stop.stop_strings", stop, str))
+        object.__setattr__(self, "stop_token_ids", _tuple_of("stop.stop_token_ids", self.stop_token_ids, int))
+        for path in ("sampling_params.temperature", "sampling_params.top_p"):
+            _normalize_number(self, path, float)
         for path in ("sampling_params.top_k", "sampling_params.seed", "stop.max_tokens"):
-            _check_number(path, getattr(self, path.split(".")[1]), int)
+            _normalize_number(self, path, int)
+        _check_bool("stop.ignore_eos", self.ignore_eos)
+        _check_bool("output.skip_special_tokens", self.skip_special_tokens)
         if self.temperature is not None and not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise InvalidRequestError(
                 "INVALID_TEMPERATURE", "sampling_params.temperature", self.temperature, "finite and >= 0"
@@ -91,6 +123,8 @@ class SpeculationParams:
     max_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        _check_bool("speculation.mode", self.is_enabled)
+        _normalize_number(self, "speculation.max_draft_tokens", int)
         if self.max_draft_tokens is not None and self.max_draft_tokens < 0:
             raise InvalidRequestError(
                 "INVALID_MAX_DRAFT_TOKENS", "speculation.max_draft_tokens", self.max_draft_tokens, ">= 0"

@@ -36,7 +36,7 @@ class AttentionParams:
     sinks: torch.Tensor | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Span:
     """The rows of one request in the ragged batch.
 

@@ -83,15 +83,25 @@ class ShapeProbe:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        from batchserve.attention.torch_reference import attend_span
-
+        """In the roundings of transformers' eager attention, so that 16-bit answers can be compared closely."""
         self.calls.append(layer)
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
+        group = query.shape[1] // key.shape[1]
+        keys, values = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        scores = query @ keys.transpose(2, 3) * params.scaling
+        if params.softcap is not None:
+            scores = torch.tanh(scores / params.softcap) * params.softcap
         where = torch.arange(key.shape[2])
         mask = where[None, :] <= where[:, None]
         if params.sliding_window is not None:
             mask &= where[None, :] > where[:, None] - params.sliding_window
-        return attend_span(query[0], key[0], value[0], mask, params).unsqueeze(0)
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        if params.sinks is not None:
+            sinks = params.sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)
+            probs = torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
+        else:
+            probs = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
+        return (probs @ values).transpose(1, 2)
 
 
 class ValueProbe:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 MAX_CONTEXT = 6  # longest suffix that is looked up
 MAX_SOURCES = 4  # contexts blended for one proposal
 MIN_PATH_PROB = 0.04  # a node that is less likely than this is not worth its row
+# A prompt is learned a part a step, and only its end: neither the step nor the memory depends on its length.
+LEARNED_PER_STEP = 256  # tokens, a few milliseconds
+LEARNED_AT_MOST = 8192  # tokens, some 30 MB
 
 
 @dataclass(slots=True)
@@ -28,6 +31,7 @@ class _RequestState:
     cursors: list[Node] = field(default_factory=list)
     shared_cursors: list[Node] = field(default_factory=list)
     shared_generation: int = 0
+    unlearned: list[int] = field(default_factory=list)
     tail: list[int] = field(default_factory=list)  # the last MAX_CONTEXT tokens
 
 
@@ -48,13 +52,20 @@ class TrieDrafter:
     def start(self, request_id: str, prompt_token_ids: Sequence[int]) -> None:
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} has draft state already")
-        self._requests[request_id] = _RequestState(SuffixTrie(self._depth))
-        self.accept(request_id, prompt_token_ids)
+        unlearned = list(prompt_token_ids[-LEARNED_AT_MOST:])
+        state = _RequestState(SuffixTrie(self._depth), unlearned=unlearned, tail=unlearned[-MAX_CONTEXT:])
+        self._requests[request_id] = state
+        self._learn(state)
 
     def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
         state = self._requests[request_id]
-        state.cursors = state.trie.extend(state.cursors, token_ids)
+        state.unlearned += token_ids
         state.tail = [*state.tail, *token_ids[-MAX_CONTEXT:]][-MAX_CONTEXT:]
+        self._learn(state)
+
+    def _learn(self, state: _RequestState) -> None:
+        part, state.unlearned = state.unlearned[:LEARNED_PER_STEP], state.unlearned[LEARNED_PER_STEP:]
+        state.cursors = state.trie.extend(state.cursors, part)
 
     def share(self, request_id: str, token_ids: Sequence[int]) -> None:
         if not self._is_sharing:
@@ -80,7 +91,8 @@ class TrieDrafter:
         """Trie nodes of the matching suffixes that have a continuation, longest first, own before shared."""
         sources: list[Node] = []
         for length in range(min(MAX_CONTEXT, len(state.tail)), 0, -1):
-            own = state.cursors[-length] if length <= len(state.cursors) else None
+            has_own = length <= len(state.cursors) and not state.unlearned  # cursors stand at the end of the text
+            own = state.cursors[-length] if has_own else None
             shared = self._shared.find(state.tail[-length:]) if self._is_sharing else None
             for node in (own, shared):
                 if node is not None and node[CHILDREN]:

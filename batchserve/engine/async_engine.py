@@ -19,6 +19,7 @@ from batchserve.errors import (
     DeadlineExceededError,
     DuplicateRequestError,
     EngineFaultError,
+    InvalidRequestError,
     QueueFullError,
     UnavailableError,
     UnknownModelError,
@@ -106,12 +107,14 @@ class AsyncEngine:
         it) aborts the request within one step; use contextlib.aclosing.
         """
         arrival_s = time.monotonic()
+        if not isinstance(request_id, str):
+            raise InvalidRequestError("INVALID_REQUEST_ID", "request_id", request_id, "a string")
         request_id = request_id or uuid.uuid4().hex
         self._check_door(request_id, model)
         stream = self._streams[request_id] = _Stream()  # taken before the first await: no one else gets this id
         self._is_empty.clear()
         try:
-            if deadline_s is not None and deadline_s <= 0:
+            if deadline_s is not None and not deadline_s > 0:  # NaN, too
                 raise DeadlineExceededError("deadline passed before the request was queued")
             token_ids = await self._tokenize(prompt)
             request = self._processor.make_request(

@@ -89,6 +89,8 @@ def build_engine(
         f"{info.architecture} in {info.dtype}, {runner.num_threads} threads, attention {info.attention_backend}, "
         f"drafter {info.drafter} (decoding length {info.decoding_length}), packed linears: {loaded.has_packed_linears}"
     )
+    if loaded.unapplied_defaults:
+        say(f"not applied, though generation_config.json asks for it: {', '.join(loaded.unapplied_defaults)}")
     return BuiltEngine(core, InputProcessor(loaded, max_model_len), info)
 
 

@@ -120,7 +120,7 @@ class EngineCore:
             handle = self.runner.launch(batch)
             self._publish()
             results = handle.wait()
-            self.metrics.step_done(batch.num_rows, len(plan.scheduled), self._clock() - started_s)
+            self.metrics.step_done(batch.num_rows, self._clock() - started_s)
             self._commit(plan.scheduled, batch, results)
         # Only now: the step under way was still using their memory.
         stopped, self._stopped = self._stopped, []

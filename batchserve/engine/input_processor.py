@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from batchserve.errors import InvalidRequestError
 from batchserve.request import Request, ResolvedSampling
+from batchserve.types import SamplingParams, SpeculationParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from batchserve.runner.loader import LoadedModel
-    from batchserve.types import SamplingParams, SpeculationParams
 
 MAX_REQUEST_ID_CHARS = 256
 
@@ -117,6 +117,12 @@ class InputProcessor:
         deadline_s: float | None = None,
     ) -> Request:
         """A request that is sure to fit. Raises InvalidRequestError."""
+        for name, value, kind in (
+            ("sampling_params", params, SamplingParams),
+            ("speculation", speculation, SpeculationParams),
+        ):
+            if not isinstance(value, kind):
+                raise InvalidRequestError(f"INVALID_{name.upper()}", name, value, f"a {kind.__name__}")
         if len(request_id) > MAX_REQUEST_ID_CHARS:
             raise InvalidRequestError(
                 "INVALID_REQUEST_ID", "request_id", request_id, f"at most {MAX_REQUEST_ID_CHARS} characters"

@@ -5,16 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from batchserve.attention import interface
 from batchserve.errors import ConfigError, UnsupportedModelError
 from batchserve.runner.packed import can_pack, pack_modules
-from batchserve.runner.probe import probe_attention
+from batchserve.runner.probe import ModelProbe
 
 if TYPE_CHECKING:
     from batchserve.attention.base import LayerShape
@@ -22,6 +29,11 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FALLBACK_MAX_MODEL_LEN = 2048
+APPLIED_OR_HARMLESS = frozenset(
+    "temperature top_k top_p do_sample eos_token_id bos_token_id pad_token_id decoder_start_token_id max_length "
+    "max_new_tokens transformers_version use_cache output_attentions output_hidden_states return_dict_in_generate "
+    "cache_implementation chat_format max_window_size trust_remote_code".split()
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +52,7 @@ class LoadedModel:
     default_top_k: int
     default_top_p: float
     has_packed_linears: bool
+    unapplied_defaults: tuple[str, ...] = ()  # options of generation_config.json that no request gets
 
 
 def resolve_model(model: str) -> str:
@@ -65,11 +78,15 @@ def load_model(config: EngineConfig) -> LoadedModel:
     source = resolve_model(config.model)
     dtype = resolve_dtype(config.dtype)
     model = _load_weights(source, dtype, config)
-    layers = probe_attention(model)
+    text_config = model.config.get_text_config()
+    max_model_len = _model_limit(text_config)
+    probe = ModelProbe(model)
+    layers = probe.check_attention()
     is_packed = can_pack(dtype)
     if is_packed:
         pack_modules(model)
-    text_config = model.config.get_text_config()
+        probe.check_packed()
+    probe.check_far_row(max_model_len)
     defaults = model.generation_config
     does_sample = bool(defaults.do_sample)
     return LoadedModel(
@@ -79,12 +96,13 @@ def load_model(config: EngineConfig) -> LoadedModel:
         dtype=dtype,
         layers=layers,
         vocab_size=int(text_config.vocab_size),
-        max_model_len=_model_limit(text_config),
+        max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(defaults.eos_token_id, text_config),
         default_temperature=float(_or(defaults.temperature, 1.0)) if does_sample else 0.0,
         default_top_k=int(_or(defaults.top_k, 0)) if does_sample else 0,
         default_top_p=float(_or(defaults.top_p, 1.0)) if does_sample else 1.0,
         has_packed_linears=is_packed,
+        unapplied_defaults=_unapplied_defaults(defaults),
     )
 
 
@@ -94,20 +112,25 @@ def _or(value: float | int | None, default: float | int) -> float | int:
 
 def _load_weights(source: str, dtype: torch.dtype, config: EngineConfig) -> PreTrainedModel:
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
+            output_loading_info=True,
             dtype=dtype,
             attn_implementation="eager",
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
         )
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         known = _known_architecture(source, config)
         if known is not None:
             raise UnsupportedModelError(f"model = {config.model!r} ({known}): cannot be loaded: {error}") from error
         raise ConfigError(f"model = {config.model!r}: cannot be loaded: {error}") from error
-    loaded: PreTrainedModel = model.eval()
-    return loaded
+    # transformers only warns and goes on with random weights.
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        raise ConfigError(f"model = {config.model!r}: its files lack {len(missing)} weights, {missing[0]} among them")
+    ready: PreTrainedModel = model.eval()
+    return ready
 
 
 def _known_architecture(source: str, config: EngineConfig) -> str | None:
@@ -133,7 +156,18 @@ def _load_tokenizer(source: str, config: EngineConfig) -> PreTrainedTokenizerBas
     return loaded
 
 
+def _unapplied_defaults(defaults: GenerationConfig) -> tuple[str, ...]:
+    """Options that generate() would apply and we do not know: to be told, not to be ignored silently."""
+    changed = defaults.to_diff_dict()
+    names = sorted(name for name in set(changed) - APPLIED_OR_HARMLESS if not name.startswith("_"))
+    return tuple(f"{name} = {changed[name]!r}" for name in names)
+
+
 def _model_limit(text_config: object) -> int:
+    """Longest context. LongRoPE picks its factors by the longest request of a batch: it stays within the short ones."""
+    rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return int(rope.get("original_max_position_embeddings") or text_config.original_max_position_embeddings)  # type: ignore[attr-defined]
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         value = getattr(text_config, name, None)
         if isinstance(value, int) and value > 0:

@@ -85,7 +85,8 @@ class Scheduler:
             if request.num_pending_tokens == 1 and self._reserve(request, 1, preempted):
                 planned[request.request_id] = 1
                 rows_left -= 1
-        draft_share = self._draft_share(rows_left, len(planned))
+        drafting = [r for r in self.running if r.request_id in planned and self._most_drafts(r) > 0]
+        draft_share = self._draft_share(rows_left, len(drafting))
         chunk_rows = rows_left - draft_share
         for request in list(self.running):
             if request.status is RequestStatus.RUNNING and request.request_id not in planned:
@@ -140,7 +141,9 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _with_drafts(self, running: list[Request], planned: dict[str, int], rows_left: int) -> list[ScheduledRequest]:
-        drafting = [r for r in running if planned[r.request_id] == r.num_pending_tokens == 1]
+        drafting = [
+            r for r in running if planned[r.request_id] == r.num_pending_tokens == 1 and self._most_drafts(r) > 0
+        ]
         fair_share = rows_left // len(drafting) if drafting else 0
         scheduled = []
         for request in running:
@@ -149,11 +152,16 @@ class Scheduler:
             scheduled.append(ScheduledRequest(request, tokens, *budget))
         return scheduled
 
-    def _draft_budget(self, request: Request, fair_share: int) -> tuple[int, int]:
-        """(most draft tokens, deepest draft): no deeper than could still be given to the client."""
+    def _most_drafts(self, request: Request) -> int:
+        """Draft tokens a step that this request may have at all."""
         speculation = request.speculation
         if not speculation.is_enabled:
-            return 0, 0
+            return 0
+        most = self._config.decoding_length
+        return most if speculation.max_draft_tokens is None else min(most, speculation.max_draft_tokens)
+
+    def _draft_budget(self, request: Request, fair_share: int) -> tuple[int, int]:
+        """(most draft tokens, deepest draft): no deeper than could still be given to the client."""
         # The bonus token comes on top of the accepted ones, so the last place is never drafted.
         depth = (
             min(
@@ -162,9 +170,7 @@ class Scheduler:
             )
             - 1
         )
-        budget = min(self._config.decoding_length, fair_share)
-        if speculation.max_draft_tokens is not None:
-            budget = min(budget, speculation.max_draft_tokens)
+        budget = min(self._most_drafts(request), fair_share)
         # Drafts take what memory is free; nobody is preempted for a guess.
         budget = min(budget, self._allocator.reservable_tokens(request.request_id) - 1)
         if depth < 1 or budget < 1:
