@@ -157,8 +157,8 @@ TASKS: tuple[tuple[float, Callable[[Corpus, random.Random], Example]], ...] = (
 )
 
 
-def sample_example(corpus: Corpus, rng: random.Random) -> Example:
-    """One example of a random task, by the weights of TASKS."""
-    weights = [weight for weight, _ in TASKS]
+def sample_example(corpus: Corpus, rng: random.Random, shares: dict[str, float] | None = None) -> Example:
+    """One example of a random task, by the weights of TASKS; `shares` replaces those of the tasks that it names."""
+    weights = [(shares or {}).get(task.__name__, weight) for weight, task in TASKS]
     task = rng.choices([task for _, task in TASKS], weights)[0]
     return task(corpus, rng)

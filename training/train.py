@@ -61,7 +61,12 @@ def encode(tokenizer: PreTrainedTokenizerFast, prompt: str, answer: str) -> tupl
 
 
 def batches(
-    tokenizer: PreTrainedTokenizerFast, corpus: Corpus, seed: int, rows: int, length: int
+    tokenizer: PreTrainedTokenizerFast,
+    corpus: Corpus,
+    seed: int,
+    rows: int,
+    length: int,
+    shares: dict[str, float] | None = None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Packed rows (ids, target weights), each [rows, length + 1]; every row starts with a whole example."""
     rng = random.Random(seed)
@@ -71,7 +76,7 @@ def batches(
             ids: list[int] = []
             weights: list[float] = []
             while len(ids) < length + 1:
-                example = sample_example(corpus, rng)
+                example = sample_example(corpus, rng, shares)
                 more_ids, more_weights = encode(tokenizer, example.prompt, example.answer)
                 if len(more_ids) > length:
                     continue
@@ -104,6 +109,11 @@ def optimizers(model: LlamaForCausalLM, muon_lr: float, adam_lr: float) -> list[
     ]
 
 
+def _share(text: str) -> tuple[str, float]:
+    name, weight = text.split("=")
+    return name, float(weight)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
@@ -114,6 +124,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--resume", type=Path)
+    parser.add_argument(
+        "--share", type=_share, action="append", default=[], metavar="TASK=WEIGHT", help="another share of a task"
+    )
     parser.add_argument("--compile", action="store_true", help="needs a C++ compiler; about 15%% faster")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -151,7 +164,7 @@ def train_loop(
     train_corpus: Corpus,
     held_out: Corpus,
 ) -> None:
-    stream = batches(tokenizer, train_corpus, args.seed, args.rows, args.length)
+    stream = batches(tokenizer, train_corpus, args.seed, args.rows, args.length, dict(args.share))
     checks = [next(batches(tokenizer, held_out, 10_000 + i, args.rows, args.length)) for i in range(3)]
     opts = optimizers(model, args.lr, args.lr)
     if args.compile:
