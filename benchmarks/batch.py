@@ -173,7 +173,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--name", default="batch")
     args = parser.parse_args()
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -198,7 +197,7 @@ def main() -> None:
                 cell = measure(llm, model, prompts, params, args.rounds)
                 results[name]["sizes"][size] = cell
                 print(describe(name, size, cell), flush=True)
-                write_results(args.name, {"rounds": args.rounds, "models": results})
+                write_results(f"batch_{name}", {"rounds": args.rounds, **results[name]})
 
 
 def describe(name: str, size: int, cell: dict[str, Any]) -> str:

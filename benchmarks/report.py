@@ -36,7 +36,7 @@ def between(cell: dict[str, float]) -> str:
 
 
 def batch_table(model: str) -> str:
-    measured = read("batch")["models"][model]
+    measured = read(f"batch_{model}")
     rows = []
     for size, cell in measured["sizes"].items():
         by, best = cell["contenders"], cell["best_length"]
@@ -56,7 +56,7 @@ def batch_table(model: str) -> str:
 
 
 def machine() -> str:
-    found = read("batch")["environment"]
+    found = read("batch_bundled")["environment"]
     return (
         f"{found['cpu']} ({found['cpu_capability']}), {found['cores']} cores; Python {found['python']}, "
         f"torch {found['torch']}, transformers {found['transformers']}."
