@@ -122,7 +122,7 @@ def main() -> None:
                 print(dtype, level, mode, results[dtype][level][mode], flush=True)
         results[dtype]["batch_invariant_over_default_tokens_per_s"] = price(dtype, prompts[:64], args.rounds)
         print(dtype, "price", results[dtype]["batch_invariant_over_default_tokens_per_s"], flush=True)
-        write_results("lossless", {"prompts": args.prompts, "results": results})
+        write_results(f"lossless_{dtype}", {"prompts": args.prompts, **results[dtype]})
 
 
 if __name__ == "__main__":

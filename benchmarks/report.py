@@ -13,6 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+DTYPES = ("float32", "bfloat16")
 PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
 
 
@@ -65,7 +66,8 @@ def machine() -> str:
 
 def lossless_table() -> str:
     rows = []
-    for dtype, levels in read("lossless")["results"].items():
+    for dtype in DTYPES:
+        levels = read(f"lossless_{dtype}")
         for level in ("default", "batch_invariant"):
             for mode, cell in levels[level].items():
                 counts = [
@@ -77,8 +79,8 @@ def lossless_table() -> str:
 
 def price_table() -> str:
     rows = []
-    for dtype, levels in read("lossless")["results"].items():
-        price = levels["batch_invariant_over_default_tokens_per_s"]
+    for dtype in DTYPES:
+        price = read(f"lossless_{dtype}")["batch_invariant_over_default_tokens_per_s"]
         rows.append([dtype, between(price["off"]), between(price["on"])])
     return table(["dtype", "tokens/s, speculation off", "on"], rows)
 
