@@ -100,7 +100,28 @@ def attention_table() -> str:
     return table(["heads of", "requests x rows", "context", "work each", "SDPA us", "kernel us"], rows)
 
 
+def load_table() -> str:
+    def shown(cell: dict[str, float]) -> str:
+        return f"{cell['p50']:.1f} / {cell['p99']:.0f}"
+
+    stages = sorted(read("load")["stages"], key=lambda stage: (stage["users"], stage["speculation"] == "on"))
+    rows = [
+        [
+            str(stage["users"]),
+            stage["speculation"],
+            f"{stage['tokens_per_s']:.0f}",
+            *(shown(stage[name]) for name in ("ttft_ms", "inter_token_ms", "end_to_end_ms")),
+            f"{stage['acceptance_length']:.2f}",
+            f"{stage['failures']} of {stage['requests']}",
+        ]
+        for stage in stages
+    ]
+    head = ["users", "speculation", "tokens/s", "TTFT ms p50 / p99", "inter-token", "end to end"]
+    return table([*head, "acceptance length", "failed"], rows)
+
+
 TABLES = {
+    "load": load_table,
     "machine": machine,
     "batch bundled": lambda: batch_table("bundled"),
     "batch 90m": lambda: batch_table("90m"),
