@@ -186,4 +186,5 @@ def test_torch_is_not_imported_before_the_thread_policy_is_set():
         "import sys, batchserve.cli, batchserve.server.lifecycle, batchserve.server.client, batchserve.demo\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

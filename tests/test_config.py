@@ -41,7 +41,8 @@ def test_values_out_of_bounds_are_refused_by_name(options: dict[str, Any]) -> No
     ids=str,
 )
 def test_the_bounds_themselves_are_inside(options: dict[str, Any]) -> None:
-    EngineConfig(**options)
+    config = EngineConfig(**options)
+    assert {name: getattr(config, name) for name in options} == options
 
 
 @pytest.mark.parametrize("port", [-1, 65536])

@@ -107,6 +107,7 @@ async def test_cancelled_calls_close_the_stream(fake: Served):
         call.cancel()
         async with asyncio.timeout(5):
             await fake.engine.is_empty.wait()
+        assert fake.engine.num_in_flight == 0
 
 
 async def test_deadline_and_arguments_reach_the_engine(fake: Served):
