@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from batchserve.draft.base import DraftQuery, DraftTree
+from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Base: keeps every request's tokens, checks the order of calls, and knows true continuations by prompt."""
 
     name = "scripted"
@@ -21,9 +21,9 @@ class ScriptedDrafter:
         self.continuations = continuations or {}
         self.tokens: dict[str, list[int]] = {}
 
-    def start(self, request_id: str, prompt_token_ids: Sequence[int]) -> None:
-        assert request_id not in self.tokens
-        self.tokens[request_id] = list(prompt_token_ids)
+    def start(self, request: DraftRequest) -> None:
+        assert request.request_id not in self.tokens
+        self.tokens[request.request_id] = list(request.prompt_token_ids)
 
     def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
         self.tokens[request_id] += token_ids

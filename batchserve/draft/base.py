@@ -13,23 +13,35 @@ if TYPE_CHECKING:
 class DraftTree:
     """Candidate continuations of one request, as a tree that hangs from its last token.
 
-    token_ids, parents and probs have one entry a node; a parent is an index into the same tree, or -1 for the
-    request's last token. Parents come before children, and the likeliest child first (the accepted path is then
-    mostly already in place in the K/V memory). No two children of one parent have the same token.
+    All lists have one entry a node; a parent is an index into the same tree, or -1 for the request's last token.
+    Parents come before children, and the likeliest child first (the accepted path is then mostly already in place in
+    the K/V memory). probs are path probabilities: the estimate that the node is accepted, the bonus token not counted.
+    A node that is not verified is computed, but never accepted: the drafter is told the argmax behind it (`observe`).
+    No two verified children of one parent have the same token, and a verified node has verified ancestors only.
     """
 
     token_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     probs: list[float] = field(default_factory=list)
+    is_verified: list[bool] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.is_verified:
+            self.is_verified = [True] * len(self.token_ids)
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def add(self, token_id: int, parent: int, prob: float = 1.0) -> int:
+    @property
+    def num_verified(self) -> int:
+        return sum(self.is_verified)
+
+    def add(self, token_id: int, parent: int, prob: float = 1.0, *, is_verified: bool = True) -> int:
         """Append a node and return its index."""
         self.token_ids.append(token_id)
         self.parents.append(parent)
         self.probs.append(prob)
+        self.is_verified.append(is_verified)
         return len(self.token_ids) - 1
 
     def depths(self) -> list[int]:
@@ -39,58 +51,118 @@ class DraftTree:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         return depths
 
-    def check(self, max_tokens: int, max_depth: int) -> None:
-        """Raises ValueError on a tree that breaks the contract."""
-        if len(self) > max_tokens:
-            raise ValueError(f"draft of {len(self)} tokens: at most {max_tokens} were asked for")
+    def check(self, query: DraftQuery) -> None:
+        """Raises ValueError on a tree that breaks the contract, or is more than the query asks for."""
+        if len(self) > query.max_tokens:
+            raise ValueError(f"draft of {len(self)} tokens: at most {query.max_tokens} were asked for")
         seen: set[tuple[int, int]] = set()
-        for i, (token_id, parent) in enumerate(zip(self.token_ids, self.parents, strict=True)):
+        depths: list[int] = []
+        nodes = zip(self.token_ids, self.parents, self.is_verified, strict=True)
+        for i, (token_id, parent, is_verified) in enumerate(nodes):
             if not -1 <= parent < i:
                 raise ValueError(f"draft node {i}: parent {parent} does not come before it")
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+            bound = query.max_depth if is_verified else query.max_row_depth
+            if depths[i] > bound:
+                raise ValueError(f"draft of depth {depths[i]}: at most {bound} was asked for")
+            if not is_verified:
+                continue
+            if parent >= 0 and not self.is_verified[parent]:
+                raise ValueError(f"draft node {i}: it is verified, its parent {parent} is not")
             if (parent, token_id) in seen:
                 raise ValueError(f"draft node {i}: parent {parent} has two children with token {token_id}")
             seen.add((parent, token_id))
-        if self.token_ids and max(self.depths()) > max_depth:
-            raise ValueError(f"draft of depth {max(self.depths())}: at most {max_depth} was asked for")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftScope:
+    """Whose texts may be drafted to whom: what one key's requests wrote is never proposed under another."""
+
+    tenant: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """A request as a drafter sees it when it starts.
+
+    references are texts that the answer may quote; the model does not read them. Without a scope nothing is shared
+    with other requests, in neither direction. temperature and seed are the sampler's: its noise is a pure function of
+    seed, position and token, so a drafter may use the same. An empty `drafter` is the server's default.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    references: Sequence[Sequence[int]] = ()
+    scope: DraftScope | None = None
+    drafter: str = ""
+    temperature: float = 0.0
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DraftQuery:
-    """A proposal of at most `max_tokens` nodes, no deeper than `max_depth`, is wanted for this request."""
+    """A tree is wanted for this request: at most `max_tokens` nodes, the verified ones no deeper than `max_depth`.
+
+    `max_row_depth` bounds the depth of every row, so that its position stays inside the context; at least max_depth.
+    """
 
     request_id: str
     max_tokens: int
     max_depth: int
+    max_row_depth: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_row_depth", max(self.max_row_depth, self.max_depth))
 
 
 class Drafter(Protocol):
     """Proposes draft trees. State is keyed by request id, never by batch row.
 
-    Calls of one request come in this order: start, any number of (propose, accept, share), end. `accept` is called
-    with every verified token before the next proposal; `share` later, with those of them that the client was given:
-    only these may reach other requests.
+    Calls of one request come in this order: start, any number of (propose, observe, accept, share), end. `accept` is
+    called with every verified token before the next proposal; `share` later, with those of them that the client was
+    given: only these may reach other requests. One thread makes all calls but `is_ready`.
     """
 
     @property
     def name(self) -> str: ...
 
-    def start(self, request_id: str, prompt_token_ids: Sequence[int]) -> None: ...
+    @property
+    def is_ready(self) -> bool:
+        """False while compiled parts are still being prepared: nothing else may be called before."""
+        return True
+
+    def start(self, request: DraftRequest) -> None: ...
 
     def propose(self, queries: Sequence[DraftQuery]) -> list[DraftTree]: ...
 
+    def observe(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """The argmax behind each node of the last tree that was not verified, in the order of its nodes."""
+        return None
+
     def accept(self, request_id: str, token_ids: Sequence[int]) -> None: ...
 
-    def share(self, request_id: str, token_ids: Sequence[int]) -> None: ...
+    def share(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Published tokens; a drafter that shares nothing ignores them."""
+        return None
 
     def end(self, request_id: str) -> None: ...
 
+    def clear_scope(self, scope: DraftScope) -> None:
+        """Forget everything that the scope's requests have shared; those in flight go on with their own text."""
+        return None
 
-class NullDrafter:
+    def memory_bytes(self) -> int:
+        """What the drafter's state takes, of requests and shared."""
+        return 0
+
+
+class NullDrafter(Drafter):
     """Never drafts: plain decoding."""
 
     name = "none"
 
-    def start(self, request_id: str, prompt_token_ids: Sequence[int]) -> None:
+    def start(self, request: DraftRequest) -> None:
         """Nothing to keep."""
 
     def propose(self, queries: Sequence[DraftQuery]) -> list[DraftTree]:
@@ -98,9 +170,6 @@ class NullDrafter:
 
     def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Nothing to learn."""
-
-    def share(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """Nothing to share."""
 
     def end(self, request_id: str) -> None:
         """Nothing to free."""

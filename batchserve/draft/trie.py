@@ -11,7 +11,7 @@ import heapq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from batchserve.draft.base import DraftQuery, DraftTree
+from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree
 from batchserve.draft.suffix_trie import CHILDREN, Node, SuffixTrie
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class _RequestState:
     tail: list[int] = field(default_factory=list)  # the last MAX_CONTEXT tokens
 
 
-class TrieDrafter:
+class TrieDrafter(Drafter):
     """One trie per request (prompt and own output) and one shared by all (outputs only).
 
     share_outputs=False keeps every request to itself.
@@ -49,7 +49,8 @@ class TrieDrafter:
         self._is_sharing = share_outputs
         self._requests: dict[str, _RequestState] = {}
 
-    def start(self, request_id: str, prompt_token_ids: Sequence[int]) -> None:
+    def start(self, request: DraftRequest) -> None:
+        request_id, prompt_token_ids = request.request_id, request.prompt_token_ids
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} has draft state already")
         unlearned = list(prompt_token_ids[-LEARNED_AT_MOST:])

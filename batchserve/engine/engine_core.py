@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from batchserve.draft.base import Drafter, DraftQuery, DraftTree
+from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree
 from batchserve.engine.detokenizer import Decoder, IncrementalDetokenizer
 from batchserve.errors import BatchserveError, DeadlineExceededError
 from batchserve.request import Request
@@ -138,26 +138,34 @@ class EngineCore:
 
     def _draft(self, scheduled: list[ScheduledRequest]) -> dict[str, DraftTree]:
         queries = [
-            DraftQuery(s.request.request_id, s.max_draft_tokens, s.max_draft_depth)
+            DraftQuery(s.request.request_id, s.max_draft_tokens, s.max_draft_depth, s.max_row_depth)
             for s in scheduled
             if s.max_draft_tokens > 0
         ]
-        if not queries:
+        if not queries or not self.drafter.is_ready:
             return {}
-        for item in scheduled:
-            answer = self._answers[item.request.request_id]
-            if item.max_draft_tokens > 0 and not answer.has_draft_state:
-                self.drafter.start(item.request.request_id, item.request.token_ids)
-                answer.has_draft_state = True
+        for query in queries:
+            answer = self._answers[query.request_id]
+            if not answer.has_draft_state:
+                self._start_drafting(answer)
         trees = self.drafter.propose(queries)
         drafts = {}
         allocator = self.runner.backend.allocator
         for query, tree in zip(queries, trees, strict=True):
-            tree.check(query.max_tokens, query.max_depth)
+            tree.check(query)
             # Two requests may have been promised the same last free memory.
             if len(tree) and allocator.reserve(query.request_id, 1 + len(tree)):
                 drafts[query.request_id] = tree
         return drafts
+
+    def _start_drafting(self, answer: _Answer) -> None:
+        request = answer.request
+        self.drafter.start(_draft_request(request))
+        answer.has_draft_state = True
+        outputs = request.token_ids[request.num_prompt_tokens :]
+        self.drafter.accept(request.request_id, outputs)
+        # What is committed but not yet published is shared with the rest of its step.
+        self.drafter.share(request.request_id, outputs[: answer.num_delivered])
 
     def _build(self, scheduled: list[ScheduledRequest], drafts: dict[str, DraftTree]) -> RaggedBatch:
         now_s = self._clock()
@@ -184,9 +192,11 @@ class EngineCore:
             request.num_computed_tokens += len(kept)
             if verified is None:
                 continue
-            request.num_draft_tokens += rows.num_draft_tokens
+            if verified.unverified_token_ids:
+                self.drafter.observe(request.request_id, verified.unverified_token_ids)
+            request.num_draft_tokens += rows.num_verified
             num_accepted = self._append(request, verified, now_s)
-            self.metrics.verified(rows.num_draft_tokens, num_accepted)
+            self.metrics.verified(rows.num_verified, num_accepted)
 
     def _append(self, request: Request, verified: VerifiedTokens, now_s: float) -> int:
         """Give the request its new tokens, up to its end, and end it there; returns how many of them were drafted."""
@@ -271,4 +281,12 @@ def _request_rows(item: ScheduledRequest, draft: DraftTree | None) -> RequestRow
         token_ids = token_ids + draft.token_ids
         parents += [count - 1 if parent < 0 else count + parent for parent in draft.parents]
     sampling = request.sampling if item.is_sampled else None
-    return RequestRows(request.request_id, start, token_ids, parents, count, sampling)
+    is_verified = draft.is_verified if draft is not None else []
+    return RequestRows(request.request_id, start, token_ids, parents, count, sampling, is_verified)
+
+
+def _draft_request(request: Request) -> DraftRequest:
+    sampling = request.sampling
+    return DraftRequest(
+        request.request_id, request.prompt_token_ids, temperature=sampling.temperature, seed=sampling.seed
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,5 +77,10 @@ def verify_batch(batch: RaggedBatch, logits: torch.Tensor) -> list[VerifiedToken
         def target(row: int, depth: int) -> int:
             return sampler.token_at(first + row - root, next_position + depth, sampling)  # noqa: B023
 
-        results.append(walk_tree(rows.token_ids, rows.parents, root, target))
+        verified = walk_tree(rows.token_ids, rows.parents, root, target, rows.is_verified)
+        unverified = [i for i, is_verified in enumerate(rows.is_verified) if not is_verified]
+        if unverified:
+            tokens = [sampler.argmax_at(first + 1 + i) for i in unverified]
+            verified = dataclasses.replace(verified, unverified_token_ids=tokens)
+        results.append(verified)
     return results

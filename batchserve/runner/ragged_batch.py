@@ -11,6 +11,8 @@ from batchserve.attention.base import Span
 from batchserve.attention.mask import tree_positions
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from batchserve.request import ResolvedSampling
 
 MIN_ROWS = 4  # packed matmuls run 4 rows faster than 1, and are row-invariant from 2 rows on
@@ -20,8 +22,9 @@ MIN_ROWS = 4  # packed matmuls run 4 rows faster than 1, and are row-invariant f
 class RequestRows:
     """The rows of one request: `num_pending` tokens that extend its context in a chain, then its draft tree.
 
-    parents[i] is a row of this request, -1 for the context. Where `sampling` is None the chunk ends before the last
-    prompt token and nothing is sampled; otherwise the last pending row and all tree rows are.
+    parents[i] is a row of this request, -1 for the context; is_verified has one entry a tree row
+    (empty: all are). Where `sampling` is None the chunk ends before the last prompt token and nothing is sampled;
+    otherwise the last pending row and all tree rows are.
     """
 
     request_id: str
@@ -30,6 +33,11 @@ class RequestRows:
     parents: list[int]
     num_pending: int
     sampling: ResolvedSampling | None
+    is_verified: Sequence[bool] = ()
+
+    def __post_init__(self) -> None:
+        if not self.is_verified:
+            object.__setattr__(self, "is_verified", (True,) * self.num_draft_tokens)
 
     @property
     def root(self) -> int:
@@ -39,6 +47,11 @@ class RequestRows:
     @property
     def num_draft_tokens(self) -> int:
         return len(self.token_ids) - self.num_pending
+
+    @property
+    def num_verified(self) -> int:
+        """Draft tokens that may be accepted."""
+        return sum(self.is_verified)
 
 
 @dataclass(slots=True)

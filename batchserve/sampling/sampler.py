@@ -29,10 +29,14 @@ class RowSampler:
     def token_at(self, row: int, position: int, sampling: ResolvedSampling) -> int:
         """The token at absolute `position`, given the row before it."""
         if sampling.temperature == 0.0:
-            if self._argmax is None:
-                self._argmax = self._logits.argmax(dim=-1).tolist()
-            return self._argmax[row]
+            return self.argmax_at(row)
         return sample_row(self._logits[row].float().numpy(), position, sampling)
+
+    def argmax_at(self, row: int) -> int:
+        """The likeliest token, whatever the sampling."""
+        if self._argmax is None:
+            self._argmax = self._logits.argmax(dim=-1).tolist()
+        return self._argmax[row]
 
 
 def sample_row(logits: np.ndarray, position: int, sampling: ResolvedSampling) -> int:

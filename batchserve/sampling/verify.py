@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,23 +11,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedTokens:
-    """token_ids: the accepted draft tokens and then the bonus token. rows: the accepted nodes' rows, root to leaf."""
+    """token_ids: the accepted draft tokens and then the bonus token. rows: the accepted nodes' rows, root to leaf.
+
+    unverified_token_ids: the argmax behind each tree row that only its drafter wants to know of.
+    """
 
     token_ids: list[int]
     rows: list[int]
+    unverified_token_ids: list[int] = field(default_factory=list)
 
 
 def walk_tree(
-    token_ids: Sequence[int], parents: Sequence[int], root: int, target_token: Callable[[int, int], int]
+    token_ids: Sequence[int],
+    parents: Sequence[int],
+    root: int,
+    target_token: Callable[[int, int], int],
+    is_verified: Sequence[bool] = (),
 ) -> VerifiedTokens:
     """Verify the nodes behind row `root` (a request's last token).
 
     token_ids and parents are per row of the request; a node's parent is a row, `root` for the first level.
+    is_verified is per tree row; empty: all are.
     target_token(row, depth) is the token that the target model puts behind that row; depth is 0 at the root. Drafts
     decide which rows exist, never what a row's token is: so the result is the same as decoding step by step.
     """
     children: dict[tuple[int, int], int] = {}
     for row in range(root + 1, len(parents)):
+        if is_verified and not is_verified[row - root - 1]:
+            continue
         children[parents[row], token_ids[row]] = row
     emitted: list[int] = []
     path: list[int] = []

@@ -17,12 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
-    """One request's part of a step: this many pending tokens, and at most so many draft tokens behind them."""
+    """One request's part of a step: this many pending tokens, and at most so many draft tokens behind them.
+
+    Verified draft tokens may be max_draft_depth deep; no row at all may be deeper than max_row_depth.
+    """
 
     request: Request
     num_scheduled_tokens: int
     max_draft_tokens: int = 0
     max_draft_depth: int = 0
+    max_row_depth: int = 0
 
     @property
     def is_sampled(self) -> bool:
@@ -148,7 +152,7 @@ class Scheduler:
         scheduled = []
         for request in running:
             tokens = planned[request.request_id]
-            budget = self._draft_budget(request, fair_share) if tokens == request.num_pending_tokens == 1 else (0, 0)
+            budget = self._draft_budget(request, fair_share) if tokens == request.num_pending_tokens == 1 else (0, 0, 0)
             scheduled.append(ScheduledRequest(request, tokens, *budget))
         return scheduled
 
@@ -160,19 +164,14 @@ class Scheduler:
         most = self._config.decoding_length
         return most if speculation.max_draft_tokens is None else min(most, speculation.max_draft_tokens)
 
-    def _draft_budget(self, request: Request, fair_share: int) -> tuple[int, int]:
-        """(most draft tokens, deepest draft): no deeper than could still be given to the client."""
+    def _draft_budget(self, request: Request, fair_share: int) -> tuple[int, int, int]:
+        """(most draft tokens, deepest draft, deepest row): no draft deeper than could still be given to the client."""
         # The bonus token comes on top of the accepted ones, so the last place is never drafted.
-        depth = (
-            min(
-                request.sampling.max_tokens - request.num_output_tokens,
-                self._max_model_len - len(request.token_ids),
-            )
-            - 1
-        )
+        row_depth = self._max_model_len - len(request.token_ids) - 1
+        depth = min(request.sampling.max_tokens - request.num_output_tokens - 1, row_depth)
         budget = min(self._most_drafts(request), fair_share)
         # Drafts take what memory is free; nobody is preempted for a guess.
         budget = min(budget, self._allocator.reservable_tokens(request.request_id) - 1)
         if depth < 1 or budget < 1:
-            return 0, 0
-        return budget, min(depth, self._config.branch_length)
+            return 0, 0, 0
+        return budget, min(depth, self._config.branch_length), row_depth

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from batchserve.draft.base import DraftQuery, DraftTree
+from batchserve.draft.base import DraftQuery, DraftRequest, DraftTree
 from batchserve.draft.trie import TrieDrafter
 from tests.draft.test_suffix_trie import contents
 from tests.factories import examples
@@ -24,7 +24,7 @@ def propose(drafter: TrieDrafter, request_id: str, max_tokens: int = 8, max_dept
 
 def check_tree(tree: DraftTree, max_tokens: int, max_depth: int) -> None:
     """The contract, and what design.md adds: path probabilities fall, the likeliest sibling is first."""
-    tree.check(max_tokens, max_depth)
+    tree.check(DraftQuery("", max_tokens, max_depth))
     assert len(tree.probs) == len(tree)
     last_sibling: dict[int, float] = {}
     for parent, prob in zip(tree.parents, tree.probs, strict=True):
@@ -66,7 +66,7 @@ class TrieMachine(RuleBasedStateMachine):
         self.started += 1
         request_id, secret = f"r{self.started}", self.SECRETS * self.started
         prompt = [token for t in public for token in (t, secret + t)] or [secret]
-        self.drafter.start(request_id, prompt)
+        self.drafter.start(DraftRequest(request_id, prompt))
         self.known[request_id], self.unshared[request_id] = set(prompt), []
 
     @precondition(lambda self: self.known)
@@ -125,14 +125,14 @@ class TestTrieAtLength(TrieMachine.TestCase):
 
 def test_repeated_text_of_the_prompt_is_found() -> None:
     drafter = TrieDrafter()
-    drafter.start("a", [*PATTERN, 90, 91, 92, *PATTERN[:3]])
+    drafter.start(DraftRequest("a", [*PATTERN, 90, 91, 92, *PATTERN[:3]]))
     assert first_chain(propose(drafter, "a", 5)) == PATTERN[3:8]
 
 
 def test_an_answer_is_drafted_from_its_own_text_at_once() -> None:
     """Not only when it is complete, and before anything is published."""
     drafter = TrieDrafter(share_outputs=False)
-    drafter.start("a", [1])
+    drafter.start(DraftRequest("a", [1]))
     drafter.accept("a", PATTERN)
     drafter.accept("a", [50])
     assert len(propose(drafter, "a")) == 0
@@ -142,8 +142,8 @@ def test_an_answer_is_drafted_from_its_own_text_at_once() -> None:
 
 def test_outputs_reach_other_requests_once_they_are_shared() -> None:
     drafter = TrieDrafter()
-    drafter.start("a", [1])
-    drafter.start("b", [*PATTERN[:2]])
+    drafter.start(DraftRequest("a", [1]))
+    drafter.start(DraftRequest("b", [*PATTERN[:2]]))
     drafter.accept("a", PATTERN)
     assert len(propose(drafter, "b")) == 0  # not published: the client may never see these tokens
     drafter.share("a", PATTERN)
@@ -155,8 +155,8 @@ def test_outputs_reach_other_requests_once_they_are_shared() -> None:
 def test_a_prompt_is_never_drafted_to_others_even_where_texts_meet() -> None:
     """B says exactly what stands before the secret in A's prompt, and what A answers around it."""
     drafter, secret = TrieDrafter(), [777, 778, 779]
-    drafter.start("a", [*PATTERN, *secret])
-    drafter.start("b", [5, *PATTERN])
+    drafter.start(DraftRequest("a", [*PATTERN, *secret]))
+    drafter.start(DraftRequest("b", [5, *PATTERN]))
     assert first_chain(propose(drafter, "a")) == []
     say(drafter, "a", PATTERN)
     assert first_chain(propose(drafter, "a"))[:3] == secret  # A itself is helped by it
@@ -169,8 +169,8 @@ def test_without_sharing_a_request_drafts_as_if_it_were_alone() -> None:
     rng = random.Random(3)
     together, alone = (TrieDrafter(share_outputs=False) for _ in range(2))
     for drafter in (together, alone):
-        drafter.start("b", PATTERN)
-    together.start("a", PATTERN)
+        drafter.start(DraftRequest("b", PATTERN))
+    together.start(DraftRequest("a", PATTERN))
     for _ in range(60):
         tokens = [rng.choice(PATTERN) for _ in range(rng.randint(1, 5))]
         say(together, "a", [rng.choice(PATTERN) for _ in range(5)])
@@ -183,7 +183,9 @@ def test_two_continuations_are_both_drafted_the_more_frequent_first() -> None:
     drafter = TrieDrafter()
     often, seldom = [21, 22, 23], [31, 32, 33]
     texts = [often, seldom, often, seldom, often]  # a token of its own before each 9: nothing longer matches
-    drafter.start("a", [*(token for i, text in enumerate(texts) for token in (100 + i, 9, *text)), 200, 9])
+    drafter.start(
+        DraftRequest("a", [*(token for i, text in enumerate(texts) for token in (100 + i, 9, *text)), 200, 9])
+    )
     tree = propose(drafter, "a", 8)
     roots = [tree.token_ids[i] for i, parent in enumerate(tree.parents) if parent < 0]
     assert roots[:2] == [21, 31]
@@ -194,25 +196,25 @@ def test_two_continuations_are_both_drafted_the_more_frequent_first() -> None:
 def test_the_longest_matching_context_speaks_first() -> None:
     """After "7 8" comes 1, though 8 alone is mostly followed by 2."""
     drafter = TrieDrafter()
-    drafter.start("a", [7, 8, 1, *([5, 8, 2] * 3), 7, 8, 1, 7, 8])
+    drafter.start(DraftRequest("a", [7, 8, 1, *([5, 8, 2] * 3), 7, 8, 1, 7, 8]))
     assert first_chain(propose(drafter, "a"))[0] == 1
 
 
 def test_a_budget_of_one_is_the_likeliest_next_token() -> None:
     drafter = TrieDrafter()
-    drafter.start("a", [9, 1, 9, 2, 9, 2, 9])
+    drafter.start(DraftRequest("a", [9, 1, 9, 2, 9, 2, 9]))
     assert propose(drafter, "a", 1).token_ids == [2]
     assert len(propose(drafter, "a", 0)) == 0
 
 
 def test_ending_a_request_frees_its_state_and_its_id() -> None:
     drafter = TrieDrafter()
-    drafter.start("a", PATTERN * 2)
+    drafter.start(DraftRequest("a", PATTERN * 2))
     with pytest.raises(ValueError, match="'a'"):
-        drafter.start("a", [1])
+        drafter.start(DraftRequest("a", [1]))
     drafter.end("a")
     drafter.end("a")  # harmless
-    drafter.start("a", PATTERN[:2])
+    drafter.start(DraftRequest("a", PATTERN[:2]))
     assert len(propose(drafter, "a")) == 0, "the old prompt of a reused id is drafted"
 
 
@@ -220,7 +222,7 @@ def test_it_still_drafts_after_its_shared_memory_was_pruned_many_times() -> None
     rng, drafter = random.Random(2), TrieDrafter(6, capacity=500)
     for i in range(300):
         request_id = f"r{i}"
-        drafter.start(request_id, [1])
+        drafter.start(DraftRequest(request_id, [1]))
         for _ in range(3):
             say(drafter, request_id, [rng.randrange(30, 5000) for _ in range(6)])
             say(drafter, request_id, PATTERN)
@@ -229,7 +231,7 @@ def test_it_still_drafts_after_its_shared_memory_was_pruned_many_times() -> None
                 assert drafter._shared.num_nodes == len(contents(drafter._shared.root))
         drafter.end(request_id)
     assert drafter._shared.generation > 10
-    drafter.start("new", PATTERN[:3])
+    drafter.start(DraftRequest("new", PATTERN[:3]))
     assert first_chain(propose(drafter, "new"))[:3] == PATTERN[3:6]
     say(drafter, "new", PATTERN[3:])
     say(drafter, "new", PATTERN[:3])

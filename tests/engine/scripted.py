@@ -12,7 +12,7 @@ from batchserve.attention.base import LayerShape
 from batchserve.attention.cpu import CpuBackend
 from batchserve.attention.slab import SlabAllocator
 from batchserve.config import EngineConfig
-from batchserve.draft.base import Drafter, DraftQuery, DraftTree, NullDrafter
+from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree, NullDrafter
 from batchserve.engine.detokenizer import Decoder
 from batchserve.engine.engine_core import EngineCore, Event, Failure
 from batchserve.metrics import EngineMetrics
@@ -65,7 +65,7 @@ class ScriptedRunner(ModelRunner):
         return _Handle(batch, self)
 
 
-class PerfectDrafter:
+class PerfectDrafter(Drafter):
     """Proposes the script itself, as one chain; keeps books of who is known to it."""
 
     name = "perfect"
@@ -75,10 +75,10 @@ class PerfectDrafter:
         self.lengths: dict[str, int] = {}
         self.shared: dict[str, list[int]] = {}
 
-    def start(self, request_id: str, prompt_token_ids: Sequence[int]) -> None:
-        assert request_id not in self.lengths
-        self.lengths[request_id] = len(prompt_token_ids)
-        self.shared[request_id] = []
+    def start(self, request: DraftRequest) -> None:
+        assert request.request_id not in self.lengths
+        self.lengths[request.request_id] = len(request.prompt_token_ids)
+        self.shared[request.request_id] = []
 
     def propose(self, queries: Sequence[DraftQuery]) -> list[DraftTree]:
         assert self.runner is not None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,10 +97,8 @@ def bonus_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """After an accepted path the bonus token is dropped; the path is kept."""
     right = verify.walk_tree
 
-    def faulty(
-        token_ids: Sequence[int], parents: Sequence[int], root: int, target: Callable[[int, int], int]
-    ) -> VerifiedTokens:
-        verified = right(token_ids, parents, root, target)
+    def faulty(*arguments: Any) -> VerifiedTokens:
+        verified = right(*arguments)
         return VerifiedTokens(verified.token_ids[:-1], verified.rows) if verified.rows else verified
 
     monkeypatch.setattr(model_runner, "walk_tree", faulty)
