@@ -24,13 +24,15 @@ KIND_MEANINGS = {
 
 
 # What a curve cannot tell of the runs that made the committed weights.
-RUNS = """Peak learning rates 4e-3, 2e-3, 1.2e-3 and 6e-4; the first two runs were stopped before their schedule's \
-end. The shares above are those of the third run; the fourth raised completion to 15% and quoted lines to 8%. In the \
-first two, edits drew on functions of up to 520 characters, and completion left out more of a function (8% of the mix \
-in the first run: any cut; 7% in the second: two lines): both made the model lose its place and loop. \
-The gates below are measured on the mix as it is now: shortening edits and completions after earlier checkpoints had \
-missed them made the held-out prompts easier, too, and the same 500 prompts were looked at after the third run and \
-before the fourth. They are held out of training, but not a blind test."""
+RUNS = """Peak learning rates 4e-3, 2e-3, 1.2e-3, 6e-4 and 2.5e-3; the first two runs were stopped before their \
+schedule's end. The shares above are those of the third run; the fourth raised completion to 15% and quoted lines to \
+8%, the fifth renaming to 12%, completion to 8%, deleted and quoted lines to 7%. In the first two, edits drew on \
+functions of up to 520 characters, and completion left out more of a function (8% of the mix in the first run: any \
+cut; 7% in the second: two lines): both made the model lose its place and loop. The gates below are measured on the \
+mix as it is now: shortening edits and completions after earlier checkpoints had missed them made the held-out prompts \
+easier, too. These prompts were drawn for the fifth run alone and looked at once, after it; on 1,000 others (seed \
+777) it had 0.6% loops, 96.6% of the JSON and 91.8% of the quotes exact. Completions are what it is worst at: one in \
+six of these 29 ran on behind the end."""
 
 
 def model_card(config: dict[str, Any], gates: dict[str, Any], curve: list[dict[str, float]]) -> str:
