@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from batchserve.config import EngineConfig
+from batchserve.config import DraftConfig, EngineConfig
 from batchserve.errors import BatchserveError
 from batchserve.threads import apply_thread_policy
 from batchserve.types import Delta, FinishReason, RequestOutput, SamplingParams, SpeculationParams, Started, Usage
@@ -19,6 +19,7 @@ __all__ = [
     "AsyncEngine",
     "BatchserveError",
     "Delta",
+    "DraftConfig",
     "EngineConfig",
     "FinishReason",
     "RequestOutput",

@@ -1,4 +1,4 @@
-"""The command line: serve | generate | demo.
+"""The command line: serve | generate | warm-drafts | bench | demo.
 
 Everything heavy is imported inside the commands: the thread policy must be set before torch is.
 """
@@ -18,7 +18,8 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from batchserve import __version__
-from batchserve.config import DRAFTERS, DTYPES, EngineConfig, ServerConfig
+from batchserve.bench import add_bench_parser
+from batchserve.config import DRAFTERS, DTYPES, PRIVATE_SCOPE, TRIE_MODES, DraftConfig, EngineConfig, ServerConfig
 from batchserve.errors import BatchserveError, ConfigError, InvalidRequestError
 from batchserve.threads import apply_thread_policy
 from batchserve.types import Delta, SamplingParams, SpeculationParams, Started, Usage
@@ -50,13 +51,23 @@ class Option:
 ENGINE_OPTIONS = {
     "model": Option("a local folder, a Hugging Face hub id, or 'bundled'"),
     "dtype": Option("what weights and K/V are computed in; auto: the fastest that this machine has", DTYPES),
-    "drafter": Option("where draft tokens come from; none turns speculation off", DRAFTERS),
-    "decoding_length": Option("the most draft tokens of one request in one step"),
-    "branch_length": Option("the most draft tokens in one line of descent"),
-    "share_drafts": Option(
-        "let requests draft from the texts of others. Without authentication all callers are one tenant, and timing "
-        "tells a caller what others were answered",
-        default_text="only on a loopback --host",
+    "drafter": Option("where the draft tokens come from of requests that do not choose themselves", DRAFTERS),
+    "decoding_length": Option(
+        "the most draft tokens of one request in one step; 0 turns speculation off for all",
+        default_text="the drafter's own: mixture and trie 8, reference --reference-copy-length, jacobi (W+G)(N-1)",
+    ),
+    "branch_length": Option(
+        "the most draft tokens in one line of descent",
+        default_text="the drafter's own: mixture 32, trie 12, reference --reference-copy-length, jacobi N-1",
+    ),
+    "default_draft_scope": Option(
+        "the draft scope of requests that name none: they draft from each other's answers, and timing tells a caller "
+        f"what others were answered; '{PRIVATE_SCOPE}' shares nothing. There is no authentication: all callers are "
+        "one tenant, and who knows a scope's name can join it",
+        default_text=f"'default' on a loopback --host, '{PRIVATE_SCOPE}' otherwise",
+    ),
+    "wait_for_drafter": Option(
+        "do not serve before drafts are ready; otherwise requests go without while the first start ever compiles them"
     ),
     "max_num_seqs": Option("the most requests that run at once"),
     "max_num_batched_tokens": Option("the most rows of one step: prefill chunks, drafts and plain rows together"),
@@ -73,6 +84,25 @@ ENGINE_OPTIONS = {
     "trust_remote_code": Option("run modelling code that comes with the model"),
     "served_model_name": Option("the name that requests may give", default_text="the value of --model"),
 }
+DRAFT_OPTIONS = {
+    "trie_mode": Option("trie: how branches are put into one draft", TRIE_MODES),
+    "trie_capacity": Option("trie: the most nodes of one tree", default_text="16 x the decoding length"),
+    "trie_prompt_weight": Option("trie: how much more a prompt's branch counts", default_text="4"),
+    "trie_min_retrieved_tokens": Option(
+        "trie: with so many tokens found, shorter matches are not looked up", default_text="twice the decoding length"
+    ),
+    "reference_min_match": Option("reference: the shortest match that is copied from"),
+    "reference_copy_length": Option("reference: how many tokens are copied"),
+    "jacobi_window": Option("jacobi: W, the window's width", default_text="15, 10 or 7 by the model's size"),
+    "jacobi_ngram": Option("jacobi: N, tokens of an n-gram; the window has N-1 levels"),
+    "jacobi_guesses": Option("jacobi: G, the most n-grams verified in one step", default_text="W"),
+    "max_scope_bytes": Option("memory for the shared texts of one draft scope, such as 64MiB", is_size=True),
+    "max_draft_bytes": Option("the same for all scopes of one drafter", is_size=True),
+    "draft_cache": Option(
+        "a file that shared drafts are loaded from at start and saved to at the end; batchserve warm-drafts makes one",
+        default_text="none",
+    ),
+}
 SERVER_OPTIONS = {
     "host": Option("the address to listen on; there is no authentication and no encryption"),
     "port": Option("the port to listen on; 0 picks a free one, which is printed"),
@@ -81,7 +111,10 @@ SERVER_OPTIONS = {
     "has_reflection": Option("answer gRPC reflection, so that tools find the service's methods by themselves"),
     "metrics_port": Option("serve Prometheus metrics over HTTP on this port of --host", default_text="off"),
 }
-_KINDS: dict[Any, type] = {int: int, float: float, str: str, int | None: int, str | None: str}
+_KINDS: dict[Any, type] = {
+    **{int: int, float: float, str: str},
+    **{int | None: int, float | None: float, str | None: str},
+}
 
 
 def flag_of(field: str) -> str:
@@ -90,9 +123,11 @@ def flag_of(field: str) -> str:
 
 
 def add_options(parser: argparse._ActionsContainer, config: type, options: dict[str, Option]) -> None:
-    """A flag for every field of a configuration dataclass."""
+    """A flag for each of these fields of a configuration dataclass."""
     hints = get_type_hints(config)
     for field in dataclasses.fields(config):
+        if field.name not in options:
+            continue
         option = options[field.name]
         shown = option.default_text or _shown_default(field.default, option)
         arguments: dict[str, Any] = {"dest": field.name, "help": f"{option.help} (default: {shown})"}
@@ -107,8 +142,11 @@ def add_options(parser: argparse._ActionsContainer, config: type, options: dict[
 
 def make_config(config: type, arguments: argparse.Namespace) -> Any:
     """The dataclass from the flags that were given; raises ConfigError."""
-    names = {field.name for field in dataclasses.fields(config)}
-    return config(**{name: value for name, value in vars(arguments).items() if name in names})
+    hints = get_type_hints(config)
+    given = {name: value for name, value in vars(arguments).items() if name in hints}
+    nested: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    parts = {name: make_config(part, arguments) for name, part in nested.items()}
+    return config(**given, **parts)
 
 
 def _shown_default(value: object, option: Option) -> str:
@@ -143,13 +181,19 @@ def _parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser("serve", allow_abbrev=False, help="serve a model over gRPC")
     add_options(serve.add_argument_group("server"), ServerConfig, SERVER_OPTIONS)
-    add_options(serve.add_argument_group("engine"), EngineConfig, ENGINE_OPTIONS)
+    _add_engine_options(serve, "")
     serve.set_defaults(run=_serve)
 
     generate = commands.add_parser("generate", allow_abbrev=False, help="answer one prompt, streaming to the terminal")
     _add_generate_flags(generate)
-    add_options(generate.add_argument_group("engine, without --server"), EngineConfig, ENGINE_OPTIONS)
+    _add_engine_options(generate, ", without --server")
     generate.set_defaults(run=_generate)
+
+    warm = commands.add_parser("warm-drafts", allow_abbrev=False, help="make a draft cache from recorded answers")
+    _add_warm_flags(warm)
+    warm.set_defaults(run=_warm_drafts)
+
+    add_bench_parser(commands)
 
     demo = commands.add_parser(
         "demo", allow_abbrev=False, help="a real server with the bundled model, speculation on against off"
@@ -159,6 +203,11 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--dtype", choices=DTYPES, default="auto", help="as for serve (default: auto)")
     demo.set_defaults(run=_demo)
     return parser
+
+
+def _add_engine_options(parser: argparse.ArgumentParser, when: str) -> None:
+    add_options(parser.add_argument_group(f"engine{when}"), EngineConfig, ENGINE_OPTIONS)
+    add_options(parser.add_argument_group(f"drafters{when}"), DraftConfig, DRAFT_OPTIONS)
 
 
 def _progress(message: str) -> None:
@@ -175,9 +224,12 @@ def is_loopback(host: str) -> bool:
 
 def _serve(arguments: argparse.Namespace) -> int:
     server_config: ServerConfig = make_config(ServerConfig, arguments)
-    if not is_loopback(server_config.host) and "share_drafts" not in arguments:
-        arguments.share_drafts = False
-        _progress(f"host = {server_config.host} is not loopback: drafts are not shared (--share-drafts shares them)")
+    if not is_loopback(server_config.host) and "default_draft_scope" not in arguments:
+        arguments.default_draft_scope = PRIVATE_SCOPE
+        _progress(
+            f"host = {server_config.host} is not loopback: requests that name no draft scope share no drafts "
+            "(--default-draft-scope NAME lets them)"
+        )
     engine_config: EngineConfig = make_config(EngineConfig, arguments)
 
     from batchserve.engine.async_engine import AsyncEngine
@@ -205,6 +257,39 @@ def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
     )
     sampling.add_argument("--ignore-eos", action="store_true", help="go on behind the end-of-sequence token")
     sampling.add_argument("--no-speculation", action="store_true", help="one token a step")
+
+
+def _add_warm_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE.jsonl", help='lines of {"prompt": TEXT, "response": TEXT}')
+    parser.add_argument(
+        "--draft-scope",
+        dest="default_draft_scope",
+        default=argparse.SUPPRESS,
+        metavar="NAME",
+        help="whose requests may draft from them (default: default)",
+    )
+    # The model's tokenizer is all that is needed of it.
+    used = ("model", "drafter", "trust_remote_code")
+    add_options(parser, EngineConfig, {name: ENGINE_OPTIONS[name] for name in used})
+    sizes = ("max_scope_bytes", "max_draft_bytes")
+    add_options(parser, DraftConfig, {name: DRAFT_OPTIONS[name] for name in sizes})
+    parser.add_argument(
+        "--draft-cache", required=True, metavar="PATH", help="the file to make, or to add to if it exists"
+    )
+
+
+def _warm_drafts(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from batchserve.engine.warm_drafts import warm_drafts
+
+    config: EngineConfig = make_config(EngineConfig, arguments)
+    warmed = warm_drafts(Path(arguments.file), config)
+    _progress(
+        f"{warmed.num_answers} answers of {warmed.num_tokens} tokens; {arguments.draft_cache} holds "
+        f"{warmed.num_bytes >> 10} KiB"
+    )
+    return 0
 
 
 def _generate(arguments: argparse.Namespace) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numbers
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from batchserve.config import EngineConfig
 from batchserve.engine.async_engine import OutputCollector
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from batchserve.request import Request
 
 Prompt = str | Sequence[int]
+T = TypeVar("T")
 
 
 class LLM:
@@ -29,8 +32,8 @@ class LLM:
 
     def __init__(self, model: str = "bundled", **options: Any) -> None:
         self.config = EngineConfig(model=model, **options)
-        built = build_engine(self.config)
-        self._core, self._processor, self._info = built.core, built.processor, built.info
+        self._built = build_engine(self.config)
+        self._core, self._processor, self._info = self._built.core, self._built.processor, self._built.info
         self._num_requests = 0
 
     @property
@@ -42,14 +45,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        speculation: SpeculationParams | None = None,
+        speculation: SpeculationParams | Sequence[SpeculationParams] | None = None,
         show_progress: bool = True,
     ) -> list[RequestOutput]:
         """Answers in the order of the prompts; a prompt is a string or a list of token ids.
 
+        sampling_params, speculation: one for all prompts, or one for each.
         Every prompt is checked before any is run: raises InvalidRequestError and runs nothing.
         """
-        requests = self._requests(_as_list(prompts), sampling_params, speculation or SpeculationParams())
+        requests = self._requests(_as_list(prompts), sampling_params, speculation)
         collectors = {r.request_id: OutputCollector(r.prompt_token_ids) for r in requests}
         errors: list[BatchserveError] = []
         self._core.runner.bind_thread()
@@ -76,28 +80,44 @@ class LLM:
         self._core.check_integrity()
         return [collectors[r.request_id].output() for r in requests]
 
+    def clear_draft_scope(self, name: str = "") -> None:
+        """Forget what the requests of a draft scope have shared; empty is the default scope.
+
+        Raises InvalidRequestError.
+        """
+        scope = self._processor.resolve_scope(SpeculationParams(draft_scope=name).draft_scope)
+        if scope is not None:
+            self._core.clear_draft_scope(scope)
+
+    def save_drafts(self, path: str | os.PathLike[str]) -> None:
+        """Keep what the default drafter shares in a file, for `draft_cache`. Raises ConfigError, OSError."""
+        self._built.save_drafts(Path(path))
+
     def _requests(
         self,
         prompts: list[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        speculation: SpeculationParams,
+        speculation: SpeculationParams | Sequence[SpeculationParams] | None,
     ) -> list[Request]:
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(prompts)
-        else:
-            params = list(sampling_params)
-        if len(params) != len(prompts):
-            raise InvalidRequestError(
-                "LENGTH_MISMATCH", "sampling_params", len(params), f"one, or one for each of {len(prompts)} prompts"
-            )
+        params = _one_each("sampling_params", sampling_params, SamplingParams, len(prompts))
+        speculations = _one_each("speculation", speculation, SpeculationParams, len(prompts))
         requests = []
-        for prompt, param in zip(prompts, params, strict=True):
+        for prompt, param, drafting in zip(prompts, params, speculations, strict=True):
             self._num_requests += 1
             token_ids = self._processor.tokenize(prompt)
             requests.append(
-                self._processor.make_request(str(self._num_requests), token_ids, param, speculation, time.monotonic())
+                self._processor.make_request(str(self._num_requests), token_ids, param, drafting, time.monotonic())
             )
         return requests
+
+
+def _one_each(field: str, value: T | Sequence[T] | None, kind: type[T], count: int) -> list[T]:
+    if value is None or isinstance(value, kind):
+        return [value or kind()] * count
+    values = list(cast("Sequence[T]", value))
+    if len(values) != count:
+        raise InvalidRequestError("LENGTH_MISMATCH", field, len(values), f"one, or one for each of {count} prompts")
+    return values
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

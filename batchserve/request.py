@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from batchserve.types import FinishReason, SpeculationParams, Timing, Usage
+from batchserve.types import FinishReason, Timing, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,21 @@ class ResolvedSampling:
     end_token_ids: frozenset[int]
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedSpeculation:
+    """Speculation with every default filled in and every bound checked; as it stands: none.
+
+    `max_draft_tokens` (a step) and `branch_length` are within the server's bounds. A `draft_scope` of None shares
+    nothing.
+    """
+
+    drafter: str = "none"
+    max_draft_tokens: int = 0
+    branch_length: int = 1
+    draft_scope: str | None = None
+    references: Sequence[Sequence[int]] = ()
 
 
 class RequestStatus(enum.Enum):
@@ -53,7 +69,7 @@ class Request:
     prompt_token_ids: list[int]
     sampling: ResolvedSampling
     arrival_s: float
-    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    speculation: ResolvedSpeculation = field(default_factory=ResolvedSpeculation)
     deadline_s: float | None = None
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(init=False)

@@ -9,11 +9,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from batchserve.config import DRAFTERS, SCOPE_NAME_BOUND, is_scope_name
 from batchserve.errors import InvalidRequestError
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024
 MAX_SEED = 2**64 - 1
+MAX_REFERENCES = 64
+# Of all references of a request together: as much as the longest contexts that are common. It bounds what one request
+# makes the server tokenise, keep and index: about a second, and some megabytes.
+MAX_REFERENCE_TOKENS = 131_072
+MAX_REFERENCE_CHARS = 8 * MAX_REFERENCE_TOKENS
 
 
 def _normalize_number(holder: object, path: str, kind: Callable[[Any], int | float]) -> None:
@@ -45,6 +51,8 @@ def _tuple_of(path: str, values: object, kind: type) -> tuple[Any, ...]:
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise InvalidRequestError(f"INVALID_{path.split('.')[-1].upper()}", path, values, "a list")
     items = tuple(values)
+    if set(map(type, items)) <= {kind}:  # ten times as fast, and references are long
+        return items
     for i, item in enumerate(items):
         if isinstance(item, bool) or not isinstance(item, allowed):
             bound = "a string" if kind is str else "an integer"
@@ -117,18 +125,58 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationParams:
-    """Per-request speculation: on (by the server's drafter) or off, and a cap on draft tokens a step."""
+    """Where a request's drafts come from. Nothing here can change an answer.
+
+    `max_draft_tokens` (a step) and `branch_length` (in one line of descent) are caps under the server's own bounds.
+    `drafter` is one of config.DRAFTERS; empty is the server's. Requests of one `draft_scope` draft from each other's
+    answers; empty is the server's default, "request" shares nothing. `references` are texts, or token ids, that the
+    answer may quote: retrieved documents, earlier turns, cached answers. Drafters read them, the model does not.
+    """
 
     is_enabled: bool = True
     max_draft_tokens: int | None = None
+    drafter: str = ""
+    branch_length: int | None = None
+    draft_scope: str = ""
+    references: tuple[str | tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         _check_bool("speculation.mode", self.is_enabled)
-        _normalize_number(self, "speculation.max_draft_tokens", int)
-        if self.max_draft_tokens is not None and self.max_draft_tokens < 0:
-            raise InvalidRequestError(
-                "INVALID_MAX_DRAFT_TOKENS", "speculation.max_draft_tokens", self.max_draft_tokens, ">= 0"
-            )
+        for path, least in (("speculation.max_draft_tokens", 0), ("speculation.branch_length", 1)):
+            _normalize_number(self, path, int)
+            name = path.split(".")[-1]
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InvalidRequestError(f"INVALID_{name.upper()}", path, value, f">= {least}")
+        if self.drafter not in ("", *DRAFTERS):
+            names = ", ".join(DRAFTERS)
+            raise InvalidRequestError("UNKNOWN_DRAFTER", "speculation.drafter", self.drafter, f"one of {names}")
+        if self.draft_scope != "" and not is_scope_name(self.draft_scope):
+            raise InvalidRequestError("INVALID_DRAFT_SCOPE", "draft_scope", self.draft_scope, SCOPE_NAME_BOUND)
+        object.__setattr__(self, "references", _references(self.references))
+
+
+def _references(values: object) -> tuple[str | tuple[int, ...], ...]:
+    if values is None or isinstance(values, str):  # one text may stand alone
+        return () if values is None else (values,)
+    if isinstance(values, bytes) or not isinstance(values, Iterable):
+        raise InvalidRequestError("INVALID_REFERENCES", "references", values, "a list of texts or token ids")
+    items = tuple(values)
+    if len(items) > MAX_REFERENCES:
+        raise InvalidRequestError("TOO_MANY_REFERENCES", "references", len(items), f"at most {MAX_REFERENCES}")
+    references = tuple(_reference(i, item) for i, item in enumerate(items))
+    for kind, most, unit in ((str, MAX_REFERENCE_CHARS, "characters"), (tuple, MAX_REFERENCE_TOKENS, "tokens")):
+        size = sum(len(reference) for reference in references if isinstance(reference, kind))
+        if size > most:
+            bound = f"at most {most} {unit} together"
+            raise InvalidRequestError("REFERENCES_TOO_LONG", "references", f"{size} {unit}", bound)
+    return references
+
+
+def _reference(index: int, item: object) -> str | tuple[int, ...]:
+    if item is None:
+        raise InvalidRequestError("INVALID_REFERENCES", f"references[{index}]", item, "a text or token ids")
+    return item if isinstance(item, str) else _tuple_of(f"references[{index}].token_ids", item, int)
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,7 +187,7 @@ def main() -> None:
                 dtype=args.dtype,
                 decoding_length=max(LENGTHS),
                 max_num_batched_tokens=2560,
-                share_drafts=False,
+                default_draft_scope="request",
             )
             dtype = getattr(torch, llm.info.dtype)
             model = AutoModelForCausalLM.from_pretrained(resolve_model(source), dtype=dtype).eval()

@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     print("load: starting the server", flush=True)
     try:
-        with running_server(["--model", "bundled", *args.server_options]) as address:
+        with running_server(["--model", "bundled", "--wait-for-drafter", *args.server_options]) as address:
             print(f"load: serving on {address}", flush=True)
             info = model_info(address)
             status, stages = run_locust(address, stage_s, SMOKE_MAX_TOKENS if args.smoke else MAX_TOKENS)

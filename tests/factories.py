@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import HealthCheck, settings
 
+from batchserve.config import EngineConfig
 from batchserve.draft.base import DraftTree
-from batchserve.request import Request, ResolvedSampling
+from batchserve.draft.factory import draft_limits
+from batchserve.engine.input_processor import InputProcessor
+from batchserve.request import Request, ResolvedSampling, ResolvedSpeculation
 from batchserve.types import SpeculationParams
 
 
@@ -34,11 +38,17 @@ def make_request(
     request_id: str,
     prompt: list[int],
     *,
-    speculation: SpeculationParams | None = None,
+    speculation: ResolvedSpeculation | None = None,
     deadline_s: float | None = None,
     **sampling: Any,
 ) -> Request:
-    return Request(request_id, prompt, make_sampling(**sampling), 0.0, speculation or SpeculationParams(), deadline_s)
+    return Request(request_id, prompt, make_sampling(**sampling), 0.0, speculation or ResolvedSpeculation(), deadline_s)
+
+
+def resolve_speculation(config: EngineConfig, params: SpeculationParams | None = None) -> ResolvedSpeculation:
+    """What a server with these options makes of a request's speculation."""
+    loaded: Any = SimpleNamespace(tokenizer=None, vocab_size=1 << 16)
+    return InputProcessor(loaded, 0, config, draft_limits(config, 0)).resolve_speculation(params or SpeculationParams())
 
 
 def random_tree(rng: random.Random, num_nodes: int, vocab_size: int) -> DraftTree:

@@ -14,6 +14,7 @@ import pytest
 
 from batchserve import cli
 from batchserve.cli import (
+    DRAFT_OPTIONS,
     ENGINE_OPTIONS,
     SERVER_OPTIONS,
     add_options,
@@ -23,7 +24,7 @@ from batchserve.cli import (
     make_config,
     parse_size,
 )
-from batchserve.config import EngineConfig, MiB, ServerConfig
+from batchserve.config import DraftConfig, EngineConfig, MiB, ServerConfig
 from batchserve.engine.async_engine import AsyncEngine
 from batchserve.server import lifecycle
 from tests.server.harness import serving
@@ -50,12 +51,15 @@ def test_not_sizes(text):
         parse_size(text)
 
 
-@pytest.mark.parametrize(("config", "options"), [(EngineConfig, ENGINE_OPTIONS), (ServerConfig, SERVER_OPTIONS)])
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [(EngineConfig, ENGINE_OPTIONS), (DraftConfig, DRAFT_OPTIONS), (ServerConfig, SERVER_OPTIONS)],
+)
 class TestOptions:
     """Every option of a configuration is a flag."""
 
     def test_every_field_has_a_flag_and_a_help_text(self, config, options):
-        assert set(options) == {field.name for field in dataclasses.fields(config)}
+        assert set(options) == {field.name for field in dataclasses.fields(config)} - {"draft"}
         assert all(option.help for option in options.values())
 
     def test_without_flags_the_dataclass_decides(self, config, options):
@@ -66,7 +70,7 @@ class TestOptions:
     def test_every_flag_sets_its_field(self, config, options):
         parser = argparse.ArgumentParser()
         add_options(parser, config, options)
-        for field in dataclasses.fields(config):
+        for field in (field for field in dataclasses.fields(config) if field.name in options):
             value: Any = _other_value(field.name, field.default, options[field.name])
             flag = flag_of(field.name)
             if isinstance(field.default, bool):
@@ -82,9 +86,18 @@ def _other_value(name: str, default: Any, option: cli.Option) -> Any:
         return not default
     if option.choices is not None:
         return option.choices[-1]
-    if name in ("model", "host", "served_model_name"):
+    if name in ("model", "host", "served_model_name", "default_draft_scope", "draft_cache"):
         return "other"
     return 2048 if default is None else default + 1
+
+
+def test_options_of_drafters_become_part_of_the_engines():
+    parser = argparse.ArgumentParser()
+    add_options(parser, EngineConfig, ENGINE_OPTIONS)
+    add_options(parser, DraftConfig, DRAFT_OPTIONS)
+    flags = ["--drafter", "trie", "--trie-mode", "single", "--max-scope-bytes", "1MiB", "--draft-cache", "drafts"]
+    draft = DraftConfig(trie_mode="single", max_scope_bytes=1 << 20, draft_cache="drafts")
+    assert make_config(EngineConfig, parser.parse_args(flags)) == EngineConfig(drafter="trie", draft=draft)
 
 
 def test_flags_are_kebab_case_without_is_and_has():
@@ -119,26 +132,35 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
 
 
 @pytest.mark.parametrize(
-    ("flags", "is_shared"),
+    ("flags", "scope"),
     [
-        (["--host", "127.0.0.1"], True),
-        (["--host", "127.0.0.1", "--no-share-drafts"], False),
-        (["--host", "0.0.0.0"], False),
-        (["--host", "0.0.0.0", "--share-drafts"], True),
+        (["--host", "127.0.0.1"], "default"),
+        (["--host", "127.0.0.1", "--default-draft-scope", "request"], "request"),
+        (["--host", "0.0.0.0"], "request"),
+        (["--host", "0.0.0.0", "--default-draft-scope", "default"], "default"),
     ],
 )
-def test_drafts_are_shared_only_on_loopback_unless_asked_for(served, capsys, flags, is_shared):
+def test_drafts_are_shared_only_on_loopback_unless_asked_for(served, capsys, flags, scope):
     assert main(["serve", *flags]) == 0
-    assert served[0].share_drafts is is_shared
-    has_said_so = "drafts are not shared" in capsys.readouterr().err
+    assert served[0].default_draft_scope == scope
+    has_said_so = "share no drafts" in capsys.readouterr().err
     assert has_said_so == (flags == ["--host", "0.0.0.0"])
 
 
 def test_bad_options_name_field_value_and_bound(capsys):
     assert main(["serve", "--max-num-seqs", "0"]) == 2
     assert "max_num_seqs = 0: must be at least 1" in capsys.readouterr().err
+    assert main(["serve", "--jacobi-ngram", "1"]) == 2
+    assert "jacobi_ngram = 1: must be at least 2" in capsys.readouterr().err
     assert main(["generate", "--prompt", "x", "--top-p", "2"]) == 2
     assert "top_p = 2.0" in capsys.readouterr().err
+
+
+def test_help_says_that_all_callers_are_one_tenant(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "There is no authentication: all callers are one tenant" in words
 
 
 def test_a_model_that_is_not_there_is_an_error_with_a_reason(own_signals, capsys, tmp_path):

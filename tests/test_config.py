@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from batchserve.config import EngineConfig, ServerConfig
+from batchserve.config import MAX_SCOPE_CHARS, DraftConfig, EngineConfig, ServerConfig
 from batchserve.errors import ConfigError
 
 
@@ -23,6 +25,10 @@ from batchserve.errors import ConfigError
         {"max_model_len": 0},
         {"kv_cache_memory": -1},
         {"drafter": "oracle"},
+        {"default_draft_scope": ""},
+        {"default_draft_scope": "x" * (MAX_SCOPE_CHARS + 1)},
+        {"default_draft_scope": "\ud800"},  # could not be saved
+        {"default_draft_scope": 5},
         {"dtype": "int8"},
         {"max_num_seqs": 64, "max_num_batched_tokens": 64},  # prefill would stand still while all decode
     ],
@@ -37,12 +43,49 @@ def test_values_out_of_bounds_are_refused_by_name(options: dict[str, Any]) -> No
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"decoding_length": 0}, {"max_num_seqs": 1, "max_num_batched_tokens": 2}, {"prefill_chunk_size": 1}],
+    [
+        {},
+        {"decoding_length": 0},
+        {"branch_length": 1},
+        {"default_draft_scope": "x" * MAX_SCOPE_CHARS},
+        {"max_num_seqs": 1, "max_num_batched_tokens": 2},
+        {"prefill_chunk_size": 1},
+    ],
     ids=str,
 )
 def test_the_bounds_themselves_are_inside(options: dict[str, Any]) -> None:
     config = EngineConfig(**options)
     assert {name: getattr(config, name) for name in options} == options
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"trie_mode": "flat"},
+        {"trie_capacity": 0},
+        {"trie_prompt_weight": 0.0},
+        {"trie_prompt_weight": float("nan")},
+        {"trie_prompt_weight": "much"},
+        {"trie_min_retrieved_tokens": 0},
+        {"reference_min_match": 0},
+        {"reference_copy_length": 0},
+        {"jacobi_window": 0},
+        {"jacobi_ngram": 1},
+        {"jacobi_guesses": 0},
+        {"max_scope_bytes": 0},
+        {"max_scope_bytes": 3, "max_draft_bytes": 2},
+    ],
+    ids=str,
+)
+def test_options_of_drafters_out_of_bounds_are_refused_by_name(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        DraftConfig(**options)
+    name = list(options)[-1]
+    assert f"{name} = {options[name]!r}" in str(caught.value)
+
+
+def test_a_draft_cache_may_be_a_path() -> None:
+    assert DraftConfig(draft_cache=Path("a") / "b").draft_cache == os.path.join("a", "b")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("port", [-1, 65536])
@@ -52,6 +95,7 @@ def test_ports_that_do_not_exist_are_refused(port: int) -> None:
 
 
 def test_configurations_are_frozen() -> None:
-    for config, name in ((EngineConfig(), "max_num_seqs"), (ServerConfig(), "port")):
+    configs = (EngineConfig(), "max_num_seqs"), (ServerConfig(), "port"), (DraftConfig(), "trie_mode")
+    for config, name in configs:
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(config, name, 5)

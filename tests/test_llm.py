@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from batchserve import LLM, RequestOutput, SamplingParams, SpeculationParams
+from batchserve.config import DRAFTERS
 from batchserve.demo.prompts import PROMPTS
 from batchserve.errors import EngineFaultError, InvalidRequestError
 from batchserve.types import FinishReason
@@ -80,6 +81,62 @@ def test_an_answer_is_the_same_alone_and_as_token_ids(llm: LLM, answers: list[Re
     assert [o.token_ids for o in mixed] == [answers[3].token_ids, answers[0].token_ids]
     assert [o.prompt_token_ids for o in mixed] == [ids[3], ids[0]]
     assert generate(llm, []) == []
+
+
+def test_every_prompt_may_have_its_own_speculation(llm: LLM, answers: list[RequestOutput]) -> None:
+    """Off, every drafter, scopes, references, caps, all in one batch: nothing of it changes an answer."""
+    references = [answers[i].token_ids for i in range(4)]
+    mixed = generate(
+        llm,
+        [*TEXTS[:5], TEXTS[0], TEXTS[1], TEXTS[2]],
+        speculation=[
+            OFF,
+            *(SpeculationParams(drafter=name, references=references, draft_scope="request") for name in DRAFTERS),
+            SpeculationParams(drafter="trie", max_draft_tokens=1),
+            SpeculationParams(max_draft_tokens=99, branch_length=2),
+        ],
+    )
+    assert [o.token_ids for o in mixed] == [answers[i].token_ids for i in (0, 1, 2, 3, 4, 0, 1, 2)]
+    has_drafts = [False, *(name != "none" for name in DRAFTERS), True, True]
+    assert [o.usage.draft_tokens > 0 for o in mixed] == has_drafts
+
+
+@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "none"])
+def test_an_answer_that_quotes_a_reference_is_drafted_from_it(
+    llm: LLM, answers: list[RequestOutput], drafter: str
+) -> None:
+    def steps(**more: object) -> int:
+        speculation = SpeculationParams(drafter=drafter, draft_scope="request", **more)  # type: ignore[arg-type]
+        (output,) = generate(llm, TEXTS[0], speculation=speculation)
+        assert output.token_ids == answers[0].token_ids
+        return output.usage.completion_tokens - output.usage.accepted_draft_tokens
+
+    assert steps(references=[answers[0].text]) < steps() - 5
+
+
+def test_another_number_of_speculations_than_of_prompts_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="speculation = 2: must be one, or one for each of 3 prompts"):
+        generate(llm, TEXTS[:3], speculation=[OFF, OFF])
+    with pytest.raises(InvalidRequestError, match="speculation"):
+        generate(llm, TEXTS[:1], speculation=["off"])
+
+
+def test_a_scope_that_was_cleared_drafts_no_more(llm: LLM) -> None:
+    """The second time a prompt is asked, its own answer is there to be drafted; in another scope it is not."""
+
+    def accepted(scope: str) -> int:
+        (output,) = generate(llm, TEXTS[0], speculation=SpeculationParams(draft_scope=scope))
+        return output.usage.accepted_draft_tokens
+
+    cold, warm = accepted("mine"), accepted("mine")
+    assert warm > cold
+    assert accepted("other") == cold
+    llm.clear_draft_scope("mine")
+    assert accepted("mine") < warm
+    assert accepted("other") >= warm
+    llm.clear_draft_scope("request")  # shares nothing: harmless
+    with pytest.raises(InvalidRequestError, match="draft_scope"):
+        llm.clear_draft_scope("x" * 300)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 9])

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from batchserve.config import PRIVATE_SCOPE
 from batchserve.demo.measure import Answer, Round, first_difference
 from batchserve.demo.prompts import PROMPTS
 from batchserve.demo.server_process import running_server
@@ -58,7 +59,8 @@ async def _demo(max_tokens: int, repeats: int, dtype: str) -> int:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main.cancel)
     view = View()
     # Earlier answers to the very same prompts would make perfect drafts: each request drafts from itself alone.
-    options = ("--model", MODEL, "--dtype", dtype, "--max-num-seqs", str(len(PROMPTS)), "--no-share-drafts")
+    drafting = ("--default-draft-scope", PRIVATE_SCOPE, "--wait-for-drafter")
+    options = ("--model", MODEL, "--dtype", dtype, "--max-num-seqs", str(len(PROMPTS)), *drafting)
     async with AsyncExitStack() as stack:
         with view.waiting("starting a server with the bundled model") as news:
             async with asyncio.timeout(START_TIMEOUT_S):

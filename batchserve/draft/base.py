@@ -132,6 +132,10 @@ class Drafter(Protocol):
         """False while compiled parts are still being prepared: nothing else may be called before."""
         return True
 
+    def is_ready_for(self, drafter: str) -> bool:
+        """Whether requests that chose this drafter may be started; until then they are decoded without drafts."""
+        return self.is_ready
+
     def start(self, request: DraftRequest) -> None: ...
 
     def propose(self, queries: Sequence[DraftQuery]) -> list[DraftTree]: ...
@@ -155,6 +159,10 @@ class Drafter(Protocol):
     def memory_bytes(self) -> int:
         """What the drafter's state takes, of requests and shared."""
         return 0
+
+    def close(self) -> None:
+        """End what is still being prepared. Nothing is called afterwards."""
+        return None
 
 
 class NullDrafter(Drafter):

@@ -1,161 +1,290 @@
-"""The trie drafter: branches of the prompt and of outputs, drafted as one hierarchical tree.
+"""The trie drafter: branches of prompts and outputs, drafted as one tree (Lookahead, KDD'24, arXiv 2312.12728).
 
-After Lookahead (KDD'24, sections 4.2 and 4.3): prompt branches live as long as their request, outputs are inserted on
-the fly and shared, retrieval goes from longer to shorter matching suffixes. Unlike its code, the tree is grown by path
-probability instead of depth first, matches are merged instead of overwritten, and a prompt is never drafted to others.
+What sections 4.2 and 4.3 describe, with two stores. Outputs go into one trie a scope, as branches with frequencies,
+pruned by decay at a capacity. A request's own text (prompt, references, answer) is only indexed: its branches are read
+where the last tokens occur in it, so a prompt of any length is draftable at once, nobody else can reach it, and
+eliminating its branches is dropping it. Unlike the published code, matches are merged by prefix instead of overwritten
+and the tree is grown by path probability instead of depth first.
 """
 
 from __future__ import annotations
 
-import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree
-from batchserve.draft.suffix_trie import CHILDREN, Node, SuffixTrie
+import numpy as np
+
+from batchserve.draft import trie_growth, trie_kernels
+from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
+from batchserve.draft.text_index import TextIndex
+from batchserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MAX_CONTEXT = 6  # longest suffix that is looked up
-MAX_SOURCES = 4  # contexts blended for one proposal
-MIN_PATH_PROB = 0.04  # a node that is less likely than this is not worth its row
-# A prompt is learned a part a step, and only its end: neither the step nor the memory depends on its length.
-LEARNED_PER_STEP = 256  # tokens, a few milliseconds
-LEARNED_AT_MOST = 8192  # tokens, some 30 MB
+MODES = {
+    "hierarchical": trie_growth.HIERARCHICAL,
+    "parallel": trie_growth.PARALLEL,
+    "single": trie_growth.SINGLE,
+}
+PROMPT_WEIGHT = 4.0
+MiB = 1 << 20
+MIN_ROWS = 1024
+ROW_BYTES = 4 * (trie_kernels.NODE_WIDTH + 1)  # a node and its bucket
+SCOPE_BYTES = 16 << 10  # what a scope is counted for beside its nodes, so that empty ones are bounded too
+MIN_ANSWER = 512  # tokens that a text has room for before it grows
+MAX_TEXT = 1 << 30  # tokens of one request, never reached: its index must not wrap
+
+
+class _SharedTrie:
+    """The outputs of one scope, and how many requests are using it."""
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self.header = np.zeros(len(trie_kernels.EMPTY_HEADER), dtype=np.int32)
+        self.clear()
+
+    def clear(self) -> None:
+        self.nodes = np.zeros((MIN_ROWS, trie_kernels.NODE_WIDTH), dtype=np.int32)
+        self.buckets = np.zeros(MIN_ROWS, dtype=np.int32)
+        last_birth = self.header[trie_kernels.LAST_BIRTH]
+        self.header = np.array(trie_kernels.EMPTY_HEADER, dtype=np.int32)
+        self.header[trie_kernels.LAST_BIRTH] = last_birth  # so that cursors of before fit nothing that comes
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return self.nodes, self.buckets, self.header
+
+    @property
+    def num_nodes(self) -> int:
+        return int(self.header[trie_kernels.NUM_NODES])
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that were ever used; those behind them are zero pages: reserved, not taken."""
+        return int(self.header[trie_kernels.USED])
+
+    def memory_bytes(self) -> int:
+        return self.num_rows * ROW_BYTES + SCOPE_BYTES
+
+    def insert(self, branches: _Branches, token_ids: Sequence[int] | np.ndarray, capacity: int, max_rows: int) -> None:
+        """The next tokens of a text: every branch that ends in one of them."""
+        wanted = min(self.num_rows + len(token_ids) * len(branches.cursors), max_rows)
+        if wanted > len(self.nodes):
+            # Eightfold, so that little is copied: the rest costs nothing until it is used.
+            rows = max(wanted, min(8 * len(self.nodes), max_rows))
+            nodes, buckets = np.zeros((rows, trie_kernels.NODE_WIDTH), dtype=np.int32), np.zeros(rows, dtype=np.int32)
+            nodes[: len(self.nodes)], buckets[: len(self.buckets)] = self.nodes, self.buckets
+            self.nodes, self.buckets = nodes, buckets
+        tokens = np.array(token_ids, dtype=np.int32)
+        trie_kernels.insert_branches(
+            self.nodes, self.buckets, self.header, branches.cursors, branches.num_tokens, tokens, capacity, max_rows
+        )
+        branches.num_tokens += len(tokens)
+
+
+class _Branches:
+    """The open branches of one text that is being inserted."""
+
+    def __init__(self, depth: int) -> None:
+        self.cursors = np.zeros((depth, 3), dtype=np.int32)
+        self.num_tokens = 0
 
 
 @dataclass(slots=True)
 class _RequestState:
-    trie: SuffixTrie
-    cursors: list[Node] = field(default_factory=list)
-    shared_cursors: list[Node] = field(default_factory=list)
-    shared_generation: int = 0
-    unlearned: list[int] = field(default_factory=list)
-    tail: list[int] = field(default_factory=list)  # the last MAX_CONTEXT tokens
+    text: TextIndex  # references, prompt and answer, behind each other; never wraps
+    readable: int  # drafts read the text up to here
+    trie: _SharedTrie | None
+    branches: _Branches
+    prompt: np.ndarray | None = None  # only if it stays in the trie at the end
 
 
 class TrieDrafter(Drafter):
-    """One trie per request (prompt and own output) and one shared by all (outputs only).
+    """Branches of the request's own text and of its scope's outputs.
 
-    share_outputs=False keeps every request to itself.
+    decoding_length: the most nodes of one draft. branch_length: the depth of drafts, and of branches behind the token
+    that they begin with. capacity: the most nodes of one tree, which is all branches that begin with one token; None:
+    16 x decoding_length (table 4). prompt_weight: how much a branch of the request's own text counts against a shared
+    one; None: 4. min_retrieved_tokens: matches are shortened until they have given so many tokens; None: twice the
+    decoding_length. mode: "hierarchical" merges branches by prefix; "parallel" drafts the likeliest branch behind every
+    first token, without branching again; "single" the likeliest branch alone.
+
+    max_scope_bytes and max_total_bytes bound what one scope, and all, keep of outputs. At the first, and at the second
+    when no idle scope is left to be dropped (the least recently used first), frequency decay makes room.
+
+    For ablations, as in the paper's table 3: without is_inserting_prompts or is_inserting_outputs those are not
+    drafted; without is_pruning the capacity does not bind, only the bytes do; without is_eliminating a prompt's
+    branches stay in its scope's trie when the request ends, which shows them to other requests: not for serving.
+
+    Raises ConfigError.
     """
 
     name = "trie"
 
-    def __init__(self, branch_length: int = 12, capacity: int = 200_000, *, share_outputs: bool = True) -> None:
-        self._depth = branch_length + 1
-        self._shared = SuffixTrie(self._depth, capacity)
-        self._is_sharing = share_outputs
+    def __init__(
+        self,
+        *,
+        decoding_length: int = 64,
+        branch_length: int = 12,
+        capacity: int | None = None,
+        mode: str = "hierarchical",
+        prompt_weight: float | None = None,
+        min_retrieved_tokens: int | None = None,
+        max_scope_bytes: int = 64 * MiB,
+        max_total_bytes: int = 256 * MiB,
+        is_inserting_prompts: bool = True,
+        is_inserting_outputs: bool = True,
+        is_pruning: bool = True,
+        is_eliminating: bool = True,
+    ) -> None:
+        capacity = 16 * decoding_length if capacity is None else capacity
+        prompt_weight = PROMPT_WEIGHT if prompt_weight is None else prompt_weight
+        min_retrieved_tokens = 2 * decoding_length if min_retrieved_tokens is None else min_retrieved_tokens
+        bounds = {
+            "decoding_length": decoding_length,
+            "branch_length": branch_length,
+            "capacity": capacity,
+            "min_retrieved_tokens": min_retrieved_tokens,
+            "max_scope_bytes": max_scope_bytes,
+            "max_total_bytes": max_total_bytes,
+        }
+        for name, value in bounds.items():
+            if value < 1:
+                raise ConfigError(f"{name} = {value}: must be at least 1")
+        if mode not in MODES:
+            raise ConfigError(f"mode = {mode!r}: must be one of {', '.join(MODES)}")
+        if not 0 < prompt_weight < float("inf"):
+            raise ConfigError(f"prompt_weight = {prompt_weight}: must be a finite number > 0")
+        self._decoding_length = decoding_length
+        self._branch_length = branch_length
+        self._mode = MODES[mode]
+        self._prompt_weight = float(prompt_weight)
+        self._min_retrieved_tokens = min_retrieved_tokens
+        self._max_rows = max(1, max_scope_bytes // ROW_BYTES)
+        self._max_total_bytes = max_total_bytes
+        self._capacity = capacity if is_pruning else self._max_rows
+        self._is_inserting_prompts = is_inserting_prompts
+        self._is_inserting_outputs = is_inserting_outputs
+        self._is_eliminating = is_eliminating
         self._requests: dict[str, _RequestState] = {}
+        self._scopes: dict[DraftScope, _SharedTrie] = {}  # the least recently used first
+        self._shared_bytes = 0
+        self._nothing = _SharedTrie().arrays
+        self._slots = np.zeros(trie_growth.NUM_SLOTS, dtype=np.int32)
+        self._out = (
+            np.zeros(decoding_length, dtype=np.int32),
+            np.zeros(decoding_length, dtype=np.int32),
+            np.zeros(decoding_length, dtype=np.float64),
+        )
 
     def start(self, request: DraftRequest) -> None:
-        request_id, prompt_token_ids = request.request_id, request.prompt_token_ids
-        if request_id in self._requests:
-            raise ValueError(f"request {request_id!r} has draft state already")
-        unlearned = list(prompt_token_ids[-LEARNED_AT_MOST:])
-        state = _RequestState(SuffixTrie(self._depth), unlearned=unlearned, tail=unlearned[-MAX_CONTEXT:])
-        self._requests[request_id] = state
-        self._learn(state)
+        if request.request_id in self._requests:
+            raise ValueError(f"request {request.request_id!r} has draft state already")
+        prompt = np.asarray(request.prompt_token_ids, dtype=np.int32)
+        texts: list[Sequence[int] | np.ndarray] = [*request.references, prompt] if self._is_inserting_prompts else []
+        text = TextIndex(MAX_TEXT, 1 << (sum(len(each) + 1 for each in texts) + MIN_ANSWER).bit_length())
+        for each in texts:
+            text.separate()
+            text.append(each)
+        trie = self._use_scope(request.scope) if request.scope is not None else None
+        kept = None if self._is_eliminating else prompt
+        self._requests[request.request_id] = _RequestState(text, len(text), trie, self._branches(), kept)
+
+    def _use_scope(self, scope: DraftScope) -> _SharedTrie:
+        trie = self._scopes.pop(scope, None)
+        if trie is None:
+            trie = _SharedTrie()
+            self._shared_bytes += trie.memory_bytes()
+        self._scopes[scope] = trie
+        trie.num_requests += 1
+        self._make_room(0)
+        return trie
+
+    def _make_room(self, num_rows: int) -> int:
+        """Drop idle scopes until so many rows more are in bounds; returns how many are."""
+        free = self._max_total_bytes - self._shared_bytes
+        if free < num_rows * ROW_BYTES:
+            for scope in [scope for scope, trie in self._scopes.items() if trie.num_requests == 0]:
+                size = self._scopes.pop(scope).memory_bytes()
+                self._shared_bytes -= size
+                free += size
+                if free >= num_rows * ROW_BYTES:
+                    break
+        return max(0, free // ROW_BYTES)
 
     def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
         state = self._requests[request_id]
-        state.unlearned += token_ids
-        state.tail = [*state.tail, *token_ids[-MAX_CONTEXT:]][-MAX_CONTEXT:]
-        self._learn(state)
-
-    def _learn(self, state: _RequestState) -> None:
-        part, state.unlearned = state.unlearned[:LEARNED_PER_STEP], state.unlearned[LEARNED_PER_STEP:]
-        state.cursors = state.trie.extend(state.cursors, part)
+        state.text.append(token_ids, 0 if self._is_inserting_outputs else len(token_ids))
+        if self._is_inserting_outputs:
+            state.readable = len(state.text)
 
     def share(self, request_id: str, token_ids: Sequence[int]) -> None:
-        if not self._is_sharing:
-            return
         state = self._requests[request_id]
-        if state.shared_generation != self._shared.generation:
-            state.shared_cursors, state.shared_generation = [], self._shared.generation
-        state.shared_cursors = self._shared.extend(state.shared_cursors, token_ids)
-        self._shared.prune()
+        if state.trie is not None and self._is_inserting_outputs:
+            self._insert(state.trie, state.branches, token_ids)
+
+    def _insert(self, trie: _SharedTrie, branches: _Branches, token_ids: Sequence[int] | np.ndarray) -> None:
+        before = trie.num_rows
+        room = self._make_room(min(len(token_ids) * len(branches.cursors), self._max_rows - before))
+        trie.insert(branches, token_ids, self._capacity, min(self._max_rows, before + room))
+        self._shared_bytes += (trie.num_rows - before) * ROW_BYTES
 
     def end(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
+        state = self._requests.pop(request_id, None)
+        if state is None or state.trie is None:
+            return
+        if state.prompt is not None:
+            self._insert(state.trie, self._branches(), state.prompt)
+        state.trie.num_requests -= 1
+        self._make_room(0)
+
+    def _branches(self) -> _Branches:
+        return _Branches(self._branch_length + 1)  # behind the token that they begin with
+
+    def clear_scope(self, scope: DraftScope) -> None:
+        trie = self._scopes.get(scope)
+        if trie is None:
+            return
+        self._shared_bytes -= trie.memory_bytes()
+        if trie.num_requests == 0:
+            del self._scopes[scope]
+            return
+        trie.clear()
+        self._shared_bytes += trie.memory_bytes()
+
+    def memory_bytes(self) -> int:
+        return self._shared_bytes + sum(state.text.nbytes for state in self._requests.values())
 
     def propose(self, queries: Sequence[DraftQuery]) -> list[DraftTree]:
         return [self._propose(query) for query in queries]
 
     def _propose(self, query: DraftQuery) -> DraftTree:
-        if query.max_tokens < 1 or query.max_depth < 1:
+        state = self._requests[query.request_id]
+        max_tokens = min(query.max_tokens, self._decoding_length)
+        max_depth = min(query.max_depth, self._branch_length)
+        if max_tokens < 1 or max_depth < 1:
             return DraftTree()
-        return _depth_first(_grow(self._sources(self._requests[query.request_id]), query))
-
-    def _sources(self, state: _RequestState) -> list[Node]:
-        """Trie nodes of the matching suffixes that have a continuation, longest first, own before shared."""
-        sources: list[Node] = []
-        for length in range(min(MAX_CONTEXT, len(state.tail)), 0, -1):
-            has_own = length <= len(state.cursors) and not state.unlearned  # cursors stand at the end of the text
-            own = state.cursors[-length] if has_own else None
-            shared = self._shared.find(state.tail[-length:]) if self._is_sharing else None
-            for node in (own, shared):
-                if node is not None and node[CHILDREN]:
-                    sources.append(node)
-            if len(sources) >= MAX_SOURCES:
-                break
-        return sources
-
-
-def _blend(sources: list[Node]) -> dict[int, float]:
-    """Next-token probabilities: each context, longest first, speaks for the mass that longer ones left over."""
-    probs: dict[int, float] = {}
-    left = 1.0
-    for node in sources:
-        children = node[CHILDREN]
-        if not children:
-            continue
-        total = 0
-        for child in children.values():
-            total += child[0]
-        # The estimate of a novel token after n sightings with k distinct followers (PPM, method C, tempered).
-        share = left / (total + 0.5 * len(children))
-        for token, child in children.items():
-            probs[token] = probs.get(token, 0.0) + share * child[0]
-        left *= 0.5 * len(children) / (total + 0.5 * len(children))
-        if left < 0.05:
-            break
-    return probs
+        token_ids, parents, probs = self._out
+        count = trie_growth.grow_draft(
+            state.text.source,
+            state.readable,
+            self._nothing if state.trie is None else state.trie.arrays,
+            max_tokens,
+            max_depth,
+            self._min_retrieved_tokens,
+            self._prompt_weight,
+            self._mode,
+            self._slots,
+            self._out,
+        )
+        return DraftTree(token_ids[:count].tolist(), parents[:count].tolist(), probs[:count].tolist())
 
 
-def _grow(sources: list[Node], query: DraftQuery) -> DraftTree:
-    """Best-first growth by path probability. Entries of the heap: (-prob, order, token, parent, depth, sources)."""
-    tree = DraftTree()
-    heap: list[tuple[float, int, int, int, int, list[Node]]] = []
-    order = 0
-
-    def push(parent: int, depth: int, path_prob: float, nodes: list[Node]) -> None:
-        nonlocal order
-        for token, prob in _blend(nodes).items():
-            if path_prob * prob >= MIN_PATH_PROB:
-                order += 1
-                heapq.heappush(heap, (-path_prob * prob, order, token, parent, depth, nodes))
-
-    push(-1, 1, 1.0, sources)
-    while heap and len(tree) < query.max_tokens:
-        negative, _, token, parent, depth, nodes = heapq.heappop(heap)
-        index = tree.add(token, parent, -negative)
-        if depth < query.max_depth:
-            deeper = [node[CHILDREN][token] for node in nodes if token in node[CHILDREN]]
-            push(index, depth + 1, -negative, deeper)
-    return tree
-
-
-def _depth_first(tree: DraftTree) -> DraftTree:
-    """The same tree in depth-first order; growth has put likelier siblings first already."""
-    children: dict[int, list[int]] = {}
-    for i, parent in enumerate(tree.parents):
-        children.setdefault(parent, []).append(i)
-    ordered = DraftTree()
-    stack = [(i, -1) for i in reversed(children.get(-1, []))]
-    while stack:
-        i, parent = stack.pop()
-        index = ordered.add(tree.token_ids[i], parent, tree.probs[i])
-        stack.extend((child, index) for child in reversed(children.get(i, [])))
-    return ordered
+def compile_kernels() -> None:
+    """Compile everything that a drafter calls, or load it from Numba's cache on disk; repeating it does nothing."""
+    drafter = TrieDrafter()
+    drafter.start(DraftRequest("warm-up", [1, 2, 1, 2, 3], scope=DraftScope("", "")))
+    drafter.accept("warm-up", [1])
+    drafter.share("warm-up", [1])
+    drafter.propose([DraftQuery("warm-up", 4, 4)])

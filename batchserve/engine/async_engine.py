@@ -10,6 +10,8 @@ import time
 import uuid
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchserve.engine.build import BuiltEngine, build_engine
@@ -55,16 +57,25 @@ class _Abort:
     request: Request
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _ClearScope:
+    name: str
+    done: asyncio.Future[None]  # belongs to the loop
+
+
 class AsyncEngine:
     """One engine thread beside the running asyncio loop. All methods are called on that loop."""
 
     def __init__(self, built: BuiltEngine, config: EngineConfig) -> None:
+        self._built = built
         self._core, self._processor, self._info = built.core, built.processor, built.info
+        self._draft_cache = config.draft.draft_cache
         self._loop = asyncio.get_running_loop()
         self._max_in_flight = config.max_num_seqs + config.max_waiting
         self._max_waiting = config.max_waiting
         self._streams: dict[str, _Stream] = {}
-        self._inbox: queue.SimpleQueue[_Add | _Abort | None] = queue.SimpleQueue()
+        self._clearing: set[asyncio.Future[None]] = set()
+        self._inbox: queue.SimpleQueue[_Add | _Abort | _ClearScope | None] = queue.SimpleQueue()
         self._closed: BatchserveError | None = None  # raised with a fresh traceback each time: it is shared
         self._is_empty = asyncio.Event()
         self._is_empty.set()
@@ -75,8 +86,11 @@ class AsyncEngine:
 
     @classmethod
     async def start(cls, config: EngineConfig, on_progress: Callable[[str], None] | None = None) -> AsyncEngine:
-        """Load and warm the model in a thread; raises ConfigError, UnsupportedModelError."""
-        built = await asyncio.to_thread(build_engine, config, on_progress)
+        """Load and warm the model in a thread; raises ConfigError, UnsupportedModelError.
+
+        The drafter may still be compiling then (unless `wait_for_drafter`): requests go without drafts meanwhile.
+        """
+        built = await asyncio.to_thread(build_engine, config, on_progress, is_serving=True)
         return cls(built, config)
 
     @property
@@ -116,14 +130,15 @@ class AsyncEngine:
         try:
             if deadline_s is not None and not deadline_s > 0:  # NaN, too
                 raise DeadlineExceededError("deadline passed before the request was queued")
+            deadline_s = None if deadline_s is None else arrival_s + deadline_s
             token_ids = await self._tokenize(prompt)
-            request = self._processor.make_request(
+            request = await self._make_request(
                 request_id,
                 token_ids,
                 params or SamplingParams(),
                 speculation or SpeculationParams(),
                 arrival_s,
-                None if deadline_s is None else arrival_s + deadline_s,
+                deadline_s,
             )
             if self._closed is not None:
                 raise self._closed.with_traceback(None)
@@ -178,18 +193,65 @@ class AsyncEngine:
         """Returns once the engine has failed for good: from then on it refuses everything with EngineFaultError."""
         await self._has_failed.wait()
 
+    async def clear_draft_scope(self, name: str = "") -> None:
+        """Forget what the requests of a draft scope have shared; empty is the default scope. Returns once it is done.
+
+        Requests in flight keep drafts from their own text. Raises InvalidRequestError, and what a new request would.
+        """
+        scope = self._processor.resolve_scope(SpeculationParams(draft_scope=name).draft_scope)
+        if self._closed is not None:
+            raise self._closed.with_traceback(None)
+        if scope is None:  # shares nothing
+            return
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._clearing.add(done)
+        self._inbox.put(_ClearScope(scope, done))
+        try:
+            await done
+        finally:
+            self._clearing.discard(done)
+
     async def shutdown(self) -> None:
-        """End every request in flight with UnavailableError and join the engine thread. Harmless when repeated."""
+        """End every request in flight with UnavailableError and join the engine thread; then save the draft cache.
+
+        Harmless when repeated.
+        """
         self._closed = UnavailableError("the server is shutting down")
         for stream in self._streams.values():
             stream.events.put_nowait(self._closed)
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
+        self._end_clearing(self._closed)
+        path, self._draft_cache = self._draft_cache, None
+        if path is not None and not self._has_failed.is_set():
+            await asyncio.to_thread(self._save_drafts, Path(path))
+        await asyncio.to_thread(self._core.drafter.close)
+
+    def _save_drafts(self, path: Path) -> None:
+        try:
+            self._built.save_drafts(path)
+        except (BatchserveError, OSError):  # the answers have all been given; drafts are only lost
+            logger.exception("draft cache: cannot be saved to %s", path)
 
     async def _tokenize(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str) and len(prompt) > INLINE_TOKENIZE_CHARS:
             return await asyncio.to_thread(self._processor.tokenize, prompt)
         return self._processor.tokenize(prompt)
+
+    async def _make_request(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        params: SamplingParams,
+        speculation: SpeculationParams,
+        arrival_s: float,
+        deadline_s: float | None,
+    ) -> Request:
+        make = partial(self._processor.make_request, request_id, token_ids, params, speculation, arrival_s, deadline_s)
+        references = speculation.references if isinstance(speculation, SpeculationParams) else ()
+        if sum(map(len, references)) > INLINE_TOKENIZE_CHARS:
+            return await asyncio.to_thread(make)
+        return make()
 
     def _check_door(self, request_id: str, model: str) -> None:
         if self._closed is not None:
@@ -228,8 +290,18 @@ class AsyncEngine:
         for stream in self._streams.values():
             if stream.request is not None:
                 stream.events.put_nowait(error)
+        self._end_clearing(error)
         if not is_consistent:
             self._has_failed.set()
+
+    def _end_clearing(self, error: BatchserveError) -> None:
+        for done in self._clearing:
+            if not done.done():
+                done.set_exception(error.with_traceback(None))
+
+    def _cleared(self, done: asyncio.Future[None]) -> None:
+        if not done.done():
+            done.set_result(None)
 
     # ---- the engine thread ----
 
@@ -263,6 +335,10 @@ class AsyncEngine:
             return False
         if isinstance(message, _Add):
             self._core.add(message.request)
+        elif isinstance(message, _ClearScope):
+            self._core.clear_draft_scope(message.name)
+            with suppress(RuntimeError):  # the loop was closed without shutdown(): nobody waits any more
+                self._loop.call_soon_threadsafe(self._cleared, message.done)
         else:
             self._core.abort(message.request)
         return True

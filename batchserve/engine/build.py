@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable
@@ -15,8 +14,10 @@ import torch
 from batchserve.attention.cpu import CpuBackend, compile_kernels, kernel_supports
 from batchserve.attention.slab import EXTENT, SlabAllocator, bytes_per_token
 from batchserve.config import EngineConfig, MiB
-from batchserve.draft.base import Drafter, NullDrafter
-from batchserve.draft.trie import TrieDrafter
+from batchserve.draft.base import Drafter
+from batchserve.draft.factory import create_drafters, draft_limits
+from batchserve.draft.kernels import KernelLoader, provide_cache_folder
+from batchserve.draft.router import RoutingDrafter
 from batchserve.engine.engine_core import EngineCore
 from batchserve.engine.input_processor import InputProcessor
 from batchserve.errors import ConfigError
@@ -24,6 +25,7 @@ from batchserve.metrics import EngineMetrics
 from batchserve.request import ResolvedSampling
 from batchserve.runner.loader import LoadedModel, load_model
 from batchserve.runner.model_runner import ModelRunner
+from batchserve.runner.packed import PackedLinear
 from batchserve.runner.probe import is_row_invariant
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.scheduler.scheduler import Scheduler
@@ -46,6 +48,12 @@ class BuiltEngine:
     processor: InputProcessor
     info: ModelInfo
 
+    def save_drafts(self, path: Path) -> None:
+        """Keep what the default drafter shares in a file, for `draft_cache`. Raises ConfigError, OSError."""
+        if not isinstance(self.core.drafter, RoutingDrafter):
+            raise ConfigError(f"drafter = {self.core.drafter.name!r}: is not one of those that can be saved")
+        self.core.drafter.save(path, self.processor.vocabulary_fingerprint())
+
 
 def build_engine(
     config: EngineConfig,
@@ -53,24 +61,28 @@ def build_engine(
     *,
     drafter: Drafter | None = None,
     clock: Callable[[], float] = time.monotonic,
+    is_serving: bool = False,
 ) -> BuiltEngine:
     """Everything between a configuration and the first step. Raises ConfigError, UnsupportedModelError.
 
-    `drafter` overrides the configured one (for tests and experiments).
+    `drafter` overrides all configured ones (for tests and experiments). While serving, drafters are compiled in the
+    background, and requests are decoded without drafts until theirs is ready; otherwise where they are first needed.
     """
     say = on_progress or (lambda message: None)
+    provide_cache_folder()
     say(f"loading {config.model}")
     loaded = load_model(config)
     backend, max_model_len = _build_memory(config, loaded, say)
-    used_drafter = drafter or build_drafter(config)
-    if isinstance(used_drafter, NullDrafter):  # no row is kept for drafts that never come
-        config = dataclasses.replace(config, decoding_length=0)
+    num_parameters = count_parameters(loaded.model)
+    limits = draft_limits(config, num_parameters)
+    processor = InputProcessor(loaded, max_model_len, config, limits)
     scheduler = Scheduler(config, backend.allocator, max_model_len)
     runner = ModelRunner(loaded, backend)
     rows = min(config.max_num_seqs, max_model_len - 1)
     _warm_up(runner, rows)
     runner.num_threads = config.num_threads or _choose_threads(runner, rows)
     runner.bind_thread()
+    used_drafter = drafter or _build_drafter(config, num_parameters, processor, is_serving, say)
     core = EngineCore(scheduler, used_drafter, runner, loaded.tokenizer, EngineMetrics(), clock)
     info = ModelInfo(
         name=loaded.name,
@@ -82,7 +94,7 @@ def build_engine(
         eos_token_ids=loaded.eos_token_ids,
         attention_backend=backend.name,
         drafter=used_drafter.name,
-        decoding_length=config.decoding_length,
+        decoding_length=limits[config.drafter].max_draft_tokens,
         has_tokenizer=loaded.tokenizer is not None,
     )
     say(
@@ -91,7 +103,7 @@ def build_engine(
     )
     if loaded.unapplied_defaults:
         say(f"not applied, though generation_config.json asks for it: {', '.join(loaded.unapplied_defaults)}")
-    return BuiltEngine(core, InputProcessor(loaded, max_model_len), info)
+    return BuiltEngine(core, processor, info)
 
 
 def _warm_up(runner: ModelRunner, rows: int) -> float:
@@ -126,10 +138,32 @@ def _choose_threads(runner: ModelRunner, rows: int) -> int:
     return best
 
 
-def build_drafter(config: EngineConfig) -> Drafter:
-    if config.drafter == "none" or config.decoding_length == 0:
-        return NullDrafter()
-    return TrieDrafter(config.branch_length, share_outputs=config.share_drafts)
+def _build_drafter(
+    config: EngineConfig, num_parameters: int, processor: InputProcessor, is_serving: bool, say: Progress
+) -> RoutingDrafter:
+    name = "none" if config.decoding_length == 0 else config.drafter
+    router = RoutingDrafter(name, create_drafters(config, num_parameters), KernelLoader(in_background=is_serving))
+    cache = None if config.draft.draft_cache is None else Path(config.draft.draft_cache)
+    if cache is not None:
+        router.persistent()
+    # What is to be loaded is loaded before anybody is served, so that a file that cannot be used is refused here.
+    has_cache = cache is not None and cache.exists()
+    if has_cache or config.wait_for_drafter or not is_serving:
+        if name != "none":
+            say(f"preparing drafter {name} (compiled at the first start, some seconds)")
+        router.prepare()
+    elif not router.is_ready:
+        say(f"drafter {name} is being prepared; until it is ready, requests are answered without drafts")
+    if cache is not None and has_cache:
+        router.load(cache, processor.vocabulary_fingerprint())
+        say(f"draft cache: {router.memory_bytes() / MiB:.1f} MiB from {cache}")
+    return router
+
+
+def count_parameters(model: torch.nn.Module) -> int:
+    """Packed weights, which are no longer parameters, included; a weight that two layers share counts twice."""
+    packed = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, PackedLinear))
+    return packed + sum(parameter.numel() for parameter in model.parameters())
 
 
 def _build_memory(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tuple[AttentionBackend, int]:

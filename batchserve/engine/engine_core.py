@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree
+from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
 from batchserve.engine.detokenizer import Decoder, IncrementalDetokenizer
 from batchserve.errors import BatchserveError, DeadlineExceededError
 from batchserve.request import Request
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from batchserve.runner.model_runner import ModelRunner
     from batchserve.sampling.verify import VerifiedTokens
     from batchserve.scheduler.scheduler import ScheduledRequest, Scheduler
+
+
+TENANT = "default"  # there is no authentication: all callers are one
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,18 +139,18 @@ class EngineCore:
         if not queued <= known or known - queued - unpublished:
             raise RuntimeError(f"requests in flight {sorted(known)}, scheduled {sorted(queued)}")
 
+    def clear_draft_scope(self, name: str) -> None:
+        """Forget what the scope's requests have shared; those in flight keep their own text, and go on sharing."""
+        self.drafter.clear_scope(DraftScope(TENANT, name))
+
     def _draft(self, scheduled: list[ScheduledRequest]) -> dict[str, DraftTree]:
         queries = [
             DraftQuery(s.request.request_id, s.max_draft_tokens, s.max_draft_depth, s.max_row_depth)
             for s in scheduled
-            if s.max_draft_tokens > 0
+            if s.max_draft_tokens > 0 and self._ensure_draft_state(s.request)
         ]
-        if not queries or not self.drafter.is_ready:
+        if not queries:
             return {}
-        for query in queries:
-            answer = self._answers[query.request_id]
-            if not answer.has_draft_state:
-                self._start_drafting(answer)
         trees = self.drafter.propose(queries)
         drafts = {}
         allocator = self.runner.backend.allocator
@@ -158,14 +161,20 @@ class EngineCore:
                 drafts[query.request_id] = tree
         return drafts
 
-    def _start_drafting(self, answer: _Answer) -> None:
-        request = answer.request
+    def _ensure_draft_state(self, request: Request) -> bool:
+        """Whether it can be drafted now; its state begins when its drafter is ready, with all that it has by then."""
+        answer = self._answers[request.request_id]
+        if answer.has_draft_state:
+            return True
+        if not self.drafter.is_ready_for(request.speculation.drafter):
+            return False
         self.drafter.start(_draft_request(request))
         answer.has_draft_state = True
         outputs = request.token_ids[request.num_prompt_tokens :]
         self.drafter.accept(request.request_id, outputs)
         # What is committed but not yet published is shared with the rest of its step.
         self.drafter.share(request.request_id, outputs[: answer.num_delivered])
+        return True
 
     def _build(self, scheduled: list[ScheduledRequest], drafts: dict[str, DraftTree]) -> RaggedBatch:
         now_s = self._clock()
@@ -286,7 +295,13 @@ def _request_rows(item: ScheduledRequest, draft: DraftTree | None) -> RequestRow
 
 
 def _draft_request(request: Request) -> DraftRequest:
-    sampling = request.sampling
+    sampling, speculation = request.sampling, request.speculation
     return DraftRequest(
-        request.request_id, request.prompt_token_ids, temperature=sampling.temperature, seed=sampling.seed
+        request.request_id,
+        request.prompt_token_ids,
+        references=speculation.references,
+        scope=None if speculation.draft_scope is None else DraftScope(TENANT, speculation.draft_scope),
+        drafter=speculation.drafter,
+        temperature=sampling.temperature,
+        seed=sampling.seed,
     )

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import operator
 import secrets
+from array import array
 from typing import TYPE_CHECKING
 
+from batchserve.config import PRIVATE_SCOPE, EngineConfig
 from batchserve.errors import InvalidRequestError
-from batchserve.request import Request, ResolvedSampling
-from batchserve.types import SamplingParams, SpeculationParams
+from batchserve.request import Request, ResolvedSampling, ResolvedSpeculation
+from batchserve.types import MAX_REFERENCE_TOKENS, SamplingParams, SpeculationParams
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
+    from batchserve.draft.factory import DraftLimits
     from batchserve.runner.loader import LoadedModel
 
 MAX_REQUEST_ID_CHARS = 256
@@ -23,15 +28,20 @@ MAX_REQUEST_ID_CHARS = 256
 class InputProcessor:
     """Checks and resolves requests against one model. Thread-safe: it keeps no state."""
 
-    def __init__(self, loaded: LoadedModel, max_model_len: int) -> None:
+    def __init__(
+        self, loaded: LoadedModel, max_model_len: int, config: EngineConfig, limits: Mapping[str, DraftLimits]
+    ) -> None:
         self._loaded = loaded
         self._max_model_len = max_model_len
+        self._default_drafter = config.drafter
+        self._default_scope = config.default_draft_scope
+        self._limits = limits
         self._longest_token_chars = _longest_token(loaded.tokenizer)
 
     def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt, checked. Raises InvalidRequestError."""
         field = "text" if isinstance(prompt, str) else "token_ids"
-        ids = self._tokenize_text(prompt) if isinstance(prompt, str) else _integers(prompt)
+        ids = self._tokenize_prompt(prompt) if isinstance(prompt, str) else _integers(prompt)
         self._check_ids(field, ids)  # of text, too: a tokenizer may know more tokens than its model
         if not ids:  # some tokenizers make nothing of a text of spaces
             raise InvalidRequestError("EMPTY_PROMPT", field, prompt, "at least one token")
@@ -45,26 +55,48 @@ class InputProcessor:
             )
         return ids
 
-    def _tokenize_text(self, text: str) -> list[int]:
+    def _tokenize_prompt(self, text: str) -> list[int]:
+        if self._loaded.tokenizer is not None:
+            if not text:
+                raise InvalidRequestError("EMPTY_PROMPT", "text", text, "at least one character")
+            # Megabytes are refused without tokenising them: they cannot fit whatever the tokens are.
+            fewest = len(text) // self._longest_token_chars
+            if fewest > self._max_model_len:
+                raise InvalidRequestError(
+                    "PROMPT_TOO_LONG",
+                    "text",
+                    f"{len(text)} characters",
+                    f"at most {self._max_model_len - 1} tokens (max_model_len - 1); this is at least {fewest}",
+                )
+        return self._tokenize_text("text", text)
+
+    def _tokenize_text(self, field: str, text: str, **options: bool) -> list[int]:
         tokenizer = self._loaded.tokenizer
         if tokenizer is None:
-            raise InvalidRequestError("NO_TOKENIZER", "text", text, "token_ids: the model has no tokenizer")
-        if not text:
-            raise InvalidRequestError("EMPTY_PROMPT", "text", text, "at least one character")
-        # Megabytes are refused without tokenising them: they cannot fit whatever the tokens are.
-        fewest = len(text) // self._longest_token_chars
-        if fewest > self._max_model_len:
-            raise InvalidRequestError(
-                "PROMPT_TOO_LONG",
-                "text",
-                f"{len(text)} characters",
-                f"at most {self._max_model_len - 1} tokens (max_model_len - 1); this is at least {fewest}",
-            )
+            raise InvalidRequestError("NO_TOKENIZER", field, text, "token_ids: the model has no tokenizer")
         try:
-            ids: list[int] = tokenizer(text)["input_ids"]
+            ids: list[int] = tokenizer(text, **options)["input_ids"]
         except (TypeError, UnicodeEncodeError) as error:  # lone surrogates, which no encoding has
-            raise InvalidRequestError("INVALID_TEXT", "text", text, "text that can be encoded as UTF-8") from error
+            raise InvalidRequestError("INVALID_TEXT", field, text, "text that can be encoded as UTF-8") from error
         return ids
+
+    def _tokenize_references(self, references: Sequence[str | Sequence[int]]) -> tuple[array[int], ...]:
+        """Token ids of each, checked; four bytes a token, for as long as the request waits."""
+        found, num_tokens = [], 0
+        for i, reference in enumerate(references):
+            field = f"references[{i}].{'text' if isinstance(reference, str) else 'token_ids'}"
+            if isinstance(reference, str):
+                ids: Sequence[int] = self._tokenize_text(field, reference, add_special_tokens=False)
+            else:
+                ids = reference
+            num_tokens += len(ids)
+            if num_tokens > MAX_REFERENCE_TOKENS:
+                bound = f"at most {MAX_REFERENCE_TOKENS} tokens together"
+                raise InvalidRequestError("REFERENCES_TOO_LONG", "references", f"{num_tokens} tokens", bound)
+            self._check_ids(field, ids)
+            if ids:
+                found.append(array("i", ids))
+        return tuple(found)
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
         if not ids or (min(ids) >= 0 and max(ids) < self._loaded.vocab_size):
@@ -107,6 +139,31 @@ class InputProcessor:
             skip_special_tokens=params.skip_special_tokens,
         )
 
+    def resolve_speculation(self, params: SpeculationParams) -> ResolvedSpeculation:
+        """Fill in the server's defaults and check the references. Raises InvalidRequestError."""
+        drafter = params.drafter or self._default_drafter
+        limits = self._limits[drafter]
+        references = self._tokenize_references(params.references)
+        if not params.is_enabled or limits.max_draft_tokens == 0:
+            return ResolvedSpeculation()
+        tokens, length = params.max_draft_tokens, params.branch_length
+        return ResolvedSpeculation(
+            drafter=drafter,
+            max_draft_tokens=limits.max_draft_tokens if tokens is None else min(tokens, limits.max_draft_tokens),
+            branch_length=limits.branch_length if length is None else min(length, limits.branch_length),
+            draft_scope=self.resolve_scope(params.draft_scope),
+            references=references,
+        )
+
+    def vocabulary_fingerprint(self) -> str:
+        """Names the meaning of token ids, so that drafts are never loaded under another one."""
+        return vocabulary_fingerprint(self._loaded.tokenizer, self._loaded.vocab_size, self._loaded.name)
+
+    def resolve_scope(self, draft_scope: str) -> str | None:
+        """The scope that is meant; None shares nothing."""
+        scope = draft_scope or self._default_scope
+        return None if scope == PRIVATE_SCOPE else scope
+
     def make_request(
         self,
         request_id: str,
@@ -116,7 +173,7 @@ class InputProcessor:
         arrival_s: float,
         deadline_s: float | None = None,
     ) -> Request:
-        """A request that is sure to fit. Raises InvalidRequestError."""
+        """A request that is sure to fit. Raises InvalidRequestError. Long references take long to tokenise."""
         for name, value, kind in (
             ("sampling_params", params, SamplingParams),
             ("speculation", speculation, SpeculationParams),
@@ -128,7 +185,14 @@ class InputProcessor:
                 "INVALID_REQUEST_ID", "request_id", request_id, f"at most {MAX_REQUEST_ID_CHARS} characters"
             )
         sampling = self.resolve(params, len(prompt_token_ids))
-        return Request(request_id, prompt_token_ids, sampling, arrival_s, speculation, deadline_s)
+        resolved = self.resolve_speculation(speculation)
+        return Request(request_id, prompt_token_ids, sampling, arrival_s, resolved, deadline_s)
+
+
+def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, model: str) -> str:
+    """A hash over every token's text and id, and the model's bound on ids; without a tokenizer, over its name."""
+    tokens = model if tokenizer is None else sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps([vocab_size, tokens]).encode()).hexdigest()
 
 
 def _integers(token_ids: Sequence[int]) -> list[int]:

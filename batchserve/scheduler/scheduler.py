@@ -89,9 +89,9 @@ class Scheduler:
             if request.num_pending_tokens == 1 and self._reserve(request, 1, preempted):
                 planned[request.request_id] = 1
                 rows_left -= 1
-        drafting = [r for r in self.running if r.request_id in planned and self._most_drafts(r) > 0]
-        draft_share = self._draft_share(rows_left, len(drafting))
-        chunk_rows = rows_left - draft_share
+        # Rows kept for drafts while prompts are waiting to be computed: what they ask for, at most half.
+        wanted = sum(r.speculation.max_draft_tokens for r in self.running if r.request_id in planned)
+        chunk_rows = rows_left - min(rows_left // 2, wanted)
         for request in list(self.running):
             if request.status is RequestStatus.RUNNING and request.request_id not in planned:
                 chunk_rows -= self._plan_chunk(request, chunk_rows, planned, preempted)
@@ -101,10 +101,6 @@ class Scheduler:
         running = [r for r in self.running if r.request_id in planned]
         rows_left = self._config.max_num_batched_tokens - sum(planned[r.request_id] for r in running)
         return SchedulerOutput(self._with_drafts(running, planned, rows_left), preempted)
-
-    def _draft_share(self, rows_left: int, num_decoding: int) -> int:
-        """Rows kept for drafts while prompts are waiting to be computed: what they ask for, at most half."""
-        return min(rows_left // 2, num_decoding * self._config.decoding_length)
 
     def _plan_chunk(self, request: Request, rows: int, planned: dict[str, int], preempted: list[Request]) -> int:
         chunk = min(rows, request.num_pending_tokens, self._config.prefill_chunk_size or rows)
@@ -146,7 +142,9 @@ class Scheduler:
 
     def _with_drafts(self, running: list[Request], planned: dict[str, int], rows_left: int) -> list[ScheduledRequest]:
         drafting = [
-            r for r in running if planned[r.request_id] == r.num_pending_tokens == 1 and self._most_drafts(r) > 0
+            r
+            for r in running
+            if planned[r.request_id] == r.num_pending_tokens == 1 and r.speculation.max_draft_tokens > 0
         ]
         fair_share = rows_left // len(drafting) if drafting else 0
         scheduled = []
@@ -156,22 +154,14 @@ class Scheduler:
             scheduled.append(ScheduledRequest(request, tokens, *budget))
         return scheduled
 
-    def _most_drafts(self, request: Request) -> int:
-        """Draft tokens a step that this request may have at all."""
-        speculation = request.speculation
-        if not speculation.is_enabled:
-            return 0
-        most = self._config.decoding_length
-        return most if speculation.max_draft_tokens is None else min(most, speculation.max_draft_tokens)
-
     def _draft_budget(self, request: Request, fair_share: int) -> tuple[int, int, int]:
         """(most draft tokens, deepest draft, deepest row): no draft deeper than could still be given to the client."""
         # The bonus token comes on top of the accepted ones, so the last place is never drafted.
         row_depth = self._max_model_len - len(request.token_ids) - 1
         depth = min(request.sampling.max_tokens - request.num_output_tokens - 1, row_depth)
-        budget = min(self._most_drafts(request), fair_share)
+        budget = min(request.speculation.max_draft_tokens, fair_share)
         # Drafts take what memory is free; nobody is preempted for a guess.
         budget = min(budget, self._allocator.reservable_tokens(request.request_id) - 1)
         if depth < 1 or budget < 1:
             return 0, 0, 0
-        return budget, min(depth, self._config.branch_length), row_depth
+        return budget, min(depth, request.speculation.branch_length), row_depth

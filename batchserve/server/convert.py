@@ -12,6 +12,8 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from batchserve.errors import InvalidRequestError
 from batchserve.types import (
+    MAX_REFERENCE_TOKENS,
+    MAX_REFERENCES,
     MAX_STOP_STRINGS,
     Delta,
     FinishReason,
@@ -52,13 +54,17 @@ class GenerateArguments(NamedTuple):
 
 def from_generate_request(request: pb.GenerateRequest, max_model_len: int) -> GenerateArguments:
     """The request in domain types; raises InvalidRequestError, whose `field` is the path in the message."""
+    # Before anything looks at each of them: 16 MB hold millions of empty ones.
+    if len(request.references) > MAX_REFERENCES:
+        bound = f"at most {MAX_REFERENCES}"
+        raise InvalidRequestError("TOO_MANY_REFERENCES", "references", len(request.references), bound)
     refuse_unknown_fields(request)
     return GenerateArguments(
         prompt=_prompt(request, max_model_len),
         params=_sampling_params(request),
         request_id=_request_id(request),
         model=request.model,
-        speculation=_speculation(request.speculation),
+        speculation=_speculation(request),
     )
 
 
@@ -77,7 +83,12 @@ def refuse_unknown_fields(message: Message, path: str = "") -> None:
             f"unset: {message.DESCRIPTOR.full_name} has no such field in this server's version",
         )
     for descriptor, value in message.ListFields():
-        if descriptor.message_type is not None:
+        if descriptor.message_type is None:
+            continue
+        if descriptor.is_repeated:
+            for i, item in enumerate(value):
+                refuse_unknown_fields(item, f"{path}{descriptor.name}[{i}].")
+        else:
             refuse_unknown_fields(value, f"{path}{descriptor.name}.")
 
 
@@ -101,7 +112,14 @@ def to_generate_request(
         speculation=pb.SpeculationOptions(
             mode=pb.SpeculationOptions.MODE_AUTO if speculation.is_enabled else pb.SpeculationOptions.MODE_OFF,
             max_draft_tokens=speculation.max_draft_tokens,
+            drafter=speculation.drafter,
+            branch_length=speculation.branch_length,
         ),
+        references=[
+            pb.Reference(text=item) if isinstance(item, str) else pb.Reference(token_ids=pb.TokenIds(ids=item))
+            for item in speculation.references
+        ],
+        draft_scope=speculation.draft_scope,
     )
 
 
@@ -157,7 +175,8 @@ def _sampling_params(request: pb.GenerateRequest) -> SamplingParams:
     )
 
 
-def _speculation(options: pb.SpeculationOptions) -> SpeculationParams:
+def _speculation(request: pb.GenerateRequest) -> SpeculationParams:
+    options = request.speculation
     # proto3 enums are open: a number without a name arrives as it is.
     if options.mode not in pb.SpeculationOptions.Mode.values():
         names = ", ".join(pb.SpeculationOptions.Mode.keys())
@@ -165,6 +184,28 @@ def _speculation(options: pb.SpeculationOptions) -> SpeculationParams:
     return SpeculationParams(
         is_enabled=options.mode != pb.SpeculationOptions.MODE_OFF,
         max_draft_tokens=options.max_draft_tokens if options.HasField("max_draft_tokens") else None,
+        drafter=options.drafter,
+        branch_length=options.branch_length if options.HasField("branch_length") else None,
+        draft_scope=request.draft_scope,
+        references=_references(request),
+    )
+
+
+def _references(request: pb.GenerateRequest) -> tuple[str | tuple[int, ...], ...]:
+    references = request.references
+    # Before the copies, like the prompt's; SpeculationParams would refuse them too.
+    num_tokens = sum(len(reference.token_ids.ids) for reference in references)
+    if num_tokens > MAX_REFERENCE_TOKENS:
+        bound = f"at most {MAX_REFERENCE_TOKENS} tokens together"
+        raise InvalidRequestError("REFERENCES_TOO_LONG", "references", f"{num_tokens} tokens", bound)
+    for i, reference in enumerate(references):
+        if reference.WhichOneof("content") is None:
+            raise InvalidRequestError(
+                "MISSING_CONTENT", f"references[{i}].content", None, "set: either text or token_ids"
+            )
+    return tuple(
+        reference.text if reference.WhichOneof("content") == "text" else tuple(reference.token_ids.ids)
+        for reference in references
     )
 
 

@@ -20,7 +20,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "model", "sampling_params", "stop", "output", "speculation")
+    __slots__ = ("request_id", "text", "token_ids", "model", "sampling_params", "stop", "output", "speculation", "references", "draft_scope")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,8 @@ class GenerateRequest(_message.Message):
     STOP_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    REFERENCES_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_SCOPE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: TokenIds
@@ -37,13 +39,23 @@ class GenerateRequest(_message.Message):
     stop: StopConditions
     output: OutputOptions
     speculation: SpeculationOptions
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., model: _Optional[str] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ...) -> None: ...
+    references: _containers.RepeatedCompositeFieldContainer[Reference]
+    draft_scope: str
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., model: _Optional[str] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ..., references: _Optional[_Iterable[_Union[Reference, _Mapping]]] = ..., draft_scope: _Optional[str] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
     IDS_FIELD_NUMBER: _ClassVar[int]
     ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Reference(_message.Message):
+    __slots__ = ("text", "token_ids")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    token_ids: TokenIds
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "seed")
@@ -76,7 +88,7 @@ class OutputOptions(_message.Message):
     def __init__(self, skip_special_tokens: _Optional[bool] = ...) -> None: ...
 
 class SpeculationOptions(_message.Message):
-    __slots__ = ("mode", "max_draft_tokens")
+    __slots__ = ("mode", "max_draft_tokens", "drafter", "branch_length")
     class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         MODE_UNSPECIFIED: _ClassVar[SpeculationOptions.Mode]
@@ -87,9 +99,13 @@ class SpeculationOptions(_message.Message):
     MODE_OFF: SpeculationOptions.Mode
     MODE_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    BRANCH_LENGTH_FIELD_NUMBER: _ClassVar[int]
     mode: SpeculationOptions.Mode
     max_draft_tokens: int
-    def __init__(self, mode: _Optional[_Union[SpeculationOptions.Mode, str]] = ..., max_draft_tokens: _Optional[int] = ...) -> None: ...
+    drafter: str
+    branch_length: int
+    def __init__(self, mode: _Optional[_Union[SpeculationOptions.Mode, str]] = ..., max_draft_tokens: _Optional[int] = ..., drafter: _Optional[str] = ..., branch_length: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "draft_tokens", "accepted_draft_tokens")

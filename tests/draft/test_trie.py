@@ -1,19 +1,23 @@
-"""The trie drafter: valid trees from real repetition, nothing of anybody else's prompt, nothing left behind."""
+"""The trie drafter: valid trees from real repetition, nothing of anybody else's, nothing left behind."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from batchserve.draft.base import DraftQuery, DraftRequest, DraftTree
-from batchserve.draft.trie import TrieDrafter
-from tests.draft.test_suffix_trie import contents
+from batchserve.draft.base import DraftQuery, DraftRequest, DraftScope, DraftTree
+from batchserve.draft.trie import ROW_BYTES, SCOPE_BYTES, TrieDrafter
+from batchserve.errors import ConfigError
+from tests.draft.test_trie_kernels import check_trie
 from tests.factories import examples
 
 PATTERN = [11, 12, 13, 14, 15, 16, 17, 18]
+SCOPE = DraftScope("tenant", "scope")
+OTHER_SCOPES = [DraftScope("tenant", "other"), DraftScope("neighbour", "scope")]
 
 
 def propose(drafter: TrieDrafter, request_id: str, max_tokens: int = 8, max_depth: int = 8) -> DraftTree:
@@ -31,6 +35,8 @@ def check_tree(tree: DraftTree, max_tokens: int, max_depth: int) -> None:
         assert 0 < prob <= (tree.probs[parent] if parent >= 0 else 1) + 1e-9
         assert prob <= last_sibling.get(parent, 1.0) + 1e-9
         last_sibling[parent] = prob
+    roots = [prob for parent, prob in zip(tree.parents, tree.probs, strict=True) if parent < 0]
+    assert sum(roots) <= 1 + 1e-9
 
 
 def first_chain(tree: DraftTree) -> list[int]:
@@ -42,32 +48,72 @@ def first_chain(tree: DraftTree) -> list[int]:
     return chain
 
 
+def roots(tree: DraftTree) -> list[int]:
+    return [token for token, parent in zip(tree.token_ids, tree.parents, strict=True) if parent < 0]
+
+
+def paths(tree: DraftTree) -> set[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.token_ids, tree.parents, strict=True):
+        found.append((*(found[parent] if parent >= 0 else ()), token))
+    return set(found)
+
+
+def begin(drafter: TrieDrafter, request_id: str, prompt: list[int], scope: DraftScope | None = SCOPE) -> None:
+    drafter.start(DraftRequest(request_id, prompt, scope=scope))
+
+
 def say(drafter: TrieDrafter, request_id: str, token_ids: list[int]) -> None:
     drafter.accept(request_id, token_ids)
     drafter.share(request_id, token_ids)
 
 
+def teach(drafter: TrieDrafter, answers: list[list[int]], scope: DraftScope = SCOPE) -> None:
+    """Answers of requests that have come and gone."""
+    for i, answer in enumerate(answers):
+        begin(drafter, f"taught {i}", [99_999], scope)
+        say(drafter, f"taught {i}", answer)
+        drafter.end(f"taught {i}")
+
+
 class TrieMachine(RuleBasedStateMachine):
-    """Several requests at once; every prompt has tokens of its own that nobody else may ever be shown."""
+    """Requests of several scopes at once; each has prompt tokens of its own, and tokens that only its scope may see."""
 
     SECRETS = 1000
+    SCOPES = (None, SCOPE, *OTHER_SCOPES)
 
-    @initialize(capacity=st.sampled_from([40, 300, 200_000]), share_outputs=st.booleans(), length=st.integers(1, 6))
-    def begin(self, capacity: int, share_outputs: bool, length: int) -> None:
-        self.drafter = TrieDrafter(length, capacity, share_outputs=share_outputs)
-        self.is_sharing = share_outputs
+    @initialize(
+        capacity=st.sampled_from([1, 40, None]),
+        max_scope_rows=st.sampled_from([1, 60, 100_000]),
+        max_total_rows=st.sampled_from([1, 100, 1000, 100_000]),
+        length=st.integers(1, 6),
+        mode=st.sampled_from(["hierarchical", "parallel", "single"]),
+        min_retrieved_tokens=st.sampled_from([1, None]),
+    )
+    def begin(self, max_scope_rows: int, max_total_rows: int, length: int, **options: Any) -> None:
+        self.max_total_bytes = max_total_rows * ROW_BYTES + 2 * SCOPE_BYTES
+        self.capacity, self.max_scope_rows = options["capacity"] or 16 * 64, max_scope_rows
+        self.drafter = TrieDrafter(
+            branch_length=length,
+            max_scope_bytes=max_scope_rows * ROW_BYTES,
+            max_total_bytes=self.max_total_bytes,
+            **options,
+        )
+        self.scopes: dict[str, DraftScope | None] = {}
         self.known: dict[str, set[int]] = {}  # tokens that each request was told of
         self.unshared: dict[str, list[int]] = {}
-        self.shared: set[int] = set()
+        self.shared: dict[DraftScope, set[int]] = {}
         self.started = 0
 
-    @rule(public=st.lists(st.integers(0, 5), max_size=12))
-    def start(self, public: list[int]) -> None:
+    @rule(public=st.lists(st.integers(0, 5), max_size=12), scope=st.sampled_from(SCOPES), has_reference=st.booleans())
+    def start(self, public: list[int], scope: DraftScope | None, has_reference: bool) -> None:
         self.started += 1
         request_id, secret = f"r{self.started}", self.SECRETS * self.started
         prompt = [token for t in public for token in (t, secret + t)] or [secret]
-        self.drafter.start(DraftRequest(request_id, prompt))
-        self.known[request_id], self.unshared[request_id] = set(prompt), []
+        references = [[*public, secret + 8], [secret + 9, *public]] if has_reference else []
+        self.drafter.start(DraftRequest(request_id, prompt, references, scope))
+        self.known[request_id] = {token for text in (prompt, *references) for token in text}
+        self.unshared[request_id], self.scopes[request_id] = [], scope
 
     @precondition(lambda self: self.known)
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 5), min_size=1, max_size=6))
@@ -87,8 +133,9 @@ class TrieMachine(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(sorted(r for r, tokens in self.unshared.items() if tokens)))
         tokens, self.unshared[request_id] = self.unshared[request_id], []
         self.drafter.share(request_id, tokens)
-        if self.is_sharing:
-            self.shared |= set(tokens)
+        scope = self.scopes[request_id]
+        if scope is not None:
+            self.shared.setdefault(scope, set()).update(tokens)
 
     @precondition(lambda self: self.known)
     @rule(data=st.data(), max_tokens=st.integers(0, 20), max_depth=st.integers(0, 8))
@@ -98,14 +145,36 @@ class TrieMachine(RuleBasedStateMachine):
         assert len(trees) == len(wanted)
         for request_id, tree in zip(wanted, trees, strict=True):
             check_tree(tree, max_tokens, max_depth)
-            assert set(tree.token_ids) <= self.known[request_id] | self.shared
+            scope = self.scopes[request_id]
+            shared = self.shared.get(scope, set()) if scope is not None else set()
+            assert set(tree.token_ids) <= self.known[request_id] | shared
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.known)))
         self.drafter.end(request_id)
-        del self.known[request_id], self.unshared[request_id]
+        del self.known[request_id], self.unshared[request_id], self.scopes[request_id]
+
+    @rule(scope=st.sampled_from(SCOPES[1:]))
+    def clear_scope(self, scope: DraftScope) -> None:
+        self.drafter.clear_scope(scope)
+        self.shared.pop(scope, None)
+
+    @invariant()
+    def memory_is_bounded_and_accounted_for(self) -> None:
+        if not hasattr(self, "drafter"):
+            return
+        tries = self.drafter._scopes
+        for scope, trie in tries.items():
+            check_trie(trie, self.capacity, self.max_scope_rows)
+            assert trie.num_requests == sum(other == scope for other in self.scopes.values())
+        total = sum(trie.memory_bytes() for trie in tries.values())
+        texts = sum(state.text.nbytes for state in self.drafter._requests.values())
+        assert self.drafter.memory_bytes() == total + texts
+        # An empty scope that a request is using is there, whatever the bound.
+        in_use = sum(trie.num_requests > 0 for trie in tries.values())
+        assert total <= self.max_total_bytes + in_use * (SCOPE_BYTES + ROW_BYTES)
 
     def teardown(self) -> None:
         for request_id in getattr(self, "known", {}):
@@ -125,14 +194,24 @@ class TestTrieAtLength(TrieMachine.TestCase):
 
 def test_repeated_text_of_the_prompt_is_found() -> None:
     drafter = TrieDrafter()
-    drafter.start(DraftRequest("a", [*PATTERN, 90, 91, 92, *PATTERN[:3]]))
+    begin(drafter, "a", [*PATTERN, 90, 91, 92, *PATTERN[:3]])
     assert first_chain(propose(drafter, "a", 5)) == PATTERN[3:8]
+
+
+def test_references_are_drafted_and_do_not_run_into_each_other() -> None:
+    drafter = TrieDrafter()
+    drafter.start(DraftRequest("a", [5, *PATTERN[:2]], [PATTERN, [50, 51]], SCOPE))
+    assert first_chain(propose(drafter, "a")) == PATTERN[2:]
+    drafter.accept("a", PATTERN[2:])
+    assert len(propose(drafter, "a")) == 0  # behind the reference comes another one, and that is chance
+    drafter.accept("a", [50])
+    assert first_chain(propose(drafter, "a")) == [51]  # and behind the last comes the prompt
 
 
 def test_an_answer_is_drafted_from_its_own_text_at_once() -> None:
     """Not only when it is complete, and before anything is published."""
-    drafter = TrieDrafter(share_outputs=False)
-    drafter.start(DraftRequest("a", [1]))
+    drafter = TrieDrafter()
+    begin(drafter, "a", [1], scope=None)
     drafter.accept("a", PATTERN)
     drafter.accept("a", [50])
     assert len(propose(drafter, "a")) == 0
@@ -140,10 +219,29 @@ def test_an_answer_is_drafted_from_its_own_text_at_once() -> None:
     assert first_chain(propose(drafter, "a"))[:6] == PATTERN[2:]
 
 
+def test_a_loop_is_drafted_as_soon_as_it_repeats() -> None:
+    """Down to the very last token: nothing has to be twelve tokens old first."""
+    drafter = TrieDrafter()
+    begin(drafter, "a", [1])
+    drafter.accept("a", [7, 8, 7])
+    assert first_chain(propose(drafter, "a"))[:2] == [8, 7]
+
+
+def test_a_long_text_is_draftable_from_its_beginning_to_its_end() -> None:
+    rng, drafter = random.Random(4), TrieDrafter()
+    text = [rng.randrange(50_000) for _ in range(20_000)]
+    begin(drafter, "a", text[:10_000])
+    for at in range(10_000, 20_000, 500):
+        drafter.accept("a", text[at : at + 500])
+    for at in (0, 5_000, 9_995, 15_000, 19_900):
+        drafter.accept("a", text[at : at + 4])
+        assert first_chain(propose(drafter, "a", 64))[:8] == text[at + 4 : at + 12]
+
+
 def test_outputs_reach_other_requests_once_they_are_shared() -> None:
     drafter = TrieDrafter()
-    drafter.start(DraftRequest("a", [1]))
-    drafter.start(DraftRequest("b", [*PATTERN[:2]]))
+    begin(drafter, "a", [1])
+    begin(drafter, "b", PATTERN[:2])
     drafter.accept("a", PATTERN)
     assert len(propose(drafter, "b")) == 0  # not published: the client may never see these tokens
     drafter.share("a", PATTERN)
@@ -152,11 +250,32 @@ def test_outputs_reach_other_requests_once_they_are_shared() -> None:
     assert first_chain(propose(drafter, "b"))[:6] == PATTERN[2:]  # shared text outlives its request
 
 
+@pytest.mark.parametrize("scope", [None, *OTHER_SCOPES])
+def test_outputs_stay_inside_their_scope(scope: DraftScope | None) -> None:
+    drafter = TrieDrafter()
+    begin(drafter, "b", PATTERN[:2], scope)
+    teach(drafter, [PATTERN] * 3)
+    assert len(propose(drafter, "b")) == 0
+    say(drafter, "b", PATTERN[2:])
+    begin(drafter, "c", [1], SCOPE)
+    drafter.accept("c", [PATTERN[-1]])
+    assert len(propose(drafter, "c")) == 0
+
+
+def test_without_a_scope_nothing_leaves_the_request() -> None:
+    drafter = TrieDrafter()
+    begin(drafter, "a", [1], scope=None)
+    say(drafter, "a", PATTERN)
+    for scope in (None, SCOPE, DraftScope("", "")):
+        begin(drafter, f"b {scope}", PATTERN[:2], scope)
+        assert len(propose(drafter, f"b {scope}")) == 0
+
+
 def test_a_prompt_is_never_drafted_to_others_even_where_texts_meet() -> None:
     """B says exactly what stands before the secret in A's prompt, and what A answers around it."""
     drafter, secret = TrieDrafter(), [777, 778, 779]
-    drafter.start(DraftRequest("a", [*PATTERN, *secret]))
-    drafter.start(DraftRequest("b", [5, *PATTERN]))
+    drafter.start(DraftRequest("a", [*PATTERN, *secret], [[*PATTERN[-2:], *secret]], SCOPE))
+    begin(drafter, "b", [5, *PATTERN])
     assert first_chain(propose(drafter, "a")) == []
     say(drafter, "a", PATTERN)
     assert first_chain(propose(drafter, "a"))[:3] == secret  # A itself is helped by it
@@ -167,10 +286,10 @@ def test_a_prompt_is_never_drafted_to_others_even_where_texts_meet() -> None:
 
 def test_without_sharing_a_request_drafts_as_if_it_were_alone() -> None:
     rng = random.Random(3)
-    together, alone = (TrieDrafter(share_outputs=False) for _ in range(2))
+    together, alone = TrieDrafter(), TrieDrafter()
     for drafter in (together, alone):
-        drafter.start(DraftRequest("b", PATTERN))
-    together.start(DraftRequest("a", PATTERN))
+        begin(drafter, "b", PATTERN, OTHER_SCOPES[0])
+    begin(together, "a", PATTERN)
     for _ in range(60):
         tokens = [rng.choice(PATTERN) for _ in range(rng.randint(1, 5))]
         say(together, "a", [rng.choice(PATTERN) for _ in range(5)])
@@ -179,60 +298,244 @@ def test_without_sharing_a_request_drafts_as_if_it_were_alone() -> None:
         assert propose(together, "b") == propose(alone, "b")
 
 
+def test_a_cleared_scope_is_forgotten_and_goes_on_with_what_comes() -> None:
+    drafter = TrieDrafter()
+    teach(drafter, [PATTERN] * 2)
+    begin(drafter, "a", [1])
+    say(drafter, "a", [31, 32, 33])
+    drafter.clear_scope(SCOPE)
+    drafter.clear_scope(OTHER_SCOPES[0])  # unknown: harmless
+    begin(drafter, "b", PATTERN[:2])
+    assert len(propose(drafter, "b")) == 0
+    say(drafter, "a", [34, 35])
+    drafter.accept("a", [31])
+    assert first_chain(propose(drafter, "a"))[:2] == [32, 33]  # its own text it still has
+    drafter.accept("b", [33])
+    assert len(propose(drafter, "b")) == 0  # nothing reaches back behind the clearing
+    drafter.accept("b", [34])
+    assert first_chain(propose(drafter, "b")) == [35]
+    drafter.end("a")
+    drafter.end("b")
+    drafter.clear_scope(SCOPE)
+    assert drafter.memory_bytes() == 0
+
+
+def test_idle_scopes_are_dropped_the_least_recently_used_first() -> None:
+    rng, scopes = random.Random(0), [DraftScope("t", str(i)) for i in range(4)]
+    texts = [[rng.randrange(5000) for _ in range(100)] for _ in scopes]
+    size = 1300 * ROW_BYTES + SCOPE_BYTES  # of one such text
+    drafter = TrieDrafter(max_total_bytes=3 * size + 2 * SCOPE_BYTES)
+    begin(drafter, "live", texts[0][:2], scopes[0])
+    for scope, text in zip(scopes[:3], texts, strict=False):
+        teach(drafter, [text], scope)
+    begin(drafter, "again", texts[1][:2], scopes[1])
+    drafter.end("again")
+    teach(drafter, [texts[3]], scopes[3])
+    for i, is_kept in enumerate([True, True, False, True]):  # 0 is in use, 1 was used again
+        begin(drafter, "probe", texts[i][:2], scopes[i])
+        assert (len(propose(drafter, "probe")) > 0) == is_kept
+        drafter.end("probe")
+
+
 def test_two_continuations_are_both_drafted_the_more_frequent_first() -> None:
     drafter = TrieDrafter()
     often, seldom = [21, 22, 23], [31, 32, 33]
     texts = [often, seldom, often, seldom, often]  # a token of its own before each 9: nothing longer matches
-    drafter.start(
-        DraftRequest("a", [*(token for i, text in enumerate(texts) for token in (100 + i, 9, *text)), 200, 9])
-    )
+    begin(drafter, "a", [*(token for i, text in enumerate(texts) for token in (100 + i, 9, *text)), 200, 9])
     tree = propose(drafter, "a", 8)
-    roots = [tree.token_ids[i] for i, parent in enumerate(tree.parents) if parent < 0]
-    assert roots[:2] == [21, 31]
+    assert roots(tree)[:2] == [21, 31]
     assert first_chain(tree)[:3] == often
     assert {22, 32} <= set(tree.token_ids)  # both are followed, in one tree
 
 
-def test_the_longest_matching_context_speaks_first() -> None:
-    """After "7 8" comes 1, though 8 alone is mostly followed by 2."""
+def test_more_frequent_outputs_of_the_scope_come_first() -> None:
     drafter = TrieDrafter()
-    drafter.start(DraftRequest("a", [7, 8, 1, *([5, 8, 2] * 3), 7, 8, 1, 7, 8]))
-    assert first_chain(propose(drafter, "a"))[0] == 1
+    teach(drafter, [[9, 2, 5], [9, 1, 5], [9, 2, 6], [9, 3, 5], [9, 2, 5]])
+    begin(drafter, "a", [9])
+    tree = propose(drafter, "a", 16)
+    assert roots(tree)[0] == 2
+    assert sorted(roots(tree)) == [1, 2, 3]
+    assert first_chain(tree)[:2] == [2, 5]
 
 
-def test_a_budget_of_one_is_the_likeliest_next_token() -> None:
+def test_shorter_matches_are_added_to_longer_ones_never_put_instead() -> None:
+    """After "7 8" comes 1, though 8 alone is mostly followed by 2: 1 first, and 2 beside it."""
+    prompt = [7, 8, 1, *([5, 8, 2] * 3), 6, 7, 8]
     drafter = TrieDrafter()
-    drafter.start(DraftRequest("a", [9, 1, 9, 2, 9, 2, 9]))
-    assert propose(drafter, "a", 1).token_ids == [2]
-    assert len(propose(drafter, "a", 0)) == 0
+    begin(drafter, "a", prompt)
+    assert roots(propose(drafter, "a", 16)) == [1, 2]
+    drafter = TrieDrafter(min_retrieved_tokens=1)  # the longest match is enough
+    begin(drafter, "a", prompt)
+    assert roots(propose(drafter, "a", 16)) == [1]
+
+
+def test_min_retrieved_tokens_counts_shared_branches_too() -> None:
+    for wanted, expected in ((2, [1]), (3, [1, 2])):
+        drafter = TrieDrafter(min_retrieved_tokens=wanted)
+        teach(drafter, [[7, 8, 1, 3], [5, 8, 2, 4]])
+        begin(drafter, "a", [7, 8])
+        assert roots(propose(drafter, "a", 16)) == expected
+
+
+@pytest.mark.parametrize(("prompt_weight", "first"), [(8.0, 1), (0.1, 2)])
+def test_branches_of_the_prompt_weigh_more_or_less(prompt_weight: float, first: int) -> None:
+    drafter = TrieDrafter(prompt_weight=prompt_weight)
+    teach(drafter, [[9, 2]] * 3)
+    begin(drafter, "a", [9, 1, 9])
+    assert roots(propose(drafter, "a"))[0] == first
+
+
+def test_a_match_inside_a_long_repetition_is_nearly_certain_and_a_chance_hit_is_not() -> None:
+    drafter = TrieDrafter()
+    begin(drafter, "a", [*PATTERN, 30, 31, 32, *PATTERN[:7]])
+    assert propose(drafter, "a").probs[0] > 0.6
+    drafter.accept("a", [31])
+    assert propose(drafter, "a").probs[0] < 0.4
+
+
+def test_a_continuation_that_seldom_came_is_not_certain_because_it_is_the_only_one_left() -> None:
+    """What else came is not in the trie: pruned, or here the answer's end."""
+    drafter = TrieDrafter()
+    teach(drafter, [[5, 7, 8]] * 98 + [[5, 7, 8, 1]] * 2)
+    begin(drafter, "a", [5, 7, 8])
+    assert propose(drafter, "a").probs[0] < 0.5
+
+
+def branching(mode: str, **options: Any) -> TrieDrafter:
+    drafter = TrieDrafter(mode=mode, **options)
+    teach(drafter, [[9, 1, 2, 3, 4], [9, 1, 2, 5, 6], [9, 1, 2, 3, 4], [9, 7, 8, 7, 8], [9, 7, 8, 1, 1]])
+    begin(drafter, "a", [9])
+    return drafter
+
+
+def test_hierarchical_drafts_merge_branches_by_prefix() -> None:
+    tree = propose(branching("hierarchical"), "a", 64)
+    assert {(1, 2, 3, 4), (1, 2, 5, 6), (7, 8, 7, 8), (7, 8, 1, 1)} <= paths(tree)
+    assert len(paths(tree)) == len(tree)
+
+
+def test_parallel_drafts_are_chains_that_share_the_root_only() -> None:
+    tree = propose(branching("parallel"), "a", 64)
+    assert roots(tree) == [1, 7]
+    assert all(tree.parents.count(node) <= 1 for node in range(len(tree)))
+    assert (1, 2, 3, 4) in paths(tree)
+
+
+def test_a_single_draft_is_the_likeliest_chain() -> None:
+    tree = propose(branching("single"), "a", 64)
+    assert tree.token_ids[:4] == [1, 2, 3, 4]
+    assert tree.parents == list(range(-1, len(tree) - 1))
+
+
+def test_a_small_budget_goes_to_the_likeliest_paths() -> None:
+    whole = propose(branching("hierarchical"), "a", 64)
+    for budget in range(1, len(whole)):
+        tree = propose(branching("hierarchical"), "a", budget)
+        assert len(tree) == budget
+        assert sorted(tree.probs) == pytest.approx(sorted(whole.probs)[-budget:])
+    assert len(propose(branching("hierarchical"), "a", 0)) == 0
+    assert len(propose(branching("hierarchical"), "a", 8, 0)) == 0
+
+
+def test_more_different_next_tokens_than_are_weighed() -> None:
+    drafter = TrieDrafter(capacity=20_000)
+    teach(drafter, [[8, 9, 100 + i] for i in range(5000)])
+    teach(drafter, [[7, 9, 99, 98, 97]] * 3000)
+    begin(drafter, "a", [9])
+    assert 99 in propose(drafter, "a", 64, 12).token_ids
+    drafter.accept("a", [99])
+    assert propose(drafter, "a").token_ids[:2] == [98, 97]  # nothing is left behind of the crowd
+
+
+def test_a_drafts_size_and_depth_are_bounded_by_query_and_drafter() -> None:
+    for options, size, depth in (({}, 8, 8), ({"decoding_length": 3}, 3, 3), ({"branch_length": 2}, 2, 2)):
+        drafter = TrieDrafter(**options)
+        begin(drafter, "a", [*range(20), 0])
+        tree = propose(drafter, "a")
+        assert (len(tree), max(tree.depths())) == (size, depth)
 
 
 def test_ending_a_request_frees_its_state_and_its_id() -> None:
     drafter = TrieDrafter()
-    drafter.start(DraftRequest("a", PATTERN * 2))
+    begin(drafter, "a", PATTERN * 2, scope=None)
+    assert drafter.memory_bytes() > 0
     with pytest.raises(ValueError, match="'a'"):
-        drafter.start(DraftRequest("a", [1]))
+        begin(drafter, "a", [1])
     drafter.end("a")
     drafter.end("a")  # harmless
-    drafter.start(DraftRequest("a", PATTERN[:2]))
+    assert drafter.memory_bytes() == 0
+    begin(drafter, "a", PATTERN[:2])
     assert len(propose(drafter, "a")) == 0, "the old prompt of a reused id is drafted"
 
 
-def test_it_still_drafts_after_its_shared_memory_was_pruned_many_times() -> None:
-    rng, drafter = random.Random(2), TrieDrafter(6, capacity=500)
+@pytest.mark.parametrize("limits", [{"capacity": 50}, {"max_scope_bytes": 500 * ROW_BYTES}])
+def test_it_still_drafts_after_its_shared_memory_was_pruned_many_times(limits: dict[str, int]) -> None:
+    rng, drafter = random.Random(2), TrieDrafter(branch_length=6, **limits)
     for i in range(300):
         request_id = f"r{i}"
-        drafter.start(DraftRequest(request_id, [1]))
+        begin(drafter, request_id, [1])
         for _ in range(3):
-            say(drafter, request_id, [rng.randrange(30, 5000) for _ in range(6)])
+            say(drafter, request_id, [rng.randrange(30, 60) for _ in range(6)])
             say(drafter, request_id, PATTERN)
-            assert drafter._shared.num_nodes <= 500
-            if i % 20 == 0:  # no memory hangs on a window that pruning has cut off
-                assert drafter._shared.num_nodes == len(contents(drafter._shared.root))
         drafter.end(request_id)
-    assert drafter._shared.generation > 10
-    drafter.start(DraftRequest("new", PATTERN[:3]))
+    check_trie(drafter._scopes[SCOPE], limits.get("capacity", 1024), 500 if "max_scope_bytes" in limits else 10**6)
+    begin(drafter, "new", PATTERN[:3])
     assert first_chain(propose(drafter, "new"))[:3] == PATTERN[3:6]
-    say(drafter, "new", PATTERN[3:])
-    say(drafter, "new", PATTERN[:3])
-    assert first_chain(propose(drafter, "new"))[:3] == PATTERN[3:6]
+
+
+def test_prompts_and_outputs_can_be_left_out() -> None:
+    """The ablations of table 3: what is not inserted is not drafted; what is, goes on as ever."""
+    for is_prompt, is_output in ((True, False), (False, True)):
+        drafter = TrieDrafter(is_inserting_prompts=is_prompt, is_inserting_outputs=is_output)
+        drafter.start(DraftRequest("a", [*PATTERN, 20], [[21, 22]], SCOPE))
+        begin(drafter, "b", [40])
+        say(drafter, "a", [30, 31, 32, *PATTERN[:2]])
+        assert first_chain(propose(drafter, "a"))[:2] == (PATTERN[2:4] if is_prompt else [])
+        drafter.accept("a", [20])
+        assert len(propose(drafter, "a")) == 0  # behind the prompt's last token stands an output
+        drafter.accept("a", [21])
+        assert first_chain(propose(drafter, "a")) == ([22] if is_prompt else [])
+        for request_id in "ab":
+            drafter.accept(request_id, [30])
+            assert first_chain(propose(drafter, request_id))[:2] == ([31, 32] if is_output else [])
+
+
+def test_without_eliminating_a_prompt_outlives_its_request() -> None:
+    for is_eliminating in (True, False):
+        drafter = TrieDrafter(is_eliminating=is_eliminating)
+        begin(drafter, "a", PATTERN)
+        begin(drafter, "b", PATTERN[:2])
+        assert len(propose(drafter, "b")) == 0
+        drafter.end("a")
+        assert first_chain(propose(drafter, "b")) == ([] if is_eliminating else PATTERN[2:])
+
+
+def test_without_pruning_the_capacity_does_not_bind() -> None:
+    rng = random.Random(0)
+    texts = [[9, rng.randrange(1000), rng.randrange(1000)] for _ in range(200)]
+    sizes = {}
+    for is_pruning in (True, False):
+        drafter = TrieDrafter(capacity=50, is_pruning=is_pruning)
+        teach(drafter, texts)
+        sizes[is_pruning] = drafter._scopes[SCOPE].num_nodes
+    assert sizes[False] > sizes[True] + 200
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("decoding_length", 0),
+        ("branch_length", 0),
+        ("capacity", 0),
+        ("min_retrieved_tokens", 0),
+        ("max_scope_bytes", 0),
+        ("max_total_bytes", 0),
+        ("mode", "depth-first"),
+        ("prompt_weight", 0.0),
+        ("prompt_weight", float("nan")),
+        ("prompt_weight", float("inf")),
+    ],
+)
+def test_bad_options_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name} = "):
+        TrieDrafter(**{name: value})

@@ -12,7 +12,7 @@ from batchserve.attention.base import LayerShape
 from batchserve.attention.cpu import CpuBackend
 from batchserve.attention.slab import SlabAllocator
 from batchserve.config import EngineConfig
-from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree, NullDrafter
+from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree, NullDrafter
 from batchserve.engine.detokenizer import Decoder
 from batchserve.engine.engine_core import EngineCore, Event, Failure
 from batchserve.metrics import EngineMetrics
@@ -21,8 +21,8 @@ from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RaggedBatch
 from batchserve.sampling.verify import VerifiedTokens, walk_tree
 from batchserve.scheduler.scheduler import Scheduler
-from batchserve.types import Delta, FinishReason
-from tests.factories import make_request
+from batchserve.types import Delta, FinishReason, SpeculationParams
+from tests.factories import make_request, resolve_speculation
 
 MAX_MODEL_LEN = 256
 
@@ -74,9 +74,20 @@ class PerfectDrafter(Drafter):
         self.runner: ScriptedRunner | None = None
         self.lengths: dict[str, int] = {}
         self.shared: dict[str, list[int]] = {}
+        self.started: dict[str, DraftRequest] = {}
+        self.cleared: list[DraftScope] = []
+        self.unready: set[str] = set()  # drafters that requests cannot be started with yet
+
+    def is_ready_for(self, drafter: str) -> bool:
+        return drafter not in self.unready
+
+    def clear_scope(self, scope: DraftScope) -> None:
+        self.cleared.append(scope)
 
     def start(self, request: DraftRequest) -> None:
         assert request.request_id not in self.lengths
+        assert self.is_ready_for(request.drafter)
+        self.started[request.request_id] = request
         self.lengths[request.request_id] = len(request.prompt_token_ids)
         self.shared[request.request_id] = []
 
@@ -106,6 +117,7 @@ class ScriptedEngine:
     core: EngineCore
     runner: ScriptedRunner
     drafter: PerfectDrafter | None
+    config: EngineConfig
     events: list[list[Event]] = field(default_factory=list)
     now_s: float = 0.0
 
@@ -157,15 +169,24 @@ def scripted_engine(
     engine: ScriptedEngine
     scheduler = Scheduler(config, allocator, min(MAX_MODEL_LEN, allocator.total_tokens))
     core = EngineCore(scheduler, drafter, runner, decoder or Letters(), EngineMetrics(), lambda: engine.now_s)
-    engine = ScriptedEngine(core, runner, perfect)
+    engine = ScriptedEngine(core, runner, perfect, config)
     core.emit = engine.events.append
     return engine
 
 
-def add(engine: ScriptedEngine, request_id: str, answer: str, *, prompt: str = "prompt", **options: Any) -> Request:
+def add(
+    engine: ScriptedEngine,
+    request_id: str,
+    answer: str,
+    *,
+    prompt: str = "prompt",
+    speculation: SpeculationParams | None = None,
+    **options: Any,
+) -> Request:
     """Queue a request whose model says `answer`, and then dots without end."""
     prompt_ids = [ord(c) for c in prompt]
     engine.runner.scripts[request_id] = prompt_ids + [ord(c) for c in answer] + [ord(".")] * 600
-    request = make_request(request_id, prompt_ids, **{"max_tokens": 40, **options})
+    resolved = resolve_speculation(engine.config, speculation)
+    request = make_request(request_id, prompt_ids, speculation=resolved, **{"max_tokens": 40, **options})
     engine.core.add(request)
     return request

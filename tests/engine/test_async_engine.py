@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 import traceback
 from collections.abc import AsyncIterator, Callable
@@ -13,9 +14,11 @@ from typing import Any
 
 import pytest
 
-from batchserve.config import EngineConfig
-from batchserve.draft.trie import TrieDrafter
-from batchserve.engine.async_engine import AsyncEngine
+from batchserve.config import DraftConfig, EngineConfig
+from batchserve.draft.base import DraftScope, NullDrafter
+from batchserve.draft.kernels import KernelLoader
+from batchserve.draft.router import RoutingDrafter
+from batchserve.engine.async_engine import INLINE_TOKENIZE_CHARS, AsyncEngine
 from batchserve.engine.build import BuiltEngine, build_engine
 from batchserve.errors import (
     BatchserveError,
@@ -28,7 +31,7 @@ from batchserve.errors import (
     UnknownModelError,
 )
 from batchserve.request import Request
-from batchserve.types import Delta, FinishReason, SamplingParams, Started
+from batchserve.types import Delta, FinishReason, SamplingParams, SpeculationParams, Started
 
 PROMPT = [5, 9, 17, 5, 9]
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
@@ -118,8 +121,8 @@ def assert_clean(built: BuiltEngine) -> None:
     assert not core.has_work
     assert not core._answers
     assert allocator.free_tokens == allocator.total_tokens
-    assert isinstance(core.drafter, TrieDrafter)
-    assert not core.drafter._requests
+    assert isinstance(core.drafter, RoutingDrafter)
+    assert not core.drafter._chosen
 
 
 async def collect(rig: Rig, request_id: str = "", params: SamplingParams = SHORT, **options: Any) -> list[Any]:
@@ -290,6 +293,142 @@ async def test_cancelled_while_its_prompt_is_tokenised(rig: Rig, monkeypatch: py
     assert len(await collect(rig, "a")) > 1
 
 
+async def test_long_references_are_tokenised_beside_the_loop(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+    right = rig.built.processor.make_request
+
+    def recording(*arguments: Any) -> Request:
+        threads.append(threading.current_thread())
+        return right(*arguments)
+
+    monkeypatch.setattr(rig.built.processor, "make_request", recording)
+    for length in (10, INLINE_TOKENIZE_CHARS + 1):
+        await collect(rig, speculation=SpeculationParams(references=[[5] * length]))
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+
+
+async def test_a_scope_is_cleared_by_the_engine_thread_idle_or_at_work(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cleared: list[tuple[DraftScope, str]] = []
+
+    def clear_scope(scope: DraftScope) -> None:
+        cleared.append((scope, threading.current_thread().name))
+
+    monkeypatch.setattr(rig.built.core.drafter, "clear_scope", clear_scope)
+    await rig.engine.clear_draft_scope()
+    await rig.engine.clear_draft_scope("request")  # shares nothing
+    async with rig.stream("a") as events:
+        await anext(events)
+        await rig.engine.clear_draft_scope("team")
+    names = ("default", "team")
+    assert cleared == [(DraftScope("default", name), "batchserve-engine") for name in names]
+    for bad in ("x" * 257, 5):
+        with pytest.raises(InvalidRequestError, match="draft_scope"):
+            await rig.engine.clear_draft_scope(bad)  # type: ignore[arg-type]
+
+
+async def test_a_scope_is_not_cleared_by_an_engine_that_has_ended(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for it is told so."""
+    rig.gate.close()
+    stream = asyncio.create_task(collect(rig, "a", LONG))
+    await rig.gate.arrival()
+    waiting = asyncio.create_task(rig.engine.clear_draft_scope())
+    await asyncio.sleep(0)
+
+    def failing(name: str) -> None:
+        raise RuntimeError("torn")
+
+    monkeypatch.setattr(rig.built.core, "clear_draft_scope", failing)
+    rig.gate.open()
+    with pytest.raises(EngineFaultError):
+        await waiting
+    with pytest.raises(EngineFaultError):
+        await stream
+    await rig.finishes()
+    await rig.engine.shutdown()
+    with pytest.raises(UnavailableError):
+        await rig.engine.clear_draft_scope()
+
+
+async def test_a_request_is_answered_without_drafts_until_its_drafter_is_ready(
+    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unready: list[str] = []
+
+    def is_ready(self: KernelLoader, module: str) -> bool:
+        unready.append(module)
+        return len(unready) > 10
+
+    monkeypatch.setattr(KernelLoader, "is_ready", is_ready)
+    messages: list[str] = []
+    options = {**_options(CONFIG), "model": str(tiny_model["llama"]), "max_waiting": 8}
+    engine = await AsyncEngine.start(EngineConfig(**options), messages.append)
+    assert any("requests are answered without drafts" in message for message in messages)
+    assert len(unready) == 1, "it is prepared before the first request"
+    early = await engine.generate([5, 6, 5, 6, 5, 6, 5, 6], SHORT)
+    late = await engine.generate([5, 6, 5, 6, 5, 6, 5, 6], LONG)
+    assert early.usage.draft_tokens == 0
+    assert late.usage.draft_tokens > 0
+    assert late.token_ids[: len(early.token_ids)] == early.token_ids
+    await engine.shutdown()
+
+
+class Store(RoutingDrafter):
+    """Keeps what is saved in memory."""
+
+    saved: list[tuple[Path, str]]
+    error: Exception | None = None
+
+    def save(self, path: Path, fingerprint: str) -> None:
+        if self.error is not None:
+            raise self.error
+        self.saved.append((path, fingerprint))
+
+
+@pytest.fixture
+def store(built: BuiltEngine, monkeypatch: pytest.MonkeyPatch) -> Store:
+    store = Store("none", {"none": NullDrafter()}, KernelLoader(in_background=False))
+    store.saved = []
+    monkeypatch.setattr(built.core, "drafter", store)
+    return store
+
+
+CACHED = dataclasses.replace(CONFIG, draft=DraftConfig(draft_cache="drafts"))
+
+
+async def test_the_draft_cache_is_saved_once_at_the_end(built: BuiltEngine, store: Store) -> None:
+    engine = AsyncEngine(built, CACHED)
+    assert store.saved == []
+    await engine.shutdown()
+    await engine.shutdown()
+    assert store.saved == [(Path("drafts"), built.processor.vocabulary_fingerprint())]
+
+
+async def test_a_draft_cache_that_cannot_be_saved_is_logged(
+    built: BuiltEngine, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.error = OSError("no space left")
+    await AsyncEngine(built, CACHED).shutdown()
+    assert "cannot be saved to drafts" in caplog.text
+    assert "no space left" in caplog.text
+
+
+async def test_an_engine_that_has_failed_saves_nothing(
+    built: BuiltEngine, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = AsyncEngine(built, CACHED)
+    with monkeypatch.context() as patch:
+        for name in ("step", "abort_all"):
+            patch.setattr(built.core, name, lambda: 1 / 0)
+        with pytest.raises(EngineFaultError):
+            await engine.generate(PROMPT, SHORT)
+        await engine.wait_failed()
+        await engine.shutdown()
+    assert store.saved == []
+    built.core.abort_all()
+
+
 async def test_a_cancelled_generate_aborts_its_request(rig: Rig) -> None:
     rig.gate.close()
     task = asyncio.create_task(rig.engine.generate(PROMPT, LONG, request_id="a"))
@@ -361,7 +500,7 @@ async def test_deadlines_end_queued_and_running_requests_with_their_error(
     patient = rig.engine.stream(PROMPT, SHORT, request_id="patient")
     for stream in [*running, queued, patient]:
         await anext(stream)
-    for _ in range(2):
+    for _ in range(3):  # the first may have found only the first request
         await rig.gate.arrival()
         rig.gate.let_one_through()
     for stream in running:

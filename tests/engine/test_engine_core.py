@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from batchserve.config import DRAFTERS
+from batchserve.draft.base import DraftScope
+from batchserve.draft.kernels import KernelLoader
+from batchserve.draft.router import RoutingDrafter
 from batchserve.errors import DeadlineExceededError
 from batchserve.types import FinishReason, SpeculationParams
-from tests.engine.scripted import ScriptedEngine, add, scripted_engine
+from tests.engine.scripted import PerfectDrafter, ScriptedEngine, add, scripted_engine
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 END = 2  # a special token
@@ -83,6 +87,85 @@ def test_a_cap_on_draft_tokens_and_speculation_off_are_honoured_per_request() ->
     assert [len(d.token_ids) for d in engine.deltas("off")] == [1] * 10
     assert [len(d.token_ids) for d in engine.deltas("two")] == [1, 3, 3, 3]
     assert engine.deltas("off")[-1].usage.draft_tokens == 0  # type: ignore[union-attr]
+
+
+def test_caps_on_branches_are_honoured_per_request() -> None:
+    engine = scripted_engine(is_drafting=True, decoding_length=4, branch_length=3)
+    add(engine, "server's", "abcdefghij", max_tokens=10)
+    add(engine, "one", "abcdefghij", max_tokens=10, speculation=SpeculationParams(branch_length=1))
+    engine.run()
+    assert [len(d.token_ids) for d in engine.deltas("server's")] == [1, 4, 4, 1]
+    assert [len(d.token_ids) for d in engine.deltas("one")] == [1, 2, 2, 2, 2, 1]
+
+
+def test_a_drafter_is_told_all_that_the_request_says_of_drafts() -> None:
+    engine = scripted_engine(is_drafting=True, default_draft_scope="team")
+    references = [(1, 2), (3,)]
+    add(engine, "a", "abc", speculation=SpeculationParams(drafter="jacobi", references=references), temperature=0.5)
+    add(engine, "b", "abc", speculation=SpeculationParams(draft_scope="mine"), seed=7)
+    add(engine, "c", "abc", speculation=SpeculationParams(draft_scope="request"))
+    engine.run()
+    assert engine.drafter is not None
+    a, b, c = (engine.drafter.started[name] for name in "abc")
+    assert [list(reference) for reference in a.references] == [[1, 2], [3]]
+    assert (a.drafter, a.scope, a.temperature) == ("jacobi", DraftScope("default", "team"), 0.5)
+    assert (b.drafter, b.scope, b.seed) == (engine.config.drafter, DraftScope("default", "mine"), 7)
+    assert c.scope is None
+
+
+def test_a_request_whose_drafter_is_not_ready_decodes_without_drafts_until_it_is() -> None:
+    """And is drafted then as if it had been from the start: nothing of its answer is missing."""
+    engine = scripted_engine(is_drafting=True, decoding_length=4)
+    drafter = engine.drafter
+    assert drafter is not None
+    drafter.unready = {"jacobi"}
+    slow, quick = SpeculationParams(drafter="jacobi"), SpeculationParams(drafter="trie")
+    add(engine, "slow", "abcdefghijklmnop", max_tokens=16, speculation=slow)
+    add(engine, "quick", "abcdefghijklmnop", max_tokens=16, speculation=quick)
+    for _ in range(4):
+        engine.step()
+    assert set(drafter.started) == {"quick"}
+    drafter.unready = set()
+    engine.run()
+    assert [len(d.token_ids) for d in engine.deltas("slow")] == [1, 1, 1, 1, 5, 5, 2]
+    assert [len(d.token_ids) for d in engine.deltas("quick")] == [1, 5, 5, 5]
+    for name in ("slow", "quick"):
+        assert engine.text(name) == "abcdefghijklmnop"
+    assert bytes(drafter.shared["slow"]).decode() == "abcdefghijklmnop"
+
+
+def test_a_request_that_ends_before_its_drafter_is_ready_leaves_nothing_behind() -> None:
+    engine = scripted_engine(is_drafting=True)
+    assert engine.drafter is not None
+    engine.drafter.unready = {engine.config.drafter}
+    add(engine, "a", "abcdef", max_tokens=6)
+    engine.run()
+    assert engine.text("a") == "abcdef"
+    assert not engine.drafter.started
+
+
+def test_different_drafters_in_one_batch_each_draft_their_own_requests() -> None:
+    engine = scripted_engine(is_drafting=True, decoding_length=4)
+    drafters = {name: PerfectDrafter() for name in DRAFTERS}
+    for drafter in drafters.values():
+        drafter.runner = engine.runner
+    engine.core.drafter = RoutingDrafter("trie", drafters, KernelLoader(in_background=False))
+    for name in DRAFTERS:
+        add(engine, name, name * 5, max_tokens=20, speculation=SpeculationParams(drafter=name))
+    engine.run()
+    for name, drafter in drafters.items():
+        assert engine.text(name) == (name * 5 + "." * 20)[:20]
+        assert list(drafter.started) == ([name] if name != "none" else [])
+        assert not drafter.lengths
+        steps = 1 + 4 if name != "none" else 20  # the prompt's, and then five tokens a step
+        assert len(engine.deltas(name)) == steps
+
+
+def test_clearing_a_scope_reaches_the_drafter_under_the_one_tenant_that_there_is() -> None:
+    engine = scripted_engine(is_drafting=True)
+    engine.core.clear_draft_scope("team")
+    assert engine.drafter is not None
+    assert engine.drafter.cleared == [DraftScope("default", "team")]
 
 
 def test_events_of_a_step_are_published_while_the_next_one_runs() -> None:

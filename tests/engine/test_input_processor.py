@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from array import array
 from typing import Any
 
 import numpy as np
@@ -11,16 +12,18 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from batchserve.config import EngineConfig
+from batchserve.draft.factory import draft_limits
 from batchserve.engine.input_processor import InputProcessor
 from batchserve.errors import InvalidRequestError
-from batchserve.request import Request
+from batchserve.request import Request, ResolvedSpeculation
 from batchserve.runner.loader import LoadedModel, resolve_model
 from batchserve.types import MAX_SEED, SamplingParams, SpeculationParams
 
 VOCAB_SIZE, MAX_MODEL_LEN = 4096, 64
 
 
-def make_processor(*, has_tokenizer: bool = True, **changes: Any) -> InputProcessor:
+def make_processor(*, has_tokenizer: bool = True, config: EngineConfig | None = None, **changes: Any) -> InputProcessor:
     loaded = LoadedModel(
         model=torch.nn.Module(),  # type: ignore[arg-type]
         tokenizer=AutoTokenizer.from_pretrained(resolve_model("bundled")) if has_tokenizer else None,
@@ -35,7 +38,8 @@ def make_processor(*, has_tokenizer: bool = True, **changes: Any) -> InputProces
         default_top_p=1.0,
         has_packed_linears=True,
     )
-    return InputProcessor(dataclasses.replace(loaded, **changes), MAX_MODEL_LEN)
+    config = config or EngineConfig()
+    return InputProcessor(dataclasses.replace(loaded, **changes), MAX_MODEL_LEN, config, draft_limits(config, 0))
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +49,11 @@ def processor() -> InputProcessor:
 
 def submit(processor: InputProcessor, prompt: Any = (5, 6, 7), request_id: str = "r", **params: Any) -> Request:
     """The whole way through the door."""
+    names = {field.name for field in dataclasses.fields(SpeculationParams)}
+    speculation = {name: params.pop(name) for name in names & set(params)}
     token_ids = processor.tokenize(prompt)
-    return processor.make_request(request_id, token_ids, SamplingParams(**params), SpeculationParams(), 0.0)
+    sampling = SamplingParams(**params)
+    return processor.make_request(request_id, token_ids, sampling, SpeculationParams(**speculation), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +88,27 @@ def submit(processor: InputProcessor, prompt: Any = (5, 6, 7), request_id: str =
         ({"stop": ("x",) * 65}, "TOO_MANY_STOP_STRINGS", "stop.stop_strings", "at most 64"),
         ({"stop_token_ids": (1, 9999)}, "TOKEN_ID_OUT_OF_RANGE", "stop.stop_token_ids[1]", "0..4095"),
         ({"request_id": "x" * 257}, "INVALID_REQUEST_ID", "request_id", "256"),
+        ({"drafter": "oracle"}, "UNKNOWN_DRAFTER", "speculation.drafter", "mixture, trie"),
+        ({"drafter": ["trie"]}, "UNKNOWN_DRAFTER", "speculation.drafter", "mixture, trie"),
+        ({"max_draft_tokens": -1}, "INVALID_MAX_DRAFT_TOKENS", "speculation.max_draft_tokens", ">= 0"),
+        ({"branch_length": 0}, "INVALID_BRANCH_LENGTH", "speculation.branch_length", ">= 1"),
+        ({"branch_length": 1.5}, "INVALID_BRANCH_LENGTH", "speculation.branch_length", "an integer"),
+        ({"draft_scope": "x" * 257}, "INVALID_DRAFT_SCOPE", "draft_scope", "1..256 characters"),
+        ({"draft_scope": "\ud800"}, "INVALID_DRAFT_SCOPE", "draft_scope", "1..256 characters"),
+        ({"draft_scope": 7}, "INVALID_DRAFT_SCOPE", "draft_scope", "1..256 characters"),
+        ({"references": 7}, "INVALID_REFERENCES", "references", "a list"),
+        ({"references": b"text"}, "INVALID_REFERENCES", "references", "a list"),
+        ({"references": [None]}, "INVALID_REFERENCES", "references[0]", "a text or token ids"),
+        ({"references": [5, 6]}, "INVALID_TOKEN_IDS", "references[0].token_ids", "a list"),
+        ({"references": ["x"] * 65}, "TOO_MANY_REFERENCES", "references", "at most 64"),
+        ({"references": ["x", [5, "6"]]}, "INVALID_TOKEN_IDS", "references[1].token_ids[1]", "an integer"),
+        ({"references": ["x", [5, -1]]}, "TOKEN_ID_OUT_OF_RANGE", "references[1].token_ids[1]", "0..4095"),
+        ({"references": [[VOCAB_SIZE]]}, "TOKEN_ID_OUT_OF_RANGE", "references[0].token_ids[0]", "0..4095"),
+        ({"references": ["\ud800"]}, "INVALID_TEXT", "references[0].text", "UTF-8"),
+        ({"references": [[5] * 100_000] * 2}, "REFERENCES_TOO_LONG", "references", "at most 131072 tokens"),
+        ({"references": ["x" * 600_000] * 2}, "REFERENCES_TOO_LONG", "references", "at most 1048576 characters"),
+        # More tokens than characters over eight: only the tokenizer can tell.
+        ({"references": ["a b" * 100_000]}, "REFERENCES_TOO_LONG", "references", "at most 131072 tokens"),
     ],
     ids=lambda value: repr(value)[:40],
 )
@@ -110,6 +138,10 @@ def test_bad_input_names_field_value_and_bound(
         {"request_id": "x" * 256},
         {"prompt": " "},
         {"prompt": "\n"},
+        {"draft_scope": "x" * 256, "branch_length": 1, "max_draft_tokens": 0},
+        {"references": ["x"] * 64},
+        {"references": [[VOCAB_SIZE - 1] * 131_071, [0]]},
+        {"references": ["", []]},
     ],
     ids=lambda value: repr(value)[:40],
 )
@@ -139,10 +171,85 @@ def test_a_text_of_which_the_tokenizer_makes_nothing_is_an_empty_prompt() -> Non
     assert (caught.value.reason, caught.value.field) == ("EMPTY_PROMPT", "text")
 
 
-def test_a_negative_cap_on_drafts_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match=r"speculation.max_draft_tokens = -1: must be >= 0"):
-        SpeculationParams(max_draft_tokens=-1)
-    assert SpeculationParams(max_draft_tokens=0).max_draft_tokens == 0
+def test_speculation_is_the_servers_where_the_request_says_nothing(processor: InputProcessor) -> None:
+    config = EngineConfig(drafter="reference", default_draft_scope="team")
+    resolved = submit(make_processor(config=config)).speculation
+    assert resolved == ResolvedSpeculation("reference", 16, 16, "team", ())
+    other = make_processor(config=dataclasses.replace(config, decoding_length=5, branch_length=3))
+    assert submit(other).speculation == ResolvedSpeculation("reference", 5, 3, "team", ())
+    assert submit(other, drafter="jacobi", draft_scope="mine").speculation == ResolvedSpeculation(
+        "jacobi", 5, 3, "mine"
+    )
+
+
+def test_caps_of_a_request_hold_under_the_servers_bounds() -> None:
+    processor = make_processor(config=EngineConfig(drafter="trie", decoding_length=6, branch_length=4))
+    smaller = submit(processor, max_draft_tokens=2, branch_length=1).speculation
+    assert (smaller.max_draft_tokens, smaller.branch_length) == (2, 1)
+    larger = submit(processor, max_draft_tokens=99, branch_length=99).speculation
+    assert (larger.max_draft_tokens, larger.branch_length) == (6, 4)
+    assert submit(processor, max_draft_tokens=0).speculation.max_draft_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "wishes"),
+    [
+        ({}, {"is_enabled": False, "drafter": "trie"}),
+        ({}, {"drafter": "none"}),
+        ({"drafter": "none"}, {}),
+        ({"decoding_length": 0}, {"drafter": "trie", "max_draft_tokens": 4}),
+    ],
+    ids=str,
+)
+def test_speculation_that_is_off_is_off_for_good(options: dict[str, Any], wishes: dict[str, Any]) -> None:
+    request = submit(make_processor(config=EngineConfig(**options)), references=["x"], **wishes)
+    assert request.speculation == ResolvedSpeculation()
+    assert request.speculation.max_draft_tokens == 0
+
+
+def test_a_request_may_choose_a_drafter_where_the_server_has_none() -> None:
+    processor = make_processor(config=EngineConfig(drafter="none"))
+    assert submit(processor, drafter="trie").speculation.max_draft_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("default", "asked", "scope"),
+    [("default", "", "default"), ("default", "mine", "mine"), ("default", "request", None), ("request", "", None)],
+)
+def test_scopes(default: str, asked: str, scope: str | None) -> None:
+    processor = make_processor(config=EngineConfig(default_draft_scope=default))
+    assert submit(processor, draft_scope=asked).speculation.draft_scope == scope
+
+
+def test_references_are_tokenised_without_special_tokens_and_kept_small(processor: InputProcessor) -> None:
+    references = submit(processor, references=["hello", (7, 8), "", np.array([9])]).speculation.references
+    hello = processor.tokenize("hello")[1:]  # without the BOS
+    assert [list(reference) for reference in references] == [hello, [7, 8], [9]]  # nothing can be quoted from nothing
+    assert all(isinstance(reference, array) and reference.itemsize == 4 for reference in references)
+    assert [list(reference) for reference in submit(processor, references="hello").speculation.references] == [hello]
+
+
+def test_references_are_checked_where_nobody_reads_them(processor: InputProcessor) -> None:
+    with pytest.raises(InvalidRequestError, match="references"):
+        submit(processor, is_enabled=False, references=[[VOCAB_SIZE]])
+
+
+def test_a_vocabulary_has_one_fingerprint_and_no_other_has_it() -> None:
+    tokenizer = make_processor()._loaded.tokenizer
+    changed = AutoTokenizer.from_pretrained(resolve_model("bundled"))
+    changed.add_tokens(["one more"])
+    processors = [
+        make_processor(),
+        make_processor(name="elsewhere"),  # the vocabulary, not the folder
+        make_processor(tokenizer=changed),
+        make_processor(vocab_size=VOCAB_SIZE - 1),
+        make_processor(has_tokenizer=False),
+        make_processor(has_tokenizer=False, name="elsewhere"),
+    ]
+    assert tokenizer is not None
+    prints = [processor.vocabulary_fingerprint() for processor in processors]
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == len(prints) - 1
 
 
 def test_megabytes_are_refused_without_tokenising_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +302,12 @@ def test_stop_tokens_join_the_eos_and_ignore_eos_leaves_them(processor: InputPro
 def test_a_model_without_a_tokenizer_takes_ids_and_neither_text_nor_stop_strings() -> None:
     bare = make_processor(has_tokenizer=False)
     assert submit(bare).prompt_token_ids == [5, 6, 7]
-    for options, field in (({"prompt": "hello"}, "text"), ({"stop": ("x",)}, "stop.stop_strings")):
+    assert len(submit(bare, references=[[5, 6]]).speculation.references) == 1
+    for options, field in (
+        ({"prompt": "hello"}, "text"),
+        ({"stop": ("x",)}, "stop.stop_strings"),
+        ({"references": [[5], "x"]}, "references[1].text"),
+    ):
         with pytest.raises(InvalidRequestError) as caught:
             submit(bare, **options)
         assert (caught.value.reason, caught.value.field) == ("NO_TOKENIZER", field)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from batchserve.config import EngineConfig
+from batchserve.config import DRAFTERS, EngineConfig
+from batchserve.draft.factory import draft_limits
 from batchserve.request import Request, RequestStatus
 from batchserve.scheduler.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
 from batchserve.types import SpeculationParams
-from tests.factories import examples, make_request
+from tests.factories import examples, make_request, resolve_speculation
 
 
 class FakeAllocator:
@@ -60,12 +62,15 @@ class Traffic:
         self.max_model_len = max_model_len
         self.scheduler = Scheduler(config, allocator, max_model_len)
         self.arrivals: dict[str, int] = {}
+        self.wishes: dict[str, SpeculationParams] = {}
         self.finished: list[str] = []
 
     def add(self, prompt_len: int, max_tokens: int, speculation: SpeculationParams | None = None) -> Request:
         request_id = f"r{len(self.arrivals)}"
         self.arrivals[request_id] = len(self.arrivals)
-        request = make_request(request_id, [5] * prompt_len, max_tokens=max_tokens, speculation=speculation)
+        resolved = resolve_speculation(self.config, speculation)
+        request = make_request(request_id, [5] * prompt_len, max_tokens=max_tokens, speculation=resolved)
+        self.wishes[request_id] = speculation or SpeculationParams()
         self.scheduler.add(request)
         return request
 
@@ -141,11 +146,12 @@ class Traffic:
             assert item.max_draft_depth == 0
             return
         assert request.num_pending_tokens == 1
-        assert request.speculation.is_enabled
-        assert item.max_draft_tokens <= config.decoding_length
-        if request.speculation.max_draft_tokens is not None:
-            assert item.max_draft_tokens <= request.speculation.max_draft_tokens
-        assert 1 <= item.max_draft_depth <= config.branch_length
+        # Within the request's own caps and its drafter's bounds.
+        wish = self.wishes[request.request_id]
+        bounds = draft_limits(config, 0)[wish.drafter or config.drafter]
+        assert wish.is_enabled
+        assert item.max_draft_tokens <= min(bounds.max_draft_tokens, _or(wish.max_draft_tokens, 1000))
+        assert 1 <= item.max_draft_depth <= min(bounds.branch_length, _or(wish.branch_length, 1000))
         # All drafts accepted and the bonus token: still within what may be given.
         assert item.max_draft_depth + 1 <= request.sampling.max_tokens - request.num_output_tokens
         assert item.max_draft_depth + 1 <= self.max_model_len - len(request.token_ids)
@@ -164,13 +170,17 @@ class Traffic:
         return steps
 
 
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         max_num_seqs=st.integers(1, 5),
         spare_rows=st.integers(1, 30),
         chunk=st.sampled_from([None, 1, 3, 8]),
-        decoding_length=st.integers(0, 6),
-        branch_length=st.integers(1, 4),
+        decoding_length=st.one_of(st.none(), st.integers(0, 6)),
+        branch_length=st.one_of(st.none(), st.integers(1, 4)),
         extent=st.sampled_from([1, 4, 16]),
         memory=st.integers(3, 12),
     )
@@ -179,8 +189,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         spare_rows: int,
         chunk: int | None,
-        decoding_length: int,
-        branch_length: int,
+        decoding_length: int | None,
+        branch_length: int | None,
         extent: int,
         memory: int,
     ) -> None:
@@ -200,11 +210,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens_share=st.floats(0, 1),
         is_enabled=st.booleans(),
         max_draft_tokens=st.one_of(st.none(), st.integers(0, 8)),
+        drafter=st.sampled_from(["", *DRAFTERS]),
+        branch_length=st.one_of(st.none(), st.integers(1, 8)),
     )
-    def add(self, prompt_share: float, max_tokens_share: float, is_enabled: bool, max_draft_tokens: int | None) -> None:
+    def add(self, prompt_share: float, max_tokens_share: float, **speculation: Any) -> None:
         prompt_len = 1 + int(prompt_share * (self.max_model_len - 2))
         max_tokens = 1 + int(max_tokens_share * (self.max_model_len - prompt_len - 1))
-        self.traffic.add(prompt_len, max_tokens, SpeculationParams(is_enabled, max_draft_tokens))
+        self.traffic.add(prompt_len, max_tokens, SpeculationParams(**speculation))
 
     @rule(share=st.floats(0, 1))
     def step(self, share: float) -> None:

@@ -37,7 +37,13 @@ def serve_tiny(tiny_model: dict[str, Path]) -> Serve:
     @asynccontextmanager
     async def make(step_s: float = 0.0, is_sound: bool = True, **options: Any) -> AsyncIterator[Served]:
         config = EngineConfig(
-            **{"model": str(tiny_model["llama"]), "dtype": "float32", "kv_cache_memory": 32 * MiB, **options}
+            **{
+                "model": str(tiny_model["llama"]),
+                "dtype": "float32",
+                "kv_cache_memory": 32 * MiB,
+                "wait_for_drafter": True,
+                **options,
+            }
         )
         engine = await AsyncEngine.start(config)
         _slow_down(engine, step_s)
@@ -53,7 +59,7 @@ def serve_tiny(tiny_model: dict[str, Path]) -> Serve:
 @pytest.fixture
 async def bundled() -> AsyncIterator[Served]:
     """A server with the bundled model in fp32."""
-    engine = await AsyncEngine.start(EngineConfig(dtype="float32", kv_cache_memory=64 * MiB))
+    engine = await AsyncEngine.start(EngineConfig(dtype="float32", kv_cache_memory=64 * MiB, wait_for_drafter=True))
     async with serving(engine) as served:
         yield served
         await served.settle()

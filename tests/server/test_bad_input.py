@@ -85,6 +85,38 @@ BAD: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str, str, str, str]] =
         ask(speculation=pb.SpeculationOptions(mode=7)),
         *(INVALID, "UNKNOWN_ENUM_VALUE", "speculation.mode", "7", "MODE_OFF"),
     ),
+    "unknown drafter": (
+        ask(speculation=pb.SpeculationOptions(drafter="oracle")),
+        *(INVALID, "UNKNOWN_DRAFTER", "speculation.drafter", "'oracle'", "mixture, trie, reference, jacobi, none"),
+    ),
+    "branch length 0": (
+        ask(speculation=pb.SpeculationOptions(branch_length=0)),
+        *(INVALID, "INVALID_BRANCH_LENGTH", "speculation.branch_length", "0", ">= 1"),
+    ),
+    "long draft scope": (
+        ask(draft_scope="s" * 257),
+        *(INVALID, "INVALID_DRAFT_SCOPE", "draft_scope", "sss", "1..256 characters"),
+    ),
+    "too many references": (
+        ask(references=[pb.Reference(text="x")] * 65),
+        *(INVALID, "TOO_MANY_REFERENCES", "references", "65", "at most 64"),
+    ),
+    "an empty reference": (
+        ask(references=[pb.Reference()]),
+        *(INVALID, "MISSING_CONTENT", "references[0].content", "None", "either text or token_ids"),
+    ),
+    "references of 5 MB": (
+        ask(references=[pb.Reference(token_ids=pb.TokenIds(ids=[5] * 5_000_000))]),
+        *(INVALID, "REFERENCES_TOO_LONG", "references", "5000000 tokens", "at most 131072 tokens"),
+    ),
+    "a reference's token id out of range": (
+        ask(references=[pb.Reference(token_ids=pb.TokenIds(ids=[5, VOCAB_SIZE]))]),
+        *(INVALID, "TOKEN_ID_OUT_OF_RANGE", "references[0].token_ids[1]", str(VOCAB_SIZE), f"0..{VOCAB_SIZE - 1}"),
+    ),
+    "a reference in text without a tokenizer": (
+        ask(references=[pb.Reference(text="hi")]),
+        *(INVALID, "NO_TOKENIZER", "references[0].text", "'hi'", "token_ids"),
+    ),
     "a parameter that does not exist": (
         pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=[5]), sampling_params=pb.SamplingParams.FromString(b"\x3d\0\0\0\x3f")

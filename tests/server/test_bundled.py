@@ -60,3 +60,28 @@ async def test_any_text_is_a_prompt(bundled: Served):
     texts = ["\0", "\N{GRINNING FACE}" * 50, "</s>", "<|user|>" * 5, "\u202e\ufeff", " " * 1000, "a\r\n\tb"]
     answers = await asyncio.gather(*(bundled.client.generate(_ask(text, max_tokens=5)) for text in texts))
     assert all(len(answer.token_ids) <= 5 for answer in answers)
+
+
+async def test_what_a_request_says_of_drafts_takes_effect_and_changes_no_answer(bundled: Served):
+    """Over the wire: a drafter of its own, a text to quote, a scope to share."""
+
+    async def steps(drafter: str = "mixture", scope: str = "request", **fields: object) -> int:
+        request = _ask(PROMPT)
+        options = pb.SpeculationOptions(drafter=drafter)
+        request.MergeFrom(pb.GenerateRequest(draft_scope=scope, speculation=options, **fields))
+        answer = await bundled.client.generate(request)
+        assert answer.text == plain.text
+        return answer.usage.completion_tokens - answer.usage.accepted_draft_tokens
+
+    plain = await bundled.client.generate(_ask(PROMPT))
+    as_text = [pb.Reference(text="unrelated"), pb.Reference(text=plain.text)]
+    as_ids = [pb.Reference(token_ids=pb.TokenIds(ids=plain.token_ids))]
+    assert await steps("none", references=as_text) == plain.usage.completion_tokens
+    alone = await steps()
+    assert await steps(references=as_text) < alone
+    assert await steps(references=as_ids) < alone
+    assert await steps(scope="mine") == alone
+    assert await steps(scope="mine") < alone  # its own answer
+    assert await steps(scope="other") == alone
+    await bundled.engine.clear_draft_scope("mine")
+    assert await steps(scope="mine") == alone

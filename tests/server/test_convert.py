@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batchserve.errors import InvalidRequestError
+from batchserve.server import convert
 from batchserve.server.convert import (
     MAX_REQUEST_ID_CHARS,
     MAX_STOP_TOKEN_IDS,
@@ -18,6 +19,7 @@ from batchserve.types import Delta, FinishReason, SamplingParams, SpeculationPar
 from batchserve.v1 import generation_pb2 as pb
 
 MAX_MODEL_LEN = 64
+TOO_LONG = ("REFERENCES_TOO_LONG", "references")
 UNKNOWN_VARINT = bytes([(100 << 3) & 0x7F | 0x80, (100 << 3) >> 7, 1])  # field 100 = 1
 
 
@@ -33,7 +35,14 @@ def test_request_round_trip_keeps_every_field():
         ignore_eos=True,
         skip_special_tokens=False,
     )
-    speculation = SpeculationParams(is_enabled=False, max_draft_tokens=0)
+    speculation = SpeculationParams(
+        is_enabled=False,
+        max_draft_tokens=0,
+        drafter="jacobi",
+        branch_length=3,
+        draft_scope="team 7",
+        references=("a text", (5, 6), "", ()),
+    )
     request = to_generate_request([1, 2, 3], params, speculation)
     request.request_id, request.model = "id", "m"
     parsed = from_generate_request(pb.GenerateRequest.FromString(request.SerializeToString()), MAX_MODEL_LEN)
@@ -56,12 +65,16 @@ def test_unset_differs_from_zero():
         ("stop.#100", pb.StopConditions),
         ("output.#100", pb.OutputOptions),
         ("speculation.#100", pb.SpeculationOptions),
+        ("references[1].#100", pb.Reference),
     ],
 )
 def test_unknown_field_is_refused_wherever_it_is(path, part):
     with_unknown = part.FromString(UNKNOWN_VARINT)
     name = path.split(".")[0]
-    request = with_unknown if part is pb.GenerateRequest else pb.GenerateRequest(**{name: with_unknown})
+    if part is pb.Reference:
+        request = pb.GenerateRequest(references=[pb.Reference(text="x"), with_unknown])
+    else:
+        request = with_unknown if part is pb.GenerateRequest else pb.GenerateRequest(**{name: with_unknown})
     with pytest.raises(InvalidRequestError) as caught:
         from_generate_request(request, MAX_MODEL_LEN)
     assert (caught.value.reason, caught.value.field) == ("UNKNOWN_FIELD", path)
@@ -90,12 +103,40 @@ def test_known_field_with_the_wrong_wire_type_is_refused():
             "stop.stop_token_ids",
         ),
         (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * MAX_MODEL_LEN)), "PROMPT_TOO_LONG", "token_ids"),
+        (
+            pb.GenerateRequest(text="x", speculation=pb.SpeculationOptions(drafter="oracle")),
+            "UNKNOWN_DRAFTER",
+            "speculation.drafter",
+        ),
+        (
+            pb.GenerateRequest(text="x", speculation=pb.SpeculationOptions(branch_length=0)),
+            "INVALID_BRANCH_LENGTH",
+            "speculation.branch_length",
+        ),
+        (pb.GenerateRequest(text="x", draft_scope="s" * 257), "INVALID_DRAFT_SCOPE", "draft_scope"),
+        (
+            pb.GenerateRequest(text="x", references=[pb.Reference(text="a"), pb.Reference()]),
+            "MISSING_CONTENT",
+            "references[1].content",
+        ),
+        (pb.GenerateRequest(text="x", references=[pb.Reference(text="a")] * 65), "TOO_MANY_REFERENCES", "references"),
+        (
+            pb.GenerateRequest(text="x", references=[pb.Reference(token_ids=pb.TokenIds(ids=[1] * 70_000))] * 2),
+            *TOO_LONG,
+        ),
+        (pb.GenerateRequest(text="x", references=[pb.Reference(text="a" * 600_000)] * 2), *TOO_LONG),
     ],
 )
 def test_refused(request_, reason, field):
     with pytest.raises(InvalidRequestError) as caught:
         from_generate_request(request_, MAX_MODEL_LEN)
     assert (caught.value.reason, caught.value.field) == (reason, field)
+
+
+def test_millions_of_references_are_refused_before_anybody_looks_at_them(monkeypatch):
+    monkeypatch.setattr(convert, "refuse_unknown_fields", lambda *arguments: pytest.fail("looked at each"))
+    with pytest.raises(InvalidRequestError, match="references = 100000: must be at most 64"):
+        from_generate_request(pb.GenerateRequest(text="x", references=[pb.Reference()] * 100_000), MAX_MODEL_LEN)
 
 
 def test_last_delta_becomes_a_delta_and_a_finished():

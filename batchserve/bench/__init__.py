@@ -1,0 +1,84 @@
+"""`batchserve bench`: measurements that need no server. Everything heavy is imported when one of them runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_bench_parser(commands: Any) -> None:
+    """Add `bench` and its subcommands to what ArgumentParser.add_subparsers() returned."""
+    bench = commands.add_parser("bench", allow_abbrev=False, help="measurements that need no server")
+    kinds = bench.add_subparsers(required=True, metavar="WHAT")
+    replay = kinds.add_parser(
+        "replay",
+        allow_abbrev=False,
+        help="drafters on recorded responses, without a model",
+        description=(
+            "Target-guided replay: what each drafter would be worth to the model that gave the recorded responses. "
+            'FILE has one JSON object a line: "prompt", "response" and, optionally, "reference" (a list of documents).'
+        ),
+    )
+    _add_replay_flags(replay)
+    replay.set_defaults(run=_replay)
+
+
+def _add_replay_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE", help="the recorded requests, as JSONL")
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="T",
+        help="a Hugging Face folder, a tokenizer.json, a SentencePiece .model, 'bundled', or 'mistral-v1' (the "
+        "SentencePiece model that comes with batchserve[bench])",
+    )
+    parser.add_argument("--drafter", required=True, type=_names, metavar="D[,D...]", help="the drafters to compare")
+    parser.add_argument(
+        "--max-draft-tokens",
+        type=_integers,
+        default=(16,),
+        metavar="K[,K...]",
+        help="the most draft tokens of one request in one step (default: 16)",
+    )
+    warm = parser.add_mutually_exclusive_group()
+    warm.add_argument("--warm", type=Path, metavar="FILE", help="let the drafters see these requests before")
+    warm.add_argument(
+        "--warm-share",
+        type=float,
+        metavar="S",
+        help="let them see the first S of FILE before, in (0, 1), and measure on the rest",
+    )
+    parser.add_argument("--streams", type=int, default=1, metavar="N", help="requests that run at once (default: 1)")
+    parser.add_argument("--limit", type=int, metavar="N", help="read only the first N requests of FILE (default: all)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the results to this file")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="plot acceptance length against draft tokens a step")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(","))
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers such as 16,32,64") from None
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from batchserve.bench.replay_command import ReplayOptions, run_replay
+
+    options = ReplayOptions(
+        file=arguments.file,
+        tokenizer=arguments.tokenizer,
+        drafters=arguments.drafter,
+        max_draft_tokens=arguments.max_draft_tokens,
+        warm_file=arguments.warm,
+        warm_share=arguments.warm_share,
+        streams=arguments.streams,
+        limit=arguments.limit,
+        json_file=arguments.json,
+        plot_file=arguments.plot,
+    )
+    return run_replay(options)

@@ -1,0 +1,149 @@
+"""`batchserve bench replay`: every drafter with every number of draft tokens, in one table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from batchserve.bench.records import load_records, split_warm
+from batchserve.bench.replay import ReplayRecord, check_bounds, preload, simulate
+from batchserve.bench.tokenizer import load_encoder
+from batchserve.bench.view import plot_results, replay_progress, require_matplotlib, show_results
+from batchserve.config import DRAFTERS, EngineConfig
+from batchserve.draft.base import Drafter
+from batchserve.draft.factory import create_drafter
+from batchserve.draft.kernels import KernelLoader
+from batchserve.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """What to replay and how; `batchserve bench replay --help` explains each option."""
+
+    file: Path
+    tokenizer: str
+    drafters: tuple[str, ...]
+    max_draft_tokens: tuple[int, ...] = (16,)
+    warm_file: Path | None = None
+    warm_share: float | None = None
+    streams: int = 1
+    limit: int | None = None
+    json_file: Path | None = None
+    plot_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        for drafter in self.drafters:
+            if drafter == "jacobi":
+                raise ConfigError("drafter = 'jacobi': drafts from the model's own output, so it cannot be replayed")
+            if drafter not in DRAFTERS:
+                names = ", ".join(name for name in DRAFTERS if name != "jacobi")
+                raise ConfigError(f"drafter = {drafter!r}: must be one of {names}")
+        for name, values in (("drafter", self.drafters), ("max_draft_tokens", self.max_draft_tokens)):
+            if not values or len(set(values)) < len(values):
+                raise ConfigError(f"{name} = {', '.join(map(str, values))}: must name each only once")
+        for max_draft_tokens in self.max_draft_tokens:
+            check_bounds(max_draft_tokens, self.streams)
+        if self.warm_file is not None and self.warm_share is not None:
+            raise ConfigError("warm_file, warm_share: must not both be given")
+        for name, path in (("json", self.json_file), ("plot", self.plot_file)):
+            if path is not None and (path.is_dir() or not path.parent.is_dir()):
+                raise ConfigError(f"{name} = {str(path)!r}: must be a file in a folder that exists")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    """One drafter with one number of draft tokens; the fields of the JSON, in its order."""
+
+    drafter: str
+    max_draft_tokens: int
+    acceptance_length: float
+    draft_tokens_per_step: float
+    retrieve_us: float
+    update_us: float
+    memory_bytes: int
+    steps: int
+    tokens: int
+
+
+def run_replay(options: ReplayOptions) -> int:
+    """Measure, show, write; returns the exit status. Raises ConfigError before anything is measured."""
+    if options.plot_file is not None:
+        require_matplotlib()
+    warm, measured = read_requests(options)
+    total = len(options.drafters) * len(options.max_draft_tokens) * (len(warm) + len(measured))
+    with replay_progress(total) as on_record:
+        results = measure(options, warm, measured, on_record)
+    show_results(options, results, len(warm), len(measured))
+    try:
+        if options.json_file is not None:
+            options.json_file.write_text(json.dumps(as_json(options, results), indent=1) + "\n")
+        if options.plot_file is not None:
+            plot_results(options.plot_file, options, results)
+    except OSError as error:  # the table has been shown
+        raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from error
+    return 0
+
+
+def read_requests(options: ReplayOptions) -> tuple[list[ReplayRecord], list[ReplayRecord]]:
+    """(the requests that drafters see before, those that are measured). Raises ConfigError."""
+    encode = load_encoder(options.tokenizer)
+    records = load_records(options.file, encode, options.limit)
+    warm = load_records(options.warm_file, encode) if options.warm_file is not None else []
+    if options.warm_share is not None:
+        warm, records = split_warm(records, options.warm_share)
+    if all(len(record.response_token_ids) < 2 for record in records):
+        raise ConfigError(f"{options.file}: no response has a second token, so there is nothing to measure")
+    return warm, records
+
+
+def measure(
+    options: ReplayOptions,
+    warm: Sequence[ReplayRecord],
+    records: Sequence[ReplayRecord],
+    on_record: Callable[[], None] | None = None,
+) -> list[ReplayResult]:
+    """Every drafter with every number of draft tokens, each from an empty state. on_record: after each request."""
+    results = []
+    for name in options.drafters:
+        for max_draft_tokens in options.max_draft_tokens:
+            # What is compiled, loaded or cached at first use is not what a request costs.
+            with closing(_ready_drafter(name, max_draft_tokens)) as throw_away:
+                simulate(records[:1], throw_away, max_draft_tokens)
+            with closing(_ready_drafter(name, max_draft_tokens)) as drafter:
+                preload(warm, drafter, on_record)
+                stats = simulate(records, drafter, max_draft_tokens, options.streams, on_record)
+            results.append(
+                ReplayResult(
+                    drafter=name,
+                    max_draft_tokens=max_draft_tokens,
+                    acceptance_length=round(stats.acceptance_length, 4),
+                    draft_tokens_per_step=round(stats.draft_tokens_per_step, 3),
+                    retrieve_us=round(stats.retrieve_us, 2),
+                    update_us=round(stats.update_us, 3),
+                    memory_bytes=stats.memory_bytes,
+                    steps=stats.num_steps,
+                    tokens=stats.num_tokens,
+                )
+            )
+    return results
+
+
+def as_json(options: ReplayOptions, results: Sequence[ReplayResult]) -> dict[str, Any]:
+    """warm: null, the name of the file, or the share of `file` that drafters saw before."""
+    return {
+        "file": options.file.name,
+        "warm": options.warm_file.name if options.warm_file is not None else options.warm_share,
+        "streams": options.streams,
+        "results": [asdict(result) for result in results],
+    }
+
+
+def _ready_drafter(name: str, max_draft_tokens: int) -> Drafter:
+    """A new drafter whose compiled parts are there. Raises ConfigError."""
+    drafter = create_drafter(name, EngineConfig(decoding_length=max_draft_tokens), num_parameters=0)
+    KernelLoader(in_background=False).prepare(type(drafter).__module__)
+    return drafter

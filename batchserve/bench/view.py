@@ -1,0 +1,108 @@
+"""What a benchmark shows: progress on standard error, a table on standard output, a plot in a file."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from batchserve.bench.tokenizer import require
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from batchserve.bench.replay_command import ReplayOptions, ReplayResult
+
+REFRESH_PER_S = 2  # what is measured meanwhile shares the processor with the bar
+MIB = 1 << 20
+
+
+@contextmanager
+def replay_progress(total: int) -> Iterator[Callable[[], None]]:
+    """A bar while requests are replayed; yields what counts one. Nothing is shown where nobody would see it move."""
+    console = Console(stderr=True)
+    columns = (TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(
+        *columns,
+        console=console,
+        refresh_per_second=REFRESH_PER_S,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda: progress.advance(task)
+
+
+def show_results(options: ReplayOptions, results: Sequence[ReplayResult], num_warm: int, num_measured: int) -> None:
+    """One row a drafter and number of draft tokens."""
+    console = Console(highlight=False)
+    table = Table(title=_title(options, results[0].tokens, num_warm, num_measured), box=SIMPLE_HEAD)
+    table.add_column("drafter", no_wrap=True)
+    for name in _COLUMNS:
+        table.add_column(name, justify="right")
+    previous = ""
+    for result in results:
+        if previous not in ("", result.drafter):
+            table.add_section()
+        previous = result.drafter
+        table.add_row(result.drafter, *(form(result) for form in _COLUMNS.values()))
+    console.print(table)
+    console.print(
+        "acceptance length: tokens of one step, the accepted drafts and one more; a response's first token is not "
+        "counted. retrieve: one call for the drafts of a step. update: one token told to the drafter.",
+        soft_wrap=True,
+    )
+
+
+def require_matplotlib() -> Any:
+    """matplotlib's figure module, without its global state; raises ConfigError when it is not installed."""
+    return require("matplotlib.figure", "plot")
+
+
+def plot_results(path: Path, options: ReplayOptions, results: Sequence[ReplayResult]) -> None:
+    """Acceptance length against draft tokens a step, a line a drafter, a dot for each max_draft_tokens."""
+    figure = require_matplotlib().Figure(figsize=(7.0, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name in options.drafters:
+        dots = sorted(
+            (r.draft_tokens_per_step, r.acceptance_length, r.max_draft_tokens) for r in results if r.drafter == name
+        )
+        axes.plot([dot[0] for dot in dots], [dot[1] for dot in dots], marker="o", label=name)
+        for x, y, max_draft_tokens in dots:
+            axes.annotate(str(max_draft_tokens), (x, y), textcoords="offset points", xytext=(4, -10), fontsize=8)
+    axes.set_xlabel("draft tokens per step (dots: the most allowed)")
+    axes.set_ylabel("acceptance length, tokens per step")
+    axes.set_title(f"{options.file.name}{_warm_text(options)}", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, format="png", dpi=150)
+
+
+def _title(options: ReplayOptions, num_tokens: int, num_warm: int, num_measured: int) -> str:
+    streams = "one stream" if options.streams == 1 else f"{options.streams} streams"
+    warm = f", {num_warm} seen before" if num_warm else ""
+    return escape(f"{options.file.name}: {num_measured} requests, {num_tokens} tokens{warm}, {streams}")
+
+
+def _warm_text(options: ReplayOptions) -> str:
+    if options.warm_file is not None:
+        return f", warm ({options.warm_file.name})"
+    return f", warm (first {options.warm_share:.0%})" if options.warm_share is not None else ", cold"
+
+
+# Eighty characters hold them all.
+_COLUMNS: dict[str, Callable[[ReplayResult], str]] = {
+    "drafts\nat most": lambda r: str(r.max_draft_tokens),
+    "acceptance\nlength": lambda r: f"{r.acceptance_length:.2f}",
+    "drafts\na step": lambda r: f"{r.draft_tokens_per_step:.1f}",
+    "retrieve\n(us)": lambda r: f"{r.retrieve_us:.1f}",
+    "update\n(us)": lambda r: f"{r.update_us:.2f}",
+    "memory\n(MiB)": lambda r: f"{r.memory_bytes / MIB:.1f}",
+    "steps": lambda r: str(r.steps),
+}

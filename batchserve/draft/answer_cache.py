@@ -1,0 +1,109 @@
+"""Answers of finished requests, by draft scope, to be found again by similar prompts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from batchserve.draft.base import DraftScope
+from batchserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+OVERHEAD_BYTES = 512  # of an answer, next to its arrays
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """An answer and the different tokens of its prompt, sorted; both int32."""
+
+    prompt_tokens: np.ndarray
+    token_ids: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        return self.prompt_tokens.nbytes + self.token_ids.nbytes + OVERHEAD_BYTES
+
+
+class AnswerCache:
+    """The latest answers of each scope; an answer to the same prompt replaces the one before.
+
+    A scope keeps at most max_answers and max_scope_bytes, all together max_total_bytes: what was not added or found for
+    longest goes first, that of the scope that was not used for longest. Raises ConfigError for bounds below 1.
+    """
+
+    def __init__(self, max_answers: int, max_scope_bytes: int, max_total_bytes: int) -> None:
+        bounds = {"max_answers": max_answers, "max_scope_bytes": max_scope_bytes, "max_total_bytes": max_total_bytes}
+        for name, value in bounds.items():
+            if value < 1:
+                raise ConfigError(f"{name} = {value}: must be at least 1")
+        self._max_answers = max_answers
+        self._max_scope_bytes = min(max_scope_bytes, max_total_bytes)
+        self._max_total_bytes = max_total_bytes
+        self._scopes: OrderedDict[DraftScope, OrderedDict[bytes, _Answer]] = OrderedDict()
+        self._scope_bytes: dict[DraftScope, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self._scope_bytes.values())
+
+    def add(self, scope: DraftScope, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Keep an answer; one that is larger than a scope may be, or has no tokens or no prompt, is not kept."""
+        prompt = np.asarray(prompt_token_ids, np.int32)
+        answer = _Answer(np.unique(prompt), np.array(token_ids, np.int32))
+        if not len(prompt) or not token_ids or answer.nbytes > self._max_scope_bytes:
+            return
+        key = hashlib.blake2b(prompt.tobytes(), digest_size=16).digest()
+        answers = self._scopes.setdefault(scope, OrderedDict())
+        self._scopes.move_to_end(scope)
+        if key in answers:
+            self._remove(scope, key)
+        answers[key] = answer
+        self._scope_bytes[scope] = self._scope_bytes.get(scope, 0) + answer.nbytes
+        while len(answers) > self._max_answers or self._scope_bytes[scope] > self._max_scope_bytes:
+            self._remove(scope, next(iter(answers)))
+        while self.nbytes > self._max_total_bytes:
+            oldest = next(iter(self._scopes))
+            self._remove(oldest, next(iter(self._scopes[oldest])))
+            if not self._scopes[oldest]:
+                self.clear(oldest)
+
+    def _remove(self, scope: DraftScope, key: bytes) -> None:
+        self._scope_bytes[scope] -= self._scopes[scope].pop(key).nbytes
+
+    def find(
+        self, scope: DraftScope, prompt_token_ids: Sequence[int], most: int, min_similarity: float
+    ) -> list[np.ndarray]:
+        """Answers to the `most` most similar prompts of the scope, the most similar last.
+
+        Similarity is the overlap of the sets of tokens (Jaccard), at least min_similarity; of equal ones the later
+        counts as the more similar.
+        """
+        answers = self._scopes.get(scope)
+        if not answers:
+            return []
+        self._scopes.move_to_end(scope)
+        wanted = np.unique(np.asarray(prompt_token_ids, np.int32))
+        prompts = [answer.prompt_tokens for answer in answers.values()]
+        sizes = np.array([len(prompt) for prompt in prompts])
+        together = np.concatenate(prompts)
+        is_wanted = np.zeros(1 + max(int(together.max()), int(wanted.max(initial=0))), np.uint8)
+        is_wanted[wanted] = 1
+        common = np.add.reduceat(is_wanted[together], np.cumsum(sizes) - sizes, dtype=np.int32)
+        similarities = common / (len(wanted) + sizes - common)
+        order = np.argsort(similarities, kind="stable")[max(0, len(answers) - most) :]
+        known = list(answers)
+        keys = [known[i] for i in order if similarities[i] >= min_similarity]
+        for key in keys:
+            answers.move_to_end(key)
+        return [answers[key].token_ids for key in keys]
+
+    def clear(self, scope: DraftScope) -> None:
+        """Forget a scope."""
+        self._scopes.pop(scope, None)
+        self._scope_bytes.pop(scope, None)

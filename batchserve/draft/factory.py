@@ -1,0 +1,107 @@
+"""From options to drafters: each one's defaults, and the only place that knows all of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from batchserve.config import DRAFTERS
+from batchserve.draft.base import Drafter, NullDrafter
+
+if TYPE_CHECKING:
+    from batchserve.config import DraftConfig, EngineConfig
+
+# On a CPU a row costs about what it can gain: the papers' larger drafts (64 tokens in the trie's) are a GPU's.
+MIXTURE_DECODING_LENGTH, MIXTURE_BRANCH_LENGTH = 8, 32
+TRIE_DECODING_LENGTH, TRIE_BRANCH_LENGTH = 8, 12
+# Lookahead Decoding, section 5: W = 15, 10 and 7 for models of 7, 13 and 34 billion parameters; here, what is nearer.
+JACOBI_WINDOWS = ((10e9, 15), (21e9, 10), (float("inf"), 7))
+
+
+class DraftLimits(NamedTuple):
+    """The most that one request is drafted in one step."""
+
+    max_draft_tokens: int
+    branch_length: int
+
+
+class JacobiShape(NamedTuple):
+    """Lookahead Decoding's W, N and G."""
+
+    window: int
+    ngram: int
+    guesses: int
+
+
+def jacobi_shape(config: DraftConfig, num_parameters: int) -> JacobiShape:
+    """What is configured, or what the paper takes for a model of this size."""
+    by_size = next(window for below, window in JACOBI_WINDOWS if num_parameters < below)
+    window = config.jacobi_window or by_size
+    return JacobiShape(window, config.jacobi_ngram, config.jacobi_guesses or window)
+
+
+def draft_limits(config: EngineConfig, num_parameters: int) -> dict[str, DraftLimits]:
+    """Every drafter's bounds by name: the configured ones, or else its own."""
+    window, ngram, guesses = jacobi_shape(config.draft, num_parameters)
+    copied = config.draft.reference_copy_length
+    own = {
+        "mixture": DraftLimits(MIXTURE_DECODING_LENGTH, MIXTURE_BRANCH_LENGTH),
+        "trie": DraftLimits(TRIE_DECODING_LENGTH, TRIE_BRANCH_LENGTH),
+        "reference": DraftLimits(copied, copied),
+        "jacobi": DraftLimits((window + guesses) * (ngram - 1), ngram - 1),
+    }
+    limits = {
+        name: DraftLimits(
+            tokens if config.decoding_length is None else config.decoding_length,
+            length if config.branch_length is None else config.branch_length,
+        )
+        for name, (tokens, length) in own.items()
+    }
+    return limits | {"none": DraftLimits(0, 1)}
+
+
+def create_drafter(name: str, config: EngineConfig, num_parameters: int) -> Drafter:
+    """A new drafter, without any state. Raises ConfigError."""
+    limits, draft = draft_limits(config, num_parameters)[name], config.draft
+    # Imported here: a drafter that nobody has chosen costs nothing.
+    if name == "mixture":
+        from batchserve.draft.mixture import MixtureDrafter
+
+        return MixtureDrafter(
+            branch_length=limits.branch_length,
+            max_scope_bytes=draft.max_scope_bytes,
+            max_total_bytes=draft.max_draft_bytes,
+        )
+    if name == "trie":
+        from batchserve.draft.trie import TrieDrafter
+
+        return TrieDrafter(
+            decoding_length=limits.max_draft_tokens,
+            branch_length=limits.branch_length,
+            capacity=draft.trie_capacity,
+            mode=draft.trie_mode,
+            prompt_weight=draft.trie_prompt_weight,
+            min_retrieved_tokens=draft.trie_min_retrieved_tokens,
+            max_scope_bytes=draft.max_scope_bytes,
+            max_total_bytes=draft.max_draft_bytes,
+        )
+    if name == "reference":
+        from batchserve.draft.reference import ReferenceDrafter
+
+        return ReferenceDrafter(
+            min_match=draft.reference_min_match,
+            copy_length=draft.reference_copy_length,
+            max_scope_bytes=draft.max_scope_bytes,
+            max_total_bytes=draft.max_draft_bytes,
+        )
+    if name == "jacobi":
+        from batchserve.draft.jacobi import JacobiDrafter
+
+        return JacobiDrafter(*jacobi_shape(draft, num_parameters))
+    return NullDrafter()
+
+
+def create_drafters(config: EngineConfig, num_parameters: int) -> dict[str, Drafter]:
+    """All of them by name: any request may choose any. Raises ConfigError."""
+    if config.decoding_length == 0:
+        return {name: NullDrafter() for name in DRAFTERS}
+    return {name: create_drafter(name, config, num_parameters) for name in DRAFTERS}

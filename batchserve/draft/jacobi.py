@@ -1,0 +1,178 @@
+"""The Jacobi drafter: n-grams that the model itself gives beside its answer, without a reference and without training.
+
+Lookahead Decoding (Fu et al., ICML 2024, arXiv 2402.02057, section 3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree
+from batchserve.draft.jacobi_kernels import COMPUTED, HEIGHT, draft, insert_text, open_window, roll_window
+from batchserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FILLERS = 64  # the latest tokens of the text, of which the window's first guesses are drawn
+
+
+@dataclass(slots=True)
+class _RequestState:
+    """The pool and the window are described in jacobi_kernels; `columns` is what the last tree had of the window."""
+
+    pool: tuple[np.ndarray, ...]
+    window: tuple[np.ndarray, ...]
+    following: np.ndarray
+    recent: np.ndarray  # the text's last tokens
+    columns: int = 0
+
+    @property
+    def shape(self) -> np.ndarray:
+        return self.window[2]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in (*self.pool, *self.window, self.following, self.recent))
+
+
+class JacobiDrafter(Drafter):
+    """A window of W x (N - 1) Jacobi tokens that feeds a pool of n-grams, and the pool's n-grams as drafts.
+
+    `window` is W, `ngram` N, `guesses` G (None: W). All state is a request's own.
+
+    The window holds W trajectories of N - 1 tokens; a step computes the next token of each (the argmax, whatever the
+    request's sampling is, section 3.2), which completes W n-grams. In a tree (figure 2b) level 0 is a chain behind the
+    last token, which is column 0 itself, and the row of level l and column j hangs from level l - 1, column j: so a row
+    sees level 0 up to its own column and its own trajectory, all at smaller positions, and no special mask is needed.
+    The first N - 2 steps build the levels up from W + N - 2 columns. All columns keep their positions in the text when
+    m tokens are accepted: m - 1 columns fall out on the left, and as many begin on the right with random tokens of the
+    text, whose n-grams are not collected before the model has given all their tokens. (The published code moves by one
+    column whatever was accepted; on the bundled model that took 5% more steps.) A step without a draft, or whose tree
+    was dropped, moves the window just so, and completes nothing.
+
+    The pool maps a token to the last G different n-grams that began with it, least recently seen ones first out, and
+    `max_ngrams` in all. prompt_ngrams adds those of the references, the prompt and the answer itself (the paper's
+    "prompt as reference"). The last token's n-grams are the candidates, merged by prefix.
+
+    Once all levels are there, a step takes up to (W + G)(N - 1) - 1 rows. Where a query allows for fewer, candidates
+    come first, the likeliest of them, and then as many whole columns of the window as fit, from the left. Columns with
+    rows deeper than max_row_depth are left out, too, and candidates are cut at max_depth.
+    Raises ConfigError for options out of their bounds.
+    """
+
+    name = "jacobi"
+
+    def __init__(
+        self,
+        window: int = 15,
+        ngram: int = 5,
+        guesses: int | None = None,
+        *,
+        prompt_ngrams: bool = True,
+        max_ngrams: int = 1 << 15,
+    ) -> None:
+        self._guesses = window if guesses is None else guesses
+        bounds = (
+            ("window", window, 1),
+            ("ngram", ngram, 2),
+            ("guesses", self._guesses, 1),
+            ("max_ngrams", max_ngrams, 1),
+        )
+        for option, value, least in bounds:
+            if value < least:
+                raise ConfigError(f"{option} = {value}: must be at least {least}")
+        self._levels, self._first_columns = ngram - 1, window + ngram - 2
+        self._num_recent = max(FILLERS, ngram)
+        self._has_prompt_ngrams = prompt_ngrams
+        self._max_ngrams = max_ngrams
+        self._requests: dict[str, _RequestState] = {}
+        most_nodes = self._guesses * self._levels
+        most_rows = max(h * (self._first_columns + 1 - h) for h in range(1, ngram))
+        self._nodes = np.empty((5, most_nodes + 1), np.int32)
+        self._weights = np.empty(most_nodes, np.float64)
+        size = most_nodes + most_rows
+        self._tree = (np.empty(size, np.int32), np.empty(size, np.int32), np.empty(size, np.float64))
+
+    def start(self, request: DraftRequest) -> None:
+        if request.request_id in self._requests:
+            raise ValueError(f"request {request.request_id!r} has draft state already")
+        prompt = np.array(request.prompt_token_ids, np.int32)
+        recent = prompt[-self._num_recent :].copy() if len(prompt) else np.zeros(1, np.int32)
+        state = _RequestState(self._new_pool(), self._new_window(), np.empty(self._first_columns, np.int32), recent)
+        if self._has_prompt_ngrams:
+            for text in (*request.references, prompt):
+                insert_text(state.pool, self._guesses, np.asarray(text, np.int32))
+        open_window(state.window, recent)
+        self._requests[request.request_id] = state
+
+    def _new_pool(self) -> tuple[np.ndarray, ...]:
+        return (
+            np.empty((self._max_ngrams, self._levels + 1), np.int32),
+            np.empty(self._max_ngrams, np.int32),
+            np.full(1 << self._max_ngrams.bit_length(), -1, np.int32),
+            np.zeros(1, np.int64),
+        )
+
+    def _new_window(self) -> tuple[np.ndarray, ...]:
+        size = (self._levels, self._first_columns)
+        return np.empty(size, np.int32), np.empty(size, np.bool_), np.zeros(3, np.int64)
+
+    def propose(self, queries: Sequence[DraftQuery]) -> list[DraftTree]:
+        return [self._propose(query) for query in queries]
+
+    def _propose(self, query: DraftQuery) -> DraftTree:
+        state = self._requests[query.request_id]
+        num_verified, count, state.columns = draft(
+            state.pool,
+            self._guesses,
+            state.window,
+            query.max_tokens,
+            query.max_depth,
+            query.max_row_depth,
+            self._nodes,
+            self._weights,
+            self._tree,
+        )
+        token_ids, parents, probs = (values[:count].tolist() for values in self._tree)
+        return DraftTree(token_ids, parents, probs, [True] * num_verified + [False] * (count - num_verified))
+
+    def observe(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Only the deepest level's are new: those behind the other levels' rows were the next level already."""
+        state = self._requests[request_id]
+        columns = state.columns
+        if state.shape[HEIGHT] == 1:  # column 0 is the last token: its row is verified, and nobody tells its argmax
+            state.following[0] = -1
+            state.following[1:columns] = token_ids
+        else:
+            state.following[:columns] = token_ids[-columns:]
+        state.shape[COMPUTED] = columns
+
+    def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
+        if not token_ids:
+            return
+        state = self._requests[request_id]
+        accepted = np.array(token_ids, np.int32)
+        text = np.concatenate((state.recent, accepted))
+        state.recent = text[-self._num_recent :]
+        roll_window(state.pool, self._guesses, state.window, state.following, state.recent, accepted)
+        if self._has_prompt_ngrams:
+            insert_text(state.pool, self._guesses, text[-self._levels - len(accepted) :])
+
+    def end(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+
+    def memory_bytes(self) -> int:
+        return sum(state.nbytes for state in self._requests.values())
+
+
+def compile_kernels() -> None:
+    """Compile every kernel, or load it from the cache on disk, by drafting a step."""
+    drafter = JacobiDrafter(2, 3)
+    drafter.start(DraftRequest("warm-up", [0, 0, 0, 0]))
+    (tree,) = drafter.propose([DraftQuery("warm-up", 8, 8)])
+    drafter.observe("warm-up", [0] * (len(tree) - tree.num_verified))
+    drafter.accept("warm-up", [0])

@@ -1,0 +1,165 @@
+"""Compiled parts of drafters, made ready without stalling a request.
+
+A drafter module with compiled parts has a function `compile_kernels()`: it compiles them, or loads them from Numba's
+cache on disk, and does nothing when repeated. Compiling takes many seconds, for most of which Numba holds the
+interpreter's lock, so a server lets a child process fill the cache and then loads from it. That process is
+
+    python -m batchserve.draft.kernels MODULE
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+
+import numba
+
+from batchserve.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+CHILD_NICENESS = 5  # a step under way is worth more than drafts a second earlier
+
+
+def provide_cache_folder() -> None:
+    """Numba refuses to load where no folder is writable that it could cache in: give it one that ends with the process.
+
+    So in containers that are read-only and have no home. Call it before kernels are imported. Raises ConfigError.
+    """
+    try:
+        numba.njit(cache=True)(_probe)
+    except RuntimeError:
+        try:
+            folder = tempfile.mkdtemp(prefix="batchserve-kernels-")
+        except OSError as error:
+            raise ConfigError(f"no folder is writable that compiled kernels could be kept in: {error}") from error
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        numba.config.CACHE_DIR = os.environ["NUMBA_CACHE_DIR"] = folder  # here, and in child processes
+
+
+def _probe() -> None:
+    """Never compiled."""
+
+
+class KernelLoader:
+    """Knows which modules' kernels are ready. One thread makes all calls.
+
+    in_background=False prepares a module where it is first asked for, and raises ConfigError if that fails. Otherwise
+    asking never waits; a module that cannot be prepared is logged and stays unready.
+    """
+
+    def __init__(self, in_background: bool) -> None:
+        self._in_background = in_background
+        self._is_ready: dict[str, bool] = {}
+        self._jobs: dict[str, _Job] = {}
+
+    def is_ready(self, module: str) -> bool:
+        """Whether the module's kernels can be called; begins to prepare them when first asked."""
+        if self._is_ready.get(module, False):
+            return True
+        if not self._in_background or _find_compile(module) is None:
+            self.prepare(module)
+        elif module not in self._jobs:
+            self._jobs[module] = _Job(module)
+        else:
+            self._is_ready[module] = self._jobs[module].is_done
+        return self._is_ready.get(module, False)
+
+    def prepare(self, module: str) -> None:
+        """Prepare in the calling thread. Raises ConfigError."""
+        compile_kernels = _find_compile(module)
+        if compile_kernels is not None:
+            try:
+                compile_kernels()
+            except Exception as error:
+                raise ConfigError(f"the kernels of {module} cannot be compiled: {error}") from error
+        self._is_ready[module] = True
+
+    def close(self) -> None:
+        """End what is being prepared in the background."""
+        for job in self._jobs.values():
+            job.close()
+
+
+class _Job:
+    """One module, prepared by a thread that first lets a child process do the slow part."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[str] | None = None
+        self._is_closed = False
+        self.is_done = False
+        self._thread = threading.Thread(target=self._run, name=f"compile {module}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            if self._child is not None:
+                self._child.terminate()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._fill_cache()
+            compile_kernels = _find_compile(self._module)
+            if self._is_closed or compile_kernels is None:
+                return
+            compile_kernels()
+            self.is_done = True
+            logger.info("%s: kernels are ready, drafts are on", self._module)
+        except Exception:
+            logger.exception("%s: no kernels, so requests are answered without its drafts", self._module)
+
+    def _fill_cache(self) -> None:
+        """Returns when the child has ended. If it fails, this process compiles: slower for all, but it works."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", __name__, self._module],
+                stdin=subprocess.PIPE,  # never written to: it closes when this process ends, however that happens
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # Ctrl-C is for the server, which ends its child itself
+            )
+        with self._child:
+            said = self._child.stderr.read() if self._child.stderr is not None else ""
+        if self._child.returncode != 0 and not self._is_closed:
+            last = (said.strip().splitlines() or ["no reason given"])[-1]
+            logger.warning("%s: cannot be compiled beside the server (%s); compiling in it", self._module, last)
+
+
+def _find_compile(module: str) -> Callable[[], None] | None:
+    """None for a module without compiled parts."""
+    found: Callable[[], None] | None = getattr(import_module(module), "compile_kernels", None)
+    return found
+
+
+def _end_with_parent() -> None:
+    os.read(0, 1)  # not by way of sys.stdin, whose lock the interpreter wants at its end
+    os._exit(1)
+
+
+def _main() -> None:
+    with suppress(OSError):
+        os.nice(CHILD_NICENESS)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    compile_kernels = _find_compile(sys.argv[1])
+    if compile_kernels is not None:
+        compile_kernels()
+
+
+if __name__ == "__main__":
+    _main()

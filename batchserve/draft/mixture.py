@@ -1,0 +1,303 @@
+"""The mixture drafter, the default: whatever has followed the same words before, weighed by what that was worth.
+
+It goes beyond the published systems in what it blends (all matching contexts of a request's and its scope's texts, with
+weights learned online) and in how it grows a tree (best-first by path probability); see mixture_kernels.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
+from batchserve.draft.mixture_growth import compile_kernels as compile_kernels
+from batchserve.draft.mixture_growth import grow, make_nodes, make_tree
+from batchserve.draft.mixture_kernels import accept_tokens, count_common, initial_weights, make_common, make_scratch
+from batchserve.draft.mixture_noise import noise_bin_of
+from batchserve.draft.text_index import BYTES_PER_TOKEN, MAX_MATCH, MIN_CAPACITY, START, TextIndex
+from batchserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MiB = 1 << 20
+SHARED_AT_ONCE = 32  # published tokens of one request that wait for being written to its scope in one piece
+CONTEXT = 8  # tokens repeated before such a piece, so that its beginning has a context, too
+UNBOUNDED = 1 << 40  # a request's own text is bounded by its context
+FORMAT, VERSION = "batchserve-drafts", 1
+
+
+@dataclass(slots=True)
+class _Experience:
+    """Mixing weights, and how often each was learned from."""
+
+    weights: np.ndarray = field(default_factory=initial_weights)
+    seen: np.ndarray = field(default_factory=lambda: np.zeros(initial_weights().shape, np.int64))
+
+
+@dataclass(slots=True)
+class _Scope:
+    """The published answers of one key's requests, and what was learned from them."""
+
+    index: TextIndex
+    experience: _Experience = field(default_factory=_Experience)
+    common: tuple[np.ndarray, ...] = field(default_factory=make_common)
+    writer: str = ""  # the request whose text is open
+    num_requests: int = 0
+
+
+@dataclass(slots=True)
+class _RequestState:
+    own: TextIndex  # references, prompt, answer
+    scope: _Scope  # nobody else's, and never written to, where nothing is shared
+    is_sharing: bool
+    next_position: int
+    seed: np.uint64
+    noise_bin: int
+    num_output: int = 0
+    published: list[int] = field(default_factory=list)  # not yet written to the scope
+    context: list[int] = field(default_factory=list)  # the last CONTEXT tokens that were
+
+
+class MixtureDrafter(Drafter):
+    """Contexts of a request's own text and of its scope's answers, blended; trees grown best-first.
+
+    A scope takes at most max_scope_bytes; there its oldest text is overwritten. All scopes together take at most
+    max_total_bytes (and, for a new scope of a request that runs, some tens of kilobytes): scopes that nobody uses go
+    first, then none grows. A request's own text takes BYTES_PER_TOKEN a token until it ends. is_using_noise=False
+    drafts sampled requests as if they were greedy (to measure what the noise gains).
+    """
+
+    name = "mixture"
+
+    def __init__(
+        self,
+        branch_length: int = 32,
+        *,
+        max_scope_bytes: int = 64 * MiB,
+        max_total_bytes: int = 256 * MiB,
+        is_using_noise: bool = True,
+    ) -> None:
+        least = MIN_CAPACITY * BYTES_PER_TOKEN
+        for name, value in (("max_scope_bytes", max_scope_bytes), ("max_total_bytes", max_total_bytes)):
+            if value < least:
+                raise ConfigError(f"{name} = {value}: must be at least {least}, the smallest scope")
+        self._branch_length = branch_length
+        self._is_using_noise = is_using_noise
+        self._max_scope_tokens = max_scope_bytes // BYTES_PER_TOKEN
+        self._max_total_bytes = max_total_bytes
+        self._requests: dict[str, _RequestState] = {}
+        self._scopes: dict[DraftScope, _Scope] = {}  # the one that was used last comes last
+        self._recent = np.zeros((2, MAX_MATCH), np.int32)
+        self._scratch = make_scratch()
+        self._size_for(16)
+
+    def _size_for(self, max_tokens: int) -> None:
+        self._most = max_tokens
+        self._nodes, self._tree = make_nodes(max_tokens), make_tree(max_tokens)
+
+    def start(self, request: DraftRequest) -> None:
+        if request.request_id in self._requests:
+            raise ValueError(f"request {request.request_id!r} has draft state already")
+        texts = [*request.references, request.prompt_token_ids]
+        own = TextIndex(UNBOUNDED, sum(map(len, texts)) + len(texts) + 256)
+        for text in texts:
+            own.separate()
+            own.append(text)
+        self._requests[request.request_id] = _RequestState(
+            own,
+            self._open(request.scope) if request.scope is not None else _Scope(TextIndex(1)),
+            request.scope is not None,
+            len(request.prompt_token_ids),
+            np.uint64(request.seed),
+            noise_bin_of(request.temperature if self._is_using_noise else 0.0, len(initial_weights())),
+        )
+
+    def _open(self, key: DraftScope) -> _Scope:
+        scope = self._scopes.pop(key, None) or self._new_scope()
+        self._scopes[key] = scope
+        scope.num_requests += 1
+        return scope
+
+    def _new_scope(self) -> _Scope:
+        scope = _Scope(TextIndex(self._max_scope_tokens))
+        self._is_room_for(scope.index.nbytes)
+        return scope
+
+    def propose(self, queries: Sequence[DraftQuery]) -> list[DraftTree]:
+        return [self._propose(query) for query in queries]
+
+    def _propose(self, query: DraftQuery) -> DraftTree:
+        state = self._requests[query.request_id]
+        depth = min(query.max_depth, self._branch_length)
+        if query.max_tokens < 1 or depth < 1:
+            return DraftTree()
+        if query.max_tokens > self._most:
+            self._size_for(query.max_tokens)
+        count = grow(
+            state.own.source,
+            state.scope.index.source,
+            state.scope.common,
+            state.num_output,
+            (state.noise_bin, state.seed, state.next_position),
+            query.max_tokens,
+            depth,
+            state.scope.experience.weights,
+            self._recent,
+            self._scratch,
+            self._nodes,
+            self._tree,
+        )
+        token_ids, parents, probs, _ = self._tree
+        return DraftTree(token_ids[:count].tolist(), parents[:count].tolist(), probs[:count].tolist())
+
+    def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
+        state = self._requests[request_id]
+        state.own.reserve(len(token_ids))
+        experience = state.scope.experience
+        accept_tokens(
+            state.own.source,
+            state.scope.index.source,
+            state.scope.common,
+            np.array(token_ids, np.int32),
+            state.num_output,
+            (state.noise_bin, state.seed, state.next_position),
+            experience.weights,
+            experience.seen,
+            self._recent,
+            self._scratch,
+        )
+        state.num_output += len(token_ids)
+        state.next_position += len(token_ids)
+
+    def share(self, request_id: str, token_ids: Sequence[int]) -> None:
+        state = self._requests[request_id]
+        if not state.is_sharing:
+            return
+        state.published += token_ids
+        if len(state.published) >= SHARED_AT_ONCE:
+            self._write(request_id, state)
+
+    def _write(self, request_id: str, state: _RequestState) -> None:
+        """Published tokens go to the scope in pieces: texts of several requests alternate there."""
+        scope, tokens = state.scope, state.published
+        self._make_room(scope, CONTEXT + 2 + len(tokens))
+        if scope.writer == request_id:
+            scope.index.append(tokens)
+        elif state.context:
+            scope.index.separate()
+            scope.index.append(state.context + tokens, first_indexed=len(state.context))
+        else:
+            scope.index.append([START, *tokens])
+        scope.writer = request_id
+        count_common(scope.common, np.array(tokens, np.int32))
+        state.context = (state.context + tokens)[-CONTEXT:]
+        state.published = []
+
+    def _make_room(self, scope: _Scope, num_tokens: int) -> None:
+        """Let the scope grow, as far as the bound on all of them allows."""
+        index = scope.index
+        index.max_tokens = self._max_scope_tokens
+        wanted = index.capacity_for(num_tokens) * BYTES_PER_TOKEN - index.nbytes
+        if wanted > 0 and not self._is_room_for(wanted):
+            index.max_tokens = len(index.text)
+
+    def _is_room_for(self, num_bytes: int) -> bool:
+        """Whether so much more may be taken; drops scopes that nobody uses, the longest unused first, if need be."""
+        total = num_bytes + sum(scope.index.nbytes for scope in self._scopes.values())
+        for key in [key for key, scope in self._scopes.items() if scope.num_requests == 0]:
+            if total <= self._max_total_bytes:
+                break
+            total -= self._scopes.pop(key).index.nbytes
+        return total <= self._max_total_bytes
+
+    def end(self, request_id: str) -> None:
+        state = self._requests.pop(request_id, None)
+        if state is None:
+            return
+        if state.published:
+            self._write(request_id, state)
+        scope = state.scope
+        scope.num_requests -= 1
+        if scope.writer == request_id:
+            scope.writer = ""
+            scope.index.separate()
+
+    def clear_scope(self, scope: DraftScope) -> None:
+        cleared = self._scopes.get(scope)
+        if cleared is None:
+            return
+        for state in self._requests.values():
+            if state.scope is cleared:
+                state.published, state.context = [], []
+        cleared.index, cleared.experience = TextIndex(self._max_scope_tokens), _Experience()
+        cleared.common, cleared.writer = make_common(), ""
+        if cleared.num_requests == 0:
+            del self._scopes[scope]
+
+    def memory_bytes(self) -> int:
+        own = sum(state.own.nbytes for state in self._requests.values())
+        return own + sum(scope.index.nbytes for scope in self._scopes.values())
+
+    def save(self, path: Path, fingerprint: str) -> None:
+        """Write all scopes: whole, or not at all. `fingerprint` names the tokenizer that the ids are of."""
+        keys = [[key.tenant, key.name] for key in self._scopes]
+        header = {"format": FORMAT, "version": VERSION, "fingerprint": fingerprint, "scopes": keys}
+        arrays: dict[str, Any] = {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)}
+        for i, scope in enumerate(self._scopes.values()):
+            arrays[f"text{i}"] = scope.index.tokens()
+            arrays[f"weights{i}"], arrays[f"seen{i}"] = scope.experience.weights, scope.experience.seen
+        partial = path.with_name(path.name + ".partial")
+        with partial.open("wb") as file:
+            np.savez(file, **arrays)
+        os.replace(partial, path)
+
+    def load(self, path: Path, fingerprint: str) -> None:
+        """Take over scopes that `save` wrote, in place of those of the same key.
+
+        Raises ConfigError for what is not such a file, is damaged, or belongs to another tokenizer or version.
+        """
+        for key, text, experience in _read(path, fingerprint):
+            self._scopes.pop(key, None)
+            scope = self._new_scope()
+            scope.experience = experience
+            self._make_room(scope, len(text))
+            scope.index.append(text)
+            scope.index.separate()
+            count_common(scope.common, text)
+            self._scopes[key] = scope
+
+
+def _read(path: Path, fingerprint: str) -> list[tuple[DraftScope, np.ndarray, _Experience]]:
+    def refuse(reason: str) -> ConfigError:
+        return ConfigError(f"draft_cache = {str(path)!r}: {reason}; remove it to start without")
+
+    scopes = []
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            header = json.loads(arrays["header"].tobytes())
+            if header["format"] != FORMAT or header["version"] != VERSION:
+                raise refuse(f"format {header['format']!r} version {header['version']!r} is not {FORMAT!r} {VERSION}")
+            if header["fingerprint"] != fingerprint:
+                raise refuse("it was written with another tokenizer")
+            for i, (tenant, name) in enumerate(header["scopes"]):
+                text, seen, weights = arrays[f"text{i}"], arrays[f"seen{i}"], arrays[f"weights{i}"]
+                expected = _Experience()
+                if text.dtype != np.int32 or text.ndim != 1 or (len(text) and text.min() < START):
+                    raise refuse("it is damaged")
+                if seen.dtype != np.int64 or weights.dtype != np.float64 or seen.shape != expected.seen.shape:
+                    raise refuse("it is damaged")
+                if weights.shape != seen.shape or not ((weights > 0) & (weights < 1)).all():
+                    raise refuse("it is damaged")
+                scopes.append((DraftScope(tenant, name), text, _Experience(weights, seen)))
+    except OSError as error:
+        raise refuse(f"cannot be read ({error})") from error
+    except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zipfile.LargeZipFile) as error:
+        raise refuse("it is damaged or no draft cache") from error
+    return scopes

@@ -1,0 +1,90 @@
+"""Drafting for sampled requests: the sampler's noise is a pure function, so a drafter knows it beforehand.
+
+A sampled token is the one with the largest log p + g (design: Sampling). A blended probability q can mean two things.
+The model itself is of two minds: then q stands for p, and the noise decides. Or the drafter does not know what the
+model does: then the noise says nothing. So what a token is given is a mixture of both, and its weight is learned, in
+bins of temperature. Nothing of this changes what a request is answered: drafts never do.
+
+`noise` is a tuple (its weight's bin, -1 for greedy requests; seed, uint64; absolute position of the next token).
+"""
+
+# ruff: noqa: ANN001, ANN201, ANN202
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from batchserve.sampling.noise import GOLDEN
+
+TEMPERATURE_BINS = (0.3, 0.7, 1.2, float("inf"))  # upper ends
+NUM_NOISE_BINS = len(TEMPERATURE_BINS)
+
+
+def noise_bin_of(temperature: float, num_weights: int) -> int:
+    """Which of so many weights, of which the last NUM_NOISE_BINS are the noise's, is that of a temperature; or -1."""
+    if temperature <= 0.0:
+        return -1
+    return num_weights - NUM_NOISE_BINS + next(i for i, end in enumerate(TEMPERATURE_BINS) if temperature < end)
+
+
+@njit(cache=True, nogil=True)
+def _mix(x):  # type: ignore[no-untyped-def]
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@njit(cache=True, nogil=True)
+def stream_key(seed, position):  # type: ignore[no-untyped-def]
+    """sampling.noise.stream_key, compiled."""
+    golden = np.uint64(GOLDEN)
+    key = _mix(seed + golden)
+    key = _mix(key + np.uint64(position) * golden)
+    return _mix(key + golden)
+
+
+@njit(cache=True, nogil=True)
+def gumbel(key, token):  # type: ignore[no-untyped-def]
+    """sampling.noise.gumbel, compiled, of one token."""
+    x = _mix((np.uint64(token) + np.uint64(1)) * np.uint64(GOLDEN) + key)
+    return -np.log(-np.log((np.float64(x >> np.uint64(32)) + 0.5) * 2.0**-32))
+
+
+@njit(cache=True, nogil=True)
+def _is_named(table, key):  # type: ignore[no-untyped-def]
+    """(sum of p * exp(g) over the table, probability that the winner is among them).
+
+    The largest log p + g of all other tokens is Gumbel-distributed around the log of the probability left for them.
+    """
+    tokens, probs, _, _, size = table
+    total, best, known = 0.0, 1e-30, 0.0
+    for i in range(size[0]):
+        lifted = probs[i] * np.exp(gumbel(key, tokens[i]))
+        known += probs[i]
+        total += lifted
+        best = max(best, lifted)
+    return total, np.exp(-max(0.0, 1.0 - known) / best)
+
+
+@njit(cache=True, nogil=True)
+def tilt(table, key, trust):  # type: ignore[no-untyped-def]
+    """Turn probabilities of being likely into those of winning, where the noise decides with probability `trust`."""
+    tokens, probs, _, _, size = table
+    total, is_named = _is_named(table, key)
+    if total <= 0.0:
+        return
+    for i in range(size[0]):
+        winning = is_named * probs[i] * np.exp(gumbel(key, tokens[i])) / total
+        probs[i] = (1.0 - trust) * probs[i] + trust * winning
+
+
+@njit(cache=True, nogil=True)
+def merit_of_noise(table, key, trust, target):  # type: ignore[no-untyped-def]
+    """How much of the probability of the actual token is due to the noise; -1 if it was not in the table."""
+    tokens, probs, _, _, size = table
+    for i in range(size[0]):
+        if tokens[i] == target and probs[i] > 0.0:
+            total, is_named = _is_named(table, key)
+            winning = trust * is_named * probs[i] * np.exp(gumbel(key, target)) / total
+            return winning / (winning + (1.0 - trust) * probs[i])
+    return -1.0

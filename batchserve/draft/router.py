@@ -1,0 +1,121 @@
+"""Several drafters as one: each request is drafted by the one that it has chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
+from batchserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from batchserve.draft.kernels import KernelLoader
+
+
+@runtime_checkable
+class PersistentDrafter(Protocol):
+    """A drafter whose shared texts outlive the process. `fingerprint` names the vocabulary that token ids are of."""
+
+    def save(self, path: Path, fingerprint: str) -> None:
+        """Write what is shared, replacing the file whole. Raises OSError."""
+
+    def load(self, path: Path, fingerprint: str) -> None:
+        """Take over what was saved. Raises ConfigError for a file that is corrupt, or of another vocabulary."""
+
+
+class RoutingDrafter(Drafter):
+    """The drafters of one engine by name; `default` is that of requests that name none.
+
+    A drafter's kernels are prepared when it is first asked whether it is ready.
+    """
+
+    def __init__(self, default: str, drafters: Mapping[str, Drafter], kernels: KernelLoader) -> None:
+        self._default = default
+        self._drafters = dict(drafters)
+        self._kernels = kernels
+        self._chosen: dict[str, Drafter] = {}  # by request id
+        self._used: dict[str, Drafter] = {}  # by name; the others have no state, and may not be ready
+
+    @property
+    def name(self) -> str:
+        return self._default
+
+    @property
+    def is_ready(self) -> bool:
+        return self.is_ready_for(self.name)
+
+    def is_ready_for(self, drafter: str) -> bool:
+        chosen = self._drafters[drafter or self.name]
+        return self._kernels.is_ready(type(chosen).__module__) and chosen.is_ready
+
+    def prepare(self) -> None:
+        """Make the default drafter ready in the calling thread. Raises ConfigError."""
+        self._kernels.prepare(type(self._drafters[self.name]).__module__)
+
+    def start(self, request: DraftRequest) -> None:
+        if request.request_id in self._chosen:
+            raise ValueError(f"request {request.request_id!r} has draft state already")
+        drafter = self._use(request.drafter or self.name)
+        drafter.start(request)
+        self._chosen[request.request_id] = drafter
+
+    def _use(self, name: str) -> Drafter:
+        return self._used.setdefault(name, self._drafters[name])
+
+    def propose(self, queries: Sequence[DraftQuery]) -> list[DraftTree]:
+        """One call to each drafter that is concerned; trees in the order of the queries."""
+        places: dict[Drafter, list[int]] = {}
+        for i, query in enumerate(queries):
+            places.setdefault(self._chosen[query.request_id], []).append(i)
+        trees = [DraftTree()] * len(queries)
+        for drafter, mine in places.items():
+            for i, tree in zip(mine, drafter.propose([queries[i] for i in mine]), strict=True):
+                trees[i] = tree
+        return trees
+
+    def observe(self, request_id: str, token_ids: Sequence[int]) -> None:
+        self._chosen[request_id].observe(request_id, token_ids)
+
+    def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
+        self._chosen[request_id].accept(request_id, token_ids)
+
+    def share(self, request_id: str, token_ids: Sequence[int]) -> None:
+        self._chosen[request_id].share(request_id, token_ids)
+
+    def end(self, request_id: str) -> None:
+        self._chosen.pop(request_id).end(request_id)
+
+    def clear_scope(self, scope: DraftScope) -> None:
+        for drafter in self._used.values():
+            drafter.clear_scope(scope)
+
+    def memory_bytes(self) -> int:
+        return sum(drafter.memory_bytes() for drafter in self._used.values())
+
+    def persistent(self) -> PersistentDrafter:
+        """The default drafter, if it can be saved and loaded. Raises ConfigError."""
+        drafter = self._drafters[self.name]
+        if not isinstance(drafter, PersistentDrafter):
+            able = [name for name, each in self._drafters.items() if isinstance(each, PersistentDrafter)]
+            those = f"; {' and '.join(able)} can" if able else ""
+            raise ConfigError(f"drafter = {self.name!r}: what it shares cannot be saved or loaded{those}")
+        return drafter
+
+    def load(self, path: Path, fingerprint: str) -> None:
+        """Into the default drafter, which must be ready. Raises ConfigError."""
+        store = self.persistent()
+        self._use(self.name)
+        store.load(path, fingerprint)
+
+    def save(self, path: Path, fingerprint: str) -> None:
+        """What the default drafter shares, if it was used at all. Raises ConfigError, OSError."""
+        store = self.persistent()
+        if self.name in self._used:
+            store.save(path, fingerprint)
+
+    def close(self) -> None:
+        self._kernels.close()
+        for drafter in self._drafters.values():
+            drafter.close()

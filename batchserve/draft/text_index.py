@@ -1,0 +1,182 @@
+"""An index of where token contexts have occurred: a ring of text with hash chains, bounded, evicting the oldest.
+
+Every text position is linked to the previous one with the same last 1, 2, 4 and 8 tokens. So the latest occurrences of
+a context are found by walking a chain, a token costs a few writes, eviction is overwriting, and the memory is a fixed
+number of bytes a token whatever the text is. A trie of the same text takes several times as much and has to be pruned.
+"""
+
+# ruff: noqa: ANN001, ANN201
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numba import njit
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ORDERS = (1, 2, 4, 8)  # context lengths with a chain of their own
+NUM_ORDERS = len(ORDERS)
+MAX_MATCH = 32  # tokens of a context that are compared at most
+SEPARATOR = -1  # stands between texts: no context crosses it
+START = -2  # begins a text: a context may reach back to it, not beyond
+BYTES_PER_TOKEN = 4 + NUM_ORDERS * (4 + 4)
+MIN_CAPACITY = 1024
+NEWEST, FILLED, RUN = 0, 1, 2  # slots of `meta`: newest slot, filled slots, tokens since the last separator
+
+_ORDERS = np.array(ORDERS, dtype=np.int64)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def hash_step(key, token):  # type: ignore[no-untyped-def]
+    """One more token (going backwards) mixed into a context's hash."""
+    key = (key ^ np.uint64(token)) * np.uint64(0x9E3779B97F4A7C15)
+    return key ^ (key >> np.uint64(29))
+
+
+@njit(cache=True, nogil=True)
+def append_tokens(text, prev, head, meta, token_ids, first_indexed):  # type: ignore[no-untyped-def]
+    """Write tokens behind the newest; those before `first_indexed` are context only and get no links."""
+    capacity, mask = text.shape[0], np.uint64(head.shape[1] - 1)
+    newest, filled, run = meta[NEWEST], meta[FILLED], meta[RUN]
+    for i in range(token_ids.shape[0]):
+        newest += 1
+        if newest == capacity:
+            newest = 0
+        text[newest] = token_ids[i]
+        filled = min(filled + 1, capacity)
+        run = run + 1 if token_ids[i] >= 0 else (1 if token_ids[i] == START else 0)
+        longest = min(run, filled) if i >= first_indexed else 0
+        key, slot, length = np.uint64(0), newest, 0
+        for o in range(NUM_ORDERS):
+            if _ORDERS[o] > longest:
+                prev[o, newest] = 0
+                continue
+            while length < _ORDERS[o]:
+                key = hash_step(key, text[slot])
+                slot = slot - 1 if slot > 0 else capacity - 1
+                length += 1
+            bucket = (key >> np.uint64(7)) & mask
+            prev[o, newest] = head[o, bucket]
+            head[o, bucket] = newest + 1
+    meta[NEWEST], meta[FILLED], meta[RUN] = newest, filled, run
+
+
+@njit(cache=True, nogil=True)
+def match_length(text, meta, end, recent):  # type: ignore[no-untyped-def]
+    """How many tokens up to slot `end` equal recent[0], recent[1], ... (newest first; SEPARATOR ends it)."""
+    capacity = text.shape[0]
+    age = meta[NEWEST] - end
+    if age < 0:
+        age += capacity
+    most = min(recent.shape[0], meta[FILLED] - age)
+    slot, length = end, 0
+    while length < most and text[slot] == recent[length] and recent[length] != SEPARATOR:
+        length += 1
+        slot = slot - 1 if slot > 0 else capacity - 1
+    return length
+
+
+@njit(cache=True, nogil=True)
+def find_occurrences(  # type: ignore[no-untyped-def]
+    text, prev, head, meta, recent, order, longest, most_visits, slots, lengths, count
+):
+    """Add occurrences of the last ORDERS[order] tokens, latest first, to slots and lengths [size] from `count` on.
+
+    A slot is that of the token behind the occurrence. Occurrences that match `longest` tokens or more are left out.
+    Returns the new count.
+    """
+    capacity = text.shape[0]
+    if recent[_ORDERS[order] - 1] == SEPARATOR or meta[FILLED] == 0:
+        return count
+    key = np.uint64(0)
+    for i in range(_ORDERS[order]):
+        key = hash_step(key, recent[i])
+    end = head[order, (key >> np.uint64(7)) & np.uint64(head.shape[1] - 1)] - 1
+    last_age = -1
+    for _ in range(most_visits):
+        if end < 0 or count == slots.shape[0]:
+            break
+        age = meta[NEWEST] - end
+        if age < 0:
+            age += capacity
+        if age <= last_age or age >= meta[FILLED]:  # overwritten: what comes from here on is not older
+            break
+        last_age = age
+        behind = end + 1 if end + 1 < capacity else 0
+        if age > 0 and text[behind] >= 0:
+            length = match_length(text, meta, end, recent)
+            if _ORDERS[order] <= length < longest:
+                slots[count], lengths[count] = behind, length
+                count += 1
+        end = prev[order, end] - 1
+    return count
+
+
+class TextIndex:
+    """Texts behind each other with their occurrence chains; at `max_tokens` the oldest text is overwritten.
+
+    It starts small and doubles, so memory follows use: at most BYTES_PER_TOKEN * max_tokens bytes (the chains' heads
+    are a power of two of at most max_tokens).
+    """
+
+    def __init__(self, max_tokens: int, capacity: int = MIN_CAPACITY) -> None:
+        self.max_tokens = max_tokens
+        self._allocate(min(capacity, max_tokens))
+
+    def _allocate(self, capacity: int) -> None:
+        self.text = np.zeros(capacity, dtype=np.int32)
+        self.prev = np.zeros((NUM_ORDERS, capacity), dtype=np.int32)
+        self.head = np.zeros((NUM_ORDERS, 1 << (capacity.bit_length() - 1)), dtype=np.int32)
+        self.meta = np.array([-1, 0, 0], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self.meta[FILLED])
+
+    @property
+    def nbytes(self) -> int:
+        return self.text.nbytes + self.prev.nbytes + self.head.nbytes
+
+    @property
+    def source(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """(text, prev, head, meta), as kernels take it; stale after the next `append` or `reserve`."""
+        return self.text, self.prev, self.head, self.meta
+
+    @property
+    def run(self) -> int:
+        """Tokens of the text that is open: since the last separator."""
+        return int(self.meta[RUN])
+
+    def append(self, token_ids: Sequence[int] | np.ndarray, first_indexed: int = 0) -> None:
+        """Go on with the open text; tokens before `first_indexed` are only context of those behind them."""
+        tokens = np.asarray(token_ids, dtype=np.int32)
+        self.reserve(len(tokens))
+        append_tokens(self.text, self.prev, self.head, self.meta, tokens, first_indexed)
+
+    def separate(self) -> None:
+        """End the open text."""
+        if self.run:
+            self.append((SEPARATOR,))
+
+    def tokens(self, most: int | None = None) -> np.ndarray:
+        """The latest `most` tokens (all that are kept), oldest first, int32."""
+        count = len(self) if most is None else min(most, len(self))
+        slots = np.arange(self.meta[NEWEST] - count + 1, self.meta[NEWEST] + 1)
+        kept: np.ndarray = self.text[slots % len(self.text)]
+        return kept
+
+    def capacity_for(self, count: int) -> int:
+        """How many tokens there would be room for with `count` more."""
+        wanted, capacity = len(self) + count, len(self.text)
+        while capacity < min(wanted, self.max_tokens):
+            capacity = min(2 * capacity, self.max_tokens)
+        return capacity
+
+    def reserve(self, count: int) -> None:
+        """Make room for so many tokens."""
+        capacity = self.capacity_for(count)
+        if capacity > len(self.text):
+            kept = self.tokens()
+            self._allocate(capacity)
+            append_tokens(self.text, self.prev, self.head, self.meta, kept, 0)

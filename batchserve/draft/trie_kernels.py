@@ -1,0 +1,225 @@
+"""A trie of branches over flat arrays: insertion, and pruning a little at a time. Kernels of the trie drafter.
+
+A trie is three arrays: int32 nodes [rows, 8], int32 buckets [rows] and int32 header [6]; row 0 is the root. A child is
+found by (parent, token) in a hash table with chains that has as many buckets as rows were ever used, and grows by one
+at a time (linear hashing), so that no step has to rebuild it. Siblings are a doubly linked list. The children of the
+root, the tops, stand for one tree each: all branches that begin with one token, as in Lookahead's own implementation.
+"""
+
+# ruff: noqa: ANN001, ANN201, ANN202
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+# Columns of a node. Tops are not counted and have no birth: there stand the nodes below and the tree's clock hand.
+TOKEN, COUNT, PARENT, CHILD, NEXT, PREV, LINK, BIRTH = range(8)
+SIZE, HAND = COUNT, BIRTH
+NODE_WIDTH = 8
+FREED, NEVER = -1, -(1 << 31)  # the parent and the birth of a free row
+# Fields of a header: rows that were ever used, the first free one, the table's mask, nodes, the tree to sweep next, and
+# the last birth, which counts down: so it is never taken for a token.
+USED, FREE, MASK, NUM_NODES, SWEPT, LAST_BIRTH = range(6)
+EMPTY_HEADER = (1, 0, 1, 0, 0, 0)
+
+# Nodes that making room for one more may look at. Every look halves a count, so a sweep that is stuck comes loose.
+TREE_VISITS = 64
+SCOPE_VISITS = 256
+
+
+@njit(cache=True, nogil=True)
+def hash_child(parent, token):  # type: ignore[no-untyped-def]
+    mixed = np.uint64(np.int64(parent) << np.int64(32) | np.int64(token)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    return np.int64(mixed >> np.uint64(24))
+
+
+@njit(cache=True, nogil=True)
+def _bucket(header, parent, token):  # type: ignore[no-untyped-def]
+    """Where linear hashing puts it: buckets that are not there yet are still part of those half the table before."""
+    mixed, mask = hash_child(parent, token), header[MASK]
+    bucket = mixed & mask
+    return bucket if bucket < header[USED] else bucket & (mask >> 1)
+
+
+@njit(cache=True, nogil=True)
+def find_child(nodes, buckets, header, parent, token):  # type: ignore[no-untyped-def]
+    """The row of this child, or 0."""
+    node = buckets[_bucket(header, parent, token)]
+    while node != 0 and (nodes[node, PARENT] != parent or nodes[node, TOKEN] != token):
+        node = nodes[node, LINK]
+    return node
+
+
+@njit(cache=True, nogil=True)
+def _take_row(nodes, buckets, header):  # type: ignore[no-untyped-def]
+    """A free row; one that was never used brings a bucket, to which half of an older one moves."""
+    if header[FREE] != 0:
+        row = header[FREE]
+        header[FREE] = nodes[row, NEXT]
+        return row
+    row = header[USED]
+    if row > header[MASK]:
+        header[MASK] = 2 * header[MASK] + 1
+    old = row - (header[MASK] + 1) // 2
+    node, buckets[old] = buckets[old], 0
+    while node != 0:
+        after = nodes[node, LINK]
+        bucket = row if hash_child(nodes[node, PARENT], nodes[node, TOKEN]) & header[MASK] == row else old
+        nodes[node, LINK], buckets[bucket] = buckets[bucket], node
+        node = after
+    header[USED] += 1
+    return row
+
+
+@njit(cache=True, nogil=True)
+def _remove(nodes, buckets, header, top, node):  # type: ignore[no-untyped-def]
+    """Free a node without children."""
+    parent, before, after = nodes[node, PARENT], nodes[node, PREV], nodes[node, NEXT]
+    if before != 0:
+        nodes[before, NEXT] = after
+    else:
+        nodes[parent, CHILD] = after
+    if after != 0:
+        nodes[after, PREV] = before
+    bucket = _bucket(header, parent, nodes[node, TOKEN])
+    if buckets[bucket] == node:
+        buckets[bucket] = nodes[node, LINK]
+    else:
+        other = buckets[bucket]
+        while nodes[other, LINK] != node:
+            other = nodes[other, LINK]
+        nodes[other, LINK] = nodes[node, LINK]
+    if node != top:
+        nodes[top, SIZE] -= 1
+    nodes[node, PARENT], nodes[node, BIRTH], nodes[node, NEXT] = FREED, NEVER, header[FREE]
+    header[FREE] = node
+    header[NUM_NODES] -= 1
+
+
+@njit(cache=True, nogil=True)
+def _first_leaf(nodes, node):  # type: ignore[no-untyped-def]
+    while nodes[node, CHILD] != 0:
+        node = nodes[node, CHILD]
+    return node
+
+
+@njit(cache=True, nogil=True)
+def _stamp(nodes, row):  # type: ignore[no-untyped-def]
+    """What tells a node from an earlier or later one in the same row."""
+    return nodes[row, TOKEN] if nodes[row, PARENT] == 0 else nodes[row, BIRTH]
+
+
+@njit(cache=True, nogil=True)
+def _is_open(cursors, row):  # type: ignore[no-untyped-def]
+    """Whether a window stands there: the insertion under way will go on from it."""
+    for window in range(cursors.shape[0]):  # noqa: SIM110 - any() of a generator does not compile
+        if cursors[window, 0] == row:
+            return True
+    return False
+
+
+@njit(cache=True, nogil=True)
+def _sweep(nodes, buckets, header, top, cursors, visits):  # type: ignore[no-untyped-def]
+    """Move a tree's clock hand on until a leaf is freed or the round ends; returns the visits that it took.
+
+    The hand goes round in post-order. It halves the count of every node that it passes, and frees a leaf that is down
+    to one and not open: decay by frequency (section 4.2), but a few nodes at a time. A round ends with the hand at 0.
+    """
+    node = nodes[top, HAND]
+    if node == 0:
+        node = _first_leaf(nodes, top)
+    for visit in range(visits):
+        if node == top:
+            nodes[top, HAND] = 0
+            return visit
+        after = nodes[node, NEXT]
+        after = _first_leaf(nodes, after) if after != 0 else nodes[node, PARENT]
+        if nodes[node, CHILD] == 0 and nodes[node, COUNT] <= 1 and not _is_open(cursors, node):
+            _remove(nodes, buckets, header, top, node)
+            nodes[top, HAND] = after if after != top else 0
+            return visit + 1
+        nodes[node, COUNT] = max(1, nodes[node, COUNT] >> 1)
+        node = after
+    nodes[top, HAND] = node if node != top else 0
+    return visits
+
+
+@njit(cache=True, nogil=True)
+def _has_room(nodes, buckets, header, top, cursors, capacity, max_rows):  # type: ignore[no-untyped-def]
+    """Sweep until the tree (top 0: a new one) may have one more node and the trie one more row; False: in vain."""
+    visits = TREE_VISITS
+    while top != 0 and nodes[top, SIZE] >= capacity:
+        if visits <= 0:
+            return False
+        visits -= 1 + _sweep(nodes, buckets, header, top, cursors, visits)
+    visits = SCOPE_VISITS
+    while header[FREE] == 0 and header[USED] >= max_rows:
+        # A tree is swept for a whole round before the next one, so that all lose in proportion.
+        swept = header[SWEPT] if header[SWEPT] != 0 else nodes[0, CHILD]
+        if visits <= 0 or swept == 0:
+            return False
+        visits -= 1 + _sweep(nodes, buckets, header, swept, cursors, visits)
+        if nodes[swept, HAND] == 0:
+            header[SWEPT] = nodes[swept, NEXT]
+            if nodes[swept, CHILD] == 0 and not _is_open(cursors, swept):
+                _remove(nodes, buckets, header, swept, swept)
+    return True
+
+
+@njit(cache=True, nogil=True)
+def _add(nodes, buckets, header, top, parent, token, cursors, capacity, max_rows):  # type: ignore[no-untyped-def]
+    """A new child, the first of its siblings, with a count of one; 0 if there is no room."""
+    if not _has_room(nodes, buckets, header, top, cursors, capacity, max_rows):
+        return 0
+    node = _take_row(nodes, buckets, header)
+    bucket, sibling = _bucket(header, parent, token), nodes[parent, CHILD]
+    nodes[node, TOKEN], nodes[node, PARENT], nodes[node, CHILD] = token, parent, 0
+    nodes[node, NEXT], nodes[node, PREV], nodes[node, LINK] = sibling, 0, buckets[bucket]
+    if parent == 0:
+        nodes[node, SIZE], nodes[node, HAND] = 0, 0
+    else:
+        header[LAST_BIRTH] -= 1
+        nodes[node, COUNT], nodes[node, BIRTH] = 1, header[LAST_BIRTH]
+    if sibling != 0:
+        nodes[sibling, PREV] = node
+    nodes[parent, CHILD] = node
+    buckets[bucket] = node
+    if top != 0:
+        nodes[top, SIZE] += 1
+    header[NUM_NODES] += 1
+    return node
+
+
+@njit(cache=True, nogil=True)
+def insert_branches(nodes, buckets, header, cursors, num_before, token_ids, capacity, max_rows):  # type: ignore[no-untyped-def]
+    """Insert every window of up to `depth` tokens that ends in token_ids (int32), the next ones of one text.
+
+    cursors int32 [depth, 3], zero at first: where the windows of the text stand that are still open; that which began
+    with token i at i % depth, as (row, stamp, top). A window that is cut off by pruning, or forgotten with its scope,
+    is given up. num_before: earlier tokens of the text; capacity: the most nodes of one tree; max_rows: of all.
+    """
+    depth = cursors.shape[0]
+    for window in range(depth):
+        row = cursors[window, 0]
+        if row != 0 and _stamp(nodes, row) != cursors[window, 1]:
+            cursors[window, 0] = 0
+    for i in range(token_ids.shape[0]):
+        token, newest = token_ids[i], (num_before + i) % depth
+        for window in range(depth):
+            node, top = cursors[window, 0], cursors[window, 2]
+            if node == 0 or window == newest:  # what stands there is complete
+                continue
+            child = find_child(nodes, buckets, header, node, token)
+            if child != 0:
+                nodes[child, COUNT] += 1
+            else:
+                child = _add(nodes, buckets, header, top, node, token, cursors, capacity, max_rows)
+            cursors[window, 0] = child
+        cursors[newest, 0] = 0
+        top = find_child(nodes, buckets, header, 0, token)
+        if top == 0:
+            top = _add(nodes, buckets, header, 0, 0, token, cursors, capacity, max_rows)
+        cursors[newest, 0], cursors[newest, 2] = top, top
+    for window in range(depth):
+        cursors[window, 1] = _stamp(nodes, cursors[window, 0])

@@ -1,0 +1,125 @@
+"""A draft cache from recorded answers: a server that loads it drafts as if it had given them itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from rich.console import Console
+from rich.progress import Progress
+from transformers import AutoConfig, AutoTokenizer
+
+from batchserve.config import PRIVATE_SCOPE, EngineConfig
+from batchserve.draft.base import DraftRequest, DraftScope
+from batchserve.draft.factory import create_drafter
+from batchserve.draft.kernels import KernelLoader, provide_cache_folder
+from batchserve.draft.router import RoutingDrafter
+from batchserve.engine.engine_core import TENANT
+from batchserve.engine.input_processor import vocabulary_fingerprint
+from batchserve.errors import ConfigError
+from batchserve.runner.loader import resolve_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """What was read, and what the drafter holds now."""
+
+    num_answers: int
+    num_tokens: int
+    num_bytes: int
+
+
+class _Record(NamedTuple):
+    prompt: list[int]
+    response: list[int]
+
+
+class _Vocabulary:
+    """A model's tokenizer and its bound on ids; its weights are not read. Raises ConfigError."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        source, trust = resolve_model(config.model), config.trust_remote_code
+        try:
+            self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
+            model_config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"model = {config.model!r}: its tokenizer cannot be loaded: {error}") from error
+        self._size = int(model_config.get_text_config().vocab_size)
+
+    @property
+    def fingerprint(self) -> str:
+        return vocabulary_fingerprint(self._tokenizer, self._size, "")
+
+    def tokenize(self, text: str, *, is_prompt: bool) -> list[int]:
+        """Raises ValueError for a text that the model has no tokens for."""
+        ids: list[int] = self._tokenizer(text, add_special_tokens=is_prompt)["input_ids"]
+        if ids and max(ids) >= self._size:
+            raise ValueError(f"token id {max(ids)}: the model's vocabulary ends at {self._size - 1}")
+        return ids
+
+
+def warm_drafts(path: Path, config: EngineConfig) -> Warmed:
+    """Read {"prompt", "response"} lines into `draft_cache`, adding to it if it exists, under `default_draft_scope`.
+
+    Draws a progress bar on standard error. Raises ConfigError, with the line's number where one is at fault; the cache
+    is then as it was.
+    """
+    if config.draft.draft_cache is None:
+        raise ConfigError("draft_cache = None: must be the file that drafts are kept in")
+    if config.default_draft_scope == PRIVATE_SCOPE:
+        raise ConfigError(f"draft scope = {PRIVATE_SCOPE!r}: shares nothing, so nothing could be kept")
+    provide_cache_folder()
+    cache, scope = Path(config.draft.draft_cache), DraftScope(TENANT, config.default_draft_scope)
+    drafters = {config.drafter: create_drafter(config.drafter, config, 0)}
+    router = RoutingDrafter(config.drafter, drafters, KernelLoader(in_background=False))
+    router.persistent()
+    vocabulary = _Vocabulary(config)
+    router.prepare()
+    if cache.exists():
+        router.load(cache, vocabulary.fingerprint)
+    num_answers = num_tokens = 0
+    for record in _records(path, vocabulary):
+        num_answers += 1
+        num_tokens += len(record.response)
+        request_id = str(num_answers)
+        router.start(DraftRequest(request_id, record.prompt, scope=scope))
+        router.accept(request_id, record.response)
+        router.share(request_id, record.response)
+        router.end(request_id)
+    try:
+        router.save(cache, vocabulary.fingerprint)
+    except OSError as error:
+        raise ConfigError(f"draft_cache = {str(cache)!r}: cannot be written: {error}") from error
+    return Warmed(num_answers, num_tokens, router.memory_bytes())
+
+
+def _records(path: Path, vocabulary: _Vocabulary) -> Iterator[_Record]:
+    try:
+        with path.open("rb") as file, Progress(console=Console(stderr=True)) as progress:
+            task = progress.add_task("Warming drafts", total=path.stat().st_size)
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _record(line, f"{path}, line {number}", vocabulary)
+                progress.advance(task, len(line))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+
+
+def _record(line: bytes, where: str, vocabulary: _Vocabulary) -> _Record:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: is not JSON: {error}") from error
+    prompt, response = (fields.get("prompt"), fields.get("response")) if isinstance(fields, dict) else (None, None)
+    if not isinstance(prompt, str) or not isinstance(response, str):
+        raise ConfigError(f'{where}: must be {{"prompt": TEXT, "response": TEXT}}')
+    try:
+        return _Record(vocabulary.tokenize(prompt, is_prompt=True), vocabulary.tokenize(response, is_prompt=False))
+    except (ValueError, TypeError) as error:  # TypeError: lone surrogates
+        raise ConfigError(f"{where}: cannot be tokenised: {error}") from error

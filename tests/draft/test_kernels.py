@@ -1,0 +1,209 @@
+"""Compiled parts are prepared once, without anybody waiting for them, and no process is left behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numba
+import pytest
+
+from batchserve.draft import kernels
+from batchserve.draft.kernels import KernelLoader, provide_cache_folder
+from batchserve.errors import ConfigError
+
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Makes a module of this process with such a compile_kernels and returns its name."""
+    names: list[str] = []
+
+    def make(compile_kernels: Callable[[], None]) -> str:
+        names.append(f"compiled_{len(names)}")
+        made: Any = ModuleType(names[-1])
+        made.compile_kernels = compile_kernels
+        monkeypatch.setitem(sys.modules, names[-1], made)
+        return names[-1]
+
+    return make
+
+
+def wait_for(loader: KernelLoader, module: str) -> None:
+    """Until its thread has ended, whatever came of it."""
+    loader._jobs[module]._thread.join(WAIT_S)
+    assert not loader._jobs[module]._thread.is_alive()
+
+
+class FakeChild:
+    """Stands for the child process: ends when the test says so, or when it is told to."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.may_end = threading.Event()
+        self.returncode = status
+        self.is_terminated = False
+        self.command: list[str] = []
+
+    def __call__(self, command: list[str], **options: Any) -> FakeChild:
+        self.command = command
+        return self
+
+    def __enter__(self) -> None:
+        self.stderr = self
+
+    def __exit__(self, *error: object) -> None:
+        assert self.may_end.is_set()
+
+    def read(self) -> str:
+        assert self.may_end.wait(WAIT_S)
+        return "Traceback ...\nOSError: no room\n" if self.returncode else ""
+
+    def terminate(self) -> None:
+        self.is_terminated = True
+        self.returncode = -15
+        self.may_end.set()
+
+
+@pytest.fixture
+def child(monkeypatch: pytest.MonkeyPatch) -> FakeChild:
+    fake = FakeChild()
+    popen = SimpleNamespace(Popen=fake, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE)
+    monkeypatch.setattr(kernels, "subprocess", popen)
+    return fake
+
+
+def test_in_the_foreground_kernels_are_ready_when_first_asked_for_and_compiled_once(module) -> None:
+    calls: list[int] = []
+    name, loader = module(lambda: calls.append(1)), KernelLoader(in_background=False)
+    assert [loader.is_ready(name) for _ in range(3)] == [True] * 3
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_module_without_compiled_parts_is_ready_at_once(in_background: bool) -> None:
+    loader = KernelLoader(in_background)
+    assert loader.is_ready("batchserve.draft.base")
+    assert not loader._jobs
+
+
+def test_in_the_background_nobody_waits_and_a_child_process_comes_first(module, child: FakeChild) -> None:
+    calls: list[str] = []
+    name = module(lambda: calls.append(threading.current_thread().name))
+    loader = KernelLoader(in_background=True)
+    assert [loader.is_ready(name) for _ in range(3)] == [False] * 3
+    assert calls == []  # the child is still compiling
+    child.may_end.set()
+    wait_for(loader, name)
+    assert loader.is_ready(name)
+    assert child.command[-2:] == ["batchserve.draft.kernels", name]
+    assert calls == [f"compile {name}"]
+    loader.close()
+
+
+def test_when_the_child_fails_this_process_compiles(module, child: FakeChild, caplog: pytest.LogCaptureFixture) -> None:
+    child.returncode = 1
+    child.may_end.set()
+    name, loader = module(lambda: None), KernelLoader(in_background=True)
+    loader.is_ready(name)
+    wait_for(loader, name)
+    assert loader.is_ready(name)
+    assert "OSError: no room" in caplog.text
+
+
+def failing() -> None:
+    raise RuntimeError("no such instruction")
+
+
+def test_kernels_that_cannot_be_compiled_are_an_error_in_the_foreground(module) -> None:
+    name = module(failing)
+    with pytest.raises(ConfigError, match=f"{name} cannot be compiled: no such instruction"):
+        KernelLoader(in_background=False).is_ready(name)
+
+
+def test_kernels_that_cannot_be_compiled_are_logged_in_the_background_and_never_ready(
+    module, child: FakeChild, caplog: pytest.LogCaptureFixture
+) -> None:
+    child.may_end.set()
+    name, loader = module(failing), KernelLoader(in_background=True)
+    loader.is_ready(name)
+    wait_for(loader, name)
+    assert not loader.is_ready(name)
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert "no such instruction" in caplog.text
+
+
+def test_closing_ends_the_child_and_compiles_nothing(module, child: FakeChild) -> None:
+    calls: list[int] = []
+    name, loader = module(lambda: calls.append(1)), KernelLoader(in_background=True)
+    loader.is_ready(name)
+    loader.close()
+    assert not loader._jobs[name]._thread.is_alive()
+    assert child.is_terminated or not child.command
+    assert calls == []
+    assert not loader.is_ready(name)
+
+
+def test_a_real_child_process_runs_the_modules_compile_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The child of a real loader leaves a trace that this process then finds."""
+    trace = tmp_path / "trace"
+    body = f"with open({str(trace)!r}, 'a') as file: file.write(f'{{os.getpid()}} ')"
+    code = f"import os\ndef compile_kernels():\n    {body}\n"
+    (tmp_path / "compiled_for_real.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    loader = KernelLoader(in_background=True)
+    loader.is_ready("compiled_for_real")
+    wait_for(loader, "compiled_for_real")
+    assert loader.is_ready("compiled_for_real")
+    loader.close()
+    first, second = trace.read_text().split()
+    assert int(second) == os.getpid() != int(first)
+    assert not [record for record in caplog.records if record.levelno > logging.INFO], "the child failed"
+
+
+def test_a_child_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "compiled_for_ever.py").write_text("import time\ndef compile_kernels():\n    time.sleep(3600)\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-m", "batchserve.draft.kernels", "compiled_for_ever"]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+    assert child.stdin is not None
+    child.stdin.close()  # as the system does for a process that is gone
+    assert child.wait(WAIT_S) == 1
+
+
+def test_numba_is_given_a_folder_where_none_is_writable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A read-only installation without a home: Numba writes a file wherever it might cache, and fails."""
+    right = tempfile.TemporaryFile
+
+    def read_only(*args: Any, dir: str | None = None, **options: Any) -> Any:
+        if dir is not None and not str(dir).startswith(str(tmp_path)):
+            raise OSError(30, "Read-only file system", dir)
+        return right(*args, dir=dir, **options)
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "")
+    provide_cache_folder()
+    assert numba.config.CACHE_DIR == "", "nothing is changed where caching works"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
+    with pytest.raises(RuntimeError, match="cannot cache"):
+        numba.njit(cache=True)(kernels._probe)
+    provide_cache_folder()
+    assert Path(numba.config.CACHE_DIR).parent == tmp_path
+    assert os.environ["NUMBA_CACHE_DIR"] == numba.config.CACHE_DIR
+    numba.njit(cache=True)(kernels._probe)
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **options: read_only(dir="/"))
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    with pytest.raises(ConfigError, match="Read-only"):
+        provide_cache_folder()

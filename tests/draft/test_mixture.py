@@ -1,0 +1,422 @@
+"""The mixture drafter: trees from real repetition, scopes that never meet, bounded memory, safe files."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from batchserve.draft import mixture_noise
+from batchserve.draft.base import DraftQuery, DraftRequest, DraftScope, DraftTree
+from batchserve.draft.mixture import SHARED_AT_ONCE, MixtureDrafter
+from batchserve.draft.mixture_kernels import count_common, initial_weights, make_common
+from batchserve.draft.text_index import BYTES_PER_TOKEN, MIN_CAPACITY
+from batchserve.errors import ConfigError
+from batchserve.sampling import noise
+from tests.factories import examples
+
+PATTERN = [11, 12, 13, 14, 15, 16, 17, 18]
+SCOPE, OTHER = DraftScope("default", "one"), DraftScope("default", "two")
+SMALLEST = MIN_CAPACITY * BYTES_PER_TOKEN
+
+
+def check_tree(tree: DraftTree, query: DraftQuery) -> None:
+    """The contract; path probabilities fall, and children of one node share at most all of its probability."""
+    tree.check(query)
+    given: dict[int, float] = {}
+    last: dict[int, float] = {}
+    for parent, prob in zip(tree.parents, tree.probs, strict=True):
+        assert 0 < prob <= last.get(parent, 1.0) + 1e-12
+        last[parent] = prob
+        given[parent] = given.get(parent, 0.0) + prob
+    for parent, total in given.items():
+        assert total <= (tree.probs[parent] if parent >= 0 else 1.0) + 1e-9
+
+
+def propose(drafter: MixtureDrafter, request_id: str, max_tokens: int = 8, max_depth: int = 8) -> DraftTree:
+    query = DraftQuery(request_id, max_tokens, max_depth)
+    (tree,) = drafter.propose([query])
+    check_tree(tree, query)
+    return tree
+
+
+def first_chain(tree: DraftTree) -> list[int]:
+    chain, node = [], -1
+    while node in tree.parents:
+        node = tree.parents.index(node)
+        chain.append(tree.token_ids[node])
+    return chain
+
+
+def has_path(tree: DraftTree, token_ids: list[int]) -> bool:
+    """Whether the tokens are drafted, each behind the one before."""
+    node = -1
+    for token in token_ids:
+        found = [i for i, p in enumerate(tree.parents) if p == node and tree.token_ids[i] == token]
+        if not found:
+            return False
+        (node,) = found
+    return True
+
+
+def say(drafter: MixtureDrafter, request_id: str, token_ids: list[int]) -> None:
+    drafter.accept(request_id, token_ids)
+    drafter.share(request_id, token_ids)
+
+
+class MixtureMachine(RuleBasedStateMachine):
+    """Requests of several scopes. Every prompt and every scope's answers have tokens that no one else may be shown."""
+
+    SECRETS = 1000
+    TEMPERATURES = (0.0, 1.0)
+    KEYS = (None, SCOPE, OTHER, DraftScope("tenant", "one"))
+
+    @initialize(is_tight=st.booleans())
+    def begin(self, is_tight: bool) -> None:
+        self.options = {"max_scope_bytes": SMALLEST, "max_total_bytes": 2 * SMALLEST} if is_tight else {}
+        self.drafter = MixtureDrafter(**self.options)
+        self.known: dict[str, set[int]] = {}
+        self.keys: dict[str, DraftScope | None] = {}
+        self.unshared: dict[str, list[int]] = {}
+        self.shared: dict[DraftScope, set[int]] = {}
+        self.started = 0
+
+    @rule(
+        public=st.lists(st.integers(0, 5), max_size=12), key=st.sampled_from(KEYS), temperature=st.sampled_from([0, 1])
+    )
+    def start(self, public: list[int], key: DraftScope | None, temperature: float) -> None:
+        self.started += 1
+        request_id, secret = f"r{self.started}", self.SECRETS * self.started
+        prompt = [token for t in public for token in (t, secret + t)] or [secret]
+        reference = [secret + 100, 1, 2, secret + 101]
+        self.drafter.start(DraftRequest(request_id, prompt, [reference], key, "", temperature, 7))
+        self.known[request_id], self.unshared[request_id] = {*prompt, *reference}, []
+        self.keys[request_id] = key
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 5), min_size=1, max_size=40))
+    def accept(self, data: st.DataObject, tokens: list[int]) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.known)))
+        own = self.SECRETS * int(request_id[1:]) + 7
+        tokens = [token for t in tokens for token in ((t, own) if t == 0 else (t,))]
+        self.drafter.accept(request_id, tokens)
+        self.known[request_id] |= set(tokens)
+        self.unshared[request_id] += tokens
+
+    @precondition(lambda self: any(self.unshared.values()))
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(r for r, tokens in self.unshared.items() if tokens)))
+        tokens, self.unshared[request_id] = self.unshared[request_id], []
+        self.drafter.share(request_id, tokens)
+        key = self.keys[request_id]
+        if key is not None:
+            self.shared.setdefault(key, set()).update(tokens)
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), max_tokens=st.integers(0, 40), max_depth=st.integers(0, 8))
+    def propose(self, data: st.DataObject, max_tokens: int, max_depth: int) -> None:
+        wanted = data.draw(st.lists(st.sampled_from(sorted(self.known)), min_size=1, unique=True))
+        queries = [DraftQuery(request_id, max_tokens, max_depth) for request_id in wanted]
+        for query, tree in zip(queries, self.drafter.propose(queries), strict=True):
+            check_tree(tree, query)
+            key = self.keys[query.request_id]
+            allowed = self.known[query.request_id] | (self.shared.get(key, set()) if key is not None else set())
+            assert set(tree.token_ids) <= allowed
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.known)))
+        self.drafter.end(request_id)
+        del self.known[request_id], self.unshared[request_id], self.keys[request_id]
+
+    @rule(key=st.sampled_from(KEYS[1:]))
+    def clear(self, key: DraftScope) -> None:
+        self.drafter.clear_scope(key)
+        self.shared.pop(key, None)
+
+    @precondition(lambda self: not self.known)
+    @rule(folder=st.just("drafts"))
+    def restart(self, folder: str) -> None:
+        path = Path(self._folder) / folder
+        self.drafter.save(path, "tokenizer")
+        self.drafter = MixtureDrafter(**self.options)
+        self.drafter.load(path, "tokenizer")
+
+    _folder = "."
+
+    def teardown(self) -> None:
+        for request_id in getattr(self, "known", {}):
+            self.drafter.end(request_id)
+        if hasattr(self, "drafter"):
+            assert not self.drafter._requests
+            if self.options:
+                assert self.drafter.memory_bytes() <= 2 * SMALLEST + 4 * SMALLEST
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+class TestMixture(MixtureMachine.TestCase):
+    settings = examples(60, stateful_step_count=30)
+
+
+@pytest.fixture
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MixtureMachine, "_folder", str(tmp_path))
+
+
+def test_repeated_text_of_the_prompt_is_found() -> None:
+    drafter = MixtureDrafter()
+    drafter.start(DraftRequest("a", [*PATTERN, 90, 91, 92, *PATTERN[:3]]))
+    assert first_chain(propose(drafter, "a", 5)) == PATTERN[3:8]
+
+
+def test_references_are_drafted_though_the_model_does_not_read_them() -> None:
+    drafter = MixtureDrafter()
+    drafter.start(DraftRequest("a", [1, *PATTERN[:2]], [[5, *PATTERN], [6, 7]]))
+    assert first_chain(propose(drafter, "a", 6))[:6] == PATTERN[2:]
+
+
+def test_an_answer_is_drafted_from_its_own_text_at_once() -> None:
+    drafter = MixtureDrafter()
+    drafter.start(DraftRequest("a", [1]))
+    drafter.accept("a", PATTERN)
+    drafter.accept("a", [50])
+    drafter.accept("a", PATTERN[:2])
+    assert first_chain(propose(drafter, "a", 6)) == PATTERN[2:]
+
+
+def test_outputs_reach_others_of_the_scope_once_they_are_shared_and_nobody_else() -> None:
+    drafter = MixtureDrafter()
+    for request_id, key in (("a", SCOPE), ("b", SCOPE), ("c", OTHER), ("d", None), ("e", DraftScope("x", "one"))):
+        drafter.start(DraftRequest(request_id, [*PATTERN[:2]], scope=key))
+    drafter.accept("a", PATTERN * 5)
+    assert len(propose(drafter, "b")) == 0  # not published: the client may never see these tokens
+    drafter.share("a", PATTERN * 5)
+    for request_id in "bcde":
+        drafter.accept(request_id, PATTERN[:2])
+    assert has_path(propose(drafter, "b", 24), PATTERN[2:])
+    assert [set(propose(drafter, r).token_ids) - set(PATTERN[:2]) for r in "cde"] == [set()] * 3
+    drafter.end("a")
+    assert has_path(propose(drafter, "b", 24), PATTERN[2:])  # shared text outlives its request
+
+
+def test_a_short_answer_is_shared_at_its_end_and_found_from_its_first_token() -> None:
+    drafter = MixtureDrafter()
+    assert len(PATTERN) < SHARED_AT_ONCE
+    drafter.start(DraftRequest("a", [1, 2], scope=SCOPE))
+    say(drafter, "a", PATTERN)
+    drafter.end("a")
+    drafter.start(DraftRequest("b", [3, 4], scope=SCOPE))
+    assert first_chain(propose(drafter, "b", 64))[:2] == PATTERN[:2]  # nothing but the beginning is alike
+
+
+def test_texts_of_two_requests_in_turn_are_each_found_whole() -> None:
+    """Pieces of several answers alternate in the scope; a match may begin in one piece and go on in the next."""
+    drafter, rng = MixtureDrafter(), random.Random(1)
+    texts = {r: [rng.randrange(1000) for _ in range(400)] for r in "ab"}
+    for request_id in "ab":
+        drafter.start(DraftRequest(request_id, [0], scope=SCOPE))
+    for at in range(0, 400, 5):
+        for request_id in "ab":
+            say(drafter, request_id, texts[request_id][at : at + 5])
+    for request_id in "ab":
+        drafter.end(request_id)
+    right = 0
+    for request_id in "ab":
+        drafter.start(DraftRequest("new", [0], scope=SCOPE))
+        for token, following in zip(texts[request_id], texts[request_id][1:], strict=False):
+            drafter.accept("new", [token])
+            right += first_chain(propose(drafter, "new", 4))[:1] == [following]
+        drafter.end("new")
+    assert right > 0.9 * 798
+
+
+def test_the_likelier_of_two_continuations_comes_first_and_both_are_drafted() -> None:
+    drafter = MixtureDrafter()
+    often, seldom = [21, 22, 23], [31, 32, 33]
+    texts = [often, seldom, often, seldom, often]
+    prompt = [*(token for i, text in enumerate(texts) for token in (100 + i, 9, *text)), 200, 9]
+    drafter.start(DraftRequest("a", prompt))
+    tree = propose(drafter, "a", 12)
+    assert tree.token_ids[0] == 21
+    assert 31 in [token for token, parent in zip(tree.token_ids, tree.parents, strict=True) if parent < 0]
+    assert tree.probs[0] > 1.3 * tree.probs[tree.token_ids.index(31)]
+
+
+def test_probabilities_are_calibrated_after_some_learning() -> None:
+    """Where the text follows known chances, the promised number of accepted first tokens is what is accepted."""
+    rng, drafter = random.Random(5), MixtureDrafter()
+    follow = {t: [rng.randrange(40) for _ in range(3)] for t in range(40)}
+    drafter.start(DraftRequest("a", [0], scope=SCOPE))
+    token, promised, accepted, steps = 0, 0.0, 0, 0
+    for step in range(3000):
+        token = follow[token][rng.choices(range(3), (0.7, 0.2, 0.1))[0]]
+        if step >= 1000:
+            tree = propose(drafter, "a", 4, 1)
+            promised += sum(tree.probs)
+            accepted += token in tree.token_ids
+            steps += 1
+        say(drafter, "a", [token])
+    assert accepted > 0.85 * steps
+    assert abs(promised - accepted) < 0.05 * steps
+
+
+def test_the_samplers_noise_is_the_same_here() -> None:
+    tokens = np.arange(0, 5000, 7)
+    for seed, position in ((0, 0), (2**64 - 1, 5), (12345, 4095)):
+        key = mixture_noise.stream_key(np.uint64(seed), position)
+        assert int(key) == noise.stream_key(seed, position)
+        mine = [mixture_noise.gumbel(np.uint64(key), token) for token in tokens]
+        np.testing.assert_allclose(mine, noise.gumbel(int(key), tokens), rtol=1e-12)
+
+
+def test_under_sampling_drafts_follow_the_noise() -> None:
+    """Tokens drawn as the sampler draws them, from a known distribution: the first draft is right more often."""
+
+    def share_right(temperature: float, seed: int) -> float:
+        rng, drafter = np.random.default_rng(3), MixtureDrafter()
+        logits = np.log(rng.dirichlet(np.full(12, 0.5), size=20))
+        drafter.start(DraftRequest("a", [0], temperature=temperature, seed=seed))
+        token, right = 0, 0
+        for position in range(1, 2500):
+            scores = logits[token % 20] + noise.gumbel(noise.stream_key(9, position), np.arange(12))
+            token = int(scores.argmax())
+            if position > 1000:
+                right += propose(drafter, "a", 1, 1).token_ids[:1] == [token]
+            drafter.accept("a", [token])
+        return right / 1499
+
+    plain, with_noise, with_other_noise = share_right(0.0, 9), share_right(1.0, 9), share_right(1.0, 8)
+    assert with_noise > plain + 0.15
+    assert abs(with_other_noise - plain) < 0.05  # it learns that this noise decides nothing
+
+
+def test_common_tokens_are_tracked_in_bounded_memory() -> None:
+    rng, common = random.Random(2), make_common()
+    population = [*([1] * 50), *([2] * 30), *range(100, 2000)]
+    drawn = [rng.choice(population) for _ in range(20_000)]
+    count_common(common, np.array(drawn, np.int32))
+    assert common[0][:2].tolist() == [1, 2]
+    assert common[2][1] == 20_000
+    assert (np.diff(common[1]) <= 0).all()
+
+
+def test_memory_is_bounded_and_the_newest_text_stays() -> None:
+    drafter, rng = MixtureDrafter(max_scope_bytes=SMALLEST, max_total_bytes=4 * SMALLEST), random.Random(0)
+    for i in range(40):
+        key = DraftScope("default", f"scope {i % 7}")
+        drafter.start(DraftRequest("a", [0], scope=key))
+        say(drafter, "a", [rng.randrange(500) for _ in range(900)] + PATTERN)
+        drafter.end("a")
+        assert drafter.memory_bytes() <= 4 * SMALLEST
+    drafter.start(DraftRequest("b", PATTERN[:2], scope=key))
+    drafter.accept("b", PATTERN[:2])
+    assert has_path(propose(drafter, "b", 64), PATTERN[2:4])
+
+
+def test_clearing_a_scope_takes_effect_for_requests_in_flight() -> None:
+    drafter = MixtureDrafter()
+    for request_id in "ab":
+        drafter.start(DraftRequest(request_id, [1], scope=SCOPE))
+    say(drafter, "a", [*PATTERN * 5, 900])
+    say(drafter, "a", [901, 902])  # waits to be written
+    drafter.clear_scope(SCOPE)
+    drafter.clear_scope(OTHER)
+    drafter.accept("b", PATTERN[:2])
+    assert set(propose(drafter, "b", 64).token_ids) <= set(PATTERN[:2])
+    drafter.end("a")
+    drafter.accept("b", [901])
+    assert 902 not in propose(drafter, "b", 64).token_ids
+    say(drafter, "b", [7] * 40)
+    drafter.end("b")
+    assert drafter.memory_bytes() > 0  # what is said after the clearing is kept
+
+
+@pytest.mark.parametrize("name", ["max_scope_bytes", "max_total_bytes"])
+def test_bounds_too_small_for_anything_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} = 5: must be at least"):
+        MixtureDrafter(**{name: 5})  # type: ignore[arg-type]
+
+
+def warmed() -> MixtureDrafter:
+    drafter = MixtureDrafter()
+    for key in (SCOPE, OTHER):
+        drafter.start(DraftRequest("a", [1], scope=key))
+        say(drafter, "a", [*PATTERN * 5, 70 if key is SCOPE else 80])
+        drafter.end("a")
+    return drafter
+
+
+def test_a_saved_drafter_drafts_the_same(tmp_path: Path) -> None:
+    before, after = warmed(), MixtureDrafter()
+    before.save(tmp_path / "drafts", "fingerprint")
+    after.load(tmp_path / "drafts", "fingerprint")
+    assert [path.name for path in tmp_path.iterdir()] == ["drafts"]
+    for key, mine, others in ((SCOPE, 70, 80), (OTHER, 80, 70)):
+        trees = []
+        for drafter in (before, after):
+            drafter.start(DraftRequest("b", [3], scope=key))
+            drafter.accept("b", PATTERN)
+            trees.append(propose(drafter, "b", 32))
+            drafter.end("b")
+        assert trees[0] == trees[1]
+        assert mine in trees[1].token_ids
+        assert others not in trees[1].token_ids
+
+
+def _rewrite(path: Path, **changes: Any) -> None:
+    """Save the same file with other arrays, or other entries of its header."""
+    with np.load(path) as arrays:
+        content = dict(arrays)
+    header = json.loads(content["header"].tobytes())
+    content.update({name: value for name, value in changes.items() if name in content})
+    header.update({name: value for name, value in changes.items() if name not in content})
+    content["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    with path.open("wb") as file:
+        np.savez(file, **content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-200]), "damaged"),
+        (lambda path: path.write_bytes(b"no archive at all"), "damaged"),
+        (lambda path: path.write_bytes(b""), "damaged"),
+        (lambda path: path.write_bytes(pickle.dumps({"a": 1})), "damaged"),
+        (lambda path: _rewrite(path, text0=np.array([{}])), "damaged"),
+        (lambda path: path.unlink(), "cannot be read"),
+        (lambda path: _rewrite(path, fingerprint="another"), "another tokenizer"),
+        (lambda path: _rewrite(path, version=2), "version 2"),
+        (lambda path: _rewrite(path, scopes=[["default", "one"]] * 5), "damaged"),
+        (lambda path: _rewrite(path, text0=np.array([1, -7], np.int32)), "damaged"),
+        (lambda path: _rewrite(path, text0=np.array([1.5])), "damaged"),
+        (lambda path: _rewrite(path, weights0=np.full(initial_weights().shape, np.nan)), "damaged"),
+        (lambda path: _rewrite(path, weights0=np.zeros(3)), "damaged"),
+        (lambda path: _rewrite(path, seen0=np.zeros(3, np.int64)), "damaged"),
+    ],
+)
+def test_files_that_are_not_ours_are_refused_by_name(tmp_path: Path, damage: Any, reason: str) -> None:
+    path = tmp_path / "drafts"
+    warmed().save(path, "fingerprint")
+    damage(path)
+    with pytest.raises(ConfigError, match=f"draft_cache = .*drafts.*{reason}"):
+        MixtureDrafter().load(path, "fingerprint")
+
+
+def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "drafts"
+    warmed().save(path, "fingerprint")
+    whole = bytearray(path.read_bytes())
+    at = whole.index(np.array(PATTERN, np.int32).tobytes())
+    whole[at] ^= 1
+    path.write_bytes(whole)
+    with pytest.raises(ConfigError, match="damaged"):
+        MixtureDrafter().load(path, "fingerprint")
