@@ -1,20 +1,21 @@
 """How lossless the default level is, and what `batch_invariant` costs.
 
-    python -m benchmarks.lossless [--prompts 600] [--rounds 5]
+    python -m benchmarks.lossless [--prompts 600] [--rounds 5] [--parts count price]
 
-Speculation on (16 requests at once, trie drafts) against off (4 at once) on the bundled model's own tasks, greedy and
-sampled, in fp32 and bf16. A request is compared up to its first difference; there the plain transformers forward says
+Speculation on (16 requests at once) against off (4 at once) on the bundled model's own tasks, greedy and sampled, in
+fp32 and bf16. A request is compared up to its first difference; there the plain transformers forward says
 whether the token is a near-tie (batchserve/sampling/near_tie.py) or wrong. Under `batch_invariant` there must be none.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import time
 from typing import Any
 
-from benchmarks.common import chat_prompts, spread, write_results
+from benchmarks.common import RESULTS, chat_prompts, spread, write_results
 
 import torch  # isort: skip
 from transformers import AutoModelForCausalLM  # isort: skip
@@ -106,23 +107,33 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=600)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--parts", nargs="+", choices=("count", "price"), default=["count", "price"])
     args = parser.parse_args()
     prompts = chat_prompts(args.prompts, seed=99)
-    results: dict[str, Any] = {}
     for dtype in args.dtypes:
-        results[dtype] = {}
-        for invariant in (False, True):
-            off_engine, on_engine = (engine(dtype, seqs, invariant=invariant) for seqs in (4, 16))
-            for mode in MODES:
-                params = parameters(mode, len(prompts))
-                off = generate(off_engine, prompts, params, on=False)
-                on = generate(on_engine, prompts, params, on=True)
-                level = "batch_invariant" if invariant else "default"
-                results[dtype].setdefault(level, {})[mode] = compare(on_engine, on, off, params)
-                print(dtype, level, mode, results[dtype][level][mode], flush=True)
-        results[dtype]["batch_invariant_over_default_tokens_per_s"] = price(dtype, prompts[:64], args.rounds)
-        print(dtype, "price", results[dtype]["batch_invariant_over_default_tokens_per_s"], flush=True)
-        write_results(f"lossless_{dtype}", {"prompts": args.prompts, **results[dtype]})
+        path = RESULTS / f"lossless_{dtype}.json"
+        result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        if "count" in args.parts:
+            result = {**result, "prompts": args.prompts, **count(dtype, prompts)}
+        if "price" in args.parts:
+            result["batch_invariant_over_default_tokens_per_s"] = price(dtype, prompts[:64], args.rounds)
+            print(dtype, "price", result["batch_invariant_over_default_tokens_per_s"], flush=True)
+        write_results(path.stem, {name: value for name, value in result.items() if name != "environment"})
+
+
+def count(dtype: str, prompts: list[str]) -> dict[str, Any]:
+    """Near-ties and wrong tokens by level and kind of sampling."""
+    result: dict[str, Any] = {}
+    for level in ("default", "batch_invariant"):
+        off_engine, on_engine = (engine(dtype, seqs, invariant=level == "batch_invariant") for seqs in (4, 16))
+        result[level] = {}
+        for mode in MODES:
+            params = parameters(mode, len(prompts))
+            off = generate(off_engine, prompts, params, on=False)
+            on = generate(on_engine, prompts, params, on=True)
+            result[level][mode] = compare(on_engine, on, off, params)
+            print(dtype, level, mode, result[level][mode], flush=True)
+    return result
 
 
 if __name__ == "__main__":

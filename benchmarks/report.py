@@ -1,4 +1,4 @@
-"""Puts the tables of benchmarks/results/*.json into README.md and docs/performance.md: `python -m benchmarks.report`.
+"""Puts the tables of benchmarks/results/*.json into README.md and docs/: `python -m benchmarks.report`.
 
 A table stands between `<!-- NAME -->` and `<!-- /NAME -->`; what is between is replaced. So no figure in the docs was
 typed by hand.
@@ -6,25 +6,15 @@ typed by hand.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
+
+from benchmarks import report_drafting
+from benchmarks.report_drafting import read, table
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 DTYPES = ("float32", "bfloat16")
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-def read(name: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    return loaded
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "drafting.md")
 
 
 def middle(cell: dict[str, float], digits: int = 0) -> str:
@@ -128,6 +118,7 @@ TABLES = {
     "lossless": lossless_table,
     "price": price_table,
     "attention": attention_table,
+    **report_drafting.TABLES,
 }
 
 

@@ -17,10 +17,10 @@ import numpy as np
 
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
 from batchserve.draft.mixture_growth import compile_kernels as compile_kernels
-from batchserve.draft.mixture_growth import grow, make_nodes, make_tree
-from batchserve.draft.mixture_kernels import accept_tokens, count_common, initial_weights, make_common, make_scratch
+from batchserve.draft.mixture_growth import grow
+from batchserve.draft.mixture_kernels import accept_tokens, count_common, initial_weights, make_common
 from batchserve.draft.mixture_noise import noise_bin_of
-from batchserve.draft.text_index import BYTES_PER_TOKEN, MAX_MATCH, MIN_CAPACITY, START, TextIndex
+from batchserve.draft.text_index import BYTES_PER_TOKEN, MIN_CAPACITY, START, TextIndex
 from batchserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,13 +94,6 @@ class MixtureDrafter(Drafter):
         self._max_total_bytes = max_total_bytes
         self._requests: dict[str, _RequestState] = {}
         self._scopes: dict[DraftScope, _Scope] = {}  # the one that was used last comes last
-        self._recent = np.zeros((2, MAX_MATCH), np.int32)
-        self._scratch = make_scratch()
-        self._size_for(16)
-
-    def _size_for(self, max_tokens: int) -> None:
-        self._most = max_tokens
-        self._nodes, self._tree = make_nodes(max_tokens), make_tree(max_tokens)
 
     def start(self, request: DraftRequest) -> None:
         if request.request_id in self._requests:
@@ -138,8 +131,7 @@ class MixtureDrafter(Drafter):
         depth = min(query.max_depth, self._branch_length)
         if query.max_tokens < 1 or depth < 1:
             return DraftTree()
-        if query.max_tokens > self._most:
-            self._size_for(query.max_tokens)
+        links, probs = np.empty((3, query.max_tokens), np.int64), np.empty(query.max_tokens)
         count = grow(
             state.own.source,
             state.scope.index.source,
@@ -149,13 +141,11 @@ class MixtureDrafter(Drafter):
             query.max_tokens,
             depth,
             state.scope.experience.weights,
-            self._recent,
-            self._scratch,
-            self._nodes,
-            self._tree,
+            links,
+            probs,
         )
-        token_ids, parents, probs, _ = self._tree
-        return DraftTree(token_ids[:count].tolist(), parents[:count].tolist(), probs[:count].tolist())
+        token_ids, parents, _ = links[:, :count].tolist()
+        return DraftTree(token_ids, parents, probs[:count].tolist())
 
     def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
         state = self._requests[request_id]
@@ -170,8 +160,6 @@ class MixtureDrafter(Drafter):
             (state.noise_bin, state.seed, state.next_position),
             experience.weights,
             experience.seen,
-            self._recent,
-            self._scratch,
         )
         state.num_output += len(token_ids)
         state.next_position += len(token_ids)

@@ -118,17 +118,35 @@ def _expand_node(sources, here, above, token, visits, weights, cut, nodes, scrat
 
 
 @njit(cache=True, nogil=True)
-def grow(own, scope, common, num_output, noise, max_tokens, max_depth, weights, recent, scratch, nodes, tree):  # type: ignore[no-untyped-def]
-    """Grow one tree best-first; returns its number of nodes. tree: (token_ids, parents, probs, depths) [max_tokens].
+def _make_nodes(max_tokens):  # type: ignore[no-untyped-def]
+    """Occurrences and path of every node of one tree, the root's first, and the frontier."""
+    shape = (max_tokens + 1, 2, MAX_OCCURRENCES)
+    frontier = (np.empty(max_tokens + 1), np.empty(max_tokens + 1, np.int64), np.empty(max_tokens + 1, np.int64))
+    return (
+        np.empty(shape, np.int32),
+        np.empty(shape, np.int32),
+        np.empty(shape, np.int32),
+        np.empty((max_tokens + 1, 2), np.int64),
+        np.empty((max_tokens + 1, 2, PATH), np.int32),
+        frontier,
+    )
+
+
+@njit(cache=True, nogil=True)
+def grow(own, scope, common, num_output, noise, max_tokens, max_depth, weights, links, tree_probs):  # type: ignore[no-untyped-def]
+    """Grow one tree best-first into links [3, max_tokens] (token ids, parents, depths) and tree_probs [max_tokens].
+
+    Returns its number of nodes.
 
     noise: see mixture_noise.py.
     """
     noise_bin, seed, position = noise
     is_noisy = noise_bin >= 0
+    recent, scratch, nodes = np.empty((2, MAX_MATCH), np.int32), make_scratch(), _make_nodes(max_tokens)
     _, _, _, _, _, state, experts, table, _ = scratch
     tokens, probs, _, _, size = table
     sources, frontier = (own, scope), nodes[5]
-    tree_tokens, tree_parents, tree_probs, tree_depths = tree
+    tree_tokens, tree_parents, tree_depths = links[0], links[1], links[2]
     visits = min(MOST_VISITS, max(FEWEST_VISITS, 4 * max_tokens))
     node_visits = visits // 4
     count, num_waiting, node, path_prob, depth = 0, 0, -1, 1.0, 0
@@ -170,38 +188,13 @@ def grow(own, scope, common, num_output, noise, max_tokens, max_depth, weights, 
             return count
 
 
-def make_nodes(max_tokens: int) -> tuple[object, ...]:
-    """Occurrences and path of every node of one tree, the root's first, and the frontier."""
-    shape = (max_tokens + 1, 2, MAX_OCCURRENCES)
-    frontier = (np.zeros(max_tokens + 1), np.zeros(max_tokens + 1, np.int64), np.zeros(max_tokens + 1, np.int64))
-    return (
-        np.zeros(shape, np.int32),
-        np.zeros(shape, np.int32),
-        np.zeros(shape, np.int32),
-        np.zeros((max_tokens + 1, 2), np.int64),
-        np.zeros((max_tokens + 1, 2, PATH), np.int32),
-        frontier,
-    )
-
-
-def make_tree(max_tokens: int) -> tuple[np.ndarray, ...]:
-    return (
-        np.zeros(max_tokens, np.int64),
-        np.zeros(max_tokens, np.int64),
-        np.zeros(max_tokens),
-        np.zeros(max_tokens, np.int64),
-    )
-
-
 def compile_kernels() -> None:
     """Compile, or load from the cache on disk, everything that a drafter calls."""
     tokens = np.array([1, 2, 1, 2, 1], np.int32)
     index = TextIndex(8)
     index.append(tokens)
-    source, common, recent = index.source, make_common(), np.zeros((2, MAX_MATCH), np.int32)
-    weights, scratch = initial_weights(), make_scratch()
-    seen = np.zeros(weights.shape, np.int64)
+    source, common, weights = index.source, make_common(), initial_weights()
     noise = (noise_bin_of(1.0, len(weights)), np.uint64(0), 5)
-    accept_tokens(source, source, common, tokens[:1], 0, noise, weights, seen, recent, scratch)
+    accept_tokens(source, source, common, tokens[:1], 0, noise, weights, np.zeros(weights.shape, np.int64))
     count_common(common, tokens)
-    grow(source, source, common, 1, noise, 2, 2, weights, recent, scratch, make_nodes(2), make_tree(2))
+    grow(source, source, common, 1, noise, 2, 2, weights, np.zeros((3, 2), np.int64), np.zeros(2))

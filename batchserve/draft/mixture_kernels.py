@@ -266,9 +266,10 @@ def read_recent(own, num_output, recent):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def accept_tokens(own, scope, common, token_ids, num_output, noise, weights, seen, recent, scratch):  # type: ignore[no-untyped-def]
+def accept_tokens(own, scope, common, token_ids, num_output, noise, weights, seen):  # type: ignore[no-untyped-def]
     """Learn from token_ids (int32), and append them to the own text, whose last num_output tokens are the answer."""
     noise_bin, seed, position = noise
+    recent, scratch = np.empty((2, MAX_MATCH), np.int32), make_scratch()
     for i in range(token_ids.shape[0]):
         read_recent(own, num_output + i, recent)
         _learn((own, scope), common, recent, token_ids[i], weights, seen, scratch)
@@ -339,34 +340,35 @@ def initial_weights() -> np.ndarray:
     return flat
 
 
-def make_scratch() -> tuple[object, ...]:
-    """Work memory of one thread's calls."""
+@njit(cache=True, nogil=True)
+def make_scratch():  # type: ignore[no-untyped-def]
+    """Work memory. Made anew in every call: that is cheaper than taking so many arrays across from Python."""
     shape = (2, MAX_OCCURRENCES)
     experts = (
         np.zeros(1, np.int64),
         np.zeros(1),
-        np.zeros((MAX_EXPERTS, 2), np.int64),
-        np.zeros(MAX_EXPERTS),
-        np.zeros(MAX_EXPERTS, np.int64),
-        np.zeros(MAX_EXPERTS),
+        np.empty((MAX_EXPERTS, 2), np.int64),
+        np.empty(MAX_EXPERTS),
+        np.empty(MAX_EXPERTS, np.int64),
+        np.empty(MAX_EXPERTS),
     )
     table = (
-        np.zeros(MAX_FOLLOWERS, np.int32),
-        np.zeros(MAX_FOLLOWERS),
-        np.full(2 * MAX_FOLLOWERS, -1, np.int32),
-        np.zeros(MAX_FOLLOWERS, np.int32),
+        np.empty(MAX_FOLLOWERS, np.int32),
+        np.empty(MAX_FOLLOWERS),
+        np.full(2 * MAX_FOLLOWERS, np.int32(-1), np.int32),
+        np.empty(MAX_FOLLOWERS, np.int32),
         np.zeros(1, np.int64),
     )
     return (
-        np.zeros(shape, np.int32),
-        np.zeros(shape, np.int32),
-        np.zeros(shape, np.int32),
+        np.empty(shape, np.int32),
+        np.empty(shape, np.int32),
+        np.empty(shape, np.int32),
         np.zeros(2, np.int64),
-        np.zeros(shape, np.int32),
+        np.empty(shape, np.int32),
         np.zeros((2, 6), np.int64),
         experts,
         table,
-        np.zeros(MAX_EXPERTS),
+        np.empty(MAX_EXPERTS),
     )
 
 

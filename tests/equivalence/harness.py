@@ -28,6 +28,7 @@ class Job:
     params: SamplingParams
     arrival: int = 0
     leave: int | None = None
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
 
 
 @dataclass
@@ -64,9 +65,9 @@ def random_jobs(
     return jobs
 
 
-def build(model: Path, drafter: Drafter | None = None, **options: object) -> BuiltEngine:
-    config = EngineConfig(model=str(model), **{"dtype": "float32", "drafter": "trie", **options})  # type: ignore[arg-type]
-    return build_engine(config, drafter=drafter)
+def build(model: Path, test_drafter: Drafter | None = None, **options: object) -> BuiltEngine:
+    config = EngineConfig(model=str(model), **{"dtype": "float32", "drafter": "mixture", **options})  # type: ignore[arg-type]
+    return build_engine(config, drafter=test_drafter)
 
 
 def run(engine: BuiltEngine, jobs: list[Job], coverage: Coverage, *, speculate: bool = True) -> dict[int, Answer]:
@@ -88,8 +89,9 @@ def run(engine: BuiltEngine, jobs: list[Job], coverage: Coverage, *, speculate: 
         while core.has_work or len(requests) < len(jobs):
             for i, job in enumerate(jobs):
                 if job.arrival <= step and i not in requests:
+                    speculation = job.speculation if speculate else SpeculationParams(is_enabled=False)
                     requests[i] = engine.processor.make_request(
-                        str(i), engine.processor.tokenize(job.prompt), job.params, SpeculationParams(speculate), 0.0
+                        str(i), engine.processor.tokenize(job.prompt), job.params, speculation, 0.0
                     )
                     core.add(requests[i])
                 if job.leave is not None and job.leave == step and i in requests:
