@@ -62,6 +62,35 @@ def engine_table() -> str:
     return table(head, rows)
 
 
+def cost_table() -> str:
+    rows = [
+        [
+            name,
+            f"{found['cost']['propose_16x16_ms_median']:.2f}",
+            f"{found['cost']['update_us_median']:.1f}",
+            f"{found['cost']['prompt_s'] * 1e3:.0f}",
+        ]
+        for name, found in read("draft_cost").items()
+        if name != "environment"
+    ]
+    return table(["drafter", "16 requests x 16 nodes, ms", "update, us a token", "100,000-token prompt, ms"], rows)
+
+
+def stream_table() -> str:
+    rows = [
+        [
+            name,
+            f"{run['scope_mib']} MiB",
+            f"{run['most_bytes'] / 2**20:.1f} MiB",
+            f"{run['acceptance_length_of_the_last_tenth']:.3f}",
+        ]
+        for name, found in read("draft_cost").items()
+        if name != "environment"
+        for run in found["stream"]
+    ]
+    return table(["drafter", "bound", "most that was used", "acceptance length"], rows)
+
+
 def noise_table() -> str:
     rows = [
         [temperature, f"{cell['without_noise']:.3f}", f"{cell['with_noise']:.3f}"]
@@ -119,6 +148,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "replay cold": lambda: replay_table("cold"),
     "replay warm": lambda: replay_table("warm"),
     "drafters": engine_table,
+    "draft cost": cost_table,
+    "draft stream": stream_table,
     "noise": noise_table,
     "jacobi settings": lambda: jacobi_table("table_3"),
     "jacobi rows": lambda: jacobi_table("figure_4"),
