@@ -116,7 +116,10 @@ def jacobi_table(name: str) -> str:
 def _paired(path: str, key: Callable[[dict[str, Any]], str], head: str) -> str:
     """Acceptance lengths of the trie on both ablated sets, side by side."""
     columns = [{key(r): r for r in read(f"ablation/trie_{name}")[path]} for name in ABLATED]
-    rows = [[label, *(f"{c[label]['acceptance_length']:.2f}" for c in columns)] for label in columns[0]]
+    labels = list(dict.fromkeys(label for column in columns for label in column))
+    rows = [
+        [label, *(f"{c[label]['acceptance_length']:.2f}" if label in c else "-" for c in columns)] for label in labels
+    ]
     return table([head, *ABLATED], rows)
 
 
