@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from abc import abstractmethod
 from collections.abc import Sequence
 
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree
@@ -37,8 +38,9 @@ class ScriptedDrafter(Drafter):
     def propose(self, queries: Sequence[DraftQuery]) -> list[DraftTree]:
         return [self.tree(query) for query in queries]
 
+    @abstractmethod
     def tree(self, query: DraftQuery) -> DraftTree:
-        raise NotImplementedError
+        """The proposal for one request."""
 
     def truth(self, request_id: str) -> list[int]:
         """The tokens that are still to come, where known."""

@@ -280,6 +280,7 @@ def test_under_any_budget_and_with_dropped_trees(
 ) -> None:
     rng = random.Random(seed)
     run = session(model, [rng.randrange(24) for _ in range(rng.randint(1, 12))], window, ngram, guesses)
+    num_prompt = len(run.paper.text)
     for _ in range(25):
         depth = rng.choice([1, 2, ngram, WIDE])
         bounds = {
@@ -292,6 +293,10 @@ def test_under_any_budget_and_with_dropped_trees(
             given = [model(run.paper.text)]
             run.drafter.accept("a", given)
             run.paper.accept(given)
+    plain = run.paper.text[:num_prompt]
+    while len(plain) < len(run.paper.text):
+        plain.append(model(plain))
+    assert run.paper.text == plain, "the answer is what step-by-step decoding gives"
 
 
 def test_requests_know_nothing_of_each_other() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
 from batchserve.draft import mixture_noise
 from batchserve.draft.base import DraftQuery, DraftRequest, DraftScope, DraftTree
@@ -20,21 +20,19 @@ from batchserve.draft.mixture_kernels import count_common, initial_weights, make
 from batchserve.draft.text_index import BYTES_PER_TOKEN, MIN_CAPACITY
 from batchserve.errors import ConfigError
 from batchserve.sampling import noise
+from tests.draft.scope_machine import OTHER_SCOPES, SCOPE, ScopeMachine, check_tree, first_chain, say
 from tests.factories import examples
 
 PATTERN = [11, 12, 13, 14, 15, 16, 17, 18]
-SCOPE, OTHER = DraftScope("default", "one"), DraftScope("default", "two")
+OTHER = OTHER_SCOPES[0]
 SMALLEST = MIN_CAPACITY * BYTES_PER_TOKEN
 
 
-def check_tree(tree: DraftTree, query: DraftQuery) -> None:
-    """The contract; path probabilities fall, and children of one node share at most all of its probability."""
-    tree.check(query)
+def check_mixture(tree: DraftTree, query: DraftQuery) -> None:
+    """What every tree owes, and that children of one node share at most all of its probability."""
+    check_tree(tree, query)
     given: dict[int, float] = {}
-    last: dict[int, float] = {}
     for parent, prob in zip(tree.parents, tree.probs, strict=True):
-        assert 0 < prob <= last.get(parent, 1.0) + 1e-12
-        last[parent] = prob
         given[parent] = given.get(parent, 0.0) + prob
     for parent, total in given.items():
         assert total <= (tree.probs[parent] if parent >= 0 else 1.0) + 1e-9
@@ -43,16 +41,8 @@ def check_tree(tree: DraftTree, query: DraftQuery) -> None:
 def propose(drafter: MixtureDrafter, request_id: str, max_tokens: int = 8, max_depth: int = 8) -> DraftTree:
     query = DraftQuery(request_id, max_tokens, max_depth)
     (tree,) = drafter.propose([query])
-    check_tree(tree, query)
+    check_mixture(tree, query)
     return tree
-
-
-def first_chain(tree: DraftTree) -> list[int]:
-    chain, node = [], -1
-    while node in tree.parents:
-        node = tree.parents.index(node)
-        chain.append(tree.token_ids[node])
-    return chain
 
 
 def has_path(tree: DraftTree, token_ids: list[int]) -> bool:
@@ -66,100 +56,31 @@ def has_path(tree: DraftTree, token_ids: list[int]) -> bool:
     return True
 
 
-def say(drafter: MixtureDrafter, request_id: str, token_ids: list[int]) -> None:
-    drafter.accept(request_id, token_ids)
-    drafter.share(request_id, token_ids)
+class MixtureMachine(ScopeMachine):
+    """With tight bounds and the default ones; and what is saved and loaded is the same."""
 
-
-class MixtureMachine(RuleBasedStateMachine):
-    """Requests of several scopes. Every prompt and every scope's answers have tokens that no one else may be shown."""
-
-    SECRETS = 1000
-    TEMPERATURES = (0.0, 1.0)
-    KEYS = (None, SCOPE, OTHER, DraftScope("tenant", "one"))
+    folder = "."
 
     @initialize(is_tight=st.booleans())
     def begin(self, is_tight: bool) -> None:
         self.options = {"max_scope_bytes": SMALLEST, "max_total_bytes": 2 * SMALLEST} if is_tight else {}
         self.drafter = MixtureDrafter(**self.options)
-        self.known: dict[str, set[int]] = {}
-        self.keys: dict[str, DraftScope | None] = {}
-        self.unshared: dict[str, list[int]] = {}
-        self.shared: dict[DraftScope, set[int]] = {}
-        self.started = 0
 
-    @rule(
-        public=st.lists(st.integers(0, 5), max_size=12), key=st.sampled_from(KEYS), temperature=st.sampled_from([0, 1])
-    )
-    def start(self, public: list[int], key: DraftScope | None, temperature: float) -> None:
-        self.started += 1
-        request_id, secret = f"r{self.started}", self.SECRETS * self.started
-        prompt = [token for t in public for token in (t, secret + t)] or [secret]
-        reference = [secret + 100, 1, 2, secret + 101]
-        self.drafter.start(DraftRequest(request_id, prompt, [reference], key, "", temperature, 7))
-        self.known[request_id], self.unshared[request_id] = {*prompt, *reference}, []
-        self.keys[request_id] = key
-
-    @precondition(lambda self: self.known)
-    @rule(data=st.data(), tokens=st.lists(st.integers(0, 5), min_size=1, max_size=40))
-    def accept(self, data: st.DataObject, tokens: list[int]) -> None:
-        request_id = data.draw(st.sampled_from(sorted(self.known)))
-        own = self.SECRETS * int(request_id[1:]) + 7
-        tokens = [token for t in tokens for token in ((t, own) if t == 0 else (t,))]
-        self.drafter.accept(request_id, tokens)
-        self.known[request_id] |= set(tokens)
-        self.unshared[request_id] += tokens
-
-    @precondition(lambda self: any(self.unshared.values()))
-    @rule(data=st.data())
-    def share(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.sampled_from(sorted(r for r, tokens in self.unshared.items() if tokens)))
-        tokens, self.unshared[request_id] = self.unshared[request_id], []
-        self.drafter.share(request_id, tokens)
-        key = self.keys[request_id]
-        if key is not None:
-            self.shared.setdefault(key, set()).update(tokens)
-
-    @precondition(lambda self: self.known)
-    @rule(data=st.data(), max_tokens=st.integers(0, 40), max_depth=st.integers(0, 8))
-    def propose(self, data: st.DataObject, max_tokens: int, max_depth: int) -> None:
-        wanted = data.draw(st.lists(st.sampled_from(sorted(self.known)), min_size=1, unique=True))
-        queries = [DraftQuery(request_id, max_tokens, max_depth) for request_id in wanted]
-        for query, tree in zip(queries, self.drafter.propose(queries), strict=True):
-            check_tree(tree, query)
-            key = self.keys[query.request_id]
-            allowed = self.known[query.request_id] | (self.shared.get(key, set()) if key is not None else set())
-            assert set(tree.token_ids) <= allowed
-
-    @precondition(lambda self: self.known)
-    @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.sampled_from(sorted(self.known)))
-        self.drafter.end(request_id)
-        del self.known[request_id], self.unshared[request_id], self.keys[request_id]
-
-    @rule(key=st.sampled_from(KEYS[1:]))
-    def clear(self, key: DraftScope) -> None:
-        self.drafter.clear_scope(key)
-        self.shared.pop(key, None)
+    def check_tree(self, tree: DraftTree, query: DraftQuery) -> None:
+        check_mixture(tree, query)
 
     @precondition(lambda self: not self.known)
-    @rule(folder=st.just("drafts"))
-    def restart(self, folder: str) -> None:
-        path = Path(self._folder) / folder
+    @rule()
+    def restart(self) -> None:
+        path = Path(self.folder) / "drafts"
         self.drafter.save(path, "tokenizer")
         self.drafter = MixtureDrafter(**self.options)
         self.drafter.load(path, "tokenizer")
 
-    _folder = "."
-
     def teardown(self) -> None:
-        for request_id in getattr(self, "known", {}):
-            self.drafter.end(request_id)
-        if hasattr(self, "drafter"):
-            assert not self.drafter._requests
-            if self.options:
-                assert self.drafter.memory_bytes() <= 2 * SMALLEST + 4 * SMALLEST
+        super().teardown()
+        if getattr(self, "options", {}):  # with nobody running, only the bounded scopes are left
+            assert self.drafter.memory_bytes() <= 2 * SMALLEST + len(self.SCOPES) * SMALLEST
 
 
 @pytest.mark.usefixtures("in_tmp_path")
@@ -169,7 +90,7 @@ class TestMixture(MixtureMachine.TestCase):
 
 @pytest.fixture
 def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MixtureMachine, "_folder", str(tmp_path))
+    monkeypatch.setattr(MixtureMachine, "folder", str(tmp_path))
 
 
 def test_repeated_text_of_the_prompt_is_found() -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import initialize
 
 from batchserve.draft import reference, reference_kernels
 from batchserve.draft.answer_cache import OVERHEAD_BYTES, AnswerCache
@@ -15,6 +16,7 @@ from batchserve.draft.base import DraftQuery, DraftRequest, DraftScope
 from batchserve.draft.reference import ReferenceDrafter
 from batchserve.draft.reference_kernels import MAX_OCCURRENCES, READ_ON
 from batchserve.errors import ConfigError
+from tests.draft.scope_machine import ScopeMachine
 from tests.factories import examples
 
 SCOPE, OTHER = DraftScope("tenant", "one"), DraftScope("tenant", "two")
@@ -394,3 +396,15 @@ def test_kernels_are_compiled_once_for_all_calls() -> None:
     drafter.accept("a", [1, 2])
     assert copied(drafter) == [3]
     assert len(reference_kernels.find_copy.signatures) == before
+
+
+class ReferenceMachine(ScopeMachine):
+    """Copies, and cached answers to similar prompts, under a cache that holds anything from one answer to all."""
+
+    @initialize(max_answers=st.sampled_from([1, 3, 256]))
+    def begin(self, max_answers: int) -> None:
+        self.drafter = ReferenceDrafter(max_answers=max_answers)
+
+
+TestReferenceScopes = ReferenceMachine.TestCase
+TestReferenceScopes.settings = examples(60, stateful_step_count=30)

@@ -7,45 +7,23 @@ from typing import Any
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant
 
 from batchserve.draft.base import DraftQuery, DraftRequest, DraftScope, DraftTree
 from batchserve.draft.trie import ROW_BYTES, SCOPE_BYTES, TrieDrafter
 from batchserve.errors import ConfigError
+from tests.draft.scope_machine import OTHER_SCOPES, SCOPE, ScopeMachine, check_tree, first_chain, say
 from tests.draft.test_trie_kernels import check_trie
 from tests.factories import examples
 
 PATTERN = [11, 12, 13, 14, 15, 16, 17, 18]
-SCOPE = DraftScope("tenant", "scope")
-OTHER_SCOPES = [DraftScope("tenant", "other"), DraftScope("neighbour", "scope")]
 
 
 def propose(drafter: TrieDrafter, request_id: str, max_tokens: int = 8, max_depth: int = 8) -> DraftTree:
-    (tree,) = drafter.propose([DraftQuery(request_id, max_tokens, max_depth)])
-    check_tree(tree, max_tokens, max_depth)
+    query = DraftQuery(request_id, max_tokens, max_depth)
+    (tree,) = drafter.propose([query])
+    check_tree(tree, query)
     return tree
-
-
-def check_tree(tree: DraftTree, max_tokens: int, max_depth: int) -> None:
-    """The contract, and what design.md adds: path probabilities fall, the likeliest sibling is first."""
-    tree.check(DraftQuery("", max_tokens, max_depth))
-    assert len(tree.probs) == len(tree)
-    last_sibling: dict[int, float] = {}
-    for parent, prob in zip(tree.parents, tree.probs, strict=True):
-        assert 0 < prob <= (tree.probs[parent] if parent >= 0 else 1) + 1e-9
-        assert prob <= last_sibling.get(parent, 1.0) + 1e-9
-        last_sibling[parent] = prob
-    roots = [prob for parent, prob in zip(tree.parents, tree.probs, strict=True) if parent < 0]
-    assert sum(roots) <= 1 + 1e-9
-
-
-def first_chain(tree: DraftTree) -> list[int]:
-    """The likeliest path: first children all the way."""
-    chain, node = [], -1
-    while node in tree.parents:
-        node = tree.parents.index(node)
-        chain.append(tree.token_ids[node])
-    return chain
 
 
 def roots(tree: DraftTree) -> list[int]:
@@ -63,11 +41,6 @@ def begin(drafter: TrieDrafter, request_id: str, prompt: list[int], scope: Draft
     drafter.start(DraftRequest(request_id, prompt, scope=scope))
 
 
-def say(drafter: TrieDrafter, request_id: str, token_ids: list[int]) -> None:
-    drafter.accept(request_id, token_ids)
-    drafter.share(request_id, token_ids)
-
-
 def teach(drafter: TrieDrafter, answers: list[list[int]], scope: DraftScope = SCOPE) -> None:
     """Answers of requests that have come and gone."""
     for i, answer in enumerate(answers):
@@ -76,11 +49,8 @@ def teach(drafter: TrieDrafter, answers: list[list[int]], scope: DraftScope = SC
         drafter.end(f"taught {i}")
 
 
-class TrieMachine(RuleBasedStateMachine):
-    """Requests of several scopes at once; each has prompt tokens of its own, and tokens that only its scope may see."""
-
-    SECRETS = 1000
-    SCOPES = (None, SCOPE, *OTHER_SCOPES)
+class TrieMachine(ScopeMachine):
+    """With any bounds and modes: what the shared tries hold is accounted for after every step."""
 
     @initialize(
         capacity=st.sampled_from([1, 40, None]),
@@ -99,67 +69,6 @@ class TrieMachine(RuleBasedStateMachine):
             max_total_bytes=self.max_total_bytes,
             **options,
         )
-        self.scopes: dict[str, DraftScope | None] = {}
-        self.known: dict[str, set[int]] = {}  # tokens that each request was told of
-        self.unshared: dict[str, list[int]] = {}
-        self.shared: dict[DraftScope, set[int]] = {}
-        self.started = 0
-
-    @rule(public=st.lists(st.integers(0, 5), max_size=12), scope=st.sampled_from(SCOPES), has_reference=st.booleans())
-    def start(self, public: list[int], scope: DraftScope | None, has_reference: bool) -> None:
-        self.started += 1
-        request_id, secret = f"r{self.started}", self.SECRETS * self.started
-        prompt = [token for t in public for token in (t, secret + t)] or [secret]
-        references = [[*public, secret + 8], [secret + 9, *public]] if has_reference else []
-        self.drafter.start(DraftRequest(request_id, prompt, references, scope))
-        self.known[request_id] = {token for text in (prompt, *references) for token in text}
-        self.unshared[request_id], self.scopes[request_id] = [], scope
-
-    @precondition(lambda self: self.known)
-    @rule(data=st.data(), tokens=st.lists(st.integers(0, 5), min_size=1, max_size=6))
-    def accept(self, data: st.DataObject, tokens: list[int]) -> None:
-        """An answer may quote its own prompt's secret: then it is shared like any output, once it is published."""
-        request_id = data.draw(st.sampled_from(sorted(self.known)))
-        own = int(request_id[1:]) * self.SECRETS
-        if data.draw(st.integers(0, 9)) == 0:
-            tokens = [*tokens, own + 7]
-        self.drafter.accept(request_id, tokens)
-        self.known[request_id] |= set(tokens)
-        self.unshared[request_id] += tokens
-
-    @precondition(lambda self: any(self.unshared.values()))
-    @rule(data=st.data())
-    def share(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.sampled_from(sorted(r for r, tokens in self.unshared.items() if tokens)))
-        tokens, self.unshared[request_id] = self.unshared[request_id], []
-        self.drafter.share(request_id, tokens)
-        scope = self.scopes[request_id]
-        if scope is not None:
-            self.shared.setdefault(scope, set()).update(tokens)
-
-    @precondition(lambda self: self.known)
-    @rule(data=st.data(), max_tokens=st.integers(0, 20), max_depth=st.integers(0, 8))
-    def propose(self, data: st.DataObject, max_tokens: int, max_depth: int) -> None:
-        wanted = data.draw(st.lists(st.sampled_from(sorted(self.known)), min_size=1, unique=True))
-        trees = self.drafter.propose([DraftQuery(request_id, max_tokens, max_depth) for request_id in wanted])
-        assert len(trees) == len(wanted)
-        for request_id, tree in zip(wanted, trees, strict=True):
-            check_tree(tree, max_tokens, max_depth)
-            scope = self.scopes[request_id]
-            shared = self.shared.get(scope, set()) if scope is not None else set()
-            assert set(tree.token_ids) <= self.known[request_id] | shared
-
-    @precondition(lambda self: self.known)
-    @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.sampled_from(sorted(self.known)))
-        self.drafter.end(request_id)
-        del self.known[request_id], self.unshared[request_id], self.scopes[request_id]
-
-    @rule(scope=st.sampled_from(SCOPES[1:]))
-    def clear_scope(self, scope: DraftScope) -> None:
-        self.drafter.clear_scope(scope)
-        self.shared.pop(scope, None)
 
     @invariant()
     def memory_is_bounded_and_accounted_for(self) -> None:
@@ -175,12 +84,6 @@ class TrieMachine(RuleBasedStateMachine):
         # An empty scope that a request is using is there, whatever the bound.
         in_use = sum(trie.num_requests > 0 for trie in tries.values())
         assert total <= self.max_total_bytes + in_use * (SCOPE_BYTES + ROW_BYTES)
-
-    def teardown(self) -> None:
-        for request_id in getattr(self, "known", {}):
-            self.drafter.end(request_id)
-        if hasattr(self, "drafter"):
-            assert not self.drafter._requests
 
 
 TestTrie = TrieMachine.TestCase
