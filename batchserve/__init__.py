@@ -8,12 +8,12 @@ from batchserve.config import DraftConfig, EngineConfig
 from batchserve.errors import BatchserveError
 from batchserve.threads import apply_thread_policy
 from batchserve.types import Delta, FinishReason, RequestOutput, SamplingParams, SpeculationParams, Started, Usage
+from batchserve.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from batchserve.engine.async_engine import AsyncEngine
     from batchserve.llm import LLM
 
-__version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncEngine",

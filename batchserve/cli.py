@@ -1,4 +1,4 @@
-"""The command line: serve | generate | warm-drafts | bench | demo.
+"""The command line: serve | generate | warm-drafts | bench | tune | demo.
 
 Everything heavy is imported inside the commands: the thread policy must be set before torch is.
 """
@@ -22,6 +22,7 @@ from batchserve.bench import add_bench_parser
 from batchserve.config import DRAFTERS, DTYPES, PRIVATE_SCOPE, TRIE_MODES, DraftConfig, EngineConfig, ServerConfig
 from batchserve.errors import BatchserveError, ConfigError, InvalidRequestError
 from batchserve.threads import apply_thread_policy
+from batchserve.tune import NOT_TUNED_OPTIONS, add_tune_flags, run_tune_command
 from batchserve.types import Delta, SamplingParams, SpeculationParams, Started, Usage
 
 if TYPE_CHECKING:
@@ -38,6 +39,13 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def parse_on_off(text: str) -> bool:
+    """Raises argparse.ArgumentTypeError."""
+    if text not in ("on", "off"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither on nor off")
+    return text == "on"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Option:
     """How one field of a configuration is shown on the command line; its flag, type and default are the field's."""
@@ -45,6 +53,7 @@ class Option:
     help: str
     choices: tuple[str, ...] | None = None
     is_size: bool = False
+    is_on_off: bool = False  # of a bool: --flag on | off in place of --flag and --no-flag
     default_text: str | None = None  # what a default of None means
 
 
@@ -52,9 +61,28 @@ ENGINE_OPTIONS = {
     "model": Option("a local folder, a Hugging Face hub id, or 'bundled'"),
     "dtype": Option("what weights and K/V are computed in; auto: the fastest that this machine has", DTYPES),
     "drafter": Option("where the draft tokens come from of requests that do not choose themselves", DRAFTERS),
+    "adaptive": Option(
+        "choose in every step which draft tokens are worth the time of their rows; off: run all that are drafted",
+        is_on_off=True,
+    ),
     "decoding_length": Option(
-        "the most draft tokens of one request in one step; 0 turns speculation off for all",
-        default_text="the drafter's own: mixture and trie 8, reference --reference-copy-length, jacobi (W+G)(N-1)",
+        "so many draft tokens of each request in every step, not adaptive; 0 turns speculation off for all",
+        default_text="as many as pay; with --adaptive off the drafter's own: mixture and trie 8, reference "
+        "--reference-copy-length, jacobi (W+G)(N-1)",
+    ),
+    "max_itl_inflation": Option(
+        "drafts, and each prompt computed beside them, stretch the steps of running requests to at most so many times "
+        "their length; at least 1"
+    ),
+    "max_itl_ms": Option(
+        "the longest step beside running requests that prompts and drafts may make, in milliseconds",
+        default_text="as --max-itl-inflation says",
+    ),
+    "max_priority_wait_s": Option("a request that has waited so long, in seconds, comes before all of higher priority"),
+    "tpot_target_ms": Option(
+        "prefer the drafts of requests whose time per output token is above this, in milliseconds; a request may name "
+        "its own",
+        default_text="none",
     ),
     "branch_length": Option(
         "the most draft tokens in one line of descent",
@@ -72,6 +100,9 @@ ENGINE_OPTIONS = {
     "max_num_seqs": Option("the most requests that run at once"),
     "max_num_batched_tokens": Option("the most rows of one step: prefill chunks, drafts and plain rows together"),
     "prefill_chunk_size": Option("the most prompt tokens of one request in one step", default_text="the step's bound"),
+    "prefix_cache": Option(
+        "keep K/V of ended requests, in memory that nobody needs, for prompts of the same draft scope that begin alike"
+    ),
     "max_waiting": Option("the most requests that wait; further ones get RESOURCE_EXHAUSTED"),
     "max_model_len": Option(
         "the most tokens of prompt and answer together", default_text="the model's own, or what the K/V memory holds"
@@ -82,6 +113,7 @@ ENGINE_OPTIONS = {
     "num_threads": Option("compute threads on a CPU", default_text="what measures fastest at start"),
     "batch_invariant": Option("answers that are bitwise the same in any batch, at a price in speed"),
     "trust_remote_code": Option("run modelling code that comes with the model"),
+    "cache_dir": Option("where measured step times are kept", default_text="batchserve in the user's cache folder"),
     "served_model_name": Option("the name that requests may give", default_text="the value of --model"),
 }
 DRAFT_OPTIONS = {
@@ -131,7 +163,9 @@ def add_options(parser: argparse._ActionsContainer, config: type, options: dict[
         option = options[field.name]
         shown = option.default_text or _shown_default(field.default, option)
         arguments: dict[str, Any] = {"dest": field.name, "help": f"{option.help} (default: {shown})"}
-        if hints[field.name] is bool:
+        if option.is_on_off:
+            arguments.update(type=parse_on_off, metavar="{on,off}")
+        elif hints[field.name] is bool:
             arguments["action"] = argparse.BooleanOptionalAction
         else:
             arguments["type"] = parse_size if option.is_size else _KINDS[hints[field.name]]
@@ -152,7 +186,24 @@ def make_config(config: type, arguments: argparse.Namespace) -> Any:
 def _shown_default(value: object, option: Option) -> str:
     if option.is_size and isinstance(value, int):
         return f"{value >> 20}MiB"
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+    names = ("off", "on") if option.is_on_off else ("no", "yes")
+    return names[value] if isinstance(value, bool) else str(value)
+
+
+def given_flags(arguments: argparse.Namespace) -> list[str]:
+    """The flags of the engine's configuration that were given, to be given again."""
+    flags: list[str] = []
+    for name, option in (ENGINE_OPTIONS | DRAFT_OPTIONS).items():
+        if name not in arguments:
+            continue
+        flag, value = flag_of(name), getattr(arguments, name)
+        if option.is_on_off:
+            flags += [flag, "on" if value else "off"]
+        elif isinstance(value, bool):
+            flags.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            flags += [flag, str(value)]
+    return flags
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -195,6 +246,13 @@ def _parser() -> argparse.ArgumentParser:
 
     add_bench_parser(commands)
 
+    tune = commands.add_parser(
+        "tune", allow_abbrev=False, help="which options of serve suit a workload on this machine best"
+    )
+    add_tune_flags(tune)
+    _add_engine_options(tune, "", without=NOT_TUNED_OPTIONS)
+    tune.set_defaults(run=_tune)
+
     demo = commands.add_parser(
         "demo", allow_abbrev=False, help="a real server with the bundled model, speculation on against off"
     )
@@ -205,9 +263,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_engine_options(parser: argparse.ArgumentParser, when: str) -> None:
-    add_options(parser.add_argument_group(f"engine{when}"), EngineConfig, ENGINE_OPTIONS)
-    add_options(parser.add_argument_group(f"drafters{when}"), DraftConfig, DRAFT_OPTIONS)
+def _add_engine_options(parser: argparse.ArgumentParser, when: str, without: Sequence[str] = ()) -> None:
+    for name, config, options in (("engine", EngineConfig, ENGINE_OPTIONS), ("drafters", DraftConfig, DRAFT_OPTIONS)):
+        shown = {field: option for field, option in options.items() if field not in without}
+        add_options(parser.add_argument_group(f"{name}{when}"), config, shown)
 
 
 def _progress(message: str) -> None:
@@ -295,7 +354,9 @@ def _warm_drafts(arguments: argparse.Namespace) -> int:
 def _generate(arguments: argparse.Namespace) -> int:
     # Nothing here outlives the process, and loading cannot be interrupted otherwise: Ctrl-C ends it at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    text = sys.stdin.read() if arguments.prompt is None else arguments.prompt
+    if arguments.server is not None:
+        _refuse_engine_options(arguments)
+    text = _prompt_text(arguments)
     config: EngineConfig = make_config(EngineConfig, arguments)
     params = SamplingParams(
         temperature=arguments.temperature,
@@ -314,6 +375,23 @@ def _generate(arguments: argparse.Namespace) -> int:
         events = _remote_events(arguments.server, prompt, params, speculation)
     asyncio.run(_show(events))
     return 0
+
+
+def _refuse_engine_options(arguments: argparse.Namespace) -> None:
+    """What would be ignored: the engine is the server's. With --chat the model here has the template."""
+    used = ("model", "trust_remote_code") if arguments.chat else ()
+    given = [flag_of(name) for name in (*ENGINE_OPTIONS, *DRAFT_OPTIONS) if name in arguments and name not in used]
+    if given:
+        raise ConfigError(f"{', '.join(given)}: must not be given with --server, whose engine has its own options")
+
+
+def _prompt_text(arguments: argparse.Namespace) -> str:
+    try:
+        text: str = sys.stdin.read() if arguments.prompt is None else arguments.prompt
+        text.encode()  # bytes of the command line that are no text arrive as lone surrogates
+    except UnicodeError as error:
+        raise InvalidRequestError("INVALID_TEXT", "text", "<bytes>", "UTF-8 text") from error
+    return text
 
 
 def _chat_token_ids(text: str, config: EngineConfig) -> list[int]:
@@ -377,6 +455,10 @@ async def _show(events: AsyncGenerator[Started | Delta, None]) -> None:
             f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} tokens in {total_s:.2f} s ({rate:.0f}/s), "
             f"{usage.accepted_draft_tokens} of {usage.draft_tokens} draft tokens accepted"
         )
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    return run_tune_command(arguments, make_config(EngineConfig, arguments), given_flags(arguments))
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -13,6 +13,8 @@ PRIVATE_SCOPE = "request"  # the draft scope that shares nothing
 MAX_SCOPE_CHARS = 256
 SCOPE_NAME_BOUND = f"1..{MAX_SCOPE_CHARS} characters of text"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+MIN_TARGET_MS = 0.001
+MAX_RECEIVE_BYTES = (1 << 31) - 1  # gRPC counts them in an int
 MiB = 1 << 20
 
 
@@ -23,7 +25,8 @@ class DraftConfig:
     trie_*: Lookahead (KDD'24), sections 4.2 and 4.3; a capacity of None is 16 x the decoding length (table 4).
     reference_*: LLMA, section 2.2: n tokens that must match, k that are copied.
     jacobi_*: Lookahead Decoding, section 3: W, N and G. A window of None goes by the model's size, guesses follow it.
-    max_scope_bytes, max_draft_bytes: what one scope, and all scopes of one drafter, may keep of shared texts.
+    max_scope_bytes, max_draft_bytes: what one scope, and all scopes of all drafters, may keep of shared texts; the
+    default drafter has twice another's part.
     draft_cache: a file that the default drafter's shared texts are loaded from at start, which waits for the drafter to
     be ready, and that AsyncEngine.shutdown saves them to.
     """
@@ -70,7 +73,16 @@ class EngineConfig:
     max_num_batched_tokens: rows of one step, prefill chunks, drafts and plain rows together.
     prefill_chunk_size: the most prompt tokens of one request in one step; None: only the step's bound.
     drafter: the one that requests get which name none; "none" leaves the others for requests to choose.
-    decoding_length: the most draft tokens of one request in one step; None: the drafter's own; 0: none for anybody.
+    adaptive: choose in every step which draft tokens are worth their rows; False: run all that are drafted.
+    decoding_length: so many draft tokens of each request in every step, not adaptive; None: as many as pay, or the
+    drafter's own number where `adaptive` is False; 0: none for anybody.
+    max_itl_inflation: drafts, and each prompt that is computed beside them, stretch the steps of running requests to at
+    most so many times their length.
+    max_itl_ms: the longest step beside running requests that prompts and drafts may make; None: as max_itl_inflation.
+    max_priority_wait_s: a request that has waited so long comes before all of higher priority.
+    tpot_target_ms: favour requests while their time per output token is above this; they may name their own.
+    prefix_cache: keep K/V of ended requests, in memory that nobody needs, for prompts of the same scope that begin alike.
+    cache_dir: where measured step times are kept.
     branch_length: the most draft tokens in one line of descent; None: the drafter's own.
     default_draft_scope: whose answers requests draft from that name no scope; "request" shares nothing.
     wait_for_drafter: do not serve before drafts are ready (the first start ever compiles them); False: serve without.
@@ -80,7 +92,12 @@ class EngineConfig:
     model: str = "bundled"
     dtype: str = "auto"
     drafter: str = "mixture"
+    adaptive: bool = True
     decoding_length: int | None = None
+    max_itl_inflation: float = 1.25
+    max_itl_ms: float | None = None
+    max_priority_wait_s: float = 10.0
+    tpot_target_ms: float | None = None
     branch_length: int | None = None
     default_draft_scope: str = "default"
     wait_for_drafter: bool = False
@@ -95,6 +112,13 @@ class EngineConfig:
     batch_invariant: bool = False
     trust_remote_code: bool = False
     served_model_name: str | None = None
+    prefix_cache: bool = True
+    cache_dir: str = field(default_factory=lambda: default_cache_dir())
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether drafts are chosen by what they are worth in each step."""
+        return self.adaptive and self.decoding_length is None
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting"):
@@ -107,8 +131,17 @@ class EngineConfig:
         if not is_scope_name(self.default_draft_scope):
             raise ConfigError(f"default_draft_scope = {self.default_draft_scope!r}: must be {SCOPE_NAME_BOUND}")
         object.__setattr__(self, "model", os.fspath(self.model))
+        for name in ("model", "served_model_name"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"{name} = '': must not be empty")
         if self.max_model_len == 1:
             raise ConfigError("max_model_len = 1: must be at least 2, a token of the prompt and one of the answer")
+        _number("max_itl_inflation", self.max_itl_inflation, 1.0)
+        _number("max_priority_wait_s", self.max_priority_wait_s, 0.0)
+        for name in ("max_itl_ms", "tpot_target_ms"):
+            if getattr(self, name) is not None:
+                _number(name, getattr(self, name), MIN_TARGET_MS)
+        object.__setattr__(self, "cache_dir", os.fspath(self.cache_dir))
         _one_of("drafter", self.drafter, DRAFTERS)
         _one_of("dtype", self.dtype, DTYPES)
         if self.max_num_batched_tokens < self.max_num_seqs + 1:
@@ -134,8 +167,16 @@ class ServerConfig:
             if port is not None and not 0 <= port <= 65535:
                 raise ConfigError(f"{name} = {port}: must be in 0..65535 (0 picks a free one)")
         _at_least("max_receive_bytes", self.max_receive_bytes, 1024)
+        if self.max_receive_bytes > MAX_RECEIVE_BYTES:
+            raise ConfigError(f"max_receive_bytes = {self.max_receive_bytes}: must be at most {MAX_RECEIVE_BYTES}")
         if not 0 <= self.drain_timeout_s < float("inf"):
             raise ConfigError(f"drain_timeout_s = {self.drain_timeout_s}: must be finite and >= 0")
+
+
+def default_cache_dir() -> str:
+    """The user's folder for what can be made again."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "batchserve")
 
 
 def is_scope_name(name: object) -> bool:
@@ -154,6 +195,13 @@ def _at_least(name: str, value: object, bound: int) -> None:
         raise ConfigError(f"{name} = {value!r}: must be an integer")
     if value < bound:
         raise ConfigError(f"{name} = {value}: must be at least {bound}")
+
+
+def _number(name: str, value: object, bound: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{name} = {value!r}: must be a number")
+    if not bound <= value < float("inf"):
+        raise ConfigError(f"{name} = {value}: must be finite and at least {bound:g}")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -79,12 +79,6 @@ class DeadlineExceededError(BatchserveError):
     reason = "DEADLINE_EXCEEDED"
 
 
-class RequestCancelledError(BatchserveError):
-    """The request was aborted by its owner."""
-
-    reason = "CANCELLED"
-
-
 class EngineFaultError(BatchserveError):
     """The engine failed; every request in flight ends with this error."""
 
@@ -96,4 +90,5 @@ def _shortened(value: object, limit: int = 80) -> str:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python will print
         text = f"<{type(value).__name__}>"
-    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+    size = len(value) if isinstance(value, str) else len(text)  # of a text without the quotes
+    return text if len(text) <= limit else f"{text[:limit]}... ({size} characters)"

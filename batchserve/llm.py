@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -114,6 +114,10 @@ class LLM:
 def _one_each(field: str, value: T | Sequence[T] | None, kind: type[T], count: int) -> list[T]:
     if value is None or isinstance(value, kind):
         return [value or kind()] * count
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise InvalidRequestError(
+            f"INVALID_{field.upper()}", field, value, f"a {kind.__name__}, or one for each prompt"
+        )
     values = list(cast("Sequence[T]", value))
     if len(values) != count:
         raise InvalidRequestError("LENGTH_MISMATCH", field, len(values), f"one, or one for each of {count} prompts")
@@ -124,9 +128,10 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt may stand alone: a string, or a flat list of ids."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, bytes | Mapping):
+    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
         raise InvalidRequestError("INVALID_PROMPT", "prompts", prompts, "text, token ids, or a list of these")
-    items: list[Any] = list(prompts)
+    # NumPy's arrays and PyTorch's tensors have elements that are no integers to isinstance.
+    items: list[Any] = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
     if items and isinstance(items[0], numbers.Integral):
         return [items]
     return items

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from batchserve.types import Timing, Usage
 
 PREFIX = "batchserve_"
 COUNTERS = {
     "steps_total": "Engine steps.",
     "rows_total": "Rows run through the model, drafts and prefill included.",
+    "draft_rows_total": "Rows of drafts, those of a Jacobi window included, which are not verified.",
+    "decoding_requests_total": "Requests that decoded, summed over steps; draft rows over these is the mean K.",
     "step_seconds_total": "Time in forward and verification.",
     "draft_tokens_total": "Draft tokens verified.",
     "accepted_draft_tokens_total": "Draft tokens accepted.",
@@ -21,40 +26,131 @@ COUNTERS = {
     "requests_finished_total": "Requests that ended with a finish reason.",
     "prompt_tokens_total": "Prompt tokens of finished requests.",
     "completion_tokens_total": "Tokens delivered by finished requests.",
-    "first_token_seconds_total": "Sum of times to first token of finished requests.",
 }
+GAUGES = {  # of the last step that decoded; all but the first are the adaptive decoding length's, and absent without it
+    "draft_rows_per_request": "K: mean draft rows of a decoding request.",
+    "price_tokens_per_second": "Lambda: tokens per second of decode time, the price that a draft row must be worth.",
+    "predicted_step_seconds": "What the step was predicted to take, drafting excluded.",
+    "actual_step_seconds": "What it took, from its beginning to its commit, drafting included.",
+    "step_time_factor": "How much slower than when it was measured the machine is: the fast correction of step times.",
+}
+EDGES = {  # counters by drafter and depth
+    "tested_edges_total": "Draft edges scored against the tokens that came, verified or not.",
+    "accepted_edges_total": "Draft edges that came true.",
+}
+CALIBRATION = {  # a gauge by drafter
+    "calibration_error": "Mean distance of an edge's probability and how often such edges come true.",
+}
+HISTOGRAMS = {  # upper bounds in seconds
+    "time_to_first_token_seconds": (
+        "Arrival to first token, of finished requests.",
+        (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+    ),
+    "time_per_output_token_seconds": (
+        "First to last token over the tokens between, of finished requests.",
+        (0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0),
+    ),
+    "inter_token_latency_seconds": (
+        "Time since a request's step before; n tokens of one step count as n of an n-th each.",
+        (0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What one drafter's edges came to until now: running totals by depth, and how well they were foretold."""
+
+    depths: Sequence[str]
+    tested: Sequence[float]
+    accepted: Sequence[float]
+    calibration_error: float
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Counts by upper bound; the last of `counts`, one more than the bounds, is of all that is larger."""
+
+    bounds: Sequence[float]
+    counts: list[int] = field(init=False)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def add(self, value: float, count: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.total += value * count
 
 
 @dataclass(slots=True)
 class EngineMetrics:
-    """Counters of one engine, written by its thread, read by anyone."""
+    """Figures of one engine, written by its thread, read by anyone who holds the lock. acceptance: by drafter."""
 
     values: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0.0))
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    gauges: dict[str, float] = field(default_factory=dict)
+    acceptance: dict[str, Acceptance] = field(default_factory=dict)
+    histograms: dict[str, Histogram] = field(
+        default_factory=lambda: {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
+    )
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def snapshot(self) -> dict[str, float]:
-        with self._lock:
-            return dict(self.values)
+        """Counters, and gauges that have been set."""
+        with self.lock:
+            return {**self.values, **self.gauges}
 
     def _add(self, **amounts: float) -> None:
-        with self._lock:
-            for name, amount in amounts.items():
-                self.values[name] += amount
+        for name, amount in amounts.items():
+            self.values[name] += amount
 
-    def step_done(self, num_rows: int, seconds: float) -> None:
-        self._add(steps_total=1, rows_total=num_rows, step_seconds_total=seconds)
+    def step_done(self, num_rows: int, num_draft_rows: int, num_decoding: int, seconds: float) -> None:
+        """A step ran so many rows, num_draft_rows of them drafts of num_decoding requests."""
+        with self.lock:
+            self._add(
+                steps_total=1,
+                rows_total=num_rows,
+                draft_rows_total=num_draft_rows,
+                decoding_requests_total=num_decoding,
+                step_seconds_total=seconds,
+            )
+            if num_decoding:
+                self.gauges["draft_rows_per_request"] = num_draft_rows / num_decoding
 
-    def verified(self, num_draft_tokens: int, num_accepted: int) -> None:
-        self._add(verify_steps_total=1, draft_tokens_total=num_draft_tokens, accepted_draft_tokens_total=num_accepted)
+    def adapted(self, *, price: float, predicted_s: float, actual_s: float, factor: float) -> None:
+        """What the adaptive decoding length went by in a step."""
+        with self.lock:
+            self.gauges["price_tokens_per_second"] = price
+            self.gauges["predicted_step_seconds"] = predicted_s
+            self.gauges["actual_step_seconds"] = actual_s
+            self.gauges["step_time_factor"] = factor
+
+    def scored(self, drafter: str, acceptance: Acceptance) -> None:
+        with self.lock:
+            self.acceptance[drafter] = acceptance
+
+    def verified(self, num_draft_tokens: int, num_accepted: int, num_given: int, since_last_s: float | None) -> None:
+        """One request's step; since_last_s: since its last tokens before, None with its first."""
+        with self.lock:
+            self._add(
+                verify_steps_total=1, draft_tokens_total=num_draft_tokens, accepted_draft_tokens_total=num_accepted
+            )
+            if since_last_s is not None and num_given:
+                self.histograms["inter_token_latency_seconds"].add(since_last_s / num_given, num_given)
 
     def preempted(self, num_requests: int) -> None:
         if num_requests:
-            self._add(preemptions_total=num_requests)
+            with self.lock:
+                self._add(preemptions_total=num_requests)
 
     def finished(self, usage: Usage, timing: Timing) -> None:
-        self._add(
-            requests_finished_total=1,
-            prompt_tokens_total=usage.prompt_tokens,
-            completion_tokens_total=usage.completion_tokens,
-            first_token_seconds_total=timing.first_token_s,
-        )
+        with self.lock:
+            self._add(
+                requests_finished_total=1,
+                prompt_tokens_total=usage.prompt_tokens,
+                completion_tokens_total=usage.completion_tokens,
+            )
+            self.histograms["time_to_first_token_seconds"].add(timing.first_token_s)
+            tpot_s = timing.tpot_s(usage.completion_tokens)
+            if tpot_s is not None:
+                self.histograms["time_per_output_token_seconds"].add(tpot_s)

@@ -31,7 +31,7 @@ class ResolvedSpeculation:
     """Speculation with every default filled in and every bound checked; as it stands: none.
 
     `max_draft_tokens` (a step) and `branch_length` are within the server's bounds. A `draft_scope` of None shares
-    nothing.
+    nothing. tpot_target_s: seconds per output token that the scheduler favours the request to reach.
     """
 
     drafter: str = "none"
@@ -39,6 +39,7 @@ class ResolvedSpeculation:
     branch_length: int = 1
     draft_scope: str | None = None
     references: Sequence[Sequence[int]] = ()
+    tpot_target_s: float | None = None
 
 
 class RequestStatus(enum.Enum):
@@ -71,9 +72,13 @@ class Request:
     arrival_s: float
     speculation: ResolvedSpeculation = field(default_factory=ResolvedSpeculation)
     deadline_s: float | None = None
+    priority: int = 0  # higher comes first
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(init=False)
     num_computed_tokens: int = 0
+    prefix_scope: str | None = None  # whose cached K/V it may begin with; None: nobody's
+    num_cached_tokens: int = 0  # of the prompt, whose K/V was there
+    num_published_tokens: int = 0  # that the client was given
     num_preemptions: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
@@ -112,6 +117,7 @@ class Request:
         return Usage(
             prompt_tokens=self.num_prompt_tokens,
             completion_tokens=completion_tokens,
+            cached_tokens=self.num_cached_tokens,
             draft_tokens=self.num_draft_tokens,
             accepted_draft_tokens=self.num_accepted_draft_tokens,
         )

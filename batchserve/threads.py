@@ -19,8 +19,8 @@ def apply_thread_policy() -> bool:
     if "torch" in sys.modules:
         if "OMP_WAIT_POLICY" in missing:
             warnings.warn(
-                "torch was imported before batchserve, so its thread policy could not be set; steps on a CPU may take "
-                "up to 1.7 times as long. Import batchserve first, or set OMP_WAIT_POLICY=active GOMP_SPINCOUNT=20000.",
+                "torch was imported before batchserve, so its thread policy could not be set and steps on a CPU are "
+                "slower. Import batchserve first, or set OMP_WAIT_POLICY=active GOMP_SPINCOUNT=20000.",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -12,6 +12,7 @@ from typing import Any
 from batchserve.config import DRAFTERS, SCOPE_NAME_BOUND, is_scope_name
 from batchserve.errors import InvalidRequestError
 
+MAX_REQUEST_ID_CHARS = 256
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024
 MAX_SEED = 2**64 - 1
@@ -58,6 +59,15 @@ def _tuple_of(path: str, values: object, kind: type) -> tuple[Any, ...]:
             bound = "a string" if kind is str else "an integer"
             raise InvalidRequestError(f"INVALID_{path.split('.')[-1].upper()}", f"{path}[{i}]", item, bound)
     return tuple(kind(item) for item in items)
+
+
+def _is_encodable(text: str) -> bool:
+    """Lone surrogates are not, and no answer has them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class FinishReason(enum.Enum):
@@ -121,6 +131,10 @@ class SamplingParams:
                 raise InvalidRequestError(
                     "INVALID_STOP_STRING", f"stop.stop_strings[{i}]", text, f"1..{MAX_STOP_STRING_CHARS} characters"
                 )
+            if not _is_encodable(text):
+                raise InvalidRequestError(
+                    "INVALID_STOP_STRING", f"stop.stop_strings[{i}]", text, "text that can be encoded as UTF-8"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +142,8 @@ class SpeculationParams:
     """Where a request's drafts come from. Nothing here can change an answer.
 
     `max_draft_tokens` (a step) and `branch_length` (in one line of descent) are caps under the server's own bounds.
+    While a request's time per output token is above `tpot_target_ms`, its drafts are preferred to others' (adaptive
+    decoding length); None takes the server's.
     `drafter` is one of config.DRAFTERS; empty is the server's. Requests of one `draft_scope` draft from each other's
     answers; empty is the server's default, "request" shares nothing. `references` are texts, or token ids, that the
     answer may quote: retrieved documents, earlier turns, cached answers. Drafters read them, the model does not.
@@ -139,9 +155,16 @@ class SpeculationParams:
     branch_length: int | None = None
     draft_scope: str = ""
     references: tuple[str | tuple[int, ...], ...] = ()
+    tpot_target_ms: float | None = None
 
     def __post_init__(self) -> None:
         _check_bool("speculation.mode", self.is_enabled)
+        _normalize_number(self, "speculation.tpot_target_ms", float)
+        target = self.tpot_target_ms
+        if target is not None and not (math.isfinite(target) and target > 0):
+            raise InvalidRequestError(
+                "INVALID_TPOT_TARGET_MS", "speculation.tpot_target_ms", target, "finite and > 0 (milliseconds)"
+            )
         for path, least in (("speculation.max_draft_tokens", 0), ("speculation.branch_length", 1)):
             _normalize_number(self, path, int)
             name = path.split(".")[-1]
@@ -197,6 +220,10 @@ class Timing:
     queue_s: float = 0.0
     first_token_s: float = 0.0
     total_s: float = 0.0
+
+    def tpot_s(self, completion_tokens: int) -> float | None:
+        """Time per output token: first to last, over the tokens behind the first; None where there are none."""
+        return (self.total_s - self.first_token_s) / (completion_tokens - 1) if completion_tokens > 1 else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ def compare_noise(prompts: list[str]) -> dict[str, Any]:
         params = [SamplingParams(temperature=temperature, seed=i, max_tokens=200) for i in range(len(prompts))]
         runs = []
         for is_using_noise in (False, True):
-            llm._core.drafter = MixtureDrafter(is_using_noise=is_using_noise)
+            llm._core.drafts.drafter = MixtureDrafter(is_using_noise=is_using_noise)
             runs.append(answer(llm, prompts, params, SpeculationParams()))
         found[str(temperature)] = {
             "without_noise": runs[0]["acceptance_length"],

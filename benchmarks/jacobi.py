@@ -73,7 +73,7 @@ TABLE_3 = (
 def run(engine: BuiltEngine, setting: Setting, prompts: list[str], max_tokens: int) -> tuple[dict[str, Any], list[Any]]:
     """One row of the results, and the answers."""
     core = engine.core
-    core.drafter = setting.drafter()
+    core.drafts.drafter = setting.drafter()
     answers: dict[str, list[int]] = {}
     steps = tokens = rows = 0
 

@@ -114,6 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="where to write the JSON")
     parser.add_argument("server_options", nargs="*", help="for batchserve serve, behind --")
     args = parser.parse_args(arguments)
+    if args.stage_seconds is not None and not 0 < args.stage_seconds < float("inf"):
+        parser.error(f"--stage-seconds = {args.stage_seconds}: must be finite and > 0")
     stage_s = args.stage_seconds or (SMOKE_STAGE_S if args.smoke else STAGE_S)
     out = args.out or (None if args.smoke else ROOT / "benchmarks" / "results" / "load.json")
     # As an exception, so that the server is ended on the way out.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ import pytest
 from batchserve.threads import apply_thread_policy
 
 apply_thread_policy()
+_cache = tempfile.TemporaryDirectory(prefix="batchserve-tests-")
+os.environ["XDG_CACHE_HOME"] = _cache.name  # what the tests measure is nobody else's
 
 import torch  # noqa: E402
 

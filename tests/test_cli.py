@@ -73,7 +73,9 @@ class TestOptions:
         for field in (field for field in dataclasses.fields(config) if field.name in options):
             value: Any = _other_value(field.name, field.default, options[field.name])
             flag = flag_of(field.name)
-            if isinstance(field.default, bool):
+            if options[field.name].is_on_off:
+                arguments = [flag, "on" if value else "off"]
+            elif isinstance(field.default, bool):
                 arguments = [flag if value else flag.replace("--", "--no-", 1)]
             else:
                 arguments = [flag, str(value)]
@@ -86,7 +88,7 @@ def _other_value(name: str, default: Any, option: cli.Option) -> Any:
         return not default
     if option.choices is not None:
         return option.choices[-1]
-    if name in ("model", "host", "served_model_name", "default_draft_scope", "draft_cache"):
+    if name in ("model", "host", "served_model_name", "default_draft_scope", "draft_cache", "cache_dir"):
         return "other"
     return 2048 if default is None else default + 1
 
@@ -156,6 +158,29 @@ def test_bad_options_name_field_value_and_bound(capsys):
     assert "top_p = 2.0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--dtype", "float32"], "--dtype"),
+        (["--drafter", "trie", "--trie-mode", "single"], "--drafter, --trie-mode"),
+        (["--model", "other"], "--model"),
+        (["--model", "other", "--chat", "--max-num-seqs", "3"], "--max-num-seqs"),
+    ],
+)
+def test_options_of_an_engine_are_not_ignored_with_a_server(own_signals, capsys, flags, named):
+    assert main(["generate", "--prompt", "x", "--server", "127.0.0.1:1", *flags]) == 2
+    assert f"batchserve: {named}: must not be given with --server" in capsys.readouterr().err
+
+
+def test_bytes_that_are_no_text_are_refused(own_signals, monkeypatch, capsys):
+    assert main(["generate", "--server", "127.0.0.1:1", "--prompt", "\udcff"]) == 2
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
+    assert main(["generate", "--server", "127.0.0.1:1"]) == 2
+    assert capsys.readouterr().err.count("text = '<bytes>': must be UTF-8 text") == 2
+    assert main(["generate", "--server", "127.0.0.1:1", "--prompt", "x", "--stop", "\udcff"]) == 2
+    assert "stop.stop_strings[0] = '\\udcff'" in capsys.readouterr().err
+
+
 def test_help_says_that_all_callers_are_one_tenant(capsys):
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
@@ -178,16 +203,17 @@ def own_signals(monkeypatch):
 
 async def test_generate_prints_what_a_local_engine_or_a_server_answers(own_signals, monkeypatch, capsys):
     message = "Convert this record to JSON.\nname: alpha\ncount: 7"
-    flags = ["--max-tokens", "12", "--temperature", "0", "--dtype", "float32"]
+    flags = ["--max-tokens", "12", "--temperature", "0"]
+    here = ["--dtype", "float32"]
     prompt = ["--prompt", f"<|user|>{message}<|assistant|>"]
 
     async def output_of(*arguments: str, status: int = 0) -> tuple[str, str]:
         assert await asyncio.to_thread(main, ["generate", *flags, *arguments]) == status
         return capsys.readouterr()
 
-    local, _ = await output_of(*prompt)
+    local, _ = await output_of(*prompt, *here)
     monkeypatch.setattr(sys, "stdin", io.StringIO(message))
-    chat, log = await output_of("--chat", "--no-speculation")
+    chat, log = await output_of("--chat", "--no-speculation", *here)
     assert "0 of 0 draft tokens accepted" in log
     async with serving(await AsyncEngine.start(EngineConfig(dtype="float32", kv_cache_memory=64 * MiB))) as served:
         remote, _ = await output_of(*prompt, "--server", served.address)

@@ -30,6 +30,8 @@ from batchserve.errors import ConfigError
         {"default_draft_scope": "\ud800"},  # could not be saved
         {"default_draft_scope": 5},
         {"dtype": "int8"},
+        {"model": ""},
+        {"served_model_name": ""},
         {"max_num_seqs": 64, "max_num_batched_tokens": 64},  # prefill would stand still while all decode
     ],
     ids=str,
@@ -92,6 +94,12 @@ def test_a_draft_cache_may_be_a_path() -> None:
 def test_ports_that_do_not_exist_are_refused(port: int) -> None:
     with pytest.raises(ConfigError, match=str(port)):
         ServerConfig(port=port)
+
+
+@pytest.mark.parametrize("size", [1023, 1 << 31])
+def test_a_message_size_that_grpc_does_not_take_is_refused(size: int) -> None:
+    with pytest.raises(ConfigError, match=f"max_receive_bytes = {size}: must be at"):
+        ServerConfig(max_receive_bytes=size)
 
 
 def test_configurations_are_frozen() -> None:

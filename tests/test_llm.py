@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from batchserve import LLM, RequestOutput, SamplingParams, SpeculationParams
 from batchserve.config import DRAFTERS
@@ -195,6 +197,26 @@ def test_one_invalid_prompt_among_valid_ones_runs_nothing(llm: LLM, bad: object)
         generate(llm, [TEXTS[0], bad, TEXTS[1]])
     assert llm._core.metrics.snapshot()["steps_total"] == steps
     assert not llm._core.has_work
+
+
+@pytest.mark.parametrize("prompts", [None, 5, 1.5, b"text", [b"text"], {"prompt": "text"}, [None], [[5, [6]]]])
+def test_what_is_no_prompt_is_refused_by_name(llm: LLM, prompts: object) -> None:
+    with pytest.raises(InvalidRequestError, match=r"prompts|token_ids"):
+        generate(llm, prompts)
+
+
+@pytest.mark.parametrize("wrong", [5, "greedy", {"temperature": 0}, [None], [{"temperature": 0}]])
+@pytest.mark.parametrize("field", ["sampling_params", "speculation"])
+def test_what_are_no_parameters_is_refused_by_name(llm: LLM, field: str, wrong: object) -> None:
+    with pytest.raises(InvalidRequestError, match=field):
+        llm.generate(["a"], show_progress=False, **{field: wrong})  # type: ignore[arg-type]
+
+
+def test_arrays_and_tensors_are_token_ids(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3)
+    expected = generate(llm, [[5, 6, 7]], params)[0].token_ids
+    for prompts in (np.array([5, 6, 7]), torch.tensor([5, 6, 7]), torch.tensor([[5, 6, 7]]), [np.array([5, 6, 7])]):
+        assert [output.token_ids for output in generate(llm, prompts, params)] == [expected]
 
 
 def test_more_prompts_than_fit_at_once_are_all_answered(llm: LLM) -> None:

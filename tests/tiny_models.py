@@ -103,6 +103,36 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         "llama4_text",
         {**_GQA, "head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 96, "attention_chunk_size": 16},
     ),
+    # a convolution over q and k, inside of each attention layer
+    "zaya": ("zaya", {**_GQA, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 32}),
+    # keys are pooled and chosen, by masks, beyond contexts longer than the probe's
+    "deepseek_v4": (
+        "deepseek_v4",
+        {
+            **_GQA,
+            "head_dim": 16,
+            "q_lora_rank": 32,
+            "o_lora_rank": 32,
+            "o_groups": 2,
+            "qk_rope_head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_key_value_heads": 1,
+            "layer_types": ["sliding_attention", "heavily_compressed_attention", "heavily_compressed_attention"],
+        },
+    ),
+    "minimax_m3_vl_text": (
+        "minimax_m3_vl_text",
+        {
+            **_MOE,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "index_block_size": 64,
+            "index_topk_blocks": 1,
+            "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        },
+    ),
 }
 
 

@@ -50,6 +50,7 @@ SHAPES = {
 }  # fmt: skip
 DEFAULT_VOCAB_SIZE, MAX_POSITIONS = 8192, 4096
 INIT_STD = 0.02
+CHECKED_TOKENS = 32
 
 
 def deepened_config(config: PretrainedConfig, factor: int) -> PretrainedConfig:
@@ -75,7 +76,8 @@ def decoder_layers(model: Model) -> nn.ModuleList:
 def deepen(model: Model, factor: int, seed: int = 0) -> Model:
     """A copy of `model` with `factor` times the layers and bit-identical logits; `model` is left as it is.
 
-    Layer i becomes layer i * factor; the layers between are the inserted ones.
+    Layer i becomes layer i * factor; the layers between are the inserted ones. Raises ValueError where the logits
+    differ: in a model whose layers know their number, for example.
     """
     deeper: Model = AutoModelForCausalLM.from_config(deepened_config(model.config, factor), dtype=model.dtype)
     deeper.generation_config = copy.deepcopy(model.generation_config)
@@ -89,7 +91,19 @@ def deepen(model: Model, factor: int, seed: int = 0) -> Model:
     suffixes = RESIDUAL_PROJECTIONS[model.config.model_type]
     for index in sorted(inserted):
         _fill_inserted(decoder_layers(deeper)[index], suffixes, generator)
-    return deeper.eval()
+    deeper.eval()
+    _check_identical(model, deeper, generator)
+    return deeper
+
+
+@torch.inference_mode()
+def _check_identical(model: Model, deeper: Model, generator: torch.Generator) -> None:
+    ids = torch.randint(0, model.config.vocab_size, (1, CHECKED_TOKENS), generator=generator)
+    was_training = model.training
+    model.eval()
+    if not torch.equal(model(ids).logits, deeper(ids).logits):
+        raise ValueError(f"a deeper copy of this {model.config.model_type} has other logits: its layers are not alike")
+    model.train(was_training)
 
 
 _LAYER = re.compile(r"\.(layers|h)\.(\d+)\.")

@@ -72,11 +72,15 @@ def register() -> None:
 
 
 class ShapeProbe:
-    """A stand-in backend that attends causally over one sequence and notes what every layer asks for."""
+    """A stand-in backend that attends causally over one sequence and notes what every layer asks for.
+
+    is_own: bool [num_tokens], the sequence's rows; every other row is a sequence of its own. None: all are.
+    """
 
     name = "probe"
 
-    def __init__(self) -> None:
+    def __init__(self, is_own: torch.Tensor | None = None) -> None:
+        self.is_own = is_own
         self.calls: list[int] = []
         self.shapes: dict[int, LayerShape] = {}
 
@@ -91,17 +95,19 @@ class ShapeProbe:
         scores = query @ keys.transpose(2, 3) * params.scaling
         if params.softcap is not None:
             scores = torch.tanh(scores / params.softcap) * params.softcap
-        where = torch.arange(key.shape[2])
-        mask = where[None, :] <= where[:, None]
+        is_own = torch.ones(key.shape[2], dtype=torch.bool) if self.is_own is None else self.is_own
+        where = is_own.cumsum(0)
+        mask = (where[None, :] <= where[:, None]) & is_own[None, :] & is_own[:, None]
         if params.sliding_window is not None:
             mask &= where[None, :] > where[:, None] - params.sliding_window
+        mask |= torch.eye(len(where), dtype=torch.bool)
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
         if params.sinks is not None:
             sinks = params.sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)
             probs = torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
         else:
             probs = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
-        return (probs @ values).transpose(1, 2)
+        return (probs @ values).transpose(1, 2).contiguous()  # as eager attention does: models may view it
 
 
 class ValueProbe:
@@ -112,4 +118,4 @@ class ValueProbe:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2)
+        return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2).contiguous()

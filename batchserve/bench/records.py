@@ -14,7 +14,8 @@ from batchserve.errors import ConfigError
 def load_records(path: Path, encode: Encode, limit: int | None = None) -> list[ReplayRecord]:
     """The first `limit` requests of a file, in its order; every text is tokenised by itself, without special tokens.
 
-    A line is {"prompt": str, "response": str, "reference": [str, ...] (optional), ...}; empty lines are skipped.
+    A line is {"prompt": str, "response": str, "reference": [str, ...] (optional; also "references"), ...}; empty lines
+    are skipped. A model may have answered nothing: such a request counts no steps.
     Raises ConfigError naming file, line and field.
     """
     if limit is not None and limit < 1:
@@ -52,21 +53,21 @@ def _record(line: bytes, encode: Encode, where: str) -> ReplayRecord:
     if not isinstance(fields, dict):
         raise ConfigError(f"{where}: must be a JSON object, is {type(fields).__name__}")
     prompt, response = _text(fields, "prompt", where), _text(fields, "response", where)
-    references = fields.get("reference", [])
+    given = [name for name in ("reference", "references") if fields.get(name) is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{where}: fields 'reference' and 'references' must not both be given")
+    references = fields[given[0]] if given else []
     if not isinstance(references, list) or not all(_is_text(text) for text in references):
-        raise ConfigError(f"{where}: field 'reference' must be a list of texts")
-    record = ReplayRecord(encode(prompt), encode(response), [encode(text) for text in references])
-    if not record.response_token_ids:
-        raise ConfigError(f"{where}: field 'response' has no tokens")
-    return record
+        raise ConfigError(f"{where}: field {given[0]!r} must be a list of texts")
+    return ReplayRecord(encode(prompt), encode(response), [encode(text) for text in references])
 
 
 def _text(fields: dict[str, Any], name: str, where: str) -> str:
     if name not in fields:
         raise ConfigError(f"{where}: field {name!r} is missing")
     value = fields[name]
-    if not _is_text(value) or not value:
-        raise ConfigError(f"{where}: field {name!r} must be a text that is not empty")
+    if not _is_text(value):
+        raise ConfigError(f"{where}: field {name!r} must be a text")
     return value
 
 

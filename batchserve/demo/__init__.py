@@ -34,8 +34,9 @@ def run_demo(max_tokens: int = 200, repeats: int = 3, dtype: str = "auto") -> in
 
     Raises BatchserveError if the server cannot be started or fails.
     """
-    if repeats < 1:
-        raise ConfigError(f"repeats = {repeats}: must be at least 1")
+    for name, value in (("max_tokens", max_tokens), ("repeats", repeats)):
+        if value < 1:
+            raise ConfigError(f"{name} = {value}: must be at least 1")
     return asyncio.run(_demo(max_tokens, repeats, dtype))
 
 

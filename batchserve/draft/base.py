@@ -44,6 +44,16 @@ class DraftTree:
         self.is_verified.append(is_verified)
         return len(self.token_ids) - 1
 
+    def take(self, nodes: Sequence[int]) -> DraftTree:
+        """The tree of these nodes (ascending); of each its parent must be among them, too."""
+        places = {node: place for place, node in enumerate(nodes)} | {-1: -1}
+        return DraftTree(
+            [self.token_ids[node] for node in nodes],
+            [places[self.parents[node]] for node in nodes],
+            [self.probs[node] for node in nodes],
+            [self.is_verified[node] for node in nodes],
+        )
+
     def depths(self) -> list[int]:
         """1 for a child of the last token."""
         depths: list[int] = []
@@ -105,12 +115,14 @@ class DraftQuery:
     """A tree is wanted for this request: at most `max_tokens` nodes, the verified ones no deeper than `max_depth`.
 
     `max_row_depth` bounds the depth of every row, so that its position stays inside the context; at least max_depth.
+    Verified nodes whose path probability is below `min_prob` will not be run: a drafter may leave them out.
     """
 
     request_id: str
     max_tokens: int
     max_depth: int
     max_row_depth: int = 0
+    min_prob: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_row_depth", max(self.max_row_depth, self.max_depth))

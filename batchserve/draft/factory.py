@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from batchserve.config import DRAFTERS
 from batchserve.draft.base import Drafter, NullDrafter
+from batchserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from batchserve.config import DraftConfig, EngineConfig
 
-# On a CPU a row costs about what it can gain: the papers' larger drafts (64 tokens in the trie's) are a GPU's.
-MIXTURE_DECODING_LENGTH, MIXTURE_BRANCH_LENGTH = 8, 32
-TRIE_DECODING_LENGTH, TRIE_BRANCH_LENGTH = 8, 12
+# Where each step chooses what is worth its rows, this only bounds the choice. A fixed length has to suit a CPU, where a
+# row costs about what it can gain: the papers' larger drafts (64 tokens in the trie's) are a GPU's.
+ADAPTIVE_DECODING_LENGTH, FIXED_DECODING_LENGTH = 64, 8
+MIXTURE_BRANCH_LENGTH, TRIE_BRANCH_LENGTH = 32, 12
+SHARING = ("mixture", "trie", "reference")  # those that keep texts for other requests
 # Lookahead Decoding, section 5: W = 15, 10 and 7 for models of 7, 13 and 34 billion parameters; here, what is nearer.
 JACOBI_WINDOWS = ((10e9, 15), (21e9, 10), (float("inf"), 7))
 
@@ -43,9 +47,10 @@ def draft_limits(config: EngineConfig, num_parameters: int) -> dict[str, DraftLi
     """Every drafter's bounds by name: the configured ones, or else its own."""
     window, ngram, guesses = jacobi_shape(config.draft, num_parameters)
     copied = config.draft.reference_copy_length
+    tree = ADAPTIVE_DECODING_LENGTH if config.is_adaptive else FIXED_DECODING_LENGTH
     own = {
-        "mixture": DraftLimits(MIXTURE_DECODING_LENGTH, MIXTURE_BRANCH_LENGTH),
-        "trie": DraftLimits(TRIE_DECODING_LENGTH, TRIE_BRANCH_LENGTH),
+        "mixture": DraftLimits(tree, MIXTURE_BRANCH_LENGTH),
+        "trie": DraftLimits(tree, TRIE_BRANCH_LENGTH),
         "reference": DraftLimits(copied, copied),
         "jacobi": DraftLimits((window + guesses) * (ngram - 1), ngram - 1),
     }
@@ -59,9 +64,10 @@ def draft_limits(config: EngineConfig, num_parameters: int) -> dict[str, DraftLi
     return limits | {"none": DraftLimits(0, 1)}
 
 
-def create_drafter(name: str, config: EngineConfig, num_parameters: int) -> Drafter:
-    """A new drafter, without any state. Raises ConfigError."""
+def create_drafter(name: str, config: EngineConfig, num_parameters: int, part: float = 1.0) -> Drafter:
+    """A new drafter, without any state, that takes `part` of max_draft_bytes. Raises ConfigError."""
     limits, draft = draft_limits(config, num_parameters)[name], config.draft
+    max_total_bytes = int(part * draft.max_draft_bytes)
     # Imported here: a drafter that nobody has chosen costs nothing.
     if name == "mixture":
         from batchserve.draft.mixture import MixtureDrafter
@@ -69,7 +75,7 @@ def create_drafter(name: str, config: EngineConfig, num_parameters: int) -> Draf
         return MixtureDrafter(
             branch_length=limits.branch_length,
             max_scope_bytes=draft.max_scope_bytes,
-            max_total_bytes=draft.max_draft_bytes,
+            max_total_bytes=max_total_bytes,
         )
     if name == "trie":
         from batchserve.draft.trie import TrieDrafter
@@ -82,7 +88,7 @@ def create_drafter(name: str, config: EngineConfig, num_parameters: int) -> Draf
             prompt_weight=draft.trie_prompt_weight,
             min_retrieved_tokens=draft.trie_min_retrieved_tokens,
             max_scope_bytes=draft.max_scope_bytes,
-            max_total_bytes=draft.max_draft_bytes,
+            max_total_bytes=max_total_bytes,
         )
     if name == "reference":
         from batchserve.draft.reference import ReferenceDrafter
@@ -91,7 +97,7 @@ def create_drafter(name: str, config: EngineConfig, num_parameters: int) -> Draf
             min_match=draft.reference_min_match,
             copy_length=draft.reference_copy_length,
             max_scope_bytes=draft.max_scope_bytes,
-            max_total_bytes=draft.max_draft_bytes,
+            max_total_bytes=max_total_bytes,
         )
     if name == "jacobi":
         from batchserve.draft.jacobi import JacobiDrafter
@@ -101,7 +107,17 @@ def create_drafter(name: str, config: EngineConfig, num_parameters: int) -> Draf
 
 
 def create_drafters(config: EngineConfig, num_parameters: int) -> dict[str, Drafter]:
-    """All of them by name: any request may choose any. Raises ConfigError."""
+    """All of them by name: any request may choose any. Raises ConfigError.
+
+    max_draft_bytes is divided among those that share texts; the server's own drafter gets twice another's part.
+    """
     if config.decoding_length == 0:
         return {name: NullDrafter() for name in DRAFTERS}
-    return {name: create_drafter(name, config, num_parameters) for name in DRAFTERS}
+    weights = {name: 2 if name == config.drafter else 1 for name in SHARING}
+    parts = {name: weight / sum(weights.values()) for name, weight in weights.items()}
+    from batchserve.draft.mixture import MIN_SCOPE_BYTES  # imported here for the same reason
+
+    least = math.ceil(MIN_SCOPE_BYTES / parts["mixture"])
+    if config.draft.max_draft_bytes < least:
+        raise ConfigError(f"max_draft_bytes = {config.draft.max_draft_bytes}: must be at least {least}")
+    return {name: create_drafter(name, config, num_parameters, parts.get(name, 0.0)) for name in DRAFTERS}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,14 @@ import numpy as np
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
 from batchserve.draft.mixture_growth import compile_kernels as compile_kernels
 from batchserve.draft.mixture_growth import grow
-from batchserve.draft.mixture_kernels import accept_tokens, count_common, initial_weights, make_common
+from batchserve.draft.mixture_kernels import (
+    NODE,
+    SCRATCH,
+    accept_tokens,
+    count_common,
+    initial_weights,
+    make_common,
+)
 from batchserve.draft.mixture_noise import noise_bin_of
 from batchserve.draft.text_index import BYTES_PER_TOKEN, MIN_CAPACITY, START, TextIndex
 from batchserve.errors import ConfigError
@@ -29,6 +37,8 @@ if TYPE_CHECKING:
 MiB = 1 << 20
 SHARED_AT_ONCE = 32  # published tokens of one request that wait for being written to its scope in one piece
 CONTEXT = 8  # tokens repeated before such a piece, so that its beginning has a context, too
+SCOPE_BYTES = 16 << 10  # what a scope is counted for beside its text: weights, the commonest tokens
+MIN_SCOPE_BYTES = MIN_CAPACITY * BYTES_PER_TOKEN + SCOPE_BYTES
 UNBOUNDED = 1 << 40  # a request's own text is bounded by its context
 FORMAT, VERSION = "batchserve-drafts", 1
 
@@ -50,6 +60,10 @@ class _Scope:
     common: tuple[np.ndarray, ...] = field(default_factory=make_common)
     writer: str = ""  # the request whose text is open
     num_requests: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.index.nbytes + SCOPE_BYTES
 
 
 @dataclass(slots=True)
@@ -84,16 +98,16 @@ class MixtureDrafter(Drafter):
         max_total_bytes: int = 256 * MiB,
         is_using_noise: bool = True,
     ) -> None:
-        least = MIN_CAPACITY * BYTES_PER_TOKEN
         for name, value in (("max_scope_bytes", max_scope_bytes), ("max_total_bytes", max_total_bytes)):
-            if value < least:
-                raise ConfigError(f"{name} = {value}: must be at least {least}, the smallest scope")
+            if value < MIN_SCOPE_BYTES:
+                raise ConfigError(f"{name} = {value}: must be at least {MIN_SCOPE_BYTES}, the smallest scope")
         self._branch_length = branch_length
         self._is_using_noise = is_using_noise
-        self._max_scope_tokens = max_scope_bytes // BYTES_PER_TOKEN
+        self._max_scope_tokens = (max_scope_bytes - SCOPE_BYTES) // BYTES_PER_TOKEN
         self._max_total_bytes = max_total_bytes
         self._requests: dict[str, _RequestState] = {}
         self._scopes: dict[DraftScope, _Scope] = {}  # the one that was used last comes last
+        self._nodes, self._scratch = np.zeros(1, NODE), np.zeros(1, SCRATCH)
 
     def start(self, request: DraftRequest) -> None:
         if request.request_id in self._requests:
@@ -120,7 +134,7 @@ class MixtureDrafter(Drafter):
 
     def _new_scope(self) -> _Scope:
         scope = _Scope(TextIndex(self._max_scope_tokens))
-        self._is_room_for(scope.index.nbytes)
+        self._is_room_for(scope.nbytes)
         return scope
 
     def propose(self, queries: Sequence[DraftQuery]) -> list[DraftTree]:
@@ -131,6 +145,8 @@ class MixtureDrafter(Drafter):
         depth = min(query.max_depth, self._branch_length)
         if query.max_tokens < 1 or depth < 1:
             return DraftTree()
+        if len(self._nodes) <= query.max_tokens:
+            self._nodes = np.zeros(query.max_tokens + 1, NODE)
         links, probs = np.empty((3, query.max_tokens), np.int64), np.empty(query.max_tokens)
         count = grow(
             state.own.source,
@@ -138,9 +154,10 @@ class MixtureDrafter(Drafter):
             state.scope.common,
             state.num_output,
             (state.noise_bin, state.seed, state.next_position),
-            query.max_tokens,
-            depth,
+            (query.max_tokens, depth, query.min_prob),
             state.scope.experience.weights,
+            self._nodes,
+            self._scratch,
             links,
             probs,
         )
@@ -160,6 +177,8 @@ class MixtureDrafter(Drafter):
             (state.noise_bin, state.seed, state.next_position),
             experience.weights,
             experience.seen,
+            self._nodes,
+            self._scratch,
         )
         state.num_output += len(token_ids)
         state.next_position += len(token_ids)
@@ -198,11 +217,11 @@ class MixtureDrafter(Drafter):
 
     def _is_room_for(self, num_bytes: int) -> bool:
         """Whether so much more may be taken; drops scopes that nobody uses, the longest unused first, if need be."""
-        total = num_bytes + sum(scope.index.nbytes for scope in self._scopes.values())
+        total = num_bytes + sum(scope.nbytes for scope in self._scopes.values())
         for key in [key for key, scope in self._scopes.items() if scope.num_requests == 0]:
             if total <= self._max_total_bytes:
                 break
-            total -= self._scopes.pop(key).index.nbytes
+            total -= self._scopes.pop(key).nbytes
         return total <= self._max_total_bytes
 
     def end(self, request_id: str) -> None:
@@ -231,27 +250,38 @@ class MixtureDrafter(Drafter):
 
     def memory_bytes(self) -> int:
         own = sum(state.own.nbytes for state in self._requests.values())
-        return own + sum(scope.index.nbytes for scope in self._scopes.values())
+        return own + sum(scope.nbytes for scope in self._scopes.values())
 
     def save(self, path: Path, fingerprint: str) -> None:
-        """Write all scopes: whole, or not at all. `fingerprint` names the tokenizer that the ids are of."""
+        """Write all scopes: whole, or not at all. `fingerprint` names the tokenizer that the ids are of.
+
+        Nobody else may read the file. Where path is a link, what it leads to is replaced. Raises OSError.
+        """
         keys = [[key.tenant, key.name] for key in self._scopes]
         header = {"format": FORMAT, "version": VERSION, "fingerprint": fingerprint, "scopes": keys}
         arrays: dict[str, Any] = {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)}
         for i, scope in enumerate(self._scopes.values()):
             arrays[f"text{i}"] = scope.index.tokens()
             arrays[f"weights{i}"], arrays[f"seen{i}"] = scope.experience.weights, scope.experience.seen
-        partial = path.with_name(path.name + ".partial")
-        with partial.open("wb") as file:
-            np.savez(file, **arrays)
-        os.replace(partial, path)
+        path = path.resolve()
+        descriptor, partial = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".partial", dir=path.parent)
+        try:
+            with open(descriptor, "wb") as file:
+                np.savez(file, **arrays)
+                file.flush()
+                os.fsync(descriptor)
+            os.replace(partial, path)
+        except BaseException:
+            os.unlink(partial)
+            raise
 
     def load(self, path: Path, fingerprint: str) -> None:
         """Take over scopes that `save` wrote, in place of those of the same key.
 
-        Raises ConfigError for what is not such a file, is damaged, or belongs to another tokenizer or version.
+        Raises ConfigError for what is not such a file, is damaged or larger than what may be kept, or belongs to
+        another tokenizer or version.
         """
-        for key, text, experience in _read(path, fingerprint):
+        for key, text, experience in _read(path, fingerprint, self._max_total_bytes):
             self._scopes.pop(key, None)
             scope = self._new_scope()
             scope.experience = experience
@@ -262,30 +292,44 @@ class MixtureDrafter(Drafter):
             self._scopes[key] = scope
 
 
-def _read(path: Path, fingerprint: str) -> list[tuple[DraftScope, np.ndarray, _Experience]]:
+def _read(path: Path, fingerprint: str, most_bytes: int) -> list[tuple[DraftScope, np.ndarray, _Experience]]:
     def refuse(reason: str) -> ConfigError:
         return ConfigError(f"draft_cache = {str(path)!r}: {reason}; remove it to start without")
 
-    scopes = []
     try:
+        if path.exists() and not path.is_file():  # to open a pipe would wait for ever
+            raise refuse("it is not a file")
+        if path.stat().st_size > most_bytes:
+            raise refuse(f"it has {path.stat().st_size} bytes, and the drafter may keep {most_bytes}")
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in arrays.zip.infolist()):
+                raise ValueError("compressed, so there is no telling how large it is")
             header = json.loads(arrays["header"].tobytes())
             if header["format"] != FORMAT or header["version"] != VERSION:
                 raise refuse(f"format {header['format']!r} version {header['version']!r} is not {FORMAT!r} {VERSION}")
             if header["fingerprint"] != fingerprint:
                 raise refuse("it was written with another tokenizer")
-            for i, (tenant, name) in enumerate(header["scopes"]):
-                text, seen, weights = arrays[f"text{i}"], arrays[f"seen{i}"], arrays[f"weights{i}"]
-                expected = _Experience()
-                if text.dtype != np.int32 or text.ndim != 1 or (len(text) and text.min() < START):
-                    raise refuse("it is damaged")
-                if seen.dtype != np.int64 or weights.dtype != np.float64 or seen.shape != expected.seen.shape:
-                    raise refuse("it is damaged")
-                if weights.shape != seen.shape or not ((weights > 0) & (weights < 1)).all():
-                    raise refuse("it is damaged")
-                scopes.append((DraftScope(tenant, name), text, _Experience(weights, seen)))
+            return [_read_scope(arrays, i, *key) for i, key in enumerate(header["scopes"])]
     except OSError as error:
         raise refuse(f"cannot be read ({error})") from error
-    except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zipfile.LargeZipFile) as error:
+    # What NumPy, zipfile and json raise for contents that are not theirs.
+    except (ValueError, LookupError, TypeError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile) as error:
         raise refuse("it is damaged or no draft cache") from error
-    return scopes
+
+
+def _read_scope(arrays: Any, i: int, tenant: str, name: str) -> tuple[DraftScope, np.ndarray, _Experience]:
+    """Raises ValueError, or what the arrays' file raises."""
+    text, seen, weights = arrays[f"text{i}"], arrays[f"seen{i}"], arrays[f"weights{i}"]
+    shape = initial_weights().shape
+    is_right = (
+        isinstance(tenant, str)
+        and isinstance(name, str)
+        and (text.dtype, seen.dtype, weights.dtype) == (np.int32, np.int64, np.float64)
+        and (text.ndim, seen.shape, weights.shape) == (1, shape, shape)
+        and text.min(initial=0) >= START
+        and seen.min() >= 0
+        and bool(((weights > 0) & (weights < 1)).all())
+    )
+    if not is_right:
+        raise ValueError(f"scope {i} is not what was written")
+    return DraftScope(tenant, name), text, _Experience(weights, seen)

@@ -44,6 +44,43 @@ FEWEST_VISITS = 64  # occurrences of a short context that are looked at; the lat
 LONG_VISITS = 24  # of the longest contexts that have a chain
 MIN_SHARE, MAX_SHARE = 0.005, 0.995
 SLOWEST_RATE, FIRST_RATE = 0.006, 12.0
+PATH = 2  # tokens at the end of a node's path that are kept: enough to tell a context of one token from a longer one
+
+# Work memory is arrays of records, not tuples of arrays: Numba counts references to each array of a tuple wherever it
+# is handed on, which took a third of a draft's time. It does not count those to records: whoever calls a kernel owns
+# their array, for one that is made in a kernel may be freed while a record of it is still used.
+NODE = np.dtype(  # what is known of one node of a tree; [source, ...]
+    [
+        ("slots", np.int32, (2, MAX_OCCURRENCES)),  # of the tokens behind the occurrences of its path, longest first
+        ("lengths", np.int32, (2, MAX_OCCURRENCES)),  # of these matches
+        ("followers", np.int32, (2, MAX_OCCURRENCES)),  # the tokens
+        ("num", np.int64, (2,)),
+        ("path", np.int32, (2, PATH)),  # its last tokens, the newest first
+    ],
+    align=True,
+)
+SCRATCH = np.dtype(
+    [
+        ("recent", np.int32, (2, MAX_MATCH)),
+        ("spare", np.int32, (2, MAX_OCCURRENCES)),
+        # The experts of a node (see weigh), and what they have left of the probability.
+        ("state", np.int64, (2, 6)),
+        ("num_experts", np.int64),
+        ("left", np.float64),
+        ("spans", np.int64, (MAX_EXPERTS, 2)),
+        ("shares", np.float64, (MAX_EXPERTS,)),
+        ("bins", np.int64, (MAX_EXPERTS,)),
+        ("target_probs", np.float64, (MAX_EXPERTS,)),
+        ("below", np.float64, (MAX_EXPERTS,)),
+        # What they give to which token: `size` entries, found through a hash table of 1 + entry with linear probing.
+        ("size", np.int64),
+        ("tokens", np.int32, (MAX_FOLLOWERS,)),
+        ("probs", np.float64, (MAX_FOLLOWERS,)),
+        ("at", np.int32, (MAX_FOLLOWERS,)),
+        ("places", np.int32, (2 * MAX_FOLLOWERS,)),
+    ],
+    align=True,
+)
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -94,69 +131,78 @@ def _sort_by_length(slots, lengths, count, spare):  # type: ignore[no-untyped-de
 
 
 @njit(cache=True, nogil=True)
-def note_followers(text, slots, followers, start, count):  # type: ignore[no-untyped-def]
-    """Keep the tokens behind occurrences next to each other: they are looked at several times."""
-    for i in range(start, count):
-        followers[i] = text[slots[i]]
+def find_followers(source, recent, order, longest, visits, node, s):  # type: ignore[no-untyped-def]
+    """Add what find_occurrences finds in source s to a node, with the tokens behind, which are looked at repeatedly."""
+    text, prev, head, meta = source
+    known = node.num[s]
+    count = find_occurrences(
+        text, prev, head, meta, recent, order, longest, visits, node.slots[s], node.lengths[s], known
+    )
+    for i in range(known, count):
+        node.followers[s, i] = text[node.slots[s, i]]
+    node.num[s] = count
 
 
 @njit(cache=True, nogil=True)
-def find_at_root(source, recent, visits, slots, lengths, followers, spare):  # type: ignore[no-untyped-def]
-    """The occurrences of the text's end in one source, longest first; returns how many."""
+def find_at_root(source, visits, node, s, work):  # type: ignore[no-untyped-def]
+    """The occurrences of the text's end (work.recent) in source s, longest first."""
     text, prev, head, meta = source
+    slots, lengths, recent = node.slots[s], node.lengths[s], work.recent[s]
     count, longest = 0, MAX_MATCH + 1
     for o in range(NUM_ORDERS - 1, -1, -1):
         most = visits if o < NUM_ORDERS - 1 else LONG_VISITS
         count = find_occurrences(text, prev, head, meta, recent, o, longest, most, slots, lengths, count)
         longest = ORDERS[o]
-    _sort_by_length(slots, lengths, count, spare)
-    note_followers(text, slots, followers, 0, count)
-    return count
+    _sort_by_length(slots, lengths, count, work.spare)
+    for i in range(count):
+        node.followers[s, i] = text[slots[i]]
+    node.num[s] = count
 
 
 @njit(cache=True, nogil=True)
-def add_prob(table, token, prob):  # type: ignore[no-untyped-def]
+def add_prob(work, token, prob):  # type: ignore[no-untyped-def]
     """Add to what the experts give `token`."""
-    tokens, probs, places, at, size = table
-    place = ((token * 40503) >> 4) & (places.shape[0] - 1)
-    while places[place] >= 0 and tokens[places[place]] != token:
-        place = (place + 1) & (places.shape[0] - 1)
-    index = places[place]
+    last = 2 * MAX_FOLLOWERS - 1
+    place = ((token * 40503) >> 4) & last
+    while work.places[place] > 0 and work.tokens[work.places[place] - 1] != token:
+        place = (place + 1) & last
+    index = work.places[place] - 1
     if index >= 0:
-        probs[index] += prob
-    elif size[0] < tokens.shape[0]:
-        places[place] = index = size[0]
-        tokens[index], probs[index], at[index] = token, prob, place
-        size[0] += 1
+        work.probs[index] += prob
+    elif work.size < MAX_FOLLOWERS:
+        index = work.size
+        work.size = index + 1
+        work.places[place] = index + 1
+        work.tokens[index], work.probs[index], work.at[index] = token, prob, place
 
 
 @njit(cache=True, nogil=True)
-def clear(table):  # type: ignore[no-untyped-def]
-    _, _, places, at, size = table
-    for i in range(size[0]):
-        places[at[i]] = -1
-    size[0] = 0
+def clear(work):  # type: ignore[no-untyped-def]
+    """Forget what was given to tokens."""
+    for i in range(work.size):
+        work.places[work.at[i]] = 0
+    work.size = 0
 
 
 @njit(cache=True, nogil=True)
-def weigh(lengths, followers, num, state, weights, least, target, experts):  # type: ignore[no-untyped-def]
+def weigh(node, work, weights, least, target):  # type: ignore[no-untyped-def]
     """Ask experts, strongest first, until they have left less than `least` of the probability or there are no more.
 
-    lengths, followers [2, MAX_OCCURRENCES], longest first; num [2]. state [2, 6] and experts go on from the last call
-    of this node. An expert is entered with its source, the end of its occurrences, its share for each of these, the
-    bin of its weight and what it gives `target`.
+    It goes on from the last call of this node, since `begin`. An expert is entered with its source, the end of its
+    occurrences, its share for each of these, the bin of its weight and what it gives `target`.
     """
-    counts, left, spans, shares, bins, target_probs = experts
-    while left[0] >= least and (state[OWN, AT] < num[OWN] or state[SCOPE, AT] < num[SCOPE]):
+    state = work.state
+    while work.left >= least and (state[OWN, AT] < node.num[OWN] or state[SCOPE, AT] < node.num[SCOPE]):
         s = OWN
-        if state[OWN, AT] >= num[OWN] or (
-            state[SCOPE, AT] < num[SCOPE] and lengths[SCOPE, state[SCOPE, AT]] > lengths[OWN, state[OWN, AT]]
+        if state[OWN, AT] >= node.num[OWN] or (
+            state[SCOPE, AT] < node.num[SCOPE]
+            and node.lengths[SCOPE, state[SCOPE, AT]] > node.lengths[OWN, state[OWN, AT]]
         ):
             s = SCOPE
         at = state[s, AT]
-        length = lengths[s, at]
-        while at < num[s] and lengths[s, at] == length:
-            token = followers[s, at]
+        length = node.lengths[s, at]
+        while at < node.num[s] and node.lengths[s, at] == length:
+            token = node.followers[s, at]
             # More than two distinct followers are all the same to the bins.
             if state[s, DISTINCT] == 0 or (state[s, DISTINCT] == 1 and token != state[s, FIRST]):
                 state[s, SECOND if state[s, DISTINCT] else FIRST] = token
@@ -170,54 +216,53 @@ def weigh(lengths, followers, num, state, weights, least, target, experts):  # t
             continue
         state[s, TAKEN] += 1
         row = ((s * LENGTH_BINS + _length_bin(length)) * COUNT_BINS + _count_bin(at)) * FOLLOWER_BINS
-        i = counts[0]
-        counts[0] += 1
-        bins[i] = row + state[s, DISTINCT] - 1
-        spans[i, 0], spans[i, 1] = s, at
-        shares[i] = left[0] * weights[bins[i]] / at
-        target_probs[i] = state[s, HITS] / at
-        left[0] *= 1.0 - weights[bins[i]]
+        i = work.num_experts
+        work.num_experts = i + 1
+        work.bins[i] = row + state[s, DISTINCT] - 1
+        work.spans[i, 0], work.spans[i, 1] = s, at
+        work.shares[i] = work.left * weights[work.bins[i]] / at
+        work.target_probs[i] = state[s, HITS] / at
+        work.left *= 1.0 - weights[work.bins[i]]
 
 
 @njit(cache=True, nogil=True)
-def spread(followers, experts, table):  # type: ignore[no-untyped-def]
+def spread(node, work):  # type: ignore[no-untyped-def]
     """Give every follower its part of the experts' shares: one pass over the occurrences, the weakest expert first."""
-    counts, _, spans, shares, _, _ = experts
     for s in range(2):
         share, end = 0.0, 0
-        for i in range(counts[0] - 1, -1, -1):
-            if spans[i, 0] != s:
+        for i in range(work.num_experts - 1, -1, -1):
+            if work.spans[i, 0] != s:
                 continue
-            for j in range(spans[i, 1], end):
-                add_prob(table, followers[s, j], share)
-            share += shares[i]
-            end = spans[i, 1]
+            for j in range(work.spans[i, 1], end):
+                add_prob(work, node.followers[s, j], share)
+            share += work.shares[i]
+            end = work.spans[i, 1]
         for j in range(end):
-            add_prob(table, followers[s, j], share)
+            add_prob(work, node.followers[s, j], share)
 
 
 @njit(cache=True, nogil=True)
-def begin(state, experts):  # type: ignore[no-untyped-def]
-    state[:] = 0
-    experts[0][0] = 0
-    experts[1][0] = 1.0
+def begin(work):  # type: ignore[no-untyped-def]
+    """No expert of this node has been asked yet."""
+    work.state[:] = 0
+    work.num_experts = 0
+    work.left = 1.0
 
 
 @njit(cache=True, nogil=True)
-def add_common(common, least, target, experts, table):  # type: ignore[no-untyped-def]
+def add_common(common, work, least, target):  # type: ignore[no-untyped-def]
     """The last expert: how frequent tokens are at all."""
     common_tokens, common_counts, common_size = common
-    counts, left, spans, _, bins, target_probs = experts
-    i = counts[0]
-    counts[0] += 1
-    spans[i, 0], bins[i], target_probs[i] = -1, COMMONEST_BIN, 0.0
+    i = work.num_experts
+    work.num_experts = i + 1
+    work.spans[i, 0], work.bins[i], work.target_probs[i] = -1, COMMONEST_BIN, 0.0
     for j in range(min(NUM_PROPOSED, common_size[0])):
         prob = common_counts[j] / common_size[1]
         if common_tokens[j] == target:
-            target_probs[i] = prob
-        if left[0] * prob < least:
+            work.target_probs[i] = prob
+        if work.left * prob < least:
             break
-        add_prob(table, common_tokens[j], COMMON_SHARE * left[0] * prob)
+        add_prob(work, common_tokens[j], COMMON_SHARE * work.left * prob)
 
 
 @njit(cache=True, nogil=True)
@@ -266,56 +311,56 @@ def read_recent(own, num_output, recent):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def accept_tokens(own, scope, common, token_ids, num_output, noise, weights, seen):  # type: ignore[no-untyped-def]
-    """Learn from token_ids (int32), and append them to the own text, whose last num_output tokens are the answer."""
+def accept_tokens(own, scope, common, token_ids, num_output, noise, weights, seen, nodes, scratch):  # type: ignore[no-untyped-def]
+    """Learn from token_ids (int32), and append them to the own text, whose last num_output tokens are the answer.
+
+    Work memory: nodes NODE [1], scratch SCRATCH [1], zeros at first.
+    """
     noise_bin, seed, position = noise
-    recent, scratch = np.empty((2, MAX_MATCH), np.int32), make_scratch()
+    node, work = nodes[0], scratch[0]
     for i in range(token_ids.shape[0]):
-        read_recent(own, num_output + i, recent)
-        _learn((own, scope), common, recent, token_ids[i], weights, seen, scratch)
+        read_recent(own, num_output + i, work.recent)
+        _learn((own, scope), common, token_ids[i], weights, seen, node, work)
         if noise_bin >= 0:
             key = stream_key(seed, position + i)
-            _learn_noise(noise_bin, key, token_ids[i], weights, seen, scratch)
+            _learn_noise(noise_bin, key, token_ids[i], weights, seen, node, work)
         append_tokens(own[0], own[1], own[2], own[3], token_ids[i : i + 1], 0)
 
 
 @njit(cache=True, nogil=True)
-def _learn(sources, common, recent, target, weights, seen, scratch):  # type: ignore[no-untyped-def]
+def _learn(sources, common, target, weights, seen, node, work):  # type: ignore[no-untyped-def]
     """One step of expectation-maximisation: how much of the probability of `target` was each expert's merit?"""
-    slots, lengths, followers, num, spare, state, experts, table, below = scratch
-    num[OWN] = find_at_root(sources[0], recent[OWN], FEWEST_VISITS, slots[OWN], lengths[OWN], followers[OWN], spare)
-    num[SCOPE] = find_at_root(
-        sources[1], recent[SCOPE], FEWEST_VISITS, slots[SCOPE], lengths[SCOPE], followers[SCOPE], spare
-    )
-    begin(state, experts)
-    weigh(lengths, followers, num, state, weights, 0.0, target, experts)
+    find_at_root(sources[0], FEWEST_VISITS, node, OWN, work)
+    find_at_root(sources[1], FEWEST_VISITS, node, SCOPE, work)
+    begin(work)
+    weigh(node, work, weights, 0.0, target)
     if common[2][1] > 0:
-        add_common(common, 1.0, target, experts, table)
-    counts, _, _, _, bins, target_probs = experts
+        add_common(common, work, 1.0, target)
     prob = 1e-5  # of a token that no expert knows
-    for i in range(counts[0] - 1, -1, -1):
-        below[i] = prob
-        prob = weights[bins[i]] * target_probs[i] + (1.0 - weights[bins[i]]) * prob
+    for i in range(work.num_experts - 1, -1, -1):
+        work.below[i] = prob
+        share = weights[work.bins[i]]
+        prob = share * work.target_probs[i] + (1.0 - share) * prob
     left = 1.0
-    for i in range(counts[0]):
-        share = weights[bins[i]]
-        merit = share * target_probs[i] / (share * target_probs[i] + (1.0 - share) * below[i])
-        seen[bins[i]] += 1
-        rate = max(SLOWEST_RATE, 1.0 / (seen[bins[i]] + FIRST_RATE - 1.0))
-        weights[bins[i]] = min(MAX_SHARE, max(MIN_SHARE, share + rate * left * (merit - share)))
+    for i in range(work.num_experts):
+        at = work.bins[i]
+        share = weights[at]
+        merit = share * work.target_probs[i] / (share * work.target_probs[i] + (1.0 - share) * work.below[i])
+        seen[at] += 1
+        rate = max(SLOWEST_RATE, 1.0 / (seen[at] + FIRST_RATE - 1.0))
+        weights[at] = min(MAX_SHARE, max(MIN_SHARE, share + rate * left * (merit - share)))
         left *= 1.0 - merit
         if left < 1e-3:
             break
 
 
 @njit(cache=True, nogil=True)
-def _learn_noise(noise_bin, key, target, weights, seen, scratch):  # type: ignore[no-untyped-def]
+def _learn_noise(noise_bin, key, target, weights, seen, node, work):  # type: ignore[no-untyped-def]
     """The same for the weight of the noise, from the experts that _learn has just asked."""
-    _, _, followers, _, _, _, experts, table, _ = scratch
-    clear(table)
-    spread(followers, experts, table)
-    merit = merit_of_noise(table, key, weights[noise_bin], target)
-    clear(table)
+    clear(work)
+    spread(node, work)
+    merit = merit_of_noise(work, key, weights[noise_bin], target)
+    clear(work)
     if merit >= 0.0:
         seen[noise_bin] += 1
         rate = max(SLOWEST_RATE, 1.0 / (seen[noise_bin] + FIRST_RATE - 1.0))
@@ -338,38 +383,6 @@ def initial_weights() -> np.ndarray:
     noise = np.full(NUM_NOISE_BINS, -1.0)
     flat = 1.0 / (1.0 + np.exp(-np.concatenate((flat, noise))))
     return flat
-
-
-@njit(cache=True, nogil=True)
-def make_scratch():  # type: ignore[no-untyped-def]
-    """Work memory. Made anew in every call: that is cheaper than taking so many arrays across from Python."""
-    shape = (2, MAX_OCCURRENCES)
-    experts = (
-        np.zeros(1, np.int64),
-        np.zeros(1),
-        np.empty((MAX_EXPERTS, 2), np.int64),
-        np.empty(MAX_EXPERTS),
-        np.empty(MAX_EXPERTS, np.int64),
-        np.empty(MAX_EXPERTS),
-    )
-    table = (
-        np.empty(MAX_FOLLOWERS, np.int32),
-        np.empty(MAX_FOLLOWERS),
-        np.full(2 * MAX_FOLLOWERS, np.int32(-1), np.int32),
-        np.empty(MAX_FOLLOWERS, np.int32),
-        np.zeros(1, np.int64),
-    )
-    return (
-        np.empty(shape, np.int32),
-        np.empty(shape, np.int32),
-        np.empty(shape, np.int32),
-        np.zeros(2, np.int64),
-        np.empty(shape, np.int32),
-        np.zeros((2, 6), np.int64),
-        experts,
-        table,
-        np.empty(MAX_EXPERTS),
-    )
 
 
 def make_common() -> tuple[np.ndarray, ...]:

@@ -5,7 +5,8 @@ The model itself is of two minds: then q stands for p, and the noise decides. Or
 model does: then the noise says nothing. So what a token is given is a mixture of both, and its weight is learned, in
 bins of temperature. Nothing of this changes what a request is answered: drafts never do.
 
-`noise` is a tuple (its weight's bin, -1 for greedy requests; seed, uint64; absolute position of the next token).
+`work` is a mixture_kernels.SCRATCH. `noise` is a tuple (its weight's bin, -1 for greedy requests; seed, uint64;
+absolute position of the next token).
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -51,40 +52,38 @@ def gumbel(key, token):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _is_named(table, key):  # type: ignore[no-untyped-def]
-    """(sum of p * exp(g) over the table, probability that the winner is among them).
+def _is_named(work, key):  # type: ignore[no-untyped-def]
+    """(sum of p * exp(g) over the tokens that are named, probability that the winner is among them).
 
     The largest log p + g of all other tokens is Gumbel-distributed around the log of the probability left for them.
     """
-    tokens, probs, _, _, size = table
     total, best, known = 0.0, 1e-30, 0.0
-    for i in range(size[0]):
-        lifted = probs[i] * np.exp(gumbel(key, tokens[i]))
-        known += probs[i]
+    for i in range(work.size):
+        lifted = work.probs[i] * np.exp(gumbel(key, work.tokens[i]))
+        known += work.probs[i]
         total += lifted
         best = max(best, lifted)
     return total, np.exp(-max(0.0, 1.0 - known) / best)
 
 
 @njit(cache=True, nogil=True)
-def tilt(table, key, trust):  # type: ignore[no-untyped-def]
+def tilt(work, key, trust):  # type: ignore[no-untyped-def]
     """Turn probabilities of being likely into those of winning, where the noise decides with probability `trust`."""
-    tokens, probs, _, _, size = table
-    total, is_named = _is_named(table, key)
+    total, is_named = _is_named(work, key)
     if total <= 0.0:
         return
-    for i in range(size[0]):
-        winning = is_named * probs[i] * np.exp(gumbel(key, tokens[i])) / total
-        probs[i] = (1.0 - trust) * probs[i] + trust * winning
+    for i in range(work.size):
+        winning = is_named * work.probs[i] * np.exp(gumbel(key, work.tokens[i])) / total
+        work.probs[i] = (1.0 - trust) * work.probs[i] + trust * winning
 
 
 @njit(cache=True, nogil=True)
-def merit_of_noise(table, key, trust, target):  # type: ignore[no-untyped-def]
-    """How much of the probability of the actual token is due to the noise; -1 if it was not in the table."""
-    tokens, probs, _, _, size = table
-    for i in range(size[0]):
-        if tokens[i] == target and probs[i] > 0.0:
-            total, is_named = _is_named(table, key)
-            winning = trust * is_named * probs[i] * np.exp(gumbel(key, target)) / total
-            return winning / (winning + (1.0 - trust) * probs[i])
+def merit_of_noise(work, key, trust, target):  # type: ignore[no-untyped-def]
+    """How much of the probability of the actual token is due to the noise; -1 if nobody named it."""
+    for i in range(work.size):
+        prob = work.probs[i]
+        if work.tokens[i] == target and prob > 0.0:
+            total, is_named = _is_named(work, key)
+            winning = trust * is_named * prob * np.exp(gumbel(key, target)) / total
+            return winning / (winning + (1.0 - trust) * prob)
     return -1.0

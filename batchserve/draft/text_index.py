@@ -5,9 +5,11 @@ a context are found by walking a chain, a token costs a few writes, eviction is 
 number of bytes a token whatever the text is. A trie of the same text takes several times as much and has to be pruned.
 """
 
-# ruff: noqa: ANN001, ANN201
+# ruff: noqa: ANN001, ANN201, ANN202
 from __future__ import annotations
 
+import math
+import mmap
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +25,10 @@ SEPARATOR = -1  # stands between texts: no context crosses it
 START = -2  # begins a text: a context may reach back to it, not beyond
 BYTES_PER_TOKEN = 4 + NUM_ORDERS * (4 + 4)
 MIN_CAPACITY = 1024
-NEWEST, FILLED, RUN = 0, 1, 2  # slots of `meta`: newest slot, filled slots, tokens since the last separator
+# Slots of `meta`: newest slot, filled slots, tokens since the last separator, buckets of each order that are in use.
+NEWEST, FILLED, RUN, BUCKETS = range(4)
+RESERVED, RESERVED_FROM = 32, 1 << 16  # from so many tokens on, so many times as much address space is taken
+SPLITS = 2  # buckets that come into use for every token after the table has grown: all of them before it grows again
 
 _ORDERS = np.array(ORDERS, dtype=np.int64)
 
@@ -35,10 +40,56 @@ def hash_step(key, token):  # type: ignore[no-untyped-def]
     return key ^ (key >> np.uint64(29))
 
 
+@njit(cache=True, nogil=True, inline="always")
+def _bucket(key, head, meta):  # type: ignore[no-untyped-def]
+    """Where linear hashing puts it: buckets that are not in use yet are still part of those half the table before."""
+    bucket = np.int64((key >> np.uint64(7)) & np.uint64(head.shape[0] - 1))
+    return bucket if bucket < meta[BUCKETS] else bucket - head.shape[0] // 2
+
+
+@njit(cache=True, nogil=True)
+def split_buckets(text, prev, head, meta, count):  # type: ignore[no-untyped-def]
+    """Put `count` more buckets of each order to use: what belongs there moves from the chains half the table before."""
+    capacity, half = text.shape[0], head.shape[0] // 2
+    for bucket in range(meta[BUCKETS], min(meta[BUCKETS] + count, head.shape[0])):
+        meta[BUCKETS] = bucket + 1
+        for o in range(NUM_ORDERS):
+            end, last_age = head[bucket - half, o] - 1, -1
+            head[bucket - half, o] = 0
+            last_kept, last_moved = -1, -1
+            while end >= 0:
+                age = meta[NEWEST] - end
+                if age < 0:
+                    age += capacity
+                if age <= last_age or age >= meta[FILLED]:
+                    break
+                last_age, after = age, prev[o, end] - 1
+                key, slot = np.uint64(0), end
+                for _ in range(_ORDERS[o]):
+                    key = hash_step(key, text[slot])
+                    slot = slot - 1 if slot > 0 else capacity - 1
+                prev[o, end] = 0
+                if _bucket(key, head, meta) == bucket:
+                    if last_moved < 0:
+                        head[bucket, o] = end + 1
+                    else:
+                        prev[o, last_moved] = end + 1
+                    last_moved = end
+                else:
+                    if last_kept < 0:
+                        head[bucket - half, o] = end + 1
+                    else:
+                        prev[o, last_kept] = end + 1
+                    last_kept = end
+                end = after
+
+
 @njit(cache=True, nogil=True)
 def append_tokens(text, prev, head, meta, token_ids, first_indexed):  # type: ignore[no-untyped-def]
     """Write tokens behind the newest; those before `first_indexed` are context only and get no links."""
-    capacity, mask = text.shape[0], np.uint64(head.shape[1] - 1)
+    if meta[BUCKETS] < head.shape[0]:
+        split_buckets(text, prev, head, meta, SPLITS * token_ids.shape[0])
+    capacity = text.shape[0]
     newest, filled, run = meta[NEWEST], meta[FILLED], meta[RUN]
     for i in range(token_ids.shape[0]):
         newest += 1
@@ -57,9 +108,9 @@ def append_tokens(text, prev, head, meta, token_ids, first_indexed):  # type: ig
                 key = hash_step(key, text[slot])
                 slot = slot - 1 if slot > 0 else capacity - 1
                 length += 1
-            bucket = (key >> np.uint64(7)) & mask
-            prev[o, newest] = head[o, bucket]
-            head[o, bucket] = newest + 1
+            bucket = _bucket(key, head, meta)
+            prev[o, newest] = head[bucket, o]
+            head[bucket, o] = newest + 1
     meta[NEWEST], meta[FILLED], meta[RUN] = newest, filled, run
 
 
@@ -93,7 +144,7 @@ def find_occurrences(  # type: ignore[no-untyped-def]
     key = np.uint64(0)
     for i in range(_ORDERS[order]):
         key = hash_step(key, recent[i])
-    end = head[order, (key >> np.uint64(7)) & np.uint64(head.shape[1] - 1)] - 1
+    end = head[_bucket(key, head, meta), order] - 1
     last_age = -1
     for _ in range(most_visits):
         if end < 0 or count == slots.shape[0]:
@@ -118,7 +169,8 @@ class TextIndex:
     """Texts behind each other with their occurrence chains; at `max_tokens` the oldest text is overwritten.
 
     It starts small and doubles, so memory follows use: at most BYTES_PER_TOKEN * max_tokens bytes (the chains' heads
-    are a power of two of at most max_tokens).
+    are a power of two of at most max_tokens). No step waits for that: chains are taken apart a few at a time with the
+    tokens that follow, and a large text has address space to grow into, which is not memory before it is used.
     """
 
     def __init__(self, max_tokens: int, capacity: int = MIN_CAPACITY) -> None:
@@ -126,17 +178,26 @@ class TextIndex:
         self._allocate(min(capacity, max_tokens))
 
     def _allocate(self, capacity: int) -> None:
-        self.text = np.zeros(capacity, dtype=np.int32)
-        self.prev = np.zeros((NUM_ORDERS, capacity), dtype=np.int32)
-        self.head = np.zeros((NUM_ORDERS, 1 << (capacity.bit_length() - 1)), dtype=np.int32)
-        self.meta = np.array([-1, 0, 0], dtype=np.int64)
+        reserved = capacity if capacity < RESERVED_FROM else min(RESERVED * capacity, self.max_tokens)
+        self._reserved = (
+            _zeros(reserved),
+            _zeros(NUM_ORDERS, reserved),
+            _zeros(_num_buckets(reserved), NUM_ORDERS),
+        )
+        self._use(capacity)
+        self.meta = np.array([-1, 0, 0, len(self.head)], dtype=np.int64)
+
+    def _use(self, capacity: int) -> None:
+        text, prev, head = self._reserved
+        # A chain's links stay next to each other, so `prev` cannot be cut without holes: what is behind is not used.
+        self.text, self.prev, self.head = text[:capacity], prev, head[: _num_buckets(capacity)]
 
     def __len__(self) -> int:
         return int(self.meta[FILLED])
 
     @property
     def nbytes(self) -> int:
-        return self.text.nbytes + self.prev.nbytes + self.head.nbytes
+        return (1 + NUM_ORDERS) * self.text.nbytes + self.head.nbytes
 
     @property
     def source(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -175,8 +236,33 @@ class TextIndex:
 
     def reserve(self, count: int) -> None:
         """Make room for so many tokens."""
-        capacity = self.capacity_for(count)
-        if capacity > len(self.text):
+        capacity, before = self.capacity_for(count), len(self.text)
+        if capacity <= before:
+            return
+        is_straight = self.meta[NEWEST] + 1 == len(self)
+        if capacity > 2 * before or not is_straight:  # more comes than there is; or slots change, which is rare
             kept = self.tokens()
             self._allocate(capacity)
             append_tokens(self.text, self.prev, self.head, self.meta, kept, 0)
+            return
+        split_buckets(*self.source, len(self.head))
+        if capacity <= len(self._reserved[0]):
+            self._use(capacity)
+            return
+        text, prev, head, meta = self.source
+        self._allocate(capacity)
+        self.text[:before], self.prev[:, :before], self.head[: len(head)] = text, prev[:, :before], head
+        self.meta[:] = meta
+
+
+def _num_buckets(capacity: int) -> int:
+    """The chains' heads of one order: a power of two of at most capacity."""
+    return 1 << (capacity.bit_length() - 1)
+
+
+def _zeros(*shape: int) -> np.ndarray:
+    """int32; a large one is pages of zeros that are no memory before they are written to."""
+    size = math.prod(shape)
+    if size < RESERVED_FROM:
+        return np.zeros(shape, np.int32)
+    return np.frombuffer(mmap.mmap(-1, 4 * size), np.int32).reshape(shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import numbers
 import queue
 import threading
 import time
@@ -123,6 +124,8 @@ class AsyncEngine:
         arrival_s = time.monotonic()
         if not isinstance(request_id, str):
             raise InvalidRequestError("INVALID_REQUEST_ID", "request_id", request_id, "a string")
+        if deadline_s is not None and not isinstance(deadline_s, numbers.Real):
+            raise InvalidRequestError("INVALID_DEADLINE", "deadline_s", deadline_s, "a number of seconds")
         request_id = request_id or uuid.uuid4().hex
         self._check_door(request_id, model)
         stream = self._streams[request_id] = _Stream()  # taken before the first await: no one else gets this id

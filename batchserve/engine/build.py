@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import transformers
 
 from batchserve.attention.cpu import CpuBackend, compile_kernels, kernel_supports
 from batchserve.attention.slab import EXTENT, SlabAllocator, bytes_per_token
@@ -18,8 +21,10 @@ from batchserve.draft.base import Drafter
 from batchserve.draft.factory import create_drafters, draft_limits
 from batchserve.draft.kernels import KernelLoader, provide_cache_folder
 from batchserve.draft.router import RoutingDrafter
+from batchserve.engine.drafting import DraftStage
 from batchserve.engine.engine_core import EngineCore
 from batchserve.engine.input_processor import InputProcessor
+from batchserve.engine.measure_steps import measured_table
 from batchserve.errors import ConfigError
 from batchserve.metrics import EngineMetrics
 from batchserve.request import ResolvedSampling
@@ -28,8 +33,11 @@ from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.packed import PackedLinear
 from batchserve.runner.probe import is_row_invariant
 from batchserve.runner.ragged_batch import RequestRows, build_batch
+from batchserve.scheduler.adaptive import AdaptiveDrafting
 from batchserve.scheduler.scheduler import Scheduler
+from batchserve.scheduler.step_time import StepTimeModel
 from batchserve.types import ModelInfo
+from batchserve.version import __version__
 
 if TYPE_CHECKING:
     from batchserve.attention.base import AttentionBackend
@@ -76,14 +84,18 @@ def build_engine(
     num_parameters = count_parameters(loaded.model)
     limits = draft_limits(config, num_parameters)
     processor = InputProcessor(loaded, max_model_len, config, limits)
-    scheduler = Scheduler(config, backend.allocator, max_model_len)
     runner = ModelRunner(loaded, backend)
     rows = min(config.max_num_seqs, max_model_len - 1)
     _warm_up(runner, rows)
     runner.num_threads = config.num_threads or _choose_threads(runner, rows)
     runner.bind_thread()
+    step_time = _build_step_time(config, loaded, runner, max_model_len, say)
+    scheduler = Scheduler(config, backend.allocator, max_model_len, step_time)
     used_drafter = drafter or _build_drafter(config, num_parameters, processor, is_serving, say)
-    core = EngineCore(scheduler, used_drafter, runner, loaded.tokenizer, EngineMetrics(), clock)
+    max_step_s = math.inf if config.max_itl_ms is None else config.max_itl_ms / 1e3
+    adaptive = AdaptiveDrafting(step_time, config.max_itl_inflation, max_step_s) if config.is_adaptive else None
+    drafts = DraftStage(used_drafter, adaptive, backend.allocator, clock)
+    core = EngineCore(scheduler, drafts, runner, loaded.tokenizer, EngineMetrics(), clock)
     info = ModelInfo(
         name=loaded.name,
         architecture=type(loaded.model).__name__,
@@ -101,8 +113,6 @@ def build_engine(
         f"{info.architecture} in {info.dtype}, {runner.num_threads} threads, attention {info.attention_backend}, "
         f"drafter {info.drafter} (decoding length {info.decoding_length}), packed linears: {loaded.has_packed_linears}"
     )
-    if loaded.unapplied_defaults:
-        say(f"not applied, though generation_config.json asks for it: {', '.join(loaded.unapplied_defaults)}")
     return BuiltEngine(core, processor, info)
 
 
@@ -136,6 +146,32 @@ def _choose_threads(runner: ModelRunner, rows: int) -> int:
             break
         threads //= 2
     return best
+
+
+def _build_step_time(
+    config: EngineConfig, loaded: LoadedModel, runner: ModelRunner, max_model_len: int, say: Progress
+) -> StepTimeModel:
+    """What a step of this model takes on this machine, from the cache or measured."""
+    say("step times (measured at a model's first start, some seconds)")
+    key = (
+        __version__,
+        torch.__version__,
+        transformers.__version__,
+        platform.processor() or platform.machine(),
+        cpu_name(),
+        str(runner.num_threads),
+        f"{runner.backend.name} {config.batch_invariant} {loaded.has_packed_linears} {loaded.dtype}",
+        loaded.model.config.to_json_string(),
+    )
+    table = measured_table(
+        runner, config.max_num_batched_tokens, config.max_num_seqs, max_model_len, Path(config.cache_dir), key
+    )
+    model = StepTimeModel(table)
+    say(
+        f"a step of {table.rows[0]} rows takes {table.seconds[0] * 1e3:.1f} ms; critical decoding length "
+        f"{model.critical_length()} rows"
+    )
+    return model
 
 
 def _build_drafter(
@@ -176,10 +212,12 @@ def _build_memory(config: EngineConfig, loaded: LoadedModel, say: Progress) -> t
     most = config.max_num_seqs * _extents(wanted_len)
     total_tokens = min(budget // per_token // EXTENT * EXTENT, most)
     max_model_len = min(wanted_len, total_tokens)
-    if max_model_len < 2 or (config.max_model_len and max_model_len < config.max_model_len):
+    least = config.max_model_len or 2  # a token of the prompt and one of the answer
+    if max_model_len < least:
         raise ConfigError(
-            f"kv_cache_memory = {budget} bytes holds {total_tokens} tokens of {per_token} bytes; max_model_len = "
-            f"{wanted_len} needs {_extents(wanted_len) * per_token} bytes"
+            f"kv_cache_memory = {budget} bytes: must be at least {_extents(least) * per_token} bytes, for "
+            f"{_extents(least)} tokens of {per_token} bytes"
+            + (f" (max_model_len = {least})" if config.max_model_len else " (memory is taken in units of so many)")
         )
     allocator = SlabAllocator(loaded.layers, loaded.dtype, total_tokens)
     has_kernel = kernel_supports(loaded.layers, loaded.dtype)
@@ -211,6 +249,13 @@ def check_batch_invariant(loaded: LoadedModel, has_kernel: bool) -> None:
 
 def _extents(tokens: int) -> int:
     return -(-tokens // EXTENT) * EXTENT
+
+
+def cpu_name() -> str:
+    """The processor's model, empty where the system does not say."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
 
 
 def free_memory_bytes() -> int:

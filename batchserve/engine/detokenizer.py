@@ -8,6 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+MAX_PENDING = 16  # tokens without text that are decoded again with every new one
+# So many of the last tokens tell whether the text's last character is complete. One of them begins with a character,
+# which has four bytes at most: some tokenizers make nothing of bytes behind a torn one.
+TAILS = (8, 7, 6, 5)
+
 
 class Decoder(Protocol):
     """The part of a tokenizer that is needed here."""
@@ -29,7 +35,8 @@ class IncrementalDetokenizer:
     """Text of one growing answer.
 
     Concatenated pieces equal decoding all tokens at once. Text is held back while its last character is incomplete or
-    while it could still become a stop string. Without a tokenizer every piece is empty.
+    while it could still become a stop string. Without a tokenizer every piece is empty. A token costs the same however
+    long the answer is, and however many tokens before it had no text or were bytes that make no character.
     """
 
     decoder: Decoder | None
@@ -38,6 +45,7 @@ class IncrementalDetokenizer:
     _token_ids: list[int] = field(default_factory=list)
     _prefix: int = 0  # first token of the window that is decoded again
     _read: int = 0  # tokens whose text is out
+    _checked: int = 0  # tokens behind _read that are known not to be invisible
     _held: str = ""
 
     def feed(self, token_ids: Sequence[int], *, is_last: bool) -> TextPiece:
@@ -71,12 +79,29 @@ class IncrementalDetokenizer:
 
         A few tokens before the new ones are decoded along, because a token's text may depend on its neighbour.
         """
+        if not is_last and self._is_pointless():
+            return ""
         before = self._decode(self._token_ids[self._prefix : self._read])
         after = self._decode(self._token_ids[self._prefix :])
-        if (after.endswith("\N{REPLACEMENT CHARACTER}") and not is_last) or len(after) <= len(before):
+        if (after.endswith(REPLACEMENT) and not is_last) or len(after) <= len(before):
             return ""
         self._prefix, self._read = self._read, len(self._token_ids)
         return after[len(before) :]
+
+    def _is_pointless(self) -> bool:
+        """Whether many tokens are pending and decoding them all is sure to end in an incomplete character again.
+
+        Forgets those of them that never have any text: special tokens that are skipped, ids that stand for nothing.
+        """
+        if len(self._token_ids) - self._read <= MAX_PENDING:
+            return False
+        start = max(self._read, self._checked)
+        # Twice: some tokenizers drop the space in front of a text, which is all that one token may be.
+        self._token_ids[start:] = [token for token in self._token_ids[start:] if self._decode([token, token])]
+        self._checked = len(self._token_ids)
+        if len(self._token_ids) - self._read <= MAX_PENDING:
+            return False
+        return all(self._decode(self._token_ids[-size:]).endswith(REPLACEMENT) for size in TAILS)
 
     def _decode(self, token_ids: list[int]) -> str:
         if self.decoder is None:

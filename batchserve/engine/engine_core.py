@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
 from batchserve.engine.detokenizer import Decoder, IncrementalDetokenizer
 from batchserve.errors import BatchserveError, DeadlineExceededError
 from batchserve.request import Request
@@ -15,13 +14,12 @@ from batchserve.types import Delta, FinishReason
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from batchserve.draft.base import Drafter, DraftTree
+    from batchserve.engine.drafting import DraftStage
     from batchserve.metrics import EngineMetrics
     from batchserve.runner.model_runner import ModelRunner
     from batchserve.sampling.verify import VerifiedTokens
     from batchserve.scheduler.scheduler import ScheduledRequest, Scheduler
-
-
-TENANT = "default"  # there is no authentication: all callers are one
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +36,6 @@ class _Answer:
 
     request: Request
     detokenizer: IncrementalDetokenizer
-    num_delivered: int = 0
-    has_draft_state: bool = False
 
 
 @dataclass(slots=True)
@@ -64,14 +60,14 @@ class EngineCore:
     def __init__(
         self,
         scheduler: Scheduler,
-        drafter: Drafter,
+        drafts: DraftStage,
         runner: ModelRunner,
         decoder: Decoder | None,
         metrics: EngineMetrics,
         clock: Callable[[], float],
     ) -> None:
         self.scheduler = scheduler
-        self.drafter = drafter
+        self.drafts = drafts
         self.runner = runner
         self.metrics = metrics
         self.emit: Callable[[list[Event]], None] = lambda events: None
@@ -80,6 +76,10 @@ class EngineCore:
         self._answers: dict[str, _Answer] = {}  # by request id
         self._unpublished: list[_Commit] = []
         self._stopped: list[Request] = []  # by a stop string, while their next step is under way
+
+    @property
+    def drafter(self) -> Drafter:
+        return self.drafts.drafter
 
     @property
     def has_work(self) -> bool:
@@ -112,19 +112,23 @@ class EngineCore:
     def step(self) -> None:
         """One step of all requests."""
         self._expire()
-        plan = self.scheduler.schedule()
+        began_s = self._clock()
+        plan = self.scheduler.schedule(began_s)
         self.metrics.preempted(len(plan.preempted))
         if not plan.scheduled:
             self._publish()
         else:
-            drafts = self._draft(plan.scheduled)
+            drafts = self.drafts.propose(plan)
             batch = self._build(plan.scheduled, drafts)
             started_s = self._clock()
             handle = self.runner.launch(batch)
             self._publish()
             results = handle.wait()
-            self.metrics.step_done(batch.num_rows, self._clock() - started_s)
-            self._commit(plan.scheduled, batch, results)
+            num_drafted, forward_s = sum(map(len, drafts.values())), self._clock() - started_s
+            given = self._commit(plan.scheduled, batch, results)
+            self.drafts.step_done(given, self._clock() - began_s)
+            self.metrics.step_done(batch.num_rows, num_drafted, len(given), forward_s)
+            self.drafts.report(self.metrics)
         # Only now: the step under way was still using their memory.
         stopped, self._stopped = self._stopped, []
         for request in stopped:
@@ -140,41 +144,9 @@ class EngineCore:
             raise RuntimeError(f"requests in flight {sorted(known)}, scheduled {sorted(queued)}")
 
     def clear_draft_scope(self, name: str) -> None:
-        """Forget what the scope's requests have shared; those in flight keep their own text, and go on sharing."""
-        self.drafter.clear_scope(DraftScope(TENANT, name))
-
-    def _draft(self, scheduled: list[ScheduledRequest]) -> dict[str, DraftTree]:
-        queries = [
-            DraftQuery(s.request.request_id, s.max_draft_tokens, s.max_draft_depth, s.max_row_depth)
-            for s in scheduled
-            if s.max_draft_tokens > 0 and self._ensure_draft_state(s.request)
-        ]
-        if not queries:
-            return {}
-        trees = self.drafter.propose(queries)
-        drafts = {}
-        allocator = self.runner.backend.allocator
-        for query, tree in zip(queries, trees, strict=True):
-            tree.check(query)
-            # Two requests may have been promised the same last free memory.
-            if len(tree) and allocator.reserve(query.request_id, 1 + len(tree)):
-                drafts[query.request_id] = tree
-        return drafts
-
-    def _ensure_draft_state(self, request: Request) -> bool:
-        """Whether it can be drafted now; its state begins when its drafter is ready, with all that it has by then."""
-        answer = self._answers[request.request_id]
-        if answer.has_draft_state:
-            return True
-        if not self.drafter.is_ready_for(request.speculation.drafter):
-            return False
-        self.drafter.start(_draft_request(request))
-        answer.has_draft_state = True
-        outputs = request.token_ids[request.num_prompt_tokens :]
-        self.drafter.accept(request.request_id, outputs)
-        # What is committed but not yet published is shared with the rest of its step.
-        self.drafter.share(request.request_id, outputs[: answer.num_delivered])
-        return True
+        """Forget what the scope's requests have shared, drafts and K/V; those in flight keep theirs, and go on sharing."""
+        self.runner.backend.allocator.forget_prefixes(name)
+        self.drafts.clear_scope(name)
 
     def _build(self, scheduled: list[ScheduledRequest], drafts: dict[str, DraftTree]) -> RaggedBatch:
         now_s = self._clock()
@@ -188,9 +160,13 @@ class EngineCore:
 
     def _commit(
         self, scheduled: list[ScheduledRequest], batch: RaggedBatch, results: list[VerifiedTokens | None]
-    ) -> None:
-        """Keep the K/V of accepted paths, append tokens, end what is complete: all that the next step depends on."""
+    ) -> dict[str, list[int]]:
+        """Keep the K/V of accepted paths, append tokens, end what is complete: all that the next step depends on.
+
+        Returns what each request that was decoding was given.
+        """
         now_s = self._clock()
+        given: dict[str, list[int]] = {}
         for item, rows, verified in zip(scheduled, batch.requests, results, strict=True):
             request = item.request
             if request.finish_reason is not None:  # a stop string was found while the step was under way
@@ -201,14 +177,14 @@ class EngineCore:
             request.num_computed_tokens += len(kept)
             if verified is None:
                 continue
-            if verified.unverified_token_ids:
-                self.drafter.observe(request.request_id, verified.unverified_token_ids)
             request.num_draft_tokens += rows.num_verified
-            num_accepted = self._append(request, verified, now_s)
-            self.metrics.verified(rows.num_verified, num_accepted)
+            tokens = self._append(request, verified, rows.num_verified, now_s)
+            if item.is_decoding:
+                given[request.request_id] = tokens
+        return given
 
-    def _append(self, request: Request, verified: VerifiedTokens, now_s: float) -> int:
-        """Give the request its new tokens, up to its end, and end it there; returns how many of them were drafted."""
+    def _append(self, request: Request, verified: VerifiedTokens, num_drafted: int, now_s: float) -> list[int]:
+        """Give the request its new tokens, up to its end, and end it there; returns them."""
         room = request.sampling.max_tokens - request.num_output_tokens
         given = verified.token_ids[:room]
         end = next((i for i, token in enumerate(given) if token in request.sampling.end_token_ids), None)
@@ -220,6 +196,7 @@ class EngineCore:
         # What was accepted behind the answer's end helped nobody.
         num_accepted = min(len(verified.rows), len(given))
         request.num_accepted_draft_tokens += num_accepted
+        since_last_s = None if request.last_token_s is None else now_s - request.last_token_s
         if request.first_token_s is None:
             request.first_token_s = now_s
         request.last_token_s = now_s
@@ -227,9 +204,10 @@ class EngineCore:
         self._unpublished.append(_Commit(request, given, num_accepted))
         if request.finish_reason is not None:
             self.scheduler.finish(request)
-        elif self._answers[request.request_id].has_draft_state:
-            self.drafter.accept(request.request_id, given)
-        return num_accepted
+        else:
+            self.drafts.accept(request, given, verified.unverified_token_ids)
+        self.metrics.verified(num_drafted, num_accepted, len(given), since_last_s)
+        return given
 
     def _publish(self) -> None:
         """Text, stop strings, shared drafts and messages of the step before; runs while the next forward does."""
@@ -244,9 +222,8 @@ class EngineCore:
             if piece.is_stopped:
                 request.finish_reason = FinishReason.STOP
                 request.num_accepted_draft_tokens -= max(0, commit.num_accepted - len(piece.token_ids))
-            if answer.has_draft_state:
-                self.drafter.share(request.request_id, piece.token_ids)
-            answer.num_delivered += len(piece.token_ids)
+            self.drafts.share(request, piece.token_ids)
+            request.num_published_tokens += len(piece.token_ids)
             events.append((request, self._delta(answer, piece.text, piece.token_ids)))
         if events:
             self.emit(events)
@@ -255,7 +232,7 @@ class EngineCore:
         request = answer.request
         if request.finish_reason is None:
             return Delta(request.request_id, text, token_ids)
-        usage = request.usage(answer.num_delivered)
+        usage = request.usage(request.num_published_tokens)
         timing = request.timing(self._clock())
         self.metrics.finished(usage, timing)
         if request.is_finished:
@@ -276,9 +253,8 @@ class EngineCore:
     def _end(self, request: Request) -> None:
         if not request.is_finished:
             self.scheduler.finish(request)
-        answer = self._answers.pop(request.request_id)
-        if answer.has_draft_state:
-            self.drafter.end(request.request_id)
+        self._answers.pop(request.request_id)
+        self.drafts.end(request)
 
 
 def _request_rows(item: ScheduledRequest, draft: DraftTree | None) -> RequestRows:
@@ -292,16 +268,3 @@ def _request_rows(item: ScheduledRequest, draft: DraftTree | None) -> RequestRow
     sampling = request.sampling if item.is_sampled else None
     is_verified = draft.is_verified if draft is not None else []
     return RequestRows(request.request_id, start, token_ids, parents, count, sampling, is_verified)
-
-
-def _draft_request(request: Request) -> DraftRequest:
-    sampling, speculation = request.sampling, request.speculation
-    return DraftRequest(
-        request.request_id,
-        request.prompt_token_ids,
-        references=speculation.references,
-        scope=None if speculation.draft_scope is None else DraftScope(TENANT, speculation.draft_scope),
-        drafter=speculation.drafter,
-        temperature=sampling.temperature,
-        seed=sampling.seed,
-    )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from batchserve.config import PRIVATE_SCOPE, EngineConfig
 from batchserve.errors import InvalidRequestError
 from batchserve.request import Request, ResolvedSampling, ResolvedSpeculation
-from batchserve.types import MAX_REFERENCE_TOKENS, SamplingParams, SpeculationParams
+from batchserve.types import MAX_REFERENCE_TOKENS, MAX_REQUEST_ID_CHARS, SamplingParams, SpeculationParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from batchserve.draft.factory import DraftLimits
     from batchserve.runner.loader import LoadedModel
-
-MAX_REQUEST_ID_CHARS = 256
 
 
 class InputProcessor:
@@ -35,6 +33,7 @@ class InputProcessor:
         self._max_model_len = max_model_len
         self._default_drafter = config.drafter
         self._default_scope = config.default_draft_scope
+        self._default_tpot_target_ms = config.tpot_target_ms
         self._limits = limits
         self._longest_token_chars = _longest_token(loaded.tokenizer)
 
@@ -147,12 +146,14 @@ class InputProcessor:
         if not params.is_enabled or limits.max_draft_tokens == 0:
             return ResolvedSpeculation()
         tokens, length = params.max_draft_tokens, params.branch_length
+        target_ms = self._default_tpot_target_ms if params.tpot_target_ms is None else params.tpot_target_ms
         return ResolvedSpeculation(
             drafter=drafter,
             max_draft_tokens=limits.max_draft_tokens if tokens is None else min(tokens, limits.max_draft_tokens),
             branch_length=limits.branch_length if length is None else min(length, limits.branch_length),
             draft_scope=self.resolve_scope(params.draft_scope),
             references=references,
+            tpot_target_s=None if target_ms is None else target_ms / 1e3,
         )
 
     def vocabulary_fingerprint(self) -> str:
@@ -172,6 +173,7 @@ class InputProcessor:
         speculation: SpeculationParams,
         arrival_s: float,
         deadline_s: float | None = None,
+        priority: int = 0,
     ) -> Request:
         """A request that is sure to fit. Raises InvalidRequestError. Long references take long to tokenise."""
         for name, value, kind in (
@@ -186,7 +188,10 @@ class InputProcessor:
             )
         sampling = self.resolve(params, len(prompt_token_ids))
         resolved = self.resolve_speculation(speculation)
-        return Request(request_id, prompt_token_ids, sampling, arrival_s, resolved, deadline_s)
+        scope = self.resolve_scope(speculation.draft_scope)
+        return Request(
+            request_id, prompt_token_ids, sampling, arrival_s, resolved, deadline_s, priority, prefix_scope=scope
+        )
 
 
 def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, model: str) -> str:
@@ -196,8 +201,10 @@ def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase | None, vocab_size
 
 
 def _integers(token_ids: Sequence[int]) -> list[int]:
-    """Plain ints, from NumPy's too; a float is refused, not cut off."""
+    """Plain ints, from NumPy's too; a float is refused, not cut off, and bytes are text that nobody has decoded."""
     try:
+        if isinstance(token_ids, bytes | bytearray):
+            raise TypeError
         return [operator.index(token_id) for token_id in token_ids]
     except TypeError:
         raise InvalidRequestError("INVALID_TOKEN_IDS", "token_ids", token_ids, "integers") from None

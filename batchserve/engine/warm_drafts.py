@@ -17,7 +17,7 @@ from batchserve.draft.base import DraftRequest, DraftScope
 from batchserve.draft.factory import create_drafter
 from batchserve.draft.kernels import KernelLoader, provide_cache_folder
 from batchserve.draft.router import RoutingDrafter
-from batchserve.engine.engine_core import TENANT
+from batchserve.engine.drafting import TENANT
 from batchserve.engine.input_processor import vocabulary_fingerprint
 from batchserve.errors import ConfigError
 from batchserve.runner.loader import resolve_model
@@ -79,6 +79,8 @@ def warm_drafts(path: Path, config: EngineConfig) -> Warmed:
     drafters = {config.drafter: create_drafter(config.drafter, config, 0)}
     router = RoutingDrafter(config.drafter, drafters, KernelLoader(in_background=False))
     router.persistent()
+    if not cache.parent.is_dir():
+        raise ConfigError(f"draft_cache = {str(cache)!r}: must be a file in a folder that exists")
     vocabulary = _Vocabulary(config)
     router.prepare()
     if cache.exists():
@@ -92,6 +94,8 @@ def warm_drafts(path: Path, config: EngineConfig) -> Warmed:
         router.accept(request_id, record.response)
         router.share(request_id, record.response)
         router.end(request_id)
+    if num_answers == 0:
+        raise ConfigError(f"{path}: holds no answers")
     try:
         router.save(cache, vocabulary.fingerprint)
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -19,14 +20,16 @@ from transformers import (
 )
 
 from batchserve.attention import interface
-from batchserve.errors import ConfigError, UnsupportedModelError
+from batchserve.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from batchserve.runner.packed import can_pack, pack_modules
 from batchserve.runner.probe import ModelProbe
+from batchserve.types import SamplingParams
 
 if TYPE_CHECKING:
     from batchserve.attention.base import LayerShape
     from batchserve.config import EngineConfig
 
+logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FALLBACK_MAX_MODEL_LEN = 2048
 APPLIED_OR_HARMLESS = frozenset(
@@ -73,7 +76,10 @@ def resolve_dtype(dtype: str) -> torch.dtype:
 
 @torch.inference_mode()
 def load_model(config: EngineConfig) -> LoadedModel:
-    """Load, probe and pack. Raises ConfigError (cannot be loaded) or UnsupportedModelError (would answer wrongly)."""
+    """Load, probe and pack. Raises ConfigError (cannot be loaded) or UnsupportedModelError (would answer wrongly).
+
+    Options of generation_config.json that no request gets are named in a warning.
+    """
     interface.register()
     source = resolve_model(config.model)
     dtype = resolve_dtype(config.dtype)
@@ -86,9 +92,11 @@ def load_model(config: EngineConfig) -> LoadedModel:
     if is_packed:
         pack_modules(model)
         probe.check_packed()
-    probe.check_far_row(max_model_len)
-    defaults = model.generation_config
-    does_sample = bool(defaults.do_sample)
+    probe.check_beside_others(max_model_len)
+    sampling = _sampling_defaults(model.generation_config)
+    unapplied = _unapplied_defaults(model.generation_config)
+    if unapplied:
+        logger.warning("not applied, though generation_config.json asks for it: %s", ", ".join(unapplied))
     return LoadedModel(
         model=model,
         tokenizer=_load_tokenizer(source, config),
@@ -97,20 +105,20 @@ def load_model(config: EngineConfig) -> LoadedModel:
         layers=layers,
         vocab_size=int(text_config.vocab_size),
         max_model_len=max_model_len,
-        eos_token_ids=_eos_token_ids(defaults.eos_token_id, text_config),
-        default_temperature=float(_or(defaults.temperature, 1.0)) if does_sample else 0.0,
-        default_top_k=int(_or(defaults.top_k, 0)) if does_sample else 0,
-        default_top_p=float(_or(defaults.top_p, 1.0)) if does_sample else 1.0,
+        eos_token_ids=_eos_token_ids(model.generation_config.eos_token_id, text_config),
+        default_temperature=0.0 if sampling.temperature is None else sampling.temperature,
+        default_top_k=sampling.top_k or 0,
+        default_top_p=1.0 if sampling.top_p is None else sampling.top_p,
         has_packed_linears=is_packed,
-        unapplied_defaults=_unapplied_defaults(defaults),
+        unapplied_defaults=unapplied,
     )
 
 
-def _or(value: float | int | None, default: float | int) -> float | int:
-    return default if value is None else value
-
-
 def _load_weights(source: str, dtype: torch.dtype, config: EngineConfig) -> PreTrainedModel:
+    if (
+        Path(source) / "adapter_config.json"
+    ).exists():  # without peft, transformers would load the base and say nothing
+        raise ConfigError(f"model = {config.model!r}: has an adapter; merge it into the weights first")
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
@@ -118,6 +126,7 @@ def _load_weights(source: str, dtype: torch.dtype, config: EngineConfig) -> PreT
             dtype=dtype,
             attn_implementation="eager",
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are told apart below
             trust_remote_code=config.trust_remote_code,
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
@@ -129,6 +138,13 @@ def _load_weights(source: str, dtype: torch.dtype, config: EngineConfig) -> PreT
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
         raise ConfigError(f"model = {config.model!r}: its files lack {len(missing)} weights, {missing[0]} among them")
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, found, wanted = mismatched[0]
+        raise ConfigError(
+            f"model = {config.model!r}: {name} has shape {list(found)} in the files, {list(wanted)} by its config"
+        )
+    if quantization := getattr(model.config, "quantization_config", None):
+        raise UnsupportedModelError(f"model = {config.model!r}: quantised weights are not supported: {quantization}")
     ready: PreTrainedModel = model.eval()
     return ready
 
@@ -154,6 +170,17 @@ def _load_tokenizer(source: str, config: EngineConfig) -> PreTrainedTokenizerBas
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model = {config.model!r}: its tokenizer cannot be loaded: {error}") from error
     return loaded
+
+
+def _sampling_defaults(defaults: GenerationConfig) -> SamplingParams:
+    """What a request gets that says nothing: greedy, unless generation_config.json samples."""
+    if not defaults.do_sample:
+        return SamplingParams()
+    temperature = 1.0 if defaults.temperature is None else defaults.temperature
+    try:
+        return SamplingParams(temperature=temperature, top_k=defaults.top_k, top_p=defaults.top_p)
+    except InvalidRequestError as error:
+        raise ConfigError(f"generation_config.json: {error}") from error
 
 
 def _unapplied_defaults(defaults: GenerationConfig) -> tuple[str, ...]:

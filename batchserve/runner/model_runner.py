@@ -12,6 +12,8 @@ from batchserve.sampling.sampler import RowSampler
 from batchserve.sampling.verify import VerifiedTokens, walk_tree
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from batchserve.attention.base import AttentionBackend
     from batchserve.runner.loader import LoadedModel
     from batchserve.runner.ragged_batch import RaggedBatch
@@ -27,14 +29,20 @@ class StepHandle:
     def wait(self) -> list[VerifiedTokens | None]:
         """For every request of the batch its verified tokens, None where nothing was sampled."""
         logits = self._runner.forward(self._batch)
-        return verify_batch(self._batch, logits)
+        return verify_batch(self._batch, logits, self._runner.forced)
 
 
 class ModelRunner:
-    """Runs ragged batches through unmodified modelling code."""
+    """Runs ragged batches through unmodified modelling code.
+
+    forced: by request id, a prompt and the answer that is to be given to it, whatever the model says: for benchmarks
+    that send recorded answers through other weights. A row's own token is still sampled, so its cost is not hidden;
+    behind the recording's end it is the one that counts. Nothing that a client sends gets here.
+    """
 
     def __init__(self, loaded: LoadedModel, backend: AttentionBackend) -> None:
         self.backend = backend
+        self.forced: dict[str, Sequence[int]] = {}
         self.num_threads = torch.get_num_threads()
         self._model = loaded.model
 
@@ -63,8 +71,10 @@ class ModelRunner:
         return logits
 
 
-def verify_batch(batch: RaggedBatch, logits: torch.Tensor) -> list[VerifiedTokens | None]:
-    """Walk every request's tree; logits are those of batch.logit_rows."""
+def verify_batch(
+    batch: RaggedBatch, logits: torch.Tensor, forced: Mapping[str, Sequence[int]]
+) -> list[VerifiedTokens | None]:
+    """Walk every request's tree; logits are those of batch.logit_rows, forced is ModelRunner's."""
     sampler = RowSampler(logits)
     results: list[VerifiedTokens | None] = []
     for rows, first in zip(batch.requests, batch.first_logit, strict=True):
@@ -73,9 +83,12 @@ def verify_batch(batch: RaggedBatch, logits: torch.Tensor) -> list[VerifiedToken
             continue
         sampling, root = rows.sampling, rows.root
         next_position = rows.context_len + rows.num_pending
+        recorded = forced.get(rows.request_id, ())
 
         def target(row: int, depth: int) -> int:
-            return sampler.token_at(first + row - root, next_position + depth, sampling)  # noqa: B023
+            position = next_position + depth  # noqa: B023
+            token = sampler.token_at(first + row - root, position, sampling)  # noqa: B023
+            return recorded[position] if position < len(recorded) else token  # noqa: B023
 
         verified = walk_tree(rows.token_ids, rows.parents, root, target, rows.is_verified)
         unverified = [i for i, is_verified in enumerate(rows.is_verified) if not is_verified]

@@ -40,7 +40,13 @@ class RowSampler:
 
 
 def sample_row(logits: np.ndarray, position: int, sampling: ResolvedSampling) -> int:
-    """One Gumbel-max draw from float32 logits [vocab_size] at temperature > 0."""
+    """One Gumbel-max draw from float32 logits [vocab_size] at temperature > 0.
+
+    Logits that overflowed (a NaN, an infinity at the top) have no distribution: their argmax is taken, as greedily, so
+    that one request's numbers never fail the step of all others.
+    """
+    if not np.isfinite(logits.max()):
+        return int(logits.argmax())
     token_ids, processed = allowed_tokens(logits, sampling.temperature, sampling.top_k, sampling.top_p)
     # The noise is bounded: a token further below the top than its range cannot win, so it needs no draw.
     reachable = processed >= processed.max() - NOISE_RANGE

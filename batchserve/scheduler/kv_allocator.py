@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Hashable, Sequence
 
 
 class KVAllocator(Protocol):
@@ -21,7 +21,11 @@ class KVAllocator(Protocol):
 
     @property
     def free_tokens(self) -> int:
-        """What is left of it."""
+        """What no request owns; part of it may hold cached prefixes, which are given up when it is needed."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """What cached prefixes hold."""
 
     def reserve(self, request_id: str, num_tokens: int) -> bool:
         """Make room for `num_tokens` rows behind the committed ones; False (and no change) when memory is out."""
@@ -32,8 +36,21 @@ class KVAllocator(Protocol):
     def commit(self, request_id: str, rows: Sequence[int]) -> None:
         """Keep these rows (indices into the step's rows of this request, ascending) as the next committed tokens."""
 
+    def match_prefix(self, request_id: str, scope: Hashable, token_ids: Sequence[int]) -> int | None:
+        """Begin a request that owns nothing: make room for all these tokens, and commit the longest cached prefix.
+
+        Only what was retired under the same scope is a hit, and never all of the tokens. Returns how many are committed
+        now; None (and no change) when memory is out.
+        """
+
+    def retire(self, request_id: str, scope: Hashable, token_ids: Sequence[int]) -> None:
+        """Instead of release: keep what is committed as a cached prefix of the scope; it is of these tokens."""
+
+    def forget_prefixes(self, scope: Hashable) -> None:
+        """Give up what is cached under a scope."""
+
     def release(self, request_id: str) -> None:
         """Free everything of this request; nothing happens if it has nothing."""
 
     def check_integrity(self, request_ids: Collection[str]) -> None:
-        """Raises RuntimeError unless exactly these requests own memory and owned + free = total, in bytes."""
+        """Raises RuntimeError unless exactly these requests own memory, and owned + cached + unused = total, in bytes."""

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from batchserve.request import Request, RequestStatus
+from batchserve.scheduler.policy import prefill_rows, rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from batchserve.config import EngineConfig
     from batchserve.scheduler.kv_allocator import KVAllocator
+    from batchserve.scheduler.step_time import StepTimeModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +35,44 @@ class ScheduledRequest:
         """Whether the rows reach the request's last token, so that the next one is sampled."""
         return self.num_scheduled_tokens == self.request.num_pending_tokens
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether this is one more token of an answer that has begun, or its first behind a prompt of one token."""
+        return self.num_scheduled_tokens == self.request.num_pending_tokens == 1
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """The plan of one step. K/V for the pending tokens is reserved; for drafts it is not yet."""
+    """The plan of one step. K/V for the pending tokens is reserved; for drafts it is not yet.
+
+    max_draft_rows: what max_num_batched_tokens leaves for the drafts of all requests.
+    """
 
     scheduled: list[ScheduledRequest]
     preempted: list[Request]
+    max_draft_rows: int = 0
 
 
 class Scheduler:
-    """First come, first served, under max_num_seqs, max_num_batched_tokens and the K/V budget.
+    """Higher priority first, then first come, first served, under max_num_seqs, max_num_batched_tokens and K/V memory.
 
-    Running requests are kept in order of arrival. When memory runs out the newest is preempted: its K/V is freed and
-    recomputed later, from the prompt and the tokens that it has already given.
+    Prompts are computed in chunks that leave running requests their inter-token latency, where step times are known.
+    When memory runs out whoever comes last is preempted: his K/V is freed and recomputed later, from the prompt and the
+    tokens that he has already given.
     """
 
-    def __init__(self, config: EngineConfig, allocator: KVAllocator, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        allocator: KVAllocator,
+        max_model_len: int,
+        step_time: StepTimeModel | None = None,
+    ) -> None:
         self._config = config
+        self._step_time = step_time
         self._allocator = allocator
         self._max_model_len = max_model_len
+        self._now_s = 0.0
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -69,7 +89,13 @@ class Scheduler:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
-        self._allocator.release(request.request_id)
+        scope = self._prefix_scope(request)
+        if scope is not None and request.num_computed_tokens > 0:
+            # An answer's end may have been inside an accepted run: what was computed behind it is nobody's text.
+            count = min(request.num_computed_tokens, len(request.token_ids))
+            self._allocator.retire(request.request_id, scope, request.token_ids[:count])
+        else:
+            self._allocator.release(request.request_id)
         request.move_to(RequestStatus.FINISHED)
 
     def expired(self, now_s: float) -> list[Request]:
@@ -80,8 +106,9 @@ class Scheduler:
         yield from self.running
         yield from self.waiting
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self, now_s: float = 0.0) -> SchedulerOutput:
         """Plan one step: a row for everyone who decodes, prefill chunks, then drafts with what is left."""
+        self._now_s = now_s
         preempted: list[Request] = []
         rows_left = self._config.max_num_batched_tokens
         planned: dict[str, int] = {}
@@ -91,7 +118,7 @@ class Scheduler:
                 rows_left -= 1
         # Rows kept for drafts while prompts are waiting to be computed: what they ask for, at most half.
         wanted = sum(r.speculation.max_draft_tokens for r in self.running if r.request_id in planned)
-        chunk_rows = rows_left - min(rows_left // 2, wanted)
+        chunk_rows = self._bounded(planned, rows_left - min(rows_left // 2, wanted))
         for request in list(self.running):
             if request.status is RequestStatus.RUNNING and request.request_id not in planned:
                 chunk_rows -= self._plan_chunk(request, chunk_rows, planned, preempted)
@@ -100,7 +127,28 @@ class Scheduler:
         # A request planned above may have been preempted by an older one after that.
         running = [r for r in self.running if r.request_id in planned]
         rows_left = self._config.max_num_batched_tokens - sum(planned[r.request_id] for r in running)
-        return SchedulerOutput(self._with_drafts(running, planned, rows_left), preempted)
+        return SchedulerOutput(self._with_drafts(running, planned, rows_left), preempted, rows_left)
+
+    def _rank(self, request: Request) -> tuple[bool, int, float]:
+        return rank(request, self._now_s, self._config.max_priority_wait_s)
+
+    def _bounded(self, planned: dict[str, int], rows: int) -> int:
+        """The rows that prompts get in this step, for the sake of the requests that are planned already."""
+        computing = [r for r in self.running if r.request_id not in planned]
+        free_seats = self._config.max_num_seqs - len(self.running)
+        num_prompts = len(computing) + min(free_seats, len(self.waiting))
+        if self._step_time is None or not planned or not num_prompts:
+            return rows
+        max_itl_ms = self._config.max_itl_ms
+        return prefill_rows(
+            self._step_time,
+            (r for r in self.running if r.request_id in planned),
+            num_prompts,
+            computing[0].num_computed_tokens if computing else 0,
+            rows,
+            self._config.max_itl_inflation,
+            None if max_itl_ms is None else max_itl_ms / 1e3,
+        )
 
     def _plan_chunk(self, request: Request, rows: int, planned: dict[str, int], preempted: list[Request]) -> int:
         chunk = min(rows, request.num_pending_tokens, self._config.prefill_chunk_size or rows)
@@ -111,25 +159,42 @@ class Scheduler:
 
     def _admit(self, rows: int, planned: dict[str, int]) -> None:
         while self.waiting and rows > 0 and len(self.running) < self._config.max_num_seqs:
-            request = self.waiting[0]
+            request = min(self.waiting, key=self._rank)
             # Room for all of its tokens, not only the first chunk: half a prompt in memory helps nobody.
-            if not self._allocator.reserve(request.request_id, request.num_pending_tokens):
+            if not self._begin(request):
                 return
-            self.waiting.popleft()
+            self.waiting.remove(request)
             request.move_to(RequestStatus.RUNNING)
             self.running.append(request)
             chunk = min(rows, request.num_pending_tokens, self._config.prefill_chunk_size or rows)
             planned[request.request_id] = chunk
             rows -= chunk
 
+    def _begin(self, request: Request) -> bool:
+        """Reserve memory for all that a waiting request has to compute; what is cached of it is computed already."""
+        scope, num_tokens = self._prefix_scope(request), len(request.token_ids)
+        if scope is None or num_tokens > self._allocator.reservable_tokens(request.request_id):
+            return self._allocator.reserve(request.request_id, num_tokens)
+        cached = self._allocator.match_prefix(request.request_id, scope, request.token_ids)
+        if cached is None:
+            return False
+        request.num_computed_tokens = cached
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = cached
+        return True
+
+    def _prefix_scope(self, request: Request) -> str | None:
+        """Whose prefixes the request may hit and leave behind; None: nobody's."""
+        return request.prefix_scope if self._config.prefix_cache else None
+
     def _reserve(self, request: Request, num_tokens: int, preempted: list[Request]) -> bool:
-        """Reserve, preempting the newest request for as long as it takes; False if that was this one."""
+        """Reserve, preempting whoever comes last for as long as it takes; False if that was this one."""
         while request.status is RequestStatus.RUNNING:
             if self._allocator.reserve(request.request_id, num_tokens):
                 return True
-            newest = self.running[-1]
-            self._preempt(newest)
-            preempted.append(newest)
+            last = max(reversed(self.running), key=self._rank)
+            self._preempt(last)
+            preempted.append(last)
         return False
 
     def _preempt(self, request: Request) -> None:
@@ -146,20 +211,22 @@ class Scheduler:
             for r in running
             if planned[r.request_id] == r.num_pending_tokens == 1 and r.speculation.max_draft_tokens > 0
         ]
-        fair_share = rows_left // len(drafting) if drafting else 0
+        # Where rows are chosen by their worth, each request may be offered all of them.
+        is_shared = drafting and not self._config.is_adaptive
+        most = rows_left // len(drafting) if is_shared else rows_left
         scheduled = []
         for request in running:
             tokens = planned[request.request_id]
-            budget = self._draft_budget(request, fair_share) if tokens == request.num_pending_tokens == 1 else (0, 0, 0)
+            budget = self._draft_budget(request, most) if tokens == request.num_pending_tokens == 1 else (0, 0, 0)
             scheduled.append(ScheduledRequest(request, tokens, *budget))
         return scheduled
 
-    def _draft_budget(self, request: Request, fair_share: int) -> tuple[int, int, int]:
+    def _draft_budget(self, request: Request, most: int) -> tuple[int, int, int]:
         """(most draft tokens, deepest draft, deepest row): no draft deeper than could still be given to the client."""
         # The bonus token comes on top of the accepted ones, so the last place is never drafted.
         row_depth = self._max_model_len - len(request.token_ids) - 1
         depth = min(request.sampling.max_tokens - request.num_output_tokens - 1, row_depth)
-        budget = min(request.speculation.max_draft_tokens, fair_share)
+        budget = min(request.speculation.max_draft_tokens, most)
         # Drafts take what memory is free; nobody is preempted for a guess.
         budget = min(budget, self._allocator.reservable_tokens(request.request_id) - 1)
         if depth < 1 or budget < 1:

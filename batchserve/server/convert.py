@@ -14,6 +14,7 @@ from batchserve.errors import InvalidRequestError
 from batchserve.types import (
     MAX_REFERENCE_TOKENS,
     MAX_REFERENCES,
+    MAX_REQUEST_ID_CHARS,
     MAX_STOP_STRINGS,
     Delta,
     FinishReason,
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
     from batchserve.types import ModelInfo, RequestOutput
 
-MAX_REQUEST_ID_CHARS = 256
 MAX_STOP_TOKEN_IDS = 1024
+MAX_UINT32 = 2**32 - 1
 
 _FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -95,7 +96,18 @@ def refuse_unknown_fields(message: Message, path: str = "") -> None:
 def to_generate_request(
     prompt: str | Sequence[int], params: SamplingParams, speculation: SpeculationParams
 ) -> pb.GenerateRequest:
-    """The request of a client; the inverse of `from_generate_request`, but for the wire's 32-bit floats."""
+    """The request of a client; the inverse of `from_generate_request`, but for the wire's 32-bit floats.
+
+    Raises InvalidRequestError for a count that the wire has no room for.
+    """
+    for path, value in (
+        ("sampling_params.top_k", params.top_k),
+        ("stop.max_tokens", params.max_tokens),
+        ("speculation.max_draft_tokens", speculation.max_draft_tokens),
+        ("speculation.branch_length", speculation.branch_length),
+    ):
+        if value is not None and value > MAX_UINT32:
+            raise InvalidRequestError(f"INVALID_{path.split('.')[-1].upper()}", path, value, f"at most {MAX_UINT32}")
     return pb.GenerateRequest(
         text=prompt if isinstance(prompt, str) else None,
         token_ids=None if isinstance(prompt, str) else pb.TokenIds(ids=prompt),
@@ -114,6 +126,7 @@ def to_generate_request(
             max_draft_tokens=speculation.max_draft_tokens,
             drafter=speculation.drafter,
             branch_length=speculation.branch_length,
+            tpot_target_ms=speculation.tpot_target_ms,
         ),
         references=[
             pb.Reference(text=item) if isinstance(item, str) else pb.Reference(token_ids=pb.TokenIds(ids=item))
@@ -186,6 +199,7 @@ def _speculation(request: pb.GenerateRequest) -> SpeculationParams:
         max_draft_tokens=options.max_draft_tokens if options.HasField("max_draft_tokens") else None,
         drafter=options.drafter,
         branch_length=options.branch_length if options.HasField("branch_length") else None,
+        tpot_target_ms=options.tpot_target_ms if options.HasField("tpot_target_ms") else None,
         draft_scope=request.draft_scope,
         references=_references(request),
     )

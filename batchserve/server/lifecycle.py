@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 # After the last request ended its status is still to be sent; health watchers never end by themselves.
 FLUSH_GRACE_S = 1.0
 STATUS_TIMEOUT_S = 5.0
+QUIET_S = 0.05
+ARRIVALS_TIMEOUT_S = 1.0
 MIN_PING_INTERVAL_MS = 5000
 T = TypeVar("T")
 
@@ -86,10 +88,11 @@ class GenerationServer:
         if self._engine is not None:
             is_drained = await _unless_hurried(self._requests_ended(self._engine), hurry)
             await self._engine.shutdown()
-            # Every call has its end now; a client that does not read it is not waited for long.
-            with suppress(TimeoutError):
-                async with asyncio.timeout(STATUS_TIMEOUT_S):
-                    await self._servicer.wait_idle()
+        await self._arrivals_ended()
+        # Every call has its end now; a client that does not read it is not waited for long.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
+                await self._servicer.wait_idle()
         await self._grpc.stop(FLUSH_GRACE_S)
         if self._metrics is not None:
             self._metrics.close()
@@ -109,6 +112,19 @@ class GenerationServer:
         except TimeoutError:
             return False
         return is_drained
+
+    async def _arrivals_ended(self) -> None:
+        """Returns once no call has come for a moment; not much later if they never cease.
+
+        gRPC hands calls over one at a time, and what is left when it stops it cancels: their clients would see
+        CANCELLED where all others see UNAVAILABLE.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ARRIVALS_TIMEOUT_S):
+                seen = -1
+                while seen != self._servicer.num_calls:
+                    seen = self._servicer.num_calls
+                    await asyncio.sleep(QUIET_S)
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
         for service in ("", SERVICE_NAME):

@@ -1,15 +1,25 @@
-"""The engine's counters for Prometheus, over HTTP."""
+"""The engine's metrics for Prometheus, over HTTP."""
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from batchserve.errors import ConfigError
-from batchserve.metrics import COUNTERS, PREFIX, EngineMetrics
+from batchserve.metrics import (
+    CALIBRATION,
+    COUNTERS,
+    EDGES,
+    GAUGES,
+    HISTOGRAMS,
+    PREFIX,
+    EngineMetrics,
+    Histogram,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,6 +53,33 @@ class _EngineCollector(Collector):
     def __init__(self, metrics: EngineMetrics) -> None:
         self._metrics = metrics
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        for name, value in self._metrics.snapshot().items():
-            yield CounterMetricFamily(PREFIX + name.removesuffix("_total"), COUNTERS[name], value=value)
+    def collect(self) -> Iterator[Metric]:
+        with self._metrics.lock:  # one moment's figures, and the engine waits for nobody's socket
+            families = list(self._families())
+        yield from families
+
+    def _families(self) -> Iterator[Metric]:
+        metrics = self._metrics
+        for name, value in metrics.values.items():
+            yield CounterMetricFamily(PREFIX + name, COUNTERS[name], value=value)
+        for name, value in metrics.gauges.items():
+            yield GaugeMetricFamily(PREFIX + name, GAUGES[name], value=value)
+        tested, accepted = (
+            CounterMetricFamily(PREFIX + name, text, labels=("drafter", "depth")) for name, text in EDGES.items()
+        )
+        (error,) = (GaugeMetricFamily(PREFIX + name, text, labels=("drafter",)) for name, text in CALIBRATION.items())
+        for drafter, scored in metrics.acceptance.items():
+            for depth, num_tested, num_accepted in zip(scored.depths, scored.tested, scored.accepted, strict=True):
+                tested.add_metric((drafter, depth), num_tested)
+                accepted.add_metric((drafter, depth), num_accepted)
+            error.add_metric((drafter,), scored.calibration_error)
+        yield from (tested, accepted, error)
+        for name, (text, _) in HISTOGRAMS.items():
+            histogram = metrics.histograms[name]
+            yield HistogramMetricFamily(PREFIX + name, text, buckets=_buckets(histogram), sum_value=histogram.total)
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """(upper bound, how many are not above it)."""
+    bounds = [*map(str, histogram.bounds), "+Inf"]
+    return list(zip(bounds, accumulate(histogram.counts), strict=True))

@@ -47,6 +47,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._engine = None
         self._refusal = reason
 
+    @property
+    def num_calls(self) -> int:
+        """How many have come, answered or not."""
+        return self._calls.total
+
     async def wait_idle(self) -> None:
         """Returns once no call is being answered: the engine may be done before a slow client has read it all."""
         await self._calls.is_idle.wait()
@@ -118,6 +123,7 @@ class _Calls:
 
     def __init__(self) -> None:
         self.count = 0
+        self.total = 0
         self.is_idle = asyncio.Event()
         self.is_idle.set()
 
@@ -131,6 +137,7 @@ class _Call:
 
     async def __aenter__(self) -> None:
         self._calls.count += 1
+        self._calls.total += 1
         self._calls.is_idle.clear()
 
     async def __aexit__(

@@ -16,7 +16,6 @@ from batchserve.errors import (
     DuplicateRequestError,
     InvalidRequestError,
     QueueFullError,
-    RequestCancelledError,
     UnavailableError,
     UnknownModelError,
 )
@@ -39,7 +38,6 @@ _CODES: dict[type[BatchserveError], int] = {
     QueueFullError: code_pb2.RESOURCE_EXHAUSTED,
     UnavailableError: code_pb2.UNAVAILABLE,
     DeadlineExceededError: code_pb2.DEADLINE_EXCEEDED,
-    RequestCancelledError: code_pb2.CANCELLED,
 }
 
 

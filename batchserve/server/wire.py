@@ -1,4 +1,7 @@
-"""Bytes that are no message of the protocol: INVALID_ARGUMENT with details, where gRPC would say a bare UNKNOWN."""
+"""Calls that bring no message of the protocol: INVALID_ARGUMENT with details.
+
+For bytes that do not parse gRPC would say a bare UNKNOWN; a call without any message it would never end.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[t
         if handler is None or not handler_call_details.method.startswith(self._prefix):
             return handler  # type: ignore[no-any-return]
         is_stream = handler.response_streaming
-        make = grpc.unary_stream_rpc_method_handler if is_stream else grpc.unary_unary_rpc_method_handler
+        make = grpc.stream_stream_rpc_method_handler if is_stream else grpc.stream_unary_rpc_method_handler
         behaviour = handler.unary_stream if is_stream else handler.unary_unary
         guarded: Any = make(
             _refusing_malformed(behaviour),
@@ -53,7 +56,10 @@ def _returning_errors(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], 
 
 
 def _refusing_malformed(behaviour: Behaviour) -> Behaviour:
-    async def wrapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    async def wrapped(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        request = await context.read()
+        if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in the stubs
+            await abort(context, InvalidRequestError("MISSING_MESSAGE", "request", None, "one message"))
         if isinstance(request, DecodeError):
             bound = "bytes that parse as the method's request message"
             await abort(context, InvalidRequestError("MALFORMED_MESSAGE", "request", "<bytes>", bound))

@@ -88,7 +88,7 @@ class OutputOptions(_message.Message):
     def __init__(self, skip_special_tokens: _Optional[bool] = ...) -> None: ...
 
 class SpeculationOptions(_message.Message):
-    __slots__ = ("mode", "max_draft_tokens", "drafter", "branch_length")
+    __slots__ = ("mode", "max_draft_tokens", "drafter", "branch_length", "tpot_target_ms")
     class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         MODE_UNSPECIFIED: _ClassVar[SpeculationOptions.Mode]
@@ -101,11 +101,13 @@ class SpeculationOptions(_message.Message):
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     BRANCH_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    TPOT_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
     mode: SpeculationOptions.Mode
     max_draft_tokens: int
     drafter: str
     branch_length: int
-    def __init__(self, mode: _Optional[_Union[SpeculationOptions.Mode, str]] = ..., max_draft_tokens: _Optional[int] = ..., drafter: _Optional[str] = ..., branch_length: _Optional[int] = ...) -> None: ...
+    tpot_target_ms: float
+    def __init__(self, mode: _Optional[_Union[SpeculationOptions.Mode, str]] = ..., max_draft_tokens: _Optional[int] = ..., drafter: _Optional[str] = ..., branch_length: _Optional[int] = ..., tpot_target_ms: _Optional[float] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "draft_tokens", "accepted_draft_tokens")

@@ -28,6 +28,7 @@ class SlabMachine(RuleBasedStateMachine):
         self.owned: dict[str, int] = {}
         self.reserved: dict[str, int] = {}  # rows behind the committed ones that may be written now
         self.tokens = count(1)
+        self.retired: dict[str, list[list[int]]] = {"s": [], "t": []}  # by scope; the allocator may have dropped some
 
     @property
     def free(self) -> int:
@@ -68,6 +69,41 @@ class SlabMachine(RuleBasedStateMachine):
         for books in (self.committed, self.owned, self.reserved):
             books.pop(request_id, None)
 
+    @precondition(lambda self: self.committed)
+    @rule(data=st.data(), scope=st.sampled_from(["s", "t"]), dropped=st.integers(0, 3))
+    def retire(self, data: st.DataObject, scope: str, dropped: int) -> None:
+        """An ended request leaves its K/V behind, but for some last tokens that it was not given."""
+        request_id = data.draw(st.sampled_from(sorted(self.committed)))
+        tokens = self.committed[request_id]
+        tokens = tokens[: len(tokens) - dropped]
+        self.allocator.retire(request_id, scope, tokens)
+        self.retired[scope].append(tokens)
+        for books in (self.committed, self.owned, self.reserved):
+            books.pop(request_id, None)
+
+    @precondition(lambda self: len(self.committed) < 4)
+    @rule(data=st.data(), scope=st.sampled_from(["s", "t"]), more=st.integers(1, 40))
+    def begin_with_what_is_cached(self, data: st.DataObject, scope: str, more: int) -> None:
+        request_id = next(name for name in "abcd" if name not in self.committed)
+        known = [tokens for texts in self.retired.values() for tokens in texts] or [[]]
+        base = data.draw(st.sampled_from(known))
+        prompt = base[: data.draw(st.integers(0, len(base)))] + [next(self.tokens) for _ in range(more)]
+        cached = self.allocator.match_prefix(request_id, scope, prompt)
+        wanted = -(-len(prompt) // EXTENT) * EXTENT
+        assert (cached is None) == (wanted > self.free)
+        if cached is None:
+            return
+        longest = max((_common(prompt, tokens) for tokens in self.retired[scope]), default=0)
+        assert cached <= min(longest, len(prompt) - 1), "more than the scope's requests ever had in common with it"
+        self.committed[request_id] = prompt[:cached]
+        self.owned[request_id] = wanted
+        self.reserved[request_id] = len(prompt) - cached
+
+    @rule(scope=st.sampled_from(["s", "t"]))
+    def forget(self, scope: str) -> None:
+        self.allocator.forget_prefixes(scope)
+        self.retired[scope].clear()
+
     @staticmethod
     def content(token: int, layer: int, plane: int, heads: int, dim: int) -> torch.Tensor:
         """Different for every token, layer, K or V, head and channel; exact in fp32."""
@@ -98,13 +134,67 @@ class SlabMachine(RuleBasedStateMachine):
         assert self.allocator.free_tokens == self.allocator.total_tokens
 
 
+def _common(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
 TestSlabs = SlabMachine.TestCase
-TestSlabs.settings = examples(40, stateful_step_count=25)
+TestSlabs.settings = examples(60, stateful_step_count=40)
 
 
 @pytest.mark.slow
 class TestSlabsAtLength(SlabMachine.TestCase):
-    settings = examples(300, stateful_step_count=60)
+    settings = examples(300, stateful_step_count=60)  # 18,000 operations
+
+
+def keep(allocator: SlabAllocator, request_id: str, scope: str, tokens: list[int]) -> None:
+    """A request computes these tokens, each with its id as K/V, and ends."""
+    assert allocator.reserve(request_id, len(tokens))
+    for layer in range(len(LAYERS)):
+        for plane in allocator.planes(request_id, layer):
+            plane[:, : len(tokens)] = torch.tensor(tokens, dtype=torch.float32)[None, :, None]
+    allocator.commit(request_id, range(len(tokens)))
+    allocator.retire(request_id, scope, tokens)
+
+
+def test_a_prompt_begins_with_the_longest_prefix_of_its_own_scope() -> None:
+    allocator = SlabAllocator(LAYERS, torch.float32, 20 * EXTENT)
+    keep(allocator, "a", "mine", [*range(100), 7])
+    keep(allocator, "b", "mine", [*range(120), 8])
+    keep(allocator, "c", "theirs", list(range(150)))
+    assert allocator.match_prefix("d", "mine", list(range(200))) == 120
+    assert allocator.planes("d", 0)[0][0, :120, 0].tolist() == list(range(120))
+    assert allocator.match_prefix("e", "nobody's", list(range(200))) == 0
+    assert allocator.match_prefix("f", "mine", list(range(100))) == 99, "one token is left to be computed"
+    assert allocator.cached_tokens == 2 * EXTENT + 2 * EXTENT + 3 * EXTENT
+    allocator.check_integrity({"d", "e", "f"})
+
+
+def test_cached_prefixes_go_when_memory_is_needed_the_least_recently_used_first() -> None:
+    allocator = SlabAllocator(LAYERS, torch.float32, 6 * EXTENT)
+    for name, base in (("a", 0), ("b", 1000), ("c", 2000)):
+        keep(allocator, name, "s", list(range(base, base + 2 * EXTENT)))
+    assert allocator.free_tokens == 6 * EXTENT
+    assert allocator.cached_tokens == 6 * EXTENT
+    assert allocator.match_prefix("x", "s", [*range(EXTENT), 5, 5]) == EXTENT  # a is used; b goes for it
+    allocator.release("x")
+    assert allocator.match_prefix("y", "s", list(range(1000, 1000 + EXTENT))) == 0
+    allocator.release("y")
+    assert allocator.match_prefix("z", "s", list(range(EXTENT))) == EXTENT - 1
+    assert allocator.reserve("w", 5 * EXTENT)
+    assert allocator.cached_tokens == 0
+    allocator.check_integrity({"z", "w"})
+
+
+def test_a_longer_text_replaces_its_own_beginning_in_the_cache() -> None:
+    allocator = SlabAllocator(LAYERS, torch.float32, 20 * EXTENT)
+    keep(allocator, "a", "s", list(range(100)))
+    keep(allocator, "b", "t", list(range(100)))
+    keep(allocator, "c", "s", list(range(200)))
+    assert allocator.cached_tokens == 2 * EXTENT + 4 * EXTENT
+    allocator.forget_prefixes("s")
+    assert allocator.cached_tokens == 2 * EXTENT
+    assert allocator.match_prefix("d", "s", list(range(100))) == 0
 
 
 def test_memory_is_reserved_by_the_extent_and_never_for_the_whole_context() -> None:

@@ -54,12 +54,11 @@ def test_what_is_behind_the_limit_is_not_read(tmp_path: Path):
         (without("prompt"), "line 2: field 'prompt' is missing"),
         (without("response"), "line 2: field 'response' is missing"),
         ({**GOOD, "prompt": 5}, "line 2: field 'prompt' must be a text"),
-        ({**GOOD, "response": ""}, "line 2: field 'response' must be a text that is not empty"),
         ({**GOOD, "response": None}, "line 2: field 'response' must be a text"),
         ({**GOOD, "response": "\ud800"}, "line 2: field 'response' must be a text"),
-        ({**GOOD, "response": "  "}, "line 2: field 'response' has no tokens"),
         ({**GOOD, "reference": "text"}, "line 2: field 'reference' must be a list of texts"),
-        ({**GOOD, "reference": None}, "line 2: field 'reference' must be a list of texts"),
+        ({**GOOD, "reference": None, "references": "text"}, "line 2: field 'references' must be a list of texts"),
+        ({**GOOD, "references": ["c"]}, "line 2: fields 'reference' and 'references' must not both be given"),
         ({**GOOD, "reference": ["a", 1]}, "line 2: field 'reference' must be a list of texts"),
     ],
 )
@@ -67,6 +66,16 @@ def test_malformed_records_are_named(tmp_path: Path, line: Any, message: str):
     with pytest.raises(ConfigError, match=message) as caught:
         load_records(write(tmp_path, GOOD, line, GOOD), encode)
     assert "some.jsonl" in str(caught.value)
+
+
+def test_other_ways_to_write_a_record(tmp_path: Path):
+    """References under their name on the wire, or none; and a model that said nothing."""
+    plain = {"prompt": "", "response": ""}
+    path = write(tmp_path, {**plain, "references": ["c", "d"]}, {**plain, "reference": None}, plain)
+    assert load_records(path, encode) == [
+        ReplayRecord([], [], [encode("c"), encode("d")]),
+        *[ReplayRecord([], [], [])] * 2,
+    ]
 
 
 def test_text_that_is_not_utf8_is_refused(tmp_path: Path):

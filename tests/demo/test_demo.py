@@ -14,6 +14,7 @@ from batchserve import demo
 from batchserve.demo import prompts
 from batchserve.demo.measure import Answer, Round
 from batchserve.demo.server_process import ServerProcessError, running_server
+from batchserve.errors import ConfigError
 from batchserve.server.client import RemoteError
 from batchserve.types import FinishReason
 
@@ -38,6 +39,13 @@ async def test_the_demo_shows_all_answers_and_one_table():
         assert row in output
     assert re.search(r"outputs identical\W+\d of 8", output)
     assert await _is_closed(output)
+
+
+@pytest.mark.parametrize("options", [{"max_tokens": 0}, {"repeats": 0}], ids=str)
+def test_bad_numbers_are_refused_before_a_server_is_started(options: dict[str, int], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(demo, "running_server", lambda *arguments: pytest.fail("started"))
+    with pytest.raises(ConfigError, match=r"(max_tokens|repeats) = 0: must be at least 1"):
+        demo.run_demo(**options)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])

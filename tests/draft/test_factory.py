@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import sys
 
 import pytest
 
-from batchserve.config import DRAFTERS, DraftConfig, EngineConfig
-from batchserve.draft.base import NullDrafter
-from batchserve.draft.factory import create_drafters, draft_limits, jacobi_shape
+from batchserve.config import DRAFTERS, DraftConfig, EngineConfig, MiB
+from batchserve.draft.base import DraftQuery, DraftRequest, DraftScope, NullDrafter
+from batchserve.draft.factory import SHARING, create_drafters, draft_limits, jacobi_shape
+from batchserve.draft.kernels import KernelLoader
+from batchserve.draft.mixture import MIN_SCOPE_BYTES
+from batchserve.draft.router import RoutingDrafter
+from batchserve.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -27,11 +32,13 @@ def test_what_is_configured_of_jacobi_is_taken() -> None:
 
 def test_limits_are_each_drafters_own_unless_they_are_configured() -> None:
     own = draft_limits(EngineConfig(draft=DraftConfig(reference_copy_length=11)), 0)
-    assert own == {"mixture": (8, 32), "trie": (8, 12), "reference": (11, 11), "jacobi": (120, 4), "none": (0, 1)}
+    assert own == {"mixture": (64, 32), "trie": (64, 12), "reference": (11, 11), "jacobi": (120, 4), "none": (0, 1)}
+    fixed = draft_limits(EngineConfig(adaptive=False), 0)
+    assert (fixed["mixture"], fixed["trie"]) == ((8, 32), (8, 12))
     configured = draft_limits(EngineConfig(decoding_length=3, branch_length=2), 0)
     assert configured == {**dict.fromkeys(DRAFTERS, (3, 2)), "none": (0, 1)}
     longer = draft_limits(EngineConfig(branch_length=20), 0)
-    assert longer["trie"] == (8, 20)
+    assert longer["trie"] == (64, 20)
 
 
 def test_every_name_has_a_drafter() -> None:
@@ -50,3 +57,39 @@ def test_every_compiled_drafter_can_be_prepared_before_it_is_needed() -> None:
 def test_a_decoding_length_of_zero_is_no_speculation_for_anybody() -> None:
     drafters = create_drafters(EngineConfig(decoding_length=0), 0)
     assert all(isinstance(drafter, NullDrafter) for drafter in drafters.values())
+
+
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "none"])
+def test_a_request_is_drafted_the_same_whoever_else_is_asked(name: str) -> None:
+    """A batch divides nobody's draft, and nothing of one draft is left for the next."""
+    drafter, rng = create_drafters(EngineConfig(), 10**9)[name], random.Random(2)
+    queries = [DraftQuery(str(i), 1 + 4 * i, 1 + i, 8) for i in range(16)]
+    for query in queries:
+        prompt = [rng.randrange(8) for _ in range(200)]
+        drafter.start(DraftRequest(query.request_id, prompt, scope=DraftScope("default", "one")))
+    together = drafter.propose(queries)
+    assert together == [drafter.propose([query])[0] for query in reversed(queries)][::-1]
+    assert len(together[-1]) > 10
+
+
+@pytest.mark.parametrize("default", DRAFTERS)
+def test_one_bound_holds_for_what_all_drafters_keep(default: str) -> None:
+    """Every drafter is given more than its part, under many scopes."""
+    config = EngineConfig(drafter=default, draft=DraftConfig(max_scope_bytes=MiB // 4, max_draft_bytes=MiB))
+    drafters, rng = create_drafters(config, 0), random.Random(1)
+    router = RoutingDrafter(default, drafters, KernelLoader(in_background=False))
+    for i in range(30):
+        for name in SHARING:
+            request_id, text = f"{name}{i}", [rng.randrange(500) for _ in range(4000)]
+            router.start(DraftRequest(request_id, [i], scope=DraftScope("default", str(i)), drafter=name))
+            router.accept(request_id, text)
+            router.share(request_id, text)
+            router.end(request_id)
+        assert router.memory_bytes() <= MiB
+    assert all(drafters[name].memory_bytes() > 0.1 * MiB for name in SHARING)  # and none of them starves
+
+
+def test_a_bound_that_leaves_no_room_for_a_scope_is_refused_by_the_options_name() -> None:
+    config = EngineConfig(draft=DraftConfig(max_scope_bytes=MIN_SCOPE_BYTES, max_draft_bytes=2 * MIN_SCOPE_BYTES - 1))
+    with pytest.raises(ConfigError, match=f"max_draft_bytes = .*: must be at least {2 * MIN_SCOPE_BYTES}"):
+        create_drafters(config, 0)

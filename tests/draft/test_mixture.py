@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import pickle
 import random
+import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,9 +18,8 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from batchserve.draft import mixture_noise
 from batchserve.draft.base import DraftQuery, DraftRequest, DraftScope, DraftTree
-from batchserve.draft.mixture import SHARED_AT_ONCE, MixtureDrafter
+from batchserve.draft.mixture import MIN_SCOPE_BYTES, SHARED_AT_ONCE, MixtureDrafter
 from batchserve.draft.mixture_kernels import count_common, initial_weights, make_common
-from batchserve.draft.text_index import BYTES_PER_TOKEN, MIN_CAPACITY
 from batchserve.errors import ConfigError
 from batchserve.sampling import noise
 from tests.draft.scope_machine import OTHER_SCOPES, SCOPE, ScopeMachine, check_tree, first_chain, say
@@ -25,7 +27,6 @@ from tests.factories import examples
 
 PATTERN = [11, 12, 13, 14, 15, 16, 17, 18]
 OTHER = OTHER_SCOPES[0]
-SMALLEST = MIN_CAPACITY * BYTES_PER_TOKEN
 
 
 def check_mixture(tree: DraftTree, query: DraftQuery) -> None:
@@ -63,7 +64,7 @@ class MixtureMachine(ScopeMachine):
 
     @initialize(is_tight=st.booleans())
     def begin(self, is_tight: bool) -> None:
-        self.options = {"max_scope_bytes": SMALLEST, "max_total_bytes": 2 * SMALLEST} if is_tight else {}
+        self.options = {"max_scope_bytes": MIN_SCOPE_BYTES, "max_total_bytes": 2 * MIN_SCOPE_BYTES} if is_tight else {}
         self.drafter = MixtureDrafter(**self.options)
 
     def check_tree(self, tree: DraftTree, query: DraftQuery) -> None:
@@ -80,7 +81,7 @@ class MixtureMachine(ScopeMachine):
     def teardown(self) -> None:
         super().teardown()
         if getattr(self, "options", {}):  # with nobody running, only the bounded scopes are left
-            assert self.drafter.memory_bytes() <= 2 * SMALLEST + len(self.SCOPES) * SMALLEST
+            assert self.drafter.memory_bytes() <= 2 * MIN_SCOPE_BYTES + len(self.SCOPES) * MIN_SCOPE_BYTES
 
 
 @pytest.mark.usefixtures("in_tmp_path")
@@ -172,6 +173,27 @@ def test_the_likelier_of_two_continuations_comes_first_and_both_are_drafted() ->
     assert tree.probs[0] > 1.3 * tree.probs[tree.token_ids.index(31)]
 
 
+def test_what_will_not_be_run_is_not_drafted() -> None:
+    """And what will be run is drafted as ever, but for a little that experts would add who need not be asked then."""
+    drafter, rng = MixtureDrafter(), random.Random(6)
+    drafter.start(DraftRequest("a", [rng.randrange(6) for _ in range(300)], scope=SCOPE))
+
+    def paths(tree: DraftTree) -> dict[tuple[int, ...], float]:
+        found: list[tuple[int, ...]] = []
+        for token, parent in zip(tree.token_ids, tree.parents, strict=True):
+            found.append((*(found[parent] if parent >= 0 else ()), token))
+        return dict(zip(found, tree.probs, strict=True))
+
+    whole = paths(propose(drafter, "a", 64))
+    for least in (0.01, 0.03, 0.1):
+        (tree,) = drafter.propose([DraftQuery("a", 64, 8, min_prob=least)])
+        cut = paths(tree)
+        assert 0 < len(cut) < len(whole)
+        assert all(prob >= least for prob in cut.values())
+        for path, prob in whole.items():
+            assert prob < 1.5 * least or cut[path] == pytest.approx(prob, rel=0.1)
+
+
 def test_probabilities_are_calibrated_after_some_learning() -> None:
     """Where the text follows known chances, the promised number of accepted first tokens is what is accepted."""
     rng, drafter = random.Random(5), MixtureDrafter()
@@ -231,13 +253,14 @@ def test_common_tokens_are_tracked_in_bounded_memory() -> None:
 
 
 def test_memory_is_bounded_and_the_newest_text_stays() -> None:
-    drafter, rng = MixtureDrafter(max_scope_bytes=SMALLEST, max_total_bytes=4 * SMALLEST), random.Random(0)
+    drafter = MixtureDrafter(max_scope_bytes=MIN_SCOPE_BYTES, max_total_bytes=4 * MIN_SCOPE_BYTES)
+    rng = random.Random(0)
     for i in range(40):
         key = DraftScope("default", f"scope {i % 7}")
         drafter.start(DraftRequest("a", [0], scope=key))
         say(drafter, "a", [rng.randrange(500) for _ in range(900)] + PATTERN)
         drafter.end("a")
-        assert drafter.memory_bytes() <= 4 * SMALLEST
+        assert drafter.memory_bytes() <= 4 * MIN_SCOPE_BYTES
     drafter.start(DraftRequest("b", PATTERN[:2], scope=key))
     drafter.accept("b", PATTERN[:2])
     assert has_path(propose(drafter, "b", 64), PATTERN[2:4])
@@ -293,16 +316,31 @@ def test_a_saved_drafter_drafts_the_same(tmp_path: Path) -> None:
         assert others not in trees[1].token_ids
 
 
-def _rewrite(path: Path, **changes: Any) -> None:
+class Claiming(NamedTuple):
+    """An array of so many tokens, as it says, and of two, as it has."""
+
+    size: int
+
+    def bytes(self) -> bytes:
+        file = io.BytesIO()
+        np.lib.format.write_array_header_1_0(file, {"descr": "<i4", "fortran_order": False, "shape": (self.size,)})
+        return file.getvalue() + bytes(8)
+
+
+def _rewrite(path: Path, save: Any = np.savez, **changes: Any) -> None:
     """Save the same file with other arrays, or other entries of its header."""
     with np.load(path) as arrays:
         content = dict(arrays)
     header = json.loads(content["header"].tobytes())
-    content.update({name: value for name, value in changes.items() if name in content})
     header.update({name: value for name, value in changes.items() if name not in content})
     content["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    content.update({name: value for name, value in changes.items() if name in content})
+    claimed = {name: content.pop(name) for name, value in changes.items() if isinstance(value, Claiming)}
     with path.open("wb") as file:
-        np.savez(file, **content)
+        save(file, **content)
+    with zipfile.ZipFile(path, "a") as archive:
+        for name, claiming in claimed.items():
+            archive.writestr(f"{name}.npy", claiming.bytes())
 
 
 @pytest.mark.parametrize(
@@ -322,14 +360,27 @@ def _rewrite(path: Path, **changes: Any) -> None:
         (lambda path: _rewrite(path, weights0=np.full(initial_weights().shape, np.nan)), "damaged"),
         (lambda path: _rewrite(path, weights0=np.zeros(3)), "damaged"),
         (lambda path: _rewrite(path, seen0=np.zeros(3, np.int64)), "damaged"),
+        (lambda path: _rewrite(path, seen0=np.full(initial_weights().shape, -12)), "damaged"),
+        (lambda path: _rewrite(path, scopes=[["default", {}], ["default", "two"]]), "damaged"),
+        (lambda path: _rewrite(path, scopes=[["default", None], ["default", "two"]]), "damaged"),
+        (lambda path: _rewrite(path, header=np.frombuffer(b"[" * 50_000, np.uint8)), "damaged"),
+        (lambda path: _rewrite(path, header=np.frombuffer(b"5", np.uint8)), "damaged"),
+        (lambda path: _rewrite(path, text0=Claiming(1 << 60)), "damaged"),
+        (lambda path: _rewrite(path, save=np.savez_compressed), "damaged"),
+        (lambda path: path.write_bytes(Claiming(2).bytes()), "damaged"),
+        (lambda path: _rewrite(path, text0=np.zeros(MIN_SCOPE_BYTES, np.int32)), "may keep"),
+        (lambda path: (path.unlink(), path.mkdir()), "not a file"),
+        (lambda path: (path.unlink(), os.mkfifo(path)), "not a file"),
     ],
 )
 def test_files_that_are_not_ours_are_refused_by_name(tmp_path: Path, damage: Any, reason: str) -> None:
     path = tmp_path / "drafts"
     warmed().save(path, "fingerprint")
     damage(path)
+    drafter = MixtureDrafter(max_scope_bytes=MIN_SCOPE_BYTES, max_total_bytes=2 * MIN_SCOPE_BYTES)
     with pytest.raises(ConfigError, match=f"draft_cache = .*drafts.*{reason}"):
-        MixtureDrafter().load(path, "fingerprint")
+        drafter.load(path, "fingerprint")
+    assert drafter.memory_bytes() == 0
 
 
 def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
@@ -341,3 +392,34 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
     path.write_bytes(whole)
     with pytest.raises(ConfigError, match="damaged"):
         MixtureDrafter().load(path, "fingerprint")
+
+
+def test_saving_goes_where_a_link_leads_and_leaves_nothing_else(tmp_path: Path) -> None:
+    """Whatever lies at a name that could be guessed; and nobody else may read what the callers were answered."""
+    (tmp_path / "elsewhere").mkdir()
+    path, real, other = tmp_path / "drafts", tmp_path / "elsewhere" / "real", tmp_path / "other"
+    other.write_text("precious")
+    path.symlink_to(real)
+    for folder in (tmp_path, real.parent):
+        for name in ("drafts.partial", "real.partial"):
+            (folder / name).symlink_to(other)
+    warmed().save(path, "fingerprint")
+    MixtureDrafter().load(path, "fingerprint")
+    assert path.is_symlink()
+    assert other.read_text() == "precious"
+    assert real.stat().st_mode & 0o077 == 0
+    assert sorted(each.name for each in real.parent.iterdir()) == ["drafts.partial", "real", "real.partial"]
+
+
+def test_a_save_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill_up(file: Any, **arrays: Any) -> None:
+        file.write(b"the beginning")
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "drafts"
+    warmed().save(path, "fingerprint")
+    monkeypatch.setattr(np, "savez", fill_up)
+    with pytest.raises(OSError, match="No space"):
+        MixtureDrafter().save(path, "fingerprint")
+    assert [each.name for each in tmp_path.iterdir()] == ["drafts"]
+    MixtureDrafter().load(path, "fingerprint")

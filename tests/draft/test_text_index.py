@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchserve.draft.text_index import (
+    BUCKETS,
     BYTES_PER_TOKEN,
     MAX_MATCH,
     NEWEST,
     ORDERS,
+    RESERVED_FROM,
     SEPARATOR,
     START,
     TextIndex,
@@ -99,3 +101,21 @@ def test_memory_stays_within_its_bound(max_tokens: int) -> None:
         index.append(np.arange(997, dtype=np.int32))
         assert index.nbytes <= BYTES_PER_TOKEN * max_tokens
     assert len(index) == min(max_tokens, 30 * 997)
+
+
+def test_no_append_waits_for_a_text_to_be_indexed_again() -> None:
+    """Where a large text grows, nothing is copied; and only a few chains are taken apart at a time, all in the end."""
+    rng = np.random.default_rng(4)
+    text, index, growths = rng.integers(0, 300, 4 * RESERVED_FROM).astype(np.int32), TextIndex(1 << 20), 0
+    index.append(text[:RESERVED_FROM])
+    for at in range(RESERVED_FROM, len(text), 32):
+        capacity, buckets, memory = len(index.text), index.meta[BUCKETS], index.prev
+        index.append(text[at : at + 32])
+        assert index.meta[BUCKETS] - buckets <= 64
+        assert index.prev is memory
+        growths += len(index.text) > capacity
+    assert growths == 2
+    assert index.meta[BUCKETS] == len(index.head)
+    whole, context = text.tolist(), text[1000:1008].tolist()
+    assert occurrences(index, context, 3) == plain_search(whole, context, 3)
+    assert occurrences(index, context, 0)[:50] == plain_search(whole[-30_000:], context, 0)[:50]

@@ -14,6 +14,7 @@ from batchserve.attention.slab import SlabAllocator
 from batchserve.config import EngineConfig
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree, NullDrafter
 from batchserve.engine.detokenizer import Decoder
+from batchserve.engine.drafting import DraftStage
 from batchserve.engine.engine_core import EngineCore, Event, Failure
 from batchserve.metrics import EngineMetrics
 from batchserve.request import Request
@@ -168,7 +169,8 @@ def scripted_engine(
     drafter: Drafter = perfect or NullDrafter()
     engine: ScriptedEngine
     scheduler = Scheduler(config, allocator, min(MAX_MODEL_LEN, allocator.total_tokens))
-    core = EngineCore(scheduler, drafter, runner, decoder or Letters(), EngineMetrics(), lambda: engine.now_s)
+    drafts = DraftStage(drafter, None, allocator, lambda: engine.now_s)
+    core = EngineCore(scheduler, drafts, runner, decoder or Letters(), EngineMetrics(), lambda: engine.now_s)
     engine = ScriptedEngine(core, runner, perfect, config)
     core.emit = engine.events.append
     return engine

@@ -202,6 +202,7 @@ async def test_a_full_queue_refuses_and_takes_again_when_there_is_room(rig: Rig)
         ({"request_id": "x" * 1000}, InvalidRequestError),
         ({"deadline_s": 0.0}, DeadlineExceededError),
         ({"deadline_s": -5.0}, DeadlineExceededError),
+        ({"deadline_s": "5"}, InvalidRequestError),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -390,7 +391,7 @@ class Store(RoutingDrafter):
 def store(built: BuiltEngine, monkeypatch: pytest.MonkeyPatch) -> Store:
     store = Store("none", {"none": NullDrafter()}, KernelLoader(in_background=False))
     store.saved = []
-    monkeypatch.setattr(built.core, "drafter", store)
+    monkeypatch.setattr(built.core.drafts, "drafter", store)
     return store
 
 

@@ -59,6 +59,20 @@ def test_what_is_served_is_described(tiny_model: dict[str, Path]) -> None:
     assert (off.drafter, off.decoding_length) == ("none", 0)
 
 
+@pytest.mark.parametrize(("max_model_len", "num_extents"), [(None, 1), (65, 2)])
+def test_too_little_memory_is_refused_with_what_is_needed(
+    tiny_model: dict[str, Path], max_model_len: int | None, num_extents: int
+) -> None:
+    """The bytes that the message names are enough, and one less is not."""
+    options: dict[str, Any] = {"drafter": "none", "max_model_len": max_model_len}
+    with pytest.raises(ConfigError, match=r"kv_cache_memory = 1 bytes: must be at least \d+ bytes") as caught:
+        start(tiny_model["llama"], kv_cache_memory=1, **options)
+    needed = int(str(caught.value).split("at least ")[1].split()[0])
+    with pytest.raises(ConfigError, match=f"must be at least {needed} bytes, for {64 * num_extents} tokens"):
+        start(tiny_model["llama"], kv_cache_memory=needed - 1, **options)
+    assert start(tiny_model["llama"], kv_cache_memory=needed, **options).info.max_model_len == (max_model_len or 64)
+
+
 def test_a_draft_cache_is_loaded_before_anybody_is_served(
     tiny_model: dict[str, Path], keeper: Keeper, tmp_path: Path
 ) -> None:

@@ -7,7 +7,8 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from batchserve.engine.detokenizer import IncrementalDetokenizer, TextPiece
 from batchserve.runner.loader import resolve_model
@@ -78,6 +79,80 @@ def test_pieces_together_are_the_text_of_all_tokens(
         pieces = feed_in_pieces(detokenizer, token_ids, sizes, has_end_token=has_end_token)
         assert joined(pieces) == tokenizer.decode(token_ids, skip_special_tokens=skip)
         assert [token for piece in pieces for token in piece.token_ids] == token_ids
+
+
+class Counting:
+    """A tokenizer that counts the tokens it is given."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer, self.count = tokenizer, 0
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        self.count += len(token_ids)
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+
+@pytest.fixture(scope="module")
+def byte_fallback() -> PreTrainedTokenizerBase:
+    """As SentencePiece's: a space is part of a word, the first one is dropped, bytes make a character or nothing."""
+    words = ["<s>", "\u2581", "\u2581the", "a", "é", "\ufffd", *(f"<0x{i:02X}>" for i in range(256))]
+    model = models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True)
+    rust = Tokenizer(model)
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    rust.decoder = decoders.Sequence(steps)  # type: ignore[assignment]
+    rust.add_special_tokens([AddedToken("<s>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=rust, clean_up_tokenization_spaces=False)
+
+
+@examples(100)
+@given(st.data(), st.lists(st.integers(1, 9), min_size=1, max_size=5), st.booleans())
+def test_long_runs_without_text_lose_nothing_between_them(
+    tokenizer: PreTrainedTokenizerBase,
+    byte_fallback: PreTrainedTokenizerBase,
+    data: st.DataObject,
+    sizes: list[int],
+    skip: bool,
+) -> None:
+    """Special tokens, ids that stand for nothing, and bytes: whole characters, and such as make none."""
+    is_fallback = data.draw(st.booleans())
+    used = byte_fallback if is_fallback else tokenizer
+
+    def ids_of(text: str) -> list[int]:
+        if is_fallback:
+            return [6 + byte for byte in text.encode()]
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    torn = [6 + 0x80] if is_fallback else ids_of("😀")[-1:]
+    parts = st.one_of(
+        st.sampled_from(["日本", "😀", "é😀日", "\u200b"]).flatmap(
+            lambda text: st.integers(1, 30).map(lambda n: ids_of(text * n))
+        ),
+        st.integers(1, 60).map(lambda n: [0] * n),
+        st.integers(1, 60).map(lambda n: [9000] * n),
+        # Bytes that make no character would tear the whole one before them, so a word goes in between.
+        st.integers(1, 60).map(lambda n: [2, *torn * n, 2] if is_fallback else torn * n),
+        st.integers(1, 3).map(lambda n: [1, 2, 3][:n]),
+    )
+    token_ids = [token for part in data.draw(st.lists(parts, max_size=8)) for token in part]
+    for stop in ((), ("\x00never",)):
+        detokenizer = IncrementalDetokenizer(used, stop, skip)
+        pieces = feed_in_pieces(detokenizer, token_ids, sizes, has_end_token=True)
+        assert joined(pieces) == used.decode(token_ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("stop", [(), ("\x00never",)])
+@pytest.mark.parametrize("kind", ["special", "torn", "torn, then special", "text"])
+def test_a_token_costs_the_same_however_many_came_before(
+    tokenizer: PreTrainedTokenizerBase, kind: str, stop: tuple[str, ...]
+) -> None:
+    """Tokens decoded per token fed; decoding all pending ones again would be a thousand."""
+    torn = tokenizer("😀", add_special_tokens=False)["input_ids"][-1]
+    words = tokenizer("a b c\n" * 500, add_special_tokens=False)["input_ids"]
+    token_ids = {"special": [0] * 2000, "torn": [torn] * 2000, "torn, then special": [torn] + [0] * 2000, "text": words}
+    counting = Counting(tokenizer)
+    pieces = feed_in_pieces(IncrementalDetokenizer(counting, stop), token_ids[kind], [1], has_end_token=True)
+    assert counting.count < 50 * len(token_ids[kind])
+    assert joined(pieces) == tokenizer.decode(token_ids[kind], skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -149,7 +149,7 @@ def test_different_drafters_in_one_batch_each_draft_their_own_requests() -> None
     drafters = {name: PerfectDrafter() for name in DRAFTERS}
     for drafter in drafters.values():
         drafter.runner = engine.runner
-    engine.core.drafter = RoutingDrafter("trie", drafters, KernelLoader(in_background=False))
+    engine.core.drafts.drafter = RoutingDrafter("trie", drafters, KernelLoader(in_background=False))
     for name in DRAFTERS:
         add(engine, name, name * 5, max_tokens=20, speculation=SpeculationParams(drafter=name))
     engine.run()
@@ -320,4 +320,8 @@ def test_metrics_agree_with_what_was_given() -> None:
     assert values["prompt_tokens_total"] == 12
     assert values["accepted_draft_tokens_total"] <= values["draft_tokens_total"]
     assert values["steps_total"] == len(engine.runner.batches)
-    assert values["rows_total"] == sum(batch.num_rows for batch in engine.runner.batches)
+    batches = engine.runner.batches
+    assert values["rows_total"] == sum(batch.num_rows for batch in batches)
+    decoding = [rows for batch in batches for rows in batch.requests if rows.context_len]
+    assert values["draft_rows_total"] == sum(len(rows.token_ids) - rows.num_pending for rows in decoding) > 0
+    assert values["decoding_requests_total"] == len(decoding) - 1, "b was stopped while its last step was under way"

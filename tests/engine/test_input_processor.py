@@ -65,6 +65,7 @@ def submit(processor: InputProcessor, prompt: Any = (5, 6, 7), request_id: str =
         ({"prompt": [5.7, 6]}, "INVALID_TOKEN_IDS", "token_ids", "integers"),
         ({"prompt": [5, "6"]}, "INVALID_TOKEN_IDS", "token_ids", "integers"),
         ({"prompt": [None]}, "INVALID_TOKEN_IDS", "token_ids", "integers"),
+        ({"prompt": b"ab"}, "INVALID_TOKEN_IDS", "token_ids", "integers"),
         ({"prompt": [-1]}, "TOKEN_ID_OUT_OF_RANGE", "token_ids[0]", "0..4095"),
         ({"prompt": [2**70]}, "TOKEN_ID_OUT_OF_RANGE", "token_ids[0]", "0..4095"),
         ({"prompt": [5] * MAX_MODEL_LEN}, "PROMPT_TOO_LONG", "token_ids", "at most 63 tokens"),
@@ -93,6 +94,12 @@ def submit(processor: InputProcessor, prompt: Any = (5, 6, 7), request_id: str =
         ({"max_draft_tokens": -1}, "INVALID_MAX_DRAFT_TOKENS", "speculation.max_draft_tokens", ">= 0"),
         ({"branch_length": 0}, "INVALID_BRANCH_LENGTH", "speculation.branch_length", ">= 1"),
         ({"branch_length": 1.5}, "INVALID_BRANCH_LENGTH", "speculation.branch_length", "an integer"),
+        ({"tpot_target_ms": 0.0}, "INVALID_TPOT_TARGET_MS", "speculation.tpot_target_ms", "finite and > 0"),
+        ({"tpot_target_ms": -1.0}, "INVALID_TPOT_TARGET_MS", "speculation.tpot_target_ms", "finite and > 0"),
+        ({"tpot_target_ms": math.inf}, "INVALID_TPOT_TARGET_MS", "speculation.tpot_target_ms", "finite and > 0"),
+        ({"tpot_target_ms": math.nan}, "INVALID_TPOT_TARGET_MS", "speculation.tpot_target_ms", "finite and > 0"),
+        ({"tpot_target_ms": "20"}, "INVALID_TPOT_TARGET_MS", "speculation.tpot_target_ms", "a number"),
+        ({"tpot_target_ms": True}, "INVALID_TPOT_TARGET_MS", "speculation.tpot_target_ms", "a number"),
         ({"draft_scope": "x" * 257}, "INVALID_DRAFT_SCOPE", "draft_scope", "1..256 characters"),
         ({"draft_scope": "\ud800"}, "INVALID_DRAFT_SCOPE", "draft_scope", "1..256 characters"),
         ({"draft_scope": 7}, "INVALID_DRAFT_SCOPE", "draft_scope", "1..256 characters"),
@@ -192,6 +199,17 @@ def test_caps_of_a_request_hold_under_the_servers_bounds() -> None:
 
 
 @pytest.mark.parametrize(
+    ("server_ms", "asked_ms", "target_s"),
+    [(None, None, None), (40.0, None, 0.04), (40.0, 25, 0.025), (None, np.float32(8), 0.008), (40.0, 100.0, 0.1)],
+)
+def test_a_latency_target_is_the_requests_or_the_servers(
+    server_ms: float | None, asked_ms: float | None, target_s: float | None
+) -> None:
+    processor = make_processor(config=EngineConfig(drafter="trie", tpot_target_ms=server_ms))
+    assert submit(processor, tpot_target_ms=asked_ms).speculation.tpot_target_s == target_s
+
+
+@pytest.mark.parametrize(
     ("options", "wishes"),
     [
         ({}, {"is_enabled": False, "drafter": "trie"}),
@@ -208,7 +226,7 @@ def test_speculation_that_is_off_is_off_for_good(options: dict[str, Any], wishes
 
 
 def test_a_request_may_choose_a_drafter_where_the_server_has_none() -> None:
-    processor = make_processor(config=EngineConfig(drafter="none"))
+    processor = make_processor(config=EngineConfig(drafter="none", decoding_length=8))
     assert submit(processor, drafter="trie").speculation.max_draft_tokens == 8
 
 

@@ -99,6 +99,16 @@ def test_the_command_says_what_it_has_done(keeper: None, rows: Path, tmp_path: P
     assert f"2 answers of {sum(len(ids) for _, ids in saved(cache))} tokens" in capsys.readouterr().err
 
 
+def test_files_that_hold_nothing_and_folders_that_are_not_there(keeper: None, rows: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    with pytest.raises(ConfigError, match=r"empty\.jsonl: holds no answers"):
+        warm_drafts(empty, config(tmp_path / "drafts"))
+    with pytest.raises(ConfigError, match=r"draft_cache = .*: must be a file in a folder that exists"):
+        warm_drafts(rows, config(tmp_path / "nowhere" / "drafts"))
+    assert sorted(tmp_path.iterdir()) == [empty, rows]
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -150,11 +160,17 @@ def test_options_that_cannot_work_are_refused(
         warm_drafts(rows, config(tmp_path / "drafts", **options))
 
 
-def test_files_that_cannot_be_read_or_written_are_named(keeper: None, rows: Path, tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_or_written_are_named(
+    keeper: None, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill_up(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
     with pytest.raises(ConfigError, match=r"missing\.jsonl: cannot be read"):
         warm_drafts(tmp_path / "missing.jsonl", config(tmp_path / "drafts"))
-    with pytest.raises(ConfigError, match=r"draft_cache = .*: cannot be written"):
-        warm_drafts(rows, config(tmp_path / "no such folder" / "drafts"))
+    monkeypatch.setattr(Keeper, "save", fill_up)
+    with pytest.raises(ConfigError, match=r"draft_cache = .*: cannot be written: .*No space"):
+        warm_drafts(rows, config(tmp_path / "drafts"))
 
 
 def test_a_cache_of_another_vocabulary_is_not_added_to(keeper: None, rows: Path, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,9 +67,16 @@ def random_jobs(
     return jobs
 
 
-def build(model: Path, test_drafter: Drafter | None = None, **options: object) -> BuiltEngine:
-    config = EngineConfig(model=str(model), **{"dtype": "float32", "drafter": "mixture", **options})  # type: ignore[arg-type]
-    return build_engine(config, drafter=test_drafter)
+def build(
+    model: Path,
+    test_drafter: Drafter | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    **options: object,
+) -> BuiltEngine:
+    length = None if options.get("adaptive") else 8
+    defaults = {"dtype": "float32", "drafter": "mixture", "decoding_length": length}
+    config = EngineConfig(model=str(model), **{**defaults, **options})  # type: ignore[arg-type]
+    return build_engine(config, drafter=test_drafter, clock=clock)
 
 
 def run(engine: BuiltEngine, jobs: list[Job], coverage: Coverage, *, speculate: bool = True) -> dict[int, Answer]:
@@ -122,7 +131,7 @@ class _observed:
             for rows, verified in zip(batch.requests, results, strict=True):
                 if verified is not None:
                     self._count(rows, verified)
-            self.commit(scheduled, batch, results)
+            return self.commit(scheduled, batch, results)
 
         self.core._commit = counting  # type: ignore[method-assign]
 

@@ -26,8 +26,8 @@ def check_bitwise(model: Path, vocab_size: int, dtype: str, monkeypatch: pytest.
     right = model_runner.verify_batch
     is_recording = True
 
-    def observing(batch, logits):  # type: ignore[no-untyped-def]
-        results = right(batch, logits)
+    def observing(batch, logits, forced):  # type: ignore[no-untyped-def]
+        results = right(batch, logits, forced)
         for rows, first, verified in zip(batch.requests, batch.first_logit, results, strict=True):
             for depth, row in enumerate([rows.root, *verified.rows] if verified else []):
                 slot = (rows.request_id, rows.context_len + rows.num_pending + depth)

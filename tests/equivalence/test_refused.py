@@ -8,9 +8,10 @@ import pytest
 
 from batchserve.errors import UnsupportedModelError
 from tests.equivalence.harness import build
+from tests.tiny_models import REFUSED
 
 
-@pytest.mark.parametrize("family", ["bloom", "mpt", "codegen", "llama4_text"])
+@pytest.mark.parametrize("family", sorted(REFUSED))
 def test_refused_with_a_reason(family: str, tiny_model: dict[str, Path]) -> None:
     with pytest.raises(UnsupportedModelError) as error:
         build(tiny_model[family])

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from batchserve.config import EngineConfig
 from batchserve.errors import ConfigError, UnsupportedModelError
@@ -15,6 +17,11 @@ from batchserve.runner import loader, packed
 from batchserve.runner.loader import load_model, resolve_dtype
 from batchserve.runner.probe import ModelProbe
 from tests.tiny_models import SUPPORTED, save_tiny_model
+
+
+def change(folder: Path, name: str, **entries: object) -> None:
+    path = folder / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
 
 
 @pytest.mark.parametrize("family", sorted(SUPPORTED))
@@ -37,6 +44,46 @@ def test_rows_that_depend_on_the_longest_position_are_found(
         load_model(EngineConfig(str(tiny_model["phi3_longrope"]), dtype="float32"))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("ignored", ["position_ids", "logits_to_keep"])
+def test_a_model_that_ignores_what_a_step_tells_it_is_found(
+    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch, ignored: str, dtype: str
+) -> None:
+    """Alone and from its first token on, a prompt is answered as it should be."""
+    right = LlamaForCausalLM.forward
+
+    def deaf(self, **arguments):  # type: ignore[no-untyped-def]
+        arguments.pop(ignored, None)
+        return right(self, **arguments)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", deaf)
+    with pytest.raises(UnsupportedModelError, match="beside rows" if ignored == "position_ids" else "chosen rows"):
+        load_model(EngineConfig(str(tiny_model["llama"]), dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_state_beside_attention_is_found(
+    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """A convolution over neighbouring rows: right for one whole prompt, wrong for rows of many requests."""
+    right = LlamaMLP.forward
+
+    def convolving(self, x):  # type: ignore[no-untyped-def]
+        out = right(self, x)
+        out[:, 1:] += 0.5 * x[:, :-1]
+        return out
+
+    monkeypatch.setattr(LlamaMLP, "forward", convolving)
+    with pytest.raises(UnsupportedModelError, match="beside rows"):
+        load_model(EngineConfig(str(tiny_model["llama"]), dtype=dtype))
+
+
+def test_kinds_of_layers_that_are_not_known_are_refused_by_name(tiny_model: dict[str, Path]) -> None:
+    """Their masks may begin to matter behind more tokens than the probe has."""
+    with pytest.raises(UnsupportedModelError, match="heavily_compressed_attention"):
+        load_model(EngineConfig(str(tiny_model["deepseek_v4"])))
+
+
 def test_a_wrong_swap_is_found(tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     right = packed.PackedLinear.forward
     monkeypatch.setattr(packed.PackedLinear, "forward", lambda self, x: right(self, x) * 1.1)
@@ -53,11 +100,37 @@ def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:
         load_model(EngineConfig(str(folder)))
 
 
-def test_generation_options_that_are_not_applied_are_told(tmp_path: Path) -> None:
+def test_weights_of_another_shape_are_named(tmp_path: Path) -> None:
+    change(save_tiny_model("llama", tmp_path), "config.json", intermediate_size=100)
+    with pytest.raises(ConfigError, match=r"down_proj\.weight has shape \[64, 96\] in the files, \[64, 100\]"):
+        load_model(EngineConfig(str(tmp_path)))
+
+
+def test_an_adapter_is_not_left_out_silently(tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path)
-    path = folder / "generation_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "repetition_penalty": 1.3}))
-    assert load_model(EngineConfig(str(folder))).unapplied_defaults == ("repetition_penalty = 1.3",)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "x"}))
+    with pytest.raises(ConfigError, match="adapter"):
+        load_model(EngineConfig(str(folder)))
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    """Also where transformers does not know the method and would go on without it."""
+    change(save_tiny_model("llama", tmp_path), "config.json", quantization_config={"quant_method": "unheard_of"})
+    with pytest.raises(UnsupportedModelError, match="unheard_of"):
+        load_model(EngineConfig(str(tmp_path)))
+
+
+def test_generation_options_that_are_not_applied_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    change(save_tiny_model("llama", tmp_path), "generation_config.json", repetition_penalty=1.3)
+    assert load_model(EngineConfig(str(tmp_path))).unapplied_defaults == ("repetition_penalty = 1.3",)
+    assert "repetition_penalty = 1.3" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", -1.0), ("top_p", 3.0), ("top_k", -1)])
+def test_sampling_defaults_have_the_bounds_of_requests(tmp_path: Path, name: str, value: float) -> None:
+    change(save_tiny_model("llama", tmp_path), "generation_config.json", **{"do_sample": True, name: value})
+    with pytest.raises(ConfigError, match=name):
+        load_model(EngineConfig(str(tmp_path)))
 
 
 def test_a_model_without_the_interface_is_refused() -> None:

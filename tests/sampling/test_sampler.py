@@ -128,3 +128,25 @@ def test_allowed_tokens_are_what_sampling_draws_from() -> None:
     allowed = set(allowed_tokens(logits, 1.0, 6, 0.8)[0].tolist())
     drawn = {sample_row(logits, position, sampling) for position in range(500)}
     assert drawn == allowed
+
+
+@pytest.mark.parametrize("highest", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.5)])
+def test_logits_that_overflowed_give_the_greedy_token(highest: float, top_k: int, top_p: float) -> None:
+    logits = np.full(20, -np.inf, dtype=np.float32)
+    logits[7] = highest
+    sampling = make_sampling(temperature=0.7, top_k=top_k, top_p=top_p)
+    greedy = RowSampler(torch.from_numpy(logits[None])).token_at(0, 3, make_sampling())
+    assert sample_row(logits, 3, sampling) == greedy == logits.argmax()
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-6, 1.0, 1e300])
+def test_masked_and_extreme_logits_are_sampled(temperature: float) -> None:
+    """As models with a masked vocabulary, or with values at the end of float32, give them."""
+    logits = np.full(20, -np.inf, dtype=np.float32)
+    logits[[4, 9]] = np.finfo(np.float32).max
+    logits[11] = np.finfo(np.float32).min
+    sampling = make_sampling(temperature=temperature, top_k=5, top_p=0.9)
+    drawn = {sample_row(logits, position, sampling) for position in range(60)}
+    # At temperatures above all logits, those that are not masked are alike.
+    assert drawn == {4, 9, 11} if temperature == 1e300 else drawn <= {4, 9}

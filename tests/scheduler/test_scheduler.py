@@ -107,7 +107,10 @@ class Traffic:
         scheduled = {item.request.request_id: item for item in plan.scheduled}
         assert len(scheduled) == len(plan.scheduled), "a request is scheduled twice"
         assert len(scheduler.running) <= config.max_num_seqs
-        assert sum(i.num_scheduled_tokens + i.max_draft_tokens for i in plan.scheduled) <= config.max_num_batched_tokens
+        # Where drafts are chosen by their worth, each request may be offered all rows that are left.
+        drafts = plan.max_draft_rows if config.is_adaptive else sum(i.max_draft_tokens for i in plan.scheduled)
+        assert sum(i.num_scheduled_tokens for i in plan.scheduled) + drafts <= config.max_num_batched_tokens
+        assert all(item.max_draft_tokens <= plan.max_draft_rows for item in plan.scheduled)
         self.check_order(plan, running_before, waiting_before)
         for request in scheduler.running:
             assert request.status is RequestStatus.RUNNING
@@ -305,6 +308,21 @@ def test_nobody_is_preempted_for_a_guess() -> None:
     assert not plan.preempted
     assert [item.num_scheduled_tokens for item in plan.scheduled] == [1, 1]
     assert sum(item.max_draft_tokens for item in plan.scheduled) <= 4
+
+
+def test_who_was_preempted_is_not_let_in_again_in_the_same_step() -> None:
+    """Its drafts had reserved more than its tokens need, so it would fit at once, only to be thrown out again."""
+    traffic = make_traffic(total_tokens=40, max_model_len=40, max_num_seqs=2, decoding_length=8)
+    older, newer = traffic.add(10, 20, SpeculationParams(is_enabled=False)), traffic.add(10, 20)
+    plan = traffic.step(0.0)
+    while not plan.preempted:
+        plan = traffic.step(0.0)
+    assert plan.preempted == [newer]
+    assert [item.request for item in plan.scheduled] == [older]
+    assert newer.num_pending_tokens <= traffic.allocator.free_tokens, "it would not have fitted: nothing is shown"
+    assert [item.request for item in traffic.step(0.0).scheduled] == [older, newer]
+    traffic.run_to_the_end()
+    assert traffic.finished == [older.request_id, newer.request_id]
 
 
 def test_the_same_traffic_gives_the_same_plans() -> None:

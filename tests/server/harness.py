@@ -91,6 +91,11 @@ async def failure_of(call: Awaitable[Any]) -> Failed:
     raise AssertionError("the call succeeded")
 
 
+async def read_all(call: AsyncIterator[Any]) -> list[Any]:
+    """What is left of a stream."""
+    return [message async for message in call]
+
+
 async def until(condition: Callable[[], bool]) -> None:
     """Returns once it is true."""
     async with asyncio.timeout(10):

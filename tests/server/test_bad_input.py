@@ -11,7 +11,7 @@ import pytest
 
 from batchserve.server.servicer import SERVICE_NAME
 from batchserve.v1 import generation_pb2 as pb
-from tests.server.harness import Served, ask, failure_of, tokens_of
+from tests.server.harness import Served, ask, failure_of, read_all, tokens_of
 from tests.tiny_models import VOCAB_SIZE
 
 CONTEXT = 512
@@ -73,6 +73,10 @@ BAD: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str, str, str, str]] =
         ask(stop=pb.StopConditions(stop_strings=["x", ""])),
         *(INVALID, "INVALID_STOP_STRING", "stop.stop_strings[1]", "''", "1..1024 characters"),
     ),
+    "long stop string": (
+        ask(stop=pb.StopConditions(stop_strings=["x" * 1025])),
+        *(INVALID, "INVALID_STOP_STRING", "stop.stop_strings[0]", "(1025 characters)", "1..1024 characters"),
+    ),
     "too many stop strings": (
         ask(stop=pb.StopConditions(stop_strings=["x"] * 65)),
         *(INVALID, "TOO_MANY_STOP_STRINGS", "stop.stop_strings", "65", "at most 64"),
@@ -92,6 +96,10 @@ BAD: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str, str, str, str]] =
     "branch length 0": (
         ask(speculation=pb.SpeculationOptions(branch_length=0)),
         *(INVALID, "INVALID_BRANCH_LENGTH", "speculation.branch_length", "0", ">= 1"),
+    ),
+    "latency target nan": (
+        ask(speculation=pb.SpeculationOptions(tpot_target_ms=math.nan)),
+        *(INVALID, "INVALID_TPOT_TARGET_MS", "speculation.tpot_target_ms", "nan", "finite and > 0"),
     ),
     "long draft scope": (
         ask(draft_scope="s" * 257),
@@ -190,6 +198,15 @@ async def test_bytes_that_are_no_message_get_a_status(fake: Served, method: str,
     assert await fake.client.health_of() == "SERVING"
     fake.engine.go_on.set()
     assert len((await fake.client.generate(ask())).token_ids) == 2
+
+
+@pytest.mark.parametrize("method", ["Generate", "StreamGenerate", "GetModelInfo"])
+async def test_a_call_without_any_message_gets_a_status(fake: Served, method: str):
+    """What a bare POST sends; gRPC alone would leave it unanswered for as long as the connection lasts."""
+    call = fake.client.channel.stream_stream(f"/{SERVICE_NAME}/{method}")(iter(()))
+    async with asyncio.timeout(20):
+        failed = await failure_of(read_all(call))
+    assert (failed.code, failed.reason, failed.field) == (INVALID, "MISSING_MESSAGE", "request")
 
 
 async def test_an_unknown_method_is_unimplemented(fake: Served):

@@ -7,7 +7,6 @@ import pytest
 from batchserve.errors import InvalidRequestError
 from batchserve.server import convert
 from batchserve.server.convert import (
-    MAX_REQUEST_ID_CHARS,
     MAX_STOP_TOKEN_IDS,
     from_generate_request,
     from_stream_response,
@@ -15,7 +14,16 @@ from batchserve.server.convert import (
     to_generate_request,
     to_stream_responses,
 )
-from batchserve.types import Delta, FinishReason, SamplingParams, SpeculationParams, Started, Timing, Usage
+from batchserve.types import (
+    MAX_REQUEST_ID_CHARS,
+    Delta,
+    FinishReason,
+    SamplingParams,
+    SpeculationParams,
+    Started,
+    Timing,
+    Usage,
+)
 from batchserve.v1 import generation_pb2 as pb
 
 MAX_MODEL_LEN = 64
@@ -42,6 +50,7 @@ def test_request_round_trip_keeps_every_field():
         branch_length=3,
         draft_scope="team 7",
         references=("a text", (5, 6), "", ()),
+        tpot_target_ms=12.3,
     )
     request = to_generate_request([1, 2, 3], params, speculation)
     request.request_id, request.model = "id", "m"
@@ -113,6 +122,11 @@ def test_known_field_with_the_wrong_wire_type_is_refused():
             "INVALID_BRANCH_LENGTH",
             "speculation.branch_length",
         ),
+        (
+            pb.GenerateRequest(text="x", speculation=pb.SpeculationOptions(tpot_target_ms=0)),
+            "INVALID_TPOT_TARGET_MS",
+            "speculation.tpot_target_ms",
+        ),
         (pb.GenerateRequest(text="x", draft_scope="s" * 257), "INVALID_DRAFT_SCOPE", "draft_scope"),
         (
             pb.GenerateRequest(text="x", references=[pb.Reference(text="a"), pb.Reference()]),
@@ -131,6 +145,20 @@ def test_refused(request_, reason, field):
     with pytest.raises(InvalidRequestError) as caught:
         from_generate_request(request_, MAX_MODEL_LEN)
     assert (caught.value.reason, caught.value.field) == (reason, field)
+
+
+@pytest.mark.parametrize(
+    ("params", "speculation", "field"),
+    [
+        ({"top_k": 2**32}, {}, "sampling_params.top_k"),
+        ({"max_tokens": 2**32}, {}, "stop.max_tokens"),
+        ({}, {"max_draft_tokens": 2**32}, "speculation.max_draft_tokens"),
+        ({}, {"branch_length": 2**32}, "speculation.branch_length"),
+    ],
+)
+def test_a_client_is_told_of_a_count_that_the_wire_has_no_room_for(params, speculation, field):
+    with pytest.raises(InvalidRequestError, match=f"{field} = {2**32}: must be at most {2**32 - 1}"):
+        to_generate_request("x", SamplingParams(**params), SpeculationParams(**speculation))
 
 
 def test_millions_of_references_are_refused_before_anybody_looks_at_them(monkeypatch):

@@ -12,14 +12,17 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
 
 from batchserve.config import ServerConfig
 from batchserve.errors import ConfigError, EngineFaultError
+from batchserve.metrics import CALIBRATION, COUNTERS, EDGES, GAUGES, Acceptance
+from batchserve.server import lifecycle
 from batchserve.server.lifecycle import GenerationServer
 from batchserve.server.servicer import SERVICE_NAME
 from batchserve.v1 import generation_pb2 as pb
 from tests.server.fakes import FakeEngine
-from tests.server.harness import LOOPBACK, Client, Served, ask, failure_of, serving, until
+from tests.server.harness import LOOPBACK, Client, Served, ask, failure_of, read_all, serving, until
 
 
 def _engine() -> Any:
@@ -83,7 +86,7 @@ async def test_drain_ends_what_is_left_after_its_time():
         call = aiter(served.client.stub.StreamGenerate(ask()))
         await anext(call)
         assert await served.server.drain() is False
-        failed = await failure_of(_read_all(call))
+        failed = await failure_of(read_all(call))
         assert (failed.code, failed.reason) == (grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE")
 
 
@@ -95,7 +98,34 @@ async def test_a_second_signal_ends_the_waiting(fake: Served):
     hurry.set()
     async with asyncio.timeout(5):
         assert await draining is False
-    assert (await failure_of(_read_all(call))).code is grpc.StatusCode.UNAVAILABLE
+    assert (await failure_of(read_all(call))).code is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_calls_that_arrive_while_it_stops_are_refused_and_not_cancelled():
+    """gRPC cancels what it has received and not handed over when it stops; a client may not retry CANCELLED."""
+    async with serving(_engine()) as served:
+        hurry = asyncio.Event()
+        hurry.set()
+        calls = [asyncio.create_task(failure_of(served.client.generate(ask()))) for _ in range(300)]
+        await until(lambda: served.server._servicer.num_calls > 0)
+        await served.server.drain(hurry)
+        assert {failed.code for failed in await asyncio.gather(*calls)} == {grpc.StatusCode.UNAVAILABLE}
+
+
+async def test_calls_that_never_cease_do_not_keep_it_from_stopping(fake: Served, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lifecycle, "ARRIVALS_TIMEOUT_S", 0.2)
+    is_over = False
+
+    async def keep_asking() -> None:
+        while not is_over:
+            await failure_of(fake.client.generate(ask()))
+
+    draining = asyncio.create_task(fake.server.drain())
+    asking = asyncio.create_task(keep_asking())
+    async with asyncio.timeout(20):
+        assert await draining
+    is_over = True
+    await asking
 
 
 async def test_cancelled_calls_close_the_stream(fake: Served):
@@ -191,16 +221,47 @@ async def test_listens_on_ipv6_loopback():
 
 async def test_metrics_endpoint():
     engine = _engine()
-    engine.metrics.preempted(3)
+    metrics = engine.metrics
+    metrics.preempted(3)
+    metrics.step_done(num_rows=14, num_draft_rows=10, num_decoding=4, seconds=0.25)
+    metrics.adapted(price=80.0, predicted_s=0.02, actual_s=0.03, factor=1.5)
+    metrics.scored("trie", Acceptance(("1", "2+"), tested=[8, 4], accepted=[6, 1], calibration_error=0.125))
+    metrics.verified(3, 1, num_given=2, since_last_s=None)
+    metrics.verified(3, 1, num_given=2, since_last_s=0.008)
+    metrics.verified(3, 0, num_given=1, since_last_s=7.0)
     async with serving(engine, ServerConfig(port=0, metrics_port=0)) as served:
         assert served.server._metrics is not None
         url = f"http://{served.server._metrics.address}/metrics"
         body = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
-    assert "batchserve_preemptions_total 3.0" in body
-
-
-async def _read_all(call: Any) -> list[Any]:
-    return [message async for message in call]
+    samples = {
+        (sample.name.removeprefix("batchserve_"), *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(body)
+        for sample in family.samples
+    }
+    expected = {
+        ("preemptions_total",): 3,
+        ("draft_rows_total",): 10,
+        ("draft_rows_per_request",): 2.5,
+        ("price_tokens_per_second",): 80,
+        ("predicted_step_seconds",): 0.02,
+        ("actual_step_seconds",): 0.03,
+        ("step_time_factor",): 1.5,
+        ("tested_edges_total", "1", "trie"): 8,
+        ("tested_edges_total", "2+", "trie"): 4,
+        ("accepted_edges_total", "1", "trie"): 6,
+        ("accepted_edges_total", "2+", "trie"): 1,
+        ("calibration_error", "trie"): 0.125,
+        ("inter_token_latency_seconds_bucket", "0.0025"): 0,
+        ("inter_token_latency_seconds_bucket", "0.005"): 2,
+        ("inter_token_latency_seconds_bucket", "1.0"): 2,
+        ("inter_token_latency_seconds_bucket", "+Inf"): 3,
+        ("inter_token_latency_seconds_count",): 3,
+        ("inter_token_latency_seconds_sum",): pytest.approx(7.008),
+        ("time_to_first_token_seconds_count",): 0,
+    }
+    assert {name: samples.get(name) for name in expected} == expected
+    names = {name for name, *_ in samples}
+    assert names >= {*COUNTERS, *GAUGES, *EDGES, *CALIBRATION}, "every one is exported"
 
 
 async def _reflected_services(client: Client) -> set[str]:

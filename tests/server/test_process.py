@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.server.harness import Client, ask, failure_of
+from tests.server.harness import Client, ask, failure_of, read_all
 
 START_TIMEOUT_S = 60
 Process = asyncio.subprocess.Process
@@ -80,12 +80,13 @@ async def test_a_signal_during_the_warm_up_ends_the_process_at_once():
 
 async def test_ctrl_c_drains_too_and_requests_that_outlast_it_are_ended(launch: Launch):
     async with launch("--drain-timeout-s", "0", "--max-num-seqs", "1") as (process, client):
-        calls = [asyncio.create_task(client.stream(ask(max_tokens=500))) for _ in range(8)]
-        first = aiter(client.stub.StreamGenerate(ask(max_tokens=1)))
-        await anext(first)  # the calls before it are in flight too
+        calls = [aiter(client.stub.StreamGenerate(ask(max_tokens=500))) for _ in range(8)]
+        for call in calls:
+            assert (await anext(call)).WhichOneof("event") == "started"
+        # These may come before, while and after the others are ended: all are refused.
+        late = [client.generate(ask()) for _ in range(100)]
         process.send_signal(signal.SIGINT)
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        codes = {result.code() for result in results if isinstance(result, grpc.aio.AioRpcError)}
-        assert codes == {grpc.StatusCode.UNAVAILABLE}
+        failures = await asyncio.gather(*(failure_of(read_all(call)) for call in calls), *map(failure_of, late))
+        assert {failed.code for failed in failures} == {grpc.StatusCode.UNAVAILABLE}
         async with asyncio.timeout(20):
             assert await process.wait() == 0

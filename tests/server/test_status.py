@@ -12,7 +12,6 @@ from batchserve.errors import (
     EngineFaultError,
     InvalidRequestError,
     QueueFullError,
-    RequestCancelledError,
     UnavailableError,
     UnknownModelError,
 )
@@ -33,7 +32,6 @@ class _Narrower(QueueFullError):
         (_Narrower(3), code_pb2.RESOURCE_EXHAUSTED, "QUEUE_FULL", {"ErrorInfo", "RetryInfo"}),
         (UnavailableError("x"), code_pb2.UNAVAILABLE, "UNAVAILABLE", {"ErrorInfo", "RetryInfo"}),
         (DeadlineExceededError("x"), code_pb2.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", {"ErrorInfo"}),
-        (RequestCancelledError("x"), code_pb2.CANCELLED, "CANCELLED", {"ErrorInfo"}),
         (EngineFaultError("x"), code_pb2.INTERNAL, "ENGINE_FAULT", {"ErrorInfo"}),
         (BatchserveError("x"), code_pb2.INTERNAL, "INTERNAL", {"ErrorInfo"}),
         (ZeroDivisionError("x"), code_pb2.INTERNAL, "INTERNAL", {"ErrorInfo"}),

@@ -53,6 +53,18 @@ def prompts():
     return torch.randint(0, VOCAB, (2, 50), generator=torch.Generator().manual_seed(1))
 
 
+def test_a_model_whose_layers_know_their_number_is_refused():
+    """GPT-2 can divide a layer's scores by its index: moving the layer would change its answers."""
+    config = GPT2Config(**{**CONFIGS["gpt2"].to_dict(), "scale_attn_by_inverse_layer_idx": True})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.3)
+    with pytest.raises(ValueError, match="other logits"):
+        deepen(model, factor=2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_logits_are_bit_identical(family, dtype, prompts):

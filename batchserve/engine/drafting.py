@@ -1,0 +1,210 @@
+"""The draft stage of a step: whose drafter is asked, which of the proposed rows are run, and what came of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from batchserve.draft.base import DraftQuery, DraftRequest, DraftScope, DraftTree
+from batchserve.metrics import Acceptance
+from batchserve.scheduler.acceptance import DEPTH_OF_BIN
+from batchserve.scheduler.adaptive import Decoding, StepOutcome
+from batchserve.scheduler.step_time import StepLoad
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from batchserve.draft.base import Drafter
+    from batchserve.metrics import EngineMetrics
+    from batchserve.request import Request
+    from batchserve.scheduler.adaptive import AdaptiveDrafting
+    from batchserve.scheduler.kv_allocator import KVAllocator
+    from batchserve.scheduler.scheduler import ScheduledRequest, SchedulerOutput
+
+TENANT = "default"  # there is no authentication: all callers are one
+
+
+@dataclasses.dataclass(slots=True)
+class _Step:
+    """The step under way: without drafts, its decoding rows alone, and with drafts."""
+
+    without: StepLoad
+    decoding: StepLoad
+    load: StepLoad
+    draft_s: float
+    num_asked: int
+    num_decoding: int
+
+
+class DraftStage:
+    """Asks the drafters, lets the adaptive decoding length choose, and tells both what came of it.
+
+    Without `adaptive` every proposed row is run.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        adaptive: AdaptiveDrafting | None,
+        allocator: KVAllocator,
+        clock: Callable[[], float],
+    ) -> None:
+        self.drafter = drafter
+        self.adaptive = adaptive
+        self._allocator = allocator
+        self._clock = clock
+        self._started: set[str] = set()  # requests that have draft state
+        self._step: _Step | None = None
+        self._depths = depth_labels()
+
+    def propose(self, plan: SchedulerOutput) -> dict[str, DraftTree]:
+        """The drafts of one step by request id, with K/V reserved for their rows."""
+        decoding = [s for s in plan.scheduled if s.is_decoding]
+        without = _load(plan.scheduled)
+        started_s = self._clock()
+        asked = [s for s in decoding if s.max_draft_tokens > 0 and self._is_asked(s.request)]
+        queries = [self._query(s, without, len(decoding)) for s in asked]
+        trees: dict[str, DraftTree] = {}
+        if queries:
+            for query, tree in zip(queries, self.drafter.propose(queries), strict=True):
+                tree.check(query)
+                if len(tree):
+                    trees[query.request_id] = tree
+        draft_s = self._clock() - started_s
+        if self.adaptive is not None and decoding:
+            trees = self._choose(self.adaptive, trees, decoding, without, plan.max_draft_rows)
+        # Two requests may have been promised the same last free memory.
+        trees = {key: tree for key, tree in trees.items() if self._allocator.reserve(key, 1 + len(tree))}
+        load = _with_drafts(without, plan.scheduled, trees)
+        self._step = _Step(without, _load(decoding), load, draft_s, len(queries), len(decoding))
+        return trees
+
+    def _is_asked(self, request: Request) -> bool:
+        if not self._ensure_state(request):
+            return False
+        return self.adaptive is None or self.adaptive.asks(request.request_id)
+
+    def _query(self, item: ScheduledRequest, without: StepLoad, num_decoding: int) -> DraftQuery:
+        request_id, most, least_prob = item.request.request_id, item.max_draft_tokens, 0.0
+        if self.adaptive is not None:
+            asked, least_prob = self.adaptive.bounds(request_id, without, num_decoding)
+            most = min(most, asked)
+        return DraftQuery(request_id, most, item.max_draft_depth, item.max_row_depth, least_prob)
+
+    def _choose(
+        self,
+        adaptive: AdaptiveDrafting,
+        trees: Mapping[str, DraftTree],
+        decoding: Sequence[ScheduledRequest],
+        without: StepLoad,
+        max_rows: int,
+    ) -> dict[str, DraftTree]:
+        bidders = [Decoding(s.request.request_id, s.request.num_computed_tokens, s.request.token_ids) for s in decoding]
+        chosen = adaptive.choose(trees, bidders, without, _load(decoding), max_rows)
+        return {request_id: trees[request_id].take(nodes) for request_id, nodes in chosen.items()}
+
+    def _ensure_state(self, request: Request) -> bool:
+        """Whether it can be drafted now; its state begins when its drafter is ready, with all that it has by then."""
+        if request.request_id in self._started:
+            return True
+        name = request.speculation.drafter
+        if not self.drafter.is_ready_for(name):
+            return False
+        self.drafter.start(_draft_request(request))
+        if self.adaptive is not None:
+            self.adaptive.start(request.request_id, name or self.drafter.name, request.speculation.tpot_target_s)
+        self._started.add(request.request_id)
+        outputs = request.token_ids[request.num_prompt_tokens :]
+        self.drafter.accept(request.request_id, outputs)
+        # What is committed but not yet published is shared with the rest of its step.
+        self.drafter.share(request.request_id, outputs[: request.num_published_tokens])
+        return True
+
+    def accept(self, request: Request, token_ids: Sequence[int], unverified_token_ids: Sequence[int]) -> None:
+        """A request's new tokens, and the argmax of its rows that were not verified."""
+        if request.request_id in self._started:
+            if unverified_token_ids:
+                self.drafter.observe(request.request_id, unverified_token_ids)
+            self.drafter.accept(request.request_id, token_ids)
+
+    def step_done(self, token_ids: Mapping[str, Sequence[int]], step_s: float) -> None:
+        """The step took so long, from its beginning to its commit, and gave its decoding requests these tokens."""
+        if self.adaptive is None or self._step is None:
+            return
+        step, self._step = self._step, None
+        outcome = StepOutcome(step.without, step.decoding, step.load, step_s, step.draft_s, step.num_asked)
+        self.adaptive.step_done(outcome, token_ids)
+
+    def report(self, metrics: EngineMetrics) -> None:
+        """Tell what the adaptive decoding length went by in the last step, and what it has learned."""
+        if self.adaptive is None:
+            return
+        last, acceptance = self.adaptive.last, self.adaptive.acceptance
+        factor = self.adaptive.step_time.factor
+        metrics.adapted(price=last.price, predicted_s=last.predicted_s, actual_s=last.step_s, factor=factor)
+        for drafter, tested in acceptance.tested.items():
+            num_tested, num_accepted = tested.tolist()
+            error = acceptance.reliability[drafter].error()
+            metrics.scored(drafter, Acceptance(self._depths, num_tested, num_accepted, error))
+
+    def share(self, request: Request, token_ids: Sequence[int]) -> None:
+        """Tokens that the client was given."""
+        if request.request_id in self._started:
+            self.drafter.share(request.request_id, token_ids)
+
+    def end(self, request: Request) -> None:
+        if request.request_id in self._started:
+            self._started.remove(request.request_id)
+            self.drafter.end(request.request_id)
+        if self.adaptive is not None:
+            self.adaptive.end(request.request_id)
+
+    def clear_scope(self, name: str) -> None:
+        self.drafter.clear_scope(DraftScope(TENANT, name))
+
+
+def depth_labels() -> tuple[str, ...]:
+    """What the depths are called that acceptance is counted by: 1, 2, ..., 5-6, ..., and more."""
+    labels = [str(b) if b == a + 1 else f"{a + 1}-{b}" for a, b in pairwise((0, *DEPTH_OF_BIN))]
+    return (*labels, f"{DEPTH_OF_BIN[-1] + 1}+")
+
+
+def _load(scheduled: Iterable[ScheduledRequest]) -> StepLoad:
+    rows = logit_rows = requests = context = attended = 0
+    for item in scheduled:
+        computed = item.request.num_computed_tokens
+        rows += item.num_scheduled_tokens
+        logit_rows += item.is_sampled
+        requests += 1
+        context += computed
+        attended += computed * item.num_scheduled_tokens
+    return StepLoad(rows, logit_rows, requests, context, attended)
+
+
+def _with_drafts(load: StepLoad, scheduled: Iterable[ScheduledRequest], trees: Mapping[str, DraftTree]) -> StepLoad:
+    rows = attended = 0
+    for item in scheduled:
+        tree = trees.get(item.request.request_id)
+        if tree is not None:
+            rows += len(tree)
+            attended += len(tree) * item.request.num_computed_tokens
+    return dataclasses.replace(
+        load,
+        num_rows=load.num_rows + rows,
+        num_logit_rows=load.num_logit_rows + rows,
+        attended_tokens=load.attended_tokens + attended,
+    )
+
+
+def _draft_request(request: Request) -> DraftRequest:
+    sampling, speculation = request.sampling, request.speculation
+    return DraftRequest(
+        request.request_id,
+        request.prompt_token_ids,
+        references=speculation.references,
+        scope=None if speculation.draft_scope is None else DraftScope(TENANT, speculation.draft_scope),
+        drafter=speculation.drafter,
+        temperature=sampling.temperature,
+        seed=sampling.seed,
+    )

@@ -1,0 +1,165 @@
+"""Measures what steps of this model cost on this machine, in a few seconds, or reads what was measured before."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchserve.request import ResolvedSampling
+from batchserve.runner.ragged_batch import RequestRows, build_batch
+from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable, grid
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batchserve.runner.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+MOST_SECONDS = 4.0  # for all rounds together, begun ones are finished
+FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
+LONG_STEP_S = 0.5  # what takes longer is left to extrapolation
+CONTEXT = 1024
+MOST_DRAFT = 64  # steps of more rows are mostly a prompt's
+FEW_ROWS, MANY_ROWS = 4, 16  # two steps at the same context tell reading K/V from attending to it
+GREEDY = ResolvedSampling(0.0, 0, 1.0, 0, 1, frozenset())
+VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Case:
+    """One step to time: the rows of each request, its context, and whether it is a draft or a prefill chunk."""
+
+    rows: tuple[int, ...]
+    context: int = 0
+    is_prefill: bool = False
+
+
+def measured_table(
+    runner: ModelRunner, max_rows: int, max_requests: int, max_context: int, cache: Path, key: Sequence[str]
+) -> StepTimeTable:
+    """What was measured for `key` before, or else is now; kept in the folder `cache` where that can be written."""
+    name = hashlib.sha256("\n".join([str(VERSION), str(max_rows), *key]).encode()).hexdigest()[:24]
+    path = cache / "step_time" / f"{name}.json"
+    known = _read(path)
+    if known is None:
+        known = measure(runner, max_rows, max_requests, max_context)
+        _write(path, known)
+    return known
+
+
+def measure(runner: ModelRunner, max_rows: int, max_requests: int, max_context: int) -> StepTimeTable:
+    """Time steps of up to max_rows rows, max_requests requests and max_context K/V entries, as memory allows."""
+    free = runner.backend.allocator.free_tokens // 2
+    max_rows = max(1, min(max_rows, free))
+    rows = grid(max_rows)
+    context = min(CONTEXT, max_context - MANY_ROWS, free - MANY_ROWS)
+    requests = max(1, min(MANY_ROWS, max_requests, free // 64))
+    probes = [_Case((1,) * requests), _Case((min(MOST_DRAFT, max_rows, max_context),), is_prefill=True)]
+    if context >= 64:
+        probes += [_Case((FEW_ROWS,), context), _Case((MANY_ROWS,), context)]
+    sizes = [_Case(_split(n, max_context), is_prefill=n > MOST_DRAFT) for n in rows]
+    seconds = _time_all(runner, sizes, probes)
+    return _table([case for case in sizes if case in seconds], probes, seconds)
+
+
+def _split(rows: int, most: int) -> tuple[int, ...]:
+    """So many rows over as few requests as can have them."""
+    full, rest = divmod(rows, most)
+    return (most,) * full + ((rest,) if rest else ())
+
+
+def _table(sizes: list[_Case], probes: list[_Case], seconds: dict[_Case, float]) -> StepTimeTable:
+    many, prefill = probes[0], probes[1]
+    drafts = [case for case in sizes if not case.is_prefill]
+    table = StepTimeTable(tuple(sum(case.rows) for case in drafts), tuple(seconds[case] for case in drafts))
+    model = StepTimeModel(table)
+
+    def excess(case: _Case) -> float:
+        """Seconds beyond those of a draft of as many rows without a context."""
+        return seconds[case] - model.predict(StepLoad(sum(case.rows), sum(case.rows), 1))
+
+    per_request = max(0.0, excess(many) / (len(many.rows) - 1)) if len(many.rows) > 1 else 0.0
+    per_logit_row = max(0.0, -excess(prefill) / (prefill.rows[0] - 1)) if prefill.rows[0] > 1 else 0.0
+    per_attended = per_context = 0.0
+    if len(probes) > 2:
+        few, more = probes[2:]
+        num_pairs = (more.rows[0] - few.rows[0]) * few.context
+        per_attended = max(0.0, (excess(more) - excess(few)) / num_pairs)
+        per_context = max(0.0, excess(few) / few.context - few.rows[0] * per_attended)
+    # A prefill chunk runs the head on its last row only: the table is of steps that run it on all.
+    heads = [per_logit_row * (sum(case.rows) - len(case.rows)) if case.is_prefill else 0.0 for case in sizes]
+    return StepTimeTable(
+        tuple(sum(case.rows) for case in sizes),
+        tuple(seconds[case] + head for case, head in zip(sizes, heads, strict=True)),
+        per_request,
+        per_logit_row,
+        per_context,
+        per_attended,
+    )
+
+
+def _time_all(runner: ModelRunner, sizes: list[_Case], probes: list[_Case]) -> dict[_Case, float]:
+    """Seconds of each case, the lower quartile of some rounds: noise only ever adds."""
+    started = time.perf_counter()
+    samples = {case: [_time(runner, case)] for case in probes}
+    for case in sizes:
+        samples[case] = [_time(runner, case)]
+        if samples[case][0] > LONG_STEP_S:
+            break
+    for number in range(1, MOST_ROUNDS):
+        if number >= FEWEST_ROUNDS and time.perf_counter() - started > MOST_SECONDS:
+            break
+        for case, times in samples.items():
+            times.append(_time(runner, case))
+    return {case: sorted(times)[len(times) // 4] for case, times in samples.items()}
+
+
+def _time(runner: ModelRunner, case: _Case) -> float:
+    names = [f"measure-{i}" for i in range(len(case.rows))]
+    allocator = runner.backend.allocator
+    try:
+        for name, rows in zip(names, case.rows, strict=True):
+            if not allocator.reserve(name, case.context + rows):
+                raise RuntimeError(f"no K/V memory to measure a step of {case}")
+            # What stands in a context does not change how long it takes to read: nothing is computed for it.
+            allocator.commit(name, range(case.context))
+        batch = build_batch([_rows(name, rows, case) for name, rows in zip(names, case.rows, strict=True)])
+        start = time.perf_counter()
+        runner.launch(batch).wait()
+        return time.perf_counter() - start
+    finally:
+        for name in names:
+            allocator.release(name)
+
+
+def _rows(name: str, rows: int, case: _Case) -> RequestRows:
+    """A chunk of a prompt, or a last token and a chain of drafts."""
+    num_pending = rows if case.is_prefill else 1
+    return RequestRows(name, case.context, [0] * rows, list(range(-1, rows - 1)), num_pending, GREEDY)
+
+
+def _read(path: Path) -> StepTimeTable | None:
+    try:
+        fields: dict[str, Any] = json.loads(path.read_text())
+        return StepTimeTable(tuple(fields.pop("rows")), tuple(fields.pop("seconds")), **fields)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        logger.warning("%s is measured anew: %s", path, error)
+        return None
+
+
+def _write(path: Path, table: StepTimeTable) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        partial.write_text(json.dumps(dataclasses.asdict(table)))
+        os.replace(partial, path)
+    except OSError as error:
+        logger.info("step times are not kept: %s", error)

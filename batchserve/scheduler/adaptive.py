@@ -1,0 +1,299 @@
+"""The adaptive decoding length: what each request drafts in each step, from measured times and scored drafts.
+
+Torch-free and clock-free: it is told what a step cost. K of a request is a pure function of smoothed estimates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from batchserve.scheduler.acceptance import AcceptanceModel, RequestOdds, lay_out
+from batchserve.scheduler.draft_budget import LEAST_ROW_COST, Bidders, DraftOffer, choose_drafts
+from batchserve.scheduler.price import MOST_SURPRISE, SpeedUp
+from batchserve.scheduler.probing import Probe
+
+if TYPE_CHECKING:
+    from batchserve.scheduler.acceptance import Candidates, FloatArray
+    from batchserve.scheduler.step_time import StepLoad, StepTimeModel
+
+FEW_NODES, GROWTH, MOST_NODES = 8, 3.0, 1 << 20  # asked for: some, and a multiple of what is bought lately
+CHOSEN_RATE = 0.2
+LEAST_GAIN = 0.05  # expected tokens
+MARGIN = 0.5  # nodes this much less likely than what is worth a row are still proposed: odds are learned from them
+# What a request may lose to the drafts of others: so much of its steps, and so many steps. Less than the second costs
+# everybody a good part of what drafts gain, as every request is new once (docs/adaptive.md).
+MAX_LOSS, GRACE_STEPS = 0.03, 12.0
+MOST_URGENCY, URGENCY_UP, URGENCY_DOWN = 16.0, 1.05, 0.98
+WINDOW_PRIOR, WINDOW_MEMORY = 2.0, 64.0  # windows that are believed to earn a token each; that are remembered
+TPOT_RATE = 0.1
+UNDRAFTED = "none"
+LONGEST_WINDOW_WAIT = 4096  # a window earns nothing unless its rows are computed: looking at it costs them
+
+
+class Tree(Protocol):
+    """What is read of a proposed draft tree (draft/base.py: DraftTree)."""
+
+    token_ids: list[int]
+    parents: list[int]
+    probs: list[float]
+    is_verified: list[bool]
+
+
+@dataclass(slots=True)
+class _Window:
+    """What a Jacobi window has earned: tokens that were accepted from its n-grams, over the windows that were run."""
+
+    tokens: float = WINDOW_PRIOR
+    windows: float = WINDOW_PRIOR
+    is_run: bool = False  # in the step under way
+    probe: Probe = field(default_factory=Probe)
+
+    @property
+    def value(self) -> float:
+        return self.tokens / self.windows
+
+    def note(self, num_accepted: int) -> None:
+        self.tokens += num_accepted
+        if self.is_run:
+            self.windows += 1.0
+            self.probe.note(num_accepted > 0, (), LONGEST_WINDOW_WAIT)
+            self.is_run = False
+        if self.windows > WINDOW_MEMORY:
+            self.tokens, self.windows = self.tokens / 2, self.windows / 2
+
+
+@dataclass(slots=True)
+class _State:
+    odds: RequestOdds
+    tpot_target_s: float | None = None
+    probe: Probe = field(default_factory=Probe)
+    urgency: float = 1.0
+    tpot_s: float = 0.0
+    num_steps: int = 0
+    num_chosen: float = 0.0  # nodes, smoothed
+    ahead: float = 0.0  # steps without drafts that it is ahead of decoding without any
+    window: _Window | None = None  # of a drafter that has one
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """One decoding request of a step: the K/V entries that its rows see, and its text."""
+
+    request_id: str
+    context_len: int
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What a step was and took: its load without drafts, that of its decoding rows alone, and what was run.
+
+    step_s: from its beginning to its commit; draft_s: the part of it in which num_asked requests were drafted.
+    """
+
+    without: StepLoad
+    decoding: StepLoad
+    load: StepLoad
+    step_s: float
+    draft_s: float
+    num_asked: int
+
+
+@dataclass(slots=True)
+class Introspection:
+    """The last step's figures, for metrics."""
+
+    price: float = 0.0
+    chosen_rows: int = 0
+    predicted_s: float = 0.0
+    step_s: float = 0.0
+
+
+class AdaptiveDrafting:
+    """Decides for one engine. Keyed by request id; not thread-safe.
+
+    A step calls `asks` for each decoding request, `bounds` for those that are to be asked, `choose`, and `step_done`
+    when it is over. max_inflation: how far drafts may stretch a step that somebody gains nothing from; max_step_s: how
+    long they may make it at all.
+    """
+
+    def __init__(self, step_time: StepTimeModel, max_inflation: float, max_step_s: float = math.inf) -> None:
+        self.step_time = step_time
+        self.acceptance = AcceptanceModel()
+        self.last = Introspection()
+        self._max_inflation = max_inflation
+        self._max_step_s = max_step_s
+        self._speed_up = SpeedUp()
+        self._states: dict[str, _State] = {}
+        self._draft_s = 0.0  # what a proposal for one request takes, smoothed
+
+    def start(self, request_id: str, drafter: str, tpot_target_s: float | None = None) -> None:
+        state = self._state(request_id)
+        state.odds, state.tpot_target_s = self.acceptance.start(drafter), tpot_target_s
+
+    def _state(self, request_id: str) -> _State:
+        """Requests that are not drafted have one, too: they must not pay for those that are."""
+        state = self._states.get(request_id)
+        if state is None:
+            state = self._states[request_id] = _State(self.acceptance.start(UNDRAFTED))
+        return state
+
+    def end(self, request_id: str) -> None:
+        self._states.pop(request_id, None)
+
+    def asks(self, request_id: str) -> bool:
+        """Whether the request's drafter is to be called in this step; once a step and request."""
+        return self._states[request_id].probe.is_due()
+
+    def bounds(self, request_id: str, load: StepLoad, num_decoding: int) -> tuple[int, float]:
+        """What to ask of the drafter: the most nodes, and the path probability, as it claims it, of the least likely.
+
+        Neither limits what is worth its row; both leave some room for odds to be learned.
+        """
+        state = self._states[request_id]
+        without_s = self.step_time.predict(load)
+        row_s = max(self.step_time.row_cost(load), LEAST_ROW_COST * without_s / num_decoding)
+        worth = self._speed_up.price(num_decoding, without_s) * row_s / state.urgency
+        most = MOST_NODES if state.window is not None else int(FEW_NODES + GROWTH * state.num_chosen)
+        return most, min(0.5, MARGIN * worth / max(1.0, state.odds.ratio))
+
+    def choose(
+        self, trees: Mapping[str, Tree], decoding: Sequence[Decoding], load: StepLoad, alone: StepLoad, max_rows: int
+    ) -> dict[str, list[int]]:
+        """The nodes of each tree that are worth their rows, ascending; requests that get none are left out.
+
+        `decoding` are all the requests that decode in the step, `load` is the step without any drafts, `alone` that of
+        the decoding rows only, and max_rows the most drafts that the step can take.
+        """
+        without_s = self.step_time.predict(load)
+        price = self._speed_up.price(len(decoding), without_s)
+        self.last = Introspection(price)
+        drafted = [(place, each) for place, each in enumerate(decoding) if each.request_id in trees]
+        if not drafted:
+            return {}
+        states = [self._state(each.request_id) for each in decoding]
+        offer, nodes, num_nodes = self._offer(trees, drafted, states)
+        bidders = Bidders(
+            np.array([float(each.context_len) for each in decoding]),
+            np.array([state.urgency for state in states]),
+            np.array([_credit(state) for state in states]) * without_s,
+        )
+        longest_s = min(self._max_inflation * self.step_time.predict(alone), self._max_step_s)
+        bought = choose_drafts(offer, bidders, self.step_time, load, price, max_rows, longest_s, self._max_step_s)
+        gains = np.bincount(offer.owners[bought], weights=offer.gains[bought], minlength=len(decoding))
+        # So little is not worth asking for, let alone its rows.
+        is_paying = gains > max(LEAST_GAIN, price * self._draft_s)
+        bought &= is_paying[offer.owners]
+        chosen: dict[str, list[int]] = {}
+        for item in np.flatnonzero(bought).tolist():
+            place = int(offer.owners[item])
+            chosen.setdefault(decoding[place].request_id, []).extend(nodes[item])
+            window = states[place].window
+            if window is not None and item >= num_nodes:
+                window.is_run = True
+        for place, each in drafted:
+            state = states[place]
+            state.probe.note(bool(is_paying[place]), each.token_ids)
+            state.num_chosen += CHOSEN_RATE * (len(chosen.get(each.request_id, ())) - state.num_chosen)
+        self.last.chosen_rows = int(offer.rows[bought].sum())
+        return {request_id: sorted(kept) for request_id, kept in chosen.items()}
+
+    def _offer(
+        self, trees: Mapping[str, Tree], drafted: Sequence[tuple[int, Decoding]], states: Sequence[_State]
+    ) -> tuple[DraftOffer, list[list[int]], int]:
+        """What the trees offer, each item's nodes, and how many items are nodes; remembers the trees, to be scored."""
+        verified: list[list[int]] = []
+        parents: list[list[int]] = []
+        probs: list[list[float]] = []
+        owners: list[int] = []
+        bundles: list[tuple[int, float, list[int]]] = []
+        for place, each in drafted:
+            tree = trees[each.request_id]
+            mine = [i for i, is_verified in enumerate(tree.is_verified) if is_verified]
+            if len(mine) < len(tree.parents):
+                window = states[place].window = states[place].window or _Window()
+                if window.probe.is_due():
+                    rows = [i for i, is_verified in enumerate(tree.is_verified) if not is_verified]
+                    bundles.append((place, window.value, rows))
+                renumbered = {node: i for i, node in enumerate(mine)}
+                parents.append([renumbered.get(tree.parents[i], -1) for i in mine])
+                probs.append([tree.probs[i] for i in mine])
+            else:
+                parents.append(tree.parents)
+                probs.append(tree.probs)
+            verified.append(mine)
+            owners.append(place)
+        candidates = lay_out(parents, probs)
+        odds = [states[place].odds for place in owners]
+        paths, edges = self.acceptance.calibrate(candidates, odds)
+        self._remember(trees, drafted, verified, candidates, edges, odds)
+        item_nodes = [[node] for mine in verified for node in mine] + [window for _, _, window in bundles]
+        return (
+            DraftOffer(
+                np.concatenate((np.array(owners)[candidates.owners], np.array([b[0] for b in bundles], np.int64))),
+                np.concatenate((paths, np.array([b[1] for b in bundles]))),
+                np.array([1] * len(paths) + [len(window) for _, _, window in bundles], np.int64),
+            ),
+            item_nodes,
+            len(paths),
+        )
+
+    def _remember(
+        self,
+        trees: Mapping[str, Tree],
+        drafted: Sequence[tuple[int, Decoding]],
+        verified: Sequence[list[int]],
+        candidates: Candidates,
+        edges: FloatArray,
+        odds: Sequence[RequestOdds],
+    ) -> None:
+        start = 0
+        for (_, each), mine, record in zip(drafted, verified, odds, strict=True):
+            nodes = slice(start, start + len(mine))
+            token_ids = trees[each.request_id].token_ids
+            self.acceptance.propose(record, [token_ids[i] for i in mine], nodes, candidates, edges)
+            start = nodes.stop
+
+    def step_done(self, outcome: StepOutcome, token_ids: Mapping[str, Sequence[int]]) -> None:
+        """Learn from a step that gave each decoding request these tokens."""
+        predicted_s = self.step_time.predict(outcome.load)
+        without_s = self.step_time.predict(outcome.without)
+        # What the drafter takes is no part of the forward's time: the table knows nothing of it.
+        forward_s = outcome.step_s - outcome.draft_s
+        self.step_time.observe(outcome.load, forward_s)
+        if outcome.num_asked:
+            self._draft_s += 0.1 * (outcome.draft_s / outcome.num_asked - self._draft_s)
+        num_tokens = sum(map(len, token_ids.values()))
+        if num_tokens:
+            decoding_s = self.step_time.predict(outcome.decoding)
+            surprise = min(MOST_SURPRISE, max(1.0 / MOST_SURPRISE, forward_s / predicted_s))
+            decode_s = max(decoding_s, predicted_s - (without_s - decoding_s)) * surprise + outcome.draft_s
+            self._speed_up.observe(outcome.decoding.num_requests, num_tokens, decode_s, decoding_s)
+        self.last.step_s, self.last.predicted_s = outcome.step_s, predicted_s
+        for request_id, tokens in token_ids.items():
+            state = self._states.get(request_id)
+            if state is not None:
+                self._arrived(state, tokens, outcome.step_s, predicted_s / without_s)
+
+    def _arrived(self, state: _State, token_ids: Sequence[int], step_s: float, stretch: float) -> None:
+        self.acceptance.arrive(state.odds, token_ids)
+        state.probe.arrive(token_ids)
+        if state.window is not None and token_ids:
+            state.window.note(len(token_ids) - 1)
+        state.num_steps += 1
+        state.ahead += len(token_ids) - stretch
+        tpot_s = step_s / max(1, len(token_ids))
+        state.tpot_s += (1.0 if state.num_steps == 1 else TPOT_RATE) * (tpot_s - state.tpot_s)
+        if state.tpot_target_s is not None:
+            change = URGENCY_UP if state.tpot_s > state.tpot_target_s else URGENCY_DOWN
+            state.urgency = max(1.0, min(MOST_URGENCY, state.urgency * change))
+
+
+def _credit(state: _State) -> float:
+    """Steps that others' drafts may cost it now."""
+    return state.ahead + GRACE_STEPS + MAX_LOSS * state.num_steps

@@ -1,0 +1,56 @@
+"""Who comes first, and how much of a prompt a step may carry beside those who are already answering."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from batchserve.scheduler.step_time import StepLoad
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from batchserve.request import Request
+    from batchserve.scheduler.step_time import StepTimeModel
+
+LEAST_CHUNK = 8  # rows: prompts go on, whatever the bound
+CHUNK_STEP = 8
+
+
+def rank(request: Request, now_s: float, max_wait_s: float) -> tuple[bool, int, float]:
+    """The lowest comes first: higher priority, then earlier arrival; but whoever came max_wait_s ago before all others.
+
+    So nobody is starved: behind that time only older requests are before him.
+    """
+    is_overdue = now_s - request.arrival_s > max_wait_s
+    return not is_overdue, 0 if is_overdue else -request.priority, request.arrival_s
+
+
+def prefill_rows(
+    step_time: StepTimeModel,
+    decoding: Iterable[Request],
+    num_prompts: int,
+    context_len: int,
+    max_rows: int,
+    max_inflation: float,
+    max_step_s: float | None,
+) -> int:
+    """How many rows of prompts a step may carry beside its decoding requests.
+
+    Each of the num_prompts prompts that are to be computed (which have context_len tokens behind them) may stretch the
+    step by max_inflation - 1 of its length, so that a queue does not wait longer the more of it there is; all together
+    by no more than max_step_s allows. Never less than LEAST_CHUNK.
+    """
+    contexts = [request.num_computed_tokens for request in decoding]
+    if not contexts or max_rows <= LEAST_CHUNK:
+        return max_rows
+    count, context = len(contexts), sum(contexts)
+    alone = StepLoad(count, count, count, context, context)
+    bound_s = step_time.predict(alone) * (1.0 + (max_inflation - 1.0) * max(1, num_prompts))
+    if max_step_s is not None:
+        bound_s = min(bound_s, max_step_s)
+    rows = np.arange(LEAST_CHUNK, max_rows + 1, CHUNK_STEP, dtype=np.float64)
+    seconds = step_time.predict_many(alone, rows, rows * context_len, is_sampled=False)
+    fitting = int(np.searchsorted(np.maximum.accumulate(seconds), bound_s, side="right"))
+    return int(rows[max(0, fitting - 1)])

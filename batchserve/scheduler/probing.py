@@ -1,0 +1,64 @@
+"""When to ask a drafter again that has not paid: with exponential back-off, and at once when the text has changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PATIENCE = 4  # proposals in a row that were worth nothing before one is left out
+LONGEST_WAIT = 32  # steps
+RECENT = 2048  # tokens that a repetition is looked for in
+REPEAT_RATE = 0.1
+CHANGE = 0.4  # of the share of repeated token pairs, within about ten tokens
+
+
+@dataclass(slots=True)
+class Probe:
+    """One request's turn-taking with its drafter."""
+
+    num_failures: int = 0
+    wait: int = 0  # steps until it is asked again
+    _pairs: set[tuple[int, int]] = field(default_factory=set)
+    _last: int = -1
+    _repeats: float = 0.0
+    _repeats_then: float = 0.0
+
+    def is_due(self) -> bool:
+        """Whether to ask in this step; call it once a step."""
+        if self.wait == 0:
+            return True
+        self.wait -= 1
+        return False
+
+    def note(self, is_paying: bool, text: Sequence[int], longest_wait: int = LONGEST_WAIT) -> None:
+        """The outcome of asking; `text` is the request's so far, read only when waiting begins."""
+        if is_paying:
+            self.num_failures, self.wait = 0, 0
+            return
+        self.num_failures += 1
+        if self.num_failures <= PATIENCE:
+            return
+        self.wait = min(longest_wait, 1 << min(30, self.num_failures - PATIENCE))
+        if self.num_failures == PATIENCE + 1:
+            recent = text[-RECENT:]
+            self._pairs = set(pairwise(recent))
+            self._last = recent[-1] if recent else -1
+            self._repeats = 0.0
+        self._repeats_then = self._repeats
+
+    def arrive(self, token_ids: Sequence[int]) -> None:
+        """New tokens: text that begins or ceases to repeat itself is worth a look now."""
+        if self.num_failures <= PATIENCE:
+            return
+        for token_id in token_ids:
+            pair = (self._last, token_id)
+            self._repeats += REPEAT_RATE * ((pair in self._pairs) - self._repeats)
+            self._pairs.add(pair)
+            self._last = token_id
+        if abs(self._repeats - self._repeats_then) > CHANGE:
+            self.num_failures, self.wait = PATIENCE, 0
+            self._repeats_then = self._repeats

@@ -1,0 +1,89 @@
+"""`batchserve tune`: which options serve a workload best on this machine. Everything heavy is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from batchserve.config import EngineConfig
+
+# Of the engine's options those that the sweep decides, and those that change nothing of what it measures.
+NOT_TUNED_OPTIONS = (
+    *("max_num_seqs", "num_threads", "adaptive", "decoding_length", "tpot_target_ms"),
+    *("wait_for_drafter", "draft_cache", "served_model_name", "max_waiting", "max_priority_wait_s"),
+)
+
+
+def add_tune_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of the sweep; those of the engine are the command line's."""
+    parser.add_argument(
+        "--workload",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help='the requests, as JSONL: "prompt", and "max_tokens" or "response" (whose length counts); "reference"',
+    )
+    parser.add_argument(
+        "--tpot-target-ms",
+        dest="target_ms",  # these are not the fields of the engine's configuration
+        type=float,
+        metavar="X",
+        help="the time per output token that 99%% of the requests are to stay within (default: none)",
+    )
+    parser.add_argument(
+        "--max-num-seqs",
+        dest="sizes",
+        type=_integers,
+        default=(2, 4, 8, 16),
+        metavar="N[,N...]",
+        help="how many requests run at once (default: 2,4,8,16)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=_integers,
+        metavar="T[,T...]",
+        help="compute threads (default: this machine's cores, half and a quarter of them)",
+    )
+    parser.add_argument(
+        "--requests",
+        type=int,
+        metavar="N",
+        help="measure each setting on the first N requests of FILE (default: 4 x the largest --max-num-seqs, if FILE "
+        "has as many)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("batchserve-tune"),
+        metavar="DIR",
+        help="the folder for tune.json and the plots (default: batchserve-tune)",
+    )
+    parser.add_argument("--no-plots", action="store_true", help="draw nothing, for which matplotlib is not needed")
+
+
+def run_tune_command(arguments: argparse.Namespace, config: EngineConfig, serve_flags: Sequence[str]) -> int:
+    """Tune a server of `config`, given on the command line as `serve_flags`; returns the exit status."""
+    from batchserve.tune.command import TuneOptions, run_tune
+
+    options = TuneOptions(
+        config=config,
+        workload=arguments.workload,
+        max_num_seqs=arguments.sizes,
+        threads=arguments.threads,
+        tpot_target_ms=arguments.target_ms,
+        num_requests=arguments.requests,
+        out=arguments.out,
+        has_plots=not arguments.no_plots,
+        serve_flags=tuple(serve_flags),
+    )
+    return run_tune(options)
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers such as 2,4,8") from None

@@ -1,0 +1,229 @@
+"""The sweep: one engine for each number of threads, in it every number of requests in flight, off and adaptive."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from batchserve.config import PRIVATE_SCOPE, EngineConfig
+from batchserve.demo.measure import percentile
+from batchserve.engine.async_engine import AsyncEngine
+from batchserve.engine.build import build_engine
+from batchserve.errors import ConfigError, InvalidRequestError
+from batchserve.scheduler.step_time import StepTimeModel, StepTimeTable
+from batchserve.types import SpeculationParams, Started
+
+if TYPE_CHECKING:
+    from batchserve.engine.build import BuiltEngine
+    from batchserve.tune.workload import WorkloadRequest
+
+SCOPE = "tune"  # with a number behind it, what the requests of one setting share drafts and prefixes in
+WARM_UP_TOKENS = 16
+
+
+def threads_text(num_threads: int) -> str:
+    return "1 thread" if num_threads == 1 else f"{num_threads} threads"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is swept; is_adaptive: drafts of the adaptive decoding length, or else no speculation."""
+
+    num_threads: int
+    max_num_seqs: int
+    is_adaptive: bool
+
+    def __str__(self) -> str:
+        speculation = "adaptive" if self.is_adaptive else "speculation off"
+        return f"{threads_text(self.num_threads)}, max_num_seqs {self.max_num_seqs}, {speculation}"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One setting under closed load. Rates are of the whole engine, times those of single requests in seconds.
+
+    tpot: first to last token over the tokens behind the first; percentiles by nearest rank, nan where no answer has a
+    second token. acceptance_length: tokens of one request's decoding step; draft_rows_per_request: K, likewise.
+    """
+
+    setting: Setting
+    tokens_per_s: float
+    p50_tpot_s: float
+    p99_tpot_s: float
+    p50_ttft_s: float
+    acceptance_length: float
+    draft_rows_per_request: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """t(rows) with so many threads, as measured at start."""
+
+    num_threads: int
+    table: StepTimeTable
+
+    @property
+    def critical_length(self) -> int:
+        """Rows that one step runs in 1.25 times the time of the fewest (Lookahead, KDD'24, definition 2)."""
+        return StepTimeModel(self.table).critical_length()
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Who is told how far the sweep is: what goes on, a request that is done, a setting that is."""
+
+    say: Callable[[str], None] = lambda line: None
+    request_done: Callable[[], None] = lambda: None
+    setting_done: Callable[[Measured], None] = lambda measured: None
+
+
+def sweep_threads(
+    config: EngineConfig, sizes: Sequence[int], requests: Sequence[WorkloadRequest], listener: Listener
+) -> tuple[StepTimes, list[Measured]]:
+    """Everything with config.num_threads threads; the model is loaded once. Raises ConfigError.
+
+    config.max_num_seqs is the largest of `sizes`; fewer requests than it admits are a closed load of that many.
+    """
+    built = build_engine(config, listener.say)
+    _check(built, requests)
+    adaptive = built.core.drafts.adaptive
+    if adaptive is None or config.num_threads is None:
+        raise RuntimeError("the sweep needs an adaptive engine and a number of threads")
+    step_times = StepTimes(config.num_threads, adaptive.step_time.table)
+    measured = asyncio.run(_sweep(built, config, sizes, requests, listener))
+    del built, adaptive
+    gc.collect()  # an engine's parts hold each other, and two models may be more than the memory is
+    return step_times, measured
+
+
+def _check(built: BuiltEngine, requests: Sequence[WorkloadRequest]) -> None:
+    """Raises ConfigError for what the engine would refuse."""
+    for request in requests:
+        speculation = SpeculationParams(references=request.references)
+        try:
+            token_ids = built.processor.tokenize(request.prompt)
+            built.processor.make_request("tune", token_ids, request.sampling, speculation, 0.0)
+        except InvalidRequestError as error:
+            raise ConfigError(f"{request.where}: {error}") from error
+
+
+async def _sweep(
+    built: BuiltEngine,
+    config: EngineConfig,
+    sizes: Sequence[int],
+    requests: Sequence[WorkloadRequest],
+    listener: Listener,
+) -> list[Measured]:
+    engine = AsyncEngine(built, config)
+    adaptive, measured = built.core.drafts.adaptive, []
+    modes = (False, True) if config.drafter != "none" else (False,)
+    try:
+        listener.say("warming up")
+        await asyncio.gather(*(_warm_up(engine, request) for request in requests[: max(sizes)]))
+        for number, (max_num_seqs, is_adaptive) in enumerate(itertools.product(sizes, modes)):
+            setting = Setting(built.core.runner.num_threads, max_num_seqs, is_adaptive)
+            # Nobody profits from the answers of another setting: each has a scope of its own.
+            scope = PRIVATE_SCOPE if config.default_draft_scope == PRIVATE_SCOPE else f"{SCOPE}-{number}"
+            await engine.clear_draft_scope(f"{SCOPE}-{number - 1}")
+            # The engine is idle, as it has done what was asked before this, and all requests have ended. Without
+            # speculation nothing is to be spent on choosing drafts.
+            built.core.drafts.adaptive = adaptive if is_adaptive else None
+            listener.say(str(setting))
+            done = await _ClosedLoad(engine, requests, setting, scope, listener.request_done).run()
+            measured.append(done)
+            listener.setting_done(done)
+    finally:
+        await engine.shutdown()
+    return measured
+
+
+async def _warm_up(engine: AsyncEngine, request: WorkloadRequest) -> None:
+    """What is set up lazily is set up, and the first estimates are made. Measured by nobody."""
+    speculation = SpeculationParams(draft_scope=PRIVATE_SCOPE, references=request.references)
+    async with aclosing(engine.stream(request.prompt, request.sampling, speculation=speculation)) as events:
+        num_tokens = 0
+        async for event in events:
+            num_tokens += 0 if isinstance(event, Started) else len(event.token_ids)
+            if num_tokens >= WARM_UP_TOKENS:
+                break
+
+
+@dataclass(slots=True)
+class _ClosedLoad:
+    """As many requests in flight as max_num_seqs, from the first to the last one that is measured.
+
+    When all have been sent, earlier ones are sent again to keep the load up: their tokens count, as the engine gives
+    them, their times do not; they share no drafts, as nobody asks the same again.
+    """
+
+    engine: AsyncEngine
+    requests: Sequence[WorkloadRequest]
+    setting: Setting
+    scope: str
+    on_done: Callable[[], None]
+    num_tokens: int = 0
+    num_done: int = 0
+    tpot_s: list[float] = field(default_factory=list)
+    ttft_s: list[float] = field(default_factory=list)
+
+    async def run(self) -> Measured:
+        waiting, is_over = iter(self.requests), asyncio.Event()
+        before, started_s = self.engine.metrics.snapshot(), time.perf_counter()
+        try:
+            async with asyncio.TaskGroup() as group:
+                workers = [
+                    group.create_task(self._work(waiting, place, is_over)) for place in range(self.setting.max_num_seqs)
+                ]
+                await is_over.wait()
+                seconds, num_tokens = time.perf_counter() - started_s, self.num_tokens
+                after = self.engine.metrics.snapshot()
+                for worker in workers:
+                    worker.cancel()
+        except ExceptionGroup as failed:  # one reason is enough: they all have it
+            raise failed.exceptions[0] from None
+        steps, accepted, drafted = (
+            after[name] - before[name]
+            for name in ("decoding_requests_total", "accepted_draft_tokens_total", "draft_rows_total")
+        )
+        return Measured(
+            setting=self.setting,
+            tokens_per_s=num_tokens / seconds,
+            p50_tpot_s=percentile(self.tpot_s, 50),
+            p99_tpot_s=percentile(self.tpot_s, 99),
+            p50_ttft_s=percentile(self.ttft_s, 50),
+            acceptance_length=1 + accepted / max(1.0, steps),
+            draft_rows_per_request=drafted / max(1.0, steps),
+            seconds=seconds,
+        )
+
+    async def _work(self, waiting: Iterator[WorkloadRequest], place: int, is_over: asyncio.Event) -> None:
+        for request in waiting:  # shared by all workers
+            await self._ask(request, self.scope, is_measured=True)
+            self.num_done += 1
+            self.on_done()
+            if self.num_done == len(self.requests):
+                is_over.set()
+        for request in itertools.islice(itertools.cycle(self.requests), place, None):
+            await self._ask(request, PRIVATE_SCOPE, is_measured=False)
+
+    async def _ask(self, request: WorkloadRequest, scope: str, *, is_measured: bool) -> None:
+        speculation = SpeculationParams(
+            is_enabled=self.setting.is_adaptive, draft_scope=scope, references=request.references
+        )
+        async with aclosing(self.engine.stream(request.prompt, request.sampling, speculation=speculation)) as events:
+            async for event in events:
+                if isinstance(event, Started):
+                    continue
+                self.num_tokens += len(event.token_ids)
+                if is_measured and event.usage is not None and event.timing is not None:
+                    self.ttft_s.append(event.timing.first_token_s)
+                    tpot_s = event.timing.tpot_s(event.usage.completion_tokens)
+                    if tpot_s is not None:
+                        self.tpot_s.append(tpot_s)

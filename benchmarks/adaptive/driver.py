@@ -1,0 +1,307 @@
+"""Drives an engine core through recorded requests, with the number of requests at once held where it is wanted.
+
+One engine serves all contenders: between two runs only its decoding length changes hands. A prompt's K/V is taken as
+computed (a forced answer does not depend on what stands in it), so that every step is one of decoding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, cycle, islice
+from math import comb
+
+from batchserve.bench.replay import SCOPE, ReplayRecord
+from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
+from batchserve.engine.engine_core import EngineCore, Event, Failure
+from batchserve.request import Request, ResolvedSampling, ResolvedSpeculation
+from batchserve.scheduler.adaptive import AdaptiveDrafting
+
+MOST_DRAFT_TOKENS = 64
+BRANCH_LENGTH = 32
+CONFIDENCE = 0.9
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Contender:
+    """A decoding length: `max_draft_tokens` for every request in every step, or what `adaptive` chooses of so many."""
+
+    name: str
+    max_draft_tokens: int
+    adaptive: AdaptiveDrafting | None = None
+
+
+def fixed(length: int) -> Contender:
+    return Contender(str(length) if length else "off", length)
+
+
+@dataclasses.dataclass(slots=True)
+class Run:
+    """What one contender did with the records; the lists have an entry a step."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    step_s: list[float] = dataclasses.field(default_factory=list)
+    step_rows: list[int] = dataclasses.field(default_factory=list)  # drafts included
+    step_draft_rows: list[int] = dataclasses.field(default_factory=list)
+    requests_steps: int = 0  # steps of one request each
+    request_rates: list[float] = dataclasses.field(default_factory=list)  # tokens/s of each that had some steps
+
+    @property
+    def draft_rows(self) -> int:
+        return sum(self.step_draft_rows)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Of one request: the acceptance length."""
+        return self.tokens / self.requests_steps
+
+
+class WarmDrafter(Drafter):
+    """A drafter that has seen some records. What is answered from then on is not shared: every run finds the same.
+
+    on_query is called with the number of requests that are to be drafted.
+    """
+
+    def __init__(
+        self, inner: Drafter, warm: Sequence[ReplayRecord] = (), on_query: Callable[[int], None] = lambda number: None
+    ) -> None:
+        self._inner = inner
+        self._on_query = on_query
+        for i, record in enumerate(warm):
+            name = f"warm-{i}"
+            inner.start(DraftRequest(name, record.prompt_token_ids, references=record.references, scope=SCOPE))
+            inner.accept(name, record.response_token_ids)
+            inner.share(name, record.response_token_ids)
+            inner.end(name)
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    def start(self, request: DraftRequest) -> None:
+        self._inner.start(dataclasses.replace(request, scope=SCOPE, drafter=""))
+
+    def propose(self, queries: Sequence[DraftQuery]) -> list[DraftTree]:
+        self._on_query(len(queries))
+        return self._inner.propose(queries)
+
+    def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
+        self._inner.accept(request_id, token_ids)
+
+    def end(self, request_id: str) -> None:
+        self._inner.end(request_id)
+
+    def clear_scope(self, scope: DraftScope) -> None:
+        self._inner.clear_scope(scope)
+
+    def memory_bytes(self) -> int:
+        return self._inner.memory_bytes()
+
+
+@dataclasses.dataclass(slots=True)
+class Flight:
+    """A request under way: where its answer began, and its seconds."""
+
+    request: Request
+    start: int  # tokens of the answer that it had when it joined
+    seconds: float = 0.0
+    steps: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.request.num_output_tokens - self.start
+
+
+class Driver:
+    """Runs contenders on one core. clock: the one that the core was built with, or a finer one."""
+
+    def __init__(self, core: EngineCore, clock: Callable[[], float]) -> None:
+        self.core = core
+        self._clock = clock
+        self._ids = count()
+        core.emit = _check
+
+    def run(
+        self,
+        records: Sequence[ReplayRecord],
+        load: Sequence[tuple[int, int]],
+        contender: Contender,
+        *,
+        seed: int = 0,
+    ) -> Run:
+        """Hold the load's numbers of requests, each until so many tokens were given, then drop what is under way.
+
+        load: (requests at once, tokens). A request joins when one leaves; the records come round again when they are
+        used up. Those of the beginning stand somewhere in the first half of their answers, as in an engine that has
+        been running.
+        """
+        core, run, rng = self.core, Run(), random.Random(seed)
+        core.drafts.adaptive = contender.adaptive
+        first = seed * max(size for size, _ in load) % len(records)
+        source = islice(cycle(records), first, None)
+        flights: list[Flight] = []
+        done = 0
+        for size, num_tokens in load:
+            while run.tokens - done < num_tokens:
+                while len(flights) < size:
+                    flights.append(self.join(next(source), contender, rng if run.tokens == 0 else None))
+                self.step(flights, run)
+                flights = self.land(flights, run)
+            done = run.tokens
+        for flight in flights:
+            _note(flight, run)
+        self.clear()
+        return run
+
+    def clear(self) -> None:
+        """Drop what is under way."""
+        self.core.abort_all()
+        self.core.runner.forced.clear()
+        self.core.check_integrity()
+
+    def join(self, record: ReplayRecord, contender: Contender, rng: random.Random | None = None) -> Flight:
+        """A request whose prompt, and the first token or more of its answer, have been computed."""
+        name, answer = f"bench-{next(self._ids)}", record.response_token_ids
+        given = 1 if rng is None else 1 + rng.randrange(max(1, len(answer) // 2))
+        sampling = ResolvedSampling(0.0, 0, 1.0, 0, len(answer), frozenset())
+        speculation = ResolvedSpeculation()
+        if contender.max_draft_tokens:
+            speculation = ResolvedSpeculation(
+                "", contender.max_draft_tokens, BRANCH_LENGTH, SCOPE.name, tuple(record.references)
+            )
+        request = Request(name, record.prompt_token_ids, sampling, self._clock(), speculation)
+        request.token_ids += answer[:given]
+        request.num_computed_tokens = len(request.token_ids) - 1
+        self._fill(name, request.num_computed_tokens)
+        self.core.runner.forced[name] = record.prompt_token_ids + answer
+        self.core.add(request)
+        return Flight(request, given)
+
+    def _fill(self, name: str, num_tokens: int) -> None:
+        """K/V that attention takes as long to read as any other."""
+        backend = self.core.runner.backend
+        if not backend.allocator.reserve(name, num_tokens + 1):
+            raise RuntimeError(f"no K/V memory for a context of {num_tokens} tokens")
+        backend.allocator.commit(name, range(num_tokens))
+        for layer in count():
+            try:
+                planes = backend.allocator.planes(name, layer)  # type: ignore[attr-defined]
+            except IndexError:
+                return
+            for plane in planes:
+                plane.zero_()
+
+    def step(self, flights: list[Flight], run: Run) -> None:
+        """One step of the engine, in which all of these decode."""
+        had = [flight.num_tokens for flight in flights]
+        before = self.core.metrics.snapshot()
+        started_s = self._clock()
+        self.core.step()
+        seconds = self._clock() - started_s
+        after = self.core.metrics.snapshot()
+        run.seconds += seconds
+        run.step_s.append(seconds)
+        run.step_rows.append(int(after["rows_total"] - before["rows_total"]))
+        run.step_draft_rows.append(int(after["draft_tokens_total"] - before["draft_tokens_total"]))
+        for flight, num_tokens in zip(flights, had, strict=True):
+            run.tokens += flight.num_tokens - num_tokens
+            run.requests_steps += 1
+            flight.seconds += seconds
+            flight.steps += 1
+
+    def land(self, flights: list[Flight], run: Run) -> list[Flight]:
+        """Those that go on; the others have their rates noted."""
+        for flight in flights:
+            if flight.request.is_finished:
+                _note(flight, run)
+                del self.core.runner.forced[flight.request.request_id]
+        return [flight for flight in flights if not flight.request.is_finished]
+
+
+MIN_STEPS = 8  # of a request whose own rate is worth looking at
+
+
+def _note(flight: Flight, run: Run) -> None:
+    if flight.steps >= MIN_STEPS:
+        run.request_rates.append(flight.num_tokens / flight.seconds)
+
+
+def _check(events: list[Event]) -> None:
+    for _, event in events:
+        if isinstance(event, Failure):
+            raise event.error
+
+
+def interleave(
+    driver: Driver,
+    records: Sequence[ReplayRecord],
+    load: Sequence[tuple[int, int]],
+    contenders: Sequence[Contender],
+    rounds: int,
+) -> dict[str, list[Run]]:
+    """Every contender once a round, on the same records, each round beginning with another one.
+
+    The first round warms up and is not counted.
+    """
+    runs: dict[str, list[Run]] = {each.name: [] for each in contenders}
+    for number in range(rounds + 1):
+        for contender in _rotated(contenders, number):
+            run = driver.run(records, load, contender, seed=number)
+            if number:
+                runs[contender.name].append(run)
+    return runs
+
+
+def _rotated(contenders: Sequence[Contender], by: int) -> Iterator[Contender]:
+    for i in range(len(contenders)):
+        yield contenders[(i + by) % len(contenders)]
+
+
+def median_interval(values: Sequence[float]) -> dict[str, float]:
+    """The median and a distribution-free interval of at least CONFIDENCE around it, of order statistics.
+
+    P(x[k] <= median <= x[n - 1 - k]) = 1 - 2 P(Binomial(n, 1/2) <= k).
+    """
+    ordered, n = sorted(values), len(values)
+    tail, k = 0.0, 0
+    for skipped in range(n // 2):
+        tail += comb(n, skipped) / 2**n
+        if 1 - 2 * tail < CONFIDENCE:
+            break
+        k = skipped
+    return {"median": statistics.median(ordered), "low": ordered[k], "high": ordered[n - 1 - k], "pairs": n}
+
+
+def over(runs: Sequence[Run], base: Sequence[Run]) -> dict[str, float]:
+    """Pair by pair: tokens/s of `runs` over those of `base`."""
+    return median_interval([a.tokens_per_s / b.tokens_per_s for a, b in zip(runs, base, strict=True)])
+
+
+def summary(runs: Sequence[Run], base: Sequence[Run]) -> dict[str, object]:
+    """One contender's figures. Each request is held against the median request of the base's run of the same pair."""
+    tokens = sum(run.tokens for run in runs)
+    each = [
+        rate / statistics.median(b.request_rates)
+        for a, b in zip(runs, base, strict=True)
+        for rate in a.request_rates
+        if b.request_rates
+    ]
+    rounded = {key: round(value, 4) for key, value in over(runs, base).items()}
+    return {
+        "over_off": rounded,
+        "tokens_per_s": round(statistics.median(run.tokens_per_s for run in runs), 2),
+        "step_ms": round(statistics.median(s for run in runs for s in run.step_s) * 1e3, 3),
+        "acceptance_length": round(tokens / sum(run.requests_steps for run in runs), 3),
+        "draft_rows_per_token": round(sum(run.draft_rows for run in runs) / tokens, 3),
+        "draft_row_share": round(sum(run.draft_rows for run in runs) / sum(sum(run.step_rows) for run in runs), 4),
+        "requests": len(each),
+        "slowest_request_over_off": round(min(each), 3) if each else None,
+        "p10_request_over_off": round(statistics.quantiles(each, n=10)[0], 3) if len(each) > 1 else None,
+    }

@@ -1,0 +1,163 @@
+"""What a step costs beside its forward, part by part, at 16 requests on one core.
+
+    python -m benchmarks.adaptive.overhead FOLDER [--quick]
+
+Real steps: the bundled model's own answers, and recorded answers forced through a random Llama of about 90M parameters.
+One compute thread. Every part is timed in place, between forwards that leave the caches as forwards do. "host" is all
+of a step but the forward and the sampling (the argmax over the logits, which plain decoding pays too).
+"""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import pstats
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from batchserve.runner import model_runner
+from batchserve.sampling.sampler import RowSampler
+from benchmarks.adaptive.driver import Contender, fixed
+from benchmarks.adaptive.workloads import (
+    Lab,
+    Options,
+    Workload,
+    lab,
+    new_drafter,
+    own_text,
+    read_options,
+    recorded,
+    say,
+    write,
+)
+
+SIZE = 16
+STEPS = 300
+RECORDED = "gsm_qwen2_7b"
+SHOWN = 25  # functions of the profile
+
+
+class Parts:
+    """Seconds by part, step by step. A part that runs inside another one is taken off it."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self._now: dict[str, float] = {}
+        self._inner: list[float] = []  # seconds of what has run inside, of each open part
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self._inner.append(0.0)
+            started_s = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                seconds = time.perf_counter() - started_s
+                self._now[name] = self._now.get(name, 0.0) + seconds - self._inner.pop()
+                if self._inner:
+                    self._inner[-1] += seconds
+
+        return wrapped
+
+    def step(self, function: Callable[[], None]) -> Callable[[], None]:
+        """The whole step; what no part accounts for is "other"."""
+        timed = self.timed("other", function)
+
+        def wrapped() -> None:
+            self._now = {}
+            timed()
+            self.steps.append(self._now)
+
+        return wrapped
+
+
+@contextmanager
+def instrumented(bench: Lab, parts: Parts) -> Iterator[None]:
+    core = bench.engine.core
+    adaptive = core.drafts.adaptive
+    places: list[tuple[Any, str, str]] = [
+        (core.scheduler, "schedule", "schedule"),
+        (core.drafts, "propose", "draft stage"),
+        (core.drafts.drafter, "propose", "drafter"),
+        (core.drafts.drafter, "accept", "drafter learns"),
+        (core.drafts, "step_done", "adaptive learns"),
+        (core, "_build", "build"),
+        (core.runner, "forward", "forward"),
+        (model_runner, "verify_batch", "verify"),
+        (core, "_commit", "commit"),
+        (core, "_publish", "publish"),
+    ]
+    if adaptive is not None:
+        places.append((adaptive, "choose", "choose"))
+    with ExitStack() as stack:
+        for owner, attribute, name in places:
+            stack.enter_context(mock.patch.object(owner, attribute, parts.timed(name, getattr(owner, attribute))))
+        sampled = parts.timed("sampling", RowSampler.argmax_at)
+        stack.enter_context(mock.patch.object(RowSampler, "argmax_at", lambda *args: sampled(*args)))
+        stack.enter_context(mock.patch.object(core, "step", parts.step(core.step)))
+        yield
+
+
+def measure(bench: Lab, workload: Workload, contender: Contender, options: Options) -> dict[str, Any]:
+    load = [(SIZE, SIZE * (4 if options.is_quick else STEPS))]
+    bench.driver.run(workload.records, [(SIZE, SIZE * 8)], contender)  # warms up
+    parts = Parts()
+    core = bench.engine.core
+    core.drafts.adaptive = contender.adaptive
+    with instrumented(bench, parts):
+        run = bench.driver.run(workload.records, load, contender)
+    names = sorted({name for step in parts.steps for name in step})
+    beside = [sum(s for name, s in step.items() if name not in ("forward", "sampling")) for step in parts.steps]
+    drafted = [seconds for seconds, step in zip(beside, parts.steps, strict=True) if step.get("drafter", 0.0) > 0.0]
+    found = {
+        "steps": len(parts.steps),
+        "host_ms": round(statistics.median(beside) * 1e3, 4),
+        "host_ms_p90": round(statistics.quantiles(beside, n=10)[-1] * 1e3, 4),
+        "host_ms_of_drafting_steps": round(statistics.median(drafted) * 1e3, 4) if drafted else None,
+        "mean_ms_by_part": {
+            name: round(statistics.mean(step.get(name, 0.0) for step in parts.steps) * 1e3, 4) for name in names
+        },
+        "median_ms_by_part": {
+            name: round(statistics.median(step.get(name, 0.0) for step in parts.steps) * 1e3, 4) for name in names
+        },
+        "acceptance_length": round(run.tokens_per_step, 3),
+        "draft_rows_per_step": round(run.draft_rows / len(run.step_s), 2),
+    }
+    say(f"{workload.name}, {contender.name}: {found}")
+    return found
+
+
+def profile(bench: Lab, workload: Workload, contender: Contender, options: Options) -> list[str]:
+    """The functions that took most, forward included: own time, beside the instrumented runs."""
+    profiler = cProfile.Profile()
+    load = [(SIZE, SIZE * (4 if options.is_quick else STEPS // 3))]
+    profiler.enable()
+    bench.driver.run(workload.records, load, contender)
+    profiler.disable()
+    text = io.StringIO()
+    pstats.Stats(profiler, stream=text).strip_dirs().sort_stats("tottime").print_stats(SHOWN)
+    return [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
+
+
+def main() -> None:
+    started_s = time.perf_counter()
+    options = read_options(__doc__, has_folder=True)
+    results: dict[str, Any] = {}
+    for model, workload in (("bundled", own_text(options)), ("90m", recorded(options, RECORDED))):
+        with lab(model, num_threads=1) as bench:
+            bench.use(new_drafter(options.drafter), workload.warm)
+            contenders = (fixed(0), fixed(4), bench.adaptive())
+            results[model] = {
+                "workload": workload.name,
+                "contenders": {each.name: measure(bench, workload, each, options) for each in contenders},
+                "profile": profile(bench, workload, contenders[-1], options),
+            }
+    write(options, "overhead", {"requests": SIZE, "models": results}, started_s)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""What a long prompt does to those who are already being answered.
+
+    python -m benchmarks.adaptive.prefill FOLDER [--quick]
+
+Eight requests decode on a random Llama of about 90M parameters (recorded answers, forced; drafts as in any engine) when
+a prompt of 2,000 tokens arrives. Inter-token latency is the time between two deltas of a request: a step's. "quiet": no
+prompt; "bounded": chunks as max_itl_inflation has them; "whole": the prompt in as few steps as max_num_batched_tokens
+allows. All three take turns in one process. Also what the bound costs the prompt: its time to first token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from itertools import count, cycle
+from typing import Any
+
+from batchserve.config import EngineConfig
+from batchserve.request import Request, ResolvedSampling
+from benchmarks.adaptive.driver import Flight, Run, median_interval
+from benchmarks.adaptive.workloads import Lab, Options, Workload, lab, new_drafter, read_options, recorded, say, write
+from benchmarks.common import spread
+
+RUNNING, PROMPT_TOKENS, MOST_ROWS = 8, 2000, 2304
+ROUNDS, BEFORE, QUIET_STEPS = 5, 12, 150
+RECORDED = "gsm_qwen2_7b"
+UNBOUNDED = 1e6
+
+
+@dataclasses.dataclass(slots=True)
+class Window:
+    """The steps between a prompt's arrival and its first token."""
+
+    step_s: list[float]
+    first_token_s: float = 0.0
+
+    @property
+    def p99_ms(self) -> float:
+        ordered = sorted(self.step_s)
+        return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))] * 1e3
+
+
+class Scene:
+    """Requests that decode for ever, so that something can happen beside them."""
+
+    def __init__(self, bench: Lab, workload: Workload) -> None:
+        self._driver, self._contender = bench.driver, bench.adaptive()
+        self._source = cycle(workload.records)
+        self._rng, self._ids = random.Random(0), count()
+        self._vocab_size = bench.engine.info.vocab_size
+
+    def watch(self, inflation: float, prompt_tokens: int, num_steps: int) -> Window:
+        """The steps until the prompt has its first token, or num_steps of them without any prompt."""
+        core = self._driver.core
+        core.drafts.adaptive = self._contender.adaptive
+        scheduler = core.scheduler
+        scheduler._config = dataclasses.replace(scheduler._config, max_itl_inflation=inflation)
+        flights: list[Flight] = []
+        for _ in range(BEFORE):
+            flights = self._step(flights, Run())
+        run, prompt = Run(), self._prompt(prompt_tokens)
+        if prompt is not None:
+            core.add(prompt)
+        while (prompt.first_token_s is None) if prompt is not None else len(run.step_s) < num_steps:
+            flights = self._step(flights, run)
+        self._driver.clear()
+        return Window(run.step_s, sum(run.step_s))
+
+    def _step(self, flights: list[Flight], run: Run) -> list[Flight]:
+        while len(flights) < RUNNING:
+            flights.append(self._driver.join(next(self._source), self._contender, self._rng))
+        self._driver.step(flights, run)
+        return self._driver.land(flights, run)
+
+    def _prompt(self, num_tokens: int) -> Request | None:
+        if num_tokens == 0:
+            return None
+        token_ids = [self._rng.randrange(3, self._vocab_size) for _ in range(num_tokens)]
+        sampling = ResolvedSampling(0.0, 0, 1.0, 0, 4, frozenset())
+        return Request(f"prompt-{next(self._ids)}", token_ids, sampling, time.perf_counter())
+
+
+def measure(scene: Scene, options: Options) -> dict[str, Any]:
+    bound = EngineConfig().max_itl_inflation
+    prompt_tokens = 200 if options.is_quick else PROMPT_TOKENS
+    cases = {"quiet": (bound, 0), "bounded": (bound, prompt_tokens), "whole": (UNBOUNDED, prompt_tokens)}
+    windows: dict[str, list[Window]] = {name: [] for name in cases}
+    for number in range((1 if options.is_quick else ROUNDS) + 1):
+        for name, (inflation, tokens) in cases.items():
+            window = scene.watch(inflation, tokens, 10 if options.is_quick else QUIET_STEPS)
+            say(f"{name}: {len(window.step_s)} steps, p99 {window.p99_ms:.1f} ms, {window.first_token_s:.2f} s")
+            if number:
+                windows[name].append(window)
+    return {
+        "bound": bound,
+        "prompt_tokens": prompt_tokens,
+        "cases": {name: _figures(of, windows["quiet"]) for name, of in windows.items()},
+    }
+
+
+def _figures(windows: Sequence[Window], quiet: Sequence[Window]) -> dict[str, Any]:
+    return {
+        "p99_ms": spread([window.p99_ms for window in windows]),
+        "max_ms": spread([max(window.step_s) * 1e3 for window in windows]),
+        "median_ms": spread([statistics.median(window.step_s) * 1e3 for window in windows]),
+        "p99_over_quiet": median_interval([a.p99_ms / b.p99_ms for a, b in zip(windows, quiet, strict=True)]),
+        "median_over_quiet": median_interval(
+            [statistics.median(a.step_s) / statistics.median(b.step_s) for a, b in zip(windows, quiet, strict=True)]
+        ),
+        "steps": statistics.median(len(window.step_s) for window in windows),
+        "first_token_s": spread([window.first_token_s for window in windows]),
+    }
+
+
+def main() -> None:
+    started_s = time.perf_counter()
+    options = read_options(__doc__, has_folder=True)
+    workload = recorded(options, RECORDED)
+    with lab("90m", max_num_batched_tokens=MOST_ROWS) as bench:
+        bench.use(new_drafter(options.drafter), workload.warm)
+        results = measure(Scene(bench, workload), options)
+        write(options, "prefill", {"running": RUNNING, "model": bench.about(), **results}, started_s)
+
+
+if __name__ == "__main__":
+    main()

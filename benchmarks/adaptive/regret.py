@@ -1,0 +1,120 @@
+"""What it costs not to know the best decoding length: the adaptive one against every fixed one.
+
+    python -m benchmarks.adaptive.regret FOLDER [--quick]
+
+Models: the bundled one's deeper copy (about 90M parameters) with its own text, and random Llamas of about 90M and 430M
+through which recorded answers are forced. "table": every cell on the measured step times, in simulation, without noise;
+also a trace whose load moves between 1 and 32 requests. "wall": off, the length that is best on the table, and
+adaptive, in pairs of runs that take turns in one process; about a second of plain decoding each.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from benchmarks.adaptive.driver import Contender, Driver, Run, fixed, interleave, over, summary
+from benchmarks.adaptive.simulation import Simulation
+from benchmarks.adaptive.workloads import (
+    Lab,
+    Options,
+    Workload,
+    lab,
+    new_drafter,
+    own_text,
+    read_options,
+    recorded,
+    say,
+    write,
+)
+
+LENGTHS = (0, 2, 4, 8, 16)
+SIZES = (1, 4, 16)
+RECORDED = ("llma_rag", "gsm_qwen2_7b")
+# Tokens of each request before the load changes: each part of the trace then takes about as long as the others.
+TRACE, TRACE_TOKENS = (1, 2, 4, 8, 16, 32, 16, 8, 4, 2, 1), 96
+# Of one cell in simulation; at least so many of each request.
+TABLE_TOKENS, TABLE_TOKENS_EACH = 4000, 250
+
+
+def on_table(simulation: Simulation, options: Options) -> dict[str, Any]:
+    """Every length, and adaptive, at every size and on the trace."""
+    driver = simulation.driver()
+    most, each = (200, 20) if options.is_quick else (TABLE_TOKENS, TABLE_TOKENS_EACH)
+    cells = {
+        str(size): _compare(driver, simulation, [(size, max(most, size * each))]) for size in options.sizes(*SIZES)
+    }
+    tokens = 8 if options.is_quick else TRACE_TOKENS
+    return {"sizes": cells, "trace": _compare(driver, simulation, [(size, size * tokens) for size in TRACE])}
+
+
+def _compare(driver: Driver, simulation: Simulation, load: list[tuple[int, int]]) -> dict[str, Any]:
+    adaptive = simulation.adaptive()
+    runs: dict[str, Run] = {}
+    for contender in (*map(fixed, LENGTHS), adaptive):
+        runs[contender.name] = driver.run(simulation.records, load, contender)
+    lengths = {name: run for name, run in runs.items() if name != "adaptive"}
+    best = max(lengths, key=lambda name: lengths[name].tokens_per_s)
+    assert adaptive.adaptive is not None
+    reliability = adaptive.adaptive.acceptance.reliability
+    return {
+        "best_length": best,
+        "adaptive_over_best": round(runs["adaptive"].tokens_per_s / runs[best].tokens_per_s, 4),
+        "tokens": runs["adaptive"].tokens,
+        "contenders": {name: summary([run], [runs["off"]]) for name, run in runs.items()},
+        "calibration_error": {name: round(kept.error(), 4) for name, kept in reliability.items()},
+        "reliability": {
+            name: {"count": kept.count.tolist(), "expected": kept.expected.tolist(), "hits": kept.hits.tolist()}
+            for name, kept in reliability.items()
+        },
+    }
+
+
+def on_wall(bench: Lab, workload: Workload, cells: dict[str, Any], options: Options) -> dict[str, Any]:
+    """Off, the best fixed length by the table, and adaptive."""
+    found: dict[str, Any] = {}
+    for size in options.sizes(*SIZES):
+        best = cells[str(size)]["best_length"]
+        load = bench.load(size, workload, options)
+        contenders: list[Contender] = [fixed(0), bench.adaptive()]
+        if best != "off":
+            contenders.insert(1, fixed(int(best)))
+        runs = interleave(bench.driver, workload.records, load, contenders, options.pairs)
+        found[str(size)] = {
+            "best_length": best,
+            "tokens_of_a_run": load[0][1],
+            "adaptive_over_best": over(runs["adaptive"], runs[best]),
+            "contenders": {name: summary(of, runs["off"]) for name, of in runs.items()},
+        }
+        shown = {name: cell["over_off"]["median"] for name, cell in found[str(size)]["contenders"].items()}
+        say(f"{workload.name} x {size}, wall clock over off: {shown}")
+    return found
+
+
+def measure(bench: Lab, workload: Workload, options: Options) -> dict[str, Any]:
+    simulation = Simulation(bench.table, new_drafter(options.drafter), workload.warm, workload.records)
+    table = on_table(simulation, options)
+    for size, cell in [*table["sizes"].items(), ("trace", table["trace"])]:
+        shown = {name: each["over_off"]["median"] for name, each in cell["contenders"].items()}
+        say(f"{workload.name} x {size}, on the table over off: {shown}")
+    bench.use(new_drafter(options.drafter), workload.warm)
+    return {**workload.about(), "table": table, "wall": on_wall(bench, workload, table["sizes"], options)}
+
+
+def main() -> None:
+    started_s = time.perf_counter()
+    options = read_options(__doc__, has_folder=True)
+    results: dict[str, Any] = {}
+    text = own_text(options)
+    with lab("deepened") as bench:
+        results["deepened"] = {**bench.about(), "workloads": {text.name: measure(bench, text, options)}}
+    for shape in options.shapes:
+        with lab(shape) as bench:
+            sets = [recorded(options, name) for name in RECORDED]
+            workloads = {workload.name: measure(bench, workload, options) for workload in sets}
+            results[shape] = {**bench.about(), "workloads": workloads}
+    write(options, "regret", {"pairs": options.pairs, "models": results}, started_s)
+
+
+if __name__ == "__main__":
+    main()

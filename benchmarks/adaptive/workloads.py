@@ -1,0 +1,186 @@
+"""What the programs of this package share: models, recorded answers, command line, results."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from batchserve.bench.records import load_records, split_warm
+from batchserve.bench.replay import ReplayRecord
+from batchserve.bench.tokenizer import MISTRAL_V1, load_encoder
+from batchserve.config import EngineConfig
+from batchserve.draft.base import Drafter, NullDrafter
+from batchserve.draft.factory import create_drafter
+from batchserve.draft.kernels import KernelLoader
+from batchserve.engine.build import BuiltEngine, build_engine, count_parameters
+from batchserve.llm import LLM
+from batchserve.runner.loader import resolve_model
+from batchserve.scheduler.adaptive import AdaptiveDrafting
+from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
+from batchserve.types import SamplingParams, SpeculationParams
+from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS, Contender, Driver, WarmDrafter
+from benchmarks.common import RESULTS, chat_prompts, write_results
+from tools.widen_model import deepen_folder, random_model, save
+
+WARM_SHARE = 0.6
+VOCAB_SIZE = 32_000  # of the replay tokenizer
+SHAPES = {"90m": "about 90M", "430m": "about 430M"}
+DEEPENED = 21  # times the bundled model's layers: about 90M parameters
+OWN_TEXT = "bundled"
+OWN_ANSWERS, OWN_TOKENS = 120, 200
+MOST_REQUESTS = 16
+# A run is so long that speculation off takes about RUN_S, within these bounds on tokens of each request.
+RUN_S, FEWEST_TOKENS, MOST_TOKENS = 1.0, 24, 64
+PAIRS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line. folder: of recorded sets, None where a program needs none."""
+
+    folder: Path | None
+    is_quick: bool
+    drafter: str
+    out: str
+
+    @property
+    def pairs(self) -> int:
+        return 2 if self.is_quick else PAIRS
+
+    @property
+    def shapes(self) -> tuple[str, ...]:
+        return ("90m",) if self.is_quick else tuple(SHAPES)
+
+    def sizes(self, *sizes: int) -> tuple[int, ...]:
+        return sizes[:2] if self.is_quick else sizes
+
+
+def read_options(description: str | None, *, has_folder: bool) -> Options:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if has_folder:
+        parser.add_argument("folder", type=Path, help="the recorded sets, one JSONL each")
+    parser.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it runs")
+    parser.add_argument("--drafter", default="mixture")
+    parser.add_argument("--out", default="adaptive", help="folder in benchmarks/results/ (quick runs: adaptive_quick)")
+    args = parser.parse_args()
+    out = "adaptive_quick" if args.quick and args.out == "adaptive" else args.out
+    return Options(getattr(args, "folder", None), args.quick, args.drafter, out)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def write(options: Options, name: str, payload: dict[str, Any], started_s: float) -> None:
+    """To benchmarks/results/; started_s is time.perf_counter() of the program's beginning."""
+    (RESULTS / options.out).mkdir(parents=True, exist_ok=True)
+    about = {"quick": options.is_quick, "drafter": options.drafter, "took_s": round(time.perf_counter() - started_s, 1)}
+    say(str(write_results(f"{options.out}/{name}", {**about, **payload})))
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Recorded answers: those that drafters have seen, and those that are measured."""
+
+    name: str
+    warm: Sequence[ReplayRecord]
+    records: Sequence[ReplayRecord]
+
+    def about(self) -> dict[str, Any]:
+        answers = [len(record.response_token_ids) for record in self.records]
+        prompts = [len(record.prompt_token_ids) for record in self.records]
+        return {
+            "warm_records": len(self.warm),
+            "records": len(self.records),
+            "mean_answer_tokens": round(sum(answers) / len(answers), 1),
+            "mean_prompt_tokens": round(sum(prompts) / len(prompts), 1),
+        }
+
+
+def recorded(options: Options, name: str) -> Workload:
+    """A set of the folder; answers of fewer than two tokens have nothing to draft."""
+    assert options.folder is not None
+    found = sorted(options.folder.glob(f"{name}.*jsonl"))
+    if not found:
+        raise SystemExit(f"{options.folder}: has no set {name}")
+    warm, records = split_warm(load_records(found[0], load_encoder(MISTRAL_V1)), WARM_SHARE)
+    return Workload(name, warm, [record for record in records if len(record.response_token_ids) > 1])
+
+
+def own_text(options: Options) -> Workload:
+    """The bundled model's own answers to held-out prompts of its tasks, greedy."""
+    say(f"{OWN_TEXT}: answers of the model itself")
+    llm = LLM(max_num_seqs=MOST_REQUESTS, drafter="none")
+    prompts = chat_prompts(30 if options.is_quick else OWN_ANSWERS, seed=11)
+    params = SamplingParams(temperature=0.0, max_tokens=OWN_TOKENS)
+    outputs = llm.generate(prompts, params, speculation=SpeculationParams(False), show_progress=False)
+    records = [ReplayRecord(o.prompt_token_ids, o.token_ids, []) for o in outputs if len(o.token_ids) > 1]
+    return Workload(OWN_TEXT, *split_warm(records, WARM_SHARE))
+
+
+def new_drafter(name: str) -> Drafter:
+    """A drafter whose kernels are compiled."""
+    drafter = create_drafter(name, EngineConfig(decoding_length=MOST_DRAFT_TOKENS), 0)
+    KernelLoader(in_background=False).prepare(type(drafter).__module__)
+    return drafter
+
+
+class Lab:
+    """One model's engine, its measured step times, and a driver; drafters are changed by workload."""
+
+    def __init__(self, engine: BuiltEngine) -> None:
+        self.engine = engine
+        assert engine.core.drafts.adaptive is not None
+        self.table: StepTimeTable = engine.core.drafts.adaptive.step_time.table
+        self.driver = Driver(engine.core, time.perf_counter)
+        engine.core.runner.bind_thread()
+
+    def use(self, drafter: Drafter, warm: Sequence[ReplayRecord] = ()) -> None:
+        self.engine.core.drafts.drafter = WarmDrafter(drafter, warm)
+
+    def adaptive(self) -> Contender:
+        """One that knows nothing but the table."""
+        inflation = EngineConfig().max_itl_inflation
+        return Contender("adaptive", MOST_DRAFT_TOKENS, AdaptiveDrafting(StepTimeModel(self.table), inflation))
+
+    def load(self, size: int, workload: Workload, options: Options) -> list[tuple[int, int]]:
+        """So many requests at once, for about RUN_S of plain decoding."""
+        mean = sum(len(record.prompt_token_ids) for record in workload.records) // len(workload.records)
+        step_s = StepTimeModel(self.table).predict(StepLoad(size, size, size, size * mean, size * mean))
+        each = 8 if options.is_quick else max(FEWEST_TOKENS, min(MOST_TOKENS, round(RUN_S / step_s)))
+        return [(size, size * each)]
+
+    def about(self) -> dict[str, Any]:
+        model = StepTimeModel(self.table)
+        return {
+            "parameters": count_parameters(self.engine.core.runner._model),
+            "dtype": self.engine.info.dtype,
+            "threads": self.engine.core.runner.num_threads,
+            "critical_length": model.critical_length(),
+            "table": asdict(self.table),
+        }
+
+
+@contextmanager
+def lab(model: str, **changes: Any) -> Iterator[Lab]:
+    """An engine on a model made in a temporary folder: a shape's name, or the bundled model's deeper copy."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = "bundled"
+        if model != "bundled":
+            source = str(Path(folder) / model)
+            say(f"{model}: making the model")
+            if model == "deepened":
+                deepen_folder(Path(resolve_model("bundled")), Path(source), DEEPENED)
+            else:
+                save(random_model(model, VOCAB_SIZE), Path(source))
+        # Measured here and now: what an earlier run has measured may have been another machine's moment.
+        defaults = {"cache_dir": folder, "drafter": "none", "max_num_seqs": MOST_REQUESTS}
+        config = EngineConfig(model=source, **{**defaults, **changes})  # type: ignore[arg-type]
+        yield Lab(build_engine(config, say, drafter=NullDrafter(), clock=time.perf_counter))

@@ -1,0 +1,158 @@
+"""The tables of docs/adaptive.md, from benchmarks/results/adaptive/."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.report_drafting import read, table
+
+LENGTHS = ("off", "2", "4", "8", "16")
+PARTS = (
+    "schedule",
+    "drafter",
+    "choose",
+    "draft stage",
+    "build",
+    "verify",
+    "commit",
+    "publish",
+    "drafter learns",
+    "adaptive learns",
+    "other",
+)
+
+
+def result(name: str) -> dict[str, Any]:
+    return read(f"adaptive/{name}")
+
+
+def interval(cell: dict[str, float]) -> str:
+    """A median ratio with its interval."""
+    return f"{cell['median']:.2f} ({cell['low']:.2f} to {cell['high']:.2f})"
+
+
+def cells_of(models: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    """(model, workload, what was measured), in order."""
+    return [(model, name, found) for model, part in models.items() for name, found in part["workloads"].items()]
+
+
+def regret_table() -> str:
+    rows = []
+    for model, name, found in cells_of(result("regret")["models"]):
+        for size, cell in [*found["table"]["sizes"].items(), ("1 to 32", found["table"]["trace"])]:
+            speeds = {each: of["over_off"]["median"] for each, of in cell["contenders"].items()}
+            lengths = [f"{speeds[length]:.2f}" for length in LENGTHS]
+            rows.append([model, name, size, *lengths, f"{speeds['adaptive']:.2f}", f"{cell['adaptive_over_best']:.1%}"])
+    return table(["model", "text", "requests", *LENGTHS, "adaptive", "adaptive / best length"], rows)
+
+
+def regret_wall_table() -> str:
+    rows = []
+    for model, name, found in cells_of(result("regret")["models"]):
+        for size, cell in found["wall"].items():
+            best = cell["contenders"][cell["best_length"]]["over_off"]
+            adaptive = cell["contenders"]["adaptive"]["over_off"]
+            ratio = interval(cell["adaptive_over_best"])
+            rows.append([model, name, size, f"{interval(best)} [{cell['best_length']}]", interval(adaptive), ratio])
+    head = ["model", "text", "requests", "best length / off [it]", "adaptive / off", "adaptive / best length"]
+    return table(head, rows)
+
+
+def gain_table() -> str:
+    rows = []
+    for model, name, found in cells_of(result("gain")["models"]):
+        for size, cell in found["wall"]["sizes"].items():
+            on_table, adaptive = found["table"][size], cell["contenders"]["adaptive"]
+            shares = [f"{on_table['share_of_ceiling'][kind]:.0%}" for kind in ("length", "nodes")]
+            rows.append(
+                [
+                    model,
+                    name,
+                    size,
+                    interval(adaptive["over_off"]),
+                    f"{cell['end_to_end_over_off']:.2f}",
+                    f"{adaptive['acceptance_length']:.2f}",
+                    f"{adaptive['draft_rows_per_token']:.2f}",
+                    f"{on_table['adaptive_over_off']:.2f}",
+                    *shares,
+                ]
+            )
+    head = ["model", "text", "requests", "decoding, adaptive / off", "end to end", "acceptance length"]
+    head += ["draft rows a token", "on the table", "of the best length in hindsight", "of accepted nodes only"]
+    return table(head, rows)
+
+
+def never_slower_table() -> str:
+    rows = []
+    for model, part in result("never_slower")["models"].items():
+        for name, sizes in part["cells"].items():
+            for size, cell in sizes.items():
+                adaptive = cell["contenders"]["adaptive"]
+                p10 = f"{adaptive['p10_request_over_off']:.2f}"
+                share = f"{cell['draft_row_share_once_learned']:.2%}"
+                rows.append([model, name, size, interval(adaptive["over_off"]), p10, share])
+    head = ["model", "what gains nothing", "requests", "adaptive / off", "a request in ten is below"]
+    return table([*head, "draft rows behind 32 steps"], rows)
+
+
+def overhead_table() -> str:
+    rows = []
+    for model, part in result("overhead")["models"].items():
+        for name, cell in part["contenders"].items():
+            parts = [f"{cell['median_ms_by_part'].get(each, 0.0):.2f}" for each in PARTS]
+            drafting = cell["host_ms_of_drafting_steps"]
+            shown = "-" if drafting is None else f"{drafting:.2f}"
+            rows.append([model, name, f"{cell['host_ms']:.2f}", shown, *parts])
+    return table(["model", "drafts", "host ms", "of steps with drafts", *PARTS], rows)
+
+
+def prefill_table() -> str:
+    rows = [
+        [
+            name,
+            f"{cell['median_ms']['median']:.1f}",
+            f"{cell['p99_ms']['median']:.1f}",
+            interval(cell["p99_over_quiet"]),
+            "-" if name == "quiet" else f"{cell['first_token_s']['median']:.2f}",
+        ]
+        for name, cell in result("prefill")["cases"].items()
+    ]
+    return table(["prompt", "inter-token ms p50", "p99", "p99 / quiet", "its time to first token, s"], rows)
+
+
+def prefix_table() -> str:
+    found = result("prefix")
+    rows = []
+    for name, cell in found["median_first_token_s"].items():
+        ratio = interval(found["cold_over"][name]) if name in found["cold_over"] else "1"
+        rows.append([name, f"{cell['median']:.3f}", ratio])
+    return table(["prefix", "median time to first token, s", "cold / this"], rows)
+
+
+def reliability_table() -> str:
+    """Calibrated probability against frequency, all cells of one request at a time together."""
+    rows = []
+    for model, name, found in cells_of(result("regret")["models"]):
+        cell = found["table"]["sizes"]["1"]
+        for drafter, kept in cell["reliability"].items():
+            if not sum(kept["count"]):
+                continue
+            pairs = [
+                f"{expected / count:.2f}: {hits / count:.2f}" if count >= 20 else "-"
+                for count, expected, hits in zip(kept["count"], kept["expected"], kept["hits"], strict=True)
+            ]
+            rows.append([model, name, f"{cell['calibration_error'][drafter]:.3f}", *pairs])
+    return table(["model", "text", "calibration error", *(f"{tenth / 10:.1f}" for tenth in range(10))], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "regret": regret_table,
+    "regret wall": regret_wall_table,
+    "gain": gain_table,
+    "never slower": never_slower_table,
+    "overhead": overhead_table,
+    "prefill": prefill_table,
+    "prefix": prefix_table,
+    "reliability": reliability_table,
+}

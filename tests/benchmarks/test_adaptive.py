@@ -1,0 +1,213 @@
+"""Benchmarks of the adaptive decoding length: the simulated machine, ceilings, statistics, a drafter that is wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from math import comb
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchserve.bench.replay import ReplayRecord, count_accepted
+from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree, NullDrafter
+from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
+from benchmarks.adaptive import overhead
+from benchmarks.adaptive.driver import CONFIDENCE, Contender, Driver, Run, fixed, interleave, median_interval
+from benchmarks.adaptive.never_slower import HostileDrafter, random_records
+from benchmarks.adaptive.simulation import HOST_S, Oracle, Simulation, accepted_path
+from tests.factories import examples, random_tree
+
+TABLE = StepTimeTable((4, 8, 16, 32, 64, 128), (0.019, 0.021, 0.028, 0.040, 0.065, 0.118), per_attended_token=2e-8)
+VOCAB = 50
+
+
+class Guesses(Drafter):
+    """A chain of the truth, each token of which is replaced with probability `wrong`; claims to know the odds."""
+
+    name = "guesses"
+
+    def __init__(self, records: Sequence[ReplayRecord], wrong: float = 0.3) -> None:
+        self._truth = {tuple(r.prompt_token_ids): r.response_token_ids for r in records}
+        self._wrong = wrong
+        self._answers: dict[str, list[int]] = {}
+        self._places: dict[str, int] = {}
+        self.num_queries = 0
+
+    def start(self, request: DraftRequest) -> None:
+        self._answers[request.request_id] = self._truth[tuple(request.prompt_token_ids)]
+        self._places[request.request_id] = 0
+
+    def propose(self, queries: Sequence[DraftQuery]) -> list[DraftTree]:
+        self.num_queries += len(queries)
+        return [self._chain(query) for query in queries]
+
+    def _chain(self, query: DraftQuery) -> DraftTree:
+        place, tree, prob = self._places[query.request_id], DraftTree(), 1.0
+        answer = self._answers[query.request_id]
+        for i, token in enumerate(answer[place : place + min(query.max_tokens, query.max_depth)]):
+            prob *= 1.0 - self._wrong
+            is_wrong = random.Random(answer[0] * 1000 + place + i).random() < self._wrong
+            tree.add(VOCAB if is_wrong else token, i - 1, prob)
+        return tree
+
+    def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
+        self._places[request_id] += len(token_ids)
+
+    def end(self, request_id: str) -> None:
+        del self._answers[request_id], self._places[request_id]
+
+
+def make_records(count: int = 12) -> list[ReplayRecord]:
+    rng = random.Random(1)
+    return [
+        ReplayRecord([i] * 20, [rng.randrange(VOCAB) for _ in range(rng.randint(20, 90))], []) for i in range(count)
+    ]
+
+
+@pytest.fixture
+def simulation() -> Simulation:
+    records = make_records()
+    return Simulation(TABLE, Guesses(records), [], records)
+
+
+def test_plain_decoding_takes_what_the_table_says(simulation: Simulation) -> None:
+    run = simulation.driver().run(simulation.records, [(1, 40)], fixed(0))
+    assert run.tokens == len(run.step_s) == 40
+    assert run.step_rows == [1] * 40
+    contexts = [round((s - HOST_S - 0.019) / 2e-8) for s in run.step_s]
+    first = contexts[0]
+    assert 20 <= first <= 20 + 45  # a prompt, and less than half an answer
+    model, ends = StepTimeModel(TABLE), [i for i, (a, b) in enumerate(pairwise(contexts)) if b != a + 1]
+    assert all(contexts[i + 1] >= 20 for i in ends)
+    assert run.step_s[0] == pytest.approx(model.predict(StepLoad(1, 1, 1, first, first)) + HOST_S)
+
+
+def test_the_load_is_held(simulation: Simulation) -> None:
+    driver = simulation.driver()
+    run = driver.run(simulation.records, [(3, 300), (1, 100), (5, 200)], fixed(2))
+    sizes = [rows - drafts for rows, drafts in zip(run.step_rows, run.step_draft_rows, strict=True)]
+    assert run.tokens >= 600
+    assert sizes[0] == 3
+    assert sizes[-1] == 5
+    assert set(sizes) == {1, 2, 3, 5}  # from three to one requests leave one by one
+    assert run.requests_steps == sum(sizes)
+    assert not driver.core.has_work
+    assert driver.core.runner.forced == {}
+
+
+def test_rounds_begin_with_one_after_the_other(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[tuple[str, int]] = []
+
+    def noting(self: Driver, records: Any, load: Any, contender: Contender, *, seed: int = 0) -> Run:
+        order.append((contender.name, seed))
+        return Run(seconds=1.0, tokens=1)
+
+    monkeypatch.setattr(Driver, "run", noting)
+    runs = interleave(simulation.driver(), simulation.records, [(1, 8)], [fixed(0), fixed(2)], rounds=2)
+    assert order == [("off", 0), ("2", 0), ("2", 1), ("off", 1), ("off", 2), ("2", 2)]
+    assert {name: len(of) for name, of in runs.items()} == {"off": 2, "2": 2}
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_no_length_beats_the_ceilings(simulation: Simulation, size: int) -> None:
+    driver, load = simulation.driver(), [(size, 400 * size)]
+    speeds = {k: driver.run(simulation.records, load, fixed(k)).tokens_per_s for k in (0, 1, 2, 4, 8)}
+    adaptive = driver.run(simulation.records, load, simulation.adaptive()).tokens_per_s
+    length, nodes = (simulation.ceiling(driver, load, is_paying_for_misses=pays).tokens_per_s for pays in (True, False))
+    assert speeds[0] < adaptive < length <= nodes * 1.002
+    assert length >= max(speeds.values())
+
+
+@examples(200)
+@given(st.integers(0, 2**32), st.integers(1, 25))
+def test_bundles_hold_what_is_accepted_at_ratios_that_fall(seed: int, num_nodes: int) -> None:
+    rng = random.Random(seed)
+    tree = random_tree(rng, num_nodes, 3)
+    for i, parent in enumerate(tree.parents):
+        tree.probs[i] = (1.0 if parent < 0 else tree.probs[parent]) * rng.choice([0.2, 0.5, 0.9, 1.0])
+    text = [rng.randrange(3) for _ in range(12)]
+    start = rng.randint(0, len(text))
+    path = accepted_path(tree, text, start)
+    assert len(path) == count_accepted(tree, text, start)
+    each: Any = SimpleNamespace(request_id="a", token_ids=text[:start])
+    for is_paying in (False, True):
+        bundles = Oracle(TABLE, {"a": text}, 1.0, is_paying)._bundles(tree, each)
+        assert sum(tokens for tokens, _ in bundles) == len(path)
+        ratios = [tokens / len(nodes) for tokens, nodes in bundles]
+        assert all(a > b or not is_paying for a, b in pairwise(ratios))
+        bought: set[int] = set()
+        for _, nodes in bundles:
+            bought.update(nodes)
+            assert all(tree.parents[node] in bought | {-1} for node in nodes)
+        assert set(path) <= bought
+        if not is_paying:
+            assert bought == set(path)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 5, 10, 30])
+def test_the_interval_is_the_tightest_that_is_wide_enough(n: int) -> None:
+    found = median_interval([float(i) for i in reversed(range(n))])
+    low, high = int(found["low"]), int(found["high"])
+
+    def coverage(k: int) -> float:
+        """Of the k-th value from both ends, over all ways in which n values may lie about the median."""
+        return sum(comb(n, below) for below in range(k + 1, n - k)) / 2**n
+
+    assert high == n - 1 - low
+    assert found["median"] == (n - 1) / 2
+    assert low == 0 or coverage(low) >= CONFIDENCE
+    assert low + 1 > n // 2 - 1 or coverage(low + 1) < CONFIDENCE
+
+
+def test_the_hostile_drafter_is_never_right_and_always_certain() -> None:
+    record = ReplayRecord([1, 2], [0, 4, 5, 9], [])
+    drafter = HostileDrafter({"a": record.prompt_token_ids + record.response_token_ids})
+    drafter.start(DraftRequest("a", record.prompt_token_ids))
+    for place in range(4):
+        query = DraftQuery("a", 6, 3)
+        tree = drafter.propose([query])[0]
+        tree.check(query)
+        assert len(tree) == 3
+        assert tree.probs == [1.0] * 3
+        assert count_accepted(tree, record.response_token_ids, place) == 0
+        drafter.accept("a", record.response_token_ids[place : place + 1])
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_a_drafter_that_is_never_right_is_soon_left_alone(size: int) -> None:
+    records = random_records(VOCAB)
+    simulation = Simulation(TABLE, NullDrafter(), [], records)
+    driver = simulation.driver()
+    hostile = HostileDrafter(driver.core.runner.forced)
+    driver.core.drafts.drafter = hostile
+    run = driver.run(records, [(size, size * 160)], simulation.adaptive())
+    assert sum(run.step_draft_rows[:32]) > 0  # it was given a chance
+    assert sum(run.step_draft_rows[32:]) < 0.01 * sum(run.step_rows[32:])
+
+
+def test_a_part_inside_of_another_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def spend(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(overhead.time, "perf_counter", lambda: now)
+    parts = overhead.Parts()
+    inner = parts.timed("inner", lambda: spend(2.0))
+
+    def outer() -> None:
+        spend(1.0)
+        inner()
+        spend(4.0)
+        inner()
+
+    step = parts.step(parts.timed("outer", outer))
+    step()
+    step()
+    assert parts.steps == [{"inner": 4.0, "outer": 5.0, "other": 0.0}] * 2

@@ -1,0 +1,99 @@
+"""The draft stage in a core whose every answer is known: what the adaptive decoding length tells of itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from batchserve.engine.drafting import DraftStage, depth_labels
+from batchserve.metrics import GAUGES
+from batchserve.scheduler.acceptance import NUM_DEPTHS
+from batchserve.scheduler.adaptive import AdaptiveDrafting
+from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
+from batchserve.types import SpeculationParams
+from tests.engine.scripted import ScriptedEngine, add, scripted_engine
+
+TABLE = StepTimeTable((1, 64), (0.010, 0.0163))  # a row for a hundredth of a step
+SLOWNESS = 2.0
+ANSWER = "abcdefghij" * 12
+
+
+def adaptive_engine() -> ScriptedEngine:
+    """Every step takes SLOWNESS times what was measured of as many rows."""
+    engine = scripted_engine(is_drafting=True)
+    core, measured = engine.core, StepTimeModel(TABLE)
+    assert engine.drafter is not None
+    adaptive = AdaptiveDrafting(StepTimeModel(TABLE), 1.25)
+    core.drafts = DraftStage(engine.drafter, adaptive, core.runner.backend.allocator, lambda: engine.now_s)
+    launch = core.runner.launch
+
+    def timed_launch(batch: Any) -> Any:
+        engine.now_s += SLOWNESS * measured.predict(StepLoad(batch.num_rows, batch.num_rows, len(batch.requests)))
+        return launch(batch)
+
+    core.runner.launch = timed_launch  # type: ignore[method-assign]
+    return engine
+
+
+def test_the_adaptive_decoding_length_shows_what_it_goes_by() -> None:
+    engine = adaptive_engine()
+    for name in "ab":
+        add(engine, name, ANSWER, max_tokens=len(ANSWER))
+    engine.run()
+    metrics = engine.core.metrics
+    values, acceptance = metrics.snapshot(), metrics.acceptance["mixture"]  # the requests' drafter, by name
+    assert set(metrics.gauges) == set(GAUGES)
+    assert 0.8 * SLOWNESS < values["step_time_factor"] <= SLOWNESS, "the neighbour was noticed"
+    assert values["actual_step_seconds"] == pytest.approx(values["predicted_step_seconds"], rel=0.2)
+    assert values["actual_step_seconds"] > SLOWNESS * TABLE.seconds[0]
+    # A drafter that is always right: more tokens a second than two requests have without drafts.
+    assert values["price_tokens_per_second"] > 2 * 2 / (SLOWNESS * TABLE.seconds[0])
+    assert values["accepted_draft_tokens_total"] == values["draft_tokens_total"] == values["draft_rows_total"] > 0
+    assert values["rows_total"] == sum(batch.num_rows for batch in engine.runner.batches)
+    assert acceptance.depths == depth_labels() == ("1", "2", "3", "4", "5-6", "7-8", "9+")
+    assert len(acceptance.depths) == len(acceptance.tested) == NUM_DEPTHS
+    assert acceptance.accepted == acceptance.tested, "every edge came true"
+    assert sum(acceptance.tested) >= values["accepted_draft_tokens_total"]
+    assert 0 <= acceptance.calibration_error < 0.1
+
+
+def test_without_it_only_what_was_drafted_is_shown() -> None:
+    engine = scripted_engine(is_drafting=True, decoding_length=4)
+    add(engine, "a", ANSWER, max_tokens=60)
+    engine.run()
+    metrics = engine.core.metrics
+    assert set(metrics.gauges) == {"draft_rows_per_request"}
+    assert not metrics.acceptance
+
+
+def test_a_request_without_speculation_decodes_beside_one_that_drafts() -> None:
+    engine = adaptive_engine()
+    add(engine, "off", ANSWER, max_tokens=40, speculation=SpeculationParams(is_enabled=False))
+    add(engine, "on", ANSWER, max_tokens=40)
+    engine.run()
+    assert engine.text("off") == engine.text("on") == ANSWER[:40]
+    assert [len(delta.token_ids) for delta in engine.deltas("off")] == [1] * 40
+    assert engine.core.metrics.snapshot()["draft_rows_total"] > 0
+
+
+def test_gaps_between_tokens_and_times_of_requests_are_counted() -> None:
+    engine = scripted_engine(is_drafting=True, decoding_length=3)
+    launch = engine.runner.launch
+
+    def timed_launch(batch: Any) -> Any:
+        engine.now_s += 0.012
+        return launch(batch)
+
+    engine.runner.launch = timed_launch  # type: ignore[method-assign]
+    add(engine, "a", ANSWER, max_tokens=9)  # 1 of the prompt's step, then 4 and 4
+    engine.run()
+    itl, ttft, tpot = (
+        engine.core.metrics.histograms[name]
+        for name in ("inter_token_latency_seconds", "time_to_first_token_seconds", "time_per_output_token_seconds")
+    )
+    assert itl.total == pytest.approx(0.024)
+    assert itl.counts[itl.bounds.index(0.005)] == sum(itl.counts) == 8, "of 3 ms each"
+    assert (ttft.total, sum(ttft.counts)) == (pytest.approx(0.012), 1)
+    assert tpot.total == pytest.approx(0.003)
+    assert tpot.counts[tpot.bounds.index(0.005)] == sum(tpot.counts) == 1

@@ -1,0 +1,138 @@
+"""The adaptive decoding length chooses rows, never tokens; and it leaves alone what does not pay."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from batchserve.draft.base import DraftQuery, DraftTree
+from batchserve.engine.build import BuiltEngine
+from batchserve.types import SamplingParams, SpeculationParams
+from tests.drafters import HostileDrafter, ScriptedDrafter
+from tests.equivalence.harness import Coverage, Job, PlainPath, assert_equal_but_near_ties, build, random_jobs, run
+from tests.equivalence.test_greedy import drafter_options, expected_answers, make_drafter, random_speculation
+from tests.tiny_models import VOCAB_SIZE
+
+
+def jittery_clock(seed: int) -> Callable[[], float]:
+    """Steps that seem to take anything between nothing and long, so that prices and choices are all over the place."""
+    rng, now = random.Random(seed), [0.0]
+
+    def read() -> float:
+        now[0] += rng.expovariate(1000.0)
+        return now[0]
+
+    return read
+
+
+@pytest.mark.parametrize("name", ["oracle", "random", "hostile", "mixture", "trie", "jacobi", "mixed"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_tokens_are_the_same_whatever_is_chosen(family: str, name: str, tiny_model: dict[str, Path]) -> None:
+    folder, rng, coverage = tiny_model[family], random.Random(name), Coverage()
+    plain, jobs = PlainPath(folder), random_jobs(rng, 10, VOCAB_SIZE)
+    expected = expected_answers(plain, jobs)
+    for job in jobs:
+        job.speculation = random_speculation(rng, job) if name == "mixed" else SpeculationParams()
+    kv_bytes = build(folder).core.runner.backend.allocator.bytes_per_token
+    engine = build(
+        folder,
+        make_drafter(name, 7, jobs, expected),
+        jittery_clock(3),
+        adaptive=True,
+        max_model_len=400,
+        max_num_seqs=rng.choice([1, 5, 16]),
+        prefill_chunk_size=rng.choice([7, None]),
+        kv_cache_memory=448 * kv_bytes if rng.random() < 0.5 else None,
+        **drafter_options(name),
+    )
+    answers = run(engine, jobs, coverage)
+    assert_equal_but_near_ties(plain, jobs, answers, expected, coverage)
+    if name == "oracle":
+        assert coverage.accepted > 0
+
+
+class SureAndWrong(ScriptedDrafter):
+    """Claims certainty and is never right; counts how often it is asked."""
+
+    name = "sure"
+    num_asked = 0
+
+    def propose(self, queries: Sequence[DraftQuery]) -> list[DraftTree]:
+        self.num_asked += len(queries)
+        return super().propose(queries)
+
+    def tree(self, query: DraftQuery) -> DraftTree:
+        tree, truth = DraftTree(), self.truth(query.request_id)
+        wrong = 3 if not truth or truth[0] != 3 else 4
+        for _ in range(min(query.max_tokens, query.max_depth)):
+            tree.add(wrong, len(tree) - 1, 1.0)
+        return tree
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_a_drafter_that_is_always_wrong_is_left_alone_within_32_steps(batch: int, tiny_model: dict[str, Path]) -> None:
+    folder, rng = tiny_model["llama"], random.Random(batch)
+    plain = PlainPath(folder)
+    params = SamplingParams(temperature=0.0, max_tokens=160, ignore_eos=True)
+    jobs = [Job([rng.randrange(3, VOCAB_SIZE) for _ in range(8)], params) for _ in range(batch)]
+    truth = {tuple(job.prompt): _greedy_through_eos(plain, job.prompt, 161) for job in jobs}
+    drafter = SureAndWrong(VOCAB_SIZE, 0, truth)
+    engine = build(folder, drafter, _steady_clock(), adaptive=True, max_num_seqs=16)
+    rows, asked = _rows_by_step(engine, drafter, jobs)
+    late = rows[32:]
+    assert len(late) > 100
+    assert sum(drafts for drafts, _ in late) < 0.01 * sum(total for _, total in late)
+    # Asked at first, then for probes only: after 32 steps some once in 32.
+    assert asked[-1] - asked[32] <= 0.1 * batch * len(late)
+
+
+def test_hostile_trees_of_any_shape_are_left_alone_too(tiny_model: dict[str, Path]) -> None:
+    folder, rng = tiny_model["llama"], random.Random(9)
+    plain = PlainPath(folder)
+    params = SamplingParams(temperature=0.0, max_tokens=160, ignore_eos=True)
+    jobs = [Job([rng.randrange(3, VOCAB_SIZE) for _ in range(8)], params) for _ in range(4)]
+    truth = {tuple(job.prompt): _greedy_through_eos(plain, job.prompt, 161) for job in jobs}
+    drafter = HostileDrafter(VOCAB_SIZE, 0, truth)
+    engine = build(folder, drafter, _steady_clock(), adaptive=True, max_num_seqs=16)
+    late = _rows_by_step(engine, drafter, jobs)[0][32:]
+    assert sum(drafts for drafts, _ in late) < 0.01 * sum(total for _, total in late)
+
+
+def _greedy_through_eos(plain: PlainPath, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(plain.logits(tokens).argmax()))
+    return tokens[len(prompt) :]
+
+
+def _steady_clock() -> Callable[[], float]:
+    """Every step seems to take the same: nothing that the machine does decides these tests."""
+    now = [0.0]
+
+    def read() -> float:
+        now[0] += 1e-3
+        return now[0]
+
+    return read
+
+
+def _rows_by_step(
+    engine: BuiltEngine, drafter: ScriptedDrafter, jobs: list[Job]
+) -> tuple[list[tuple[int, int]], list[int]]:
+    """(draft rows, all rows) of each decoding step, and how often the drafter had been asked before each."""
+    steps: list[tuple[int, int]] = []
+    asked: list[int] = []
+    launch = engine.core.runner.launch
+
+    def watching(batch):  # type: ignore[no-untyped-def]
+        if all(rows.num_pending == 1 for rows in batch.requests):
+            steps.append((sum(rows.num_draft_tokens for rows in batch.requests), batch.num_rows))
+            asked.append(getattr(drafter, "num_asked", 0))
+        return launch(batch)
+
+    engine.core.runner.launch = watching  # type: ignore[method-assign]
+    run(engine, jobs, Coverage())
+    return steps, asked

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchserve.scheduler.draft_budget import LEAST_ROW_COST, Bidders, DraftOffer, choose_drafts
+from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
+from tests.factories import examples
+
+RISING = StepTimeModel(StepTimeTable((4, 8, 16, 32), (0.010, 0.012, 0.020, 0.040)))
+RICH = 1e9
+
+
+def offer(*trees: list[float], rows: list[int] | None = None) -> DraftOffer:
+    owners = np.array([i for i, tree in enumerate(trees) for _ in tree], np.int64)
+    gains = np.array([prob for tree in trees for prob in tree])
+    return DraftOffer(owners, gains, np.array(rows or [1] * len(gains), np.int64))
+
+
+def bidders(count: int, *, context: float = 0.0, credit_s: float = RICH, urgency: float = 1.0) -> Bidders:
+    return Bidders(np.full(count, context), np.full(count, urgency), np.full(count, credit_s))
+
+
+def choose(
+    what: DraftOffer,
+    who: Bidders,
+    price: float,
+    *,
+    max_rows: int = 64,
+    inflation: float = RICH,
+    model: StepTimeModel = RISING,
+) -> list[int]:
+    count = len(who.contexts)
+    load = StepLoad(count, count, count)
+    longest_s = inflation * model.predict(load)
+    return np.flatnonzero(choose_drafts(what, who, model, load, price, max_rows, longest_s)).tolist()
+
+
+def test_without_a_price_everything_is_worth_its_rows_and_at_a_high_price_nothing_is() -> None:
+    what = offer([0.9, 0.5, 0.1], [0.3])
+    assert choose(what, bidders(2), 0.0) == [0, 1, 2, 3]
+    assert choose(what, bidders(2), 1e9) == []
+
+
+def test_rows_go_to_the_likeliest_nodes_of_all_requests() -> None:
+    assert choose(offer([0.9, 0.8, 0.7], [0.3, 0.2]), bidders(2), 0.0, max_rows=3) == [0, 1, 2]
+
+
+def test_a_price_draws_the_line_at_what_a_row_costs() -> None:
+    # Behind 8 rows a row takes 1 ms: at 500 tokens a second it has to bring half a token.
+    assert choose(offer([0.9, 0.6, 0.4], *[[]] * 7), bidders(8), 500.0) == [0, 1]
+
+
+def test_urgent_requests_come_first() -> None:
+    who = Bidders(np.zeros(2), np.array([1.0, 4.0]), np.full(2, RICH))
+    assert choose(offer([0.5], [0.3]), who, 0.0, max_rows=1) == [1]
+
+
+def test_a_long_context_makes_rows_dear() -> None:
+    model = StepTimeModel(StepTimeTable((4, 32), (0.010, 0.020), per_attended_token=1e-6))
+    who = Bidders(np.array([10.0, 4000.0]), np.ones(2), np.full(2, RICH))
+    assert choose(offer([0.4], [0.5]), who, 0.0, max_rows=1, model=model) == [0]
+
+
+def test_a_step_is_stretched_no_further_unless_everybody_gains() -> None:
+    what = offer([0.9] * 12, [0.01])
+    assert len(choose(what, bidders(2), 0.0, inflation=1.25)) <= 8  # 0.0125 s at 8.5 rows
+    both = offer([0.9] * 6, [0.9] * 6)
+    assert len(choose(both, bidders(2), 0.0, inflation=1.25)) == 12
+    bounded = choose_drafts(both, bidders(2), RISING, StepLoad(2, 2, 2), 0.0, 64, 0.0125, 0.015)
+    assert 0 < bounded.sum() <= 10
+
+
+def test_nobody_is_made_to_lose_more_than_his_credit() -> None:
+    what = offer([0.99] * 8, [])
+    assert len(choose(what, bidders(2, credit_s=RICH), 0.0)) == 8
+    chosen = choose(what, bidders(2, credit_s=0.001), 0.0)
+    assert 0 < len(chosen) <= 4  # 0.5 ms a row
+    assert choose(what, bidders(2, credit_s=-1.0), 0.0) == []
+
+
+def test_a_bundle_is_bought_whole_or_not_at_all() -> None:
+    what = offer([0.9, 2.0], rows=[1, 10])
+    assert choose(what, bidders(1), 0.0) == [0, 1]
+    assert choose(what, bidders(1), 0.0, max_rows=10) == [0]
+
+
+def test_a_flat_table_still_has_a_row_cost() -> None:
+    flat = StepTimeModel(StepTimeTable((4, 64), (0.01, 0.01)))
+    price = 1.0 / 0.01
+    assert choose(offer([2 * LEAST_ROW_COST, LEAST_ROW_COST / 2]), bidders(1), price, model=flat) == [0]
+
+
+def test_nothing_offered_nothing_bought() -> None:
+    assert choose(offer([]), bidders(1), 1.0) == []
+    assert choose(offer([0.9]), bidders(1), 0.0, max_rows=0) == []
+
+
+@st.composite
+def _markets(draw: st.DrawFn) -> tuple[list[list[float]], list[list[int]], float, StepTimeModel]:
+    """Random trees of a few requests: path probabilities that fall from parent to child."""
+    probs: list[list[float]] = []
+    parents: list[list[int]] = []
+    for _ in range(draw(st.integers(1, 3))):
+        tree: list[float] = []
+        above: list[int] = []
+        for i in range(draw(st.integers(0, 3))):
+            parent = draw(st.integers(-1, i - 1))
+            tree.append((tree[parent] if parent >= 0 else 1.0) * draw(st.floats(0.05, 0.95)))
+            above.append(parent)
+        probs.append(tree)
+        parents.append(above)
+    steps = draw(st.lists(st.floats(0.0001, 0.004), min_size=3, max_size=3))
+    seconds = np.cumsum([0.01, *steps])
+    # Falling slopes would make a larger purchase pay where no smaller one does: still a prefix of the order.
+    model = StepTimeModel(StepTimeTable((1, 4, 8, 16), tuple(seconds.tolist())))
+    return probs, parents, draw(st.floats(0.0, 600.0)), model
+
+
+@examples(150)
+@given(_markets())
+def test_it_buys_what_brute_force_finds_best(
+    market: tuple[list[list[float]], list[list[int]], float, StepTimeModel],
+) -> None:
+    probs, parents, price, model = market
+    count = len(probs)
+    load = StepLoad(count, count, count)
+    what = offer(*probs)
+    starts = np.cumsum([0, *map(len, probs)])
+    flat = [-1 if p < 0 else int(starts[i]) + p for i, tree in enumerate(parents) for p in tree]
+    without_s = model.predict(load)
+
+    def worth(nodes: tuple[int, ...]) -> float:
+        seconds = model.predict(StepLoad(count + len(nodes), count + len(nodes), count))
+        seconds = max(seconds, without_s * (1 + LEAST_ROW_COST * len(nodes) / count))
+        return float(what.gains[list(nodes)].sum()) - price * (seconds - without_s)
+
+    sets = itertools.chain.from_iterable(itertools.combinations(range(len(flat)), n) for n in range(len(flat) + 1))
+    closed = [nodes for nodes in sets if all(flat[node] < 0 or flat[node] in nodes for node in nodes)]
+    best = max(map(worth, closed))
+    chosen = tuple(choose(what, bidders(count), price, model=model))
+    assert chosen in closed
+    assert worth(chosen) == pytest.approx(best, abs=1e-9)

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import pytest
+
+from batchserve.scheduler.price import SpeedUp
+
+
+def test_the_price_begins_at_what_decoding_without_drafts_brings() -> None:
+    assert SpeedUp().price(4, 0.010) == pytest.approx(400.0)
+
+
+def test_the_price_becomes_the_rate_that_the_engine_reaches() -> None:
+    speed = SpeedUp()
+    for _ in range(500):
+        speed.observe(4, 10, 0.0125, 0.010)
+    assert speed.price(4, 0.010) == pytest.approx(10 / 0.0125, rel=0.05)
+
+
+def test_what_one_size_of_batch_gains_says_nothing_of_another() -> None:
+    speed = SpeedUp()
+    for _ in range(500):
+        speed.observe(1, 3, 0.010, 0.010)
+    assert speed.ratio(1) == pytest.approx(3.0, rel=0.2)
+    assert speed.ratio(16) == 1.0
+
+
+def test_the_price_follows_when_the_text_changes() -> None:
+    speed = SpeedUp()
+    for _ in range(300):
+        speed.observe(1, 4, 0.010, 0.010)
+    for _ in range(200):
+        speed.observe(1, 1, 0.010, 0.010)
+    assert speed.ratio(1) < 1.1

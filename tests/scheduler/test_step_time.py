@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable, grid
+from tests.factories import examples
+
+TABLE = StepTimeTable((4, 8, 16, 32), (0.010, 0.011, 0.014, 0.022), 0.001, 0.0001, 1e-6, 1e-7)
+
+
+def test_a_step_is_the_table_plus_what_its_requests_and_contexts_cost() -> None:
+    model = StepTimeModel(TABLE)
+    assert model.predict(StepLoad(4, 4, 1)) == pytest.approx(0.010)
+    assert model.predict(StepLoad(1, 1, 1)) == pytest.approx(0.010)
+    assert model.predict(StepLoad(12, 12, 1)) == pytest.approx(0.0125)
+    assert model.predict(StepLoad(48, 48, 1)) == pytest.approx(0.030)
+    assert model.predict(StepLoad(16, 16, 3, 1000, 5000)) == pytest.approx(0.014 + 0.002 + 0.001 + 0.0005)
+    # A chunk of a prompt runs the head on one of its rows.
+    assert model.predict(StepLoad(16, 1, 1)) == pytest.approx(0.014 - 0.0015)
+
+
+def test_many_predictions_are_each_what_one_would_be() -> None:
+    model = StepTimeModel(TABLE)
+    load = StepLoad(5, 5, 2, 100, 300)
+    many = model.predict_many(load, np.array([0.0, 7.0, 40.0]), np.array([0.0, 70.0, 400.0]))
+    each = [StepLoad(5 + n, 5 + n, 2, 100, 300 + 10 * n) for n in (0, 7, 40)]
+    assert many.tolist() == pytest.approx([model.predict(one) for one in each])
+
+
+def test_more_rows_never_take_less_whatever_was_measured() -> None:
+    model = StepTimeModel(StepTimeTable((4, 8, 16), (0.010, 0.007, 0.012)))
+    assert model.predict(StepLoad(8, 8, 1)) == pytest.approx(0.010)
+
+
+def test_the_critical_length_is_the_last_within_a_quarter_more() -> None:
+    assert StepTimeModel(TABLE).critical_length() == 12  # 12.5 ms
+    assert StepTimeModel(StepTimeTable((1, 2), (0.01, 0.02))).critical_length() == 1
+    assert StepTimeModel(StepTimeTable((4, 8), (0.01, 0.01))).critical_length() == 8
+
+
+def test_a_slower_machine_moves_the_factor_and_every_prediction_with_it() -> None:
+    model = StepTimeModel(TABLE)
+    for rows in (4, 8, 16, 32) * 10:
+        model.observe(StepLoad(rows, rows, 1), 2.0 * StepTimeModel(TABLE).predict(StepLoad(rows, rows, 1)))
+    assert model.factor == pytest.approx(2.0, rel=0.05)
+    assert model.predict(StepLoad(20, 20, 1)) == pytest.approx(2.0 * 0.016, rel=0.1)
+
+
+def test_a_wrong_shape_is_corrected_where_it_is_wrong() -> None:
+    model, truth = StepTimeModel(TABLE), StepTimeModel(StepTimeTable((4, 8, 16, 32), (0.010, 0.011, 0.016, 0.022)))
+    rng = np.random.default_rng(0)
+    for _ in range(3000):
+        load = StepLoad(int(rng.choice([4, 8, 16, 32])), 4, 1)
+        load = StepLoad(load.num_rows, load.num_rows, 1)
+        model.observe(load, truth.predict(load) * math.exp(rng.normal(0, 0.03)))
+    sixteen, four = StepLoad(16, 16, 1), StepLoad(4, 4, 1)
+    assert model.predict(sixteen) / model.predict(four) == pytest.approx(1.6, rel=0.05)
+
+
+def test_outliers_touch_only_the_factor() -> None:
+    model = StepTimeModel(TABLE)
+    before = model.predict(StepLoad(16, 16, 1)) / model.predict(StepLoad(4, 4, 1))
+    for _ in range(50):
+        model.observe(StepLoad(16, 16, 1), 10.0 * model.predict(StepLoad(16, 16, 1)))
+    after = model.predict(StepLoad(16, 16, 1)) / model.predict(StepLoad(4, 4, 1))
+    assert model.factor > 10
+    assert after == pytest.approx(before)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
+def test_a_clock_that_stands_or_jumps_teaches_nothing(seconds: float) -> None:
+    model = StepTimeModel(TABLE)
+    model.observe(StepLoad(8, 8, 1), seconds)
+    assert model.factor == 1.0
+
+
+@examples(50)
+@given(st.lists(st.tuples(st.integers(1, 64), st.floats(1e-6, 10.0)), max_size=60))
+def test_whatever_is_observed_predictions_stay_finite_and_positive(steps: list[tuple[int, float]]) -> None:
+    model = StepTimeModel(TABLE)
+    for rows, seconds in steps:
+        model.observe(StepLoad(rows, rows, 1), seconds)
+    assert all(0 < model.predict(StepLoad(rows, rows, 1)) < 1e6 for rows in (1, 4, 9, 32, 500))
+
+
+@pytest.mark.parametrize(
+    ("rows", "seconds"), [((), ()), ((4, 8), (0.1,)), ((8, 4), (0.1, 0.2)), ((4,), (math.nan,)), ((0,), (0.1,))]
+)
+def test_a_table_that_makes_no_sense_is_refused(rows: tuple[int, ...], seconds: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match=r"rows|step time"):
+        StepTimeTable(rows, seconds)
+
+
+def test_the_grid_ends_with_the_most_rows() -> None:
+    assert grid(1024)[-1] == 1024
+    assert grid(100)[-2:] == [96, 100]
+    assert grid(2) == [2]

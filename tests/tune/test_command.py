@@ -1,0 +1,226 @@
+"""`batchserve tune` as a user runs it, on the bundled model; and what it recommends of given measurements."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchserve.cli import _parser, main, make_config
+from batchserve.config import EngineConfig
+from batchserve.demo.prompts import PROMPTS
+from batchserve.errors import ConfigError
+from batchserve.tune import command, sweep, view
+from batchserve.tune.command import TuneOptions, as_json, available_cores, recommend
+from batchserve.tune.sweep import Measured, Setting, StepTimes
+
+PNG = b"\x89PNG\r\n"
+FLAGS = ("--drafter", "trie", "--dtype", "float32", "--max-model-len", "320", "--max-num-batched-tokens", "64")
+
+
+@pytest.fixture
+def workload(tmp_path: Path) -> Path:
+    path = tmp_path / "work.jsonl"
+    records = [{"prompt": prompt.text, "max_tokens": 24 + i} for i, prompt in enumerate(PROMPTS[:4])]
+    records[1]["max_tokens"] = 1
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build_engine(*arguments: object, **options: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(sweep, "build_engine", build_engine)
+
+
+def make_measured(seqs: int, is_adaptive: bool, tokens_per_s: float, p99_ms: float, threads: int = 1) -> Measured:
+    setting = Setting(threads, seqs, is_adaptive)
+    return Measured(setting, tokens_per_s, p99_ms / 2e3, p99_ms / 1e3, 0.1, 1.5, 4.0, 10.0)
+
+
+MEASURED = [
+    make_measured(2, False, 100, 10),
+    make_measured(2, True, 180, 8),
+    make_measured(8, False, 250, 24),
+    make_measured(8, True, 320, 20),
+    make_measured(16, True, 900, math.nan),  # no answer had a second token
+]
+
+
+def test_a_sweep_of_the_bundled_model(tmp_path: Path, workload: Path, capsys: Any):
+    out = tmp_path / "made" / "here"
+    sweep_flags = ("--max-num-seqs", "1,3", "--threads", "1", "--out", str(out), "--tpot-target-ms", "60000")
+    assert main(["tune", "--workload", str(workload), *FLAGS, *sweep_flags]) == 0
+    written = json.loads((out / "tune.json").read_text())
+    results = written["results"]
+    settings = [(r["num_threads"], r["max_num_seqs"], r["is_adaptive"]) for r in results]
+    assert settings == [(1, 1, False), (1, 1, True), (1, 3, False), (1, 3, True)]
+    assert written["num_requests"] == 4
+    for result in results:
+        assert 0 < result["p50_tpot_s"] <= result["p99_tpot_s"] < result["seconds"]
+        assert 0 < result["p50_ttft_s"] < result["seconds"]
+        assert result["tokens_per_s"] > 0
+        if result["is_adaptive"]:
+            assert result["draft_rows_per_request"] > 0
+            assert 1 < result["acceptance_length"] <= 1 + result["draft_rows_per_request"]
+        else:
+            assert (result["draft_rows_per_request"], result["acceptance_length"]) == (0, 1)
+    (times,) = written["step_times"]
+    assert times["num_threads"] == 1
+    assert len(times["rows"]) == len(times["seconds"]) > 3
+    assert 1 <= times["critical_length"] <= times["rows"][-1] == 64
+    for name in ("frontier.png", "step_time.png"):
+        assert (out / name).read_bytes().startswith(PNG)
+    recommended = written["recommended"]
+    best = max(results, key=lambda result: result["tokens_per_s"])
+    assert {name: recommended[name] for name in best} == best
+    assert recommended["meets_target"] is True
+    shown = capsys.readouterr()
+    assert shown.out.splitlines()[-1] == recommended["command"]
+    assert [line.split(":")[0] for line in shown.err.splitlines() if "tokens/s" in line] == [
+        f"1 thread, max_num_seqs {n}, {mode}" for n in (1, 3) for mode in ("speculation off", "adaptive")
+    ]
+    served = make_config(EngineConfig, _parser().parse_args(shlex.split(recommended["command"])[1:]))
+    assert (served.max_num_seqs, served.num_threads) == (best["max_num_seqs"], 1)
+    assert (served.drafter, served.dtype, served.max_model_len) == ("trie", "float32", 320)
+    assert served.is_adaptive == best["is_adaptive"]
+
+
+def test_a_request_that_the_model_has_no_room_for_is_named(tmp_path: Path, workload: Path, capsys: Any):
+    workload.write_text(workload.read_text() + json.dumps({"prompt": "x", "max_tokens": 320}) + "\n")
+    flags = ("--max-num-seqs", "5", "--threads", "1", "--no-plots", "--out", str(tmp_path))
+    assert main(["tune", "--workload", str(workload), *FLAGS, *flags]) == 2
+    error = capsys.readouterr().err
+    assert f"{workload} line 5" in error
+    assert "stop.max_tokens = 320: must be at most" in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--max-num-seqs", "2,2"), "max_num_seqs = 2, 2: must name each only once"),
+        (("--max-num-seqs", "0,2"), "max_num_seqs = 0: must be at least 1"),
+        (("--max-num-seqs", "64"), "max_num_batched_tokens = 64: must be at least max_num_seqs + 1 = 65"),
+        (("--threads", "1,1"), "threads = 1, 1: must name each only once"),
+        (("--threads", "0"), "threads = 0: must be at least 1"),
+        (("--threads", "100000"), "threads = 100000: must be at most"),
+        (("--tpot-target-ms", "0"), "tpot_target_ms = 0.0: must be finite and at least 0.001"),
+        (("--tpot-target-ms", "-3"), "tpot_target_ms = -3.0: must be finite and at least 0.001"),
+        (("--tpot-target-ms", "nan"), "tpot_target_ms = nan: must be finite and at least 0.001"),
+        (("--requests", "3", "--max-num-seqs", "4"), "requests = 3: must be at least max_num_seqs = 4"),
+        (("--requests", "5"), "holds 4 requests, must be at least requests = 5"),
+        (("--max-num-seqs", "8"), "holds 4 requests, must be at least max_num_seqs = 8"),
+        (("--max-itl-inflation", "0.5"), "max_itl_inflation = 0.5: must be finite and at least 1"),
+        (("--workload", "missing.jsonl"), "workload = 'missing.jsonl': cannot be read"),
+        (("--out", __file__), "must be a folder"),
+        (("--out", f"{__file__}/inside"), "cannot be made"),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("no_engine")
+def test_bad_input_is_named_before_a_model_is_loaded(
+    tmp_path: Path, workload: Path, capsys: Any, flags: tuple[str, ...], message: str
+):
+    given = ("--workload", str(workload), "--max-num-seqs", "2", "--out", str(tmp_path / "out"), *FLAGS, *flags)
+    assert main(["tune", *given]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--max-num-seqs", "--threads"])
+def test_a_list_that_is_none_is_refused(workload: Path, capsys: Any, flag: str):
+    with pytest.raises(SystemExit):
+        main(["tune", "--workload", str(workload), flag, "two"])
+    assert f"argument {flag}: 'two' is not a list of integers" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_answers_of_one_token_each_tell_nothing(tmp_path: Path, capsys: Any):
+    path = tmp_path / "short.jsonl"
+    path.write_text('{"prompt": "x", "max_tokens": 1}\n' * 2)
+    assert main(["tune", "--workload", str(path), "--max-num-seqs", "2", "--out", str(tmp_path)]) == 2
+    assert "max_tokens = 1 everywhere: must be at least 2" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_without_matplotlib_only_the_plots_are_refused(
+    tmp_path: Path, workload: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    given = ["tune", "--workload", str(workload), "--max-num-seqs", "2", "--threads", "1", "--out", str(tmp_path)]
+    assert main(given) == 2
+    assert "pip install 'batchserve[bench]'" in capsys.readouterr().err
+    times = StepTimes(1, view_table())
+    monkeypatch.setattr(command, "sweep_threads", lambda *arguments: (times, MEASURED))
+    assert main([*given, "--no-plots"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"tune.json", workload.name}
+
+
+def view_table() -> Any:
+    from batchserve.scheduler.step_time import StepTimeTable
+
+    return StepTimeTable((4, 16, 64), (0.010, 0.012, 0.030))
+
+
+@pytest.mark.parametrize(
+    ("target_ms", "best", "meets"),
+    [
+        (None, MEASURED[3], None),
+        (100.0, MEASURED[3], True),
+        (20.0, MEASURED[3], True),
+        (19.9, MEASURED[1], True),
+        (8.0, MEASURED[1], True),
+        (7.9, MEASURED[1], False),
+    ],
+)
+def test_the_highest_throughput_within_the_target(target_ms: float | None, best: Measured, meets: bool | None):
+    options = make_options(tpot_target_ms=target_ms)
+    chosen = recommend(options, MEASURED)
+    assert (chosen.measured, chosen.meets_target) == (best, meets)
+    assert "p99" in chosen.reason
+    assert ("no setting" in chosen.reason) == (meets is False)
+    target = "" if target_ms is None else f" --tpot-target-ms {target_ms:g}"
+    seqs = best.setting.max_num_seqs
+    assert chosen.command == f"batchserve serve --model 'my model' --max-num-seqs {seqs} --num-threads 1{target}"
+
+
+def test_speculation_that_does_not_pay_is_turned_off():
+    off = make_measured(4, False, 300, 9)
+    chosen = recommend(make_options(), [off, make_measured(4, True, 299, 9)])
+    assert chosen.command.endswith("--max-num-seqs 4 --num-threads 1 --decoding-length 0")
+
+
+def test_nothing_to_compare_is_an_error():
+    with pytest.raises(ConfigError, match="no answer has a second token"):
+        recommend(make_options(), MEASURED[-1:])
+
+
+def make_options(**changes: Any) -> TuneOptions:
+    options = {"threads": (1,), "serve_flags": ("--model", "my model"), **changes}
+    return TuneOptions(EngineConfig(), Path("work.jsonl"), **options)
+
+
+def test_what_is_not_known_is_null_in_the_json():
+    written = as_json(make_options(), 4, [StepTimes(1, view_table())], MEASURED, recommend(make_options(), MEASURED))
+    again = json.loads(json.dumps(written, allow_nan=False))
+    assert again["results"][-1]["p99_tpot_s"] is None
+    assert again["results"][0]["tokens_per_s"] == 100
+
+
+def test_only_settings_that_none_beats_in_both_are_the_frontier():
+    slow = make_measured(16, False, 320, 30)
+    assert view.frontier([*MEASURED, slow], "p99") == ([8, 20], [180, 320])
+    assert view.frontier([*MEASURED, slow], "p50") == ([4, 10], [180, 320])
+
+
+def test_threads_are_this_machines_where_none_are_named():
+    counts = TuneOptions(EngineConfig(), Path("work.jsonl")).thread_counts
+    assert counts[-1] == available_cores()
+    assert list(counts) == sorted(set(counts))
+    assert min(counts) >= 1
