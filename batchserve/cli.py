@@ -23,7 +23,7 @@ from batchserve.config import DRAFTERS, DTYPES, PRIVATE_SCOPE, TRIE_MODES, Draft
 from batchserve.errors import BatchserveError, ConfigError, InvalidRequestError
 from batchserve.threads import apply_thread_policy
 from batchserve.tune import NOT_TUNED_OPTIONS, add_tune_flags, run_tune_command
-from batchserve.types import Delta, SamplingParams, SpeculationParams, Started, Usage
+from batchserve.types import Delta, SamplingParams, SpeculationParams, Started, Usage, check_priority
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -305,6 +305,16 @@ def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", help="the prompt (default: standard input)")
     parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
     parser.add_argument("--server", metavar="HOST:PORT", help="ask a running server (default: load the model here)")
+    parser.add_argument(
+        "--priority", type=int, default=0, metavar="N", help="higher comes first, in -1000..1000 (default: 0)"
+    )
+    parser.add_argument(
+        "--reference",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a text that the answer may quote: drafts are copied from it, the model does not read it; repeatable",
+    )
     sampling = parser.add_argument_group("sampling (default: the model's own)")
     sampling.add_argument("--temperature", type=float, help="0 is greedy")
     sampling.add_argument("--top-p", type=float, help="in (0, 1]")
@@ -368,11 +378,10 @@ def _generate(arguments: argparse.Namespace) -> int:
         ignore_eos=arguments.ignore_eos,
     )
     prompt = _chat_token_ids(text, config) if arguments.chat else text
-    speculation = SpeculationParams(is_enabled=not arguments.no_speculation)
-    if arguments.server is None:
-        events = _local_events(config, prompt, params, speculation)
-    else:
-        events = _remote_events(arguments.server, prompt, params, speculation)
+    references = tuple(map(_reference_text, arguments.reference))
+    speculation = SpeculationParams(is_enabled=not arguments.no_speculation, references=references)
+    asked = (prompt, params, speculation, check_priority(arguments.priority))
+    events = _local_events(config, *asked) if arguments.server is None else _remote_events(arguments.server, *asked)
     asyncio.run(_show(events))
     return 0
 
@@ -394,6 +403,16 @@ def _prompt_text(arguments: argparse.Namespace) -> str:
     return text
 
 
+def _reference_text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError("INVALID_TEXT", "reference", path, f"a file of UTF-8 text ({error})") from error
+    except (OSError, ValueError) as error:  # ValueError: no file has a name with a NUL
+        raise InvalidRequestError("INVALID_REFERENCES", "reference", path, f"a file to read ({error})") from error
+
+
 def _chat_token_ids(text: str, config: EngineConfig) -> list[int]:
     """The prompt in the model's chat template, as token ids: as text it would be given a second BOS."""
     from transformers import AutoTokenizer
@@ -409,13 +428,17 @@ def _chat_token_ids(text: str, config: EngineConfig) -> list[int]:
 
 
 async def _local_events(
-    config: EngineConfig, prompt: str | Sequence[int], params: SamplingParams, speculation: SpeculationParams
+    config: EngineConfig,
+    prompt: str | Sequence[int],
+    params: SamplingParams,
+    speculation: SpeculationParams,
+    priority: int,
 ) -> AsyncGenerator[Started | Delta, None]:
     from batchserve.engine.async_engine import AsyncEngine
 
     engine = await AsyncEngine.start(config, _progress)
     try:
-        async with aclosing(engine.stream(prompt, params, speculation=speculation)) as events:
+        async with aclosing(engine.stream(prompt, params, speculation=speculation, priority=priority)) as events:
             async for event in events:
                 yield event
     finally:
@@ -423,13 +446,13 @@ async def _local_events(
 
 
 async def _remote_events(
-    target: str, prompt: str | Sequence[int], params: SamplingParams, speculation: SpeculationParams
+    target: str, prompt: str | Sequence[int], params: SamplingParams, speculation: SpeculationParams, priority: int
 ) -> AsyncGenerator[Started | Delta, None]:
     from batchserve.server.client import GenerationClient
     from batchserve.server.convert import from_stream_response, to_generate_request
 
     async with GenerationClient(target) as client:
-        request = to_generate_request(prompt, params, speculation)
+        request = to_generate_request(prompt, params, speculation, priority)
         async with aclosing(client.stream(request)) as messages:
             async for message in messages:
                 yield from_stream_response(message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from batchserve.errors import ConfigError
 
@@ -60,7 +61,14 @@ class DraftConfig:
                 f"max_draft_bytes = {self.max_draft_bytes}: must be at least max_scope_bytes = {self.max_scope_bytes}"
             )
         if self.draft_cache is not None:
-            object.__setattr__(self, "draft_cache", os.fspath(self.draft_cache))
+            object.__setattr__(self, "draft_cache", _path("draft_cache", self.draft_cache))
+
+    def cache_path(self) -> Path | None:
+        """Where draft_cache is; None: there is none. Raises ConfigError where nothing could be saved."""
+        path = None if self.draft_cache is None else Path(self.draft_cache)
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"draft_cache = {self.draft_cache!r}: must be a file in a folder that exists")
+        return path
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +89,7 @@ class EngineConfig:
     max_itl_ms: the longest step beside running requests that prompts and drafts may make; None: as max_itl_inflation.
     max_priority_wait_s: a request that has waited so long comes before all of higher priority.
     tpot_target_ms: favour requests while their time per output token is above this; they may name their own.
-    prefix_cache: keep K/V of ended requests, in memory that nobody needs, for prompts of the same scope that begin alike.
+    prefix_cache: keep K/V of ended requests, where memory is free, for prompts of the same scope that begin alike.
     cache_dir: where measured step times are kept.
     branch_length: the most draft tokens in one line of descent; None: the drafter's own.
     default_draft_scope: whose answers requests draft from that name no scope; "request" shares nothing.
@@ -130,10 +138,13 @@ class EngineConfig:
             _at_least("decoding_length", self.decoding_length, 0)
         if not is_scope_name(self.default_draft_scope):
             raise ConfigError(f"default_draft_scope = {self.default_draft_scope!r}: must be {SCOPE_NAME_BOUND}")
-        object.__setattr__(self, "model", os.fspath(self.model))
-        for name in ("model", "served_model_name"):
-            if getattr(self, name) == "":
-                raise ConfigError(f"{name} = '': must not be empty")
+        for name in ("model", "cache_dir"):
+            object.__setattr__(self, name, _path(name, getattr(self, name)))
+        if self.served_model_name is not None:
+            _path("served_model_name", self.served_model_name)
+        for name in ("adaptive", "wait_for_drafter", "batch_invariant", "trust_remote_code", "prefix_cache"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} = {getattr(self, name)!r}: must be True or False")
         if self.max_model_len == 1:
             raise ConfigError("max_model_len = 1: must be at least 2, a token of the prompt and one of the answer")
         _number("max_itl_inflation", self.max_itl_inflation, 1.0)
@@ -141,7 +152,6 @@ class EngineConfig:
         for name in ("max_itl_ms", "tpot_target_ms"):
             if getattr(self, name) is not None:
                 _number(name, getattr(self, name), MIN_TARGET_MS)
-        object.__setattr__(self, "cache_dir", os.fspath(self.cache_dir))
         _one_of("drafter", self.drafter, DRAFTERS)
         _one_of("dtype", self.dtype, DTYPES)
         if self.max_num_batched_tokens < self.max_num_seqs + 1:
@@ -188,6 +198,16 @@ def is_scope_name(name: object) -> bool:
     except UnicodeEncodeError:  # lone surrogates
         return False
     return True
+
+
+def _path(name: str, value: object) -> str:
+    """Text of a path or a name."""
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str):
+        raise ConfigError(f"{name} = {value!r}: must be text or a path")
+    if not text:
+        raise ConfigError(f"{name} = '': must not be empty")
+    return text
 
 
 def _at_least(name: str, value: object, bound: int) -> None:

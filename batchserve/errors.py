@@ -79,6 +79,12 @@ class DeadlineExceededError(BatchserveError):
     reason = "DEADLINE_EXCEEDED"
 
 
+class NonFiniteLogitsError(BatchserveError):
+    """The model's numbers overflowed for this request: nothing says which token comes next."""
+
+    reason = "NON_FINITE_LOGITS"
+
+
 class EngineFaultError(BatchserveError):
     """The engine failed; every request in flight ends with this error."""
 

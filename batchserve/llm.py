@@ -46,14 +46,15 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         speculation: SpeculationParams | Sequence[SpeculationParams] | None = None,
+        priority: int | Sequence[int] = 0,
         show_progress: bool = True,
     ) -> list[RequestOutput]:
         """Answers in the order of the prompts; a prompt is a string or a list of token ids.
 
-        sampling_params, speculation: one for all prompts, or one for each.
+        sampling_params, speculation, priority (higher comes first): one for all prompts, or one for each.
         Every prompt is checked before any is run: raises InvalidRequestError and runs nothing.
         """
-        requests = self._requests(_as_list(prompts), sampling_params, speculation)
+        requests = self._requests(_as_list(prompts), sampling_params, speculation, priority)
         collectors = {r.request_id: OutputCollector(r.prompt_token_ids) for r in requests}
         errors: list[BatchserveError] = []
         self._core.runner.bind_thread()
@@ -98,15 +99,18 @@ class LLM:
         prompts: list[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         speculation: SpeculationParams | Sequence[SpeculationParams] | None,
+        priority: int | Sequence[int],
     ) -> list[Request]:
         params = _one_each("sampling_params", sampling_params, SamplingParams, len(prompts))
         speculations = _one_each("speculation", speculation, SpeculationParams, len(prompts))
+        shared = int(priority) if isinstance(priority, numbers.Integral) else priority  # NumPy's are integers, too
+        priorities = _one_each("priority", shared, int, len(prompts))
         requests = []
-        for prompt, param, drafting in zip(prompts, params, speculations, strict=True):
+        for prompt, param, drafting, first in zip(prompts, params, speculations, priorities, strict=True):
             self._num_requests += 1
-            token_ids = self._processor.tokenize(prompt)
+            request_id, token_ids = str(self._num_requests), self._processor.tokenize(prompt)
             requests.append(
-                self._processor.make_request(str(self._num_requests), token_ids, param, drafting, time.monotonic())
+                self._processor.make_request(request_id, token_ids, param, drafting, time.monotonic(), priority=first)
             )
         return requests
 
@@ -116,7 +120,7 @@ def _one_each(field: str, value: T | Sequence[T] | None, kind: type[T], count: i
         return [value or kind()] * count
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise InvalidRequestError(
-            f"INVALID_{field.upper()}", field, value, f"a {kind.__name__}, or one for each prompt"
+            f"INVALID_{field.upper()}", field, value, f"one {kind.__name__}, or one for each prompt"
         )
     values = list(cast("Sequence[T]", value))
     if len(values) != count:

@@ -22,6 +22,8 @@ COUNTERS = {
     "draft_tokens_total": "Draft tokens verified.",
     "accepted_draft_tokens_total": "Draft tokens accepted.",
     "verify_steps_total": "Verifications of one request in one step.",
+    "prefix_queried_tokens_total": "Prompt tokens of requests that were begun and may share a prefix's K/V.",
+    "prefix_hit_tokens_total": "Those of them whose K/V was cached.",
     "preemptions_total": "Requests preempted for want of K/V memory.",
     "requests_finished_total": "Requests that ended with a finish reason.",
     "prompt_tokens_total": "Prompt tokens of finished requests.",
@@ -137,6 +139,11 @@ class EngineMetrics:
             )
             if since_last_s is not None and num_given:
                 self.histograms["inter_token_latency_seconds"].add(since_last_s / num_given, num_given)
+
+    def looked_up(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """A request was begun whose prompt was looked for in the prefix cache."""
+        with self.lock:
+            self._add(prefix_queried_tokens_total=num_prompt_tokens, prefix_hit_tokens_total=num_cached_tokens)
 
     def preempted(self, num_requests: int) -> None:
         if num_requests:

@@ -76,7 +76,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(init=False)
     num_computed_tokens: int = 0
-    prefix_scope: str | None = None  # whose cached K/V it may begin with; None: nobody's
+    prefix_scope: str | None = None  # whose cached K/V it may begin with, and leaves its own to; None: nobody's
     num_cached_tokens: int = 0  # of the prompt, whose K/V was there
     num_published_tokens: int = 0  # that the client was given
     num_preemptions: int = 0

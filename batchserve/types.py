@@ -16,6 +16,7 @@ MAX_REQUEST_ID_CHARS = 256
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024
 MAX_SEED = 2**64 - 1
+MAX_PRIORITY = 1000
 MAX_REFERENCES = 64
 # Of all references of a request together: as much as the longest contexts that are common. It bounds what one request
 # makes the server tokenise, keep and index: about a second, and some megabytes.
@@ -37,6 +38,15 @@ def _normalize_number(holder: object, path: str, kind: Callable[[Any], int | flo
     except (TypeError, OverflowError) as error:
         bound = "an integer" if kind is int else "a number"
         raise InvalidRequestError(f"INVALID_{name.upper()}", path, value, bound) from error
+
+
+def check_priority(value: object) -> int:
+    """A request's priority as a plain integer. Raises InvalidRequestError."""
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_integer or abs(int(value)) > MAX_PRIORITY:  # type: ignore[call-overload]
+        bound = f"an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}"
+        raise InvalidRequestError("INVALID_PRIORITY", "priority", value, bound)
+    return int(value)  # type: ignore[call-overload,no-any-return]
 
 
 def _check_bool(path: str, value: object) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from benchmarks import report_drafting
+from benchmarks import report_adaptive, report_drafting
 from benchmarks.report_drafting import read, table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,6 +119,7 @@ TABLES = {
     "price": price_table,
     "attention": attention_table,
     **report_drafting.TABLES,
+    **report_adaptive.TABLES,
 }
 
 

@@ -275,13 +275,13 @@ class MixtureDrafter(Drafter):
             os.unlink(partial)
             raise
 
-    def load(self, path: Path, fingerprint: str) -> None:
+    def load(self, path: Path, fingerprint: str, vocab_size: int) -> None:
         """Take over scopes that `save` wrote, in place of those of the same key.
 
         Raises ConfigError for what is not such a file, is damaged or larger than what may be kept, or belongs to
         another tokenizer or version.
         """
-        for key, text, experience in _read(path, fingerprint, self._max_total_bytes):
+        for key, text, experience in _read(path, fingerprint, vocab_size, self._max_total_bytes):
             self._scopes.pop(key, None)
             scope = self._new_scope()
             scope.experience = experience
@@ -292,7 +292,9 @@ class MixtureDrafter(Drafter):
             self._scopes[key] = scope
 
 
-def _read(path: Path, fingerprint: str, most_bytes: int) -> list[tuple[DraftScope, np.ndarray, _Experience]]:
+def _read(
+    path: Path, fingerprint: str, vocab_size: int, most_bytes: int
+) -> list[tuple[DraftScope, np.ndarray, _Experience]]:
     def refuse(reason: str) -> ConfigError:
         return ConfigError(f"draft_cache = {str(path)!r}: {reason}; remove it to start without")
 
@@ -309,7 +311,7 @@ def _read(path: Path, fingerprint: str, most_bytes: int) -> list[tuple[DraftScop
                 raise refuse(f"format {header['format']!r} version {header['version']!r} is not {FORMAT!r} {VERSION}")
             if header["fingerprint"] != fingerprint:
                 raise refuse("it was written with another tokenizer")
-            return [_read_scope(arrays, i, *key) for i, key in enumerate(header["scopes"])]
+            return [_read_scope(arrays, vocab_size, i, *key) for i, key in enumerate(header["scopes"])]
     except OSError as error:
         raise refuse(f"cannot be read ({error})") from error
     # What NumPy, zipfile and json raise for contents that are not theirs.
@@ -317,7 +319,9 @@ def _read(path: Path, fingerprint: str, most_bytes: int) -> list[tuple[DraftScop
         raise refuse("it is damaged or no draft cache") from error
 
 
-def _read_scope(arrays: Any, i: int, tenant: str, name: str) -> tuple[DraftScope, np.ndarray, _Experience]:
+def _read_scope(
+    arrays: Any, vocab_size: int, i: int, tenant: str, name: str
+) -> tuple[DraftScope, np.ndarray, _Experience]:
     """Raises ValueError, or what the arrays' file raises."""
     text, seen, weights = arrays[f"text{i}"], arrays[f"seen{i}"], arrays[f"weights{i}"]
     shape = initial_weights().shape
@@ -326,7 +330,7 @@ def _read_scope(arrays: Any, i: int, tenant: str, name: str) -> tuple[DraftScope
         and isinstance(name, str)
         and (text.dtype, seen.dtype, weights.dtype) == (np.int32, np.int64, np.float64)
         and (text.ndim, seen.shape, weights.shape) == (1, shape, shape)
-        and text.min(initial=0) >= START
+        and START <= text.min(initial=0) <= text.max(initial=0) < vocab_size
         and seen.min() >= 0
         and bool(((weights > 0) & (weights < 1)).all())
     )

@@ -21,7 +21,7 @@ class PersistentDrafter(Protocol):
     def save(self, path: Path, fingerprint: str) -> None:
         """Write what is shared, replacing the file whole. Raises OSError."""
 
-    def load(self, path: Path, fingerprint: str) -> None:
+    def load(self, path: Path, fingerprint: str, vocab_size: int) -> None:
         """Take over what was saved. Raises ConfigError for a file that is corrupt, or of another vocabulary."""
 
 
@@ -103,11 +103,11 @@ class RoutingDrafter(Drafter):
             raise ConfigError(f"drafter = {self.name!r}: what it shares cannot be saved or loaded{those}")
         return drafter
 
-    def load(self, path: Path, fingerprint: str) -> None:
+    def load(self, path: Path, fingerprint: str, vocab_size: int) -> None:
         """Into the default drafter, which must be ready. Raises ConfigError."""
         store = self.persistent()
         self._use(self.name)
-        store.load(path, fingerprint)
+        store.load(path, fingerprint, vocab_size)
 
     def save(self, path: Path, fingerprint: str) -> None:
         """What the default drafter shares, if it was used at all. Raises ConfigError, OSError."""

@@ -115,8 +115,10 @@ class AsyncEngine:
         model: str = "",
         speculation: SpeculationParams | None = None,
         deadline_s: float | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[Started | Delta, None]:
-        """One Started, then Deltas; the last has finish_reason, usage and timing set. `deadline_s` is from now.
+        """One Started, then Deltas; the last has finish_reason, usage and timing set. `deadline_s` is from now. Of
+        two requests the one of higher `priority` (-1000..1000) comes first.
 
         Raises a BatchserveError at any point. Closing the generator (aclose(), or cancelling the task that iterates
         it) aborts the request within one step; use contextlib.aclosing.
@@ -142,6 +144,7 @@ class AsyncEngine:
                 speculation or SpeculationParams(),
                 arrival_s,
                 deadline_s,
+                priority,
             )
             if self._closed is not None:
                 raise self._closed.with_traceback(None)
@@ -167,10 +170,17 @@ class AsyncEngine:
         model: str = "",
         speculation: SpeculationParams | None = None,
         deadline_s: float | None = None,
+        priority: int = 0,
     ) -> RequestOutput:
         """The same, whole. Cancelling the awaiting task aborts the request."""
         stream = self.stream(
-            prompt, params, request_id=request_id, model=model, speculation=speculation, deadline_s=deadline_s
+            prompt,
+            params,
+            request_id=request_id,
+            model=model,
+            speculation=speculation,
+            deadline_s=deadline_s,
+            priority=priority,
         )
         collector = OutputCollector([])
         async with aclosing(stream):
@@ -249,8 +259,12 @@ class AsyncEngine:
         speculation: SpeculationParams,
         arrival_s: float,
         deadline_s: float | None,
+        priority: int,
     ) -> Request:
-        make = partial(self._processor.make_request, request_id, token_ids, params, speculation, arrival_s, deadline_s)
+        make = partial(
+            self._processor.make_request,
+            *(request_id, token_ids, params, speculation, arrival_s, deadline_s, priority),
+        )
         references = speculation.references if isinstance(speculation, SpeculationParams) else ()
         if sum(map(len, references)) > INLINE_TOKENIZE_CHARS:
             return await asyncio.to_thread(make)

@@ -77,6 +77,7 @@ def build_engine(
     background, and requests are decoded without drafts until theirs is ready; otherwise where they are first needed.
     """
     say = on_progress or (lambda message: None)
+    config.draft.cache_path()  # before minutes have gone into loading
     provide_cache_folder()
     say(f"loading {config.model}")
     loaded = load_model(config)
@@ -179,7 +180,7 @@ def _build_drafter(
 ) -> RoutingDrafter:
     name = "none" if config.decoding_length == 0 else config.drafter
     router = RoutingDrafter(name, create_drafters(config, num_parameters), KernelLoader(in_background=is_serving))
-    cache = None if config.draft.draft_cache is None else Path(config.draft.draft_cache)
+    cache = config.draft.cache_path()
     if cache is not None:
         router.persistent()
     # What is to be loaded is loaded before anybody is served, so that a file that cannot be used is refused here.
@@ -191,7 +192,7 @@ def _build_drafter(
     elif not router.is_ready:
         say(f"drafter {name} is being prepared; until it is ready, requests are answered without drafts")
     if cache is not None and has_cache:
-        router.load(cache, processor.vocabulary_fingerprint())
+        router.load(cache, processor.vocabulary_fingerprint(), processor.vocab_size)
         say(f"draft cache: {router.memory_bytes() / MiB:.1f} MiB from {cache}")
     return router
 

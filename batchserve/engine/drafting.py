@@ -34,7 +34,6 @@ class _Step:
     load: StepLoad
     draft_s: float
     num_asked: int
-    num_decoding: int
 
 
 class DraftStage:
@@ -62,22 +61,24 @@ class DraftStage:
         """The drafts of one step by request id, with K/V reserved for their rows."""
         decoding = [s for s in plan.scheduled if s.is_decoding]
         without = _load(plan.scheduled)
+        alone = _load(decoding)
         started_s = self._clock()
+        if self.adaptive is not None and decoding:
+            self.adaptive.begin_step(without, alone)
         asked = [s for s in decoding if s.max_draft_tokens > 0 and self._is_asked(s.request)]
-        queries = [self._query(s, without, len(decoding)) for s in asked]
+        queries = [self._query(s) for s in asked]
         trees: dict[str, DraftTree] = {}
         if queries:
             for query, tree in zip(queries, self.drafter.propose(queries), strict=True):
                 tree.check(query)
-                if len(tree):
-                    trees[query.request_id] = tree
+                trees[query.request_id] = tree
         draft_s = self._clock() - started_s
         if self.adaptive is not None and decoding:
-            trees = self._choose(self.adaptive, trees, decoding, without, plan.max_draft_rows)
+            trees = self._choose(self.adaptive, trees, decoding, plan.max_draft_rows)
         # Two requests may have been promised the same last free memory.
-        trees = {key: tree for key, tree in trees.items() if self._allocator.reserve(key, 1 + len(tree))}
+        trees = {key: t for key, t in trees.items() if len(t) and self._allocator.reserve(key, 1 + len(t))}
         load = _with_drafts(without, plan.scheduled, trees)
-        self._step = _Step(without, _load(decoding), load, draft_s, len(queries), len(decoding))
+        self._step = _Step(without, alone, load, draft_s, len(queries))
         return trees
 
     def _is_asked(self, request: Request) -> bool:
@@ -85,10 +86,10 @@ class DraftStage:
             return False
         return self.adaptive is None or self.adaptive.asks(request.request_id)
 
-    def _query(self, item: ScheduledRequest, without: StepLoad, num_decoding: int) -> DraftQuery:
+    def _query(self, item: ScheduledRequest) -> DraftQuery:
         request_id, most, least_prob = item.request.request_id, item.max_draft_tokens, 0.0
         if self.adaptive is not None:
-            asked, least_prob = self.adaptive.bounds(request_id, without, num_decoding)
+            asked, least_prob = self.adaptive.bounds(request_id)
             most = min(most, asked)
         return DraftQuery(request_id, most, item.max_draft_depth, item.max_row_depth, least_prob)
 
@@ -97,11 +98,10 @@ class DraftStage:
         adaptive: AdaptiveDrafting,
         trees: Mapping[str, DraftTree],
         decoding: Sequence[ScheduledRequest],
-        without: StepLoad,
         max_rows: int,
     ) -> dict[str, DraftTree]:
         bidders = [Decoding(s.request.request_id, s.request.num_computed_tokens, s.request.token_ids) for s in decoding]
-        chosen = adaptive.choose(trees, bidders, without, _load(decoding), max_rows)
+        chosen = adaptive.choose(trees, bidders, max_rows)
         return {request_id: trees[request_id].take(nodes) for request_id, nodes in chosen.items()}
 
     def _ensure_state(self, request: Request) -> bool:
@@ -143,10 +143,8 @@ class DraftStage:
         last, acceptance = self.adaptive.last, self.adaptive.acceptance
         factor = self.adaptive.step_time.factor
         metrics.adapted(price=last.price, predicted_s=last.predicted_s, actual_s=last.step_s, factor=factor)
-        for drafter, tested in acceptance.tested.items():
-            num_tested, num_accepted = tested.tolist()
-            error = acceptance.reliability[drafter].error()
-            metrics.scored(drafter, Acceptance(self._depths, num_tested, num_accepted, error))
+        for drafter, scored in acceptance.reliability.items():
+            metrics.scored(drafter, Acceptance(self._depths, scored.num_scored, scored.num_accepted, scored.error()))
 
     def share(self, request: Request, token_ids: Sequence[int]) -> None:
         """Tokens that the client was given."""
@@ -189,8 +187,7 @@ def _with_drafts(load: StepLoad, scheduled: Iterable[ScheduledRequest], trees: M
         if tree is not None:
             rows += len(tree)
             attended += len(tree) * item.request.num_computed_tokens
-    return dataclasses.replace(
-        load,
+    return load._replace(
         num_rows=load.num_rows + rows,
         num_logit_rows=load.num_logit_rows + rows,
         attended_tokens=load.attended_tokens + attended,

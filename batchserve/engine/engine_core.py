@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from batchserve.engine.detokenizer import Decoder, IncrementalDetokenizer
-from batchserve.errors import BatchserveError, DeadlineExceededError
+from batchserve.errors import BatchserveError, DeadlineExceededError, NonFiniteLogitsError
 from batchserve.request import Request
 from batchserve.runner.ragged_batch import RaggedBatch, RequestRows, build_batch
+from batchserve.sampling.sampler import NO_TOKEN
 from batchserve.types import Delta, FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from batchserve.draft.base import Drafter, DraftTree
     from batchserve.engine.drafting import DraftStage
@@ -76,6 +77,7 @@ class EngineCore:
         self._answers: dict[str, _Answer] = {}  # by request id
         self._unpublished: list[_Commit] = []
         self._stopped: list[Request] = []  # by a stop string, while their next step is under way
+        self._overflowed: list[Request] = []  # in the step under way
 
     @property
     def drafter(self) -> Drafter:
@@ -107,6 +109,7 @@ class EngineCore:
             self._end(request)
         self._unpublished.clear()
         self._stopped.clear()
+        self._overflowed.clear()
         return requests
 
     def step(self) -> None:
@@ -133,6 +136,8 @@ class EngineCore:
         stopped, self._stopped = self._stopped, []
         for request in stopped:
             self._end(request)
+        overflowed, self._overflowed = self._overflowed, []
+        self._fail([(request, _overflow(request)) for request in overflowed])
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if memory, requests and drafts disagree."""
@@ -144,7 +149,7 @@ class EngineCore:
             raise RuntimeError(f"requests in flight {sorted(known)}, scheduled {sorted(queued)}")
 
     def clear_draft_scope(self, name: str) -> None:
-        """Forget what the scope's requests have shared, drafts and K/V; those in flight keep theirs, and go on sharing."""
+        """Forget what the scope's requests have shared, drafts and K/V; those in flight go on, and on sharing."""
         self.runner.backend.allocator.forget_prefixes(name)
         self.drafts.clear_scope(name)
 
@@ -155,6 +160,8 @@ class EngineCore:
             request = item.request
             if request.first_scheduled_s is None:
                 request.first_scheduled_s = now_s
+                if request.prefix_scope is not None:
+                    self.metrics.looked_up(request.num_prompt_tokens, request.num_cached_tokens)
             rows.append(_request_rows(item, drafts.get(request.request_id)))
         return build_batch(rows)
 
@@ -170,6 +177,10 @@ class EngineCore:
         for item, rows, verified in zip(scheduled, batch.requests, results, strict=True):
             request = item.request
             if request.finish_reason is not None:  # a stop string was found while the step was under way
+                continue
+            if verified is not None and verified.token_ids[-1] == NO_TOKEN:
+                request.prefix_scope = None  # nobody shall begin with its K/V
+                self._overflowed.append(request)
                 continue
             accepted = verified.rows if verified is not None else []
             kept = [*range(rows.num_pending), *accepted]
@@ -242,19 +253,29 @@ class EngineCore:
         return Delta(request.request_id, text, token_ids, request.finish_reason, usage, timing)
 
     def _expire(self) -> None:
-        events: list[Event] = []
-        for request in self.scheduler.expired(self._clock()):
-            message = f"deadline passed while {request.status.value}, after {request.num_output_tokens} tokens"
+        self._fail([(request, _expiry(request)) for request in self.scheduler.expired(self._clock())])
+
+    def _fail(self, failures: Sequence[tuple[Request, BatchserveError]]) -> None:
+        for request, _ in failures:
             self._end(request)
-            events.append((request, Failure(request.request_id, DeadlineExceededError(message))))
-        if events:
-            self.emit(events)
+        if failures:
+            self.emit([(request, Failure(request.request_id, error)) for request, error in failures])
 
     def _end(self, request: Request) -> None:
         if not request.is_finished:
             self.scheduler.finish(request)
         self._answers.pop(request.request_id)
         self.drafts.end(request)
+
+
+def _expiry(request: Request) -> DeadlineExceededError:
+    what = f"while {request.status.value}, after {request.num_output_tokens} tokens"
+    return DeadlineExceededError(f"deadline passed {what}")
+
+
+def _overflow(request: Request) -> NonFiniteLogitsError:
+    where = f"request_id = {request.request_id!r}, after {request.num_output_tokens} tokens"
+    return NonFiniteLogitsError(f"{where}: the model's logits are NaN or infinite; a wider dtype may hold its numbers")
 
 
 def _request_rows(item: ScheduledRequest, draft: DraftTree | None) -> RequestRows:

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 from batchserve.config import PRIVATE_SCOPE, EngineConfig
 from batchserve.errors import InvalidRequestError
 from batchserve.request import Request, ResolvedSampling, ResolvedSpeculation
-from batchserve.types import MAX_REFERENCE_TOKENS, MAX_REQUEST_ID_CHARS, SamplingParams, SpeculationParams
+from batchserve.types import (
+    MAX_REFERENCE_TOKENS,
+    MAX_REQUEST_ID_CHARS,
+    SamplingParams,
+    SpeculationParams,
+    check_priority,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,6 +40,7 @@ class InputProcessor:
         self._default_drafter = config.drafter
         self._default_scope = config.default_draft_scope
         self._default_tpot_target_ms = config.tpot_target_ms
+        self._has_prefix_cache = config.prefix_cache
         self._limits = limits
         self._longest_token_chars = _longest_token(loaded.tokenizer)
 
@@ -156,6 +163,10 @@ class InputProcessor:
             tpot_target_s=None if target_ms is None else target_ms / 1e3,
         )
 
+    @property
+    def vocab_size(self) -> int:
+        return self._loaded.vocab_size
+
     def vocabulary_fingerprint(self) -> str:
         """Names the meaning of token ids, so that drafts are never loaded under another one."""
         return vocabulary_fingerprint(self._loaded.tokenizer, self._loaded.vocab_size, self._loaded.name)
@@ -188,9 +199,15 @@ class InputProcessor:
             )
         sampling = self.resolve(params, len(prompt_token_ids))
         resolved = self.resolve_speculation(speculation)
-        scope = self.resolve_scope(speculation.draft_scope)
         return Request(
-            request_id, prompt_token_ids, sampling, arrival_s, resolved, deadline_s, priority, prefix_scope=scope
+            request_id,
+            prompt_token_ids,
+            sampling,
+            arrival_s,
+            resolved,
+            deadline_s,
+            check_priority(priority),
+            prefix_scope=self.resolve_scope(speculation.draft_scope) if self._has_prefix_cache else None,
         )
 
 

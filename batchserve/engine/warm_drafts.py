@@ -50,17 +50,17 @@ class _Vocabulary:
             model_config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"model = {config.model!r}: its tokenizer cannot be loaded: {error}") from error
-        self._size = int(model_config.get_text_config().vocab_size)
+        self.size = int(model_config.get_text_config().vocab_size)
 
     @property
     def fingerprint(self) -> str:
-        return vocabulary_fingerprint(self._tokenizer, self._size, "")
+        return vocabulary_fingerprint(self._tokenizer, self.size, "")
 
     def tokenize(self, text: str, *, is_prompt: bool) -> list[int]:
         """Raises ValueError for a text that the model has no tokens for."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=is_prompt)["input_ids"]
-        if ids and max(ids) >= self._size:
-            raise ValueError(f"token id {max(ids)}: the model's vocabulary ends at {self._size - 1}")
+        if ids and max(ids) >= self.size:
+            raise ValueError(f"token id {max(ids)}: the model's vocabulary ends at {self.size - 1}")
         return ids
 
 
@@ -70,21 +70,20 @@ def warm_drafts(path: Path, config: EngineConfig) -> Warmed:
     Draws a progress bar on standard error. Raises ConfigError, with the line's number where one is at fault; the cache
     is then as it was.
     """
-    if config.draft.draft_cache is None:
+    cache = config.draft.cache_path()
+    if cache is None:
         raise ConfigError("draft_cache = None: must be the file that drafts are kept in")
     if config.default_draft_scope == PRIVATE_SCOPE:
         raise ConfigError(f"draft scope = {PRIVATE_SCOPE!r}: shares nothing, so nothing could be kept")
     provide_cache_folder()
-    cache, scope = Path(config.draft.draft_cache), DraftScope(TENANT, config.default_draft_scope)
+    scope = DraftScope(TENANT, config.default_draft_scope)
     drafters = {config.drafter: create_drafter(config.drafter, config, 0)}
     router = RoutingDrafter(config.drafter, drafters, KernelLoader(in_background=False))
     router.persistent()
-    if not cache.parent.is_dir():
-        raise ConfigError(f"draft_cache = {str(cache)!r}: must be a file in a folder that exists")
     vocabulary = _Vocabulary(config)
     router.prepare()
     if cache.exists():
-        router.load(cache, vocabulary.fingerprint)
+        router.load(cache, vocabulary.fingerprint, vocabulary.size)
     num_answers = num_tokens = 0
     for record in _records(path, vocabulary):
         num_answers += 1

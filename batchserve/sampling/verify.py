@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from batchserve.sampling.sampler import NO_TOKEN
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class VerifiedTokens:
     """token_ids: the accepted draft tokens and then the bonus token. rows: the accepted nodes' rows, root to leaf.
+
+    token_ids is NO_TOKEN alone where the logits behind the root say nothing.
 
     unverified_token_ids: the argmax behind each tree row that only its drafter wants to know of.
     """
@@ -45,6 +49,8 @@ def walk_tree(
     row = root
     while True:
         token = target_token(row, len(path))
+        if token == NO_TOKEN and path:  # found again in the next step, unless the answer has ended before it
+            return VerifiedTokens(emitted, path[:-1])
         emitted.append(token)
         child = children.get((row, token))
         if child is None:

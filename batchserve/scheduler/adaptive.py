@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from batchserve.scheduler.acceptance import AcceptanceModel, RequestOdds, lay_out
-from batchserve.scheduler.draft_budget import LEAST_ROW_COST, Bidders, DraftOffer, choose_drafts
+from batchserve.scheduler.acceptance import AcceptanceModel, Part, RequestOdds
+from batchserve.scheduler.budget_kernels import LEAST_ROW_COST
+from batchserve.scheduler.draft_budget import Bidders, DraftOffer, choose_drafts
 from batchserve.scheduler.price import MOST_SURPRISE, SpeedUp
 from batchserve.scheduler.probing import Probe
+from batchserve.scheduler.step_time import StepLoad
 
 if TYPE_CHECKING:
-    from batchserve.scheduler.acceptance import Candidates, FloatArray
-    from batchserve.scheduler.step_time import StepLoad, StepTimeModel
+    from batchserve.scheduler.step_time import StepTimeModel
 
 FEW_NODES, GROWTH, MOST_NODES = 8, 3.0, 1 << 20  # asked for: some, and a multiple of what is bought lately
 CHOSEN_RATE = 0.2
-LEAST_GAIN = 0.05  # expected tokens
+LEAST_GAIN = 0.1  # expected tokens
 MARGIN = 0.5  # nodes this much less likely than what is worth a row are still proposed: odds are learned from them
 # What a request may lose to the drafts of others: so much of its steps, and so many steps. Less than the second costs
 # everybody a good part of what drafts gain, as every request is new once (docs/adaptive.md).
@@ -114,12 +115,25 @@ class Introspection:
     step_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Market:
+    """What rows of one step are bought at: the step without drafts, its seconds, lambda, what a row must bring, and how
+    long the step may become.
+    """
+
+    load: StepLoad
+    without_s: float
+    price: float
+    row_worth: float
+    longest_s: float
+
+
 class AdaptiveDrafting:
     """Decides for one engine. Keyed by request id; not thread-safe.
 
-    A step calls `asks` for each decoding request, `bounds` for those that are to be asked, `choose`, and `step_done`
-    when it is over. max_inflation: how far drafts may stretch a step that somebody gains nothing from; max_step_s: how
-    long they may make it at all.
+    A step calls `begin_step`, `asks` for each decoding request, `bounds` for those that are to be asked, `choose`, and
+    `step_done` when it is over. max_inflation: how far drafts may stretch a step that somebody gains nothing from;
+    max_step_s: how long they may make it at all.
     """
 
     def __init__(self, step_time: StepTimeModel, max_inflation: float, max_step_s: float = math.inf) -> None:
@@ -130,6 +144,7 @@ class AdaptiveDrafting:
         self._max_step_s = max_step_s
         self._speed_up = SpeedUp()
         self._states: dict[str, _State] = {}
+        self._market = _Market(StepLoad(1, 1, 1), 0.0, 0.0, 0.0, 0.0)
         self._draft_s = 0.0  # what a proposal for one request takes, smoothed
 
     def start(self, request_id: str, drafter: str, tpot_target_s: float | None = None) -> None:
@@ -150,29 +165,33 @@ class AdaptiveDrafting:
         """Whether the request's drafter is to be called in this step; once a step and request."""
         return self._states[request_id].probe.is_due()
 
-    def bounds(self, request_id: str, load: StepLoad, num_decoding: int) -> tuple[int, float]:
+    def begin_step(self, load: StepLoad, alone: StepLoad) -> None:
+        """A step is to be drafted that is `load` without any drafts; `alone` are its decoding rows only."""
+        without_s, alone_s = self.step_time.predict(load), self.step_time.predict(alone)
+        # A prompt in the same step does not make time cheap: what counts is what decoding brings.
+        price = self._speed_up.price(alone.num_requests, alone_s)
+        row_s = max(self.step_time.row_cost(load), LEAST_ROW_COST * without_s / alone.num_requests)
+        longest_s = min(self._max_inflation * alone_s, self._max_step_s)
+        self._market = _Market(load, without_s, price, price * row_s, longest_s)
+        self.last = Introspection(price)
+
+    def bounds(self, request_id: str) -> tuple[int, float]:
         """What to ask of the drafter: the most nodes, and the path probability, as it claims it, of the least likely.
 
-        Neither limits what is worth its row; both leave some room for odds to be learned.
+        Neither bound limits what is worth its row; both leave some room for odds to be learned.
         """
         state = self._states[request_id]
-        without_s = self.step_time.predict(load)
-        row_s = max(self.step_time.row_cost(load), LEAST_ROW_COST * without_s / num_decoding)
-        worth = self._speed_up.price(num_decoding, without_s) * row_s / state.urgency
         most = MOST_NODES if state.window is not None else int(FEW_NODES + GROWTH * state.num_chosen)
-        return most, min(0.5, MARGIN * worth / max(1.0, state.odds.ratio))
+        least = MARGIN * self._market.row_worth / state.urgency * math.exp(-max(0.0, state.odds.shift))
+        return most, min(0.5, least)
 
-    def choose(
-        self, trees: Mapping[str, Tree], decoding: Sequence[Decoding], load: StepLoad, alone: StepLoad, max_rows: int
-    ) -> dict[str, list[int]]:
+    def choose(self, trees: Mapping[str, Tree], decoding: Sequence[Decoding], max_rows: int) -> dict[str, list[int]]:
         """The nodes of each tree that are worth their rows, ascending; requests that get none are left out.
 
-        `decoding` are all the requests that decode in the step, `load` is the step without any drafts, `alone` that of
-        the decoding rows only, and max_rows the most drafts that the step can take.
+        `trees` are those of all that were asked, `decoding` are all the requests that decode in the step, and max_rows
+        the most drafts that the step can take.
         """
-        without_s = self.step_time.predict(load)
-        price = self._speed_up.price(len(decoding), without_s)
-        self.last = Introspection(price)
+        market = self._market
         drafted = [(place, each) for place, each in enumerate(decoding) if each.request_id in trees]
         if not drafted:
             return {}
@@ -181,13 +200,22 @@ class AdaptiveDrafting:
         bidders = Bidders(
             np.array([float(each.context_len) for each in decoding]),
             np.array([state.urgency for state in states]),
-            np.array([_credit(state) for state in states]) * without_s,
+            np.array([state.ahead for state in states]) * market.without_s,
+            np.array([GRACE_STEPS + MAX_LOSS * state.num_steps for state in states]) * market.without_s,
         )
-        longest_s = min(self._max_inflation * self.step_time.predict(alone), self._max_step_s)
-        bought = choose_drafts(offer, bidders, self.step_time, load, price, max_rows, longest_s, self._max_step_s)
+        bought = choose_drafts(
+            offer,
+            bidders,
+            self.step_time,
+            market.load,
+            market.price,
+            max_rows,
+            market.longest_s,
+            self._max_step_s,
+        )
         gains = np.bincount(offer.owners[bought], weights=offer.gains[bought], minlength=len(decoding))
         # So little is not worth asking for, let alone its rows.
-        is_paying = gains > max(LEAST_GAIN, price * self._draft_s)
+        is_paying = gains > max(LEAST_GAIN, market.price * self._draft_s)
         bought &= is_paying[offer.owners]
         chosen: dict[str, list[int]] = {}
         for item in np.flatnonzero(bought).tolist():
@@ -207,57 +235,30 @@ class AdaptiveDrafting:
         self, trees: Mapping[str, Tree], drafted: Sequence[tuple[int, Decoding]], states: Sequence[_State]
     ) -> tuple[DraftOffer, list[list[int]], int]:
         """What the trees offer, each item's nodes, and how many items are nodes; remembers the trees, to be scored."""
-        verified: list[list[int]] = []
-        parents: list[list[int]] = []
-        probs: list[list[float]] = []
-        owners: list[int] = []
+        parts: list[Part] = []
         bundles: list[tuple[int, float, list[int]]] = []
         for place, each in drafted:
-            tree = trees[each.request_id]
-            mine = [i for i, is_verified in enumerate(tree.is_verified) if is_verified]
-            if len(mine) < len(tree.parents):
-                window = states[place].window = states[place].window or _Window()
-                if window.probe.is_due():
-                    rows = [i for i, is_verified in enumerate(tree.is_verified) if not is_verified]
-                    bundles.append((place, window.value, rows))
-                renumbered = {node: i for i, node in enumerate(mine)}
-                parents.append([renumbered.get(tree.parents[i], -1) for i in mine])
-                probs.append([tree.probs[i] for i in mine])
-            else:
-                parents.append(tree.parents)
-                probs.append(tree.probs)
-            verified.append(mine)
-            owners.append(place)
-        candidates = lay_out(parents, probs)
-        odds = [states[place].odds for place in owners]
-        paths, edges = self.acceptance.calibrate(candidates, odds)
-        self._remember(trees, drafted, verified, candidates, edges, odds)
-        item_nodes = [[node] for mine in verified for node in mine] + [window for _, _, window in bundles]
-        return (
-            DraftOffer(
-                np.concatenate((np.array(owners)[candidates.owners], np.array([b[0] for b in bundles], np.int64))),
-                np.concatenate((paths, np.array([b[1] for b in bundles]))),
-                np.array([1] * len(paths) + [len(window) for _, _, window in bundles], np.int64),
-            ),
-            item_nodes,
-            len(paths),
-        )
-
-    def _remember(
-        self,
-        trees: Mapping[str, Tree],
-        drafted: Sequence[tuple[int, Decoding]],
-        verified: Sequence[list[int]],
-        candidates: Candidates,
-        edges: FloatArray,
-        odds: Sequence[RequestOdds],
-    ) -> None:
-        start = 0
-        for (_, each), mine, record in zip(drafted, verified, odds, strict=True):
-            nodes = slice(start, start + len(mine))
-            token_ids = trees[each.request_id].token_ids
-            self.acceptance.propose(record, [token_ids[i] for i in mine], nodes, candidates, edges)
-            start = nodes.stop
+            part, window = _split(trees[each.request_id])
+            parts.append(part)
+            if window:
+                state = states[place]
+                state.window = state.window or _Window()
+                if state.window.probe.is_due():
+                    bundles.append((place, state.window.value, window))
+        records = [states[place].odds for place, _ in drafted]
+        gains, offered = self.acceptance.calibrate(parts, records)
+        stop = 0
+        for record, part in zip(records, parts, strict=True):
+            start, stop = stop, stop + len(part.nodes)
+            self.acceptance.propose(record, offered, start, stop)
+        nodes = [[node] for part in parts for node in part.nodes]
+        owners = np.repeat([place for place, _ in drafted], [len(part.nodes) for part in parts])
+        rows = np.ones(len(nodes), np.int64)
+        if bundles:
+            owners = np.concatenate((owners, [place for place, _, _ in bundles]))
+            gains = np.concatenate((gains, [value for _, value, _ in bundles]))
+            rows = np.concatenate((rows, [len(window) for _, _, window in bundles]))
+        return DraftOffer(owners, gains, rows), nodes + [window for _, _, window in bundles], len(nodes)
 
     def step_done(self, outcome: StepOutcome, token_ids: Mapping[str, Sequence[int]]) -> None:
         """Learn from a step that gave each decoding request these tokens."""
@@ -294,6 +295,16 @@ class AdaptiveDrafting:
             state.urgency = max(1.0, min(MOST_URGENCY, state.urgency * change))
 
 
-def _credit(state: _State) -> float:
-    """Steps that others' drafts may cost it now."""
-    return state.ahead + GRACE_STEPS + MAX_LOSS * state.num_steps
+def _split(tree: Tree) -> tuple[Part, list[int]]:
+    """A tree's verified part, and its nodes that are not verified."""
+    if all(tree.is_verified):
+        return Part(list(range(len(tree.parents))), tree.parents, tree.probs, tree.token_ids), []
+    nodes = [node for node, is_verified in enumerate(tree.is_verified) if is_verified]
+    places = {node: place for place, node in enumerate(nodes)}
+    part = Part(
+        nodes,
+        [places.get(tree.parents[node], -1) for node in nodes],
+        [tree.probs[node] for node in nodes],
+        [tree.token_ids[node] for node in nodes],
+    )
+    return part, [node for node, is_verified in enumerate(tree.is_verified) if not is_verified]

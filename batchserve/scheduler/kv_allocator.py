@@ -53,4 +53,4 @@ class KVAllocator(Protocol):
         """Free everything of this request; nothing happens if it has nothing."""
 
     def check_integrity(self, request_ids: Collection[str]) -> None:
-        """Raises RuntimeError unless exactly these requests own memory, and owned + cached + unused = total, in bytes."""
+        """Raises RuntimeError unless exactly these requests own memory, and that the books add up."""

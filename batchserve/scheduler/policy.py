@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from batchserve.scheduler.step_time import StepLoad
 
@@ -50,7 +49,11 @@ def prefill_rows(
     bound_s = step_time.predict(alone) * (1.0 + (max_inflation - 1.0) * max(1, num_prompts))
     if max_step_s is not None:
         bound_s = min(bound_s, max_step_s)
-    rows = np.arange(LEAST_CHUNK, max_rows + 1, CHUNK_STEP, dtype=np.float64)
-    seconds = step_time.predict_many(alone, rows, rows * context_len, is_sampled=False)
-    fitting = int(np.searchsorted(np.maximum.accumulate(seconds), bound_s, side="right"))
-    return int(rows[max(0, fitting - 1)])
+
+    def seconds(rows: int) -> float:
+        """With so many rows of a prompt; the head runs on the last at most."""
+        return step_time.predict(StepLoad(count + rows, count, count, context, context + rows * context_len))
+
+    sizes = range(LEAST_CHUNK, max_rows + 1, CHUNK_STEP)
+    fitting = bisect.bisect_right(sizes, bound_s, key=seconds)
+    return sizes[max(0, fitting - 1)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-MEMORY = 48.0  # steps
+MEMORY = 200.0  # steps
 PRIOR = 4.0  # steps that a new size of batch is believed to gain nothing
 MOST_SURPRISE = 2.0  # a step further off its prediction counts as if it were so far off
 

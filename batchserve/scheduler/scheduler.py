@@ -89,7 +89,7 @@ class Scheduler:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
-        scope = self._prefix_scope(request)
+        scope = request.prefix_scope
         if scope is not None and request.num_computed_tokens > 0:
             # An answer's end may have been inside an accepted run: what was computed behind it is nobody's text.
             count = min(request.num_computed_tokens, len(request.token_ids))
@@ -172,7 +172,7 @@ class Scheduler:
 
     def _begin(self, request: Request) -> bool:
         """Reserve memory for all that a waiting request has to compute; what is cached of it is computed already."""
-        scope, num_tokens = self._prefix_scope(request), len(request.token_ids)
+        scope, num_tokens = request.prefix_scope, len(request.token_ids)
         if scope is None or num_tokens > self._allocator.reservable_tokens(request.request_id):
             return self._allocator.reserve(request.request_id, num_tokens)
         cached = self._allocator.match_prefix(request.request_id, scope, request.token_ids)
@@ -182,10 +182,6 @@ class Scheduler:
         if request.num_preemptions == 0:
             request.num_cached_tokens = cached
         return True
-
-    def _prefix_scope(self, request: Request) -> str | None:
-        """Whose prefixes the request may hit and leave behind; None: nobody's."""
-        return request.prefix_scope if self._config.prefix_cache else None
 
     def _reserve(self, request: Request, num_tokens: int, preempted: list[Request]) -> bool:
         """Reserve, preempting whoever comes last for as long as it takes; False if that was this one."""

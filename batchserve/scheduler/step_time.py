@@ -1,20 +1,22 @@
 """How long a step takes: t(rows, context tokens, requests), measured for the model and machine in hand.
 
-The price list that the adaptive decoding length buys rows from. Pure NumPy; engine/measure_steps.py measures it.
+The price list that the adaptive decoding length buys rows from; engine/measure_steps.py measures it.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from batchserve.scheduler.budget_kernels import seconds_at
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 
 FACTOR_RATE = 0.2  # of the fast factor: a noisy neighbour is followed within some five steps
 SHAPE_RATE = 0.02  # of the slow shape
@@ -23,8 +25,7 @@ MOST_CORRECTION = math.log(4.0)
 CRITICAL_RATIO = 1.25  # up to here rows count as free (Lookahead, KDD'24, definition 2 and its figure 1)
 
 
-@dataclass(frozen=True, slots=True)
-class StepLoad:
+class StepLoad(NamedTuple):
     """What a step's time depends on.
 
     num_rows: all rows, drafts and prefill included; num_logit_rows: those that the head runs on; context_tokens: K/V
@@ -36,6 +37,9 @@ class StepLoad:
     num_requests: int
     context_tokens: int = 0
     attended_tokens: int = 0
+
+    def floats(self) -> tuple[float, ...]:
+        return tuple(map(float, self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +77,12 @@ class StepTimeModel:
     def __init__(self, table: StepTimeTable) -> None:
         self.table = table
         self.log_factor = 0.0
-        self._rows = np.array(table.rows, np.float64)
-        # More rows never take less: what a noisy measurement says otherwise would be bought as a bargain.
-        self._seconds = np.maximum.accumulate(np.array(table.seconds, np.float64))
-        self._shape = np.zeros(len(table.rows))  # log corrections at the table's numbers of rows
+        self._rows = [float(rows) for rows in table.rows]
+        # More rows never take less, and noise only ever adds: what is not below all that follows was disturbed.
+        lowest = itertools.accumulate(reversed(table.seconds), min)
+        self._seconds = list(lowest)[::-1]
+        self._shape = [0.0] * len(table.rows)  # log corrections at the table's numbers of rows
+        self._arrays = np.array(self._rows), np.array(self._seconds)
 
     @property
     def factor(self) -> float:
@@ -85,28 +91,28 @@ class StepTimeModel:
 
     def predict(self, load: StepLoad) -> float:
         """Seconds of such a step."""
-        return float(self.predict_many(load, np.zeros(1), np.zeros(1))[0])
+        seconds: float = seconds_at.py_func((self._rows, self._seconds, self._shape, *self._slopes), load, 0.0, 0.0)
+        return seconds
 
-    def predict_many(
-        self, load: StepLoad, more_rows: FloatArray, more_attended: FloatArray, *, is_sampled: bool = True
-    ) -> FloatArray:
-        """Seconds of steps that have so many more rows and attended pairs than `load` each; all [n].
+    def arrays(self) -> tuple[Any, ...]:
+        """What `seconds_at` needs in compiled code."""
+        return (*self._arrays, np.array(self._shape), *self._slopes)
 
-        is_sampled: the head runs on the rows that are added: drafts, not prompts.
-        """
-        rows = load.num_rows + more_rows
+    @property
+    def _slopes(self) -> tuple[float, ...]:
         table = self.table
-        fixed = table.per_request * max(0, load.num_requests - 1) + table.per_context_token * load.context_tokens
-        headless = table.per_logit_row * (load.num_rows - load.num_logit_rows + (0.0 if is_sampled else more_rows))
-        base = np.maximum(self._at(rows) - headless, self._seconds[0])
-        seconds = base + fixed + table.per_attended_token * (load.attended_tokens + more_attended)
-        result: FloatArray = seconds * np.exp(self.log_factor + np.interp(rows, self._rows, self._shape))
-        return result
+        return (
+            table.per_request,
+            table.per_logit_row,
+            table.per_context_token,
+            table.per_attended_token,
+            self.log_factor,
+        )
 
     def row_cost(self, load: StepLoad, span: int = 16) -> float:
         """Seconds of one more draft row with an empty context: the mean slope over the next `span` rows."""
-        ends = self.predict_many(load, np.array([0.0, span]), np.zeros(2))
-        return float(ends[1] - ends[0]) / span
+        more = load._replace(num_rows=load.num_rows + span, num_logit_rows=load.num_logit_rows + span)
+        return (self.predict(more) - self.predict(load)) / span
 
     def attended_cost(self) -> float:
         """Seconds for one more pair of a row and a K/V entry."""
@@ -117,9 +123,9 @@ class StepTimeModel:
 
         The critical decoding length of Lookahead (KDD'24), definition 2, for one request with an empty context.
         """
+        bound_s = ratio * self.predict(StepLoad(1, 1, 1))
         most = self.table.rows[-1]
-        seconds = self.predict_many(StepLoad(0, 0, 1), np.arange(1.0, most + 1), np.zeros(most))
-        return int(np.searchsorted(seconds, ratio * seconds[0], side="right"))
+        return next((rows - 1 for rows in range(2, most + 1) if self.predict(StepLoad(rows, rows, 1)) > bound_s), most)
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learn from a step that took so long."""
@@ -129,22 +135,13 @@ class StepTimeModel:
         self.log_factor += FACTOR_RATE * max(-1.0, min(1.0, error))
         if abs(error) > OUTLIER:
             return
-        high = int(np.searchsorted(self._rows, load.num_rows))
-        high = min(max(high, 1), len(self._rows) - 1) if len(self._rows) > 1 else 0
+        high = min(max(bisect.bisect_left(self._rows, load.num_rows), 1), len(self._rows) - 1)
         low = max(0, high - 1)
         span = self._rows[high] - self._rows[low]
         share = min(1.0, max(0.0, (load.num_rows - self._rows[low]) / span)) if span else 1.0
         for knot, weight in ((low, 1.0 - share), (high, share)):
             moved = self._shape[knot] + SHAPE_RATE * weight * error
             self._shape[knot] = max(-MOST_CORRECTION, min(MOST_CORRECTION, moved))
-
-    def _at(self, rows: FloatArray) -> FloatArray:
-        seconds: FloatArray = np.interp(rows, self._rows, self._seconds)
-        slope = self._seconds[-1] / self._rows[-1]
-        if len(self._rows) > 1:
-            slope = (self._seconds[-1] - self._seconds[-2]) / (self._rows[-1] - self._rows[-2])
-        seconds += slope * np.maximum(0.0, rows - self._rows[-1])
-        return seconds
 
 
 def grid(most_rows: int) -> list[int]:

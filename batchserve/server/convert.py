@@ -23,6 +23,7 @@ from batchserve.types import (
     Started,
     Timing,
     Usage,
+    check_priority,
 )
 from batchserve.v1 import generation_pb2 as pb
 
@@ -51,6 +52,7 @@ class GenerateArguments(NamedTuple):
     request_id: str
     model: str
     speculation: SpeculationParams
+    priority: int
 
 
 def from_generate_request(request: pb.GenerateRequest, max_model_len: int) -> GenerateArguments:
@@ -66,6 +68,7 @@ def from_generate_request(request: pb.GenerateRequest, max_model_len: int) -> Ge
         request_id=_request_id(request),
         model=request.model,
         speculation=_speculation(request),
+        priority=check_priority(request.priority),
     )
 
 
@@ -94,11 +97,11 @@ def refuse_unknown_fields(message: Message, path: str = "") -> None:
 
 
 def to_generate_request(
-    prompt: str | Sequence[int], params: SamplingParams, speculation: SpeculationParams
+    prompt: str | Sequence[int], params: SamplingParams, speculation: SpeculationParams, priority: int = 0
 ) -> pb.GenerateRequest:
     """The request of a client; the inverse of `from_generate_request`, but for the wire's 32-bit floats.
 
-    Raises InvalidRequestError for a count that the wire has no room for.
+    Raises InvalidRequestError for a priority out of its bounds, and a count that the wire has no room for.
     """
     for path, value in (
         ("sampling_params.top_k", params.top_k),
@@ -133,6 +136,7 @@ def to_generate_request(
             for item in speculation.references
         ],
         draft_scope=speculation.draft_scope,
+        priority=check_priority(priority),
     )
 
 

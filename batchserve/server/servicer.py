@@ -62,15 +62,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """One answer, whole. Cancelling the call cancels this task, which aborts the request."""
         async with _Call(self._calls, context):
             engine = self._opened()
-            prompt, params, request_id, model, speculation = from_generate_request(request, engine.info.max_model_len)
-            output = await engine.generate(
-                prompt,
-                params,
-                request_id=request_id,
-                model=model,
-                speculation=speculation,
-                deadline_s=context.time_remaining(),
-            )
+            arguments = from_generate_request(request, engine.info.max_model_len)
+            output = await engine.generate(**arguments._asdict(), deadline_s=context.time_remaining())
             return to_generate_response(output)
 
     async def StreamGenerate(
@@ -83,15 +76,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """
         async with _Call(self._calls, context):
             engine = self._opened()
-            prompt, params, request_id, model, speculation = from_generate_request(request, engine.info.max_model_len)
-            events = engine.stream(
-                prompt,
-                params,
-                request_id=request_id,
-                model=model,
-                speculation=speculation,
-                deadline_s=context.time_remaining(),
-            )
+            arguments = from_generate_request(request, engine.info.max_model_len)
+            events = engine.stream(**arguments._asdict(), deadline_s=context.time_remaining())
             is_finished = False
             async with aclosing(events):
                 async for event in events:

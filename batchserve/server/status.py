@@ -15,6 +15,7 @@ from batchserve.errors import (
     DeadlineExceededError,
     DuplicateRequestError,
     InvalidRequestError,
+    NonFiniteLogitsError,
     QueueFullError,
     UnavailableError,
     UnknownModelError,
@@ -38,6 +39,7 @@ _CODES: dict[type[BatchserveError], int] = {
     QueueFullError: code_pb2.RESOURCE_EXHAUSTED,
     UnavailableError: code_pb2.UNAVAILABLE,
     DeadlineExceededError: code_pb2.DEADLINE_EXCEEDED,
+    NonFiniteLogitsError: code_pb2.INTERNAL,
 }
 
 

@@ -150,8 +150,8 @@ def plot_step_times(path: Path, step_times: Sequence[StepTimes]) -> None:
     axes = figure.subplots()
     for i, times in enumerate(step_times):
         model, critical = StepTimeModel(times.table), times.critical_length
-        rows = np.arange(1.0, times.table.rows[-1] + 1)
-        milliseconds = model.predict_many(StepLoad(0, 0, 1), rows, np.zeros(len(rows))) * 1e3
+        rows = range(1, times.table.rows[-1] + 1)
+        milliseconds = [model.predict(StepLoad(count, count, 1)) * 1e3 for count in rows]
         label = f"{threads_text(times.num_threads)}, critical length {critical}"
         axes.plot(rows, milliseconds, color=f"C{i}", label=label)
         axes.plot(times.table.rows, np.interp(times.table.rows, rows, milliseconds), ".", color=f"C{i}")

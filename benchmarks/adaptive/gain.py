@@ -21,7 +21,7 @@ from benchmarks.adaptive.workloads import Lab, Options, Workload, lab, new_draft
 
 SIZES = (1, 2, 4, 8, 16)
 SETS = ("llma_rag", "mbpp_gpt4")
-TABLE_TOKENS, TABLE_TOKENS_EACH = 4000, 250
+TABLE_TOKENS, TABLE_TOKENS_EACH = 3000, 160
 PROMPTS = 3
 
 

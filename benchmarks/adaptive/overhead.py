@@ -36,7 +36,7 @@ from benchmarks.adaptive.workloads import (
 )
 
 SIZE = 16
-STEPS = 300
+STEPS = 150
 RECORDED = "gsm_qwen2_7b"
 SHOWN = 25  # functions of the profile
 

@@ -25,7 +25,7 @@ from benchmarks.adaptive.workloads import Lab, Options, Workload, lab, new_draft
 from benchmarks.common import spread
 
 RUNNING, PROMPT_TOKENS, MOST_ROWS = 8, 2000, 2304
-ROUNDS, BEFORE, QUIET_STEPS = 5, 12, 150
+ROUNDS, BEFORE, QUIET_STEPS = 4, 12, 150
 RECORDED = "gsm_qwen2_7b"
 UNBOUNDED = 1e6
 

@@ -5,7 +5,7 @@
 Models: the bundled one's deeper copy (about 90M parameters) with its own text, and random Llamas of about 90M and 430M
 through which recorded answers are forced. "table": every cell on the measured step times, in simulation, without noise;
 also a trace whose load moves between 1 and 32 requests. "wall": off, the length that is best on the table, and
-adaptive, in pairs of runs that take turns in one process; about a second of plain decoding each.
+adaptive, in pairs of runs that take turns in one process; most of a second of plain decoding each.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RECORDED = ("llma_rag", "gsm_qwen2_7b")
 # Tokens of each request before the load changes: each part of the trace then takes about as long as the others.
 TRACE, TRACE_TOKENS = (1, 2, 4, 8, 16, 32, 16, 8, 4, 2, 1), 96
 # Of one cell in simulation; at least so many of each request.
-TABLE_TOKENS, TABLE_TOKENS_EACH = 4000, 250
+TABLE_TOKENS, TABLE_TOKENS_EACH = 3000, 160
 
 
 def on_table(simulation: Simulation, options: Options) -> dict[str, Any]:

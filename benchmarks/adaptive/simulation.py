@@ -22,9 +22,10 @@ from batchserve.engine.drafting import DraftStage
 from batchserve.engine.engine_core import EngineCore
 from batchserve.metrics import EngineMetrics
 from batchserve.runner.model_runner import ModelRunner
-from batchserve.runner.ragged_batch import RaggedBatch
+from batchserve.runner.ragged_batch import RaggedBatch, RequestRows
 from batchserve.sampling.verify import VerifiedTokens, walk_tree
 from batchserve.scheduler.adaptive import AdaptiveDrafting, Decoding, StepOutcome, Tree
+from batchserve.scheduler.budget_kernels import seconds_at
 from batchserve.scheduler.scheduler import Scheduler
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS, Contender, Driver, Run, WarmDrafter, fixed
@@ -32,7 +33,7 @@ from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS, Contender, Driver, Run
 HOST_S = 0.3e-3  # of a step outside of the forward (benchmarks.adaptive.overhead measures it)
 DRAFT_S = 40e-6  # of drafting for one request
 MOST_REQUESTS = 32
-CEILING_ROUNDS = 3
+CEILING_ROUNDS = 2
 
 
 class Clock:
@@ -58,9 +59,9 @@ class _Handle:
         return [_walk(rows, self.runner.forced[rows.request_id]) for rows in self.batch.requests]
 
 
-def _walk(rows: object, recorded: Sequence[int]) -> VerifiedTokens:
-    first = rows.context_len + rows.num_pending  # type: ignore[attr-defined]
-    return walk_tree(rows.token_ids, rows.parents, rows.root, lambda row, depth: recorded[first + depth])  # type: ignore[attr-defined]
+def _walk(rows: RequestRows, recorded: Sequence[int]) -> VerifiedTokens:
+    first = rows.context_len + rows.num_pending
+    return walk_tree(rows.token_ids, rows.parents, rows.root, lambda row, depth: recorded[first + depth])
 
 
 def load_of(batch: RaggedBatch) -> StepLoad:
@@ -147,12 +148,11 @@ class Oracle(AdaptiveDrafting):
     def asks(self, request_id: str) -> bool:
         return True
 
-    def bounds(self, request_id: str, load: StepLoad, num_decoding: int) -> tuple[int, float]:
+    def bounds(self, request_id: str) -> tuple[int, float]:
         return MOST_DRAFT_TOKENS, 0.0
 
-    def choose(
-        self, trees: Mapping[str, Tree], decoding: Sequence[Decoding], load: StepLoad, alone: StepLoad, max_rows: int
-    ) -> dict[str, list[int]]:
+    def choose(self, trees: Mapping[str, Tree], decoding: Sequence[Decoding], max_rows: int) -> dict[str, list[int]]:
+        load = self._market.load
         bundles = [
             (tokens / len(nodes), each, tokens, nodes)
             for each in decoding
@@ -168,7 +168,9 @@ class Oracle(AdaptiveDrafting):
         rows = rows[: len(bundles)].astype(np.float64)
         tokens = np.cumsum([tokens for _, _, tokens, _ in bundles])
         attended = np.cumsum([float(len(nodes) * each.context_len) for _, each, _, nodes in bundles])
-        seconds = self.step_time.predict_many(load, rows, attended) - self.step_time.predict(load)
+        table, alone = self.step_time.arrays(), load.floats()
+        seconds = np.array([seconds_at(table, alone, r, a) for r, a in zip(rows, attended, strict=True)])
+        seconds -= self.step_time.predict(load)
         worth = tokens - self._price * seconds
         best = int(np.argmax(worth))
         chosen: dict[str, list[int]] = {}

@@ -37,7 +37,7 @@ OWN_TEXT = "bundled"
 OWN_ANSWERS, OWN_TOKENS = 120, 200
 MOST_REQUESTS = 16
 # A run is so long that speculation off takes about RUN_S, within these bounds on tokens of each request.
-RUN_S, FEWEST_TOKENS, MOST_TOKENS = 1.0, 24, 64
+RUN_S, FEWEST_TOKENS, MOST_TOKENS = 0.7, 20, 64
 PAIRS = 10
 
 

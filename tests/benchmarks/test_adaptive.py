@@ -36,14 +36,12 @@ class Guesses(Drafter):
         self._wrong = wrong
         self._answers: dict[str, list[int]] = {}
         self._places: dict[str, int] = {}
-        self.num_queries = 0
 
     def start(self, request: DraftRequest) -> None:
         self._answers[request.request_id] = self._truth[tuple(request.prompt_token_ids)]
         self._places[request.request_id] = 0
 
     def propose(self, queries: Sequence[DraftQuery]) -> list[DraftTree]:
-        self.num_queries += len(queries)
         return [self._chain(query) for query in queries]
 
     def _chain(self, query: DraftQuery) -> DraftTree:
@@ -188,6 +186,26 @@ def test_a_drafter_that_is_never_right_is_soon_left_alone(size: int) -> None:
     run = driver.run(records, [(size, size * 160)], simulation.adaptive())
     assert sum(run.step_draft_rows[:32]) > 0  # it was given a chance
     assert sum(run.step_draft_rows[32:]) < 0.01 * sum(run.step_rows[32:])
+
+
+class Silent(NullDrafter):
+    """Never has anything to say; counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.num_queries = 0
+
+    def propose(self, queries: Sequence[DraftQuery]) -> list[DraftTree]:
+        self.num_queries += len(queries)
+        return super().propose(queries)
+
+
+def test_a_drafter_that_has_nothing_to_say_is_only_probed() -> None:
+    records = random_records(VOCAB)
+    simulation = Simulation(TABLE, NullDrafter(), [], records)
+    driver, silent = simulation.driver(), Silent()
+    driver.core.drafts.drafter = silent
+    run = driver.run(records, [(4, 4 * 160)], simulation.adaptive())
+    assert 0 < silent.num_queries < 0.2 * run.requests_steps
 
 
 def test_a_part_inside_of_another_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from batchserve.sampling import noise
 from tests.draft.scope_machine import OTHER_SCOPES, SCOPE, ScopeMachine, check_tree, first_chain, say
 from tests.factories import examples
 
+VOCAB_SIZE = 100
 PATTERN = [11, 12, 13, 14, 15, 16, 17, 18]
 OTHER = OTHER_SCOPES[0]
 
@@ -76,7 +77,7 @@ class MixtureMachine(ScopeMachine):
         path = Path(self.folder) / "drafts"
         self.drafter.save(path, "tokenizer")
         self.drafter = MixtureDrafter(**self.options)
-        self.drafter.load(path, "tokenizer")
+        self.drafter.load(path, "tokenizer", 1 << 16)
 
     def teardown(self) -> None:
         super().teardown()
@@ -302,7 +303,7 @@ def warmed() -> MixtureDrafter:
 def test_a_saved_drafter_drafts_the_same(tmp_path: Path) -> None:
     before, after = warmed(), MixtureDrafter()
     before.save(tmp_path / "drafts", "fingerprint")
-    after.load(tmp_path / "drafts", "fingerprint")
+    after.load(tmp_path / "drafts", "fingerprint", VOCAB_SIZE)
     assert [path.name for path in tmp_path.iterdir()] == ["drafts"]
     for key, mine, others in ((SCOPE, 70, 80), (OTHER, 80, 70)):
         trees = []
@@ -356,6 +357,7 @@ def _rewrite(path: Path, save: Any = np.savez, **changes: Any) -> None:
         (lambda path: _rewrite(path, version=2), "version 2"),
         (lambda path: _rewrite(path, scopes=[["default", "one"]] * 5), "damaged"),
         (lambda path: _rewrite(path, text0=np.array([1, -7], np.int32)), "damaged"),
+        (lambda path: _rewrite(path, text0=np.array([VOCAB_SIZE - 1, VOCAB_SIZE], np.int32)), "damaged"),
         (lambda path: _rewrite(path, text0=np.array([1.5])), "damaged"),
         (lambda path: _rewrite(path, weights0=np.full(initial_weights().shape, np.nan)), "damaged"),
         (lambda path: _rewrite(path, weights0=np.zeros(3)), "damaged"),
@@ -379,7 +381,7 @@ def test_files_that_are_not_ours_are_refused_by_name(tmp_path: Path, damage: Any
     damage(path)
     drafter = MixtureDrafter(max_scope_bytes=MIN_SCOPE_BYTES, max_total_bytes=2 * MIN_SCOPE_BYTES)
     with pytest.raises(ConfigError, match=f"draft_cache = .*drafts.*{reason}"):
-        drafter.load(path, "fingerprint")
+        drafter.load(path, "fingerprint", VOCAB_SIZE)
     assert drafter.memory_bytes() == 0
 
 
@@ -391,7 +393,7 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
     whole[at] ^= 1
     path.write_bytes(whole)
     with pytest.raises(ConfigError, match="damaged"):
-        MixtureDrafter().load(path, "fingerprint")
+        MixtureDrafter().load(path, "fingerprint", VOCAB_SIZE)
 
 
 def test_saving_goes_where_a_link_leads_and_leaves_nothing_else(tmp_path: Path) -> None:
@@ -404,7 +406,7 @@ def test_saving_goes_where_a_link_leads_and_leaves_nothing_else(tmp_path: Path) 
         for name in ("drafts.partial", "real.partial"):
             (folder / name).symlink_to(other)
     warmed().save(path, "fingerprint")
-    MixtureDrafter().load(path, "fingerprint")
+    MixtureDrafter().load(path, "fingerprint", VOCAB_SIZE)
     assert path.is_symlink()
     assert other.read_text() == "precious"
     assert real.stat().st_mode & 0o077 == 0
@@ -422,4 +424,4 @@ def test_a_save_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch
     with pytest.raises(OSError, match="No space"):
         MixtureDrafter().save(path, "fingerprint")
     assert [each.name for each in tmp_path.iterdir()] == ["drafts"]
-    MixtureDrafter().load(path, "fingerprint")
+    MixtureDrafter().load(path, "fingerprint", VOCAB_SIZE)

@@ -55,8 +55,8 @@ class Storing(Recorder):
     def save(self, path: Path, fingerprint: str) -> None:
         self.calls.append(("save", path, fingerprint))
 
-    def load(self, path: Path, fingerprint: str) -> None:
-        self.calls.append(("load", path, fingerprint))
+    def load(self, path: Path, fingerprint: str, vocab_size: int) -> None:
+        self.calls.append(("load", path, fingerprint, vocab_size))
 
 
 class Kernels(KernelLoader):
@@ -158,13 +158,13 @@ def test_what_the_default_drafter_shares_is_saved_and_loaded(drafters: dict[str,
     assert isinstance(router.persistent(), PersistentDrafter)
     router.save(path, "f")
     assert drafters["three"].calls == [], "it was never used: what is in the file stays"
-    router.load(path, "f")
+    router.load(path, "f", 99)
     router.save(path, "g")
-    assert drafters["three"].calls == [("load", path, "f"), ("save", path, "g")]
+    assert drafters["three"].calls == [("load", path, "f", 99), ("save", path, "g")]
 
 
 def test_a_drafter_that_cannot_be_saved_is_refused_by_name(router: RoutingDrafter, tmp_path: Path) -> None:
-    for call in (router.persistent, lambda: router.save(tmp_path, ""), lambda: router.load(tmp_path, "")):
+    for call in (router.persistent, lambda: router.save(tmp_path, ""), lambda: router.load(tmp_path, "", 9)):
         with pytest.raises(ConfigError, match=r"drafter = 'one': .*three can"):
             call()
 

@@ -22,16 +22,16 @@ class Keeper(NullDrafter):
     """Says whether it was loaded, from what, and whether its kernels were ready then."""
 
     def __init__(self) -> None:
-        self.loaded: list[tuple[Path, str]] = []
+        self.loaded: list[tuple[Path, str, int]] = []
         self.error: Exception | None = None
 
     def save(self, path: Path, fingerprint: str) -> None:
         path.write_text(fingerprint)
 
-    def load(self, path: Path, fingerprint: str) -> None:
+    def load(self, path: Path, fingerprint: str, vocab_size: int) -> None:
         if self.error is not None:
             raise self.error
-        self.loaded.append((path, fingerprint))
+        self.loaded.append((path, fingerprint, vocab_size))
 
     def memory_bytes(self) -> int:
         return 3 << 20
@@ -82,7 +82,7 @@ def test_a_draft_cache_is_loaded_before_anybody_is_served(
     assert keeper.loaded == []  # there is no such file yet
     cache.write_text("")
     built = start(tiny_model["llama"], says, **options)
-    assert keeper.loaded == [(cache, built.processor.vocabulary_fingerprint())]
+    assert keeper.loaded == [(cache, built.processor.vocabulary_fingerprint(), built.info.vocab_size)]
     assert f"draft cache: 3.0 MiB from {cache}" in says
     built.save_drafts(tmp_path / "other")
     assert (tmp_path / "other").read_text() == built.processor.vocabulary_fingerprint()
@@ -96,6 +96,12 @@ def test_a_draft_cache_that_cannot_be_used_is_refused(
     keeper.error = ConfigError("draft cache: of another vocabulary")
     with pytest.raises(ConfigError, match="another vocabulary"):
         start(tiny_model["llama"], draft=DraftConfig(draft_cache=str(cache)), is_serving=True)
+
+
+def test_a_draft_cache_in_no_folder_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    nowhere = tmp_path / "missing" / "drafts"
+    with pytest.raises(ConfigError, match=r"draft_cache = .*missing.*: must be a file in a folder that exists"):
+        start(tmp_path / "no model either", draft=DraftConfig(draft_cache=str(nowhere)))
 
 
 def test_a_draft_cache_needs_a_drafter_that_can_be_saved(tiny_model: dict[str, Path], keeper: Keeper) -> None:

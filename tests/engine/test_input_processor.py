@@ -51,9 +51,12 @@ def submit(processor: InputProcessor, prompt: Any = (5, 6, 7), request_id: str =
     """The whole way through the door."""
     names = {field.name for field in dataclasses.fields(SpeculationParams)}
     speculation = {name: params.pop(name) for name in names & set(params)}
+    priority = params.pop("priority", 0)
     token_ids = processor.tokenize(prompt)
     sampling = SamplingParams(**params)
-    return processor.make_request(request_id, token_ids, sampling, SpeculationParams(**speculation), 0.0)
+    return processor.make_request(
+        request_id, token_ids, sampling, SpeculationParams(**speculation), 0.0, priority=priority
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,6 +103,10 @@ def submit(processor: InputProcessor, prompt: Any = (5, 6, 7), request_id: str =
         ({"tpot_target_ms": math.nan}, "INVALID_TPOT_TARGET_MS", "speculation.tpot_target_ms", "finite and > 0"),
         ({"tpot_target_ms": "20"}, "INVALID_TPOT_TARGET_MS", "speculation.tpot_target_ms", "a number"),
         ({"tpot_target_ms": True}, "INVALID_TPOT_TARGET_MS", "speculation.tpot_target_ms", "a number"),
+        *[
+            ({"priority": value}, "INVALID_PRIORITY", "priority", "an integer in -1000..1000")
+            for value in (1001, -1001, 10**30, 1.0, "1", True, None)
+        ],
         ({"draft_scope": "x" * 257}, "INVALID_DRAFT_SCOPE", "draft_scope", "1..256 characters"),
         ({"draft_scope": "\ud800"}, "INVALID_DRAFT_SCOPE", "draft_scope", "1..256 characters"),
         ({"draft_scope": 7}, "INVALID_DRAFT_SCOPE", "draft_scope", "1..256 characters"),
@@ -143,6 +150,8 @@ def test_bad_input_names_field_value_and_bound(
         {"temperature": 1e-300, "top_p": 1e-300, "top_k": 0, "seed": 0},
         {"stop": ("x" * 1024,) * 64, "stop_token_ids": (0, VOCAB_SIZE - 1)},
         {"request_id": "x" * 256},
+        {"priority": 1000},
+        {"priority": np.int64(-1000)},
         {"prompt": " "},
         {"prompt": "\n"},
         {"draft_scope": "x" * 256, "branch_length": 1, "max_draft_tokens": 0},
@@ -237,6 +246,14 @@ def test_a_request_may_choose_a_drafter_where_the_server_has_none() -> None:
 def test_scopes(default: str, asked: str, scope: str | None) -> None:
     processor = make_processor(config=EngineConfig(default_draft_scope=default))
     assert submit(processor, draft_scope=asked).speculation.draft_scope == scope
+
+
+@pytest.mark.parametrize(
+    ("has_cache", "draft_scope", "scope"), [(True, "", "team"), (True, "request", None), (False, "", None)]
+)
+def test_prefixes_are_the_scopes_where_there_is_a_cache(has_cache: bool, draft_scope: str, scope: str | None) -> None:
+    config = EngineConfig(default_draft_scope="team", prefix_cache=has_cache)
+    assert submit(make_processor(config=config), draft_scope=draft_scope).prefix_scope == scope
 
 
 def test_references_are_tokenised_without_special_tokens_and_kept_small(processor: InputProcessor) -> None:

@@ -53,7 +53,7 @@ class Keeper(NullDrafter):
         assert not self.open
         path.write_text(json.dumps([fingerprint, self.answers]))
 
-    def load(self, path: Path, fingerprint: str) -> None:
+    def load(self, path: Path, fingerprint: str, vocab_size: int) -> None:
         saved, answers = json.loads(path.read_text())
         if saved != fingerprint:
             raise ConfigError("of another vocabulary")
@@ -138,7 +138,7 @@ def test_tokens_that_the_model_does_not_have_are_refused(
 ) -> None:
     """They would be drafted to a model that has no embedding for them."""
     vocabulary = module._Vocabulary(config(tmp_path))
-    vocabulary._size = 20
+    vocabulary.size = 20
     monkeypatch.setattr(module, "_Vocabulary", lambda config: vocabulary)
     with pytest.raises(ConfigError, match=r"line 1: .*the model's vocabulary ends at 19"):
         warm_drafts(rows, config(tmp_path / "drafts"))

@@ -10,7 +10,7 @@ from batchserve.request import ResolvedSampling
 from batchserve.sampling import sampler
 from batchserve.sampling.logits import allowed_tokens
 from batchserve.sampling.noise import HIGHEST_NOISE, MASK64, gumbel, stream_key
-from batchserve.sampling.sampler import RowSampler, sample_row
+from batchserve.sampling.sampler import NO_TOKEN, RowSampler, sample_row
 from tests.factories import make_sampling
 from tests.sampling.test_noise import key_for
 
@@ -132,12 +132,25 @@ def test_allowed_tokens_are_what_sampling_draws_from() -> None:
 
 @pytest.mark.parametrize("highest", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.5)])
-def test_logits_that_overflowed_give_the_greedy_token(highest: float, top_k: int, top_p: float) -> None:
-    logits = np.full(20, -np.inf, dtype=np.float32)
-    logits[7] = highest
-    sampling = make_sampling(temperature=0.7, top_k=top_k, top_p=top_p)
-    greedy = RowSampler(torch.from_numpy(logits[None])).token_at(0, 3, make_sampling())
-    assert sample_row(logits, 3, sampling) == greedy == logits.argmax()
+def test_logits_that_overflowed_give_no_token(highest: float, top_k: int, top_p: float) -> None:
+    """And those of other rows are no worse for it; what is only drafted from has a likeliest token all the same."""
+    logits = np.full((2, 20), -np.inf, dtype=np.float32)
+    logits[0, 7], logits[1, 5] = highest, 1.0
+    rows = RowSampler(torch.from_numpy(logits))
+    for sampling in (make_sampling(), make_sampling(temperature=0.7, top_k=top_k, top_p=top_p)):
+        assert [rows.token_at(row, 3, sampling) for row in (0, 1)] == [NO_TOKEN, 5]
+    assert 0 <= rows.argmax_at(0) < 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_nan_anywhere_in_a_row_is_noticed(dtype: torch.dtype) -> None:
+    logits = torch.randn(40, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for row in range(0, 40, 2):
+        logits[row, 7 * row] = float("nan")
+    rows = RowSampler(logits)
+    for sampling in (make_sampling(), make_sampling(temperature=0.7, top_k=5, top_p=0.9)):
+        found = [rows.token_at(row, 3, sampling) for row in range(40)]
+        assert [token == NO_TOKEN for token in found] == [row % 2 == 0 for row in range(40)]
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-6, 1.0, 1e300])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from batchserve.draft.base import DraftTree
+from batchserve.sampling.sampler import NO_TOKEN
 from batchserve.sampling.verify import walk_tree
 from tests.factories import examples, random_tree
 
@@ -93,3 +95,19 @@ def test_pending_rows_are_never_taken_for_drafts() -> None:
     """The prompt's own tokens hang from each other; the walk starts behind the last of them."""
     verified = walk_tree([4, 4, 4], [-1, 0, 1], 0 + 2, lambda row, depth: 4)
     assert (verified.token_ids, verified.rows) == ([4], [])
+
+
+@pytest.mark.parametrize(
+    ("said", "token_ids", "rows"),
+    [
+        ([NO_TOKEN], [NO_TOKEN], []),  # there is no next token at all
+        ([5, NO_TOKEN], [5], []),
+        ([5, 6, NO_TOKEN], [5, 6], [1]),  # what comes before is given; its last row is computed again
+        ([5, 6, 7, NO_TOKEN], [5, 6, 7], [1, 2]),
+    ],
+)
+def test_where_the_target_says_nothing_the_tokens_before_are_still_given(
+    said: list[int], token_ids: list[int], rows: list[int]
+) -> None:
+    verified = walk_tree([4, 5, 6, 7], [-1, 0, 1, 2], 0, lambda row, depth: said[depth])
+    assert (verified.token_ids, verified.rows) == (token_ids, rows)

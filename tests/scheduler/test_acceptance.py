@@ -5,48 +5,53 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchserve.scheduler.acceptance import MOST_PROB, AcceptanceModel, RequestOdds, lay_out, path_products
+from batchserve.scheduler.acceptance import AcceptanceModel, Part, RequestOdds
+from batchserve.scheduler.budget_kernels import MOST_PROB
 from tests.factories import examples
 
 
 def calibrated(model: AcceptanceModel, request: RequestOdds, parents: list[int], probs: list[float]) -> list[float]:
-    candidates = lay_out([parents], [probs])
-    return model.calibrate(candidates, [request])[0].tolist()
+    part = Part(list(range(len(parents))), parents, probs, [0] * len(parents))
+    return model.calibrate([part], [request])[0].tolist()
 
 
 def propose(
     model: AcceptanceModel, request: RequestOdds, tokens: list[int], parents: list[int], probs: list[float]
 ) -> None:
-    candidates = lay_out([parents], [probs])
-    _, edges = model.calibrate(candidates, [request])
-    model.propose(request, tokens, slice(0, len(tokens)), candidates, edges)
+    _, offered = model.calibrate([Part(list(range(len(parents))), parents, probs, tokens)], [request])
+    model.propose(request, offered, 0, len(tokens))
 
 
-def test_trees_are_laid_out_behind_each_other() -> None:
-    candidates = lay_out([[-1, 0, 0], [], [-1, 0]], [[0.8, 0.4, 0.2], [], [0.5, 0.5]])
-    assert candidates.owners.tolist() == [0, 0, 0, 2, 2]
-    assert candidates.parents.tolist() == [-1, 0, 0, -1, 3]
-    assert candidates.depths.tolist() == [1, 2, 2, 1, 2]
-    assert candidates.edges.tolist() == pytest.approx([0.8, 0.5, 0.25, 0.5, 1.0])
+def scored(model: AcceptanceModel) -> tuple[list[int], list[int]]:
+    """Edges scored, and those that came true, of the first three depths."""
+    kept = model.reliability["a"]
+    return kept.num_scored[:3], kept.num_accepted[:3]
 
 
 @examples(100)
 @given(st.data())
-def test_path_products_are_those_of_every_single_path(data: st.DataObject) -> None:
-    size = data.draw(st.integers(0, 40))
-    parents = [data.draw(st.integers(-1, i - 1)) for i in range(size)]
-    edges = [data.draw(st.floats(0.01, 1.0)) for _ in range(size)]
-    expected: list[float] = []
-    for i, parent in enumerate(parents):
-        expected.append(edges[i] * (expected[parent] if parent >= 0 else 1.0))
-    found = path_products(np.array(parents, np.int64), np.array(edges))
-    assert found.tolist() == pytest.approx(expected)
+def test_trees_are_weighed_each_by_itself_whatever_stands_beside_it(data: st.DataObject) -> None:
+    """A node's probability is the product of the edges of its path, each the ratio of what was claimed."""
+    parts, expected = [], []
+    for _ in range(data.draw(st.integers(1, 4))):
+        size = data.draw(st.integers(0, 12))
+        parents = [data.draw(st.integers(-1, i - 1)) for i in range(size)]
+        edges = [data.draw(st.floats(0.01, 0.99)) for _ in range(size)]
+        probs: list[float] = []
+        for i, parent in enumerate(parents):
+            probs.append(edges[i] * (probs[parent] if parent >= 0 else 1.0))
+        parts.append(Part(list(range(size)), parents, probs, [0] * size))
+        expected += probs
+    model = AcceptanceModel()
+    paths, offered = model.calibrate(parts, [model.start("a") for _ in parts])
+    assert paths.tolist() == pytest.approx(expected)
+    assert offered.parents == [parent for part in parts for parent in part.parents]
 
 
 def test_a_claim_is_believed_until_something_is_known() -> None:
     model = AcceptanceModel()
     assert calibrated(model, model.start("a"), [-1, 0], [0.8, 0.4]) == pytest.approx([0.8, 0.4])
-    assert calibrated(model, model.start("a"), [-1], [1.0]) == [MOST_PROB]
+    assert calibrated(model, model.start("a"), [-1], [1.0]) == pytest.approx([MOST_PROB])
 
 
 @pytest.mark.parametrize("truth", [0.2, 0.5, 0.95])
@@ -80,12 +85,12 @@ def test_a_tree_is_scored_to_its_end_whenever_its_tokens_arrive_and_whatever_was
     #         -> 9
     propose(model, request, [1, 2, 9, 3], [-1, 0, 0, 1], [0.9, 0.6, 0.2, 0.5])
     model.arrive(request, [1])
-    assert model.tested["a"][:, :3].tolist() == [[1, 0, 0], [1, 0, 0]]
+    assert scored(model) == ([1, 0, 0], [1, 0, 0])
     model.arrive(request, [2, 5])
-    assert model.tested["a"][:, :3].tolist() == [[1, 2, 1], [1, 1, 0]]
+    assert scored(model) == ([1, 2, 1], [1, 1, 0])
     assert not request.open
     model.arrive(request, [3])
-    assert model.tested["a"].sum() == 6
+    assert scored(model) == ([1, 2, 1], [1, 1, 0])
 
 
 def test_two_proposals_are_open_at_once() -> None:
@@ -96,7 +101,7 @@ def test_two_proposals_are_open_at_once() -> None:
     propose(model, request, [2, 3], [-1, 0], [0.5, 0.5])
     model.arrive(request, [2])
     assert len(request.open) == 1
-    assert model.tested["a"][:, :2].tolist() == [[2, 1], [2, 1]]
+    assert scored(model) == ([2, 1, 0], [2, 1, 0])
 
 
 def test_a_drafter_that_is_always_sure_and_always_wrong_is_found_out_quickly() -> None:
@@ -115,4 +120,4 @@ def test_calibration_error_is_the_distance_of_claims_from_the_truth() -> None:
         propose(model, request, [7], [-1], [0.3])
         model.arrive(request, [7 if rng.random() < 0.3 else 8])
     assert model.reliability["a"].error() < 0.05
-    assert model.reliability["a"].count.sum() == 2000
+    assert sum(model.reliability["a"].count) == 2000

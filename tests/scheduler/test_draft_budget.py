@@ -21,8 +21,8 @@ def offer(*trees: list[float], rows: list[int] | None = None) -> DraftOffer:
     return DraftOffer(owners, gains, np.array(rows or [1] * len(gains), np.int64))
 
 
-def bidders(count: int, *, context: float = 0.0, credit_s: float = RICH, urgency: float = 1.0) -> Bidders:
-    return Bidders(np.full(count, context), np.full(count, urgency), np.full(count, credit_s))
+def bidders(count: int, *, ahead_s: float = 0.0, grace_s: float = RICH) -> Bidders:
+    return Bidders(np.zeros(count), np.ones(count), np.full(count, ahead_s), np.full(count, grace_s))
 
 
 def choose(
@@ -56,13 +56,13 @@ def test_a_price_draws_the_line_at_what_a_row_costs() -> None:
 
 
 def test_urgent_requests_come_first() -> None:
-    who = Bidders(np.zeros(2), np.array([1.0, 4.0]), np.full(2, RICH))
+    who = Bidders(np.zeros(2), np.array([1.0, 4.0]), np.zeros(2), np.full(2, RICH))
     assert choose(offer([0.5], [0.3]), who, 0.0, max_rows=1) == [1]
 
 
 def test_a_long_context_makes_rows_dear() -> None:
     model = StepTimeModel(StepTimeTable((4, 32), (0.010, 0.020), per_attended_token=1e-6))
-    who = Bidders(np.array([10.0, 4000.0]), np.ones(2), np.full(2, RICH))
+    who = Bidders(np.array([10.0, 4000.0]), np.ones(2), np.zeros(2), np.full(2, RICH))
     assert choose(offer([0.4], [0.5]), who, 0.0, max_rows=1, model=model) == [0]
 
 
@@ -71,16 +71,19 @@ def test_a_step_is_stretched_no_further_unless_everybody_gains() -> None:
     assert len(choose(what, bidders(2), 0.0, inflation=1.25)) <= 8  # 0.0125 s at 8.5 rows
     both = offer([0.9] * 6, [0.9] * 6)
     assert len(choose(both, bidders(2), 0.0, inflation=1.25)) == 12
+    # Whoever is ahead anyway has gained more than this step can cost.
+    assert len(choose(what, bidders(2, ahead_s=1.0), 0.0, inflation=1.25)) == 13
     bounded = choose_drafts(both, bidders(2), RISING, StepLoad(2, 2, 2), 0.0, 64, 0.0125, 0.015)
     assert 0 < bounded.sum() <= 10
 
 
-def test_nobody_is_made_to_lose_more_than_his_credit() -> None:
+def test_nobody_is_made_to_lose_more_than_his_grace() -> None:
     what = offer([0.99] * 8, [])
-    assert len(choose(what, bidders(2, credit_s=RICH), 0.0)) == 8
-    chosen = choose(what, bidders(2, credit_s=0.001), 0.0)
+    assert len(choose(what, bidders(2), 0.0)) == 8
+    chosen = choose(what, bidders(2, grace_s=0.001), 0.0)
     assert 0 < len(chosen) <= 4  # 0.5 ms a row
-    assert choose(what, bidders(2, credit_s=-1.0), 0.0) == []
+    assert choose(what, bidders(2, ahead_s=-1.0, grace_s=0.5), 0.0) == []
+    assert len(choose(what, bidders(2, ahead_s=-1.0, grace_s=1.5), 0.0)) == 8
 
 
 def test_a_bundle_is_bought_whole_or_not_at_all() -> None:

@@ -28,6 +28,6 @@ def test_the_price_follows_when_the_text_changes() -> None:
     speed = SpeedUp()
     for _ in range(300):
         speed.observe(1, 4, 0.010, 0.010)
-    for _ in range(200):
+    for _ in range(1000):
         speed.observe(1, 1, 0.010, 0.010)
     assert speed.ratio(1) < 1.1

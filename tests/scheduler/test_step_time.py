@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchserve.scheduler.budget_kernels import seconds_at
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable, grid
 from tests.factories import examples
 
@@ -24,17 +25,22 @@ def test_a_step_is_the_table_plus_what_its_requests_and_contexts_cost() -> None:
     assert model.predict(StepLoad(16, 1, 1)) == pytest.approx(0.014 - 0.0015)
 
 
-def test_many_predictions_are_each_what_one_would_be() -> None:
-    model = StepTimeModel(TABLE)
-    load = StepLoad(5, 5, 2, 100, 300)
-    many = model.predict_many(load, np.array([0.0, 7.0, 40.0]), np.array([0.0, 70.0, 400.0]))
-    each = [StepLoad(5 + n, 5 + n, 2, 100, 300 + 10 * n) for n in (0, 7, 40)]
-    assert many.tolist() == pytest.approx([model.predict(one) for one in each])
+@examples(100)
+@given(st.integers(1, 80), st.integers(1, 40), st.integers(0, 500), st.lists(st.integers(1, 80), max_size=20))
+def test_compiled_code_predicts_the_same(rows: int, requests: int, context: int, seen: list[int]) -> None:
+    for table in (TABLE, StepTimeTable((8,), (0.01,))):
+        model = StepTimeModel(table)
+        for i, each in enumerate(seen):
+            model.observe(StepLoad(each, each, 1), 0.01 * (1 + i % 3))
+        load = StepLoad(rows, max(1, rows // 2), requests, context, 3 * context)
+        more = load._replace(num_rows=rows + 7, num_logit_rows=max(1, rows // 2) + 7, attended_tokens=3 * context + 70)
+        assert seconds_at(model.arrays(), load.floats(), 7.0, 70.0) == pytest.approx(model.predict(more))
 
 
 def test_more_rows_never_take_less_whatever_was_measured() -> None:
     model = StepTimeModel(StepTimeTable((4, 8, 16), (0.010, 0.007, 0.012)))
-    assert model.predict(StepLoad(8, 8, 1)) == pytest.approx(0.010)
+    assert model.predict(StepLoad(4, 4, 1)) == pytest.approx(0.007)
+    assert model.predict(StepLoad(8, 8, 1)) == pytest.approx(0.007)
 
 
 def test_the_critical_length_is_the_last_within_a_quarter_more() -> None:

@@ -52,15 +52,15 @@ def test_request_round_trip_keeps_every_field():
         references=("a text", (5, 6), "", ()),
         tpot_target_ms=12.3,
     )
-    request = to_generate_request([1, 2, 3], params, speculation)
+    request = to_generate_request([1, 2, 3], params, speculation, -7)
     request.request_id, request.model = "id", "m"
     parsed = from_generate_request(pb.GenerateRequest.FromString(request.SerializeToString()), MAX_MODEL_LEN)
-    assert parsed == ([1, 2, 3], params, "id", "m", speculation)
+    assert parsed == ([1, 2, 3], params, "id", "m", speculation, -7)
 
 
 def test_unset_differs_from_zero():
     unset = from_generate_request(pb.GenerateRequest(text="hi"), MAX_MODEL_LEN)
-    assert unset == ("hi", SamplingParams(), "", "", SpeculationParams())
+    assert unset == ("hi", SamplingParams(), "", "", SpeculationParams(), 0)
     zero = pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams(temperature=0, top_k=0, seed=0))
     assert from_generate_request(zero, MAX_MODEL_LEN).params == SamplingParams(temperature=0, top_k=0, seed=0)
 
@@ -128,6 +128,8 @@ def test_known_field_with_the_wrong_wire_type_is_refused():
             "speculation.tpot_target_ms",
         ),
         (pb.GenerateRequest(text="x", draft_scope="s" * 257), "INVALID_DRAFT_SCOPE", "draft_scope"),
+        (pb.GenerateRequest(text="x", priority=1001), "INVALID_PRIORITY", "priority"),
+        (pb.GenerateRequest(text="x", priority=-(2**31)), "INVALID_PRIORITY", "priority"),
         (
             pb.GenerateRequest(text="x", references=[pb.Reference(text="a"), pb.Reference()]),
             "MISSING_CONTENT",
@@ -159,6 +161,11 @@ def test_refused(request_, reason, field):
 def test_a_client_is_told_of_a_count_that_the_wire_has_no_room_for(params, speculation, field):
     with pytest.raises(InvalidRequestError, match=f"{field} = {2**32}: must be at most {2**32 - 1}"):
         to_generate_request("x", SamplingParams(**params), SpeculationParams(**speculation))
+
+
+def test_a_client_is_told_of_a_priority_out_of_its_bounds():
+    with pytest.raises(InvalidRequestError, match=r"priority = 2147483648: must be an integer in -1000..1000"):
+        to_generate_request("x", SamplingParams(), SpeculationParams(), 2**31)
 
 
 def test_millions_of_references_are_refused_before_anybody_looks_at_them(monkeypatch):
