@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
+from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree, NullDrafter
 from batchserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,13 +28,17 @@ class PersistentDrafter(Protocol):
 class RoutingDrafter(Drafter):
     """The drafters of one engine by name; `default` is that of requests that name none.
 
-    A drafter's kernels are prepared when it is first asked whether it is ready.
+    A drafter's kernels are prepared when it is first asked whether it is ready; `shared` are modules whose kernels are
+    needed for what is done with any drafts.
     """
 
-    def __init__(self, default: str, drafters: Mapping[str, Drafter], kernels: KernelLoader) -> None:
+    def __init__(
+        self, default: str, drafters: Mapping[str, Drafter], kernels: KernelLoader, shared: Sequence[str] = ()
+    ) -> None:
         self._default = default
         self._drafters = dict(drafters)
         self._kernels = kernels
+        self._shared = tuple(shared)
         self._chosen: dict[str, Drafter] = {}  # by request id
         self._used: dict[str, Drafter] = {}  # by name; the others have no state, and may not be ready
 
@@ -48,11 +52,18 @@ class RoutingDrafter(Drafter):
 
     def is_ready_for(self, drafter: str) -> bool:
         chosen = self._drafters[drafter or self.name]
-        return self._kernels.is_ready(type(chosen).__module__) and chosen.is_ready
+        # Not all(): each is begun when it is first asked for, so that they are prepared side by side.
+        are_ready = [self._kernels.is_ready(module) for module in self._modules(chosen)]
+        return False not in are_ready and chosen.is_ready
 
     def prepare(self) -> None:
         """Make the default drafter ready in the calling thread. Raises ConfigError."""
-        self._kernels.prepare(type(self._drafters[self.name]).__module__)
+        for module in self._modules(self._drafters[self.name]):
+            self._kernels.prepare(module)
+
+    def _modules(self, drafter: Drafter) -> tuple[str, ...]:
+        own = type(drafter).__module__
+        return (own,) if isinstance(drafter, NullDrafter) else (own, *self._shared)
 
     def start(self, request: DraftRequest) -> None:
         if request.request_id in self._chosen:

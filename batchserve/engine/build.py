@@ -33,6 +33,7 @@ from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.packed import PackedLinear
 from batchserve.runner.probe import is_row_invariant
 from batchserve.runner.ragged_batch import RequestRows, build_batch
+from batchserve.scheduler import budget_kernels
 from batchserve.scheduler.adaptive import AdaptiveDrafting
 from batchserve.scheduler.scheduler import Scheduler
 from batchserve.scheduler.step_time import StepTimeModel
@@ -179,7 +180,9 @@ def _build_drafter(
     config: EngineConfig, num_parameters: int, processor: InputProcessor, is_serving: bool, say: Progress
 ) -> RoutingDrafter:
     name = "none" if config.decoding_length == 0 else config.drafter
-    router = RoutingDrafter(name, create_drafters(config, num_parameters), KernelLoader(in_background=is_serving))
+    shared = [budget_kernels.__name__] if config.is_adaptive else []
+    drafters, kernels = create_drafters(config, num_parameters), KernelLoader(in_background=is_serving)
+    router = RoutingDrafter(name, drafters, kernels, shared)
     cache = config.draft.cache_path()
     if cache is not None:
         router.persistent()

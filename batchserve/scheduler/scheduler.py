@@ -119,8 +119,10 @@ class Scheduler:
         # Rows kept for drafts while prompts are waiting to be computed: what they ask for, at most half.
         wanted = sum(r.speculation.max_draft_tokens for r in self.running if r.request_id in planned)
         chunk_rows = self._bounded(planned, rows_left - min(rows_left // 2, wanted))
-        for request in list(self.running):
+        for request in sorted(self.running, key=self._rank):
             if request.status is RequestStatus.RUNNING and request.request_id not in planned:
+                if not preempted:
+                    chunk_rows = self._admit(chunk_rows, planned, before=request)
                 chunk_rows -= self._plan_chunk(request, chunk_rows, planned, preempted)
         if not preempted:
             self._admit(chunk_rows, planned)
@@ -157,18 +159,22 @@ class Scheduler:
         planned[request.request_id] = chunk
         return chunk
 
-    def _admit(self, rows: int, planned: dict[str, int]) -> None:
+    def _admit(self, rows: int, planned: dict[str, int], before: Request | None = None) -> int:
+        """Let waiting requests in, only those that come before `before` if it is given; returns the rows left."""
         while self.waiting and rows > 0 and len(self.running) < self._config.max_num_seqs:
             request = min(self.waiting, key=self._rank)
+            if before is not None and self._rank(request) >= self._rank(before):
+                break
             # Room for all of its tokens, not only the first chunk: half a prompt in memory helps nobody.
             if not self._begin(request):
-                return
+                break
             self.waiting.remove(request)
             request.move_to(RequestStatus.RUNNING)
             self.running.append(request)
             chunk = min(rows, request.num_pending_tokens, self._config.prefill_chunk_size or rows)
             planned[request.request_id] = chunk
             rows -= chunk
+        return rows
 
     def _begin(self, request: Request) -> bool:
         """Reserve memory for all that a waiting request has to compute; what is cached of it is computed already."""

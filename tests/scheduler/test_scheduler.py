@@ -1,17 +1,19 @@
-"""The scheduler under any traffic: bounds of every step, first come first served, and nobody starves."""
+"""The scheduler under any traffic: bounds of every step, higher priority first, and nobody starves."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from batchserve.config import DRAFTERS, EngineConfig
 from batchserve.draft.factory import draft_limits
 from batchserve.request import Request, RequestStatus
+from batchserve.scheduler.policy import rank
 from batchserve.scheduler.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
 from batchserve.types import SpeculationParams
 from tests.factories import examples, make_request, resolve_speculation
@@ -25,6 +27,7 @@ class FakeAllocator:
         self.total_tokens = total_tokens // extent * extent
         self.committed: dict[str, int] = {}
         self.owned: dict[str, int] = {}
+        self.kept: dict[Hashable, int] = {}  # the longest prefix by scope; all texts here are alike
 
     @property
     def free_tokens(self) -> int:
@@ -43,6 +46,17 @@ class FakeAllocator:
     def commit(self, request_id: str, rows: Sequence[int]) -> None:
         self.committed[request_id] += len(rows)
         assert self.committed[request_id] <= self.owned[request_id], "more rows than were reserved"
+
+    def match_prefix(self, request_id: str, scope: Hashable, token_ids: Sequence[int]) -> int | None:
+        assert request_id not in self.owned
+        assert self.reserve(request_id, len(token_ids)), "looked for, and perhaps copied, in vain"
+        self.committed[request_id] = min(self.kept.get(scope, 0), len(token_ids) - 1)
+        return self.committed[request_id]
+
+    def retire(self, request_id: str, scope: Hashable, token_ids: Sequence[int]) -> None:
+        assert len(token_ids) <= self.committed[request_id], "kept as K/V of tokens that it is not of"
+        self.kept[scope] = max(self.kept.get(scope, 0), len(token_ids))
+        self.release(request_id)
 
     def release(self, request_id: str) -> None:
         self.owned.pop(request_id, None)
@@ -64,23 +78,35 @@ class Traffic:
         self.arrivals: dict[str, int] = {}
         self.wishes: dict[str, SpeculationParams] = {}
         self.finished: list[str] = []
+        self.now_s = 0.0  # a step takes a second
 
-    def add(self, prompt_len: int, max_tokens: int, speculation: SpeculationParams | None = None) -> Request:
+    def add(
+        self,
+        prompt_len: int,
+        max_tokens: int,
+        speculation: SpeculationParams | None = None,
+        priority: int = 0,
+        scope: str | None = None,
+    ) -> Request:
         request_id = f"r{len(self.arrivals)}"
         self.arrivals[request_id] = len(self.arrivals)
         resolved = resolve_speculation(self.config, speculation)
         request = make_request(request_id, [5] * prompt_len, max_tokens=max_tokens, speculation=resolved)
+        request.arrival_s, request.priority, request.prefix_scope = self.now_s, priority, scope
         self.wishes[request_id] = speculation or SpeculationParams()
         self.scheduler.add(request)
         return request
 
-    def arrival(self, request: Request) -> int:
-        return self.arrivals[request.request_id]
+    def place(self, request: Request) -> tuple[bool, int, float, int]:
+        """In the line of all requests at this moment, the first before the others."""
+        place = rank(request, self.now_s, self.config.max_priority_wait_s)
+        return *place, self.arrivals[request.request_id]
 
     def step(self, accepted_share: float = 0.5) -> SchedulerOutput:
         running_before, waiting_before = list(self.scheduler.running), list(self.scheduler.waiting)
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.now_s)
         self.check(plan, running_before, waiting_before)
+        self.now_s += 1.0
         for item in plan.scheduled:
             self.execute(item, accepted_share)
         return plan
@@ -122,20 +148,25 @@ class Traffic:
         self.allocator.check_integrity({r.request_id for r in scheduler.running})
 
     def check_order(self, plan: SchedulerOutput, running_before: list[Request], waiting_before: list[Request]) -> None:
-        """First come, first served; the newest is preempted, and only for want of memory."""
+        """Whoever is first in line is let in first, and the last is preempted, and only for want of memory."""
         running, waiting = self.scheduler.running, self.scheduler.waiting
-        order = [self.arrival(request) for request in [*running, *waiting]]
-        assert order == sorted(order)
         admitted = [request for request in running if request in waiting_before]
         if plan.preempted:
             assert not admitted, "memory is out: nobody may be let in"
-            assert running_before[0] in running, "the oldest request must go on"
-            assert [r for r in running_before if r not in running] == sorted(plan.preempted, key=self.arrival)
+            assert min(running_before, key=self.place) in running, "the first in line must go on"
+            assert [r for r in running_before if r not in running] == sorted(plan.preempted, key=running_before.index)
+            assert max(map(self.place, running)) < min(map(self.place, plan.preempted)), "not the last in line"
         else:
             assert running[: len(running_before)] == running_before
+        if admitted:
+            assert admitted == sorted(admitted, key=self.place)
+            assert all(self.place(admitted[-1]) < self.place(request) for request in waiting), "not the first in line"
         for request in plan.preempted:
             assert request.status is RequestStatus.WAITING
             assert request.num_computed_tokens == 0
+        for request in admitted:
+            assert request.num_cached_tokens < request.num_prompt_tokens
+            assert request.num_cached_tokens == 0 or request.prefix_scope is not None
 
     def check_item(self, item: ScheduledRequest) -> None:
         request, config = item.request, self.config
@@ -160,7 +191,7 @@ class Traffic:
         assert item.max_draft_depth + 1 <= self.max_model_len - len(request.token_ids)
 
     def run_to_the_end(self, accepted_share: float = 0.0) -> int:
-        """Steps until nobody is left; every step gives the oldest request a token or a chunk, so there is a bound."""
+        """Steps until nobody is left; every step gives the first in line a token or a chunk, so there is a bound."""
         requests = [*self.scheduler.running, *self.scheduler.waiting]
         bound = 10 + sum(2 * len(r.prompt_token_ids) + 2 * r.sampling.max_tokens for r in requests) * (
             len(requests) + 1
@@ -186,6 +217,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         branch_length=st.one_of(st.none(), st.integers(1, 4)),
         extent=st.sampled_from([1, 4, 16]),
         memory=st.integers(3, 12),
+        max_priority_wait_s=st.sampled_from([0.0, 7.0, 1e9]),
     )
     def start(
         self,
@@ -196,6 +228,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         branch_length: int | None,
         extent: int,
         memory: int,
+        max_priority_wait_s: float,
     ) -> None:
         config = EngineConfig(
             max_num_seqs=max_num_seqs,
@@ -203,6 +236,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefill_chunk_size=chunk,
             decoding_length=decoding_length,
             branch_length=branch_length,
+            max_priority_wait_s=max_priority_wait_s,
         )
         allocator = FakeAllocator(memory * 16, extent)
         self.max_model_len = min(60, allocator.total_tokens)
@@ -215,11 +249,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_draft_tokens=st.one_of(st.none(), st.integers(0, 8)),
         drafter=st.sampled_from(["", *DRAFTERS]),
         branch_length=st.one_of(st.none(), st.integers(1, 8)),
+        priority=st.sampled_from([0, 0, 0, -1, 5]),
+        scope=st.sampled_from([None, None, "s", "t"]),
     )
-    def add(self, prompt_share: float, max_tokens_share: float, **speculation: Any) -> None:
+    def add(
+        self, prompt_share: float, max_tokens_share: float, priority: int, scope: str | None, **speculation: Any
+    ) -> None:
         prompt_len = 1 + int(prompt_share * (self.max_model_len - 2))
         max_tokens = 1 + int(max_tokens_share * (self.max_model_len - prompt_len - 1))
-        self.traffic.add(prompt_len, max_tokens, SpeculationParams(**speculation))
+        self.traffic.add(prompt_len, max_tokens, SpeculationParams(**speculation), priority, scope)
 
     @rule(share=st.floats(0, 1))
     def step(self, share: float) -> None:
@@ -323,6 +361,92 @@ def test_who_was_preempted_is_not_let_in_again_in_the_same_step() -> None:
     assert [item.request for item in traffic.step(0.0).scheduled] == [older, newer]
     traffic.run_to_the_end()
     assert traffic.finished == [older.request_id, newer.request_id]
+
+
+def test_an_overdue_request_is_not_preempted_for_any_that_came_later() -> None:
+    """It comes back after its own preemption, before those of higher priority that go on arriving, and stays."""
+    traffic = make_traffic(total_tokens=80, max_model_len=80, max_num_seqs=3, max_priority_wait_s=6.0)
+    low = traffic.add(30, 40)
+    traffic.step(0.0)
+    for _ in range(60):
+        traffic.add(20, 15, priority=1)
+        traffic.step(0.0)
+        if traffic.now_s > low.arrival_s + 6.0 + 15.0:  # overdue, and whoever ran then has ended
+            assert low.status is not RequestStatus.WAITING
+    assert 1 <= low.num_preemptions <= 6
+    assert low.is_finished
+
+
+@pytest.mark.parametrize("is_overdue", [False, True])
+def test_of_two_that_outgrow_the_memory_the_same_one_always_gives_way(is_overdue: bool) -> None:
+    """The one of lower priority, as long as it has not waited long; then the other, for good."""
+    wait = 3.0 if is_overdue else 1000.0
+    options = {"max_num_seqs": 2, "max_priority_wait_s": wait, "decoding_length": 0}
+    traffic = make_traffic(total_tokens=64, max_model_len=64, **options)
+    low = traffic.add(20, 40)
+    traffic.step(0.0)
+    high = traffic.add(20, 40, priority=1)
+    traffic.run_to_the_end()
+    first, second = (low, high) if is_overdue else (high, low)
+    assert traffic.finished == [first.request_id, second.request_id]
+    assert (first.num_preemptions, second.num_preemptions) == (0, 1)
+
+
+def test_who_was_preempted_begins_again_with_what_is_cached() -> None:
+    """And is counted as cached once: what its client is told is of its first beginning."""
+    traffic = make_traffic(total_tokens=96, max_model_len=96, max_num_seqs=2, decoding_length=0)
+    traffic.add(40, 1, scope="s")
+    traffic.run_to_the_end()
+    first, second = traffic.add(30, 40, scope="s"), traffic.add(30, 40, scope="s")
+    traffic.step()
+    assert first.num_cached_tokens == second.num_cached_tokens == 29
+    plan = traffic.step()
+    while not plan.preempted:
+        plan = traffic.step()
+    assert plan.preempted == [second]
+    while second.status is RequestStatus.WAITING:
+        traffic.step()
+    assert (second.num_cached_tokens, second.num_preemptions) == (29, 1)
+    traffic.run_to_the_end()
+
+
+def test_prompts_are_computed_in_the_order_of_their_priorities() -> None:
+    traffic = make_traffic(max_num_seqs=3, max_num_batched_tokens=16, decoding_length=0)
+    low = traffic.add(100, 1)
+    traffic.step()
+    high = traffic.add(32, 1, priority=1)
+    for _ in range(2):  # it is let in at once, though low has had all rows until now
+        assert [(i.request, i.num_scheduled_tokens) for i in traffic.step().scheduled] == [(high, 16)]
+    assert [(i.request, i.num_scheduled_tokens) for i in traffic.step().scheduled] == [(low, 16)]
+
+
+@examples(100)
+@given(st.integers(1, 3), st.integers(1, 12), st.integers(1, 10), st.integers(1, 3), st.integers(0, 20), st.data())
+def test_nobody_is_starved_by_a_steady_stream_of_higher_priority(
+    seats: int, prompt_len: int, max_tokens: int, arrivals: int, wait: int, data: st.DataObject
+) -> None:
+    """Once he has waited so long, only those are let in before him who came before him: as many as there are of them.
+
+    And each gives up his seat in a bounded time.
+    """
+    traffic = make_traffic(total_tokens=seats * 24, max_model_len=24, max_num_seqs=seats, max_priority_wait_s=wait)
+    for _ in range(5):
+        traffic.add(prompt_len, max_tokens, priority=1)
+        traffic.step(0.0)
+    low = traffic.add(data.draw(st.integers(1, 12)), data.draw(st.integers(1, 10)), priority=-1)
+    num_steps, num_older = 0, 0
+    while low.status is RequestStatus.WAITING:
+        waiting = list(traffic.scheduler.waiting)
+        is_overdue = traffic.now_s - low.arrival_s > wait
+        num_steps += is_overdue
+        num_older = max(num_older, sum(is_overdue and request.arrival_s < low.arrival_s for request in waiting))
+        traffic.step(0.0)
+        if is_overdue and low in traffic.scheduler.waiting:
+            admitted = [request for request in waiting if request.status is not RequestStatus.WAITING]
+            assert all(request.arrival_s < low.arrival_s for request in admitted)
+        assert num_steps <= (num_older + 1) * (max_tokens + 1)
+        for _ in range(arrivals):
+            traffic.add(prompt_len, max_tokens, priority=data.draw(st.integers(0, 5)))
 
 
 def test_the_same_traffic_gives_the_same_plans() -> None:
