@@ -28,7 +28,7 @@ LEAST_GAIN = 0.1  # expected tokens
 MARGIN = 0.5  # nodes this much less likely than what is worth a row are still proposed: odds are learned from them
 # What a request may lose to the drafts of others: so much of its steps, and so many steps. Less than the second costs
 # everybody a good part of what drafts gain, as every request is new once (docs/adaptive.md).
-MAX_LOSS, GRACE_STEPS = 0.03, 12.0
+MAX_LOSS, GRACE_STEPS = 0.03, 16.0
 MOST_URGENCY, URGENCY_UP, URGENCY_DOWN = 16.0, 1.05, 0.98
 WINDOW_PRIOR, WINDOW_MEMORY = 2.0, 64.0  # windows that are believed to earn a token each; that are remembered
 TPOT_RATE = 0.1

@@ -19,7 +19,7 @@ from batchserve.engine.engine_core import Event, Failure
 from batchserve.request import Request, ResolvedSampling
 from batchserve.sampling.near_tie import is_near_tie, rounding_bound
 from batchserve.sampling.verify import VerifiedTokens
-from batchserve.types import FinishReason, SamplingParams, SpeculationParams
+from batchserve.types import FinishReason, SamplingParams, SpeculationParams, Usage
 
 
 @dataclass
@@ -51,6 +51,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     reason: FinishReason | None = None
     sampling: ResolvedSampling | None = None
+    usage: Usage | None = None
 
 
 def random_jobs(
@@ -90,7 +91,7 @@ def run(engine: BuiltEngine, jobs: list[Job], coverage: Coverage, *, speculate: 
             answer = answers[int(request.request_id)]
             assert answer.reason is None, "an event behind the last one"
             answer.token_ids += event.token_ids
-            answer.reason = event.finish_reason
+            answer.reason, answer.usage = event.finish_reason, event.usage
 
     core.emit = collect
     step = 0
