@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from batchserve import cli
 from batchserve.cli import (
@@ -26,6 +27,8 @@ from batchserve.cli import (
 )
 from batchserve.config import DraftConfig, EngineConfig, MiB, ServerConfig
 from batchserve.engine.async_engine import AsyncEngine
+from batchserve.engine.input_processor import InputProcessor
+from batchserve.runner.loader import resolve_model
 from batchserve.server import lifecycle
 from tests.server.harness import serving
 
@@ -181,6 +184,26 @@ def test_bytes_that_are_no_text_are_refused(own_signals, monkeypatch, capsys):
     assert "stop.stop_strings[0] = '\\udcff'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"), [(None, "a file to read"), (b"\xff\xfe", "a file of UTF-8 text"), ("", "a file to read")]
+)
+def test_references_that_cannot_be_read_are_refused_by_name(own_signals, capsys, tmp_path, content, reason):
+    path = tmp_path / "reference.txt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content == "":
+        path.mkdir()
+    assert main(["generate", "--server", "127.0.0.1:1", "--prompt", "x", "--reference", str(path)]) == 2
+    log = capsys.readouterr().err
+    assert f"reference = {str(path)!r}"[:60] in log
+    assert f"must be {reason}" in log
+
+
+def test_a_priority_out_of_its_bounds_is_refused(own_signals, capsys):
+    assert main(["generate", "--server", "127.0.0.1:1", "--prompt", "x", "--priority", "1001"]) == 2
+    assert "priority = 1001: must be an integer in -1000..1000" in capsys.readouterr().err
+
+
 def test_help_says_that_all_callers_are_one_tenant(capsys):
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
@@ -201,7 +224,17 @@ def own_signals(monkeypatch):
     monkeypatch.setattr(cli.signal, "signal", lambda number, handler: None)
 
 
-async def test_generate_prints_what_a_local_engine_or_a_server_answers(own_signals, monkeypatch, capsys):
+async def test_generate_prints_what_a_local_engine_or_a_server_answers(own_signals, monkeypatch, capsys, tmp_path):
+    quoted, asked = tmp_path / "quoted.txt", []
+    quoted.write_text("zwei Zeilen:\r\näöü", encoding="utf-8", newline="")
+    make_request = InputProcessor.make_request
+
+    def recording(*arguments, **options):
+        request = make_request(*arguments, **options)
+        asked.append((request.priority, [list(reference) for reference in request.speculation.references]))
+        return request
+
+    monkeypatch.setattr(InputProcessor, "make_request", recording)
     message = "Convert this record to JSON.\nname: alpha\ncount: 7"
     flags = ["--max-tokens", "12", "--temperature", "0"]
     here = ["--dtype", "float32"]
@@ -218,9 +251,18 @@ async def test_generate_prints_what_a_local_engine_or_a_server_answers(own_signa
     async with serving(await AsyncEngine.start(EngineConfig(dtype="float32", kv_cache_memory=64 * MiB))) as served:
         remote, _ = await output_of(*prompt, "--server", served.address)
         _, log = await output_of(*prompt, "--server", served.address, "--max-tokens", "100000", status=1)
+        given = ["--priority", "3", "--reference", str(quoted), "--reference", str(quoted)]
+        assert (await output_of(*prompt, *given, "--server", served.address))[0] == local
+        assert (await output_of(*prompt, *given, *here))[0] == local
     assert "INVALID_ARGUMENT: stop.max_tokens = 100000" in log
     assert len(local) > 10
     assert local == chat == remote
+    assert asked[0] == (0, [])
+    assert asked[-1] == asked[-2]
+    priority, (reference, again) = asked[-1]
+    assert (priority, reference) == (3, again)
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("bundled"))
+    assert tokenizer.decode(reference) == "zwei Zeilen:\r\näöü"
 
 
 def test_flags_are_not_abbreviated(capsys):

@@ -123,6 +123,22 @@ def test_another_number_of_speculations_than_of_prompts_is_refused(llm: LLM) -> 
         generate(llm, TEXTS[:1], speculation=["off"])
 
 
+def test_every_prompt_may_have_its_own_priority(llm: LLM, answers: list[RequestOutput]) -> None:
+    """More than fit at once: the later ones are let in first, the answers are in the order of the prompts."""
+    prompts = [TEXTS[i % 4] for i in range(12)]
+    outputs = generate(llm, prompts, priority=np.arange(12) - 6)
+    assert [output.token_ids for output in outputs] == [answers[i % 4].token_ids for i in range(12)]
+    starts = [output.timing.queue_s for output in outputs]
+    assert max(starts[4:]) < min(starts[:4])  # eight seats
+    assert len(generate(llm, prompts[:2], priority=np.int64(5))) == 2
+
+
+@pytest.mark.parametrize("priority", ["high", 1.5, [0, 1001], [0, True], [1], [[1], [2]]], ids=str)
+def test_what_is_no_priority_is_refused_by_name(llm: LLM, priority: object) -> None:
+    with pytest.raises(InvalidRequestError, match="priority = "):
+        generate(llm, TEXTS[:2], priority=priority)
+
+
 def test_a_scope_that_was_cleared_drafts_no_more(llm: LLM) -> None:
     """The second time a prompt is asked, its own answer is there to be drafted; in another scope it is not."""
 

@@ -70,11 +70,13 @@ class DraftStage:
         trees: dict[str, DraftTree] = {}
         if queries:
             for query, tree in zip(queries, self.drafter.propose(queries), strict=True):
-                tree.check(query)
                 trees[query.request_id] = tree
         draft_s = self._clock() - started_s
         if self.adaptive is not None and decoding:
             trees = self._choose(self.adaptive, trees, decoding, plan.max_draft_rows)
+        for query in queries:
+            if (proposed := trees.get(query.request_id)) is not None:
+                proposed.check(query)
         # Two requests may have been promised the same last free memory.
         trees = {key: t for key, t in trees.items() if len(t) and self._allocator.reserve(key, 1 + len(t))}
         load = _with_drafts(without, plan.scheduled, trees)

@@ -164,7 +164,11 @@ class AcceptanceModel:
         which = np.array([drafters.index(request.drafter) for request in requests])
         own = np.array([request.shift for request in requests])
         places, (claims, edges, paths) = np.empty(len(parents), np.int64), np.empty((3, len(parents)))
-        weigh_nodes(starts, parents, probs, _DEPTH_BIN, PROB_BINS, shifts, which, own, places, claims, edges, paths)
+        wrong = weigh_nodes(
+            starts, parents, probs, _DEPTH_BIN, PROB_BINS, shifts, which, own, places, claims, edges, paths
+        )
+        if wrong >= 0:
+            raise ValueError(f"draft node {wrong}: its parent does not come before it")
         token_ids = [token_id for tree in trees for token_id in tree.token_ids]
         return paths, Offered(token_ids, parents.tolist(), claims.tolist(), places.tolist(), edges.tolist())
 

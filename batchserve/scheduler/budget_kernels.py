@@ -44,13 +44,15 @@ def weigh_nodes(starts, parents, probs, depth_bins, prob_bounds, shifts, which, 
     (the last for all beyond); prob_bounds: of the bins of claims; shifts [num_drafters, num depth bins, num claim bins]
     and own [num_requests]: corrections in log odds; which [num_requests]: each one's drafter. Fills, all [num_nodes]:
     places (depth bin * num claim bins + claim bin), claims and edges (of a node given its parent, as claimed and
-    calibrated), paths (calibrated).
+    calibrated), paths (calibrated). Returns -1, or a node whose parent does not come before it.
     """
     num_probs = len(prob_bounds) + 1
     depths = np.empty(len(parents), np.int64)
     for i in range(len(starts) - 1):
         start = starts[i]
         for node in range(start, starts[i + 1]):
+            if not -1 <= parents[node] < node - start:
+                return node - start
             parent = parents[node] + start if parents[node] >= 0 else -1
             depths[node] = depths[parent] + 1 if parent >= 0 else 1
             above = probs[parent] if parent >= 0 else 1.0
@@ -62,6 +64,7 @@ def weigh_nodes(starts, parents, probs, depth_bins, prob_bounds, shifts, which, 
             places[node] = depth_bin * num_probs + prob_bin
             claims[node], edges[node] = claim, edge
             paths[node] = edge * (paths[parent] if parent >= 0 else 1.0)
+    return -1
 
 
 @njit(cache=True, nogil=True)

@@ -160,6 +160,26 @@ async def test_many_at_once_get_the_answers_that_each_gets_alone(rig: Rig) -> No
     assert [o.token_ids for o in together] == [o.token_ids for o in alone]
 
 
+async def test_of_those_that_wait_the_higher_priority_is_let_in_first(rig: Rig) -> None:
+    rig.gate.close()
+    ended: list[str] = []
+
+    async def one(name: str, priority: int) -> None:
+        await rig.engine.generate(PROMPT, SHORT, request_id=name, priority=priority)
+        ended.append(name)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(one("first", -1000))
+        await rig.gate.arrival()  # it is alone, and takes one of four seats
+        for i, priority in enumerate((0, -5, 0, 1000, 7, -5)):
+            group.create_task(one(f"{i}: {priority}", priority))
+        await asyncio.sleep(0)
+        rig.gate.open()
+    assert ended[0] == "first"
+    assert sorted(ended[1:4]) == ["0: 0", "3: 1000", "4: 7"]
+    assert ended[4] == "2: 0"
+
+
 async def test_an_id_in_flight_is_refused_and_the_first_owner_unharmed(rig: Rig) -> None:
     async with rig.stream("a", SHORT) as events:
         await anext(events)
@@ -203,6 +223,8 @@ async def test_a_full_queue_refuses_and_takes_again_when_there_is_room(rig: Rig)
         ({"deadline_s": 0.0}, DeadlineExceededError),
         ({"deadline_s": -5.0}, DeadlineExceededError),
         ({"deadline_s": "5"}, InvalidRequestError),
+        ({"priority": 1001}, InvalidRequestError),
+        ({"priority": "high"}, InvalidRequestError),
     ],
     ids=lambda value: str(value)[:30],
 )

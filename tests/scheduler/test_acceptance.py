@@ -48,6 +48,13 @@ def test_trees_are_weighed_each_by_itself_whatever_stands_beside_it(data: st.Dat
     assert offered.parents == [parent for part in parts for parent in part.parents]
 
 
+@pytest.mark.parametrize("parents", [[0], [-1, 1], [-1, 5], [-2]])
+def test_a_tree_whose_parents_do_not_come_first_is_refused(parents: list[int]) -> None:
+    model = AcceptanceModel()
+    with pytest.raises(ValueError, match="does not come before it"):
+        calibrated(model, model.start("a"), parents, [0.5] * len(parents))
+
+
 def test_a_claim_is_believed_until_something_is_known() -> None:
     model = AcceptanceModel()
     assert calibrated(model, model.start("a"), [-1, 0], [0.8, 0.4]) == pytest.approx([0.8, 0.4])

@@ -143,11 +143,12 @@ async def test_cancelled_calls_close_the_stream(fake: Served):
 async def test_deadline_and_arguments_reach_the_engine(fake: Served):
     fake.engine.go_on.set()
     request = ask(4, 5, request_id="mine", model="fake", speculation=pb.SpeculationOptions(max_draft_tokens=3))
+    request.priority = -3
     answer = await fake.client.generate(request, timeout=60)
     arguments = fake.engine.arguments
     assert 50 < arguments["deadline_s"] < 61  # on the wire it is rounded up
     assert (arguments["prompt"], arguments["request_id"], arguments["model"]) == ([4, 5], "mine", "fake")
-    assert arguments["speculation"].max_draft_tokens == 3
+    assert (arguments["speculation"].max_draft_tokens, arguments["priority"]) == (3, -3)
     assert (answer.text, list(answer.token_ids)) == ("ab", [1, 2])
     assert answer.timing.queue.ToMilliseconds() == 250
     await fake.client.generate(ask())
@@ -223,6 +224,8 @@ async def test_metrics_endpoint():
     engine = _engine()
     metrics = engine.metrics
     metrics.preempted(3)
+    metrics.looked_up(100, 64)
+    metrics.looked_up(20, 0)
     metrics.step_done(num_rows=14, num_draft_rows=10, num_decoding=4, seconds=0.25)
     metrics.adapted(price=80.0, predicted_s=0.02, actual_s=0.03, factor=1.5)
     metrics.scored("trie", Acceptance(("1", "2+"), tested=[8, 4], accepted=[6, 1], calibration_error=0.125))
@@ -240,6 +243,8 @@ async def test_metrics_endpoint():
     }
     expected = {
         ("preemptions_total",): 3,
+        ("prefix_queried_tokens_total",): 120,
+        ("prefix_hit_tokens_total",): 64,
         ("draft_rows_total",): 10,
         ("draft_rows_per_request",): 2.5,
         ("price_tokens_per_second",): 80,
