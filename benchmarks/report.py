@@ -14,7 +14,12 @@ from benchmarks.report_drafting import read, table
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = ("float32", "bfloat16")
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "drafting.md", ROOT / "docs" / "adaptive.md")
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "docs" / "performance.md",
+    ROOT / "docs" / "drafting.md",
+    ROOT / "docs" / "adaptive.md",
+)
 
 
 def middle(cell: dict[str, float], digits: int = 0) -> str:
