@@ -96,7 +96,7 @@ def main() -> None:
                 bench.use(new_drafter(options.drafter), workload.warm)
                 wall = on_wall(bench, workload, options)
                 results[shape]["workloads"][name] = {**workload.about(), "table": table, "wall": wall}
-    write(options, "gain", {"pairs": options.pairs, "models": results}, started_s)
+        write(options, "gain", {"pairs": options.pairs, "models": results}, started_s)
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def main() -> None:
     for model in MODELS:
         with lab(model) as bench:
             results[model] = {**bench.about(), "cells": measure(bench, model, options)}
-    write(options, "never_slower", {"models": results}, started_s)
+        write(options, "never_slower", {"models": results}, started_s)
 
 
 if __name__ == "__main__":

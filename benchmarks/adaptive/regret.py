@@ -64,7 +64,7 @@ def _compare(driver: Driver, simulation: Simulation, load: list[tuple[int, int]]
         "contenders": {name: summary([run], [runs["off"]]) for name, run in runs.items()},
         "calibration_error": {name: round(kept.error(), 4) for name, kept in reliability.items()},
         "reliability": {
-            name: {"count": kept.count.tolist(), "expected": kept.expected.tolist(), "hits": kept.hits.tolist()}
+            name: {"count": kept.count, "expected": kept.expected, "hits": kept.hits}
             for name, kept in reliability.items()
         },
     }
@@ -113,7 +113,7 @@ def main() -> None:
             sets = [recorded(options, name) for name in RECORDED]
             workloads = {workload.name: measure(bench, workload, options) for workload in sets}
             results[shape] = {**bench.about(), "workloads": workloads}
-    write(options, "regret", {"pairs": options.pairs, "models": results}, started_s)
+        write(options, "regret", {"pairs": options.pairs, "models": results}, started_s)
 
 
 if __name__ == "__main__":
