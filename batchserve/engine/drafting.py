@@ -36,6 +36,14 @@ class _Step:
     num_asked: int
 
 
+@dataclasses.dataclass(slots=True)
+class _Unheard:
+    """Tokens of a request that its drafter was not told of yet: accepted ones, and those that the client was given."""
+
+    accepted: list[int] = dataclasses.field(default_factory=list)
+    shared: list[int] = dataclasses.field(default_factory=list)
+
+
 class DraftStage:
     """Asks the drafters, lets the adaptive decoding length choose, and tells both what came of it.
 
@@ -53,7 +61,7 @@ class DraftStage:
         self.adaptive = adaptive
         self._allocator = allocator
         self._clock = clock
-        self._started: set[str] = set()  # requests that have draft state
+        self._started: dict[str, _Unheard] = {}  # requests that have draft state
         self._step: _Step | None = None
         self._depths = depth_labels()
 
@@ -86,7 +94,19 @@ class DraftStage:
     def _is_asked(self, request: Request) -> bool:
         if not self._ensure_state(request):
             return False
-        return self.adaptive is None or self.adaptive.asks(request.request_id)
+        if self.adaptive is not None and not self.adaptive.asks(request.request_id):
+            return False
+        self._tell(request.request_id)
+        return True
+
+    def _tell(self, request_id: str) -> None:
+        """Let the drafter hear what it has missed. A drafter that is not asked costs nothing, not even to listen."""
+        unheard = self._started[request_id]
+        if unheard.accepted:
+            self.drafter.accept(request_id, unheard.accepted)
+        if unheard.shared:
+            self.drafter.share(request_id, unheard.shared)
+        unheard.accepted, unheard.shared = [], []
 
     def _query(self, item: ScheduledRequest) -> DraftQuery:
         request_id, most, least_prob = item.request.request_id, item.max_draft_tokens, 0.0
@@ -116,7 +136,7 @@ class DraftStage:
         self.drafter.start(_draft_request(request))
         if self.adaptive is not None:
             self.adaptive.start(request.request_id, name or self.drafter.name, request.speculation.tpot_target_s)
-        self._started.add(request.request_id)
+        self._started[request.request_id] = _Unheard()
         outputs = request.token_ids[request.num_prompt_tokens :]
         self.drafter.accept(request.request_id, outputs)
         # What is committed but not yet published is shared with the rest of its step.
@@ -128,7 +148,7 @@ class DraftStage:
         if request.request_id in self._started:
             if unverified_token_ids:
                 self.drafter.observe(request.request_id, unverified_token_ids)
-            self.drafter.accept(request.request_id, token_ids)
+            self._started[request.request_id].accepted += token_ids
 
     def step_done(self, token_ids: Mapping[str, Sequence[int]], step_s: float) -> None:
         """The step took so long, from its beginning to its commit, and gave its decoding requests these tokens."""
@@ -151,16 +171,19 @@ class DraftStage:
     def share(self, request: Request, token_ids: Sequence[int]) -> None:
         """Tokens that the client was given."""
         if request.request_id in self._started:
-            self.drafter.share(request.request_id, token_ids)
+            self._started[request.request_id].shared += token_ids
 
     def end(self, request: Request) -> None:
         if request.request_id in self._started:
-            self._started.remove(request.request_id)
+            self._tell(request.request_id)
+            del self._started[request.request_id]
             self.drafter.end(request.request_id)
         if self.adaptive is not None:
             self.adaptive.end(request.request_id)
 
     def clear_scope(self, name: str) -> None:
+        for request_id in self._started:  # what was said before is forgotten, too
+            self._tell(request_id)
         self.drafter.clear_scope(DraftScope(TENANT, name))
 
 
