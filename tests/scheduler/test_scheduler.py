@@ -92,7 +92,9 @@ class Traffic:
         self.arrivals[request_id] = len(self.arrivals)
         resolved = resolve_speculation(self.config, speculation)
         request = make_request(request_id, [5] * prompt_len, max_tokens=max_tokens, speculation=resolved)
-        request.arrival_s, request.priority, request.prefix_scope = self.now_s, priority, scope
+        # No two arrive at the same moment: who comes first is never a matter of where he stands in a list.
+        request.arrival_s = self.now_s + 1e-6 * len(self.arrivals)
+        request.priority, request.prefix_scope = priority, scope
         self.wishes[request_id] = speculation or SpeculationParams()
         self.scheduler.add(request)
         return request

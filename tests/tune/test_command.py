@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import shlex
@@ -19,6 +20,8 @@ from batchserve.tune import command, sweep, view
 from batchserve.tune.command import TuneOptions, as_json, available_cores, recommend
 from batchserve.tune.sweep import Measured, Setting, StepTimes
 
+HAS_PLOTS = importlib.util.find_spec("matplotlib") is not None  # of the extra "bench"
+NO_PLOTS = () if HAS_PLOTS else ("--no-plots",)
 PNG = b"\x89PNG\r\n"
 FLAGS = ("--drafter", "trie", "--dtype", "float32", "--max-model-len", "320", "--max-num-batched-tokens", "64")
 
@@ -57,7 +60,7 @@ MEASURED = [
 def test_a_sweep_of_the_bundled_model(tmp_path: Path, workload: Path, capsys: Any):
     out = tmp_path / "made" / "here"
     sweep_flags = ("--max-num-seqs", "1,3", "--threads", "1", "--out", str(out), "--tpot-target-ms", "60000")
-    assert main(["tune", "--workload", str(workload), *FLAGS, *sweep_flags]) == 0
+    assert main(["tune", "--workload", str(workload), *FLAGS, *NO_PLOTS, *sweep_flags]) == 0
     written = json.loads((out / "tune.json").read_text())
     results = written["results"]
     settings = [(r["num_threads"], r["max_num_seqs"], r["is_adaptive"]) for r in results]
@@ -76,7 +79,7 @@ def test_a_sweep_of_the_bundled_model(tmp_path: Path, workload: Path, capsys: An
     assert times["num_threads"] == 1
     assert len(times["rows"]) == len(times["seconds"]) > 3
     assert 1 <= times["critical_length"] <= times["rows"][-1] == 64
-    for name in ("frontier.png", "step_time.png"):
+    for name in ("frontier.png", "step_time.png") if HAS_PLOTS else ():
         assert (out / name).read_bytes().startswith(PNG)
     recommended = written["recommended"]
     best = max(results, key=lambda result: result["tokens_per_s"])
@@ -129,7 +132,7 @@ def test_bad_input_is_named_before_a_model_is_loaded(
     tmp_path: Path, workload: Path, capsys: Any, flags: tuple[str, ...], message: str
 ):
     given = ("--workload", str(workload), "--max-num-seqs", "2", "--out", str(tmp_path / "out"), *FLAGS, *flags)
-    assert main(["tune", *given]) == 2
+    assert main(["tune", *NO_PLOTS, *given]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -144,7 +147,7 @@ def test_a_list_that_is_none_is_refused(workload: Path, capsys: Any, flag: str):
 def test_answers_of_one_token_each_tell_nothing(tmp_path: Path, capsys: Any):
     path = tmp_path / "short.jsonl"
     path.write_text('{"prompt": "x", "max_tokens": 1}\n' * 2)
-    assert main(["tune", "--workload", str(path), "--max-num-seqs", "2", "--out", str(tmp_path)]) == 2
+    assert main(["tune", "--workload", str(path), *NO_PLOTS, "--max-num-seqs", "2", "--out", str(tmp_path)]) == 2
     assert "max_tokens = 1 everywhere: must be at least 2" in capsys.readouterr().err
 
 
