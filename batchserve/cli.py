@@ -7,203 +7,34 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import ipaddress
 import logging
 import os
-import re
 import signal
 import sys
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from batchserve import __version__
 from batchserve.bench import add_bench_parser
-from batchserve.config import DRAFTERS, DTYPES, PRIVATE_SCOPE, TRIE_MODES, DraftConfig, EngineConfig, ServerConfig
+from batchserve.config import DTYPES, PRIVATE_SCOPE, DraftConfig, EngineConfig, ServerConfig
 from batchserve.errors import BatchserveError, ConfigError, InvalidRequestError
+from batchserve.options import (
+    DRAFT_OPTIONS,
+    ENGINE_OPTIONS,
+    SERVER_OPTIONS,
+    add_engine_options,
+    add_options,
+    flag_of,
+    given_flags,
+    make_config,
+)
 from batchserve.threads import apply_thread_policy
 from batchserve.tune import NOT_TUNED_OPTIONS, add_tune_flags, run_tune_command
 from batchserve.types import Delta, SamplingParams, SpeculationParams, Started, Usage, check_priority
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
-
-_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-
-
-def parse_size(text: str) -> int:
-    """Bytes of '2GiB', '512MiB', '1.5 GiB' or '1048576'; raises argparse.ArgumentTypeError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]iB|B?)", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 2GiB, 512MiB or 1048576 (bytes)")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
-def parse_on_off(text: str) -> bool:
-    """Raises argparse.ArgumentTypeError."""
-    if text not in ("on", "off"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither on nor off")
-    return text == "on"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Option:
-    """How one field of a configuration is shown on the command line; its flag, type and default are the field's."""
-
-    help: str
-    choices: tuple[str, ...] | None = None
-    is_size: bool = False
-    is_on_off: bool = False  # of a bool: --flag on | off in place of --flag and --no-flag
-    default_text: str | None = None  # what a default of None means
-
-
-ENGINE_OPTIONS = {
-    "model": Option("a local folder, a Hugging Face hub id, or 'bundled'"),
-    "dtype": Option("what weights and K/V are computed in; auto: the fastest that this machine has", DTYPES),
-    "drafter": Option("where the draft tokens come from of requests that do not choose themselves", DRAFTERS),
-    "adaptive": Option(
-        "choose in every step which draft tokens are worth the time of their rows; off: run all that are drafted",
-        is_on_off=True,
-    ),
-    "decoding_length": Option(
-        "so many draft tokens of each request in every step, not adaptive; 0 turns speculation off for all",
-        default_text="as many as pay; with --adaptive off the drafter's own: mixture and trie 8, reference "
-        "--reference-copy-length, jacobi (W+G)(N-1)",
-    ),
-    "max_itl_inflation": Option(
-        "drafts, and each prompt computed beside them, stretch the steps of running requests to at most so many times "
-        "their length; at least 1"
-    ),
-    "max_itl_ms": Option(
-        "the longest step beside running requests that prompts and drafts may make, in milliseconds",
-        default_text="as --max-itl-inflation says",
-    ),
-    "max_priority_wait_s": Option("a request that has waited so long, in seconds, comes before all of higher priority"),
-    "tpot_target_ms": Option(
-        "prefer the drafts of requests whose time per output token is above this, in milliseconds; a request may name "
-        "its own",
-        default_text="none",
-    ),
-    "branch_length": Option(
-        "the most draft tokens in one line of descent",
-        default_text="the drafter's own: mixture 32, trie 12, reference --reference-copy-length, jacobi N-1",
-    ),
-    "default_draft_scope": Option(
-        "the draft scope of requests that name none: they draft from each other's answers, and timing tells a caller "
-        f"what others were answered; '{PRIVATE_SCOPE}' shares nothing. There is no authentication: all callers are "
-        "one tenant, and who knows a scope's name can join it",
-        default_text=f"'default' on a loopback --host, '{PRIVATE_SCOPE}' otherwise",
-    ),
-    "wait_for_drafter": Option(
-        "do not serve before drafts are ready; otherwise requests go without while the first start ever compiles them"
-    ),
-    "max_num_seqs": Option("the most requests that run at once"),
-    "max_num_batched_tokens": Option("the most rows of one step: prefill chunks, drafts and plain rows together"),
-    "prefill_chunk_size": Option("the most prompt tokens of one request in one step", default_text="the step's bound"),
-    "prefix_cache": Option(
-        "keep K/V of ended requests, in memory that nobody needs, for prompts of the same draft scope that begin alike"
-    ),
-    "max_waiting": Option("the most requests that wait; further ones get RESOURCE_EXHAUSTED"),
-    "max_model_len": Option(
-        "the most tokens of prompt and answer together", default_text="the model's own, or what the K/V memory holds"
-    ),
-    "kv_cache_memory": Option(
-        "memory for K/V, such as 2GiB or 512MiB", is_size=True, default_text="a quarter of what is free at start"
-    ),
-    "num_threads": Option("compute threads on a CPU", default_text="what measures fastest at start"),
-    "batch_invariant": Option("answers that are bitwise the same in any batch, at a price in speed"),
-    "trust_remote_code": Option("run modelling code that comes with the model"),
-    "cache_dir": Option("where measured step times are kept", default_text="batchserve in the user's cache folder"),
-    "served_model_name": Option("the name that requests may give", default_text="the value of --model"),
-}
-DRAFT_OPTIONS = {
-    "trie_mode": Option("trie: how branches are put into one draft", TRIE_MODES),
-    "trie_capacity": Option("trie: the most nodes of one tree", default_text="16 x the decoding length"),
-    "trie_prompt_weight": Option("trie: how much more a prompt's branch counts", default_text="4"),
-    "trie_min_retrieved_tokens": Option(
-        "trie: with so many tokens found, shorter matches are not looked up", default_text="twice the decoding length"
-    ),
-    "reference_min_match": Option("reference: the shortest match that is copied from"),
-    "reference_copy_length": Option("reference: how many tokens are copied"),
-    "jacobi_window": Option("jacobi: W, the window's width", default_text="15, 10 or 7 by the model's size"),
-    "jacobi_ngram": Option("jacobi: N, tokens of an n-gram; the window has N-1 levels"),
-    "jacobi_guesses": Option("jacobi: G, the most n-grams verified in one step", default_text="W"),
-    "max_scope_bytes": Option("memory for the shared texts of one draft scope, such as 64MiB", is_size=True),
-    "max_draft_bytes": Option("the same for all scopes of one drafter", is_size=True),
-    "draft_cache": Option(
-        "a file that shared drafts are loaded from at start and saved to at the end; batchserve warm-drafts makes one",
-        default_text="none",
-    ),
-}
-SERVER_OPTIONS = {
-    "host": Option("the address to listen on; there is no authentication and no encryption"),
-    "port": Option("the port to listen on; 0 picks a free one, which is printed"),
-    "max_receive_bytes": Option("the largest message that is accepted, such as 16MiB", is_size=True),
-    "drain_timeout_s": Option("how long SIGTERM waits for the requests in flight, in seconds"),
-    "has_reflection": Option("answer gRPC reflection, so that tools find the service's methods by themselves"),
-    "metrics_port": Option("serve Prometheus metrics over HTTP on this port of --host", default_text="off"),
-}
-_KINDS: dict[Any, type] = {
-    **{int: int, float: float, str: str},
-    **{int | None: int, float | None: float, str | None: str},
-}
-
-
-def flag_of(field: str) -> str:
-    """The flag of a configuration field: kebab-case, without is_ and has_."""
-    return "--" + re.sub(r"^(is|has)_", "", field).replace("_", "-")
-
-
-def add_options(parser: argparse._ActionsContainer, config: type, options: dict[str, Option]) -> None:
-    """A flag for each of these fields of a configuration dataclass."""
-    hints = get_type_hints(config)
-    for field in dataclasses.fields(config):
-        if field.name not in options:
-            continue
-        option = options[field.name]
-        shown = option.default_text or _shown_default(field.default, option)
-        arguments: dict[str, Any] = {"dest": field.name, "help": f"{option.help} (default: {shown})"}
-        if option.is_on_off:
-            arguments.update(type=parse_on_off, metavar="{on,off}")
-        elif hints[field.name] is bool:
-            arguments["action"] = argparse.BooleanOptionalAction
-        else:
-            arguments["type"] = parse_size if option.is_size else _KINDS[hints[field.name]]
-            arguments["choices"] = option.choices
-        # An absent flag sets nothing, so that the dataclass alone knows the defaults.
-        parser.add_argument(flag_of(field.name), default=argparse.SUPPRESS, **arguments)
-
-
-def make_config(config: type, arguments: argparse.Namespace) -> Any:
-    """The dataclass from the flags that were given; raises ConfigError."""
-    hints = get_type_hints(config)
-    given = {name: value for name, value in vars(arguments).items() if name in hints}
-    nested: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
-    parts = {name: make_config(part, arguments) for name, part in nested.items()}
-    return config(**given, **parts)
-
-
-def _shown_default(value: object, option: Option) -> str:
-    if option.is_size and isinstance(value, int):
-        return f"{value >> 20}MiB"
-    names = ("off", "on") if option.is_on_off else ("no", "yes")
-    return names[value] if isinstance(value, bool) else str(value)
-
-
-def given_flags(arguments: argparse.Namespace) -> list[str]:
-    """The flags of the engine's configuration that were given, to be given again."""
-    flags: list[str] = []
-    for name, option in (ENGINE_OPTIONS | DRAFT_OPTIONS).items():
-        if name not in arguments:
-            continue
-        flag, value = flag_of(name), getattr(arguments, name)
-        if option.is_on_off:
-            flags += [flag, "on" if value else "off"]
-        elif isinstance(value, bool):
-            flags.append(flag if value else flag.replace("--", "--no-", 1))
-        else:
-            flags += [flag, str(value)]
-    return flags
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -232,12 +63,12 @@ def _parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser("serve", allow_abbrev=False, help="serve a model over gRPC")
     add_options(serve.add_argument_group("server"), ServerConfig, SERVER_OPTIONS)
-    _add_engine_options(serve, "")
+    add_engine_options(serve, "")
     serve.set_defaults(run=_serve)
 
     generate = commands.add_parser("generate", allow_abbrev=False, help="answer one prompt, streaming to the terminal")
     _add_generate_flags(generate)
-    _add_engine_options(generate, ", without --server")
+    add_engine_options(generate, ", without --server")
     generate.set_defaults(run=_generate)
 
     warm = commands.add_parser("warm-drafts", allow_abbrev=False, help="make a draft cache from recorded answers")
@@ -250,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         "tune", allow_abbrev=False, help="which options of serve suit a workload on this machine best"
     )
     add_tune_flags(tune)
-    _add_engine_options(tune, "", without=NOT_TUNED_OPTIONS)
+    add_engine_options(tune, "", without=NOT_TUNED_OPTIONS)
     tune.set_defaults(run=_tune)
 
     demo = commands.add_parser(
@@ -261,12 +92,6 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--dtype", choices=DTYPES, default="auto", help="as for serve (default: auto)")
     demo.set_defaults(run=_demo)
     return parser
-
-
-def _add_engine_options(parser: argparse.ArgumentParser, when: str, without: Sequence[str] = ()) -> None:
-    for name, config, options in (("engine", EngineConfig, ENGINE_OPTIONS), ("drafters", DraftConfig, DRAFT_OPTIONS)):
-        shown = {field: option for field, option in options.items() if field not in without}
-        add_options(parser.add_argument_group(f"{name}{when}"), config, shown)
 
 
 def _progress(message: str) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from batchserve.config import EngineConfig
-from batchserve.engine.async_engine import OutputCollector
 from batchserve.engine.build import build_engine
 from batchserve.engine.engine_core import Event, Failure
+from batchserve.engine.output_collector import OutputCollector
 from batchserve.errors import BatchserveError, InvalidRequestError
 from batchserve.types import Delta, ModelInfo, RequestOutput, SamplingParams, SpeculationParams
 

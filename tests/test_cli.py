@@ -14,20 +14,19 @@ import pytest
 from transformers import AutoTokenizer
 
 from batchserve import cli
-from batchserve.cli import (
+from batchserve.cli import is_loopback, main
+from batchserve.config import DraftConfig, EngineConfig, MiB, ServerConfig
+from batchserve.engine.async_engine import AsyncEngine
+from batchserve.engine.input_processor import InputProcessor
+from batchserve.options import (
     DRAFT_OPTIONS,
     ENGINE_OPTIONS,
     SERVER_OPTIONS,
     add_options,
     flag_of,
-    is_loopback,
-    main,
     make_config,
     parse_size,
 )
-from batchserve.config import DraftConfig, EngineConfig, MiB, ServerConfig
-from batchserve.engine.async_engine import AsyncEngine
-from batchserve.engine.input_processor import InputProcessor
 from batchserve.runner.loader import resolve_model
 from batchserve.server import lifecycle
 from tests.server.harness import serving

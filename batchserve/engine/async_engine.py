@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from batchserve.engine.build import BuiltEngine, build_engine
 from batchserve.engine.engine_core import Event, Failure
+from batchserve.engine.output_collector import OutputCollector
 from batchserve.errors import (
     BatchserveError,
     DeadlineExceededError,
@@ -374,37 +375,3 @@ class AsyncEngine:
         with suppress(RuntimeError):  # the loop was closed without shutdown(): nobody listens any more
             self._loop.call_soon_threadsafe(self._end_streams, error, is_consistent)
         return is_consistent
-
-
-class OutputCollector:
-    """Puts the deltas of one request together."""
-
-    def __init__(self, prompt_token_ids: list[int]) -> None:
-        self._prompt_token_ids = prompt_token_ids
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._last: Delta | None = None
-
-    def add(self, delta: Delta) -> None:
-        self._texts.append(delta.text)
-        self._token_ids += delta.token_ids
-        self._last = delta
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self._token_ids)
-
-    def output(self) -> RequestOutput:
-        """Only after the delta with a finish_reason."""
-        last = self._last
-        if last is None or last.finish_reason is None or last.usage is None or last.timing is None:
-            raise RuntimeError("the answer is not complete")
-        return RequestOutput(
-            request_id=last.request_id,
-            prompt_token_ids=self._prompt_token_ids,
-            text="".join(self._texts),
-            token_ids=self._token_ids,
-            finish_reason=last.finish_reason,
-            usage=last.usage,
-            timing=last.timing,
-        )

@@ -14,6 +14,7 @@ from batchserve.server.convert import (
     to_generate_request,
     to_stream_responses,
 )
+from batchserve.server.servicer import GenerationServicer
 from batchserve.types import (
     MAX_REQUEST_ID_CHARS,
     Delta,
@@ -188,3 +189,9 @@ def test_started_and_an_empty_delta():
     (started,) = to_stream_responses(Started("id", 3))
     assert from_stream_response(started) == Started("id", 3)
     assert list(to_stream_responses(Delta("id"))) == []
+
+
+def test_every_method_of_the_contract_is_answered_by_the_servicer_itself() -> None:
+    """The generated base class answers UNIMPLEMENTED: none of its methods may be what a caller meets."""
+    service = pb.DESCRIPTOR.services_by_name["GenerationService"]
+    assert {method.name for method in service.methods} <= set(vars(GenerationServicer))

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from batchserve.cli import _parser, main, make_config
+from batchserve.cli import _parser, main
 from batchserve.config import EngineConfig
 from batchserve.demo.prompts import PROMPTS
 from batchserve.errors import ConfigError
+from batchserve.options import make_config
 from batchserve.tune import command, sweep, view
 from batchserve.tune.command import TuneOptions, as_json, available_cores, recommend
 from batchserve.tune.sweep import Measured, Setting, StepTimes
