@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from batchserve.scheduler.acceptance import AcceptanceModel, Part, RequestOdds
-from batchserve.scheduler.budget_kernels import LEAST_ROW_COST
-from batchserve.scheduler.draft_budget import Bidders, DraftOffer, choose_drafts
+from batchserve.scheduler.draft_budget import Bidders, DraftOffer, Market, choose_drafts
 from batchserve.scheduler.price import MOST_SURPRISE, SpeedUp
 from batchserve.scheduler.probing import Probe
-from batchserve.scheduler.step_time import StepLoad
 
 if TYPE_CHECKING:
-    from batchserve.scheduler.step_time import StepTimeModel
+    from batchserve.scheduler.step_time import StepLoad, StepTimeModel
 
 FEW_NODES, GROWTH, MOST_NODES = 8, 3.0, 1 << 20  # asked for: some, and a multiple of what is bought lately
 CHOSEN_RATE = 0.2
@@ -110,22 +108,8 @@ class Introspection:
     """The last step's figures, for metrics."""
 
     price: float = 0.0
-    chosen_rows: int = 0
     predicted_s: float = 0.0
     step_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Market:
-    """What rows of one step are bought at: the step without drafts, its seconds, lambda, what a row must bring, and how
-    long the step may become.
-    """
-
-    load: StepLoad
-    without_s: float
-    price: float
-    row_worth: float
-    longest_s: float
 
 
 class AdaptiveDrafting:
@@ -144,7 +128,7 @@ class AdaptiveDrafting:
         self._max_step_s = max_step_s
         self._speed_up = SpeedUp()
         self._states: dict[str, _State] = {}
-        self._market = _Market(StepLoad(1, 1, 1), 0.0, 0.0, 0.0, 0.0)
+        self._market: Market
         self._draft_s = 0.0  # what a proposal for one request takes, smoothed
 
     def start(self, request_id: str, drafter: str, tpot_target_s: float | None = None) -> None:
@@ -167,12 +151,11 @@ class AdaptiveDrafting:
 
     def begin_step(self, load: StepLoad, alone: StepLoad) -> None:
         """A step is to be drafted that is `load` without any drafts; `alone` are its decoding rows only."""
-        without_s, alone_s = self.step_time.predict(load), self.step_time.predict(alone)
+        alone_s = self.step_time.predict(alone)
         # A prompt in the same step does not make time cheap: what counts is what decoding brings.
         price = self._speed_up.price(alone.num_requests, alone_s)
-        row_s = max(self.step_time.row_cost(load), LEAST_ROW_COST * without_s / alone.num_requests)
         longest_s = min(self._max_inflation * alone_s, self._max_step_s)
-        self._market = _Market(load, without_s, price, price * row_s, longest_s)
+        self._market = Market.open(self.step_time, load, price, longest_s, self._max_step_s)
         self.last = Introspection(price)
 
     def bounds(self, request_id: str) -> tuple[int, float]:
@@ -182,7 +165,8 @@ class AdaptiveDrafting:
         """
         state = self._states[request_id]
         most = MOST_NODES if state.window is not None else int(FEW_NODES + GROWTH * state.num_chosen)
-        least = MARGIN * self._market.row_worth / state.urgency * math.exp(-max(0.0, state.odds.shift))
+        worth = self._market.price * self._market.row_s / state.urgency
+        least = MARGIN * worth * math.exp(-max(0.0, state.odds.shift))
         return most, min(0.5, least)
 
     def choose(self, trees: Mapping[str, Tree], decoding: Sequence[Decoding], max_rows: int) -> dict[str, list[int]]:
@@ -203,16 +187,7 @@ class AdaptiveDrafting:
             np.array([state.ahead for state in states]) * market.without_s,
             np.array([GRACE_STEPS + MAX_LOSS * state.num_steps for state in states]) * market.without_s,
         )
-        bought = choose_drafts(
-            offer,
-            bidders,
-            self.step_time,
-            market.load,
-            market.price,
-            max_rows,
-            market.longest_s,
-            self._max_step_s,
-        )
+        bought = choose_drafts(offer, bidders, self.step_time, market, max_rows)
         gains = np.bincount(offer.owners[bought], weights=offer.gains[bought], minlength=len(decoding))
         # So little is not worth asking for, let alone its rows.
         is_paying = gains > max(LEAST_GAIN, market.price * self._draft_s)
@@ -228,7 +203,6 @@ class AdaptiveDrafting:
             state = states[place]
             state.probe.note(bool(is_paying[place]), each.token_ids)
             state.num_chosen += CHOSEN_RATE * (len(chosen.get(each.request_id, ())) - state.num_chosen)
-        self.last.chosen_rows = int(offer.rows[bought].sum())
         return {request_id: sorted(kept) for request_id, kept in chosen.items()}
 
     def _offer(

@@ -45,28 +45,45 @@ class Bidders:
     grace_s: FloatArray
 
 
+@dataclass(frozen=True, slots=True)
+class Market:
+    """What rows of one step are bought at.
+
+    load: the step without drafts, which takes without_s. price: lambda, what a second brings otherwise, in tokens.
+    row_s: what one more row costs, its context apart. The step may become longest_s long, or never_longer_s where
+    nobody falls behind by it.
+    """
+
+    load: StepLoad
+    without_s: float
+    price: float
+    row_s: float
+    longest_s: float
+    never_longer_s: float = math.inf
+
+    @classmethod
+    def open(
+        cls, step_time: StepTimeModel, load: StepLoad, price: float, longest_s: float, never_longer_s: float = math.inf
+    ) -> Market:
+        without_s = step_time.predict(load)
+        row_s = max(step_time.row_cost(load), LEAST_ROW_COST * without_s / load.num_requests)
+        return cls(load, without_s, price, row_s, longest_s, never_longer_s)
+
+
 def choose_drafts(
-    offer: DraftOffer,
-    bidders: Bidders,
-    step_time: StepTimeModel,
-    load: StepLoad,
-    price: float,
-    max_rows: int,
-    longest_s: float,
-    never_longer_s: float = math.inf,
+    offer: DraftOffer, bidders: Bidders, step_time: StepTimeModel, market: Market, max_rows: int
 ) -> BoolArray:
     """Which items to buy: bool [num_items].
 
-    `load` is the step without drafts; `price` (lambda) is in tokens per second: what a second brings otherwise. Items
-    are ordered by urgency x gain over cost, and of all prefixes that one is taken which maximises
-    sum(urgency x gain) - price x time, among those with at most max_rows rows that make the step no longer than
-    longest_s (never_longer_s where everybody is still ahead behind it) and leave nobody further behind than his grace.
+    Items are ordered by urgency x gain over cost, and of all prefixes of at most max_rows rows that one is taken which
+    maximises sum(urgency x gain) - price x time, among those that keep the step within its bounds and leave nobody
+    further behind than his grace.
     """
     chosen = np.zeros(len(offer.owners), np.bool_)
     if not len(chosen) or max_rows < 1:
         return chosen
-    row_s = max(step_time.row_cost(load), LEAST_ROW_COST * step_time.predict(load) / len(bidders.contexts))
-    market = (price, row_s, step_time.attended_cost(), max_rows, longest_s, never_longer_s)
+    attended_s = step_time.attended_cost()
+    terms = (market.price, market.row_s, attended_s, max_rows, market.longest_s, market.never_longer_s)
     who = (bidders.contexts, bidders.urgency, bidders.ahead_s, bidders.grace_s)
-    buy(offer.owners, offer.gains, offer.rows, who, step_time.arrays(), load.floats(), market, chosen)
+    buy(offer.owners, offer.gains, offer.rows, who, step_time.arrays(), market.load.floats(), terms, chosen)
     return chosen

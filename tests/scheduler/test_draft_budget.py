@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchserve.scheduler.draft_budget import LEAST_ROW_COST, Bidders, DraftOffer, choose_drafts
+from batchserve.scheduler.draft_budget import LEAST_ROW_COST, Bidders, DraftOffer, Market, choose_drafts
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from tests.factories import examples
 
@@ -36,8 +36,8 @@ def choose(
 ) -> list[int]:
     count = len(who.contexts)
     load = StepLoad(count, count, count)
-    longest_s = inflation * model.predict(load)
-    return np.flatnonzero(choose_drafts(what, who, model, load, price, max_rows, longest_s)).tolist()
+    market = Market.open(model, load, price, inflation * model.predict(load))
+    return np.flatnonzero(choose_drafts(what, who, model, market, max_rows)).tolist()
 
 
 def test_without_a_price_everything_is_worth_its_rows_and_at_a_high_price_nothing_is() -> None:
@@ -73,7 +73,8 @@ def test_a_step_is_stretched_no_further_unless_everybody_gains() -> None:
     assert len(choose(both, bidders(2), 0.0, inflation=1.25)) == 12
     # Whoever is ahead anyway has gained more than this step can cost.
     assert len(choose(what, bidders(2, ahead_s=1.0), 0.0, inflation=1.25)) == 13
-    bounded = choose_drafts(both, bidders(2), RISING, StepLoad(2, 2, 2), 0.0, 64, 0.0125, 0.015)
+    market = Market.open(RISING, StepLoad(2, 2, 2), 0.0, 0.0125, 0.015)
+    bounded = choose_drafts(both, bidders(2), RISING, market, 64)
     assert 0 < bounded.sum() <= 10
 
 
