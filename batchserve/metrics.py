@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,6 +67,15 @@ class Acceptance:
     tested: Sequence[float]
     accepted: Sequence[float]
     calibration_error: float
+
+
+class Verification(NamedTuple):
+    """One request's part of a step; since_last_s: since its last tokens before, None with its first."""
+
+    num_draft_tokens: int
+    num_accepted: int
+    num_given: int
+    since_last_s: float | None
 
 
 @dataclass(slots=True)
@@ -131,14 +140,18 @@ class EngineMetrics:
         with self.lock:
             self.acceptance[drafter] = acceptance
 
-    def verified(self, num_draft_tokens: int, num_accepted: int, num_given: int, since_last_s: float | None) -> None:
-        """One request's step; since_last_s: since its last tokens before, None with its first."""
+    def verified(self, requests: Sequence[Verification]) -> None:
+        """What one step verified."""
         with self.lock:
             self._add(
-                verify_steps_total=1, draft_tokens_total=num_draft_tokens, accepted_draft_tokens_total=num_accepted
+                verify_steps_total=len(requests),
+                draft_tokens_total=sum(each.num_draft_tokens for each in requests),
+                accepted_draft_tokens_total=sum(each.num_accepted for each in requests),
             )
-            if since_last_s is not None and num_given:
-                self.histograms["inter_token_latency_seconds"].add(since_last_s / num_given, num_given)
+            latency = self.histograms["inter_token_latency_seconds"]
+            for each in requests:
+                if each.since_last_s is not None and each.num_given:
+                    latency.add(each.since_last_s / each.num_given, each.num_given)
 
     def looked_up(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """A request was begun whose prompt was looked for in the prefix cache."""

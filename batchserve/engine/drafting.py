@@ -32,8 +32,8 @@ class _Step:
     without: StepLoad
     decoding: StepLoad
     load: StepLoad
-    draft_s: float
-    num_asked: int
+    draft_s: float = 0.0
+    num_asked: int = 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -64,31 +64,33 @@ class DraftStage:
         self._started: dict[str, _Unheard] = {}  # requests that have draft state
         self._step: _Step | None = None
         self._depths = depth_labels()
+        self._num_reported: dict[str, int] = {}  # edges by drafter
 
     def propose(self, plan: SchedulerOutput) -> dict[str, DraftTree]:
         """The drafts of one step by request id, with K/V reserved for their rows."""
         decoding = [s for s in plan.scheduled if s.is_decoding]
         without = _load(plan.scheduled)
-        alone = _load(decoding)
+        alone = without if len(decoding) == len(plan.scheduled) else _load(decoding)
+        self._step = step = _Step(without, alone, without)
         started_s = self._clock()
-        if self.adaptive is not None and decoding:
-            self.adaptive.begin_step(without, alone)
         asked = [s for s in decoding if s.max_draft_tokens > 0 and self._is_asked(s.request)]
+        if not asked:
+            return {}
+        if self.adaptive is not None:
+            self.adaptive.begin_step(without, alone)
         queries = [self._query(s) for s in asked]
-        trees: dict[str, DraftTree] = {}
-        if queries:
-            for query, tree in zip(queries, self.drafter.propose(queries), strict=True):
-                trees[query.request_id] = tree
-        draft_s = self._clock() - started_s
-        if self.adaptive is not None and decoding:
+        proposed = self.drafter.propose(queries)
+        trees = {query.request_id: tree for query, tree in zip(queries, proposed, strict=True)}
+        step.draft_s, step.num_asked = self._clock() - started_s, len(queries)
+        if self.adaptive is not None:
             trees = self._choose(self.adaptive, trees, decoding, plan.max_draft_rows)
         for query in queries:
-            if (proposed := trees.get(query.request_id)) is not None:
-                proposed.check(query)
+            if (tree := trees.get(query.request_id)) is not None:
+                tree.check(query)
         # Two requests may have been promised the same last free memory.
         trees = {key: t for key, t in trees.items() if len(t) and self._allocator.reserve(key, 1 + len(t))}
-        load = _with_drafts(without, plan.scheduled, trees)
-        self._step = _Step(without, alone, load, draft_s, len(queries))
+        if trees:
+            step.load = _with_drafts(without, decoding, trees)
         return trees
 
     def _is_asked(self, request: Request) -> bool:
@@ -166,7 +168,11 @@ class DraftStage:
         factor = self.adaptive.step_time.factor
         metrics.adapted(price=last.price, predicted_s=last.predicted_s, actual_s=last.step_s, factor=factor)
         for drafter, scored in acceptance.reliability.items():
-            metrics.scored(drafter, Acceptance(self._depths, scored.num_scored, scored.num_accepted, scored.error()))
+            total = sum(scored.num_scored)
+            if total != self._num_reported.get(drafter):
+                self._num_reported[drafter] = total
+                counts = scored.num_scored, scored.num_accepted
+                metrics.scored(drafter, Acceptance(self._depths, *counts, scored.error()))
 
     def share(self, request: Request, token_ids: Sequence[int]) -> None:
         """Tokens that the client was given."""
@@ -196,18 +202,18 @@ def depth_labels() -> tuple[str, ...]:
 def _load(scheduled: Iterable[ScheduledRequest]) -> StepLoad:
     rows = logit_rows = requests = context = attended = 0
     for item in scheduled:
-        computed = item.request.num_computed_tokens
-        rows += item.num_scheduled_tokens
+        computed, count = item.request.num_computed_tokens, item.num_scheduled_tokens
+        rows += count
         logit_rows += item.is_sampled
         requests += 1
         context += computed
-        attended += computed * item.num_scheduled_tokens
+        attended += computed * count
     return StepLoad(rows, logit_rows, requests, context, attended)
 
 
-def _with_drafts(load: StepLoad, scheduled: Iterable[ScheduledRequest], trees: Mapping[str, DraftTree]) -> StepLoad:
+def _with_drafts(load: StepLoad, decoding: Iterable[ScheduledRequest], trees: Mapping[str, DraftTree]) -> StepLoad:
     rows = attended = 0
-    for item in scheduled:
+    for item in decoding:
         tree = trees.get(item.request.request_id)
         if tree is not None:
             rows += len(tree)

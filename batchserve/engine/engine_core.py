@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from batchserve.engine.detokenizer import Decoder, IncrementalDetokenizer
 from batchserve.errors import BatchserveError, DeadlineExceededError, NonFiniteLogitsError
+from batchserve.metrics import Verification
 from batchserve.request import Request
 from batchserve.runner.ragged_batch import RaggedBatch, RequestRows, build_batch
 from batchserve.sampling.sampler import NO_TOKEN
@@ -76,6 +77,7 @@ class EngineCore:
         self._clock = clock
         self._answers: dict[str, _Answer] = {}  # by request id
         self._unpublished: list[_Commit] = []
+        self._verified: list[Verification] = []  # in the step under way
         self._stopped: list[Request] = []  # by a stop string, while their next step is under way
         self._overflowed: list[Request] = []  # in the step under way
 
@@ -131,6 +133,8 @@ class EngineCore:
             given = self._commit(plan.scheduled, batch, results)
             self.drafts.step_done(given, self._clock() - began_s)
             self.metrics.step_done(batch.num_rows, num_drafted, len(given), forward_s)
+            self.metrics.verified(self._verified)
+            self._verified.clear()
             self.drafts.report(self.metrics)
         # Only now: the step under way was still using their memory.
         stopped, self._stopped = self._stopped, []
@@ -217,7 +221,7 @@ class EngineCore:
             self.scheduler.finish(request)
         else:
             self.drafts.accept(request, given, verified.unverified_token_ids)
-        self.metrics.verified(num_drafted, num_accepted, len(given), since_last_s)
+        self._verified.append(Verification(num_drafted, num_accepted, len(given), since_last_s))
         return given
 
     def _publish(self) -> None:

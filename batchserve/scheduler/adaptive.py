@@ -115,7 +115,7 @@ class Introspection:
 class AdaptiveDrafting:
     """Decides for one engine. Keyed by request id; not thread-safe.
 
-    A step calls `begin_step`, `asks` for each decoding request, `bounds` for those that are to be asked, `choose`, and
+    A step calls `asks` for each decoding request; if any is to be asked, `begin_step`, their `bounds` and `choose`; and
     `step_done` when it is over. max_inflation: how far drafts may stretch a step that somebody gains nothing from;
     max_step_s: how long they may make it at all.
     """
@@ -236,16 +236,17 @@ class AdaptiveDrafting:
 
     def step_done(self, outcome: StepOutcome, token_ids: Mapping[str, Sequence[int]]) -> None:
         """Learn from a step that gave each decoding request these tokens."""
-        predicted_s = self.step_time.predict(outcome.load)
-        without_s = self.step_time.predict(outcome.without)
+        loads = {outcome.load, outcome.without, outcome.decoding}  # most often there is only one
+        seconds = {load: self.step_time.predict(load) for load in loads}
+        predicted_s, without_s = seconds[outcome.load], seconds[outcome.without]
         # What the drafter takes is no part of the forward's time: the table knows nothing of it.
         forward_s = outcome.step_s - outcome.draft_s
-        self.step_time.observe(outcome.load, forward_s)
+        self.step_time.observe(outcome.load, forward_s, predicted_s)
         if outcome.num_asked:
             self._draft_s += 0.1 * (outcome.draft_s / outcome.num_asked - self._draft_s)
         num_tokens = sum(map(len, token_ids.values()))
         if num_tokens:
-            decoding_s = self.step_time.predict(outcome.decoding)
+            decoding_s = seconds[outcome.decoding]
             surprise = min(MOST_SURPRISE, max(1.0 / MOST_SURPRISE, forward_s / predicted_s))
             decode_s = max(decoding_s, predicted_s - (without_s - decoding_s)) * surprise + outcome.draft_s
             self._speed_up.observe(outcome.decoding.num_requests, num_tokens, decode_s, decoding_s)

@@ -127,11 +127,11 @@ class StepTimeModel:
         most = self.table.rows[-1]
         return next((rows - 1 for rows in range(2, most + 1) if self.predict(StepLoad(rows, rows, 1)) > bound_s), most)
 
-    def observe(self, load: StepLoad, seconds: float) -> None:
-        """Learn from a step that took so long."""
+    def observe(self, load: StepLoad, seconds: float, predicted_s: float | None = None) -> None:
+        """Learn from a step that took so long; predicted_s: what predict() says of it, where that is known already."""
         if not 0 < seconds < math.inf:
             return
-        error = math.log(seconds / self.predict(load))
+        error = math.log(seconds / (self.predict(load) if predicted_s is None else predicted_s))
         self.log_factor += FACTOR_RATE * max(-1.0, min(1.0, error))
         if abs(error) > OUTLIER:
             return

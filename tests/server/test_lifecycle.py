@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from batchserve.config import ServerConfig
 from batchserve.errors import ConfigError, EngineFaultError
-from batchserve.metrics import CALIBRATION, COUNTERS, EDGES, GAUGES, Acceptance
+from batchserve.metrics import CALIBRATION, COUNTERS, EDGES, GAUGES, Acceptance, Verification
 from batchserve.server import lifecycle
 from batchserve.server.lifecycle import GenerationServer
 from batchserve.server.servicer import SERVICE_NAME
@@ -229,9 +229,8 @@ async def test_metrics_endpoint():
     metrics.step_done(num_rows=14, num_draft_rows=10, num_decoding=4, seconds=0.25)
     metrics.adapted(price=80.0, predicted_s=0.02, actual_s=0.03, factor=1.5)
     metrics.scored("trie", Acceptance(("1", "2+"), tested=[8, 4], accepted=[6, 1], calibration_error=0.125))
-    metrics.verified(3, 1, num_given=2, since_last_s=None)
-    metrics.verified(3, 1, num_given=2, since_last_s=0.008)
-    metrics.verified(3, 0, num_given=1, since_last_s=7.0)
+    metrics.verified([Verification(3, 1, num_given=2, since_last_s=None), Verification(3, 1, 2, 0.008)])
+    metrics.verified([Verification(3, 0, num_given=1, since_last_s=7.0)])
     async with serving(engine, ServerConfig(port=0, metrics_port=0)) as served:
         assert served.server._metrics is not None
         url = f"http://{served.server._metrics.address}/metrics"
