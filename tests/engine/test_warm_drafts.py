@@ -187,8 +187,14 @@ def test_recorded_answers_are_drafted_by_the_engine_that_loads_them(tmp_path: Pa
 
     def accepted(draft: DraftConfig, scope: str = "team") -> tuple[int, str, LLM]:
         # A fixed decoding length: what is drafted shall not depend on how busy the machine is.
-        options = {"dtype": "float32", "max_model_len": 512, "drafter": "mixture", "decoding_length": 8}
-        llm = LLM(**options, draft=draft, default_draft_scope=scope)
+        llm = LLM(
+            dtype="float32",
+            max_model_len=512,
+            drafter="mixture",
+            decoding_length=8,
+            draft=draft,
+            default_draft_scope=scope,
+        )
         (output,) = llm.generate(prompt, GREEDY, show_progress=False)
         return output.usage.accepted_draft_tokens, output.text, llm
 
