@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from batchserve.types import Timing, Usage
 
@@ -96,11 +96,14 @@ class Histogram:
 
 @dataclass(slots=True)
 class EngineMetrics:
-    """Figures of one engine, written by its thread, read by anyone who holds the lock. acceptance: by drafter."""
+    """Figures of one engine, written by its thread, read by anyone who holds the lock.
+
+    acceptance: by drafter; a function, as what it returns is asked for far less often than it changes.
+    """
 
     values: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0.0))
     gauges: dict[str, float] = field(default_factory=dict)
-    acceptance: dict[str, Acceptance] = field(default_factory=dict)
+    acceptance: Callable[[], dict[str, Acceptance]] = dict
     histograms: dict[str, Histogram] = field(
         default_factory=lambda: {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
     )
@@ -135,10 +138,6 @@ class EngineMetrics:
             self.gauges["predicted_step_seconds"] = predicted_s
             self.gauges["actual_step_seconds"] = actual_s
             self.gauges["step_time_factor"] = factor
-
-    def scored(self, drafter: str, acceptance: Acceptance) -> None:
-        with self.lock:
-            self.acceptance[drafter] = acceptance
 
     def verified(self, requests: Sequence[Verification]) -> None:
         """What one step verified."""

@@ -107,6 +107,16 @@ def overhead_table() -> str:
     return table(["model", "drafts", "host ms", "of steps with drafts", *PARTS], rows)
 
 
+def budget_table() -> str:
+    found = result("budget")
+    rows = [
+        [caches, part, f"{cell['median_ms']:.2f}", f"{cell['p90_ms']:.2f}"]
+        for caches, each in found["caches"].items()
+        for part, cell in each["parts"].items()
+    ]
+    return table(["caches", "part", "median ms", "p90"], rows)
+
+
 def prefill_table() -> str:
     rows = [
         [
@@ -152,6 +162,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gain": gain_table,
     "never slower": never_slower_table,
     "overhead": overhead_table,
+    "budget": budget_table,
     "prefill": prefill_table,
     "prefix": prefix_table,
     "reliability": reliability_table,

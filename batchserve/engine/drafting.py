@@ -63,8 +63,6 @@ class DraftStage:
         self._clock = clock
         self._started: dict[str, _Unheard] = {}  # requests that have draft state
         self._step: _Step | None = None
-        self._depths = depth_labels()
-        self._num_reported: dict[str, int] = {}  # edges by drafter
 
     def propose(self, plan: SchedulerOutput) -> dict[str, DraftTree]:
         """The drafts of one step by request id, with K/V reserved for their rows."""
@@ -161,18 +159,20 @@ class DraftStage:
         self.adaptive.step_done(outcome, token_ids)
 
     def report(self, metrics: EngineMetrics) -> None:
-        """Tell what the adaptive decoding length went by in the last step, and what it has learned."""
+        """Tell what the adaptive decoding length went by in the last step."""
+        if self.adaptive is not None:
+            last, factor = self.adaptive.last, self.adaptive.step_time.factor
+            metrics.adapted(price=last.price, predicted_s=last.predicted_s, actual_s=last.step_s, factor=factor)
+
+    def acceptance(self) -> dict[str, Acceptance]:
+        """What has come of drafts until now, by drafter. Any thread may ask."""
         if self.adaptive is None:
-            return
-        last, acceptance = self.adaptive.last, self.adaptive.acceptance
-        factor = self.adaptive.step_time.factor
-        metrics.adapted(price=last.price, predicted_s=last.predicted_s, actual_s=last.step_s, factor=factor)
-        for drafter, scored in acceptance.reliability.items():
-            total = sum(scored.num_scored)
-            if total != self._num_reported.get(drafter):
-                self._num_reported[drafter] = total
-                counts = scored.num_scored, scored.num_accepted
-                metrics.scored(drafter, Acceptance(self._depths, *counts, scored.error()))
+            return {}
+        depths = depth_labels()
+        return {
+            drafter: Acceptance(depths, scored.num_scored, scored.num_accepted, scored.error())
+            for drafter, scored in self.adaptive.acceptance.reliability.items()
+        }
 
     def share(self, request: Request, token_ids: Sequence[int]) -> None:
         """Tokens that the client was given."""

@@ -72,6 +72,7 @@ class EngineCore:
         self.drafts = drafts
         self.runner = runner
         self.metrics = metrics
+        metrics.acceptance = lambda: self.drafts.acceptance()  # the stage may be exchanged
         self.emit: Callable[[list[Event]], None] = lambda events: None
         self._decoder = decoder
         self._clock = clock

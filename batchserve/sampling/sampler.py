@@ -40,7 +40,7 @@ class RowSampler:
     def argmax_at(self, row: int) -> int:
         """The likeliest token, whatever the sampling."""
         if self._argmax is None:
-            rows = self._logits.float().numpy()  # in bf16 the same takes forty times as long
+            rows = self._logits.float().numpy()  # in bf16 the same takes many times as long
             best = rows.argmax(axis=-1)  # a NaN is above all numbers
             self._argmax = best.tolist()
             self._is_finite = np.isfinite(rows[np.arange(len(rows)), best]).tolist()

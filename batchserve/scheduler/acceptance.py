@@ -7,132 +7,91 @@ budget which cuts a draft does not blind the estimate that it cuts by.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from batchserve.scheduler.budget_kernels import LEAST_PROB, MOST_PROB, correct, weigh_nodes
+from batchserve.scheduler.budget_kernels import CLOSED, correct, own_shift, score_trees, weigh_nodes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 FloatArray = np.ndarray[Any, np.dtype[np.float64]]
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 PROB_BINS = np.array([0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.985])
 DEPTH_OF_BIN = (1, 2, 3, 4, 6, 8)  # a bin's greatest depth; the last bin has all that is deeper
 NUM_DEPTHS, NUM_PROBS = len(DEPTH_OF_BIN) + 1, len(PROB_BINS) + 1
-PRIOR, REQUEST_PRIOR = 2.0, 8.0  # edges
-MEMORY, REQUEST_MEMORY = 1000.0, 64.0
+PRIOR = 2.0  # edges
 _DEPTH_BIN = np.array([int(np.searchsorted(DEPTH_OF_BIN, depth)) for depth in range(DEPTH_OF_BIN[-1] + 2)])
 
 
-class Part(NamedTuple):
-    """The verified nodes of one tree: where they stand in it, and what they are; parents among themselves."""
-
-    nodes: list[int]
-    parents: list[int]
-    probs: list[float]
-    token_ids: list[int]
-
-
-class _Odds:
-    """What one drafter claimed and what came true, by depth and claim: [NUM_DEPTHS, NUM_PROBS]; the old counts less."""
-
-    def __init__(self) -> None:
-        # Plain lists, flat: they are counted into one by one.
-        self._count, self._claimed, self._hits = ([0.0] * (NUM_DEPTHS * NUM_PROBS) for _ in range(3))
-        self._shifts = np.zeros((NUM_DEPTHS, NUM_PROBS))
-        self._is_stale = False
-
-    def learn(self, place: int, claimed: float, is_hit: bool) -> None:
-        """`place` is depth bin * NUM_PROBS + probability bin."""
-        self._count[place] += 1.0
-        self._claimed[place] += claimed
-        self._hits[place] += is_hit
-        if self._count[place] > MEMORY:
-            for sums in (self._count, self._claimed, self._hits):
-                sums[place] *= 0.5
-        self._is_stale = True
+class VerifiedPart(Protocol):
+    """A tree of nodes that may be accepted; parents come first, -1 is its root; probs are path probabilities."""
 
     @property
-    def shifts(self) -> FloatArray:
-        """By how much the truth's log odds differ from the claims', [NUM_DEPTHS, NUM_PROBS].
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def parents(self) -> Sequence[int]: ...
+    @property
+    def probs(self) -> Sequence[float]: ...
 
-        In log odds, because a factor that doubles small probabilities would make certainties of large ones. What is
-        believed of a depth before it is known is what the depth above it has shown: a chain whose first token is always
-        wrong never lets its second be tried.
-        """
-        if self._is_stale:
-            sums = np.array((self._count, self._claimed, self._hits)).reshape(3, NUM_DEPTHS, NUM_PROBS)
-            correct(sums, PRIOR, self._shifts)
-            self._is_stale = False
-        return self._shifts
+
+@dataclass(frozen=True, slots=True)
+class RequestOdds:
+    """The place of one request's own record, on top of its drafter's: some texts are harder than others."""
+
+    drafter: str
+    slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """What all trees of one step claimed: one entry a node, as plain lists; parents are places in the node's tree."""
+    """All trees of one step, node behind node, and how far the truth has followed each; see budget_kernels.py."""
 
-    token_ids: list[int]
-    parents: list[int]
-    claims: list[float]
-    places: list[int]  # depth bin * NUM_PROBS + probability bin
-    expected: list[float]  # calibrated
-
-
-@dataclass(slots=True)
-class _Proposal:
-    """A tree that is still being held against what arrives, and the node that the truth has reached (-1: its root)."""
-
-    offered: Offered
-    start: int
-    stop: int
-    node: int = -1
-
-
-@dataclass(slots=True)
-class RequestOdds:
-    """One request's own record on top of its drafter's: some texts are harder than others."""
-
-    drafter: str
-    count: float = 0.0
-    expected: float = 0.0
-    hits: float = 0.0
-    open: list[_Proposal] = field(default_factory=list)
-
-    def learn(self, expected: float, is_hit: bool) -> None:
-        self.count += 1.0
-        self.expected += expected
-        self.hits += is_hit
-        if self.count > REQUEST_MEMORY:
-            self.count, self.expected, self.hits = self.count / 2, self.expected / 2, self.hits / 2
+    slots: IntArray  # of the requests [num_trees]
+    starts: IntArray  # [num_trees + 1]
+    token_ids: IntArray
+    parents: IntArray
+    places: IntArray
+    results: FloatArray  # [3, num_nodes]: claims, edges, paths
+    reached: IntArray  # [num_trees]
 
     @property
-    def shift(self) -> float:
-        """By how much its truth's log odds differ from what was expected of it."""
-        if self.count == 0.0:
-            return 0.0
-        mean = min(MOST_PROB, max(LEAST_PROB, self.expected / self.count))
-        truth = (self.hits + REQUEST_PRIOR * mean) / (self.count + REQUEST_PRIOR)
-        return math.log(truth / (1.0 - truth)) - math.log(mean / (1.0 - mean))
+    def paths(self) -> FloatArray:
+        """Calibrated path probabilities [num_nodes]."""
+        paths: FloatArray = self.results[2]
+        return paths
 
 
+class _Books:
+    """Edges counted, by drafter; [num_drafters, ...]. What is old counts less in sums, which odds are made from."""
+
+    def __init__(self, num_drafters: int) -> None:
+        self.sums = np.zeros((num_drafters, 3, NUM_DEPTHS * NUM_PROBS))  # edges, their claims, hits
+        self.tallies = np.zeros((num_drafters, 3, 10))  # the same by tenths of calibrated probability
+        self.tested = np.zeros((num_drafters, 2, NUM_DEPTHS), np.int64)  # edges and hits by depth
+        self.shifts = np.zeros((num_drafters, NUM_DEPTHS, NUM_PROBS))
+
+    def grown(self) -> _Books:
+        books, number = _Books(len(self.sums) + 1), len(self.sums)
+        for name in ("sums", "tallies", "tested", "shifts"):
+            getattr(books, name)[:number] = getattr(self, name)
+        return books
+
+
+@dataclass(frozen=True, slots=True)
 class Reliability:
     """How well calibrated edges came true: counts, sums of probability and hits by tenths of probability, and the edges
     scored and those that came true by depth bin.
     """
 
-    def __init__(self) -> None:
-        self.count, self.expected, self.hits = ([0.0] * 10 for _ in range(3))
-        self.num_scored, self.num_accepted = [0] * NUM_DEPTHS, [0] * NUM_DEPTHS
-
-    def add(self, depth_bin: int, expected: float, is_hit: bool) -> None:
-        tenth = min(9, int(expected * 10))
-        self.count[tenth] += 1
-        self.expected[tenth] += expected
-        self.hits[tenth] += is_hit
-        self.num_scored[depth_bin] += 1
-        self.num_accepted[depth_bin] += is_hit
+    count: list[float]
+    expected: list[float]
+    hits: list[float]
+    num_scored: list[int]
+    num_accepted: list[int]
 
     def error(self) -> float:
         """The expected calibration error: the mean distance of probability and frequency, weighed by count."""
@@ -144,64 +103,100 @@ class AcceptanceModel:
     """Calibrates path probabilities, per drafter, depth, claim and request, and learns from what arrives."""
 
     def __init__(self) -> None:
-        self._odds: dict[str, _Odds] = {}
-        self.reliability: dict[str, Reliability] = {}
+        self._numbers: dict[str, int] = {}  # of drafters
+        self._books = _Books(0)
+        self._drafter_of, self._records = np.zeros(0, np.int64), np.zeros((0, 3))  # by slot
+        self._free: list[int] = []  # slots
+        self._open: list[Offered] = []
+        self._is_stale = False
 
     def start(self, drafter: str) -> RequestOdds:
-        if drafter not in self._odds:
-            self._odds[drafter] = _Odds()
-            self.reliability[drafter] = Reliability()
-        return RequestOdds(drafter)
+        """A request's record, until `end`."""
+        if drafter not in self._numbers:
+            self._numbers[drafter] = len(self._numbers)
+            self._books, self._is_stale = self._books.grown(), True
+        if not self._free:
+            size = len(self._records)
+            self._free = list(range(2 * size + 16, size - 1, -1))
+            self._drafter_of = np.pad(self._drafter_of, (0, len(self._free)))
+            self._records = np.pad(self._records, ((0, len(self._free)), (0, 0)))
+        slot = self._free.pop()
+        self._drafter_of[slot], self._records[slot] = self._numbers[drafter], 0.0
+        return RequestOdds(drafter, slot)
 
-    def calibrate(self, trees: Sequence[Part], requests: Sequence[RequestOdds]) -> tuple[FloatArray, Offered]:
-        """Calibrated path probabilities [num_nodes], and what is to be remembered; tree i is request i's."""
-        sizes = [len(tree.parents) for tree in trees]
-        starts = np.array([0, *itertools.accumulate(sizes)])
+    def end(self, request: RequestOdds) -> None:
+        """What was offered to it and has not arrived never will."""
+        for offered in self._open:
+            offered.reached[offered.slots == request.slot] = CLOSED
+        self._free.append(request.slot)
+
+    def shift(self, request: RequestOdds) -> float:
+        """By how much a request's truth differs in log odds from what was expected of it."""
+        shift: float = own_shift(self._records[request.slot])
+        return shift
+
+    def calibrate(self, trees: Sequence[VerifiedPart], requests: Sequence[RequestOdds]) -> Offered:
+        """Calibrated trees; tree i is request i's. Raises ValueError if a parent does not come before its node."""
+        if self._is_stale:
+            # In log odds, because a factor that doubles small probabilities would make certainties of large ones. What
+            # is believed of a depth before it is known is what the depth above it has shown: a chain whose first token
+            # is always wrong never lets its second be tried.
+            for sums, shifts in zip(self._books.sums, self._books.shifts, strict=True):
+                correct(sums.reshape(3, NUM_DEPTHS, NUM_PROBS), PRIOR, shifts)
+            self._is_stale = False
+        slots = np.array([request.slot for request in requests])
+        starts = np.array([0, *itertools.accumulate(len(tree.parents) for tree in trees)])
         parents = np.array([parent for tree in trees for parent in tree.parents], np.int64)
         probs = np.array([prob for tree in trees for prob in tree.probs], np.float64)
-        drafters = list({request.drafter: None for request in requests})
-        shifts = np.array([self._odds[name].shifts for name in drafters])
-        which = np.array([drafters.index(request.drafter) for request in requests])
-        own = np.array([request.shift for request in requests])
-        places, (claims, edges, paths) = np.empty(len(parents), np.int64), np.empty((3, len(parents)))
-        wrong = weigh_nodes(
-            starts, parents, probs, _DEPTH_BIN, PROB_BINS, shifts, which, own, places, claims, edges, paths
-        )
+        token_ids = np.array([token_id for tree in trees for token_id in tree.token_ids], np.int64)
+        places, results = np.empty(len(parents), np.int64), np.empty((3, len(parents)))
+        who = (slots, self._drafter_of, self._records)
+        wrong = weigh_nodes(starts, parents, probs, _DEPTH_BIN, PROB_BINS, self._books.shifts, *who, places, results)
         if wrong >= 0:
             raise ValueError(f"draft node {wrong}: its parent does not come before it")
-        token_ids = [token_id for tree in trees for token_id in tree.token_ids]
-        return paths, Offered(token_ids, parents.tolist(), claims.tolist(), places.tolist(), edges.tolist())
+        return Offered(slots, starts, token_ids, parents, places, results, np.full(len(slots), -1))
 
-    def propose(self, request: RequestOdds, offered: Offered, start: int, stop: int) -> None:
-        """Remember a tree, the nodes from start to stop, until it is known how much of it was right."""
-        if stop > start:
-            request.open.append(_Proposal(offered, start, stop))
+    def remember(self, offered: Offered) -> None:
+        """Hold these trees against what arrives, until it is known how much of them was right."""
+        offered.reached[offered.starts[1:] == offered.starts[:-1]] = CLOSED
+        self._open.append(offered)
 
-    def arrive(self, request: RequestOdds, token_ids: Sequence[int]) -> None:
-        """Score what was proposed to a request against its next tokens."""
-        if request.open:
-            odds, reliability = self._odds[request.drafter], self.reliability[request.drafter]
-            request.open = [each for each in request.open if _score(request, each, token_ids, odds, reliability)]
+    @property
+    def num_open(self) -> int:
+        """Trees that are still held against what arrives."""
+        return sum(int((offered.reached != CLOSED).sum()) for offered in self._open)
+
+    def arrive(self, requests: Sequence[RequestOdds], token_ids: Sequence[Sequence[int]]) -> None:
+        """Score what was proposed to each of these requests against its next tokens."""
+        if not self._open:
+            return
+        given = np.array([request.slot for request in requests], np.int64)
+        token_starts = np.array([0, *itertools.accumulate(map(len, token_ids))])
+        tokens = np.array([token_id for each in token_ids for token_id in each], np.int64)
+        books = (self._books.sums, self._books.tallies, self._books.tested)
+        arrived = (given, token_starts, tokens, self._drafter_of, self._records, books)
+        self._open = [each for each in self._open if score_trees(*_arrays(each), *arrived)]
+        self._is_stale = True
+
+    @property
+    def reliability(self) -> dict[str, Reliability]:
+        """What came true of all edges so far, by drafter."""
+        books = self._books
+        numbers = self._numbers.copy()  # in one piece: another thread may be looking
+        return {
+            name: Reliability(*books.tallies[number].tolist(), *books.tested[number].tolist())
+            for name, number in numbers.items()
+            if number < len(books.tallies)
+        }
 
 
-def _score(
-    request: RequestOdds, proposal: _Proposal, token_ids: Sequence[int], odds: _Odds, reliability: Reliability
-) -> bool:
-    """Walk on; whether there is more to come."""
-    offered, start, stop = proposal.offered, proposal.start, proposal.stop
-    for token_id in token_ids:
-        reached, above = -1, proposal.node
-        for node in range(start + above + 1, stop):
-            if offered.parents[node] != above:
-                continue
-            is_hit = offered.token_ids[node] == token_id
-            place, expected = offered.places[node], offered.expected[node]
-            odds.learn(place, offered.claims[node], is_hit)
-            request.learn(expected, is_hit)
-            reliability.add(place // NUM_PROBS, expected, is_hit)
-            if is_hit:
-                reached = node - start
-        if reached < 0 or reached not in offered.parents[start + reached + 1 : stop]:
-            return False
-        proposal.node = reached
-    return True
+def _arrays(offered: Offered) -> tuple[Any, ...]:
+    return (
+        offered.slots,
+        offered.starts,
+        offered.token_ids,
+        offered.parents,
+        offered.places,
+        offered.results,
+        offered.reached,
+    )

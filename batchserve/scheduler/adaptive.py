@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from batchserve.scheduler.acceptance import AcceptanceModel, Part, RequestOdds
+from batchserve.scheduler.acceptance import AcceptanceModel, RequestOdds, VerifiedPart
 from batchserve.scheduler.draft_budget import Bidders, DraftOffer, Market, choose_drafts
 from batchserve.scheduler.price import MOST_SURPRISE, SpeedUp
 from batchserve.scheduler.probing import Probe
@@ -54,7 +54,13 @@ class _Window:
 
     @property
     def value(self) -> float:
-        return self.tokens / self.windows
+        """In tokens; what has waited to be tried again is believed to be worth what a new one is."""
+        known = self.tokens / self.windows
+        return max(known, 1.0) if self.probe.is_trying_again else known
+
+    def missed(self) -> None:
+        """It was offered, and nobody wanted it: so it is not offered in every step for nothing, nor never again."""
+        self.probe.note(False, (), LONGEST_WINDOW_WAIT)
 
     def note(self, num_accepted: int) -> None:
         self.tokens += num_accepted
@@ -77,6 +83,39 @@ class _State:
     num_chosen: float = 0.0  # nodes, smoothed
     ahead: float = 0.0  # steps without drafts that it is ahead of decoding without any
     window: _Window | None = None  # of a drafter that has one
+
+    def arrived(self, token_ids: Sequence[int], step_s: float, stretch: float) -> None:
+        """A step that was `stretch` times as long as it had been without drafts gave the request these tokens."""
+        self.probe.arrive(token_ids)
+        if self.window is not None and token_ids:
+            self.window.note(len(token_ids) - 1)
+        self.num_steps += 1
+        self.ahead += len(token_ids) - stretch
+        tpot_s = step_s / max(1, len(token_ids))
+        self.tpot_s += (1.0 if self.num_steps == 1 else TPOT_RATE) * (tpot_s - self.tpot_s)
+        if self.tpot_target_s is not None:
+            change = URGENCY_UP if self.tpot_s > self.tpot_target_s else URGENCY_DOWN
+            self.urgency = max(1.0, min(MOST_URGENCY, self.urgency * change))
+
+
+class DraftPart(NamedTuple):
+    """A VerifiedPart of a tree that has other nodes, too."""
+
+    token_ids: list[int]
+    parents: list[int]
+    probs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """The items of one step, and where they come from: by place of the request, its first item and, if its tree has
+    rows that are not verified, its verified nodes; by item, a window and its rows.
+    """
+
+    items: DraftOffer
+    starts: dict[int, int]
+    splits: dict[int, list[int]]
+    windows: dict[int, tuple[_Window, list[int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +172,7 @@ class AdaptiveDrafting:
 
     def start(self, request_id: str, drafter: str, tpot_target_s: float | None = None) -> None:
         state = self._state(request_id)
+        self.acceptance.end(state.odds)
         state.odds, state.tpot_target_s = self.acceptance.start(drafter), tpot_target_s
 
     def _state(self, request_id: str) -> _State:
@@ -143,7 +183,9 @@ class AdaptiveDrafting:
         return state
 
     def end(self, request_id: str) -> None:
-        self._states.pop(request_id, None)
+        state = self._states.pop(request_id, None)
+        if state is not None:
+            self.acceptance.end(state.odds)
 
     def asks(self, request_id: str) -> bool:
         """Whether the request's drafter is to be called in this step; once a step and request."""
@@ -154,8 +196,9 @@ class AdaptiveDrafting:
         alone_s = self.step_time.predict(alone)
         # A prompt in the same step does not make time cheap: what counts is what decoding brings.
         price = self._speed_up.price(alone.num_requests, alone_s)
-        longest_s = min(self._max_inflation * alone_s, self._max_step_s)
-        self._market = Market.open(self.step_time, load, price, longest_s, self._max_step_s)
+        # Nor does it use up what drafts may stretch a step by: where prompts never cease, nobody would draft.
+        longest_s = min(self._max_inflation * self.step_time.predict(load), self._max_step_s)
+        self._market = Market.open(self.step_time, load, alone, price, longest_s, self._max_step_s)
         self.last = Introspection(price)
 
     def bounds(self, request_id: str) -> tuple[int, float]:
@@ -166,7 +209,7 @@ class AdaptiveDrafting:
         state = self._states[request_id]
         most = MOST_NODES if state.window is not None else int(FEW_NODES + GROWTH * state.num_chosen)
         worth = self._market.price * self._market.row_s / state.urgency
-        least = MARGIN * worth * math.exp(-max(0.0, state.odds.shift))
+        least = MARGIN * worth * math.exp(-max(0.0, self.acceptance.shift(state.odds)))
         return most, min(0.5, least)
 
     def choose(self, trees: Mapping[str, Tree], decoding: Sequence[Decoding], max_rows: int) -> dict[str, list[int]]:
@@ -180,25 +223,33 @@ class AdaptiveDrafting:
         if not drafted:
             return {}
         states = [self._state(each.request_id) for each in decoding]
-        offer, nodes, num_nodes = self._offer(trees, drafted, states)
+        offer = self._offer(trees, drafted, states)
         bidders = Bidders(
             np.array([float(each.context_len) for each in decoding]),
             np.array([state.urgency for state in states]),
             np.array([state.ahead for state in states]) * market.without_s,
             np.array([GRACE_STEPS + MAX_LOSS * state.num_steps for state in states]) * market.without_s,
         )
-        bought = choose_drafts(offer, bidders, self.step_time, market, max_rows)
-        gains = np.bincount(offer.owners[bought], weights=offer.gains[bought], minlength=len(decoding))
+        bought = choose_drafts(offer.items, bidders, self.step_time, market, max_rows)
+        owners, gains = offer.items.owners, offer.items.gains
+        expected = np.bincount(owners[bought], weights=gains[bought], minlength=len(decoding))
         # So little is not worth asking for, let alone its rows.
-        is_paying = gains > max(LEAST_GAIN, market.price * self._draft_s)
-        bought &= is_paying[offer.owners]
+        is_paying = expected > max(LEAST_GAIN, market.price * self._draft_s)
+        items = np.flatnonzero(bought & is_paying[owners])
         chosen: dict[str, list[int]] = {}
-        for item in np.flatnonzero(bought).tolist():
-            place = int(offer.owners[item])
-            chosen.setdefault(decoding[place].request_id, []).extend(nodes[item])
-            window = states[place].window
-            if window is not None and item >= num_nodes:
+        for item, place in zip(items.tolist(), owners[items].tolist(), strict=True):
+            nodes = chosen.setdefault(decoding[place].request_id, [])
+            if item in offer.windows:
+                window, rows = offer.windows[item]
+                nodes += rows
                 window.is_run = True
+            elif place in offer.splits:
+                nodes.append(offer.splits[place][item - offer.starts[place]])
+            else:
+                nodes.append(item - offer.starts[place])
+        for window, _ in offer.windows.values():
+            if not window.is_run:
+                window.missed()
         for place, each in drafted:
             state = states[place]
             state.probe.note(bool(is_paying[place]), each.token_ids)
@@ -207,32 +258,36 @@ class AdaptiveDrafting:
 
     def _offer(
         self, trees: Mapping[str, Tree], drafted: Sequence[tuple[int, Decoding]], states: Sequence[_State]
-    ) -> tuple[DraftOffer, list[list[int]], int]:
-        """What the trees offer, each item's nodes, and how many items are nodes; remembers the trees, to be scored."""
-        parts: list[Part] = []
-        bundles: list[tuple[int, float, list[int]]] = []
+    ) -> _Offer:
+        """What the trees offer: their verified nodes one by one, then windows; remembers the trees, to be scored."""
+        parts: list[VerifiedPart] = []
+        splits: dict[int, list[int]] = {}
+        bundles: list[tuple[int, _Window, list[int]]] = []
         for place, each in drafted:
-            part, window = _split(trees[each.request_id])
+            tree = trees[each.request_id]
+            if all(tree.is_verified):
+                parts.append(tree)
+                continue
+            splits[place], part, rows = _split(tree)
             parts.append(part)
-            if window:
-                state = states[place]
-                state.window = state.window or _Window()
-                if state.window.probe.is_due():
-                    bundles.append((place, state.window.value, window))
-        records = [states[place].odds for place, _ in drafted]
-        gains, offered = self.acceptance.calibrate(parts, records)
-        stop = 0
-        for record, part in zip(records, parts, strict=True):
-            start, stop = stop, stop + len(part.nodes)
-            self.acceptance.propose(record, offered, start, stop)
-        nodes = [[node] for part in parts for node in part.nodes]
-        owners = np.repeat([place for place, _ in drafted], [len(part.nodes) for part in parts])
-        rows = np.ones(len(nodes), np.int64)
+            window = states[place].window = states[place].window or _Window()
+            if window.probe.is_due():
+                bundles.append((place, window, rows))
+        places = np.array([place for place, _ in drafted])
+        offered = self.acceptance.calibrate(parts, [states[place].odds for place, _ in drafted])
+        self.acceptance.remember(offered)
+        owners, gains = np.repeat(places, np.diff(offered.starts)), offered.paths
+        sizes, num_nodes = np.ones(len(gains), np.int64), len(gains)
         if bundles:
             owners = np.concatenate((owners, [place for place, _, _ in bundles]))
-            gains = np.concatenate((gains, [value for _, value, _ in bundles]))
-            rows = np.concatenate((rows, [len(window) for _, _, window in bundles]))
-        return DraftOffer(owners, gains, rows), nodes + [window for _, _, window in bundles], len(nodes)
+            gains = np.concatenate((gains, [window.value for _, window, _ in bundles]))
+            sizes = np.concatenate((sizes, [len(rows) for _, _, rows in bundles]))
+        return _Offer(
+            DraftOffer(owners, gains, sizes),
+            dict(zip(places.tolist(), offered.starts.tolist(), strict=False)),
+            splits,
+            {num_nodes + i: (window, rows) for i, (_, window, rows) in enumerate(bundles)},
+        )
 
     def step_done(self, outcome: StepOutcome, token_ids: Mapping[str, Sequence[int]]) -> None:
         """Learn from a step that gave each decoding request these tokens."""
@@ -251,35 +306,19 @@ class AdaptiveDrafting:
             decode_s = max(decoding_s, predicted_s - (without_s - decoding_s)) * surprise + outcome.draft_s
             self._speed_up.observe(outcome.decoding.num_requests, num_tokens, decode_s, decoding_s)
         self.last.step_s, self.last.predicted_s = outcome.step_s, predicted_s
-        for request_id, tokens in token_ids.items():
-            state = self._states.get(request_id)
-            if state is not None:
-                self._arrived(state, tokens, outcome.step_s, predicted_s / without_s)
-
-    def _arrived(self, state: _State, token_ids: Sequence[int], step_s: float, stretch: float) -> None:
-        self.acceptance.arrive(state.odds, token_ids)
-        state.probe.arrive(token_ids)
-        if state.window is not None and token_ids:
-            state.window.note(len(token_ids) - 1)
-        state.num_steps += 1
-        state.ahead += len(token_ids) - stretch
-        tpot_s = step_s / max(1, len(token_ids))
-        state.tpot_s += (1.0 if state.num_steps == 1 else TPOT_RATE) * (tpot_s - state.tpot_s)
-        if state.tpot_target_s is not None:
-            change = URGENCY_UP if state.tpot_s > state.tpot_target_s else URGENCY_DOWN
-            state.urgency = max(1.0, min(MOST_URGENCY, state.urgency * change))
+        arrived = [(self._states[each], tokens) for each, tokens in token_ids.items() if each in self._states]
+        self.acceptance.arrive([state.odds for state, _ in arrived], [tokens for _, tokens in arrived])
+        for state, tokens in arrived:
+            state.arrived(tokens, outcome.step_s, predicted_s / without_s)
 
 
-def _split(tree: Tree) -> tuple[Part, list[int]]:
-    """A tree's verified part, and its nodes that are not verified."""
-    if all(tree.is_verified):
-        return Part(list(range(len(tree.parents))), tree.parents, tree.probs, tree.token_ids), []
+def _split(tree: Tree) -> tuple[list[int], DraftPart, list[int]]:
+    """A tree's verified nodes, the tree that they are among themselves, and its nodes that are not verified."""
     nodes = [node for node, is_verified in enumerate(tree.is_verified) if is_verified]
     places = {node: place for place, node in enumerate(nodes)}
-    part = Part(
-        nodes,
+    part = DraftPart(
+        [tree.token_ids[node] for node in nodes],
         [places.get(tree.parents[node], -1) for node in nodes],
         [tree.probs[node] for node in nodes],
-        [tree.token_ids[node] for node in nodes],
     )
-    return part, [node for node, is_verified in enumerate(tree.is_verified) if not is_verified]
+    return nodes, part, [node for node, is_verified in enumerate(tree.is_verified) if not is_verified]

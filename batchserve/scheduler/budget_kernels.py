@@ -1,6 +1,6 @@
 """The compiled part of the adaptive decoding length: what nodes are worth, and which prefix of them to buy."""
 
-# ruff: noqa: ANN001, ANN201
+# ruff: noqa: ANN001, ANN201, ANN202
 from __future__ import annotations
 
 import math
@@ -9,6 +9,9 @@ import numpy as np
 from numba import njit
 
 LEAST_PROB, MOST_PROB = 1e-4, 0.995  # nothing is certain
+REQUEST_PRIOR = 8.0  # edges
+MEMORY, REQUEST_MEMORY = 1000.0, 64.0  # edges that are remembered of a drafter's claim, and of a request
+CLOSED = -2  # of a tree that the truth has left
 LEAST_ROW_COST = 0.01  # of a step without drafts, over its requests: no row is quite free, whatever a flat table says
 
 
@@ -37,19 +40,34 @@ def correct(sums, prior, shifts):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def weigh_nodes(starts, parents, probs, depth_bins, prob_bounds, shifts, which, own, places, claims, edges, paths):  # type: ignore[no-untyped-def]
-    """Calibrate all trees of a step; tree i has the nodes from starts[i] to starts[i + 1], and the owner i.
+def own_shift(record):  # type: ignore[no-untyped-def]
+    """By how much one request's truth differs in log odds from what was expected of it.
+
+    record [3]: edges counted, the sum of their calibrated probabilities, how many came true.
+    """
+    count, expected, hits = record[0], record[1], record[2]
+    if count == 0.0:
+        return 0.0
+    mean = min(MOST_PROB, max(LEAST_PROB, expected / count))
+    return log_odds((hits + REQUEST_PRIOR * mean) / (count + REQUEST_PRIOR)) - log_odds(mean)
+
+
+@njit(cache=True, nogil=True)
+def weigh_nodes(starts, parents, probs, depth_bins, prob_bounds, shifts, slots, drafter_of, records, places, results):  # type: ignore[no-untyped-def]
+    """Calibrate all trees of a step; tree i has the nodes from starts[i] to starts[i + 1], and its request slots[i].
 
     parents: inside the tree, -1 for its root; probs: path probabilities as claimed; depth_bins: the bin of each depth
-    (the last for all beyond); prob_bounds: of the bins of claims; shifts [num_drafters, num depth bins, num claim bins]
-    and own [num_requests]: corrections in log odds; which [num_requests]: each one's drafter. Fills, all [num_nodes]:
-    places (depth bin * num claim bins + claim bin), claims and edges (of a node given its parent, as claimed and
-    calibrated), paths (calibrated). Returns -1, or a node whose parent does not come before it.
+    (the last for all beyond); prob_bounds: of the bins of claims; shifts [num_drafters, num depth bins, num claim
+    bins]: corrections in log odds; by slot, drafter_of and records [num_slots, 3] (see own_shift). Fills places
+    [num_nodes] (depth bin * num claim bins + claim bin) and results [3, num_nodes]: claims and edges (of a node given
+    its parent, as claimed and calibrated), paths (calibrated). Returns -1, or a node whose parent does not come before.
     """
+    claims, edges, paths = results[0], results[1], results[2]
     num_probs = len(prob_bounds) + 1
     depths = np.empty(len(parents), np.int64)
     for i in range(len(starts) - 1):
-        start = starts[i]
+        start, drafter = starts[i], drafter_of[slots[i]]
+        own = own_shift(records[slots[i]])
         for node in range(start, starts[i + 1]):
             if not -1 <= parents[node] < node - start:
                 return node - start
@@ -59,12 +77,67 @@ def weigh_nodes(starts, parents, probs, depth_bins, prob_bounds, shifts, which, 
             claim = min(1.0, max(0.0, probs[node] / max(above, 1e-12)))
             depth_bin = depth_bins[min(depths[node], len(depth_bins) - 1)]
             prob_bin = np.searchsorted(prob_bounds, claim)
-            odds = log_odds(claim) + shifts[which[i], depth_bin, prob_bin] + own[i]
+            odds = log_odds(claim) + shifts[drafter, depth_bin, prob_bin] + own
             edge = 1.0 / (1.0 + math.exp(-odds))
             places[node] = depth_bin * num_probs + prob_bin
             claims[node], edges[node] = claim, edge
             paths[node] = edge * (paths[parent] if parent >= 0 else 1.0)
     return -1
+
+
+@njit(cache=True, nogil=True)
+def score_trees(  # type: ignore[no-untyped-def]
+    slots, starts, token_ids, parents, places, results, reached, given, token_starts, tokens, drafter_of, records, books
+):
+    """Walk every open tree on along the tokens that its request was given; returns how many trees are open still.
+
+    The first seven are what was offered in one step: see weigh_nodes, and reached [num_trees], the node (inside the
+    tree) that the truth has come to: -1 its root, CLOSED when there is nothing more to come. given [num_requests]: the
+    slots that were given tokens, those from token_starts[i] to token_starts[i + 1]. Every child of a node on the way
+    counts into the books: sums [num_drafters, 3, num places] (edges, their claims, hits), tallies [num_drafters, 3, 10]
+    (the same by tenths of calibrated probability) and tested [num_drafters, 2, num depth bins]; and into records.
+    """
+    sums, tallies, tested = books
+    num_probs = sums.shape[2] // tested.shape[2]
+    where = np.full(len(records), -1)
+    for i in range(len(given)):
+        where[given[i]] = i
+    num_open = 0
+    for tree in range(len(slots)):
+        at, place = reached[tree], where[slots[tree]]
+        if at != CLOSED and place >= 0:
+            drafter, record = drafter_of[slots[tree]], records[slots[tree]]
+            for k in range(token_starts[place], token_starts[place + 1]):
+                above, at, has_children = at, CLOSED, False
+                for node in range(starts[tree] + above + 1, starts[tree + 1]):
+                    if parents[node] != above:
+                        has_children = has_children or (at != CLOSED and parents[node] == at)
+                        continue
+                    is_hit = 1.0 if token_ids[node] == tokens[k] else 0.0
+                    column, edge = places[node], results[1, node]
+                    _count(sums[drafter], column, results[0, node], is_hit, MEMORY)
+                    _count(record.reshape(3, 1), 0, edge, is_hit, REQUEST_MEMORY)
+                    _count(tallies[drafter], min(9, int(edge * 10)), edge, is_hit, np.inf)
+                    tested[drafter, 0, column // num_probs] += 1
+                    tested[drafter, 1, column // num_probs] += int(is_hit)
+                    if is_hit:
+                        at = node - starts[tree]
+                if not has_children:
+                    at = CLOSED
+                    break
+        reached[tree] = at
+        num_open += at != CLOSED
+    return num_open
+
+
+@njit(cache=True, nogil=True)
+def _count(book, column, prob, is_hit, memory):  # type: ignore[no-untyped-def]
+    """One more edge in a book [3, num columns]: edges, their probabilities, hits; what is old counts less."""
+    book[0, column] += 1.0
+    book[1, column] += prob
+    book[2, column] += is_hit
+    if book[0, column] > memory:
+        book[:, column] *= 0.5
 
 
 @njit(cache=True, nogil=True)
@@ -97,7 +170,7 @@ def seconds_at(table, load, more_rows, more_attended):  # type: ignore[no-untype
 def buy(owners, gains, rows, bidders, table, load, market, chosen):  # type: ignore[no-untyped-def]
     """Mark in `chosen` the items to buy; see draft_budget.choose_drafts, whose arguments these are, as tuples."""
     contexts, urgency, ahead_s, grace_s = bidders
-    price, row_s, attended_s, max_rows, longest_s, never_longer_s = market
+    price, row_s, least_row_s, attended_s, max_rows, longest_s, never_longer_s = market
     num_items, num_requests = len(owners), len(contexts)
     values = np.empty(num_items)
     order_by = np.empty(num_items)
@@ -117,9 +190,8 @@ def buy(owners, gains, rows, bidders, table, load, market, chosen):  # type: ign
         attended += rows[item] * contexts[owner]
         given[owner] += gains[item]
         worth += values[item]
-        # Where the table is flat a row still costs a little: its sampling, its mask, its K/V.
-        step_s = seconds_at(table, load, num_rows, attended)
-        step_s = max(step_s, without_s * (1.0 + LEAST_ROW_COST * num_rows / num_requests))
+        # Where the table is flat a row still costs a little.
+        step_s = max(seconds_at(table, load, num_rows, attended), without_s + least_row_s * num_rows)
         is_fair, is_everybody_ahead = True, True
         for i in range(num_requests):
             # Whoever is given g tokens in a step of t seconds would have needed g x without_s for them.
@@ -138,10 +210,13 @@ def compile_kernels() -> None:
     """Compile every kernel, or load it from the cache on disk."""
     one, zeros = np.ones(1), np.zeros(1)
     indices = np.zeros(1, np.int64)
-    shifts, places, results = np.zeros((1, 1, 2)), indices.copy(), np.zeros((3, 1))
+    shifts, places, results, records = np.zeros((1, 1, 2)), indices.copy(), np.zeros((3, 1)), np.zeros((1, 3))
     correct(np.zeros((3, 1, 2)), 1.0, shifts[0])
     starts = np.array([0, 1])
-    weigh_nodes(starts, indices - 1, one, indices, one, shifts, indices, zeros, places, *results)
+    weigh_nodes(starts, indices - 1, one, indices, one, shifts, indices, indices, records, places, results)
+    books = np.zeros((1, 3, 2)), np.zeros((1, 3, 10)), np.zeros((1, 2, 1), np.int64)
+    offered = (indices, starts, indices, indices - 1, places, results, indices - 1)
+    score_trees(*offered, indices, starts, indices, indices, records, books)
     table = (one, one, zeros, 0.0, 0.0, 0.0, 0.0, 0.0)
-    load, market = (1.0, 1.0, 1.0, 0.0, 0.0), (1.0, 1.0, 0.0, 1, 1.0, 1.0)
+    load, market = (1.0, 1.0, 1.0, 0.0, 0.0), (1.0, 1.0, 1.0, 0.0, 1, 1.0, 1.0)
     buy(indices, one, np.ones(1, np.int64), (zeros, one, zeros, one), table, load, market, np.zeros(1, np.bool_))

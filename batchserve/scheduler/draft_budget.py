@@ -50,24 +50,32 @@ class Market:
     """What rows of one step are bought at.
 
     load: the step without drafts, which takes without_s. price: lambda, what a second brings otherwise, in tokens.
-    row_s: what one more row costs, its context apart. The step may become longest_s long, or never_longer_s where
-    nobody falls behind by it.
+    row_s: what one more row costs, its context apart, and least_row_s what it costs at least: its sampling, its mask,
+    its K/V. The step may become longest_s long, or never_longer_s where nobody falls behind by it.
     """
 
     load: StepLoad
     without_s: float
     price: float
     row_s: float
+    least_row_s: float
     longest_s: float
     never_longer_s: float = math.inf
 
     @classmethod
     def open(
-        cls, step_time: StepTimeModel, load: StepLoad, price: float, longest_s: float, never_longer_s: float = math.inf
+        cls,
+        step_time: StepTimeModel,
+        load: StepLoad,
+        alone: StepLoad,
+        price: float,
+        longest_s: float,
+        never_longer_s: float = math.inf,
     ) -> Market:
-        without_s = step_time.predict(load)
-        row_s = max(step_time.row_cost(load), LEAST_ROW_COST * without_s / load.num_requests)
-        return cls(load, without_s, price, row_s, longest_s, never_longer_s)
+        """`alone` are the step's decoding rows: a prompt beside them makes no draft dearer."""
+        least_row_s = LEAST_ROW_COST * step_time.predict(alone) / alone.num_requests
+        row_s = max(step_time.row_cost(load), least_row_s)
+        return cls(load, step_time.predict(load), price, row_s, least_row_s, longest_s, never_longer_s)
 
 
 def choose_drafts(
@@ -83,7 +91,8 @@ def choose_drafts(
     if not len(chosen) or max_rows < 1:
         return chosen
     attended_s = step_time.attended_cost()
-    terms = (market.price, market.row_s, attended_s, max_rows, market.longest_s, market.never_longer_s)
+    costs = (market.price, market.row_s, market.least_row_s, attended_s)
+    terms = (*costs, max_rows, market.longest_s, market.never_longer_s)
     who = (bidders.contexts, bidders.urgency, bidders.ahead_s, bidders.grace_s)
     buy(offer.owners, offer.gains, offer.rows, who, step_time.arrays(), market.load.floats(), terms, chosen)
     return chosen

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from batchserve.request import Request
     from batchserve.scheduler.step_time import StepTimeModel
 
-LEAST_CHUNK = 8  # rows: prompts go on, whatever the bound
-CHUNK_STEP = 8
+LEAST_CHUNK = 4  # rows: prompts go on, whatever the bound
+CHUNK_STEP = 4
 
 
 def rank(request: Request, now_s: float, max_wait_s: float) -> tuple[bool, int, float]:
@@ -52,7 +52,8 @@ def prefill_rows(
 
     def seconds(rows: int) -> float:
         """With so many rows of a prompt; the head runs on the last at most."""
-        return step_time.predict(StepLoad(count + rows, count, count, context, context + rows * context_len))
+        attended = context + rows * context_len
+        return step_time.predict(StepLoad(count + rows, count, count + 1, context + context_len, attended))
 
     sizes = range(LEAST_CHUNK, max_rows + 1, CHUNK_STEP)
     fitting = bisect.bisect_right(sizes, bound_s, key=seconds)

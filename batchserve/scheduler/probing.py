@@ -34,6 +34,11 @@ class Probe:
         self.wait -= 1
         return False
 
+    @property
+    def is_trying_again(self) -> bool:
+        """Whether what is asked now is asked again, after a wait."""
+        return self.num_failures > PATIENCE
+
     def note(self, is_paying: bool, text: Sequence[int], longest_wait: int = LONGEST_WAIT) -> None:
         """The outcome of asking; `text` is the request's so far, read only when waiting begins."""
         if is_paying:

@@ -68,7 +68,7 @@ class _EngineCollector(Collector):
             CounterMetricFamily(PREFIX + name, text, labels=("drafter", "depth")) for name, text in EDGES.items()
         )
         (error,) = (GaugeMetricFamily(PREFIX + name, text, labels=("drafter",)) for name, text in CALIBRATION.items())
-        for drafter, scored in metrics.acceptance.items():
+        for drafter, scored in metrics.acceptance().items():
             for depth, num_tested, num_accepted in zip(scored.depths, scored.tested, scored.accepted, strict=True):
                 tested.add_metric((drafter, depth), num_tested)
                 accepted.add_metric((drafter, depth), num_accepted)

@@ -42,7 +42,7 @@ def test_the_adaptive_decoding_length_shows_what_it_goes_by() -> None:
         add(engine, name, ANSWER, max_tokens=len(ANSWER))
     engine.run()
     metrics = engine.core.metrics
-    values, acceptance = metrics.snapshot(), metrics.acceptance["mixture"]  # the requests' drafter, by name
+    values, acceptance = metrics.snapshot(), metrics.acceptance()["mixture"]  # the requests' drafter, by name
     assert set(metrics.gauges) == set(GAUGES)
     assert 0.8 * SLOWNESS < values["step_time_factor"] <= SLOWNESS, "the neighbour was noticed"
     assert values["actual_step_seconds"] == pytest.approx(values["predicted_step_seconds"], rel=0.2)
@@ -64,7 +64,7 @@ def test_without_it_only_what_was_drafted_is_shown() -> None:
     engine.run()
     metrics = engine.core.metrics
     assert set(metrics.gauges) == {"draft_rows_per_request"}
-    assert not metrics.acceptance
+    assert not metrics.acceptance()
 
 
 def test_a_request_without_speculation_decodes_beside_one_that_drafts() -> None:

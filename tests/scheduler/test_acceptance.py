@@ -5,21 +5,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchserve.scheduler.acceptance import AcceptanceModel, Part, RequestOdds
+from batchserve.scheduler.acceptance import AcceptanceModel, RequestOdds
+from batchserve.scheduler.adaptive import DraftPart
 from batchserve.scheduler.budget_kernels import MOST_PROB
 from tests.factories import examples
 
 
 def calibrated(model: AcceptanceModel, request: RequestOdds, parents: list[int], probs: list[float]) -> list[float]:
-    part = Part(list(range(len(parents))), parents, probs, [0] * len(parents))
-    return model.calibrate([part], [request])[0].tolist()
+    part = DraftPart([0] * len(parents), parents, probs)
+    return model.calibrate([part], [request]).paths.tolist()
 
 
 def propose(
     model: AcceptanceModel, request: RequestOdds, tokens: list[int], parents: list[int], probs: list[float]
 ) -> None:
-    _, offered = model.calibrate([Part(list(range(len(parents))), parents, probs, tokens)], [request])
-    model.propose(request, offered, 0, len(tokens))
+    model.remember(model.calibrate([DraftPart(tokens, parents, probs)], [request]))
+
+
+def arrive(model: AcceptanceModel, request: RequestOdds, tokens: list[int]) -> None:
+    model.arrive([request], [tokens])
 
 
 def scored(model: AcceptanceModel) -> tuple[list[int], list[int]]:
@@ -40,12 +44,12 @@ def test_trees_are_weighed_each_by_itself_whatever_stands_beside_it(data: st.Dat
         probs: list[float] = []
         for i, parent in enumerate(parents):
             probs.append(edges[i] * (probs[parent] if parent >= 0 else 1.0))
-        parts.append(Part(list(range(size)), parents, probs, [0] * size))
+        parts.append(DraftPart([0] * size, parents, probs))
         expected += probs
     model = AcceptanceModel()
-    paths, offered = model.calibrate(parts, [model.start("a") for _ in parts])
-    assert paths.tolist() == pytest.approx(expected)
-    assert offered.parents == [parent for part in parts for parent in part.parents]
+    offered = model.calibrate(parts, [model.start("a") for _ in parts])
+    assert offered.paths.tolist() == pytest.approx(expected)
+    assert offered.parents.tolist() == [parent for part in parts for parent in part.parents]
 
 
 @pytest.mark.parametrize("parents", [[0], [-1, 1], [-1, 5], [-2]])
@@ -68,7 +72,7 @@ def test_probabilities_become_what_comes_true(truth: float) -> None:
         request = model.start("a")
         for _ in range(25):
             propose(model, request, [7], [-1], [0.6])
-            model.arrive(request, [7 if rng.random() < truth else 8])
+            arrive(model, request, [7 if rng.random() < truth else 8])
     assert calibrated(model, model.start("a"), [-1], [0.6])[0] == pytest.approx(truth, abs=0.08)
     # What was learned of one claim at one depth says nothing of another, nor of another drafter.
     assert calibrated(model, model.start("a"), [-1], [0.25])[0] == pytest.approx(0.25)
@@ -80,7 +84,7 @@ def test_one_request_s_record_moves_its_own_odds_only() -> None:
     unlucky = model.start("a")
     for _ in range(6):
         propose(model, unlucky, [7], [-1], [0.6])
-        model.arrive(unlucky, [8])
+        arrive(model, unlucky, [8])
     assert calibrated(model, unlucky, [-1], [0.25])[0] < 0.15
     assert calibrated(model, model.start("a"), [-1], [0.25])[0] == pytest.approx(0.25)
 
@@ -91,12 +95,12 @@ def test_a_tree_is_scored_to_its_end_whenever_its_tokens_arrive_and_whatever_was
     #       1 -> 2 -> 3
     #         -> 9
     propose(model, request, [1, 2, 9, 3], [-1, 0, 0, 1], [0.9, 0.6, 0.2, 0.5])
-    model.arrive(request, [1])
+    arrive(model, request, [1])
     assert scored(model) == ([1, 0, 0], [1, 0, 0])
-    model.arrive(request, [2, 5])
+    arrive(model, request, [2, 5])
     assert scored(model) == ([1, 2, 1], [1, 1, 0])
-    assert not request.open
-    model.arrive(request, [3])
+    assert model.num_open == 0
+    arrive(model, request, [3])
     assert scored(model) == ([1, 2, 1], [1, 1, 0])
 
 
@@ -104,10 +108,10 @@ def test_two_proposals_are_open_at_once() -> None:
     model = AcceptanceModel()
     request = model.start("a")
     propose(model, request, [1, 2], [-1, 0], [0.5, 0.5])
-    model.arrive(request, [1])
+    arrive(model, request, [1])
     propose(model, request, [2, 3], [-1, 0], [0.5, 0.5])
-    model.arrive(request, [2])
-    assert len(request.open) == 1
+    arrive(model, request, [2])
+    assert model.num_open == 1
     assert scored(model) == ([2, 1, 0], [2, 1, 0])
 
 
@@ -116,7 +120,7 @@ def test_a_drafter_that_is_always_sure_and_always_wrong_is_found_out_quickly() -
     request = model.start("a")
     for _ in range(32):
         propose(model, request, [1], [-1], [1.0])
-        model.arrive(request, [2])
+        arrive(model, request, [2])
     assert calibrated(model, request, [-1], [1.0])[0] < 0.02
 
 
@@ -125,6 +129,6 @@ def test_calibration_error_is_the_distance_of_claims_from_the_truth() -> None:
     for _ in range(2000):
         request = model.start("a")
         propose(model, request, [7], [-1], [0.3])
-        model.arrive(request, [7 if rng.random() < 0.3 else 8])
+        arrive(model, request, [7 if rng.random() < 0.3 else 8])
     assert model.reliability["a"].error() < 0.05
     assert sum(model.reliability["a"].count) == 2000

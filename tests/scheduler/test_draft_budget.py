@@ -36,7 +36,7 @@ def choose(
 ) -> list[int]:
     count = len(who.contexts)
     load = StepLoad(count, count, count)
-    market = Market.open(model, load, price, inflation * model.predict(load))
+    market = Market.open(model, load, load, price, inflation * model.predict(load))
     return np.flatnonzero(choose_drafts(what, who, model, market, max_rows)).tolist()
 
 
@@ -73,7 +73,7 @@ def test_a_step_is_stretched_no_further_unless_everybody_gains() -> None:
     assert len(choose(both, bidders(2), 0.0, inflation=1.25)) == 12
     # Whoever is ahead anyway has gained more than this step can cost.
     assert len(choose(what, bidders(2, ahead_s=1.0), 0.0, inflation=1.25)) == 13
-    market = Market.open(RISING, StepLoad(2, 2, 2), 0.0, 0.0125, 0.015)
+    market = Market.open(RISING, StepLoad(2, 2, 2), StepLoad(2, 2, 2), 0.0, 0.0125, 0.015)
     bounded = choose_drafts(both, bidders(2), RISING, market, 64)
     assert 0 < bounded.sum() <= 10
 

@@ -84,9 +84,10 @@ def test_the_step_stays_within_its_bound_and_is_as_large_as_that_allows(
     count, context = len(contexts), sum(contexts)
 
     def seconds(more: int) -> float:
-        return model.predict(StepLoad(count + more, count, count, context, context + more * context_len))
+        attended = context + more * context_len
+        return model.predict(StepLoad(count + more, count, count + 1, context + context_len, attended))
 
-    bound_s = seconds(0) * (1.0 + (inflation - 1.0) * num_prompts)
+    bound_s = model.predict(StepLoad(count, count, count, context, context)) * (1.0 + (inflation - 1.0) * num_prompts)
     bound_s = bound_s if max_step_s is None else min(bound_s, max_step_s)
     assert min(LEAST_CHUNK, max_rows) <= rows <= max_rows
     assert rows <= LEAST_CHUNK or seconds(rows) <= bound_s
@@ -107,5 +108,5 @@ def test_more_prompts_may_take_more_but_never_more_than_the_hard_bound() -> None
 def test_a_prompt_goes_on_whatever_the_bound_and_alone_it_has_none(max_step_s: float | None) -> None:
     model = StepTimeModel(TABLE)
     assert prefill_rows(model, decoding(100), 1, 0, 1024, 1.0, max_step_s) == LEAST_CHUNK
-    assert prefill_rows(model, decoding(100), 1, 0, 5, 1.0, max_step_s) == 5
+    assert prefill_rows(model, decoding(100), 1, 0, 3, 1.0, max_step_s) == 3
     assert prefill_rows(model, [], 1, 0, 1024, 1.0, max_step_s) == 1024

@@ -228,7 +228,7 @@ async def test_metrics_endpoint():
     metrics.looked_up(20, 0)
     metrics.step_done(num_rows=14, num_draft_rows=10, num_decoding=4, seconds=0.25)
     metrics.adapted(price=80.0, predicted_s=0.02, actual_s=0.03, factor=1.5)
-    metrics.scored("trie", Acceptance(("1", "2+"), tested=[8, 4], accepted=[6, 1], calibration_error=0.125))
+    metrics.acceptance = lambda: {"trie": Acceptance(("1", "2+"), [8, 4], accepted=[6, 1], calibration_error=0.125)}
     metrics.verified([Verification(3, 1, num_given=2, since_last_s=None), Verification(3, 1, 2, 0.008)])
     metrics.verified([Verification(3, 0, num_given=1, since_last_s=7.0)])
     async with serving(engine, ServerConfig(port=0, metrics_port=0)) as served:

@@ -1,0 +1,378 @@
+"""AdaptiveDrafting on a made-up machine: every step takes what a table says, every text is known to its end."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+
+from batchserve.draft.base import DraftTree
+from batchserve.scheduler.adaptive import (
+    GRACE_STEPS,
+    LEAST_GAIN,
+    MAX_LOSS,
+    MOST_URGENCY,
+    AdaptiveDrafting,
+    Decoding,
+    StepOutcome,
+)
+from batchserve.scheduler.probing import LONGEST_WAIT, PATIENCE
+from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
+
+STEP_S, ROW_S = 0.010, 0.001
+DEAR = StepTimeTable((1, 1024), (STEP_S, STEP_S + 1023 * ROW_S))  # at one request a row has to bring a tenth of a token
+CHEAP = StepTimeTable((1, 1024), (STEP_S, STEP_S + 1e-6))
+RICH = 1e9
+MOST_ROWS = 1024
+UNSEEN = 1 << 20  # tokens from here on are in no text
+
+
+@dataclass
+class Text:
+    """One request: what is still to come of it, and what its drafter says of that.
+
+    hit: how many of its tokens the drafter knows, which claims to know that share; depth: of its proposals, 0 for a
+    request that is not drafted; window: so many rows to each proposal that are not verified; repeats_from: the place in
+    the answer from which it says the same eight tokens again and again, which the drafter then knows.
+    """
+
+    name: str
+    hit: float = 0.7
+    depth: int = 16
+    claim: float | None = None
+    window: int = 0
+    context: int = 50
+    tpot_target_s: float | None = None
+    repeats_from: int = 1 << 30
+    seed: int = 0
+    is_bushy: bool = False
+    tokens: list[int] = field(default_factory=list)  # given so far
+
+    def token(self, place: int) -> int:
+        return place if place < self.repeats_from else self.repeats_from + place % 8
+
+    def is_known(self, place: int) -> bool:
+        return place >= self.repeats_from or random.Random(f"{self.seed} {place}").random() < self.hit
+
+    def propose(self, most: int) -> DraftTree:
+        rng = random.Random(f"tree {self.seed} {len(self.tokens)}")
+        tree, parent, claim = DraftTree(), -1, self.hit if self.claim is None else self.claim
+        above = 1.0
+        for place in range(len(self.tokens), len(self.tokens) + self.depth):
+            edge = rng.uniform(0.3, 0.9) if self.is_bushy else claim
+            if self.is_bushy and rng.random() < 0.5:
+                tree.add(UNSEEN + place, parent, above * (1.0 - edge))
+            above *= edge
+            parent = tree.add(self.token(place) if self.is_known(place) else UNSEEN, parent, above)
+        tree = tree.take(list(range(min(most, len(tree)))))
+        for row in range(self.window):
+            tree.token_ids.append(UNSEEN + row)
+            tree.parents.append(-1)
+            tree.probs.append(0.0)
+            tree.is_verified.append(False)
+        return tree
+
+    def accepted(self, tree: DraftTree, chosen: Sequence[int]) -> list[int]:
+        """The tokens of a step in which these nodes were run: the accepted ones and one behind them."""
+        node, place = -1, len(self.tokens)
+        for i in chosen:
+            if tree.is_verified[i] and tree.parents[i] == node and tree.token_ids[i] == self.token(place):
+                node, place = i, place + 1
+        return [self.token(each) for each in range(len(self.tokens), place + 1)]
+
+
+class Step(NamedTuple):
+    """By name: who was asked, the draft rows of each request, those of its window, and the tokens that it was given."""
+
+    asked: set[str]
+    rows: dict[str, int]
+    window_rows: dict[str, int]
+    given: dict[str, list[int]]
+    seconds: float
+
+
+class Machine:
+    """An engine without a model. Its time is that of the table, times a slowness."""
+
+    def __init__(
+        self,
+        texts: Sequence[Text],
+        table: StepTimeTable,
+        *,
+        inflation: float = RICH,
+        max_step_s: float = math.inf,
+    ) -> None:
+        self.adaptive = AdaptiveDrafting(StepTimeModel(table), inflation, max_step_s)
+        self.texts = list(texts)
+        self._truth = StepTimeModel(table)
+        for text in texts:
+            if text.depth or text.window:
+                self.adaptive.start(text.name, "drafter", text.tpot_target_s)
+
+    def step(self, *, chunk: int = 0, max_rows: int = MOST_ROWS, slowness: float = 1.0) -> Step:
+        """One step of all texts, beside `chunk` rows of a prompt."""
+        adaptive, texts = self.adaptive, self.texts
+        count, context = len(texts), sum(text.context for text in texts)
+        alone = StepLoad(count, count, count, context, context)
+        without = alone._replace(num_rows=count + chunk, num_requests=count + bool(chunk))
+        drafted = [text for text in texts if text.depth or text.window]
+        asked = [text for text in drafted if adaptive.asks(text.name)]
+        trees: dict[str, DraftTree] = {}
+        chosen: dict[str, list[int]] = {}
+        if asked:
+            adaptive.begin_step(without, alone)
+            trees = {text.name: text.propose(adaptive.bounds(text.name)[0]) for text in asked}
+            bidders = [Decoding(text.name, text.context, text.tokens) for text in texts]
+            chosen = adaptive.choose(trees, bidders, max_rows)
+        for name, nodes in chosen.items():
+            trees[name].take(nodes)  # refuses a node without its parent
+        given = {text.name: [text.token(len(text.tokens))] for text in texts}
+        given |= {text.name: text.accepted(trees[text.name], chosen.get(text.name, [])) for text in asked}
+        rows = {name: len(nodes) for name, nodes in chosen.items()}
+        more = sum(rows.values())
+        attended = sum(rows.get(text.name, 0) * text.context for text in texts)
+        load = without._replace(
+            num_rows=without.num_rows + more,
+            num_logit_rows=without.num_logit_rows + more,
+            attended_tokens=context + attended,
+        )
+        seconds = slowness * self._truth.predict(load)
+        adaptive.step_done(StepOutcome(without, alone, load, seconds, 0.0, len(asked)), given)
+        for text in texts:
+            text.tokens += given[text.name]
+        window = {n: sum(not trees[n].is_verified[node] for node in nodes) for n, nodes in chosen.items()}
+        return Step({text.name for text in asked}, rows, window, given, seconds)
+
+    def steps(self, count: int, **each: float) -> list[Step]:
+        return [self.step(**each) for _ in range(count)]  # type: ignore[arg-type]
+
+
+def mean_rows(steps: Sequence[Step], name: str) -> float:
+    return sum(step.rows.get(name, 0) for step in steps) / len(steps)
+
+
+def test_a_missed_target_buys_more_rows_until_it_is_met() -> None:
+    """Slowness alone changes nobody's rows: it moves what time is worth and what a row costs alike."""
+    urgent, plain = (
+        Machine([Text("a", tpot_target_s=target), Text("b", seed=1)], DEAR, inflation=RICH) for target in (0.010, None)
+    )
+    slow, slow_plain = (machine.steps(200, slowness=4.0) for machine in (urgent, plain))
+    assert mean_rows(slow[100:], "a") > 1.5 * mean_rows(slow_plain[100:], "a")
+    assert mean_rows(slow[100:], "a") > 1.5 * mean_rows(slow[100:], "b"), "it was not his target"
+    fast, fast_plain = (machine.steps(400, slowness=0.5) for machine in (urgent, plain))
+    assert mean_rows(fast[300:], "a") == pytest.approx(mean_rows(fast_plain[300:], "a"), rel=0.15)
+
+
+def test_a_target_that_is_met_changes_nothing() -> None:
+    targets: list[float | None] = [None, 10.0]
+    with_none, with_lax = (
+        Machine([Text("a", tpot_target_s=target), Text("b", seed=1)], DEAR).steps(100) for target in targets
+    )
+    assert with_none == with_lax
+
+
+def test_what_cannot_be_met_is_not_bought_at_any_price() -> None:
+    """A target far out of reach does not make rows worth running that are hardly ever right."""
+    text = Text("a", hit=0.5, depth=40, tpot_target_s=1e-6)
+    late = Machine([text], DEAR).steps(300)[200:]
+    worth = STEP_S / ROW_S * MOST_URGENCY  # a row is worth running if it is right once in so many times
+    assert 1 <= mean_rows(late, "a") <= math.log2(worth) + 1
+
+
+@pytest.mark.parametrize("others", [1, 3, 15])
+@pytest.mark.parametrize("kind", ["not drafted", "hopeless"])
+def test_nobody_pays_more_than_his_grace_for_the_drafts_of_others(others: int, kind: str) -> None:
+    victim = Text("victim", depth=0) if kind == "not drafted" else Text("victim", hit=0.0, claim=0.5)
+    machine = Machine([victim, *(Text(f"r{i}", hit=1.0, seed=i) for i in range(others))], DEAR)
+    plain_s = StepTimeModel(DEAR).predict(StepLoad(others + 1, others + 1, others + 1))
+    lost = 0.0
+    for number, step in enumerate(machine.steps(300), 1):
+        lost += step.seconds / plain_s - len(step.given["victim"])
+        assert lost <= GRACE_STEPS + MAX_LOSS * number + 1e-6, "after every step, not only in the end"
+    # And it is the accounts that held the others back: they took what they were given, and no more.
+    assert lost > 0.9 * (GRACE_STEPS + MAX_LOSS * 300)
+
+
+def test_whoever_is_ahead_pays_for_others_longer() -> None:
+    """Until it has lost what its own drafts had gained it."""
+
+    def lost_behind(num_good_steps: int) -> float:
+        victim = Text("victim", hit=1.0)
+        machine = Machine([victim, Text("b", hit=1.0, seed=1)], DEAR)
+        machine.steps(num_good_steps)
+        victim.depth = 0
+        plain_s = StepTimeModel(DEAR).predict(StepLoad(2, 2, 2))
+        return sum(step.seconds / plain_s - 1.0 for step in machine.steps(60))
+
+    assert lost_behind(0) <= GRACE_STEPS + MAX_LOSS * 60
+    assert lost_behind(40) > 2 * (GRACE_STEPS + MAX_LOSS * 100)
+
+
+WINDOW = 6
+
+
+def test_a_window_is_run_whole_or_not_at_all() -> None:
+    texts = [Text(f"r{i}", hit=0.6, depth=4, window=WINDOW, seed=i) for i in range(3)]
+    machine, rng, seen = Machine(texts, CHEAP), random.Random(1), set()
+    for _ in range(200):
+        step = machine.step(max_rows=rng.randrange(30))
+        seen |= set(step.window_rows.values())
+    assert seen == {0, WINDOW}
+
+
+@pytest.mark.parametrize(("earned", "least", "most"), [(1.0, 384, 384), (0.0, 2, 8)])
+def test_a_window_is_worth_what_its_n_grams_have_earned(earned: float, least: int, most: int) -> None:
+    """At 0.6 tokens, the price of its rows, it is tried at first; it stays if a token is accepted for each.
+
+    Otherwise it is tried again ever more rarely, but never given up: its worth is not known unless it is run.
+    """
+    machine = Machine([Text("a", hit=earned, claim=0.9, depth=1, window=WINDOW)], DEAR)
+    steps = machine.steps(400)
+    assert steps[0].window_rows["a"] == WINDOW
+    late = [step.window_rows.get("a", 0) for step in steps[16:]]
+    assert set(late) <= {0, WINDOW}
+    assert least <= late.count(WINDOW) <= most
+
+
+def test_a_window_that_earns_nothing_is_probed_ever_more_rarely() -> None:
+    """However little its rows cost: looking at it does cost them."""
+    machine = Machine([Text("a", depth=0, window=WINDOW)], CHEAP)
+    run = [number for number, step in enumerate(machine.steps(600)) if step.window_rows.get("a")]
+    gaps = [b - a for a, b in pairwise(run)]
+    assert gaps[:PATIENCE] == [1] * PATIENCE
+    later = gaps[PATIENCE:]
+    assert len(later) >= 4
+    assert all(b >= 1.5 * a for a, b in pairwise(later))
+
+
+@pytest.mark.parametrize(("count", "chunk"), [(1, 8), (1, 64), (1, 256), (4, 8), (4, 256)])
+def test_a_prompt_in_the_same_step_makes_rows_neither_cheap_nor_dear(count: int, chunk: int) -> None:
+    """Where a row costs the same behind the prompt's rows: the same choice in every step, and the same lessons."""
+    alone, beside = (
+        Machine([Text(f"r{i}", is_bushy=True, seed=i) for i in range(count)], DEAR).steps(120, chunk=rows)
+        for rows in (0, chunk)
+    )
+    assert [step.rows for step in alone] == [step.rows for step in beside]
+    assert sum(sum(step.rows.values()) for step in alone) > 60, "nothing is shown"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_choice_depends_on_no_name_and_no_place_in_the_batch(seed: int) -> None:
+    rng = random.Random(seed)
+    kinds = [
+        {
+            "seed": i,
+            "hit": rng.uniform(0.3, 0.95),
+            "context": rng.randrange(500),
+            "is_bushy": rng.random() < 0.6,
+            "window": rng.choice([0, 0, 5]),
+            "depth": rng.choice([0, 4, 12]),
+            "tpot_target_s": rng.choice([None, 0.008]),
+        }
+        for i in range(6)
+    ]
+    table = StepTimeTable((1, 8, 32, 256), (0.010, 0.012, 0.022, 0.140), per_attended_token=1e-7)
+
+    def rows(names: Sequence[str], order: Sequence[int]) -> list[list[int]]:
+        texts = [Text(names[i], **kinds[i]) for i in range(6)]  # type: ignore[arg-type]
+        steps = Machine([texts[i] for i in order], table, inflation=1.5).steps(80)
+        return [[step.rows.get(name, 0) for name in names] for step in steps]
+
+    first = rows([f"r{i}" for i in range(6)], range(6))
+    assert first == rows([f"r{i}" for i in range(6)], range(6)), "the same history, the same choice"
+    assert first == rows([f"{9 - i} zebra" for i in range(6)], range(6))
+    assert first == rows([f"r{i}" for i in range(6)], rng.sample(range(6), 6))
+    assert sum(map(sum, first)) > 80, "nothing is shown"
+
+
+def test_no_more_rows_than_the_step_can_take() -> None:
+    texts = [Text(f"r{i}", hit=0.9, is_bushy=i % 2 == 0, window=3 * (i % 3 == 0), seed=i) for i in range(6)]
+    machine, rng, filled = Machine(texts, CHEAP), random.Random(2), 0
+    for _ in range(100):
+        max_rows = rng.choice([0, 1, 2, 5, 17, 40])
+        num_rows = sum(machine.step(max_rows=max_rows).rows.values())
+        assert num_rows <= max_rows
+        filled += num_rows == max_rows > 0
+    assert filled > 20
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_no_step_is_made_longer_than_its_hard_bound(count: int) -> None:
+    """Though everybody would gain by it."""
+
+    def longest_s(max_step_s: float) -> float:
+        texts = [Text(f"r{i}", hit=1.0, seed=i) for i in range(count)]
+        return max(step.seconds for step in Machine(texts, DEAR, max_step_s=max_step_s).steps(60))
+
+    bound_s = 1.8 * STEP_S
+    assert STEP_S + 2 * ROW_S < longest_s(bound_s) <= bound_s * (1 + 1e-9)
+    assert longest_s(math.inf) > bound_s
+
+
+def test_a_step_is_stretched_beyond_its_inflation_only_where_everybody_gains() -> None:
+    def stretches(hits: Sequence[float]) -> list[float]:
+        texts = [Text(f"r{i}", hit=hit, depth=16 if hit else 0, seed=i) for i, hit in enumerate(hits)]
+        plain_s = StepTimeModel(DEAR).predict(StepLoad(len(hits), len(hits), len(hits)))
+        return [step.seconds / plain_s for step in Machine(texts, DEAR, inflation=1.25).steps(40)]
+
+    assert 1.1 < max(stretches([1.0, 0.0])) <= 1.25 + 1e-9
+    assert max(stretches([1.0, 1.0])) > 1.5
+
+
+def gaps_of(steps: Sequence[Step], name: str) -> list[int]:
+    asked = [number for number, step in enumerate(steps) if name in step.asked]
+    return [b - a for a, b in pairwise(asked)]
+
+
+@pytest.mark.parametrize("claim", [0.3, 1.0])
+def test_a_drafter_that_is_always_wrong_is_asked_for_probes_only(claim: float) -> None:
+    machine = Machine([Text("a", hit=0.0, claim=claim)], DEAR)
+    steps = machine.steps(400)
+    gaps = gaps_of(steps, "a")
+    first = next(i for i, gap in enumerate(gaps) if gap > 1)
+    assert first <= 20, "it took long to be found out"
+    assert gaps[first : first + 5] == [3, 5, 9, 17, 33]
+    assert set(gaps[first + 5 :]) == {LONGEST_WAIT + 1}
+    assert not any(step.rows for step in steps[32:]), "a probe takes no rows"
+
+
+def test_a_drafter_is_asked_again_when_the_text_changes_its_character() -> None:
+    change = 300
+    machine = Machine([Text("a", hit=0.0, claim=0.9, repeats_from=change)], DEAR)
+    before = machine.steps(change)
+    assert gaps_of(before, "a")[-1] == LONGEST_WAIT + 1
+    after = machine.steps(100)
+    # Eight tokens until they come again, some five more until that is a change.
+    assert next(i for i, step in enumerate(after) if "a" in step.asked) <= 16
+    assert sum("a" in step.asked for step in after[20:]) == len(after[20:])
+    assert mean_rows(after[20:], "a") > 1
+
+
+def test_one_request_s_failures_do_not_silence_another_s_drafter() -> None:
+    machine = Machine([Text("bad", hit=0.0, claim=0.9), Text("good", hit=0.9, seed=1)], CHEAP)
+    steps = machine.steps(200)
+    assert all("good" in step.asked for step in steps)
+    assert mean_rows(steps[100:], "good") > 1
+    assert mean_rows(steps[100:], "bad") < 0.2 * mean_rows(steps[100:], "good")
+
+
+def test_what_is_expected_to_gain_next_to_nothing_is_not_run_however_cheap() -> None:
+    """Calibration begins with what a drafter claims: that is what decides in the first step."""
+    for claim, is_run in ((0.9 * LEAST_GAIN, False), (2.0 * LEAST_GAIN, True)):
+        step = Machine([Text("a", claim=claim, depth=1)], CHEAP).step()
+        assert bool(step.rows) == is_run
+
+
+def test_a_request_that_has_ended_leaves_nothing_to_the_next_of_its_name() -> None:
+    machine = Machine([Text("a", hit=0.0, claim=0.9)], DEAR)
+    machine.steps(100)
+    assert not any(machine.adaptive.asks("a") for _ in range(3))
+    machine.adaptive.end("a")
+    machine.adaptive.end("a")  # harmless
+    machine.adaptive.start("a", "drafter")
+    assert all(machine.adaptive.asks("a") for _ in range(3))
