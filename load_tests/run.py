@@ -1,8 +1,8 @@
 """Load a real server with Locust, speculation on against off: `python -m load_tests.run [--smoke] [-- SERVER OPTIONS]`.
 
 Starts the server on a free loopback port, runs the stages of load_tests/locustfile.py (about a minute), prints one
-table and writes benchmarks/results/load.json. Exits non-zero when any request failed, a stage answered none, or the
-server did not end well. `--smoke` takes 10 seconds, asks for shorter answers and writes nothing unless told where.
+table and writes what it has measured to OUT, if that is given. Exits non-zero when any request failed, a stage answered
+none, or the server did not end well. `--smoke` takes 10 seconds and asks for shorter answers.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.stage_seconds is not None and not 0 < args.stage_seconds < float("inf"):
         parser.error(f"--stage-seconds = {args.stage_seconds}: must be finite and > 0")
     stage_s = args.stage_seconds or (SMOKE_STAGE_S if args.smoke else STAGE_S)
-    out = args.out or (None if args.smoke else ROOT / "benchmarks" / "results" / "load.json")
+    out = args.out
     # As an exception, so that the server is ended on the way out.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     print("load: starting the server", flush=True)
