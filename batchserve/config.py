@@ -14,6 +14,9 @@ PRIVATE_SCOPE = "request"  # the draft scope that shares nothing
 MAX_SCOPE_CHARS = 256
 SCOPE_NAME_BOUND = f"1..{MAX_SCOPE_CHARS} characters of text"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+ATTENTION_BACKENDS = ("auto", "cpu", "flashinfer", "triton", "torch")
+FLASHINFER_MASKS = ("custom", "tree")
 MIN_TARGET_MS = 0.001
 MAX_RECEIVE_BYTES = (1 << 31) - 1  # gRPC counts them in an int
 MiB = 1 << 20
@@ -76,7 +79,12 @@ class EngineConfig:
     """Everything the engine needs to know; `batchserve serve --help` explains each option.
 
     model: a local folder, a hub id, or "bundled".
-    kv_cache_memory: bytes for K/V; None takes a quarter of the memory that is free at start.
+    device: where the model runs; auto: a CUDA device if there is one.
+    attention_backend: auto: on a CPU its own, on a GPU the first of flashinfer, triton and torch that can serve the
+    model. torch is slow: the reference of the others, which also runs the GPU path on a CPU.
+    flashinfer_mask: how FlashInfer is told of trees: its own custom mask, or our variant of its kernel.
+    kv_cache_memory: bytes for K/V; None takes a quarter of the memory that is free at start, or on a GPU what
+    gpu_memory_utilization (a share of the device's memory) leaves beside weights and the largest step.
     max_model_len: None takes the model's own limit, or what the K/V memory holds if that is less.
     max_num_batched_tokens: rows of one step, prefill chunks, drafts and plain rows together.
     prefill_chunk_size: the most prompt tokens of one request in one step; None: only the step's bound.
@@ -99,6 +107,9 @@ class EngineConfig:
 
     model: str = "bundled"
     dtype: str = "auto"
+    device: str = "auto"
+    attention_backend: str = "auto"
+    flashinfer_mask: str = "custom"
     drafter: str = "mixture"
     adaptive: bool = True
     decoding_length: int | None = None
@@ -116,6 +127,7 @@ class EngineConfig:
     max_waiting: int = 256
     max_model_len: int | None = None
     kv_cache_memory: int | None = None
+    gpu_memory_utilization: float = 0.9
     num_threads: int | None = None
     batch_invariant: bool = False
     trust_remote_code: bool = False
@@ -154,6 +166,22 @@ class EngineConfig:
                 _number(name, getattr(self, name), MIN_TARGET_MS)
         _one_of("drafter", self.drafter, DRAFTERS)
         _one_of("dtype", self.dtype, DTYPES)
+        _one_of("device", self.device, DEVICES)
+        _one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        _one_of("flashinfer_mask", self.flashinfer_mask, FLASHINFER_MASKS)
+        _number("gpu_memory_utilization", self.gpu_memory_utilization, 0.01)
+        if self.gpu_memory_utilization > 1:
+            raise ConfigError(f"gpu_memory_utilization = {self.gpu_memory_utilization!r}: must be at most 1")
+        wrong_device = {"cpu": "cuda", "flashinfer": "cpu", "triton": "cpu"}.get(self.attention_backend)
+        if self.device == wrong_device:
+            raise ConfigError(
+                f"attention_backend = {self.attention_backend!r}: does not run on device = {self.device!r}"
+            )
+        if self.batch_invariant and (self.device == "cuda" or self.attention_backend not in ("auto", "cpu")):
+            raise ConfigError(
+                f"batch_invariant = True: must be with attention_backend 'cpu', not {self.attention_backend!r} "
+                f"(device = {self.device!r})"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs + 1:
             raise ConfigError(
                 f"max_num_batched_tokens = {self.max_num_batched_tokens}: must be at least max_num_seqs + 1 = "

@@ -11,7 +11,17 @@ import re
 from collections.abc import Sequence
 from typing import Any, get_type_hints
 
-from batchserve.config import DRAFTERS, DTYPES, PRIVATE_SCOPE, TRIE_MODES, DraftConfig, EngineConfig
+from batchserve.config import (
+    ATTENTION_BACKENDS,
+    DEVICES,
+    DRAFTERS,
+    DTYPES,
+    FLASHINFER_MASKS,
+    PRIVATE_SCOPE,
+    TRIE_MODES,
+    DraftConfig,
+    EngineConfig,
+)
 
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -45,6 +55,17 @@ class Option:
 ENGINE_OPTIONS = {
     "model": Option("a local folder, a Hugging Face hub id, or 'bundled'"),
     "dtype": Option("what weights and K/V are computed in; auto: the fastest that this machine has", DTYPES),
+    "device": Option("where the model runs; auto: a CUDA device if there is one", DEVICES),
+    "attention_backend": Option(
+        "what computes attention; auto: on a CPU its own kernels, on a GPU the first of flashinfer, triton and torch "
+        "that is installed and can serve the model; torch is slow, the reference of the others",
+        ATTENTION_BACKENDS,
+    ),
+    "flashinfer_mask": Option(
+        "how FlashInfer is told of draft trees; custom: by its own mask of rows by keys, tree: by a variant of its "
+        "kernel that reads a bit for each ancestor (compiled at the first start)",
+        FLASHINFER_MASKS,
+    ),
     "drafter": Option("where the draft tokens come from of requests that do not choose themselves", DRAFTERS),
     "adaptive": Option(
         "choose in every step which draft tokens are worth the time of their rows; off: run all that are drafted",
@@ -93,7 +114,12 @@ ENGINE_OPTIONS = {
         "the most tokens of prompt and answer together", default_text="the model's own, or what the K/V memory holds"
     ),
     "kv_cache_memory": Option(
-        "memory for K/V, such as 2GiB or 512MiB", is_size=True, default_text="a quarter of what is free at start"
+        "memory for K/V, such as 2GiB or 512MiB",
+        is_size=True,
+        default_text="a quarter of what is free at start; on a GPU as --gpu-memory-utilization says",
+    ),
+    "gpu_memory_utilization": Option(
+        "the share of a GPU's memory that weights, the largest step and K/V take together"
     ),
     "num_threads": Option("compute threads on a CPU", default_text="what measures fastest at start"),
     "batch_invariant": Option("answers that are bitwise the same in any batch, at a price in speed"),

@@ -92,6 +92,8 @@ def _other_value(name: str, default: Any, option: cli.Option) -> Any:
         return option.choices[-1]
     if name in ("model", "host", "served_model_name", "default_draft_scope", "draft_cache", "cache_dir"):
         return "other"
+    if name == "gpu_memory_utilization":
+        return 0.5
     return 2048 if default is None else default + 1
 
 

@@ -83,6 +83,7 @@ class ShapeProbe:
         self.is_own = is_own
         self.calls: list[int] = []
         self.shapes: dict[int, LayerShape] = {}
+        self.has_sinks = False
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
@@ -90,17 +91,19 @@ class ShapeProbe:
         """In the roundings of transformers' eager attention, so that 16-bit answers can be compared closely."""
         self.calls.append(layer)
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
+        self.has_sinks |= params.sinks is not None
         group = query.shape[1] // key.shape[1]
         keys, values = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         scores = query @ keys.transpose(2, 3) * params.scaling
         if params.softcap is not None:
             scores = torch.tanh(scores / params.softcap) * params.softcap
-        is_own = torch.ones(key.shape[2], dtype=torch.bool) if self.is_own is None else self.is_own
+        every = torch.ones(key.shape[2], dtype=torch.bool, device=key.device)
+        is_own = every if self.is_own is None else self.is_own
         where = is_own.cumsum(0)
         mask = (where[None, :] <= where[:, None]) & is_own[None, :] & is_own[:, None]
         if params.sliding_window is not None:
             mask &= where[None, :] > where[:, None] - params.sliding_window
-        mask |= torch.eye(len(where), dtype=torch.bool)
+        mask |= torch.eye(len(where), dtype=torch.bool, device=key.device)
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
         if params.sinks is not None:
             sinks = params.sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # Where each step chooses what is worth its rows, this only bounds the choice. A fixed length has to suit a CPU, where a
 # row costs about what it can gain: the papers' larger drafts (64 tokens in the trie's) are a GPU's.
 ADAPTIVE_DECODING_LENGTH, FIXED_DECODING_LENGTH = 64, 8
-MIXTURE_BRANCH_LENGTH, TRIE_BRANCH_LENGTH = 32, 12
+MIXTURE_BRANCH_LENGTH, TRIE_BRANCH_LENGTH = 64, 12  # a copy may go as far as there are rows
 SHARING = ("mixture", "trie", "reference")  # those that keep texts for other requests
 # Lookahead Decoding, section 5: W = 15, 10 and 7 for models of 7, 13 and 34 billion parameters; here, what is nearer.
 JACOBI_WINDOWS = ((10e9, 15), (21e9, 10), (float("inf"), 7))

@@ -92,7 +92,7 @@ class MixtureDrafter(Drafter):
 
     def __init__(
         self,
-        branch_length: int = 32,
+        branch_length: int = 64,
         *,
         max_scope_bytes: int = 64 * MiB,
         max_total_bytes: int = 256 * MiB,

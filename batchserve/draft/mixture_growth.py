@@ -30,7 +30,9 @@ from batchserve.draft.mixture_noise import noise_bin_of, stream_key, tilt
 from batchserve.draft.text_index import MAX_MATCH, NEWEST, TextIndex
 
 MIN_PROB = 1e-4  # a less likely node is not worth its row on any machine
-MOST_VISITS = 256  # occurrences that are looked at for the largest trees
+# Occurrences that are looked at: many once a tree, for its root, where most is decided; fewer for each of its nodes,
+# where the latest ones say more, and which take most of the time.
+MOST_VISITS, FEWEST_NODE_VISITS, MOST_NODE_VISITS = 256, 16, 64
 CUT, NOISY_CUT = 0.4, 0.02  # experts are asked until they have left less than this part of what a node must have
 CANDIDATE = np.dtype([("prob", np.float64), ("parent", np.int64), ("token", np.int64)])
 
@@ -108,8 +110,8 @@ def grow(own, scope, common, num_output, noise, bounds, weights, nodes, scratch,
     min_prob = max(MIN_PROB, min_prob)
     frontier, work = np.empty(max_tokens + 1, CANDIDATE), scratch[0]
     tree_tokens, tree_parents, tree_depths = links[0], links[1], links[2]
-    visits = min(MOST_VISITS, max(FEWEST_VISITS, 4 * max_tokens))
-    node_visits = visits // 4
+    visits = min(MOST_VISITS, max(FEWEST_VISITS, 8 * max_tokens))
+    node_visits = min(MOST_NODE_VISITS, max(FEWEST_NODE_VISITS, max_tokens))
     count, num_waiting, node, path_prob, depth = 0, 0, -1, 1.0, 0
     read_recent(own, num_output, work.recent)
     while True:

@@ -9,13 +9,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import transformers
 
-from batchserve.attention.cpu import CpuBackend, compile_kernels, kernel_supports
-from batchserve.attention.slab import EXTENT, SlabAllocator, bytes_per_token
 from batchserve.config import EngineConfig, MiB
 from batchserve.draft.base import Drafter
 from batchserve.draft.factory import create_drafters, draft_limits
@@ -24,6 +21,7 @@ from batchserve.draft.router import RoutingDrafter
 from batchserve.engine.drafting import DraftStage
 from batchserve.engine.engine_core import EngineCore
 from batchserve.engine.input_processor import InputProcessor
+from batchserve.engine.kv_memory import Progress, build_backend
 from batchserve.engine.measure_steps import measured_table
 from batchserve.errors import ConfigError
 from batchserve.metrics import EngineMetrics
@@ -31,7 +29,6 @@ from batchserve.request import ResolvedSampling
 from batchserve.runner.loader import LoadedModel, load_model
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.packed import PackedLinear
-from batchserve.runner.probe import is_row_invariant
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.scheduler import budget_kernels
 from batchserve.scheduler.adaptive import AdaptiveDrafting
@@ -40,13 +37,8 @@ from batchserve.scheduler.step_time import StepTimeModel
 from batchserve.types import ModelInfo
 from batchserve.version import __version__
 
-if TYPE_CHECKING:
-    from batchserve.attention.base import AttentionBackend
-
-KV_SHARE_OF_FREE_MEMORY = 0.25
 THREAD_TRIALS = 9
 SLOW_FORWARD_S = 0.5
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +74,15 @@ def build_engine(
     provide_cache_folder()
     say(f"loading {config.model}")
     loaded = load_model(config)
-    backend, max_model_len = _build_memory(config, loaded, say)
+    backend, max_model_len = build_backend(config, loaded, say)
     num_parameters = count_parameters(loaded.model)
     limits = draft_limits(config, num_parameters)
     processor = InputProcessor(loaded, max_model_len, config, limits)
     runner = ModelRunner(loaded, backend)
     rows = min(config.max_num_seqs, max_model_len - 1)
     _warm_up(runner, rows)
-    runner.num_threads = config.num_threads or _choose_threads(runner, rows)
+    if config.num_threads or loaded.device.type == "cpu":
+        runner.num_threads = config.num_threads or _choose_threads(runner, rows)
     runner.bind_thread()
     step_time = _build_step_time(config, loaded, runner, max_model_len, say)
     scheduler = Scheduler(config, backend.allocator, max_model_len, step_time)
@@ -112,8 +105,9 @@ def build_engine(
         has_tokenizer=loaded.tokenizer is not None,
     )
     say(
-        f"{info.architecture} in {info.dtype}, {runner.num_threads} threads, attention {info.attention_backend}, "
-        f"drafter {info.drafter} (decoding length {info.decoding_length}), packed linears: {loaded.has_packed_linears}"
+        f"{info.architecture} in {info.dtype} on {loaded.device.type}, {runner.num_threads} threads, "
+        f"attention {info.attention_backend}, drafter {info.drafter} (decoding length {info.decoding_length}), "
+        f"packed linears: {loaded.has_packed_linears}"
     )
     return BuiltEngine(core, processor, info)
 
@@ -160,7 +154,7 @@ def _build_step_time(
         torch.__version__,
         transformers.__version__,
         platform.processor() or platform.machine(),
-        cpu_name(),
+        machine_name(loaded.device),
         str(runner.num_threads),
         f"{runner.backend.name} {config.batch_invariant} {loaded.has_packed_linears} {loaded.dtype}",
         loaded.model.config.to_json_string(),
@@ -206,67 +200,10 @@ def count_parameters(model: torch.nn.Module) -> int:
     return packed + sum(parameter.numel() for parameter in model.parameters())
 
 
-def _build_memory(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tuple[AttentionBackend, int]:
-    per_token = bytes_per_token(loaded.layers, loaded.dtype)
-    budget = config.kv_cache_memory or int(free_memory_bytes() * KV_SHARE_OF_FREE_MEMORY)
-    wanted_len = config.max_model_len or loaded.max_model_len
-    if wanted_len > loaded.max_model_len:
-        raise ConfigError(f"max_model_len = {wanted_len}: the model's own limit is {loaded.max_model_len}")
-    # More than every sequence at full length is never used.
-    most = config.max_num_seqs * _extents(wanted_len)
-    total_tokens = min(budget // per_token // EXTENT * EXTENT, most)
-    max_model_len = min(wanted_len, total_tokens)
-    least = config.max_model_len or 2  # a token of the prompt and one of the answer
-    if max_model_len < least:
-        raise ConfigError(
-            f"kv_cache_memory = {budget} bytes: must be at least {_extents(least) * per_token} bytes, for "
-            f"{_extents(least)} tokens of {per_token} bytes"
-            + (f" (max_model_len = {least})" if config.max_model_len else " (memory is taken in units of so many)")
-        )
-    allocator = SlabAllocator(loaded.layers, loaded.dtype, total_tokens)
-    has_kernel = kernel_supports(loaded.layers, loaded.dtype)
-    if config.batch_invariant:
-        check_batch_invariant(loaded, has_kernel)
-    if has_kernel:
-        say("preparing attention kernels (compiled at the first start, some seconds)")
-        compile_kernels(loaded.dtype)
-    say(
-        f"K/V memory: {total_tokens} tokens of {per_token} bytes, {total_tokens * per_token / MiB:.0f} MiB at most; "
-        f"max_model_len {max_model_len}, max_num_seqs {config.max_num_seqs}"
-    )
-    num_heads = int(loaded.model.config.get_text_config().num_attention_heads)
-    backend = CpuBackend(allocator, num_heads, has_kernel=has_kernel, batch_invariant=config.batch_invariant)
-    return backend, max_model_len
-
-
-def check_batch_invariant(loaded: LoadedModel, has_kernel: bool) -> None:
-    """Raises ConfigError where bitwise equality cannot be promised."""
-    name = type(loaded.model).__name__
-    if not has_kernel:
-        raise ConfigError(f"batch_invariant: {name} in {loaded.dtype} has no attention kernel with a fixed order")
-    if not is_row_invariant(loaded.model):
-        raise ConfigError(
-            f"batch_invariant: {name} gives a row other bits in another batch (its matmuls are not all packed: "
-            "experts, for example)"
-        )
-
-
-def _extents(tokens: int) -> int:
-    return -(-tokens // EXTENT) * EXTENT
-
-
-def cpu_name() -> str:
-    """The processor's model, empty where the system does not say."""
+def machine_name(device: torch.device) -> str:
+    """The processor's or the GPU's model, empty where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-
-
-def free_memory_bytes() -> int:
-    """Memory that can be had without swapping; 4 GiB where the system does not say."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 4096 * MiB

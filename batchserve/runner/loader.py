@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from batchserve.config import EngineConfig
 
 logger = logging.getLogger(__name__)
+CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FALLBACK_MAX_MODEL_LEN = 2048
 APPLIED_OR_HARMLESS = frozenset(
@@ -56,6 +57,8 @@ class LoadedModel:
     default_top_p: float
     has_packed_linears: bool
     unapplied_defaults: tuple[str, ...] = ()  # options of generation_config.json that no request gets
+    device: torch.device = CPU
+    has_sinks: bool = False  # attention sinks, in some layer
 
 
 def resolve_model(model: str) -> str:
@@ -65,10 +68,26 @@ def resolve_model(model: str) -> str:
     return str(resources.files("batchserve") / "data" / "bundled")
 
 
-def resolve_dtype(dtype: str) -> torch.dtype:
-    """bfloat16 where the CPU multiplies it natively, float32 otherwise, unless the user said which."""
+def resolve_device(config: EngineConfig) -> torch.device:
+    """Raises ConfigError where the device, or the one that the attention backend needs, is not there."""
+    name, backend = config.device, config.attention_backend
+    if name == "cpu" or backend == "cpu":
+        return CPU
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if name == "cuda" or backend in ("flashinfer", "triton"):
+        option = "device = 'cuda'" if name == "cuda" else f"attention_backend = {backend!r}"
+        why = "is built without CUDA" if torch.version.cuda is None else "sees no CUDA device"
+        raise ConfigError(f"{option}: must be on a machine with a CUDA device, and torch {torch.__version__} {why}")
+    return CPU
+
+
+def resolve_dtype(dtype: str, device: torch.device = CPU) -> torch.dtype:
+    """What the user said, or bfloat16 where the device multiplies it natively; if not float32, on a GPU float16."""
     if dtype != "auto":
         return DTYPES[dtype]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     capabilities = torch.backends.cpu.get_cpu_capability() if hasattr(torch.backends, "cpu") else ""
     has_bf16 = "AVX512" in capabilities and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if has_bf16 else torch.float32
@@ -78,17 +97,21 @@ def resolve_dtype(dtype: str) -> torch.dtype:
 def load_model(config: EngineConfig) -> LoadedModel:
     """Load, probe and pack. Raises ConfigError (cannot be loaded) or UnsupportedModelError (would answer wrongly).
 
+    Only for the CPU's own attention backend are modules packed: the GPU path runs them as they are, also on a CPU.
     Options of generation_config.json that no request gets are named in a warning.
     """
     interface.register()
     source = resolve_model(config.model)
-    dtype = resolve_dtype(config.dtype)
+    device = resolve_device(config)
+    dtype = resolve_dtype(config.dtype, device)
     model = _load_weights(source, dtype, config)
+    module: torch.nn.Module = model  # transformers' own to() is not annotated
+    module.to(device)
     text_config = model.config.get_text_config()
     max_model_len = _model_limit(text_config)
     probe = ModelProbe(model)
     layers = probe.check_attention()
-    is_packed = can_pack(dtype)
+    is_packed = has_cpu_backend(config, device) and can_pack(dtype)
     if is_packed:
         pack_modules(model)
         probe.check_packed()
@@ -111,7 +134,14 @@ def load_model(config: EngineConfig) -> LoadedModel:
         default_top_p=1.0 if sampling.top_p is None else sampling.top_p,
         has_packed_linears=is_packed,
         unapplied_defaults=unapplied,
+        device=device,
+        has_sinks=probe.has_sinks,
     )
+
+
+def has_cpu_backend(config: EngineConfig, device: torch.device) -> bool:
+    """Whether attention is the CPU's own, not a kernel of the GPU path."""
+    return device.type == "cpu" and config.attention_backend in ("auto", "cpu")
 
 
 def _load_weights(source: str, dtype: torch.dtype, config: EngineConfig) -> PreTrainedModel:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from batchserve.attention.interface import STEP_ARGUMENT
+from batchserve.attention.paged import PagedBackend
+from batchserve.attention.step_buffer import upload
 from batchserve.sampling.sampler import RowSampler
 from batchserve.sampling.verify import VerifiedTokens, walk_tree
 
@@ -20,16 +23,17 @@ if TYPE_CHECKING:
 
 
 class StepHandle:
-    """A launched step. On a CPU it is lazy: the forward runs in wait(), so that launch() returns at once."""
+    """A launched step: on a GPU it is queued; on a CPU it is lazy, the forward runs in wait(). Both launch at once."""
 
     def __init__(self, runner: ModelRunner, batch: RaggedBatch) -> None:
         self._runner = runner
         self._batch = batch
+        self._logits = runner.forward(batch) if runner.is_paged else None
 
     def wait(self) -> list[VerifiedTokens | None]:
         """For every request of the batch its verified tokens, None where nothing was sampled."""
-        logits = self._runner.forward(self._batch)
-        return verify_batch(self._batch, logits, self._runner.forced)
+        logits = self._runner.forward(self._batch) if self._logits is None else self._logits
+        return verify_batch(self._batch, logits.cpu(), self._runner.forced)
 
 
 class ModelRunner:
@@ -45,6 +49,12 @@ class ModelRunner:
         self.forced: dict[str, Sequence[int]] = {}
         self.num_threads = torch.get_num_threads()
         self._model = loaded.model
+        self._device = loaded.device
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether this is the GPU path, on whatever device."""
+        return isinstance(self.backend, PagedBackend)
 
     def bind_thread(self) -> None:
         """Give the calling thread its compute threads: OpenMP keeps their number per thread."""
@@ -59,12 +69,17 @@ class ModelRunner:
         self.backend.begin(batch.spans)
         arguments: dict[str, Any] = {STEP_ARGUMENT: self.backend}
         # With nothing to sample the head still has to run on something: one row is the least it takes.
-        keep = torch.from_numpy(batch.logit_rows) if len(batch.logit_rows) else torch.zeros(1, dtype=torch.int64)
+        keep = batch.logit_rows if len(batch.logit_rows) else np.zeros(1, dtype=np.int64)
+        arrays = {"ids": batch.input_ids, "positions": batch.position_ids, "keep": keep}
+        if self.is_paged:
+            inputs = upload(arrays, self._device)
+        else:
+            inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
         output = self._model(
-            input_ids=torch.from_numpy(batch.input_ids).unsqueeze(0),
-            position_ids=torch.from_numpy(batch.position_ids).unsqueeze(0),
+            input_ids=inputs["ids"].unsqueeze(0),
+            position_ids=inputs["positions"].unsqueeze(0),
             use_cache=False,
-            logits_to_keep=keep,
+            logits_to_keep=inputs["keep"],
             **arguments,
         )
         logits: torch.Tensor = output.logits[0]

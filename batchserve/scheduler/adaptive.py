@@ -196,8 +196,7 @@ class AdaptiveDrafting:
         alone_s = self.step_time.predict(alone)
         # A prompt in the same step does not make time cheap: what counts is what decoding brings.
         price = self._speed_up.price(alone.num_requests, alone_s)
-        # Nor does it use up what drafts may stretch a step by: where prompts never cease, nobody would draft.
-        longest_s = min(self._max_inflation * self.step_time.predict(load), self._max_step_s)
+        longest_s = self._max_inflation * alone_s
         self._market = Market.open(self.step_time, load, alone, price, longest_s, self._max_step_s)
         self.last = Introspection(price)
 
@@ -227,8 +226,8 @@ class AdaptiveDrafting:
         bidders = Bidders(
             np.array([float(each.context_len) for each in decoding]),
             np.array([state.urgency for state in states]),
-            np.array([state.ahead for state in states]) * market.without_s,
-            np.array([GRACE_STEPS + MAX_LOSS * state.num_steps for state in states]) * market.without_s,
+            np.array([state.ahead for state in states]) * market.alone_s,
+            np.array([GRACE_STEPS + MAX_LOSS * state.num_steps for state in states]) * market.alone_s,
         )
         bought = choose_drafts(offer.items, bidders, self.step_time, market, max_rows)
         owners, gains = offer.items.owners, offer.items.gains
@@ -293,7 +292,7 @@ class AdaptiveDrafting:
         """Learn from a step that gave each decoding request these tokens."""
         loads = {outcome.load, outcome.without, outcome.decoding}  # most often there is only one
         seconds = {load: self.step_time.predict(load) for load in loads}
-        predicted_s, without_s = seconds[outcome.load], seconds[outcome.without]
+        predicted_s, without_s, decoding_s = (seconds[e] for e in (outcome.load, outcome.without, outcome.decoding))
         # What the drafter takes is no part of the forward's time: the table knows nothing of it.
         forward_s = outcome.step_s - outcome.draft_s
         self.step_time.observe(outcome.load, forward_s, predicted_s)
@@ -301,7 +300,6 @@ class AdaptiveDrafting:
             self._draft_s += 0.1 * (outcome.draft_s / outcome.num_asked - self._draft_s)
         num_tokens = sum(map(len, token_ids.values()))
         if num_tokens:
-            decoding_s = seconds[outcome.decoding]
             surprise = min(MOST_SURPRISE, max(1.0 / MOST_SURPRISE, forward_s / predicted_s))
             decode_s = max(decoding_s, predicted_s - (without_s - decoding_s)) * surprise + outcome.draft_s
             self._speed_up.observe(outcome.decoding.num_requests, num_tokens, decode_s, decoding_s)
@@ -309,7 +307,7 @@ class AdaptiveDrafting:
         arrived = [(self._states[each], tokens) for each, tokens in token_ids.items() if each in self._states]
         self.acceptance.arrive([state.odds for state, _ in arrived], [tokens for _, tokens in arrived])
         for state, tokens in arrived:
-            state.arrived(tokens, outcome.step_s, predicted_s / without_s)
+            state.arrived(tokens, outcome.step_s, 1.0 + (predicted_s - without_s) / decoding_s)
 
 
 def _split(tree: Tree) -> tuple[list[int], DraftPart, list[int]]:

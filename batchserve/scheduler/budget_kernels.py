@@ -170,7 +170,7 @@ def seconds_at(table, load, more_rows, more_attended):  # type: ignore[no-untype
 def buy(owners, gains, rows, bidders, table, load, market, chosen):  # type: ignore[no-untyped-def]
     """Mark in `chosen` the items to buy; see draft_budget.choose_drafts, whose arguments these are, as tuples."""
     contexts, urgency, ahead_s, grace_s = bidders
-    price, row_s, least_row_s, attended_s, max_rows, longest_s, never_longer_s = market
+    price, row_s, least_row_s, attended_s, max_rows, prompts_s, longest_s, never_longer_s = market
     num_items, num_requests = len(owners), len(contexts)
     values = np.empty(num_items)
     order_by = np.empty(num_items)
@@ -192,13 +192,15 @@ def buy(owners, gains, rows, bidders, table, load, market, chosen):  # type: ign
         worth += values[item]
         # Where the table is flat a row still costs a little.
         step_s = max(seconds_at(table, load, num_rows, attended), without_s + least_row_s * num_rows)
+        # Prompts make no draft unfair: what counts is what the step would take without them.
+        decode_s, alone_s = step_s - prompts_s, without_s - prompts_s
         is_fair, is_everybody_ahead = True, True
         for i in range(num_requests):
-            # Whoever is given g tokens in a step of t seconds would have needed g x without_s for them.
-            ahead = ahead_s[i] + given[i] * without_s - step_s
+            # Whoever is given g tokens in a step of t seconds would have needed g x alone_s for them.
+            ahead = ahead_s[i] + given[i] * alone_s - decode_s
             is_everybody_ahead = is_everybody_ahead and ahead >= 0.0
             is_fair = is_fair and ahead + grace_s[i] >= 0.0
-        is_short = step_s <= longest_s or (is_everybody_ahead and step_s <= never_longer_s)
+        is_short = step_s <= never_longer_s and (decode_s <= longest_s or is_everybody_ahead)
         profit = worth - price * (step_s - without_s)
         if is_fair and is_short and profit > best_worth:
             best_worth, best = profit, k + 1
@@ -218,5 +220,5 @@ def compile_kernels() -> None:
     offered = (indices, starts, indices, indices - 1, places, results, indices - 1)
     score_trees(*offered, indices, starts, indices, indices, records, books)
     table = (one, one, zeros, 0.0, 0.0, 0.0, 0.0, 0.0)
-    load, market = (1.0, 1.0, 1.0, 0.0, 0.0), (1.0, 1.0, 1.0, 0.0, 1, 1.0, 1.0)
+    load, market = (1.0, 1.0, 1.0, 0.0, 0.0), (1.0, 1.0, 1.0, 0.0, 1, 0.0, 1.0, 1.0)
     buy(indices, one, np.ones(1, np.int64), (zeros, one, zeros, one), table, load, market, np.zeros(1, np.bool_))

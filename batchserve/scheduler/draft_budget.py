@@ -49,13 +49,16 @@ class Bidders:
 class Market:
     """What rows of one step are bought at.
 
-    load: the step without drafts, which takes without_s. price: lambda, what a second brings otherwise, in tokens.
+    load: the step without drafts, which takes without_s, and alone_s without prompts, too. price: lambda, what a second
+    brings otherwise, in tokens.
     row_s: what one more row costs, its context apart, and least_row_s what it costs at least: its sampling, its mask,
-    its K/V. The step may become longest_s long, or never_longer_s where nobody falls behind by it.
+    its K/V. Beside what prompts take the step may become longest_s long, more where nobody falls behind by it; never
+    longer than never_longer_s, prompts included.
     """
 
     load: StepLoad
     without_s: float
+    alone_s: float
     price: float
     row_s: float
     least_row_s: float
@@ -73,9 +76,10 @@ class Market:
         never_longer_s: float = math.inf,
     ) -> Market:
         """`alone` are the step's decoding rows: a prompt beside them makes no draft dearer."""
-        least_row_s = LEAST_ROW_COST * step_time.predict(alone) / alone.num_requests
+        without_s, alone_s = step_time.predict(load), step_time.predict(alone)
+        least_row_s = LEAST_ROW_COST * alone_s / alone.num_requests
         row_s = max(step_time.row_cost(load), least_row_s)
-        return cls(load, step_time.predict(load), price, row_s, least_row_s, longest_s, never_longer_s)
+        return cls(load, without_s, alone_s, price, row_s, least_row_s, longest_s, never_longer_s)
 
 
 def choose_drafts(
@@ -92,7 +96,7 @@ def choose_drafts(
         return chosen
     attended_s = step_time.attended_cost()
     costs = (market.price, market.row_s, market.least_row_s, attended_s)
-    terms = (*costs, max_rows, market.longest_s, market.never_longer_s)
+    terms = (*costs, max_rows, market.without_s - market.alone_s, market.longest_s, market.never_longer_s)
     who = (bidders.contexts, bidders.urgency, bidders.ahead_s, bidders.grace_s)
     buy(offer.owners, offer.gains, offer.rows, who, step_time.arrays(), market.load.floats(), terms, chosen)
     return chosen

@@ -1,4 +1,4 @@
-"""The CPU backend against the reference, and the reference against attention written out row by row."""
+"""Backends against the reference, and the reference against attention written out row by row."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from hypothesis import strategies as st
 
 from batchserve.attention.base import AttentionBackend, AttentionParams, LayerShape, Span
 from batchserve.attention.cpu import CpuBackend, kernel_supports
+from batchserve.attention.paged import PagedBackend
 from batchserve.attention.slab import SlabAllocator
+from batchserve.attention.slots import SlotAllocator
+from batchserve.attention.torch_paged import TorchKernel
 from batchserve.attention.torch_reference import TorchReferenceBackend
 from tests.attention.test_mask import ancestors, make_span, random_parents
 from tests.factories import examples
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
-# The CPU backend with SDPA alone, with each kernel where it is faster, and with the compiled kernel alone.
-KINDS = ("sdpa", "mixed", "batch_invariant")
+# The CPU backend with SDPA alone, with each kernel where it is faster, and with the compiled kernel alone; and the GPU
+# path with the reference in the place of its kernel.
+KINDS = ("sdpa", "mixed", "batch_invariant", "paged")
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -46,6 +50,9 @@ class Case:
 
 
 def make_backend(kind: str, shapes: list[LayerShape], heads: int, dtype: torch.dtype) -> AttentionBackend:
+    if kind == "paged":
+        slots = SlotAllocator(4096, max_requests=4, max_tokens=1024, bytes_per_token=1)
+        return PagedBackend(shapes, dtype, torch.device("cpu"), TorchKernel(), slots)
     allocator = SlabAllocator(shapes, dtype, 4096)
     if kind == "reference":
         return TorchReferenceBackend(allocator)
@@ -166,7 +173,7 @@ def test_the_reference_is_attention_along_every_rows_own_path(seed: int) -> None
                 np.testing.assert_allclose(output[span.row_start + row].numpy(), expected, atol=1e-5, rtol=1e-5)
 
 
-def check_cpu_against_reference(seed: int, dtype: torch.dtype, kinds: tuple[str, ...]) -> None:
+def check_against_reference(seed: int, dtype: torch.dtype, kinds: tuple[str, ...]) -> None:
     case = random_case(seed, dtype)
     covered = sum(span.num_rows for span in case.step.spans)
     expected = run_case(case, "reference")
@@ -179,20 +186,20 @@ def check_cpu_against_reference(seed: int, dtype: torch.dtype, kinds: tuple[str,
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_cpu_backend_equals_the_reference(kind: str, dtype: torch.dtype) -> None:
+def test_every_backend_equals_the_reference(kind: str, dtype: torch.dtype) -> None:
     @examples(40)
     @given(st.integers(0, 2**32))
     def check(seed: int) -> None:
-        check_cpu_against_reference(seed, dtype, (kind,))
+        check_against_reference(seed, dtype, (kind,))
 
     check()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_cpu_backend_equals_the_reference_at_length(dtype: torch.dtype) -> None:
+def test_every_backend_equals_the_reference_at_length(dtype: torch.dtype) -> None:
     for seed in range(400):
-        check_cpu_against_reference(seed, dtype, KINDS)
+        check_against_reference(seed, dtype, KINDS)
 
 
 class Sequence:

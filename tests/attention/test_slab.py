@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -18,30 +19,63 @@ TOTAL = 6 * EXTENT + 17  # not a whole number of extents
 IDS = st.sampled_from(["a", "b", "c", "d"])
 
 
-class SlabMachine(RuleBasedStateMachine):
-    """The model: each request's committed tokens in order, and how many tokens of memory it must own."""
+class AllocatorMachine(RuleBasedStateMachine):
+    """The model: each request's committed tokens in order, and how many tokens of memory it must own.
+
+    A subclass makes the allocator and says how memory is counted and where a token's K and V are.
+    """
+
+    allocator: Any
+    unit = 1  # tokens that are reserved together
+    total = TOTAL
 
     def __init__(self) -> None:
         super().__init__()
-        self.allocator = SlabAllocator(LAYERS, torch.float32, TOTAL)
+        self.allocator = self.make_allocator()
         self.committed: dict[str, list[int]] = {}
         self.owned: dict[str, int] = {}
         self.reserved: dict[str, int] = {}  # rows behind the committed ones that may be written now
         self.tokens = count(1)
         self.retired: dict[str, list[list[int]]] = {"s": [], "t": []}  # by scope; the allocator may have dropped some
 
+    def make_allocator(self) -> Any:
+        raise NotImplementedError
+
+    def places(self, request_id: str, layer: int) -> list[torch.Tensor]:
+        """K and V of a layer as the request has them, [num_kv_heads, tokens, dim], to be written to."""
+        raise NotImplementedError
+
+    def write(self, request_id: str, layer: int, plane: int, place: int, content: torch.Tensor) -> None:
+        self.places(request_id, layer)[plane][:, place] = content
+
     @property
     def free(self) -> int:
-        return TOTAL // EXTENT * EXTENT - sum(self.owned.values())
+        return self.total - sum(self.owned.values())
+
+    def kept_by_commit(self, request_id: str) -> int:
+        """What the request owns from now on."""
+        return self.owned[request_id]
+
+    def may_begin(self, prompt: list[int], free: int, cached: int | None) -> bool:
+        """Whether a beginning with this outcome is right, with so much free before it."""
+        return (cached is None) == (self.rounded(len(prompt)) > free)
+
+    def began(self, request_id: str, num_tokens: int) -> None:
+        """A request that owned nothing has reserved so many tokens."""
+
+    def rounded(self, tokens: int) -> int:
+        return -(-tokens // self.unit) * self.unit
 
     @rule(request_id=IDS, rows=st.one_of(st.integers(1, 8), st.integers(50, 260)))
     def reserve(self, request_id: str, rows: int) -> None:
-        wanted = -(-(len(self.committed.get(request_id, [])) + rows) // EXTENT) * EXTENT
+        wanted = self.rounded(len(self.committed.get(request_id, [])) + rows)
         fits = wanted - self.owned.get(request_id, 0) <= self.free
         reservable = self.allocator.reservable_tokens(request_id)
         assert (rows <= reservable) == fits
         assert self.allocator.reserve(request_id, rows) == fits
         if fits:
+            if request_id not in self.committed:
+                self.began(request_id, rows)
             self.committed.setdefault(request_id, [])
             self.owned[request_id] = max(wanted, self.owned.get(request_id, 0))
             self.reserved[request_id] = max(rows, self.reserved.get(request_id, 0))
@@ -56,12 +90,14 @@ class SlabMachine(RuleBasedStateMachine):
         start = len(self.committed[request_id])
         written = [next(self.tokens) for _ in range(rows)]
         for layer in range(len(LAYERS)):
-            for plane, tensor in enumerate(self.allocator.planes(request_id, layer)):
+            for plane, tensor in enumerate(self.places(request_id, layer)):
                 for row, token in enumerate(written):
-                    tensor[:, start + row] = self.content(token, layer, plane, *tensor[:, 0].shape)
+                    content = self.content(token, layer, plane, *tensor[:, 0].shape)
+                    self.write(request_id, layer, plane, start + row, content)
         self.allocator.commit(request_id, kept)
         self.committed[request_id] += [written[row] for row in kept]
         self.reserved[request_id] = 0
+        self.owned[request_id] = self.kept_by_commit(request_id)
 
     @rule(request_id=IDS)
     def release(self, request_id: str) -> None:
@@ -88,15 +124,16 @@ class SlabMachine(RuleBasedStateMachine):
         known = [tokens for texts in self.retired.values() for tokens in texts] or [[]]
         base = data.draw(st.sampled_from(known))
         prompt = base[: data.draw(st.integers(0, len(base)))] + [next(self.tokens) for _ in range(more)]
+        free = self.free
         cached = self.allocator.match_prefix(request_id, scope, prompt)
-        wanted = -(-len(prompt) // EXTENT) * EXTENT
-        assert (cached is None) == (wanted > self.free)
+        assert self.may_begin(prompt, free, cached)
         if cached is None:
             return
         longest = max((_common(prompt, tokens) for tokens in self.retired[scope]), default=0)
         assert cached <= min(longest, len(prompt) - 1), "more than the scope's requests ever had in common with it"
+        self.began(request_id, len(prompt))
         self.committed[request_id] = prompt[:cached]
-        self.owned[request_id] = wanted
+        self.owned[request_id] = self.rounded(len(prompt))
         self.reserved[request_id] = len(prompt) - cached
 
     @rule(scope=st.sampled_from(["s", "t"]))
@@ -112,16 +149,15 @@ class SlabMachine(RuleBasedStateMachine):
     @invariant()
     def books_are_exact(self) -> None:
         self.allocator.check_integrity(set(self.owned))
-        assert self.allocator.total_tokens == TOTAL // EXTENT * EXTENT
+        assert self.allocator.total_tokens == self.total
         assert self.allocator.free_tokens == self.free >= 0
 
     @invariant()
     def committed_contents_are_kept_in_order(self) -> None:
         for request_id, tokens in self.committed.items():
             for layer in range(len(LAYERS)):
-                for plane, tensor in enumerate(self.allocator.planes(request_id, layer)):
+                for plane, tensor in enumerate(self.places(request_id, layer)):
                     assert tensor.shape[1] == self.owned[request_id]
-                    assert tensor.is_contiguous(), "one head's keys must lie one behind the other"
                     places = {0, len(tokens) // 2, len(tokens) - 1, *range(max(0, len(tokens) - 8), len(tokens))}
                     for place in places if tokens else ():
                         expected = self.content(tokens[place], layer, plane, *tensor[:, 0].shape)
@@ -136,6 +172,19 @@ class SlabMachine(RuleBasedStateMachine):
 
 def _common(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+class SlabMachine(AllocatorMachine):
+    unit = EXTENT
+    total = TOTAL // EXTENT * EXTENT
+
+    def make_allocator(self) -> SlabAllocator:
+        return SlabAllocator(LAYERS, torch.float32, TOTAL)
+
+    def places(self, request_id: str, layer: int) -> list[torch.Tensor]:
+        planes = list(self.allocator.planes(request_id, layer))
+        assert all(plane.is_contiguous() for plane in planes), "one head's keys must lie one behind the other"
+        return planes
 
 
 TestSlabs = SlabMachine.TestCase

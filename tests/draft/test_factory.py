@@ -32,9 +32,9 @@ def test_what_is_configured_of_jacobi_is_taken() -> None:
 
 def test_limits_are_each_drafters_own_unless_they_are_configured() -> None:
     own = draft_limits(EngineConfig(draft=DraftConfig(reference_copy_length=11)), 0)
-    assert own == {"mixture": (64, 32), "trie": (64, 12), "reference": (11, 11), "jacobi": (120, 4), "none": (0, 1)}
+    assert own == {"mixture": (64, 64), "trie": (64, 12), "reference": (11, 11), "jacobi": (120, 4), "none": (0, 1)}
     fixed = draft_limits(EngineConfig(adaptive=False), 0)
-    assert (fixed["mixture"], fixed["trie"]) == ((8, 32), (8, 12))
+    assert (fixed["mixture"], fixed["trie"]) == ((8, 64), (8, 12))
     configured = draft_limits(EngineConfig(decoding_length=3, branch_length=2), 0)
     assert configured == {**dict.fromkeys(DRAFTERS, (3, 2)), "none": (0, 1)}
     longer = draft_limits(EngineConfig(branch_length=20), 0)

@@ -174,6 +174,23 @@ def test_the_likelier_of_two_continuations_comes_first_and_both_are_drafted() ->
     assert tree.probs[0] > 1.3 * tree.probs[tree.token_ids.index(31)]
 
 
+def test_a_long_copy_is_drafted_as_far_as_there_are_rows() -> None:
+    drafter = MixtureDrafter()
+    text = list(range(100, 300))
+    drafter.start(DraftRequest("a", [*text, 7, *text[:40]]))
+    drafter.accept("a", text[40:60])  # what was copied so far came true
+    assert has_path(propose(drafter, "a", 64, 64), text[60:124])
+
+
+def test_an_earlier_habit_is_not_forgotten_for_many_later_exceptions() -> None:
+    drafter, context, usual = MixtureDrafter(), 5, 6
+    earlier = [token for i in range(56) for token in (1000 + i, context, usual)]
+    later = [token for i in range(66) for token in (2000 + i, context, 3000 + i)]
+    drafter.start(DraftRequest("a", [*earlier, *later, 9, context]))
+    tree = propose(drafter, "a", 16, 1)
+    assert tree.token_ids[0] == usual, "more than the latest 64 occurrences are looked at where the tree begins"
+
+
 def test_what_will_not_be_run_is_not_drafted() -> None:
     """And what will be run is drafted as ever, but for a little that experts would add who need not be asked then."""
     drafter, rng = MixtureDrafter(), random.Random(6)

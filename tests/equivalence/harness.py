@@ -21,6 +21,8 @@ from batchserve.sampling.near_tie import is_near_tie, rounding_bound
 from batchserve.sampling.verify import VerifiedTokens
 from batchserve.types import FinishReason, SamplingParams, SpeculationParams, Usage
 
+BACKEND = {"device": "cpu", "attention_backend": "cpu"}  # options of every engine; conftest.py sets others
+
 
 @dataclass
 class Job:
@@ -75,7 +77,7 @@ def build(
     **options: object,
 ) -> BuiltEngine:
     length = None if options.get("adaptive") else 8
-    defaults = {"dtype": "float32", "drafter": "mixture", "decoding_length": length}
+    defaults = {"dtype": "float32", "drafter": "mixture", "decoding_length": length, **BACKEND}
     config = EngineConfig(model=str(model), **{**defaults, **options})  # type: ignore[arg-type]
     return build_engine(config, drafter=test_drafter, clock=clock)
 

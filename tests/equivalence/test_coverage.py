@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from batchserve.attention import mask
+from batchserve.attention import mask, paged
 from batchserve.attention.slab import SlabAllocator
+from batchserve.attention.slots import SlotAllocator
 from batchserve.runner import model_runner, ragged_batch
 from batchserve.sampling import verify
 from batchserve.sampling.verify import VerifiedTokens
@@ -62,16 +63,21 @@ def test_coverage_of_the_suite(tiny_model: dict[str, Path], chunk: int | None) -
 
 def wrong_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the mask, deeper nodes hang from their grandparent's child before: the previous row."""
-    right = mask.ancestor_mask
+    right_mask, right_bits = mask.ancestor_mask, paged.ancestor_bits
 
-    def faulty(parents: np.ndarray) -> np.ndarray:
-        moved = parents.copy()
-        for i in range(len(parents) - 1, 1, -1):
-            if moved[i] != i - 1 and moved[i] > 0:
-                moved[i] = moved[i] - 1
-        return right(moved)
+    def moved(parents: np.ndarray, local: np.ndarray) -> np.ndarray:
+        is_wrong = (parents != local - 1) & (parents > 0) & (local > 1)
+        return np.where(is_wrong, parents - 1, parents)
 
-    monkeypatch.setattr(mask, "ancestor_mask", faulty)
+    def faulty_mask(parents: np.ndarray) -> np.ndarray:
+        return right_mask(moved(parents, np.arange(len(parents))))
+
+    def faulty_bits(parents: np.ndarray, qo_indptr: np.ndarray, *more: Any) -> Any:
+        starts = np.repeat(qo_indptr[:-1], np.diff(qo_indptr))
+        return right_bits(moved(parents, np.arange(len(parents)) - starts), qo_indptr, *more)
+
+    monkeypatch.setattr(mask, "ancestor_mask", faulty_mask)
+    monkeypatch.setattr(paged, "ancestor_bits", faulty_bits)
 
 
 def wrong_position(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,12 +91,12 @@ def wrong_position(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def accepted_kv_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rows are kept instead of the accepted ones."""
-    right = SlabAllocator.commit
 
-    def faulty(self: SlabAllocator, request_id: str, rows: Sequence[int]) -> None:
-        right(self, request_id, range(len(rows)))
+    def first_rows(right: Callable[..., None]) -> Callable[..., None]:
+        return lambda allocator, request_id, rows: right(allocator, request_id, range(len(rows)))
 
-    monkeypatch.setattr(SlabAllocator, "commit", faulty)
+    for allocator in (SlabAllocator, SlotAllocator):
+        monkeypatch.setattr(allocator, "commit", first_rows(allocator.commit))
 
 
 def bonus_lost(monkeypatch: pytest.MonkeyPatch) -> None:

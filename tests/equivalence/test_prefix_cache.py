@@ -211,6 +211,7 @@ def make_request(engine: BuiltEngine, request_id: str, prompt: list[int], **opti
     return engine.processor.make_request(request_id, prompt, params, of("team"), 0.0, **options)
 
 
+@pytest.mark.cpu_backend
 def test_with_batch_invariance_hits_are_bitwise_the_same(
     tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from tests.equivalence.harness import build
 from tests.tiny_models import REFUSED
 
 
+@pytest.mark.cpu_backend
 @pytest.mark.parametrize("family", sorted(REFUSED))
 def test_refused_with_a_reason(family: str, tiny_model: dict[str, Path]) -> None:
     with pytest.raises(UnsupportedModelError) as error:

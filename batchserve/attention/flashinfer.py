@@ -1,0 +1,246 @@
+"""FlashInfer's FA2 paged prefill kernels over slots (pages of one token): causal, custom mask, and a tree variant.
+
+FlashInfer is imported when a kernel is made, never before: its import asks the GPU for its architecture, after which a
+process must not fork. It is pinned, because two of its private names are used (`_mask_indptr_buf`, and the module of
+the variant), and because the layout of its arguments is no promise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import metadata as packages
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from batchserve.attention.flashinfer_variant import variant_arguments, variant_run_arguments
+from batchserve.attention.tree_metadata import visible_slots
+from batchserve.errors import ConfigError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from batchserve.attention.base import AttentionParams, LayerShape
+    from batchserve.attention.tree_metadata import TreeMetadata
+
+VERSIONS = {"flashinfer-python": "0.6.18.post1", "apache-tvm-ffi": "0.1.15.post2"}
+HEAD_DIMS = (64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16)
+WORKSPACE_BYTES = 128 << 20  # at first; it grows to what a step needs
+PAGE_SIZE = 1
+
+# jit_args (None: a stock module), float workspace -> BatchPrefillWithPagedKVCacheWrapper
+WrapperFactory = Callable[[list[Any] | None, torch.Tensor], Any]
+
+
+class _Kind(NamedTuple):
+    """What one plan is good for. Of the tree variant's: window and scale are arguments of the run, and None here."""
+
+    is_causal: bool
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    scaling: float | None
+    sliding_window: int | None
+    softcap: float | None
+
+
+class FlashInferKernel:
+    """TreeKernel. Steps in which every request is a chain go to the stock causal kernel, all others to `mask`.
+
+    mask: "custom" is FlashInfer's own custom mask, a bit for every row and key, with the window in it; "tree" is our
+    variant of the kernel, which reads only the rows' ancestor bits and, for windows, their positions.
+
+    One wrapper for each kind of layer, planned once a step; all share one float workspace, so steps must be on one
+    stream. Raises ConfigError where FlashInfer is missing, has another version, or has no kernel for the model.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        num_heads: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        mask: str = "custom",
+        make_wrapper: WrapperFactory | None = None,
+    ) -> None:
+        _check_model(layers, num_heads, dtype)
+        self.name = f"flashinfer_{mask}"
+        self._has_variant = mask == "tree"
+        self._dtype = dtype
+        self._device = device
+        self._make_wrapper = make_wrapper or load_wrapper()
+        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._wrappers: dict[_Kind, _Wrapper] = {}
+        self._planned: set[_Kind] = set()
+        # Its presence puts the kernel into the mode in which the variant is asked about every key.
+        self._no_mask = torch.zeros(16, dtype=torch.uint8, device=device)
+
+    def plan(self, metadata: TreeMetadata) -> None:
+        self._planned.clear()
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        metadata: TreeMetadata,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        if params.sinks is not None:
+            raise UnsupportedModelError("FlashInfer attention has no sinks: attention_backend must be triton or torch")
+        is_variant = self._has_variant and not metadata.is_causal
+        kind = _Kind(
+            is_causal=metadata.is_causal,
+            num_heads=query.shape[1],
+            num_kv_heads=key_cache.shape[1],
+            key_dim=key_cache.shape[2],
+            value_dim=value_cache.shape[2],
+            scaling=None if is_variant else params.scaling,
+            sliding_window=None if is_variant else params.sliding_window,
+            softcap=params.softcap,
+        )
+        if kind not in self._planned:
+            self._plan(kind, metadata, is_variant)
+            self._planned.add(kind)
+        more = variant_run_arguments(metadata, params) if is_variant else ()
+        caches = key_cache.unsqueeze(1), value_cache.unsqueeze(1)  # [slots, page_size, num_kv_heads, dim]
+        out: torch.Tensor = self._wrappers[kind].wrapper.run(query.contiguous(), caches, *more)
+        return out
+
+    def _plan(self, kind: _Kind, metadata: TreeMetadata, is_variant: bool) -> None:
+        if kind not in self._wrappers:
+            arguments = None
+            if is_variant:
+                arguments = variant_arguments(kind.key_dim, kind.value_dim, self._dtype, kind.softcap is not None)
+            self._wrappers[kind] = _Wrapper(self._make_wrapper(arguments, self._workspace), self._device)
+        target = self._wrappers[kind]
+        packed: torch.Tensor | None = None
+        offsets: torch.Tensor | None = None
+        if is_variant:
+            packed = self._no_mask
+        elif not kind.is_causal:
+            packed, offsets = packed_mask(metadata, kind.sliding_window)
+        arguments_of_plan = self._plan_arguments(kind, metadata, packed)
+        target.wait_for_copy()
+        self._fit_workspace(target.wrapper, arguments_of_plan)
+        # Only tensors on the CPU but for the slots and the mask: plan() would wait for the device to read others.
+        target.wrapper.plan(**arguments_of_plan)
+        if offsets is not None:
+            # plan() leaves the requests' beginnings in bits where its kernel counts in bytes.
+            target.wrapper._mask_indptr_buf = offsets
+        target.mark_copy()
+
+    def _plan_arguments(self, kind: _Kind, metadata: TreeMetadata, packed: torch.Tensor | None) -> dict[str, Any]:
+        # The tree's own window must not be given: FlashInfer would count it in rows, not in positions.
+        window_left = kind.sliding_window - 1 if kind.is_causal and kind.sliding_window is not None else -1
+        return {
+            "qo_indptr": metadata.qo_indptr_cpu,
+            "paged_kv_indptr": metadata.kv_indptr_cpu,
+            "paged_kv_indices": metadata.kv_indices,
+            "paged_kv_last_page_len": torch.ones(metadata.num_requests, dtype=torch.int32),
+            "num_qo_heads": kind.num_heads,
+            "num_kv_heads": kind.num_kv_heads,
+            "head_dim_qk": kind.key_dim,
+            "page_size": PAGE_SIZE,
+            "head_dim_vo": kind.value_dim,
+            "packed_custom_mask": packed,
+            "causal": kind.is_causal,
+            "sm_scale": kind.scaling,
+            "window_left": window_left,
+            "logits_soft_cap": kind.softcap,
+            "q_data_type": self._dtype,
+            "kv_data_type": self._dtype,
+            "seq_lens": metadata.kv_lens_cpu,
+            "max_token_per_sequence": metadata.max_rows,
+        }
+
+    def _fit_workspace(self, wrapper: Any, arguments: dict[str, Any]) -> None:
+        """Give every wrapper a float workspace that this plan fits into; the documented 128 MB do not always do."""
+        num_bytes, num_int_bytes = wrapper.workspace_size(**arguments)
+        if num_bytes > len(self._workspace):
+            self._workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        if num_int_bytes > len(wrapper._int_workspace_buffer) or wrapper._float_workspace_buffer is not self._workspace:
+            num_int_bytes = max(num_int_bytes, len(wrapper._int_workspace_buffer))
+            ints = torch.empty(num_int_bytes, dtype=torch.uint8, device=self._device)
+            wrapper.reset_workspace_buffer(self._workspace, ints)
+
+
+class _Wrapper:
+    """A wrapper, and when its pinned buffer may be written again: plan() copies from it without waiting."""
+
+    def __init__(self, wrapper: Any, device: torch.device) -> None:
+        self.wrapper = wrapper
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def wait_for_copy(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def mark_copy(self) -> None:
+        if self._event is not None:
+            self._event.record()
+
+
+def packed_mask(metadata: TreeMetadata, sliding_window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """FlashInfer's custom mask: (uint8 bits on the device, int32 [num_requests + 1] where each request's bytes begin).
+
+    Of every request a matrix [rows, kv_len] row by row, the lowest bit first, from a new byte on. FlashInfer checks no
+    lengths: with a short mask its kernel reads whatever lies behind it. Raises RuntimeError instead.
+    """
+    rows = metadata.qo_indptr_cpu.diff().numpy().astype(np.int64)
+    num_bits = rows * metadata.kv_lens_cpu.numpy()
+    offsets = np.concatenate([[0], np.cumsum(-(-num_bits // 8))])
+    if offsets[-1] > np.iinfo(np.int32).max:
+        raise RuntimeError(f"the custom mask of this step has {offsets[-1]} bytes, more than FlashInfer can address")
+    device = metadata.ancestors.device
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=device)
+    parts = []
+    for i in range(metadata.num_requests):
+        bits = visible_slots(metadata, i, sliding_window).reshape(-1).to(torch.uint8)
+        bits = torch.cat([bits, bits.new_zeros(-len(bits) % 8)])
+        parts.append((bits.view(-1, 8) * weights).sum(1, dtype=torch.uint8))
+    packed = torch.cat(parts)
+    if len(packed) != offsets[-1]:
+        raise RuntimeError(f"the custom mask has {len(packed)} bytes, the step's rows and keys need {offsets[-1]}")
+    return packed, torch.from_numpy(offsets.astype(np.int32)).to(device, non_blocking=True)
+
+
+def load_wrapper() -> WrapperFactory:
+    """What makes wrappers, by importing FlashInfer. Raises ConfigError where it is missing or another version."""
+    installed = {}
+    for name in VERSIONS:
+        try:
+            installed[name] = packages.version(name)
+        except packages.PackageNotFoundError:
+            installed[name] = "missing"
+    if installed != VERSIONS:
+        needed = ", ".join(f"{name} {version}" for name, version in VERSIONS.items())
+        found = ", ".join(f"{name} {version}" for name, version in installed.items())
+        raise ConfigError(f"FlashInfer attention needs {needed} (pip install 'batchserve[cuda]'); installed: {found}")
+    try:
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+    except (ImportError, OSError, RuntimeError) as error:  # a library that is missing, a GPU that is not known
+        raise ConfigError(f"FlashInfer cannot be imported: {error}") from error
+
+    def make(jit_args: list[Any] | None, workspace: torch.Tensor) -> Any:
+        # The variant needs its backend named; the stock kernels are of the same generation, so that they agree.
+        return BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2", jit_args=jit_args)
+
+    return make
+
+
+def _check_model(layers: Sequence[LayerShape], num_heads: int, dtype: torch.dtype) -> None:
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype = {str(dtype).removeprefix('torch.')}: must be bfloat16 or float16 for FlashInfer")
+    for layer in layers:
+        if layer.key_dim != layer.value_dim or layer.key_dim not in HEAD_DIMS:
+            raise ConfigError(
+                f"head_dim = {layer.key_dim} (K), {layer.value_dim} (V): must be one of "
+                f"{', '.join(map(str, HEAD_DIMS))} and the same for FlashInfer"
+            )
+        if num_heads % layer.num_kv_heads:
+            raise ConfigError(
+                f"num_attention_heads = {num_heads}: must be a multiple of {layer.num_kv_heads} K/V heads"
+            )

@@ -1,0 +1,127 @@
+"""The GPU path's backend: K/V in slots on a device, one kernel call a layer for the trees of all requests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from batchserve.attention.slots import DUMMY_SLOT, SlotAllocator
+from batchserve.attention.step_buffer import upload
+from batchserve.attention.tree_metadata import TreeKernel, TreeMetadata, ancestor_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batchserve.attention.base import AttentionParams, LayerShape, Span
+
+
+class PagedBackend:
+    """AttentionBackend over one K and one V cache a layer, [num_slots, num_kv_heads, dim], on any device.
+
+    Everything but kernel.run() is the same on a CPU and on a GPU. Nothing here waits for the device.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        dtype: torch.dtype,
+        device: torch.device,
+        kernel: TreeKernel,
+        allocator: SlotAllocator,
+    ) -> None:
+        self.allocator = allocator
+        self.kernel = kernel
+        self.name = kernel.name
+        self.device = device
+        self._caches = [
+            tuple(
+                torch.zeros(allocator.num_slots, layer.num_kv_heads, dim, dtype=dtype, device=device)
+                for dim in (layer.key_dim, layer.value_dim)
+            )
+            for layer in layers
+        ]
+        self._table = torch.zeros(allocator.table_shape, dtype=torch.int32, device=device)
+        self._metadata: TreeMetadata | None = None
+
+    def begin(self, spans: list[Span]) -> None:
+        arrays, is_causal = step_arrays(spans, self.allocator)
+        tensors = upload(arrays, self.device)
+        self.update_table(tensors["changed_places"], tensors["changed_slots"])
+        kv_lens = np.diff(arrays["kv_indptr"])
+        self._metadata = TreeMetadata(
+            qo_indptr=tensors["qo_indptr"],
+            kv_indptr=tensors["kv_indptr"],
+            kv_indices=self.gather_slots(tensors["table_rows"], tensors["kv_indptr"], int(arrays["kv_indptr"][-1])),
+            ancestors=tensors["ancestors"],
+            positions=tensors["positions"],
+            slot_mapping=tensors["slot_mapping"],
+            qo_indptr_cpu=torch.from_numpy(arrays["qo_indptr"]),
+            kv_indptr_cpu=torch.from_numpy(arrays["kv_indptr"]),
+            kv_lens_cpu=torch.from_numpy(kv_lens),
+            max_rows=max(span.num_rows for span in spans),
+            is_causal=is_causal,
+        )
+        self.kernel.plan(self._metadata)
+
+    def update_table(self, changed_places: torch.Tensor, changed_slots: torch.Tensor) -> None:
+        """Write SlotAllocator.changes() to the device's table of slots."""
+        if self._table.shape != self.allocator.table_shape:
+            grown = torch.zeros(self.allocator.table_shape, dtype=torch.int32, device=self.device)
+            grown[: len(self._table)] = self._table
+            self._table = grown
+        self._table.view(-1).index_copy_(0, changed_places, changed_slots)
+
+    def gather_slots(self, table_rows: torch.Tensor, kv_indptr: torch.Tensor, num_indices: int) -> torch.Tensor:
+        """TreeMetadata.kv_indices from the table; num_indices is kv_indptr[-1], which would be slow to read here."""
+        numbers = torch.arange(len(table_rows), device=self.device)
+        request = torch.repeat_interleave(numbers, kv_indptr.diff(), output_size=num_indices)
+        column = torch.arange(num_indices, device=self.device) - kv_indptr[request]
+        return self._table[table_rows[request], column]
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        metadata = self._metadata
+        if metadata is None:
+            raise RuntimeError("attend() before begin()")
+        key_cache, value_cache = self._caches[layer]
+        num_rows, num_tokens = metadata.num_rows, query.shape[2]
+        for cache, states in ((key_cache, key), (value_cache, value)):
+            cache.index_copy_(0, metadata.slot_mapping, states[0, :, :num_rows].transpose(0, 1).to(cache.dtype))
+        out = self.kernel.run(query[0, :, :num_rows].transpose(0, 1), key_cache, value_cache, metadata, params)
+        if num_rows < num_tokens:
+            out = torch.cat([out, out.new_zeros(num_tokens - num_rows, *out.shape[1:])])
+        return out.unsqueeze(0)
+
+
+def step_arrays(
+    spans: Sequence[Span], allocator: SlotAllocator, num_rows: int | None = None, words: int | None = None
+) -> tuple[dict[str, np.ndarray], bool]:
+    """What the device is told of a step, and whether every request of it is a chain; see TreeMetadata for the shapes.
+
+    Besides its fields there are table_rows int32 [num_requests], where in the table each request's slots are, and
+    SlotAllocator.changes() as changed_places and changed_slots, which count as uploaded now. num_rows: pad slot_mapping
+    to so many; words: as of ancestor_bits().
+    """
+    counts = np.array([span.num_rows for span in spans])
+    qo_indptr = _indptr(counts)
+    ancestors, is_causal = ancestor_bits(np.concatenate([span.parents for span in spans]), qo_indptr, words)
+    written = [allocator.slots(s.request_id)[s.context_len : s.context_len + s.num_rows] for s in spans]
+    padding = np.full(max(0, (num_rows or 0) - int(qo_indptr[-1])), DUMMY_SLOT)
+    places, slots = allocator.changes([span.request_id for span in spans])
+    return {
+        "slot_mapping": np.concatenate([*written, padding]).astype(np.int64),
+        "changed_places": places,
+        "changed_slots": slots,
+        "qo_indptr": qo_indptr,
+        "kv_indptr": _indptr(np.array([span.context_len for span in spans]) + counts),
+        "table_rows": np.array([allocator.row(span.request_id) for span in spans], np.int32),
+        "positions": np.concatenate([span.positions for span in spans]).astype(np.int32),
+        "ancestors": ancestors,
+    }, is_causal
+
+
+def _indptr(counts: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)

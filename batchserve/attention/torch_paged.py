@@ -1,0 +1,40 @@
+"""Tree attention over paged K/V in plain torch: the oracle of the GPU kernels, and their stand-in without a GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from batchserve.attention.torch_reference import attend_span
+from batchserve.attention.tree_metadata import TreeMetadata, visible_slots
+
+if TYPE_CHECKING:
+    import torch
+
+    from batchserve.attention.base import AttentionParams
+
+
+class TorchKernel:
+    """One request after another, in fp32, on any device, for any shape, dtype, window, soft cap and sinks. Not fast."""
+
+    name = "torch"
+
+    def plan(self, metadata: TreeMetadata) -> None:
+        pass
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        metadata: TreeMetadata,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        out = query.new_zeros(query.shape[0], query.shape[1], value_cache.shape[-1])
+        qo, kv = metadata.qo_indptr_cpu.tolist(), metadata.kv_indptr_cpu.tolist()
+        for i in range(metadata.num_requests):
+            slots = metadata.kv_indices[kv[i] : kv[i + 1]].long()
+            rows = slice(qo[i], qo[i + 1])
+            keys, values = key_cache[slots].transpose(0, 1), value_cache[slots].transpose(0, 1)
+            mask = visible_slots(metadata, i, params.sliding_window)
+            out[rows] = attend_span(query[rows].transpose(0, 1), keys, values, mask, params)
+        return out

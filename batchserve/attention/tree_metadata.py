@@ -1,0 +1,132 @@
+"""What a tree-attention kernel is told of one step over paged K/V, and what such a kernel supplies.
+
+Pages hold one token: a slot. K and V of a layer are [num_slots, num_kv_heads, dim]; slot 0 is nobody's, padding rows
+are written there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from batchserve.attention.base import AttentionParams
+
+WORD_BITS = 32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeMetadata:
+    """One step. Tensors are on the device, but for those that end in _cpu.
+
+    qo_indptr: int32 [num_requests + 1], where each request's rows begin in the ragged batch.
+    kv_indptr: int32 [num_requests + 1], where each request's slots begin in kv_indices.
+    kv_indices: int32 [sum of kv_len], the slots in order, the context's first and then those of this step's rows;
+    kv_len counts both.
+    ancestors: int32 [num_rows, words]; bit i of word w of a row: it sees row 32 * w + i of its own request (every row
+    sees itself). words is that of the request with the most rows.
+    positions: int32 [num_rows], absolute. A context key's position is its index; that of a row's key is the row's.
+    slot_mapping: int64 [num_rows + padding], where each row's K and V are written; 0 for padding.
+    is_causal: every request is a chain, so that attention is plain causal attention.
+    """
+
+    qo_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    ancestors: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    qo_indptr_cpu: torch.Tensor  # int32, as qo_indptr
+    kv_indptr_cpu: torch.Tensor  # int32, as kv_indptr
+    kv_lens_cpu: torch.Tensor  # int32 [num_requests]
+    max_rows: int  # of one request
+    is_causal: bool
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.kv_lens_cpu)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all requests, without padding."""
+        return len(self.positions)
+
+
+class TreeKernel(Protocol):
+    """Attention of one layer under tree masks. A constructor raises ConfigError where a kernel cannot serve a model."""
+
+    @property
+    def name(self) -> str: ...
+
+    def plan(self, metadata: TreeMetadata) -> None:
+        """Prepare the kernel for one step: called once, before the first layer's run()."""
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        metadata: TreeMetadata,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """Attend; this step's K and V are in the caches already.
+
+        query [num_rows, num_heads, key_dim], of any strides but a contiguous last dimension; caches
+        [num_slots, num_kv_heads, dim]. Returns [num_rows, num_heads, value_dim] in the query's dtype.
+        Raises UnsupportedModelError where the kernel has not what `params` asks for.
+        """
+
+
+def ancestor_bits(parents: np.ndarray, qo_indptr: np.ndarray, words: int | None = None) -> tuple[np.ndarray, bool]:
+    """TreeMetadata.ancestors of all requests' rows, and whether every request is a chain.
+
+    parents int32 [num_rows] count inside of their own request, -1 is the context; a parent comes before its children.
+    words: more of them than the rows need, where a buffer's shape is fixed.
+    """
+    counts = np.diff(qo_indptr)
+    starts = np.repeat(qo_indptr[:-1], counts)
+    local = np.arange(len(parents)) - starts
+    words = words or -(-int(counts.max(initial=1)) // WORD_BITS)
+    # A row of a chain sees all rows before it: the lowest local + 1 bits.
+    seen = np.clip((local + 1)[:, None] - WORD_BITS * np.arange(words), 0, WORD_BITS).astype(np.uint64)
+    bits = ((np.uint64(1) << seen) - np.uint64(1)).astype(np.uint32)
+    breaks = np.concatenate([[0], np.cumsum(parents != local - 1)])
+    in_tree = np.flatnonzero(breaks[1:] > breaks[starts])
+    if len(in_tree):
+        _fill_tree_rows(bits, parents, starts, local, in_tree)
+    return bits.view(np.int32), not len(in_tree)
+
+
+def _fill_tree_rows(
+    bits: np.ndarray, parents: np.ndarray, starts: np.ndarray, local: np.ndarray, rows: np.ndarray
+) -> None:
+    """The bits of rows behind the first branching of their request, by pointer jumping: log2(depth) rounds for all."""
+    none = len(parents)
+    above = np.full(none + 1, none)  # rows of a chain are complete: nothing above them is asked for
+    above[rows] = np.where(parents[rows] < 0, none, starts[rows] + parents[rows])
+    known = np.concatenate([bits, np.zeros((1, bits.shape[1]), np.uint32)])
+    known[rows] = 0
+    known[rows, local[rows] // WORD_BITS] = np.uint32(1) << (local[rows] % WORD_BITS).astype(np.uint32)
+    while (above[rows] != none).any():
+        known[rows] |= known[above[rows]]
+        above[rows] = above[above[rows]]
+    bits[:] = known[:-1]
+
+
+def visible_slots(metadata: TreeMetadata, request: int, sliding_window: int | None) -> torch.Tensor:
+    """bool [rows, kv_len] on the device: which of a request's keys each of its rows attends to."""
+    start, end = metadata.qo_indptr_cpu[request : request + 2].tolist()
+    kv_len, num_rows = int(metadata.kv_lens_cpu[request]), end - start
+    device = metadata.ancestors.device
+    row = torch.arange(num_rows, device=device)
+    tree = (metadata.ancestors[start:end, row // WORD_BITS] >> (row % WORD_BITS).int()) & 1
+    context = torch.ones(num_rows, kv_len - num_rows, dtype=torch.bool, device=device)
+    mask = torch.cat([context, tree.bool()], 1)
+    if sliding_window is not None:
+        positions = metadata.positions[start:end]
+        keys = torch.cat([torch.arange(kv_len - num_rows, dtype=torch.int32, device=device), positions])
+        mask &= keys[None, :] > positions[:, None] - sliding_window
+    return mask

@@ -1,0 +1,211 @@
+"""Tree attention by a Triton kernel of our own: what serves a GPU where FlashInfer is missing.
+
+Nothing here imports Triton until a kernel runs. Every grid follows from shapes and from what the kernel was made
+with, never from what is in a tensor: one capture serves all ragged batches of its bucket, and an eager step reduces in
+the same order as a replayed one of the same shape. Results do depend on that shape: they are not batch-invariant.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from batchserve.attention.base import AttentionParams, LayerShape
+from batchserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from batchserve.attention.tree_metadata import TreeMetadata
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 512
+# Chosen by arithmetic and compiled sizes, not by time (docs/gpu.md): to be tuned where there is a GPU.
+BLOCK_BYTES = 16 * 1024  # K and V of one block of keys; two blocks are in flight in each of some five programs
+# A key is found through its slot, which is loaded first: so five stages are two blocks of K and V in flight.
+NUM_STAGES = 5
+MAX_SPLITS = 32
+MIN_SPLIT = 128  # keys that are worth a program and a partial result of their own
+PROGRAMS_PER_SM = 4  # splits are made until this many programs a multiprocessor are reached
+# Chains of more words of ancestors than this, prompts that is, compare rows instead: one variant less for other steps.
+CAUSAL_WORDS = 2
+LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One program's share: block_m (row, head) items against blocks of block_n keys; both are powers of two, >= 16."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tile(num_items: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> Tile:
+    """The tile for a bucket of num_items = rows * heads of a K/V head.
+
+    Few items mean many requests with a row each, or few rows: small tiles, whose unused items cost little. Many items
+    mean long requests: large tiles, so that K and V are read less often.
+    """
+    bytes_per_key = (padded(key_dim) + padded(value_dim)) * dtype.itemsize
+    # Wide heads would run out of registers in large tiles, and fp32, which has no tensor cores, does at once.
+    widest = 16 if dtype == torch.float32 or bytes_per_key > 1024 else 32 if bytes_per_key > 512 else 64
+    block_m = min(16 if num_items <= 64 else 32 if num_items <= 512 else 64, widest)
+    block_n = max(16, min(64, BLOCK_BYTES // bytes_per_key))
+    num_stages = NUM_STAGES if block_n * bytes_per_key <= 2 * BLOCK_BYTES else 2
+    return Tile(block_m, block_n, num_warps=4, num_stages=num_stages)
+
+
+def choose_splits(num_programs: int, max_keys: int, num_sms: int) -> int:
+    """Into how many parts the keys of a tile are split, a power of two.
+
+    num_programs: without splits; max_keys: that any row can have. One part where the programs fill the GPU anyway.
+    """
+    wanted = min(PROGRAMS_PER_SM * num_sms // max(num_programs, 1), max_keys // MIN_SPLIT, MAX_SPLITS)
+    return 1 << max(wanted, 1).bit_length() - 1
+
+
+def padded(dim: int) -> int:
+    """The power of two that a head_dim is padded to inside the kernel: tensor cores take no less than 16."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+class TritonTreeKernel:
+    """The TreeKernel of this module, see attention/tree_metadata.py; stateless between steps.
+
+    max_kv_len: the most keys of any request, drafts included. num_sms: multiprocessors of the GPU (default: asked of
+    the current device). tile and num_splits (a power of two) replace what would be chosen from the shapes.
+    Raises ConfigError where Triton is not installed, or for layers or a dtype that the kernel does not serve.
+    """
+
+    name = "triton"
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        dtype: torch.dtype,
+        max_kv_len: int,
+        *,
+        num_sms: int | None = None,
+        tile: Tile | None = None,
+        num_splits: int | None = None,
+    ) -> None:
+        widest = max(max(layer.key_dim, layer.value_dim) for layer in layers)
+        if widest > MAX_HEAD_DIM:
+            raise ConfigError(f"head_dim = {widest}: must be at most {MAX_HEAD_DIM} for Triton attention")
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype = {dtype}: must be one of {', '.join(map(str, DTYPES))} for Triton attention")
+        if importlib.util.find_spec("triton") is None:
+            raise ConfigError("attention = 'triton': the package triton is not installed (it comes with CUDA torch)")
+        if num_sms is None:
+            num_sms = torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 1
+        self._max_kv_len = max_kv_len
+        self._num_sms = num_sms
+        self._tile = tile
+        self._num_splits = num_splits
+
+    def plan(self, metadata: TreeMetadata) -> None:
+        """Nothing: the programs find their tiles on the device."""
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        metadata: TreeMetadata,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """Attend over the paged cache; rows behind the last request's (padding) give zeros.
+
+        query [num_rows, num_heads, key_dim], caches [num_slots, num_kv_heads, dim]; all of one dtype, the last
+        dimension contiguous. Returns [num_rows, num_heads, value_dim].
+        """
+        from batchserve.attention import triton_kernels
+
+        query = query if query.stride(-1) == 1 else query.contiguous()
+        num_rows, num_heads, key_dim = query.shape
+        num_kv_heads, value_dim = value_cache.shape[1:]
+        num_requests, num_words = metadata.qo_indptr.shape[0] - 1, metadata.ancestors.shape[1]
+        group = num_heads // num_kv_heads
+        out = query.new_empty(num_rows, num_heads, value_dim)
+        if num_rows == 0:
+            return out
+        tile = self._tile or choose_tile(num_rows * group, key_dim, value_dim, query.dtype)
+        num_splits = self._num_splits or self._splits(num_rows, group, num_kv_heads, tile, params.sliding_window)
+        partial = partial_lse = out
+        if num_splits > 1:
+            partial = query.new_empty(num_rows, num_heads, num_splits, value_dim, dtype=torch.float32)
+            partial_lse = query.new_empty(num_rows, num_heads, num_splits, dtype=torch.float32)
+        scale, softcap = params.scaling * LOG2E, 0.0
+        if params.softcap is not None:
+            scale, softcap = 2 * scale / params.softcap, params.softcap * LOG2E
+        # Every request, and the padding, may leave its last tile all but one item empty.
+        num_tiles = (num_rows * group + min(num_requests + 1, num_rows) * (tile.block_m - 1)) // tile.block_m
+        triton_kernels.attend_tiles[num_tiles, num_kv_heads, num_splits](
+            query,
+            key_cache,
+            value_cache,
+            out,
+            partial,
+            partial_lse,
+            out if params.sinks is None else params.sinks,
+            metadata.qo_indptr,
+            metadata.kv_indptr,
+            metadata.kv_indices,
+            metadata.ancestors,
+            metadata.positions,
+            num_rows,
+            num_requests,
+            num_words,
+            params.sliding_window or 0,
+            scale,
+            softcap,
+            *query.stride()[:2],
+            *key_cache.stride()[:2],
+            *value_cache.stride()[:2],
+            LANES=max(32, 1 << num_requests.bit_length()),  # num_requests + 1 lanes, as a power of two
+            IS_SPLIT=num_splits > 1,
+            **_constants(group, key_dim, value_dim, tile, params, metadata.is_causal and num_words > CAUSAL_WORDS),
+        )
+        if num_splits > 1:
+            dims = {"VALUE_DIM": value_dim, "VALUE_BLOCK": padded(value_dim), "NUM_SPLITS": num_splits}
+            triton_kernels.merge_splits[(num_rows * num_heads,)](
+                partial, partial_lse, out, **dims, num_warps=2, enable_fp_fusion=True
+            )
+        return out
+
+    def _splits(self, num_rows: int, group: int, num_kv_heads: int, tile: Tile, sliding_window: int | None) -> int:
+        """Splits for the batch that needs them most: all rows in one request, whose tiles are full."""
+        max_keys = self._max_kv_len
+        if sliding_window is not None:
+            max_keys = min(max_keys, sliding_window + num_rows)
+        return choose_splits(-(-num_rows * group // tile.block_m) * num_kv_heads, max_keys, self._num_sms)
+
+
+def _constants(
+    group: int, key_dim: int, value_dim: int, tile: Tile, params: AttentionParams, is_causal: bool
+) -> dict[str, int | bool]:
+    """What attend_tiles is compiled for, and how."""
+    return {
+        "GROUP": group,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "KEY_BLOCK": padded(key_dim),
+        "VALUE_BLOCK": padded(value_dim),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "MIN_SPLIT": MIN_SPLIT,
+        # The keys of a tree are few: a deep pipeline would only cost registers there. A prompt's are many.
+        "TAIL_STAGES": tile.num_stages if is_causal else min(tile.num_stages, 3),
+        "IS_CAUSAL": is_causal,
+        "HAS_WINDOW": params.sliding_window is not None,
+        "HAS_SOFTCAP": params.softcap is not None,
+        "HAS_SINKS": params.sinks is not None,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "enable_fp_fusion": True,  # said, because the default is about to change, and Triton warns of that
+    }

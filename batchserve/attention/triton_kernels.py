@@ -1,0 +1,226 @@
+"""Tree attention as Triton kernels. Importing this module imports Triton: see attention/triton.py for who may.
+
+One program takes a tile of one request's items against one split of its keys. An item is a (row, head) pair: the heads
+that share a K/V head lie behind each other, so that a few rows still fill a tile of the tensor cores. The softmax is
+the online one in base 2 (FlashAttention-2, section 3.1); splits meet in a second kernel (Flash-Decoding).
+"""
+
+# ruff: noqa: ANN001, ANN201, ANN202
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# What changes from step to step: no value of it may have a kernel compiled for itself.
+VARYING = ("num_rows", "num_requests", "num_words", "window")
+
+
+@triton.jit
+def _find_tile(
+    qo_indptr, num_rows, num_requests, tile,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """(request, its first row, its rows, first item) of a tile; request > num_requests: there is no such tile.
+
+    Every request has its items in tiles of its own. The rows behind the last request's are a request without keys, so
+    that padding is written, as zeros. Found here and not on the host: then only qo_indptr changes between replays.
+    """
+    lane = tl.arange(0, LANES)
+    begin = tl.load(qo_indptr + lane, mask=lane <= num_requests, other=0)
+    end = tl.load(qo_indptr + lane + 1, mask=lane < num_requests, other=0)
+    rows = tl.where(lane < num_requests, end - begin, tl.where(lane == num_requests, num_rows - begin, 0))
+    tiles = (rows * GROUP + BLOCK_M - 1) // BLOCK_M
+    tile_end = tl.cumsum(tiles, 0)
+    request = tl.sum((tile_end <= tile).to(tl.int32), 0)
+    is_found = lane == request
+    first_row = tl.sum(tl.where(is_found, begin, 0), 0)
+    found_rows = tl.sum(tl.where(is_found, rows, 0), 0)
+    first_tile = tl.sum(tl.where(is_found, tile_end - tiles, 0), 0)
+    return request, first_row, found_rows, (tile - first_tile) * BLOCK_M
+
+
+@triton.jit
+def _attend_block(
+    query, highest, total, sums,
+    keys, values, slots_of_request, ancestor_rows, positions_of_request,
+    first, end, context_len, row, row_position, window,
+    key_stride, value_stride, scale, softcap,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_TREE: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over keys [first, first + BLOCK_N); without HAS_TREE all of them are context and before `end`."""
+    KEY_BLOCK: tl.constexpr = query.shape[1]
+    VALUE_BLOCK: tl.constexpr = sums.shape[1]
+    column = first + tl.arange(0, BLOCK_N)
+    key_lane = tl.arange(0, KEY_BLOCK)
+    value_lane = tl.arange(0, VALUE_BLOCK)
+    is_key = column < end
+    if HAS_TREE:
+        slot = tl.load(slots_of_request + column, mask=is_key, other=0).to(tl.int64)
+    else:
+        slot = tl.load(slots_of_request + column).to(tl.int64)
+    # What is masked must be loaded as zero: the dummy slot may hold anything, and 0 * inf is not 0.
+    key_mask = (key_lane < KEY_DIM)[None, :]
+    value_mask = (value_lane < VALUE_DIM)[None, :]
+    if HAS_TREE:
+        key_mask = key_mask & is_key[:, None]
+        value_mask = value_mask & is_key[:, None]
+    if HAS_TREE or KEY_BLOCK != KEY_DIM:
+        key = tl.load(keys + (slot * key_stride)[:, None] + key_lane[None, :], mask=key_mask, other=0.0)
+    else:
+        key = tl.load(keys + (slot * key_stride)[:, None] + key_lane[None, :])
+    score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1), right at both infinities
+        score = softcap * (1.0 - 2.0 / (tl.exp2(score) + 1.0))
+    if HAS_TREE:
+        tree_row = column - context_len  # of the key; negative: context
+        if IS_CAUSAL:
+            is_visible = tree_row[None, :] <= row[:, None]
+        else:
+            in_tree = is_key & (tree_row >= 0)
+            word = tl.load(ancestor_rows[:, None] + (tree_row // 32)[None, :], mask=in_tree[None, :], other=0)
+            is_visible = (((word >> (tree_row & 31)[None, :]) & 1) != 0) | (tree_row < 0)[None, :]
+        is_visible = is_visible & is_key[None, :]
+        if HAS_WINDOW:
+            tree_position = tl.load(positions_of_request + tree_row, mask=is_key & (tree_row >= 0), other=0)
+            key_position = tl.where(tree_row < 0, column, tree_position)
+            is_visible = is_visible & (key_position[None, :] > (row_position - window)[:, None])
+        score = tl.where(is_visible, score, float("-inf"))
+    elif HAS_WINDOW:
+        score = tl.where(column[None, :] > (row_position - window)[:, None], score, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(score, 1))
+    base = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # nothing seen yet: -inf - -inf is no number
+    weight = tl.exp2(score - base[:, None])
+    decay = tl.exp2(highest - base)
+    if HAS_TREE or VALUE_BLOCK != VALUE_DIM:
+        value = tl.load(values + (slot * value_stride)[:, None] + value_lane[None, :], mask=value_mask, other=0.0)
+    else:
+        value = tl.load(values + (slot * value_stride)[:, None] + value_lane[None, :])
+    sums = tl.dot(weight.to(value.dtype), value, sums * decay[:, None], input_precision="ieee")
+    return new_highest, total * decay + tl.sum(weight, 1), sums
+
+
+@triton.jit(do_not_specialize=VARYING)
+def attend_tiles(
+    query, key_cache, value_cache, out, partial, partial_lse, sinks,
+    qo_indptr, kv_indptr, kv_indices, ancestors, positions,
+    num_rows, num_requests, num_words, window, scale, softcap,
+    query_row_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride,
+    GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LANES: tl.constexpr, IS_SPLIT: tl.constexpr, MIN_SPLIT: tl.constexpr, TAIL_STAGES: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, num_kv_heads, splits). Writes out, or the splits' results to partial and partial_lse.
+
+    partial float32 [num_rows, num_heads, splits, VALUE_DIM], normalised in itself; partial_lse float32 without the
+    last dimension, base 2, -inf where a split had no visible key. Scores are exponents of base 2: q.k * scale, or
+    softcap * tanh(q.k * scale * ln(2) / 2); the caller folds that into both. More than 60 lines, because a kernel has
+    no callees that could keep its state.
+    """
+    kv_head, split = tl.program_id(1), tl.program_id(2)
+    request, first_row, rows, first_item = _find_tile(
+        qo_indptr, num_rows, num_requests, tl.program_id(0), GROUP, BLOCK_M, LANES
+    )
+    if request > num_requests:
+        return
+    kv_begin = tl.load(kv_indptr + request, mask=request < num_requests, other=0)
+    kv_len = tl.load(kv_indptr + request + 1, mask=request < num_requests, other=0) - kv_begin
+    context_len = kv_len - rows
+    item = first_item + tl.arange(0, BLOCK_M)
+    row, head = item // GROUP, kv_head * GROUP + item % GROUP
+    is_item = row < rows
+    row = tl.minimum(row, rows - 1)  # spare items of the tile repeat the last row, so that no load needs a mask
+    token = first_row + row
+
+    # Ancestors come before their row, so the keys of a tile end with its last row.
+    stop = tl.minimum(context_len + (first_item + BLOCK_M - 1) // GROUP + 1, kv_len)
+    start = 0
+    row_position = row
+    if HAS_WINDOW:
+        row_position = tl.load(positions + token, mask=row < kv_len, other=0)  # padding has none
+        start = tl.maximum(tl.minimum(tl.min(row_position, 0) - window + 1, context_len), 0)
+    begin, end = start, stop
+    num_splits = tl.num_programs(2)
+    if IS_SPLIT:
+        share = (tl.maximum(stop - start, 0) + num_splits - 1) // num_splits
+        share = tl.maximum((share + BLOCK_N - 1) // BLOCK_N * BLOCK_N, MIN_SPLIT)
+        begin = start + split * share
+        end = tl.minimum(begin + share, stop)
+
+    key_lane = tl.arange(0, KEY_BLOCK)
+    value_lane = tl.arange(0, VALUE_BLOCK)
+    tile_query = tl.load(
+        query + (token * query_row_stride + head * query_head_stride)[:, None] + key_lane[None, :],
+        mask=(key_lane < KEY_DIM)[None, :],
+        other=0.0,
+    )
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M, VALUE_BLOCK], tl.float32)
+    if HAS_SINKS:  # one more logit without a value, of the first split alone
+        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634  # log2(e)
+        highest = tl.where(split == 0, sink, highest)
+        total = tl.where(split == 0, 1.0, total)
+
+    keys = key_cache + kv_head * key_head_stride
+    values = value_cache + kv_head * value_head_stride
+    slots_of_request = kv_indices + kv_begin
+    ancestor_rows = ancestors + token * num_words
+    positions_of_request = positions + first_row
+    num_whole = tl.maximum(tl.minimum(end, context_len) - begin, 0) // BLOCK_N
+    whole_end = begin + num_whole * BLOCK_N
+    for first in range(begin, whole_end, BLOCK_N):
+        highest, total, sums = _attend_block(
+            tile_query, highest, total, sums,
+            keys, values, slots_of_request, ancestor_rows, positions_of_request,
+            first, end, context_len, row, row_position, window,
+            key_stride, value_stride, scale, softcap,
+            KEY_DIM, VALUE_DIM, BLOCK_N, False, IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP,
+        )  # fmt: skip
+    for first in tl.range(whole_end, end, BLOCK_N, num_stages=TAIL_STAGES):
+        highest, total, sums = _attend_block(
+            tile_query, highest, total, sums,
+            keys, values, slots_of_request, ancestor_rows, positions_of_request,
+            first, end, context_len, row, row_position, window,
+            key_stride, value_stride, scale, softcap,
+            KEY_DIM, VALUE_DIM, BLOCK_N, True, IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP,
+        )  # fmt: skip
+
+    place = token * (tl.num_programs(1) * GROUP) + head
+    total = tl.where(total == 0.0, 1.0, total)  # no visible key: zeros, and highest is still -inf
+    result = sums / total[:, None]
+    value_mask = is_item[:, None] & (value_lane < VALUE_DIM)[None, :]
+    if IS_SPLIT:
+        place = place * num_splits + split
+        has_keys = begin < end  # else a sink does not count either: the merge reads no result that weighs nothing
+        lse = tl.where(has_keys, highest + tl.log2(total), float("-inf"))
+        tl.store(partial_lse + place, lse, mask=is_item)
+        if has_keys:
+            tl.store(partial + (place * VALUE_DIM)[:, None] + value_lane[None, :], result, mask=value_mask)
+    else:
+        result = result.to(out.dtype.element_ty)
+        tl.store(out + (place * VALUE_DIM)[:, None] + value_lane[None, :], result, mask=value_mask)
+
+
+@triton.jit
+def merge_splits(
+    partial, partial_lse, out,
+    VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Grid (num_rows * num_heads,): the splits' results, weighted by their sums of exponentials; no key: zeros."""
+    place = tl.program_id(0)
+    split = tl.arange(0, NUM_SPLITS)
+    value_lane = tl.arange(0, VALUE_BLOCK)
+    lse = tl.load(partial_lse + place * NUM_SPLITS + split)
+    highest = tl.max(lse, 0)
+    weight = tl.exp2(lse - tl.where(highest == float("-inf"), 0.0, highest))
+    total = tl.sum(weight, 0)
+    result = tl.load(
+        partial + ((place * NUM_SPLITS + split) * VALUE_DIM)[:, None] + value_lane[None, :],
+        mask=(weight > 0.0)[:, None] & (value_lane < VALUE_DIM)[None, :],
+        other=0.0,
+    )
+    merged = tl.sum(result * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + place * VALUE_DIM + value_lane, merged.to(out.dtype.element_ty), mask=value_lane < VALUE_DIM)

@@ -1,0 +1,265 @@
+"""Sampling and the tree walk of a whole step on the device, with one small copy back to the host.
+
+The host describes the step in one blob of int64 (`build_metadata`), the device makes of logits and blob what each row's
+token is and which rows are accepted (`sample`), and the host reads that as the walk's result (`to_verified`). Between
+the two nothing waits for the device. All shapes follow from the padded number of rows and max_num_seqs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from batchserve.sampling.device_noise import stream_keys
+from batchserve.sampling.device_rows import NEEDS_HOST, RowParams, sample_rows
+from batchserve.sampling.sampler import NO_TOKEN
+from batchserve.sampling.verify import VerifiedTokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from batchserve.runner.ragged_batch import RaggedBatch
+
+# In the column of draft tokens: rows that no walk may enter. No row's token is ever one of them.
+NOT_A_CHILD = -3
+UNVERIFIED = -4
+NOT_FORCED = -1
+
+REQUEST_COLUMNS = 4  # seed, top_k; temperature and top_p as the bits of a float64
+ROW_COLUMNS = 5  # parent, draft token, forced token, position of the row's own token, request
+
+
+class SamplingKind(Enum):
+    """What a step's rows need: each kind is a program of its own, because what it leaves out costs most."""
+
+    GREEDY = "greedy"
+    SAMPLED = "sampled"
+    TRUNCATED = "truncated"  # sampled, and some row has top_k or top_p
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingMetadata:
+    """One step as the device needs it: int64 [DeviceSampler.blob_size(num_rows)], to be copied there as it is."""
+
+    blob: np.ndarray
+    kind: SamplingKind
+
+
+class DeviceResult(NamedTuple):
+    """rows: int32 [2, num_rows], every row's token and whether the walk reached the row (to_verified reads it).
+
+    next_token_ids: int64 [max_num_seqs], each request's last new token: the input of its next plain row. It is a valid
+    id even where a request gets none, or the host has to find it; what a row computes from that is to be dropped.
+    """
+
+    rows: torch.Tensor
+    next_token_ids: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSampler:
+    """Verifies the trees of a step like walk_tree and RowSampler do, for all requests at once.
+
+    num_candidates: how many tokens top_k and top_p may leave in on the device; wider rows are sampled on the host.
+    rows_at_once bounds the memory: uncompiled, sampling takes about 45 bytes a row and token.
+    """
+
+    max_num_seqs: int
+    num_candidates: int = 1024
+    rows_at_once: int = 64
+
+    def blob_size(self, num_rows: int) -> int:
+        # One request more than there are: padding rows belong to it.
+        return REQUEST_COLUMNS * (self.max_num_seqs + 1) + ROW_COLUMNS * num_rows
+
+    def build_metadata(
+        self,
+        batch: RaggedBatch,
+        num_rows: int,
+        forced: Mapping[str, Sequence[int]],
+        out: np.ndarray | None = None,
+    ) -> SamplingMetadata:
+        """Describe a step whose logits are padded to `num_rows` rows; forced is ModelRunner's.
+
+        `out` (int64 [blob_size(num_rows)], for example pinned memory) is filled and used; None: a new array.
+        ValueError where the step does not fit.
+        """
+        rows = _TreeRows.of(batch)
+        count = len(rows.request)
+        if count > num_rows:
+            raise ValueError(f"rows with logits = {count}: at most num_rows = {num_rows}")
+        if len(batch.requests) > self.max_num_seqs:
+            raise ValueError(f"requests = {len(batch.requests)}: at most max_num_seqs = {self.max_num_seqs}")
+        blob = np.empty(self.blob_size(num_rows), dtype=np.int64) if out is None else out
+        of_requests, of_rows = self._split(blob, num_rows)
+        kind = _fill_requests(of_requests, batch)
+        of_rows[:, count:] = np.array([[0], [NOT_A_CHILD], [NOT_FORCED], [0], [self.max_num_seqs]])
+        of_rows[0, count:] = np.arange(count, num_rows)
+        of_rows[0, :count] = rows.parents
+        of_rows[1, :count] = rows.draft_tokens
+        of_rows[2, :count] = NOT_FORCED
+        of_rows[3, :count] = batch.position_ids[batch.logit_rows[:count]] + 1
+        of_rows[4, :count] = rows.request
+        if forced:
+            _fill_forced(of_rows[:, :count], batch, forced)
+        return SamplingMetadata(blob, kind)
+
+    def _split(self, blob: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+        border = REQUEST_COLUMNS * (self.max_num_seqs + 1)
+        return blob[:border].reshape(REQUEST_COLUMNS, -1), blob[border:].reshape(ROW_COLUMNS, num_rows)
+
+    def sample(self, logits: torch.Tensor, blob: torch.Tensor, kind: SamplingKind) -> DeviceResult:
+        """logits [num_rows, vocab_size] of any float type, blob int64 as built, both on one device.
+
+        Waits for nothing and changes neither. `kind` is the blob's own, or a later one of SamplingKind.
+        """
+        num_rows = logits.shape[0]
+        border = REQUEST_COLUMNS * (self.max_num_seqs + 1)
+        parents, draft_tokens, forced, positions, request = blob[border:].view(ROW_COLUMNS, num_rows).unbind()
+        likeliest = logits.argmax(dim=-1, keepdim=True)  # the first of equals; a NaN is above all numbers
+        is_finite = logits.gather(1, likeliest).isfinite().squeeze(1)
+        tokens = likeliest.squeeze(1)
+        is_unverified = draft_tokens == UNVERIFIED
+        if kind is not SamplingKind.GREEDY:
+            seeds, top_k, temperature, top_p = blob[:border].view(REQUEST_COLUMNS, -1)[:, request].unbind()
+            params = RowParams(
+                stream_keys(seeds, positions), temperature.view(torch.float64), top_k, top_p.view(torch.float64)
+            )
+            sampled = self._sample_rows(logits, params, kind)
+            tokens = torch.where(is_unverified | (params.temperature == 0), tokens, sampled)
+        tokens = torch.where(is_finite | is_unverified, tokens, NO_TOKEN)
+        tokens = torch.where(forced == NOT_FORCED, tokens, forced)
+        is_reached = _reached(tokens, parents, draft_tokens)
+        # Parents come first, so the last row of a path is the one with the highest index.
+        indices = torch.arange(num_rows, device=logits.device)
+        last = torch.zeros(self.max_num_seqs + 1, dtype=torch.int64, device=logits.device)
+        last = last.scatter_reduce(0, request, torch.where(is_reached, indices, 0), "amax")
+        next_token_ids = tokens[last[: self.max_num_seqs]].clamp(min=0)
+        return DeviceResult(torch.stack([tokens, is_reached.to(torch.int64)]).to(torch.int32), next_token_ids)
+
+    def _sample_rows(self, logits: torch.Tensor, params: RowParams, kind: SamplingKind) -> torch.Tensor:
+        num_candidates = self.num_candidates if kind is SamplingKind.TRUNCATED else 0
+        chunks = [
+            sample_rows(
+                logits[start : start + self.rows_at_once],
+                RowParams(*(column[start : start + self.rows_at_once] for column in params)),
+                num_candidates,
+            )
+            for start in range(0, logits.shape[0], self.rows_at_once)
+        ]
+        return torch.cat(chunks)
+
+    def to_verified(
+        self, rows: np.ndarray, batch: RaggedBatch, verify_on_host: Callable[[int], VerifiedTokens]
+    ) -> list[VerifiedTokens | None]:
+        """DeviceResult.rows, copied to the host, as verify_batch's result.
+
+        verify_on_host(i) verifies the i-th request of the batch from its logits. It is called for requests whose walk
+        came to a row that the device could not decide: with a rare tie, or a very wide top_k or top_p.
+        """
+        tokens: list[int] = rows[0].tolist()
+        reached: list[int] = np.flatnonzero(rows[1]).tolist()
+        place = 0
+        results: list[VerifiedTokens | None] = []
+        for index, (request, first) in enumerate(zip(batch.requests, batch.first_logit, strict=True)):
+            if request.sampling is None:
+                results.append(None)
+                continue
+            end = first + 1 + request.num_draft_tokens
+            path: list[int] = []  # the root itself is always reached
+            place += 1
+            while place < len(reached) and reached[place] < end:
+                path.append(reached[place] - first + request.root)
+                place += 1
+            bonus = tokens[reached[place - 1]]
+            if bonus == NEEDS_HOST:
+                results.append(verify_on_host(index))
+                continue
+            accepted = [request.token_ids[row] for row in path]
+            unverified = [tokens[first + 1 + i] for i, is_verified in enumerate(request.is_verified) if not is_verified]
+            if bonus == NO_TOKEN and path:  # like walk_tree: found again in the next step
+                results.append(VerifiedTokens(accepted, path[:-1], unverified))
+            else:
+                results.append(VerifiedTokens([*accepted, bonus], path, unverified))
+        return results
+
+
+def _reached(tokens: torch.Tensor, parents: torch.Tensor, draft_tokens: torch.Tensor) -> torch.Tensor:
+    """bool [num_rows]: the rows whose draft token, and all of whose ancestors', are their parents' own tokens.
+
+    tokens [num_rows] are the target's; a root's parent is the root itself. Every row points at its parent, or at a sink
+    if it does not continue it; following pointers of pointers finds a path's end in the logarithm of its length.
+    """
+    num_rows = len(tokens)
+    indices = torch.arange(num_rows + 1, device=tokens.device)
+    is_on = (tokens[parents] == draft_tokens) | (parents == indices[:num_rows])
+    goal = torch.cat([torch.where(is_on, parents, num_rows), indices[num_rows:]])
+    for _ in range((num_rows - 1).bit_length()):
+        goal = goal[goal]
+    return goal[:num_rows] < num_rows
+
+
+class _TreeRows(NamedTuple):
+    """The rows that have logits, one entry each: parents as indices among them (a root is its own)."""
+
+    parents: np.ndarray
+    draft_tokens: np.ndarray
+    request: np.ndarray
+
+    @classmethod
+    def of(cls, batch: RaggedBatch) -> _TreeRows:
+        parents: list[int] = []
+        draft_tokens: list[int] = []
+        is_verified: list[bool] = []
+        counts: list[int] = []
+        offsets: list[int] = []
+        for rows, first in zip(batch.requests, batch.first_logit, strict=True):
+            if rows.sampling is None:
+                counts.append(0)
+                offsets.append(0)
+                continue
+            counts.append(1 + rows.num_draft_tokens)
+            offsets.append(first - rows.root)
+            parents.append(rows.root)
+            parents += rows.parents[rows.num_pending :]
+            draft_tokens.append(NOT_A_CHILD)
+            draft_tokens += rows.token_ids[rows.num_pending :]
+            is_verified.append(True)
+            is_verified += rows.is_verified
+        return cls(
+            np.array(parents, dtype=np.int64) + np.repeat(offsets, counts),
+            np.where(np.array(is_verified, dtype=bool), np.array(draft_tokens, dtype=np.int64), UNVERIFIED),
+            np.repeat(np.arange(len(counts)), counts),
+        )
+
+
+def _fill_requests(columns: np.ndarray, batch: RaggedBatch) -> SamplingKind:
+    """columns [REQUEST_COLUMNS, max_num_seqs + 1]; those of no request, or of one without samples, are greedy."""
+    all_sampling = [rows.sampling for rows in batch.requests]
+    count = len(all_sampling)
+    columns[:] = 0
+    temperature = np.array([s.temperature if s else 0.0 for s in all_sampling])
+    top_k = np.array([s.top_k if s else 0 for s in all_sampling], dtype=np.int64)
+    top_p = np.array([s.top_p if s else 1.0 for s in all_sampling])
+    columns[0, :count] = np.array([s.seed if s else 0 for s in all_sampling], dtype=np.uint64).view(np.int64)
+    columns[1, :count] = top_k
+    columns[2, :count] = temperature.view(np.int64)
+    columns[3, :count] = top_p.view(np.int64)
+    is_sampled = temperature > 0
+    if not is_sampled.any():
+        return SamplingKind.GREEDY
+    is_truncated = is_sampled & ((top_k > 0) | (top_p < 1.0))
+    return SamplingKind.TRUNCATED if is_truncated.any() else SamplingKind.SAMPLED
+
+
+def _fill_forced(columns: np.ndarray, batch: RaggedBatch, forced: Mapping[str, Sequence[int]]) -> None:
+    """The recorded token of every row that may be walked and that a recording reaches to."""
+    for row, index in enumerate(columns[4].tolist()):
+        recorded = forced.get(batch.requests[index].request_id, ())
+        position = int(columns[3, row])
+        if position < len(recorded) and columns[1, row] != UNVERIFIED:
+            columns[2, row] = recorded[position]

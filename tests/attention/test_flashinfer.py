@@ -1,0 +1,416 @@
+"""The FlashInfer kernel without a GPU: its calls against the real signatures, and what they ask for against torch.
+
+The stand-in for FlashInfer's wrapper takes what the real one takes (its signatures are the installed package's), and
+does with it what the real kernels are documented to do, trap included.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import platform
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from importlib import metadata as packages
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchserve.attention import flashinfer as kernels
+from batchserve.attention.base import AttentionParams, LayerShape
+from batchserve.attention.flashinfer import VERSIONS, FlashInferKernel, load_wrapper, packed_mask
+from batchserve.attention.flashinfer_variant import SCALARS, TENSORS, variant_arguments, variant_run_arguments
+from batchserve.attention.mask import visible_keys
+from batchserve.attention.paged import PagedBackend
+from batchserve.attention.torch_paged import TorchKernel
+from batchserve.attention.torch_reference import attend_span
+from batchserve.attention.tree_metadata import TreeMetadata
+from batchserve.errors import ConfigError, UnsupportedModelError
+from tests.attention.test_paged import Recording, make_spans, random_step, reserved
+from tests.factories import examples
+
+CPU = torch.device("cpu")
+LAYERS = [LayerShape(2, 64, 64)]
+NUM_HEADS = 6
+
+
+@pytest.fixture(scope="module")
+def flashinfer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The installed package, which would look for a GPU and write to the home folder otherwise."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        pytest.skip("FlashInfer is for Linux")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path_factory.mktemp("flashinfer")))
+        patch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+        import flashinfer
+
+        yield flashinfer
+
+
+class FakeWrapper:
+    """BatchPrefillWithPagedKVCacheWrapper in torch, one token a page."""
+
+    def __init__(self, real: type, jit_args: list[Any] | None, workspace: torch.Tensor, needed: int = 0) -> None:
+        self.real, self.jit_args, self.needed = real, jit_args, needed
+        self._float_workspace_buffer = workspace
+        self._int_workspace_buffer = torch.empty(8, dtype=torch.uint8)
+        self._mask_indptr_buf: torch.Tensor | None = None
+        self.plans: list[dict[str, Any]] = []
+
+    def _bound(self, method: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        bound = inspect.signature(inspect.unwrap(getattr(self.real, method))).bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        return bound.arguments
+
+    def workspace_size(self, **kwargs: Any) -> tuple[int, int]:
+        self._bound("workspace_size", **kwargs)
+        return self.needed, 16
+
+    def reset_workspace_buffer(self, *buffers: torch.Tensor) -> None:
+        self._bound("reset_workspace_buffer", *buffers)
+        self._float_workspace_buffer, self._int_workspace_buffer = buffers
+
+    def plan(self, **kwargs: Any) -> None:
+        plan = self._bound("plan", **kwargs)
+        assert len(self._float_workspace_buffer) >= self.needed, "the workspace overflows"
+        for name in ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"):
+            assert plan[name].dtype == torch.int32, name
+        rows, kv_lens = plan["qo_indptr"].diff(), plan["paged_kv_indptr"].diff()
+        assert torch.equal(plan["seq_lens"], kv_lens)
+        assert plan["max_token_per_sequence"] == rows.max()
+        self._mask_indptr_buf = None
+        if plan["packed_custom_mask"] is not None:  # in bits, as the real one leaves it
+            self._mask_indptr_buf = torch.cat([torch.zeros(1), (rows * kv_lens).cumsum(0)]).int()
+        self.plans.append(plan)
+
+    def run(self, q: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor], *more: Any) -> torch.Tensor:
+        self._bound("run", q, caches, *more)
+        plan = self.plans[-1]
+        qo, kv = plan["qo_indptr"].tolist(), plan["paged_kv_indptr"].tolist()
+        assert len(q) == qo[-1]
+        assert (*q.shape[1:], q.dtype) == (plan["num_qo_heads"], plan["head_dim_qk"], plan["q_data_type"])
+        assert q.is_contiguous()
+        assert caches[0].shape[1:] == (plan["page_size"], plan["num_kv_heads"], plan["head_dim_qk"])
+        out = q.new_zeros(*q.shape[:2], plan["head_dim_vo"])
+        for i in range(len(qo) - 1):
+            slots, rows = plan["paged_kv_indices"][kv[i] : kv[i + 1]].long(), slice(qo[i], qo[i + 1])
+            keys, values = (cache[slots, 0].transpose(0, 1) for cache in caches)
+            if self.jit_args is None:
+                mask, params = self._stock_mask(i, qo[i + 1] - qo[i], kv[i + 1] - kv[i]), self._stock_params()
+            else:
+                given = dict(zip([*self.jit_args[7], *self.jit_args[9]], more, strict=True))
+                assert plan["packed_custom_mask"] is not None, "the variant would be asked about the last keys only"
+                mask = literal_variant(given, qo[i], qo[i + 1] - qo[i], kv[i + 1] - kv[i])
+                params = AttentionParams(given["sm_scale"], softcap=given["softcap"] or None)
+            out[rows] = attend_span(q[rows].transpose(0, 1), keys, values, mask, params)
+        return out
+
+    def _stock_params(self) -> AttentionParams:
+        return AttentionParams(self.plans[-1]["sm_scale"], softcap=self.plans[-1]["logits_soft_cap"])
+
+    def _stock_mask(self, request: int, qo_len: int, kv_len: int) -> torch.Tensor:
+        plan = self.plans[-1]
+        row, key = torch.arange(qo_len)[:, None], torch.arange(kv_len)[None, :]
+        mask = torch.ones(qo_len, kv_len, dtype=torch.bool)
+        if plan["packed_custom_mask"] is not None:
+            assert self._mask_indptr_buf is not None
+            bit = row * kv_len + key
+            packed = plan["packed_custom_mask"][int(self._mask_indptr_buf[request]) :]
+            mask = (packed[bit // 8] >> (bit % 8).to(torch.uint8)) & 1 > 0
+        elif plan["causal"]:
+            mask = key <= kv_len - qo_len + row
+        if plan["window_left"] >= 0:
+            mask = mask & (key + qo_len + plan["window_left"] >= kv_len + row)
+        return mask
+
+
+def literal_variant(given: dict[str, Any], start: int, qo_len: int, kv_len: int) -> torch.Tensor:
+    """The variant's mask as its source says it, row by row and key by key."""
+    mask = torch.zeros(qo_len, kv_len, dtype=torch.bool)
+    words = given["ancestors"].numpy().view(np.uint32).reshape(-1, given["ancestor_words"])
+    for row in range(qo_len):
+        for key in range(kv_len):
+            behind = key - (kv_len - qo_len)
+            position = key if behind < 0 else int(given["positions"][start + behind])
+            is_seen = behind < 0 or int(words[start + row, behind // 32]) >> behind % 32 & 1
+            window = given["window"]
+            mask[row, key] = bool(is_seen) and (not window or position > int(given["positions"][start + row]) - window)
+    return mask
+
+
+def make_kernel(flashinfer: Any, mask: str, made: list[FakeWrapper], needed: int = 0) -> FlashInferKernel:
+    def make(jit_args: list[Any] | None, workspace: torch.Tensor) -> FakeWrapper:
+        made.append(FakeWrapper(flashinfer.BatchPrefillWithPagedKVCacheWrapper, jit_args, workspace, needed))
+        return made[-1]
+
+    return FlashInferKernel(LAYERS, NUM_HEADS, torch.bfloat16, CPU, mask=mask, make_wrapper=make)
+
+
+PARAMS = [
+    AttentionParams(0.125),
+    AttentionParams(0.2, sliding_window=7),
+    AttentionParams(0.125, sliding_window=1, softcap=5.0),
+    AttentionParams(0.125, softcap=5.0),
+]
+
+
+def attend_all(kernel: Any, seed: int) -> list[torch.Tensor]:
+    """One random step through layers of every kind, some of them twice."""
+    spans, allocator, _ = random_step(seed)
+    layers = LAYERS * len(PARAMS) * 2
+    backend = PagedBackend(layers, torch.bfloat16, CPU, kernel, allocator)
+    generator = torch.Generator().manual_seed(seed)
+    for caches in backend._caches:  # the contexts, which this test never computed
+        for cache in caches:
+            cache.copy_(torch.randn(cache.shape, generator=generator))
+    backend.begin(spans)
+    num_rows = sum(span.num_rows for span in spans)
+    outputs = []
+    for layer in range(len(layers)):
+        q, k, v = (torch.randn(1, h, num_rows, 64, generator=generator).bfloat16() for h in (NUM_HEADS, 2, 2))
+        outputs.append(backend.attend(layer, q, k, v, PARAMS[layer % len(PARAMS)]))
+    return outputs
+
+
+@pytest.mark.parametrize("mask", ["custom", "tree"])
+def test_both_masks_ask_for_what_the_reference_does(flashinfer: Any, mask: str) -> None:
+    @examples(6)
+    @given(st.integers(0, 2**32))
+    def check(seed: int) -> None:
+        made: list[FakeWrapper] = []
+        actual = attend_all(make_kernel(flashinfer, mask, made), seed)
+        for mine, expected in zip(actual, attend_all(TorchKernel(), seed), strict=True):
+            assert torch.equal(mine, expected)
+        # One plan for each kind of layer; to the variant, windows and scales are all the same.
+        is_variant = made[0].jit_args is not None
+        assert [len(wrapper.plans) for wrapper in made] == [1] * (2 if is_variant else 4)
+
+    check()
+
+
+def metadata_of(contexts: list[int], trees: list[list[int]]) -> TreeMetadata:
+    kernel = Recording()
+    allocator = reserved(contexts, trees, random.Random(0))
+    PagedBackend(LAYERS, torch.bfloat16, CPU, kernel, allocator).begin(make_spans(contexts, trees))
+    return kernel.planned[0]
+
+
+@pytest.mark.parametrize("mask", ["custom", "tree"])
+def test_chains_go_to_the_causal_kernel(flashinfer: Any, mask: str) -> None:
+    made: list[FakeWrapper] = []
+    kernel = make_kernel(flashinfer, mask, made)
+    metadata = metadata_of([0, 9], [[-1, 0, 1], [-1]])
+    assert metadata.is_causal
+    kernel.plan(metadata)
+    query, cache = torch.ones(4, NUM_HEADS, 64).bfloat16(), torch.ones(100, 2, 64).bfloat16()
+    kernel.run(query, cache, cache, metadata, AttentionParams(0.1, sliding_window=4))
+    (plan,) = made[0].plans
+    assert (plan["causal"], plan["packed_custom_mask"], plan["window_left"]) == (True, None, 3)
+    assert made[0].jit_args is None
+
+
+def test_every_step_is_planned_anew(flashinfer: Any) -> None:
+    made: list[FakeWrapper] = []
+    kernel = make_kernel(flashinfer, "custom", made)
+    for context in (3, 8):
+        metadata = metadata_of([context], [[-1, 0, 0]])
+        kernel.plan(metadata)
+        cache = torch.ones(100, 2, 64).bfloat16()
+        for _ in range(3):
+            kernel.run(torch.ones(3, NUM_HEADS, 64).bfloat16(), cache, cache, metadata, PARAMS[0])
+    assert [plan["seq_lens"].tolist() for plan in made[0].plans] == [[6], [11]]
+
+
+def test_all_wrappers_share_a_workspace_that_grows(flashinfer: Any) -> None:
+    made: list[FakeWrapper] = []
+    kernel = make_kernel(flashinfer, "custom", made, needed=kernels.WORKSPACE_BYTES + 1)
+    metadata = metadata_of([3], [[-1, 0, 0]])
+    cache = torch.ones(100, 2, 64).bfloat16()
+    for _ in range(2):
+        kernel.plan(metadata)
+        for params in PARAMS:
+            kernel.run(torch.ones(3, NUM_HEADS, 64).bfloat16(), cache, cache, metadata, params)
+    assert len({wrapper._float_workspace_buffer.data_ptr() for wrapper in made}) == 1
+    assert {len(wrapper._int_workspace_buffer) for wrapper in made} == {16}
+
+
+@examples(40)
+@given(st.integers(0, 2**32), st.sampled_from([None, 1, 9]))
+def test_the_custom_mask_is_numpys_bits_from_a_new_byte_for_each_request(seed: int, window: int | None) -> None:
+    spans, allocator, _ = random_step(seed)
+    kernel = Recording()
+    PagedBackend(LAYERS, torch.bfloat16, CPU, kernel, allocator).begin(spans)
+    packed, offsets = packed_mask(kernel.planned[0], window)
+    assert (packed.dtype, offsets.dtype, int(offsets[-1])) == (torch.uint8, torch.int32, len(packed))
+    for i, span in enumerate(spans):
+        expected = np.packbits(visible_keys(span, window).reshape(-1), bitorder="little")
+        np.testing.assert_array_equal(packed[offsets[i] : offsets[i + 1]].numpy(), expected)
+
+
+def test_a_mask_that_is_too_short_is_never_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata = metadata_of([30], [[-1, 0, 0]])
+    monkeypatch.setattr(kernels, "visible_slots", lambda *args: torch.ones(3, 20, dtype=torch.bool))
+    with pytest.raises(RuntimeError, match="8 bytes, the step's rows and keys need 13"):
+        packed_mask(metadata, None)
+
+
+def test_the_pins_are_those_of_the_package_and_of_what_is_installed(flashinfer: Any) -> None:
+    root = Path(__file__).parents[2]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {f"{name}=={version}" for name, version in VERSIONS.items()} <= set(extras["cuda"])
+    constraints = (root / "constraints.txt").read_text().split()
+    for name, version in VERSIONS.items():
+        assert f"{name}=={version}" in constraints
+        assert packages.version(name) == version
+    assert flashinfer.__version__ == VERSIONS["flashinfer-python"]
+    assert callable(load_wrapper())
+
+
+@pytest.mark.parametrize(
+    ("name", "found"), [("flashinfer-python", "0.7.2"), ("flashinfer-python", None), ("apache-tvm-ffi", None)]
+)
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, name: str, found: str | None) -> None:
+    def version(asked: str) -> str:
+        if asked != name:
+            return VERSIONS[asked]
+        if found is None:
+            raise packages.PackageNotFoundError(asked)
+        return found
+
+    monkeypatch.setattr(kernels.packages, "version", version)
+    with pytest.raises(
+        ConfigError, match=f"{VERSIONS[name]}.*batchserve.cuda.*installed: .*{name} {found or 'missing'}"
+    ):
+        FlashInferKernel(LAYERS, NUM_HEADS, torch.bfloat16, CPU)
+
+
+@pytest.mark.parametrize(
+    ("layer", "heads", "dtype", "named"),
+    [
+        (LayerShape(2, 64, 64), 4, torch.float32, "dtype = float32"),
+        (LayerShape(2, 80, 80), 4, torch.float16, "head_dim = 80"),
+        (LayerShape(2, 128, 64), 4, torch.float16, r"head_dim = 128 \(K\), 64 \(V\)"),
+        (LayerShape(3, 64, 64), 4, torch.float16, "multiple of 3"),
+    ],
+)
+def test_models_without_a_kernel_are_refused(layer: LayerShape, heads: int, dtype: torch.dtype, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        FlashInferKernel([*LAYERS, layer], heads, dtype, CPU, make_wrapper=lambda *args: None)
+
+
+def test_sinks_are_refused(flashinfer: Any) -> None:
+    kernel = make_kernel(flashinfer, "custom", [])
+    query, cache = torch.ones(3, NUM_HEADS, 64).bfloat16(), torch.ones(100, 2, 64).bfloat16()
+    params = AttentionParams(1.0, sinks=torch.ones(NUM_HEADS))
+    with pytest.raises(UnsupportedModelError, match="sinks"):
+        kernel.run(query, cache, cache, metadata_of([3], [[-1, 0, 0]]), params)
+
+
+@pytest.mark.parametrize("has_softcap", [False, True])
+@pytest.mark.parametrize("head_dim", kernels.HEAD_DIMS)
+def test_flashinfer_makes_the_variants_sources(
+    flashinfer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head_dim: int, has_softcap: bool
+) -> None:
+    from flashinfer.jit import env
+    from flashinfer.jit.attention.modules import gen_customize_batch_prefill_module
+
+    monkeypatch.setattr(env, "FLASHINFER_GEN_SRC_DIR", tmp_path)
+    arguments = variant_arguments(head_dim, head_dim, torch.bfloat16, has_softcap)
+    module = gen_customize_batch_prefill_module("fa2", *arguments)
+    assert module.name == arguments[0] == f"batchserve_tree_bfloat16_d{head_dim}{'_softcap' if has_softcap else ''}_v1"
+    config = (tmp_path / module.name / "batch_prefill_config.inc").read_text()
+    for declared in ("struct TreeAttention", *(f"{kind}* {name};" for name, kind in TENSORS.items())):
+        assert declared in config
+    assert all(f"{kind} {name};" in config for name, kind in SCALARS.items())
+    assert f"has_softcap = {str(has_softcap).lower()};" in config
+    assert f"HEAD_DIM_QK = {head_dim};" in config
+    custom = (tmp_path / module.name / "batch_prefill_paged_kernel_mask_2.cu").read_text()
+    assert "MaskMode::kCustom" in custom
+    assert "TreeAttention, PagedParams" in custom
+
+
+HOST = """
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __ldg(pointer) (*(pointer))
+namespace math { constexpr float log2e = 1.4426950408889634f; inline float tanh(float x) { return std::tanh(x); } }
+MACROS
+struct AttentionVariantBase {};
+SOURCE
+struct Params {
+  const int32_t *q_indptr, *kv_lens;
+  int32_t *ancestors, *positions;
+  double sm_scale, softcap;
+  int64_t ancestor_words, window;
+  uint32_t get_qo_len(uint32_t i) const { return q_indptr[i + 1] - q_indptr[i]; }
+  uint32_t get_kv_len(uint32_t i) const { return kv_lens[i]; }
+};
+extern "C" void masks(const int32_t* qo, const int32_t* kv_lens, int requests, int32_t* ancestors, int32_t* positions,
+                      double scale, double cap, int64_t words, int64_t window, uint8_t* out, float* score) {
+  Params params{qo, kv_lens, ancestors, positions, scale, cap, words, window};
+  for (int i = 0; i < requests; ++i) {
+    TreeAttention variant(params, i, nullptr);
+    score[i] = variant.LogitsTransform(params, 3.f, i, 0, 0, 0, 0) * variant.sm_scale_log2 / math::log2e;
+    for (uint32_t row = 0; row < variant.qo_len; ++row)
+      for (uint32_t key = 0; key < variant.kv_len + 2; ++key)  // tiles reach beyond the last key
+        *out++ = variant.LogitsMask(params, i, row, key, 0, 0);
+  }
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_the_variants_source_masks_as_the_reference_does(
+    flashinfer: Any, tmp_path: Path, softcap: float | None
+) -> None:
+    """The source itself, compiled for the CPU with FlashInfer's own macros."""
+    header = Path(flashinfer.__file__).parent / "data/include/flashinfer/attention/variant_helper.cuh"
+    macros = re.search(
+        r"#define REGISTER_QUERY_TRANSFORM.*(?=struct AttentionVariantBase)", header.read_text(), re.DOTALL
+    )
+    assert macros is not None
+    source = variant_arguments(64, 64, torch.bfloat16, softcap is not None)[-1]
+    (tmp_path / "host.cpp").write_text(HOST.replace("MACROS", macros[0]).replace("SOURCE", source))
+    library = tmp_path / "host.so"
+    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(library), str(tmp_path / "host.cpp")]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    masks: Callable[..., None] = ctypes.CDLL(str(library)).masks
+
+    @examples(40)
+    @given(st.integers(0, 2**32), st.sampled_from([None, 1, 9, 1000]))
+    def check(seed: int, window: int | None) -> None:
+        spans, allocator, _ = random_step(seed)
+        kernel = Recording()
+        PagedBackend(LAYERS, torch.bfloat16, CPU, kernel, allocator).begin(spans)
+        metadata = kernel.planned[0]
+        ancestors, positions, scale, cap, *rest = variant_run_arguments(
+            metadata, AttentionParams(0.25, window, softcap)
+        )
+        expected = [np.pad(visible_keys(span, window), ((0, 0), (0, 2))).reshape(-1) for span in spans]
+        out, score = np.zeros(sum(map(len, expected)), np.uint8), np.zeros(len(spans), np.float32)
+        tensors = [tensor.contiguous() for tensor in (metadata.qo_indptr, metadata.kv_lens_cpu, ancestors, positions)]
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+        scalars = [ctypes.c_double(scale), ctypes.c_double(cap), *map(ctypes.c_int64, rest)]
+        masks(
+            *pointers[:2], len(spans), *pointers[2:], *scalars, *(ctypes.c_void_p(a.ctypes.data) for a in (out, score))
+        )
+        np.testing.assert_array_equal(out.astype(bool), np.concatenate(expected))
+        wanted = 0.75 if softcap is None else softcap * np.tanh(0.75 / softcap)
+        np.testing.assert_allclose(score, wanted, rtol=1e-6)
+
+    check()

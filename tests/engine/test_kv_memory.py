@@ -1,0 +1,195 @@
+"""How much K/V memory an engine gets, on a CPU, over the GPU path, and on a device that is only pretended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from batchserve.attention.base import LayerShape
+from batchserve.attention.paged import PagedBackend
+from batchserve.attention.slots import SlotAllocator
+from batchserve.attention.torch_paged import TorchKernel
+from batchserve.config import EngineConfig
+from batchserve.engine import kv_memory
+from batchserve.engine.build import build_engine
+from batchserve.engine.kv_memory import ProfilingStep, create_kernel, profiled_budget
+from batchserve.errors import ConfigError
+from batchserve.runner import loader
+from batchserve.runner.loader import load_model, resolve_device
+
+PER_TOKEN = 3 * 2 * 2 * 16 * 4  # of the tiny llama in fp32
+GPU = torch.device("cuda")
+
+
+def paged(folder: Path, **options: Any) -> EngineConfig:
+    defaults = {"dtype": "float32", "device": "cpu", "attention_backend": "torch", "drafter": "none"}
+    return EngineConfig(model=str(folder), **{**defaults, **options})
+
+
+class FakeDevice:
+    """A GPU of 1000 bytes: 100 are the model's, others hold some, and a step needs some for a while."""
+
+    def __init__(self, others: int, step: int) -> None:
+        self.others, self.step = others, step
+        self.held = self.most = 100
+        self.kv_bytes = 40  # of the profiling step
+
+    def free_and_total(self) -> tuple[int, int]:
+        return 1000 - self.others - self.reserved(), 1000
+
+    def allocated(self) -> int:
+        return self.held
+
+    def reserved(self) -> int:
+        return self.held + 10  # what torch has in blocks that are partly free
+
+    def reset_peak(self) -> None:
+        self.most = self.held
+
+    def peak(self) -> int:
+        return self.most
+
+    def __call__(self) -> None:
+        self.most = max(self.most, self.held + self.kv_bytes + self.step)
+
+
+def test_kv_gets_what_the_rest_leaves_of_our_share() -> None:
+    says: list[str] = []
+    device: Any = FakeDevice(others=200, step=150)
+    assert profiled_budget(device, 0.9, device, says.append) == 900 - 200 - 100 - 150
+    assert len(says) == 1
+    device = FakeDevice(others=200, step=700)
+    assert profiled_budget(device, 0.9, device, says.append) <= 0
+
+
+def test_what_is_kept_from_the_profiling_step_counts_once() -> None:
+    """A kernel's workspace, for example, stays when the step is over."""
+
+    class Keeping(FakeDevice):
+        def __call__(self) -> None:
+            self.held += 30
+            super().__call__()
+
+    device: Any = Keeping(others=0, step=50)
+    assert profiled_budget(device, 1.0, device, lambda message: None) == 1000 - 100 - 30 - 50
+
+
+@pytest.mark.parametrize(("rows", "max_model_len"), [(40, None), (300, 100), (64, 64)])
+def test_the_profiling_step_has_all_the_rows_there_can_be(
+    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch, rows: int, max_model_len: int | None
+) -> None:
+    """And the head runs on each of them."""
+    config = paged(tiny_model["llama"], max_num_batched_tokens=rows, max_model_len=max_model_len)
+    seen: list[tuple[int, int]] = []
+    launch = kv_memory.ModelRunner.launch
+
+    def watching(runner, batch):  # type: ignore[no-untyped-def]
+        seen.append((batch.num_rows, len(batch.logit_rows)))
+        assert all(span.num_rows <= (max_model_len or 512) for span in batch.spans)
+        return launch(runner, batch)
+
+    monkeypatch.setattr(kv_memory.ModelRunner, "launch", watching)
+    step = ProfilingStep(config, load_model(config), TorchKernel())
+    step()
+    assert seen == [(rows, rows)]
+    assert step.kv_bytes == (rows + 1) * PER_TOKEN
+
+
+def test_the_gpu_path_on_a_cpu_is_chosen_by_name_and_runs_the_model_as_it_is(tiny_model: dict[str, Path]) -> None:
+    says: list[str] = []
+    built = build_engine(paged(tiny_model["llama"], kv_cache_memory=200 * PER_TOKEN), says.append)
+    backend = built.core.runner.backend
+    assert isinstance(backend, PagedBackend)
+    assert isinstance(backend.allocator, SlotAllocator)
+    assert backend.allocator.total_tokens == 199, "one slot is the dummy"
+    assert (built.info.attention_backend, built.info.max_model_len) == ("torch", 199)
+    assert any("K/V memory: 199 tokens" in message for message in says)
+    assert "packed linears: False" in says[-1]
+
+
+@pytest.mark.parametrize(("max_model_len", "num_slots"), [(None, 3), (65, 66)])
+def test_too_little_memory_is_refused_with_what_is_needed(
+    tiny_model: dict[str, Path], max_model_len: int | None, num_slots: int
+) -> None:
+    folder, needed = tiny_model["llama"], num_slots * PER_TOKEN
+    for given in (1, needed - 1):
+        with pytest.raises(ConfigError, match=f"kv_cache_memory = {given} bytes: must be at least {needed} bytes"):
+            build_engine(paged(folder, kv_cache_memory=given, max_model_len=max_model_len))
+    built = build_engine(paged(folder, kv_cache_memory=needed, max_model_len=max_model_len))
+    assert built.info.max_model_len == (max_model_len or 2)
+
+
+def on_gpu(**options: Any) -> Any:
+    """A model that would be on a GPU."""
+    text_config = SimpleNamespace(num_attention_heads=4)
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text_config))
+    defaults = {
+        "layers": [LayerShape(2, 64, 64)],
+        "dtype": torch.bfloat16,
+        "device": GPU,
+        "has_sinks": False,
+        "max_model_len": 100,
+        "model": model,
+    }
+    return SimpleNamespace(**{**defaults, **options})
+
+
+def test_auto_takes_the_first_kernel_that_serves_the_model_and_says_why_not_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    says: list[str] = []
+
+    def make(name: str, config: EngineConfig, loaded: Any) -> Any:
+        if name != "torch":
+            raise ConfigError(f"{name} is not here")
+        return name
+
+    monkeypatch.setattr(kv_memory, "_make_kernel", make)
+    assert create_kernel(EngineConfig(), on_gpu(), says.append) == "torch"
+    assert says == [
+        "attention without flashinfer: flashinfer is not here",
+        "attention without triton: triton is not here",
+    ]
+    with pytest.raises(ConfigError, match="attention_backend = 'triton': triton is not here"):
+        create_kernel(EngineConfig(attention_backend="triton"), on_gpu(), says.append)
+
+
+def test_flashinfer_leaves_models_with_sinks_to_others() -> None:
+    with pytest.raises(ConfigError, match=r"attention_backend = .flashinfer.: .* has attention sinks"):
+        create_kernel(EngineConfig(attention_backend="flashinfer"), on_gpu(has_sinks=True), print)
+
+
+def test_memory_that_profiling_leaves_too_little_of_is_refused_by_its_option() -> None:
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization = 0.9: K/V memory of 0 bytes: .* at least 1536"):
+        kv_memory._capacity(EngineConfig(), on_gpu(), -5, 1, 1024, num_dummies=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"device": "cuda"}, "device = 'cuda'"),
+        ({"attention_backend": "flashinfer"}, "attention_backend = 'flashinfer'"),
+        ({"attention_backend": "triton"}, "attention_backend = 'triton'"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_by_what_asked_for_it(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], named: str
+) -> None:
+    monkeypatch.setattr(loader.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=f"{named}: must be on a machine with a CUDA device, and torch"):
+        resolve_device(EngineConfig(**options))
+    for harmless in ({}, {"device": "cpu"}, {"attention_backend": "cpu"}, {"attention_backend": "torch"}):
+        assert resolve_device(EngineConfig(**harmless)).type == "cpu"  # type: ignore[arg-type]
+
+
+def test_a_device_that_is_there_is_taken_unless_another_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(loader.torch.cuda, "current_device", lambda: 0)
+    for options in ({}, {"attention_backend": "torch"}, {"device": "cuda"}):
+        assert resolve_device(EngineConfig(**options)).type == "cuda"  # type: ignore[arg-type]
+    for options in ({"device": "cpu"}, {"attention_backend": "cpu"}):
+        assert resolve_device(EngineConfig(**options)).type == "cpu"  # type: ignore[arg-type]
