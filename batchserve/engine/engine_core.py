@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from batchserve.engine.detokenizer import Decoder, IncrementalDetokenizer
@@ -133,6 +133,7 @@ class EngineCore:
             num_drafted, forward_s = sum(map(len, drafts.values())), self._clock() - started_s
             given = self._commit(plan.scheduled, batch, results)
             self.drafts.step_done(given, self._clock() - began_s)
+            self.scheduler.step_done(num_drafted)
             self.metrics.step_done(batch.num_rows, num_drafted, len(given), forward_s)
             self.metrics.verified(self._verified)
             self._verified.clear()
@@ -184,8 +185,12 @@ class EngineCore:
             if request.finish_reason is not None:  # a stop string was found while the step was under way
                 continue
             if verified is not None and verified.token_ids[-1] == NO_TOKEN:
-                request.prefix_scope = None  # nobody shall begin with its K/V
-                self._overflowed.append(request)
+                if rows.num_draft_tokens:
+                    # A draft's K/V may have spoilt the other rows: kernels multiply by zero what a row does not see.
+                    request.speculation = replace(request.speculation, max_draft_tokens=0)
+                else:
+                    request.prefix_scope = None  # nobody shall begin with its K/V
+                    self._overflowed.append(request)
                 continue
             accepted = verified.rows if verified is not None else []
             kept = [*range(rows.num_pending), *accepted]

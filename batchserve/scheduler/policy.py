@@ -29,32 +29,39 @@ def rank(request: Request, now_s: float, max_wait_s: float) -> tuple[bool, int, 
 def prefill_rows(
     step_time: StepTimeModel,
     decoding: Iterable[Request],
+    num_draft_rows: int,
     num_prompts: int,
     context_len: int,
     max_rows: int,
     max_inflation: float,
     max_step_s: float | None,
 ) -> int:
-    """How many rows of prompts a step may carry beside its decoding requests.
+    """How many rows of prompts a step may carry beside its decoding requests and the draft rows to be expected.
 
     Each of the num_prompts prompts that are to be computed (which have context_len tokens behind them) may stretch the
     step by max_inflation - 1 of its length, so that a queue does not wait longer the more of it there is; all together
-    by no more than max_step_s allows. Never less than LEAST_CHUNK.
+    by no more than max_step_s allows, which drafts come after. Never less than LEAST_CHUNK.
     """
     contexts = [request.num_computed_tokens for request in decoding]
     if not contexts or max_rows <= LEAST_CHUNK:
         return max_rows
     count, context = len(contexts), sum(contexts)
-    alone = StepLoad(count, count, count, context, context)
-    bound_s = step_time.predict(alone) * (1.0 + (max_inflation - 1.0) * max(1, num_prompts))
-    if max_step_s is not None:
-        bound_s = min(bound_s, max_step_s)
 
-    def seconds(rows: int) -> float:
+    def seconds(rows: int, num_drafts: int) -> float:
         """With so many rows of a prompt; the head runs on the last at most."""
-        attended = context + rows * context_len
-        return step_time.predict(StepLoad(count + rows, count, count + 1, context + context_len, attended))
+        most = count + num_drafts
+        attended = context * most // count + rows * context_len
+        of_prompt = (1, context_len) if rows else (0, 0)
+        load = StepLoad(most + rows, most, count + of_prompt[0], context + of_prompt[1], attended)
+        return step_time.predict(load)
+
+    bound_s = seconds(0, num_draft_rows) * (1.0 + (max_inflation - 1.0) * max(1, num_prompts))
+
+    def filled(rows: int) -> float:
+        """Of its bounds; more than 1 is too much."""
+        share = seconds(rows, num_draft_rows) / bound_s
+        return share if max_step_s is None else max(share, seconds(rows, 0) / max_step_s)
 
     sizes = range(LEAST_CHUNK, max_rows + 1, CHUNK_STEP)
-    fitting = bisect.bisect_right(sizes, bound_s, key=seconds)
+    fitting = bisect.bisect_right(sizes, 1.0, key=filled)
     return sizes[max(0, fitting - 1)]

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from batchserve.scheduler.step_time import StepTimeModel
 
 
+DRAFT_ROWS_RATE = 0.2
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
     """One request's part of a step: this many pending tokens, and at most so many draft tokens behind them.
@@ -73,6 +76,7 @@ class Scheduler:
         self._allocator = allocator
         self._max_model_len = max_model_len
         self._now_s = 0.0
+        self._draft_rows = 0.0  # of a step, smoothed
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -131,6 +135,10 @@ class Scheduler:
         rows_left = self._config.max_num_batched_tokens - sum(planned[r.request_id] for r in running)
         return SchedulerOutput(self._with_drafts(running, planned, rows_left), preempted, rows_left)
 
+    def step_done(self, num_draft_rows: int) -> None:
+        """The step that was planned last ran with so many draft rows."""
+        self._draft_rows += DRAFT_ROWS_RATE * (num_draft_rows - self._draft_rows)
+
     def _rank(self, request: Request) -> tuple[bool, int, float]:
         return rank(request, self._now_s, self._config.max_priority_wait_s)
 
@@ -145,6 +153,7 @@ class Scheduler:
         return prefill_rows(
             self._step_time,
             (r for r in self.running if r.request_id in planned),
+            round(self._draft_rows),
             num_prompts,
             computing[0].num_computed_tokens if computing else 0,
             rows,

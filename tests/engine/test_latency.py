@@ -149,7 +149,8 @@ def test_prompt_and_drafts_together_stay_within_the_hard_bound(max_itl_ms: float
         steps.engine.run()
         assert steps.engine.text("a") == steps.engine.text("b") == ANSWER
         assert steps.engine.core.metrics.snapshot()["draft_rows_total"] > 40
-        return max(steps.seconds)
+        batches = steps.engine.runner.batches
+        return max(s for s, batch in zip(steps.seconds, batches, strict=True) if len(batch.requests) > 1)
 
     assert longest_s(max_itl_ms=max_itl_ms) <= max_itl_ms / 1e3 * (1 + 1e-9)
     assert longest_s() > max_itl_ms / 1e3, "there was nothing to hold"

@@ -59,6 +59,7 @@ def test_two_requests_change_places_once_at_most_and_then_stand_by_arrival(
 @examples(300)
 @given(
     st.lists(st.integers(0, 3000), min_size=1, max_size=16),
+    st.integers(0, 64),
     st.integers(1, 5),
     st.integers(0, 2000),
     st.integers(1, 1024),
@@ -68,6 +69,7 @@ def test_two_requests_change_places_once_at_most_and_then_stand_by_arrival(
 )
 def test_the_step_stays_within_its_bound_and_is_as_large_as_that_allows(
     contexts: list[int],
+    num_draft_rows: int,
     num_prompts: int,
     context_len: int,
     max_rows: int,
@@ -80,26 +82,36 @@ def test_the_step_stays_within_its_bound_and_is_as_large_as_that_allows(
     for num_rows, factor in seen:
         load = StepLoad(num_rows, num_rows, 1)
         model.observe(load, factor * model.predict(load))
-    rows = prefill_rows(model, decoding(*contexts), num_prompts, context_len, max_rows, inflation, max_step_s)
+    before = decoding(*contexts), num_draft_rows
+    rows = prefill_rows(model, *before, num_prompts, context_len, max_rows, inflation, max_step_s)
     count, context = len(contexts), sum(contexts)
 
-    def seconds(more: int) -> float:
-        attended = context + more * context_len
-        return model.predict(StepLoad(count + more, count, count + 1, context + context_len, attended))
+    def seconds(more: int, drafts: int) -> float:
+        attended = context * (count + drafts) // count + more * context_len
+        load = StepLoad(count + drafts + more, count + drafts, count + 1, context + context_len, attended)
+        return model.predict(load)
 
-    bound_s = model.predict(StepLoad(count, count, count, context, context)) * (1.0 + (inflation - 1.0) * num_prompts)
-    bound_s = bound_s if max_step_s is None else min(bound_s, max_step_s)
+    quiet_s = model.predict(
+        StepLoad(
+            count + num_draft_rows, count + num_draft_rows, count, context, context * (count + num_draft_rows) // count
+        )
+    )
+
+    def fits(more: int) -> bool:
+        is_short = seconds(more, num_draft_rows) <= quiet_s * (1.0 + (inflation - 1.0) * num_prompts) * (1 + 1e-9)
+        return is_short and (max_step_s is None or seconds(more, 0) <= max_step_s * (1 + 1e-9))
+
     assert min(LEAST_CHUNK, max_rows) <= rows <= max_rows
-    assert rows <= LEAST_CHUNK or seconds(rows) <= bound_s
+    assert rows <= LEAST_CHUNK or fits(rows)
     if not seen and rows + CHUNK_STEP <= max_rows:
-        assert seconds(rows + CHUNK_STEP) > bound_s
+        assert not fits(rows + CHUNK_STEP)
 
 
 def test_more_prompts_may_take_more_but_never_more_than_the_hard_bound() -> None:
     model, running = StepTimeModel(TABLE), decoding(100, 100)
-    one, two, eight = (prefill_rows(model, running, n, 0, 1024, 1.25, None) for n in (1, 2, 8))
+    one, two, eight = (prefill_rows(model, running, 0, n, 0, 1024, 1.25, None) for n in (1, 2, 8))
     assert LEAST_CHUNK < one < two < eight < 1024
-    hard = [prefill_rows(model, running, n, 0, 1024, 1.25, 0.015) for n in (1, 2, 8)]
+    hard = [prefill_rows(model, running, 0, n, 0, 1024, 1.25, 0.015) for n in (1, 2, 8)]
     assert hard[0] == one
     assert hard[0] < hard[1] == hard[2] < eight
 
@@ -107,6 +119,6 @@ def test_more_prompts_may_take_more_but_never_more_than_the_hard_bound() -> None
 @pytest.mark.parametrize("max_step_s", [None, 0.001])
 def test_a_prompt_goes_on_whatever_the_bound_and_alone_it_has_none(max_step_s: float | None) -> None:
     model = StepTimeModel(TABLE)
-    assert prefill_rows(model, decoding(100), 1, 0, 1024, 1.0, max_step_s) == LEAST_CHUNK
-    assert prefill_rows(model, decoding(100), 1, 0, 3, 1.0, max_step_s) == 3
-    assert prefill_rows(model, [], 1, 0, 1024, 1.0, max_step_s) == 1024
+    assert prefill_rows(model, decoding(100), 0, 1, 0, 1024, 1.0, max_step_s) == LEAST_CHUNK
+    assert prefill_rows(model, decoding(100), 0, 1, 0, 3, 1.0, max_step_s) == 3
+    assert prefill_rows(model, [], 0, 1, 0, 1024, 1.0, max_step_s) == 1024
