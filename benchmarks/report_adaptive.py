@@ -124,11 +124,12 @@ def prefill_table() -> str:
             f"{cell['median_ms']['median']:.1f}",
             f"{cell['p99_ms']['median']:.1f}",
             interval(cell["p99_over_quiet"]),
+            f"{cell['pooled_p99_over_quiet']:.2f}",
             "-" if name == "quiet" else f"{cell['first_token_s']['median']:.2f}",
         ]
         for name, cell in result("prefill")["cases"].items()
     ]
-    return table(["prompt", "inter-token ms p50", "p99", "p99 / quiet", "its time to first token, s"], rows)
+    return table(["prompt", "inter-token ms p50", "p99", "p99 / quiet", "all rounds", "its time to first token, s"], rows)
 
 
 def prefix_table() -> str:
