@@ -168,6 +168,7 @@ class AdaptiveDrafting:
         self._speed_up = SpeedUp()
         self._states: dict[str, _State] = {}
         self._market: Market
+        self._num_steps = 0
         self._draft_s = 0.0  # what a proposal for one request takes, smoothed
 
     def start(self, request_id: str, drafter: str, tpot_target_s: float | None = None) -> None:
@@ -251,7 +252,7 @@ class AdaptiveDrafting:
                 window.missed()
         for place, each in drafted:
             state = states[place]
-            state.probe.note(bool(is_paying[place]), each.token_ids)
+            state.probe.note(bool(is_paying[place]), each.token_ids, step=self._num_steps)
             state.num_chosen += CHOSEN_RATE * (len(chosen.get(each.request_id, ())) - state.num_chosen)
         return {request_id: sorted(kept) for request_id, kept in chosen.items()}
 
@@ -290,6 +291,7 @@ class AdaptiveDrafting:
 
     def step_done(self, outcome: StepOutcome, token_ids: Mapping[str, Sequence[int]]) -> None:
         """Learn from a step that gave each decoding request these tokens."""
+        self._num_steps += 1
         loads = {outcome.load, outcome.without, outcome.decoding}  # most often there is only one
         seconds = {load: self.step_time.predict(load) for load in loads}
         predicted_s, without_s, decoding_s = (seconds[e] for e in (outcome.load, outcome.without, outcome.decoding))

@@ -39,8 +39,12 @@ class Probe:
         """Whether what is asked now is asked again, after a wait."""
         return self.num_failures > PATIENCE
 
-    def note(self, is_paying: bool, text: Sequence[int], longest_wait: int = LONGEST_WAIT) -> None:
-        """The outcome of asking; `text` is the request's so far, read only when waiting begins."""
+    def note(self, is_paying: bool, text: Sequence[int], longest_wait: int = LONGEST_WAIT, step: int = 0) -> None:
+        """The outcome of asking in this step; `text` is the request's so far, read only when waiting begins.
+
+        Whoever waits longest is asked in the same steps as all others who do: most of what asking costs is the same
+        for one request as for all.
+        """
         if is_paying:
             self.num_failures, self.wait = 0, 0
             return
@@ -48,6 +52,8 @@ class Probe:
         if self.num_failures <= PATIENCE:
             return
         self.wait = min(longest_wait, 1 << min(30, self.num_failures - PATIENCE))
+        if self.wait == longest_wait:
+            self.wait -= step % longest_wait
         if self.num_failures == PATIENCE + 1:
             recent = text[-RECENT:]
             self._pairs = set(pairwise(recent))

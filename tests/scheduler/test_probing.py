@@ -28,6 +28,19 @@ def test_one_that_does_not_is_asked_ever_more_rarely() -> None:
     assert gaps[-1] == LONGEST_WAIT + 1
 
 
+def test_those_who_wait_longest_are_asked_in_the_same_steps() -> None:
+    probes = {begin: Probe() for begin in (0, 3, 17, 90)}
+    asked: dict[int, list[int]] = {begin: [] for begin in probes}
+    for step in range(600):
+        for begin, probe in probes.items():
+            if step >= begin and probe.is_due():
+                asked[begin].append(step)
+                probe.note(False, [], step=step)
+    late = [[step for step in steps if step >= 300] for steps in asked.values()]
+    assert late[0] == late[1] == late[2] == late[3]
+    assert [b - a for a, b in pairwise(late[0])] == [LONGEST_WAIT] * (len(late[0]) - 1)
+
+
 def test_one_success_brings_it_back_at_once() -> None:
     probe = Probe()
     asked_in(probe, 200, is_paying=False)
