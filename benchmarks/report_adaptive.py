@@ -129,7 +129,9 @@ def prefill_table() -> str:
         ]
         for name, cell in result("prefill")["cases"].items()
     ]
-    return table(["prompt", "inter-token ms p50", "p99", "p99 / quiet", "all rounds", "its time to first token, s"], rows)
+    return table(
+        ["prompt", "inter-token ms p50", "p99", "p99 / quiet", "all rounds", "its time to first token, s"], rows
+    )
 
 
 def prefix_table() -> str:
