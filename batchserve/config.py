@@ -85,6 +85,8 @@ class EngineConfig:
     flashinfer_mask: how FlashInfer is told of trees: its own custom mask, or our variant of its kernel.
     kv_cache_memory: bytes for K/V; None takes a quarter of the memory that is free at start, or on a GPU what
     gpu_memory_utilization (a share of the device's memory) leaves beside weights and the largest step.
+    enforce_eager: no CUDA graphs; max_graph_rows: steps of more rows have none.
+    compile_model: what is captured is the model as torch.compile makes it, once for each number of rows.
     max_model_len: None takes the model's own limit, or what the K/V memory holds if that is less.
     max_num_batched_tokens: rows of one step, prefill chunks, drafts and plain rows together.
     prefill_chunk_size: the most prompt tokens of one request in one step; None: only the step's bound.
@@ -128,6 +130,9 @@ class EngineConfig:
     max_model_len: int | None = None
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
+    max_graph_rows: int = 512
+    compile_model: bool = False
     num_threads: int | None = None
     batch_invariant: bool = False
     trust_remote_code: bool = False
@@ -141,7 +146,7 @@ class EngineConfig:
         return self.adaptive and self.decoding_length is None
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_graph_rows"):
             _at_least(name, getattr(self, name), 1)
         for name in ("branch_length", "prefill_chunk_size", "max_model_len", "kv_cache_memory", "num_threads"):
             if getattr(self, name) is not None:
@@ -154,7 +159,8 @@ class EngineConfig:
             object.__setattr__(self, name, _path(name, getattr(self, name)))
         if self.served_model_name is not None:
             _path("served_model_name", self.served_model_name)
-        for name in ("adaptive", "wait_for_drafter", "batch_invariant", "trust_remote_code", "prefix_cache"):
+        flags = ("adaptive", "wait_for_drafter", "batch_invariant", "trust_remote_code", "prefix_cache")
+        for name in (*flags, "enforce_eager", "compile_model"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} = {getattr(self, name)!r}: must be True or False")
         if self.max_model_len == 1:

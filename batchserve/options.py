@@ -121,6 +121,9 @@ ENGINE_OPTIONS = {
     "gpu_memory_utilization": Option(
         "the share of a GPU's memory that weights, the largest step and K/V take together"
     ),
+    "enforce_eager": Option("launch every kernel of every step by itself, without CUDA graphs"),
+    "max_graph_rows": Option("steps of up to so many rows are CUDA graphs on a GPU; larger ones are eager"),
+    "compile_model": Option("compile the model for its CUDA graphs (torch.compile), which takes minutes at start"),
     "num_threads": Option("compute threads on a CPU", default_text="what measures fastest at start"),
     "batch_invariant": Option("answers that are bitwise the same in any batch, at a price in speed"),
     "trust_remote_code": Option("run modelling code that comes with the model"),

@@ -7,6 +7,7 @@ the variant), and because the layout of its arguments is no promise.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from importlib import metadata as packages
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from batchserve.attention.flashinfer_variant import variant_arguments, variant_run_arguments
+from batchserve.attention.step_buffer import BufferRing
 from batchserve.attention.tree_metadata import visible_slots
 from batchserve.errors import ConfigError, UnsupportedModelError
 
@@ -28,8 +30,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 WORKSPACE_BYTES = 128 << 20  # at first; it grows to what a step needs
 PAGE_SIZE = 1
 
-# jit_args (None: a stock module), float workspace -> BatchPrefillWithPagedKVCacheWrapper
-WrapperFactory = Callable[[list[Any] | None, torch.Tensor], Any]
+# jit_args (None: a stock module), float workspace, options of CUDA graphs -> BatchPrefillWithPagedKVCacheWrapper
+WrapperFactory = Callable[..., Any]
 
 
 class _Kind(NamedTuple):
@@ -52,7 +54,8 @@ class FlashInferKernel:
     variant of the kernel, which reads only the rows' ancestor bits and, for windows, their positions.
 
     One wrapper for each kind of layer, planned once a step; all share one float workspace, so steps must be on one
-    stream. Raises ConfigError where FlashInfer is missing, has another version, or has no kernel for the model.
+    stream. CUDA graphs have wrappers of their own, for each bucket, and no causal ones. Raises ConfigError where
+    FlashInfer is missing, has another version, or has no kernel for the model.
     """
 
     def __init__(
@@ -74,11 +77,15 @@ class FlashInferKernel:
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: dict[_Kind, _Wrapper] = {}
         self._planned: set[_Kind] = set()
+        self._graph_wrappers: dict[int, dict[_Kind, _GraphWrapper]] = {}  # by bucket
         # Its presence puts the kernel into the mode in which the variant is asked about every key.
         self._no_mask = torch.zeros(16, dtype=torch.uint8, device=device)
 
     def plan(self, metadata: TreeMetadata) -> None:
         self._planned.clear()
+        if metadata.bucket is not None:
+            for wrapper in self._graph_wrappers.get(metadata.bucket, {}).values():
+                wrapper.plan(metadata)
 
     def run(
         self,
@@ -101,20 +108,22 @@ class FlashInferKernel:
             sliding_window=None if is_variant else params.sliding_window,
             softcap=params.softcap,
         )
-        if kind not in self._planned:
-            self._plan(kind, metadata, is_variant)
-            self._planned.add(kind)
+        if metadata.bucket is not None:
+            wrapper = self._graph_wrapper(metadata.bucket, kind, metadata, is_variant)
+        else:
+            if kind not in self._planned:
+                self._plan(kind, metadata, is_variant)
+                self._planned.add(kind)
+            wrapper = self._wrappers[kind].wrapper
         more = variant_run_arguments(metadata, params) if is_variant else ()
         caches = key_cache.unsqueeze(1), value_cache.unsqueeze(1)  # [slots, page_size, num_kv_heads, dim]
-        out: torch.Tensor = self._wrappers[kind].wrapper.run(query.contiguous(), caches, *more)
+        out: torch.Tensor = wrapper.run(query.contiguous(), caches, *more)
         return out
 
     def _plan(self, kind: _Kind, metadata: TreeMetadata, is_variant: bool) -> None:
         if kind not in self._wrappers:
-            arguments = None
-            if is_variant:
-                arguments = variant_arguments(kind.key_dim, kind.value_dim, self._dtype, kind.softcap is not None)
-            self._wrappers[kind] = _Wrapper(self._make_wrapper(arguments, self._workspace), self._device)
+            wrapper = self._make_wrapper(self._jit_arguments(kind, is_variant), self._workspace)
+            self._wrappers[kind] = _Wrapper(wrapper, self._device)
         target = self._wrappers[kind]
         packed: torch.Tensor | None = None
         offsets: torch.Tensor | None = None
@@ -131,6 +140,45 @@ class FlashInferKernel:
             # plan() leaves the requests' beginnings in bits where its kernel counts in bytes.
             target.wrapper._mask_indptr_buf = offsets
         target.mark_copy()
+
+    def _jit_arguments(self, kind: _Kind, is_variant: bool) -> list[Any] | None:
+        if not is_variant:
+            return None
+        return variant_arguments(kind.key_dim, kind.value_dim, self._dtype, kind.softcap is not None)
+
+    def _graph_wrapper(self, bucket: int, kind: _Kind, metadata: TreeMetadata, is_variant: bool) -> Any:
+        """The wrapper of a bucket's layers of this kind; made in the bucket's first step, which no graph is made of."""
+        wrappers = self._graph_wrappers.setdefault(bucket, {})
+        if kind not in wrappers:
+            mask = None if is_variant else _MaskBuffers(metadata, kind.sliding_window)
+            wrapper = self._make_wrapper(
+                self._jit_arguments(kind, is_variant),
+                self._workspace,
+                use_cuda_graph=True,
+                qo_indptr_buf=metadata.qo_indptr,
+                paged_kv_indptr_buf=metadata.kv_indptr,
+                paged_kv_indices_buf=metadata.kv_indices,
+                paged_kv_last_page_len_buf=torch.ones(metadata.num_requests, dtype=torch.int32, device=self._device),
+                custom_mask_buf=self._no_mask if mask is None else mask.bits,
+                mask_indptr_buf=torch.zeros_like(metadata.qo_indptr) if mask is None else mask.offsets,
+            )
+            # What the first plan says stays as it is in the graph: it has to be of the largest step there can be.
+            largest = worst_case(metadata)
+            arguments = self._plan_arguments(kind, largest, None)
+            num_bytes, num_int_bytes = wrapper.workspace_size(**arguments)
+            self._grow_workspace(num_bytes)
+            # Its own size would be 8 MiB, and several times that of pinned memory. Twice: no step may run out of it.
+            ints = torch.empty(2 * num_int_bytes, dtype=torch.uint8, device=self._device)
+            wrapper.reset_workspace_buffer(self._workspace, ints)
+            # plan() overwrites the step's buffers with the largest's: they are put back.
+            buffers = (metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices)
+            kept = [buffer.clone() for buffer in buffers]
+            wrapper.plan(**arguments)
+            for buffer, values in zip(buffers, kept, strict=True):
+                buffer.copy_(values)
+            wrappers[kind] = _GraphWrapper(wrapper, kind, bucket, mask, self._device)
+            wrappers[kind].plan(metadata)
+        return wrappers[kind].wrapper
 
     def _plan_arguments(self, kind: _Kind, metadata: TreeMetadata, packed: torch.Tensor | None) -> dict[str, Any]:
         # The tree's own window must not be given: FlashInfer would count it in rows, not in positions.
@@ -159,12 +207,16 @@ class FlashInferKernel:
     def _fit_workspace(self, wrapper: Any, arguments: dict[str, Any]) -> None:
         """Give every wrapper a float workspace that this plan fits into; the documented 128 MB do not always do."""
         num_bytes, num_int_bytes = wrapper.workspace_size(**arguments)
-        if num_bytes > len(self._workspace):
-            self._workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self._grow_workspace(num_bytes)
         if num_int_bytes > len(wrapper._int_workspace_buffer) or wrapper._float_workspace_buffer is not self._workspace:
             num_int_bytes = max(num_int_bytes, len(wrapper._int_workspace_buffer))
             ints = torch.empty(num_int_bytes, dtype=torch.uint8, device=self._device)
             wrapper.reset_workspace_buffer(self._workspace, ints)
+
+    def _grow_workspace(self, num_bytes: int) -> None:
+        """Graphs keep the workspace that they were captured with: the largest is captured first."""
+        if num_bytes > len(self._workspace):
+            self._workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
 
 class _Wrapper:
@@ -183,6 +235,84 @@ class _Wrapper:
             self._event.record()
 
 
+class _MaskBuffers:
+    """A custom mask at a fixed address, as long as that of any step of the bucket."""
+
+    def __init__(self, metadata: TreeMetadata, sliding_window: int | None) -> None:
+        longest = len(metadata.kv_indices) // metadata.num_requests
+        num_bytes = -(-metadata.num_rows * longest // 8) + metadata.num_requests
+        self._sliding_window = sliding_window
+        self.bits = torch.zeros(num_bytes, dtype=torch.uint8, device=metadata.qo_indptr.device)
+        self.offsets = torch.zeros_like(metadata.qo_indptr)
+
+    def fill(self, metadata: TreeMetadata) -> None:
+        packed, offsets = packed_mask(metadata, self._sliding_window)
+        self.bits[: len(packed)] = packed
+        self.offsets.copy_(offsets)
+
+
+class _GraphWrapper:
+    """A wrapper that a graph replays, planned for the largest step, and how later steps are planned.
+
+    They go past the wrapper's plan(), which takes ten times as long, to the module's own, by its positional arguments.
+    It fills a pinned buffer, of which there are several, and copies that to where the graph's kernels look.
+    """
+
+    def __init__(self, wrapper: Any, kind: _Kind, bucket: int, mask: _MaskBuffers | None, device: torch.device) -> None:
+        self.wrapper = wrapper
+        self._kind = kind
+        self._bucket = bucket
+        self._mask = mask
+        self._info = list(wrapper._plan_info)
+        self._ring = BufferRing(len(wrapper._int_workspace_buffer), device)
+
+    def plan(self, metadata: TreeMetadata) -> None:
+        """Raises RuntimeError where the step would need other launches than were captured."""
+        if self._mask is not None:
+            self._mask.fill(metadata)
+        kind = self._kind
+        info = self.wrapper._cached_module.plan(
+            self.wrapper._float_workspace_buffer,
+            self.wrapper._int_workspace_buffer,
+            self._ring.take(),
+            metadata.qo_indptr_cpu,
+            metadata.kv_indptr_cpu,
+            metadata.kv_lens_cpu,
+            self._bucket,
+            metadata.num_requests,
+            kind.num_heads,
+            kind.num_kv_heads,
+            PAGE_SIZE,
+            True,  # for a CUDA graph
+            kind.key_dim,
+            kind.value_dim,
+            False,  # causal
+            -1,  # window_left
+            -1,  # fixed_split_size
+            False,  # disable_split_kv
+            0,  # num_colocated_ctas
+            0,  # uniform_q_len
+        )
+        self._ring.sent()
+        if list(info) != self._info:
+            raise RuntimeError(f"FlashInfer plans a step otherwise than its graph: {list(info)}, not {self._info}")
+
+
+def worst_case(metadata: TreeMetadata) -> TreeMetadata:
+    """A step of the bucket with the most work items: all rows in its first request."""
+    rows, indptr = metadata.num_rows, torch.full_like(metadata.qo_indptr_cpu, metadata.num_rows)
+    indptr[0] = 0
+    kv_lens = torch.zeros_like(metadata.kv_lens_cpu)
+    kv_lens[0] = rows
+    return dataclasses.replace(
+        metadata,
+        kv_indices=metadata.kv_indices[:rows],
+        qo_indptr_cpu=indptr,
+        kv_indptr_cpu=indptr,
+        kv_lens_cpu=kv_lens,
+    )
+
+
 def packed_mask(metadata: TreeMetadata, sliding_window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """FlashInfer's custom mask: (uint8 bits on the device, int32 [num_requests + 1] where each request's bytes begin).
 
@@ -197,7 +327,7 @@ def packed_mask(metadata: TreeMetadata, sliding_window: int | None) -> tuple[tor
     device = metadata.ancestors.device
     weights = 1 << torch.arange(8, dtype=torch.uint8, device=device)
     parts = []
-    for i in range(metadata.num_requests):
+    for i in np.flatnonzero(rows).tolist():
         bits = visible_slots(metadata, i, sliding_window).reshape(-1).to(torch.uint8)
         bits = torch.cat([bits, bits.new_zeros(-len(bits) % 8)])
         parts.append((bits.view(-1, 8) * weights).sum(1, dtype=torch.uint8))
@@ -224,9 +354,9 @@ def load_wrapper() -> WrapperFactory:
     except (ImportError, OSError, RuntimeError) as error:  # a library that is missing, a GPU that is not known
         raise ConfigError(f"FlashInfer cannot be imported: {error}") from error
 
-    def make(jit_args: list[Any] | None, workspace: torch.Tensor) -> Any:
+    def make(jit_args: list[Any] | None, workspace: torch.Tensor, **graph_options: Any) -> Any:
         # The variant needs its backend named; the stock kernels are of the same generation, so that they agree.
-        return BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2", jit_args=jit_args)
+        return BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2", jit_args=jit_args, **graph_options)
 
     return make
 

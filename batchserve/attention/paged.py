@@ -12,9 +12,10 @@ from batchserve.attention.step_buffer import upload
 from batchserve.attention.tree_metadata import TreeKernel, TreeMetadata, ancestor_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from batchserve.attention.base import AttentionParams, LayerShape, Span
+    from batchserve.attention.static_step import StaticStep
 
 
 class PagedBackend:
@@ -35,12 +36,13 @@ class PagedBackend:
         self.kernel = kernel
         self.name = kernel.name
         self.device = device
-        self._caches = [
-            tuple(
-                torch.zeros(allocator.num_slots, layer.num_kv_heads, dim, dtype=dtype, device=device)
-                for dim in (layer.key_dim, layer.value_dim)
+        shapes = [(allocator.num_slots, layer.num_kv_heads) for layer in layers]
+        self.caches = [
+            (
+                torch.zeros(*shape, layer.key_dim, dtype=dtype, device=device),
+                torch.zeros(*shape, layer.value_dim, dtype=dtype, device=device),
             )
-            for layer in layers
+            for layer, shape in zip(layers, shapes, strict=True)
         ]
         self._table = torch.zeros(allocator.table_shape, dtype=torch.int32, device=device)
         self._metadata: TreeMetadata | None = None
@@ -65,6 +67,17 @@ class PagedBackend:
         )
         self.kernel.plan(self._metadata)
 
+    def begin_static(self, step: StaticStep, arrays: Mapping[str, np.ndarray]) -> None:
+        """Prepare a step of a CUDA graph: `arrays` are step.arrays(), and are in step.views by now."""
+        num_changes = len(arrays["changed_places"])
+        self.update_table(step.views["changed_places"][:num_changes], step.views["changed_slots"][:num_changes])
+        num_indices = int(arrays["kv_indptr"][-1])
+        slots = self.gather_slots(step.views["table_rows"], step.views["kv_indptr"], num_indices)
+        step.metadata.kv_indices[:num_indices] = slots
+        step.describe(arrays)
+        self._metadata = step.metadata
+        self.kernel.plan(step.metadata)
+
     def update_table(self, changed_places: torch.Tensor, changed_slots: torch.Tensor) -> None:
         """Write SlotAllocator.changes() to the device's table of slots."""
         if self._table.shape != self.allocator.table_shape:
@@ -83,10 +96,21 @@ class PagedBackend:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
+        return self.attend_over(*self.caches[layer], query, key, value, params)
+
+    def attend_over(
+        self,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """attend() with a layer's caches given: a compiler may have put others in their place."""
         metadata = self._metadata
         if metadata is None:
             raise RuntimeError("attend() before begin()")
-        key_cache, value_cache = self._caches[layer]
         num_rows, num_tokens = metadata.num_rows, query.shape[2]
         for cache, states in ((key_cache, key), (value_cache, value)):
             cache.index_copy_(0, metadata.slot_mapping, states[0, :, :num_rows].transpose(0, 1).to(cache.dtype))

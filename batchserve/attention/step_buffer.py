@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -13,6 +13,14 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 16  # bytes, of every field: kernels load vectors of so many
 TORCH_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
+
+
+class Event(Protocol):
+    """As torch.cuda.Event."""
+
+    def record(self) -> Any: ...
+
+    def synchronize(self) -> Any: ...
 
 
 class StepLayout:
@@ -51,6 +59,37 @@ class StepLayout:
             name: buffer[start : start + size].view(TORCH_DTYPES[dtype]).view(shape)
             for name, (start, size, dtype, shape) in self._fields.items()
         }
+
+
+class BufferRing:
+    """Buffers for copies to a device (pinned for CUDA) that take turns: one is filled while others may be in flight.
+
+    make_event: what marks a place in the device's queue (default: CUDA events; none on a CPU, where copies are done at
+    once).
+    """
+
+    def __init__(
+        self, num_bytes: int, device: torch.device, count: int = 3, make_event: Callable[[], Event] | None = None
+    ) -> None:
+        is_cuda = device.type == "cuda"
+        self._buffers = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(count)]
+        self._make_event = make_event or (torch.cuda.Event if is_cuda else None)
+        self._events: list[Event | None] = [None] * count
+        self._turn = 0
+
+    def take(self) -> torch.Tensor:
+        """The next buffer, uint8 [num_bytes], once all copies out of it are done."""
+        event = self._events[self._turn]
+        if event is not None:
+            event.synchronize()
+        return self._buffers[self._turn]
+
+    def sent(self) -> None:
+        """All copies out of the buffer that was taken last are queued."""
+        if self._make_event is not None:
+            event = self._events[self._turn] = self._events[self._turn] or self._make_event()
+            event.record()
+        self._turn = (self._turn + 1) % len(self._buffers)
 
 
 def upload(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:

@@ -34,6 +34,8 @@ class TorchKernel:
         for i in range(metadata.num_requests):
             slots = metadata.kv_indices[kv[i] : kv[i + 1]].long()
             rows = slice(qo[i], qo[i + 1])
+            if qo[i] == qo[i + 1]:
+                continue
             keys, values = key_cache[slots].transpose(0, 1), value_cache[slots].transpose(0, 1)
             mask = visible_slots(metadata, i, params.sliding_window)
             out[rows] = attend_span(query[rows].transpose(0, 1), keys, values, mask, params)

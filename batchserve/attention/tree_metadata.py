@@ -31,6 +31,9 @@ class TreeMetadata:
     positions: int32 [num_rows], absolute. A context key's position is its index; that of a row's key is the row's.
     slot_mapping: int64 [num_rows + padding], where each row's K and V are written; 0 for padding.
     is_causal: every request is a chain, so that attention is plain causal attention.
+    bucket: None for a step of its own. Otherwise this is a CUDA graph's, padded to so many rows (max_rows is as many):
+    all steps of the graph are in the same tensors, in turn; requests that a step lacks have no rows and no keys, and
+    kv_indices is longer than kv_indptr says.
     """
 
     qo_indptr: torch.Tensor
@@ -44,6 +47,7 @@ class TreeMetadata:
     kv_lens_cpu: torch.Tensor  # int32 [num_requests]
     max_rows: int  # of one request
     is_causal: bool
+    bucket: int | None = None
 
     @property
     def num_requests(self) -> int:
@@ -51,7 +55,7 @@ class TreeMetadata:
 
     @property
     def num_rows(self) -> int:
-        """Rows of all requests, without padding."""
+        """Rows of all requests; without padding, but for that of a bucket."""
         return len(self.positions)
 
 
@@ -62,7 +66,11 @@ class TreeKernel(Protocol):
     def name(self) -> str: ...
 
     def plan(self, metadata: TreeMetadata) -> None:
-        """Prepare the kernel for one step: called once, before the first layer's run()."""
+        """Prepare the kernel for one step: called once, before the first layer's run().
+
+        Of a bucket's steps only the first is run layer by layer; a graph repeats what run() launched then, and plan()
+        alone tells it of later steps.
+        """
 
     def run(
         self,

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from batchserve.attention.paged import PagedBackend
 from batchserve.config import EngineConfig, MiB
 from batchserve.draft.base import Drafter
 from batchserve.draft.factory import create_drafters, draft_limits
@@ -26,6 +27,8 @@ from batchserve.engine.measure_steps import measured_table
 from batchserve.errors import ConfigError
 from batchserve.metrics import EngineMetrics
 from batchserve.request import ResolvedSampling
+from batchserve.runner.compiled import CompiledModel
+from batchserve.runner.cuda_graphs import StepGraphs, choose_capturer
 from batchserve.runner.loader import LoadedModel, load_model
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.packed import PackedLinear
@@ -81,6 +84,7 @@ def build_engine(
     runner = ModelRunner(loaded, backend)
     rows = min(config.max_num_seqs, max_model_len - 1)
     _warm_up(runner, rows)
+    _capture_graphs(config, loaded, runner, max_model_len, say)
     if config.num_threads or loaded.device.type == "cpu":
         runner.num_threads = config.num_threads or _choose_threads(runner, rows)
     runner.bind_thread()
@@ -110,6 +114,33 @@ def build_engine(
         f"packed linears: {loaded.has_packed_linears}"
     )
     return BuiltEngine(core, processor, info)
+
+
+def _capture_graphs(
+    config: EngineConfig, loaded: LoadedModel, runner: ModelRunner, max_model_len: int, say: Progress
+) -> None:
+    """Steps become CUDA graphs where there can be any. Raises ConfigError for options that need them."""
+    backend, run_model = runner.backend, runner.run_model
+    capturer = choose_capturer(config, loaded.device)
+    if capturer is None or not isinstance(backend, PagedBackend):
+        if config.compile_model:
+            raise ConfigError("compile_model = True: must be with CUDA graphs: on a GPU, and without enforce_eager")
+        return
+    if config.compile_model:
+        run_model = CompiledModel(loaded.model, backend)
+    max_rows = min(config.max_graph_rows, config.max_num_batched_tokens)
+    try:
+        runner.graphs = StepGraphs(
+            backend,
+            run_model,
+            capturer,
+            max_rows=max_rows,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+            say=say,
+        )
+    except RuntimeError as error:  # models that read what they computed cannot be captured
+        say(f"all steps are eager: {type(loaded.model).__name__} cannot be captured: {error}")
 
 
 def _warm_up(runner: ModelRunner, rows: int) -> float:
@@ -157,6 +188,7 @@ def _build_step_time(
         machine_name(loaded.device),
         str(runner.num_threads),
         f"{runner.backend.name} {config.batch_invariant} {loaded.has_packed_linears} {loaded.dtype}",
+        *([] if runner.graphs is None else [f"graphs of {runner.graphs.sizes} {config.compile_model}"]),
         loaded.model.config.to_json_string(),
     )
     table = measured_table(

@@ -16,9 +16,9 @@ from batchserve.attention.torch_paged import TorchKernel
 from batchserve.config import EngineConfig, MiB
 from batchserve.errors import ConfigError
 from batchserve.request import ResolvedSampling
+from batchserve.runner.invariant import fix_activations
 from batchserve.runner.loader import LoadedModel, has_cpu_backend
 from batchserve.runner.model_runner import ModelRunner
-from batchserve.runner.invariant import fix_activations
 from batchserve.runner.probe import is_row_invariant
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 
@@ -104,7 +104,8 @@ def _paged_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> 
     if budget is None and loaded.device.type == "cuda":
         say(f"measuring the memory of a step of {config.max_num_batched_tokens} rows")
         profile = ProfilingStep(config, loaded, kernel)
-        budget = profiled_budget(CudaMemory(loaded.device), config.gpu_memory_utilization, profile, say)
+        share = 0.0 if config.enforce_eager else min(1.0, config.max_graph_rows / config.max_num_batched_tokens)
+        budget = profiled_budget(CudaMemory(loaded.device), config.gpu_memory_utilization, profile, say, share)
     if budget is None:
         budget = int(free_memory_bytes() * KV_SHARE_OF_FREE_MEMORY)
     total_tokens, max_model_len = _capacity(config, loaded, budget, 1, config.max_num_batched_tokens, num_dummies=1)
@@ -188,7 +189,7 @@ def _described(config: EngineConfig, total_tokens: int, per_token: int, max_mode
 
 
 class ProfilingStep:
-    """A step of as many rows as a step may have, each with its logits, over K/V memory of its own that is gone after.
+    """A step of as many rows as a step may have, all with their logits and sampled, over K/V of its own.
 
     No other step takes more memory beside the K/V: drafts run the head on every row, prompts on one of each request.
     """
@@ -204,19 +205,21 @@ class ProfilingStep:
         loaded, rows = self._loaded, sum(self._counts)
         allocator = SlotAllocator(rows, len(self._counts), rows, 0)
         backend = PagedBackend(loaded.layers, loaded.dtype, loaded.device, self._kernel, allocator)
-        greedy = ResolvedSampling(0.0, 0, 1.0, 0, 1, frozenset())
+        nucleus = ResolvedSampling(1.0, 0, 0.9, 0, 1, frozenset())  # sampling that takes the most memory
         requests = []
         for i, count in enumerate(self._counts):
             allocator.reserve(f"profile-{i}", count)
-            requests.append(RequestRows(f"profile-{i}", 0, [0] * count, list(range(-1, count - 1)), 1, greedy))
+            requests.append(RequestRows(f"profile-{i}", 0, [0] * count, list(range(-1, count - 1)), 1, nucleus))
         ModelRunner(loaded, backend).launch(build_batch(requests)).wait()
 
 
-def profiled_budget(memory: DeviceMemory, utilization: float, profile: ProfilingStep, say: Progress) -> int:
+def profiled_budget(
+    memory: DeviceMemory, utilization: float, profile: ProfilingStep, say: Progress, graph_share: float = 0.0
+) -> int:
     """Bytes for K/V: the share of the device's memory that we may use, less all that is needed beside it.
 
     As vLLM does it: what others hold and torch knows nothing of, and the most that tensors held in a profiling step.
-    Not positive where nothing is left.
+    CUDA graphs, captured later, have memory of their own: graph_share of a step's. Not positive where nothing is left.
     """
     before = memory.allocated()
     memory.reset_peak()
@@ -224,11 +227,12 @@ def profiled_budget(memory: DeviceMemory, utilization: float, profile: Profiling
     needed = memory.peak() - profile.kv_bytes
     free, total = memory.free_and_total()
     others = total - free - memory.reserved()
-    budget = int(total * utilization) - others - needed
+    graphs = int((needed - before) * graph_share)
+    budget = int(total * utilization) - others - needed - graphs
     say(
         f"device memory: {total / MiB:.0f} MiB, {utilization:.0%} of it for us: {before / MiB:.0f} MiB weights, "
-        f"{(needed - before) / MiB:.0f} MiB for a step, {others / MiB:.0f} MiB of others and libraries, "
-        f"{max(0, budget) / MiB:.0f} MiB for K/V"
+        f"{(needed - before) / MiB:.0f} MiB for a step, {graphs / MiB:.0f} MiB for CUDA graphs, "
+        f"{others / MiB:.0f} MiB of others and libraries, {max(0, budget) / MiB:.0f} MiB for K/V"
     )
     return budget
 

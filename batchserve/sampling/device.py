@@ -2,7 +2,8 @@
 
 The host describes the step in one blob of int64 (`build_metadata`), the device makes of logits and blob what each row's
 token is and which rows are accepted (`sample`), and the host reads that as the walk's result (`to_verified`). Between
-the two nothing waits for the device. All shapes follow from the padded number of rows and max_num_seqs.
+the two nothing waits for the device; torch.where with a Python number would, until the number is copied there. All
+shapes follow from the padded number of rows and max_num_seqs.
 """
 
 from __future__ import annotations
@@ -131,13 +132,13 @@ class DeviceSampler:
             )
             sampled = self._sample_rows(logits, params, kind)
             tokens = torch.where(is_unverified | (params.temperature == 0), tokens, sampled)
-        tokens = torch.where(is_finite | is_unverified, tokens, NO_TOKEN)
+        tokens = tokens.masked_fill(~(is_finite | is_unverified), NO_TOKEN)
         tokens = torch.where(forced == NOT_FORCED, tokens, forced)
         is_reached = _reached(tokens, parents, draft_tokens)
         # Parents come first, so the last row of a path is the one with the highest index.
         indices = torch.arange(num_rows, device=logits.device)
         last = torch.zeros(self.max_num_seqs + 1, dtype=torch.int64, device=logits.device)
-        last = last.scatter_reduce(0, request, torch.where(is_reached, indices, 0), "amax")
+        last = last.scatter_reduce(0, request, indices.masked_fill(~is_reached, 0), "amax")
         next_token_ids = tokens[last[: self.max_num_seqs]].clamp(min=0)
         return DeviceResult(torch.stack([tokens, is_reached.to(torch.int64)]).to(torch.int32), next_token_ids)
 
@@ -197,7 +198,7 @@ def _reached(tokens: torch.Tensor, parents: torch.Tensor, draft_tokens: torch.Te
     num_rows = len(tokens)
     indices = torch.arange(num_rows + 1, device=tokens.device)
     is_on = (tokens[parents] == draft_tokens) | (parents == indices[:num_rows])
-    goal = torch.cat([torch.where(is_on, parents, num_rows), indices[num_rows:]])
+    goal = torch.cat([parents.masked_fill(~is_on, num_rows), indices[num_rows:]])
     for _ in range((num_rows - 1).bit_length()):
         goal = goal[goal]
     return goal[:num_rows] < num_rows

@@ -52,7 +52,7 @@ def sample_rows(logits: torch.Tensor, params: RowParams, num_candidates: int) ->
     if num_candidates > 0:
         edge, is_edge_sure = _edge(logits, params, num_candidates)
         is_sure = is_sure & is_edge_sure
-        scores = torch.where(values >= edge, scores, -torch.inf)
+        scores = scores.masked_fill(~(values >= edge), -torch.inf)
 
     finalists, estimates = [], []
     for _ in range(NUM_FINALISTS):
@@ -63,7 +63,7 @@ def sample_rows(logits: torch.Tensor, params: RowParams, num_candidates: int) ->
     token_ids = torch.cat(finalists, dim=1)
     exact = values.gather(1, token_ids).double() / temperature + gumbel(draws(params.keys.unsqueeze(1), token_ids))
     # Where fewer tokens are allowed than there are finalists, the last ones are none.
-    exact = torch.where(torch.cat(estimates, dim=1) > -torch.inf, exact, -torch.inf)
+    exact = exact.masked_fill(~(torch.cat(estimates, dim=1) > -torch.inf), -torch.inf)
     best, place = exact.max(dim=-1, keepdim=True)
     second = exact.scatter(1, place, -torch.inf).amax(dim=-1, keepdim=True)
 
@@ -72,7 +72,7 @@ def sample_rows(logits: torch.Tensor, params: RowParams, num_candidates: int) ->
     others = scores.amax(dim=-1, keepdim=True).double() + top_processed + (FP32_SLACK + rounding)
     is_proven = (others < best) & (best - second > FP64_SLACK + rounding)
     winner = token_ids.gather(1, place).squeeze(1)
-    return torch.where(is_sure & is_proven.squeeze(1), winner, NEEDS_HOST)
+    return winner.masked_fill(~(is_sure & is_proven.squeeze(1)), NEEDS_HOST)
 
 
 def _edge(logits: torch.Tensor, params: RowParams, num_candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +91,7 @@ def _edge(logits: torch.Tensor, params: RowParams, num_candidates: int) -> tuple
     negligible = best - NEGLIGIBLE_NATS
 
     is_k_inside = (top_k > 0) & (top_k <= count)
-    edge = torch.where(is_k_inside, largest.gather(1, (top_k - 1).clamp(0, count - 1)), -torch.inf)
+    edge = largest.gather(1, (top_k - 1).clamp(0, count - 1)).masked_fill(~is_k_inside, -torch.inf)
     # A larger top_k leaves all in if the candidates hold all that is not negligible.
     is_sure = (top_k == 0) | is_k_inside | (processed[:, -1:] < negligible)
     if count == vocab_size:
@@ -99,7 +99,7 @@ def _edge(logits: torch.Tensor, params: RowParams, num_candidates: int) -> tuple
 
     def masses(values: torch.Tensor, scaled: torch.Tensor) -> torch.Tensor:
         is_in = (scaled >= negligible) & (values >= edge)
-        return torch.where(is_in, torch.exp(scaled - best), 0.0)
+        return torch.exp(scaled - best).masked_fill(~is_in, 0.0)
 
     everyone = logits.float()
     total = masses(everyone, everyone.double() / temperature).sum(dim=-1, keepdim=True)

@@ -6,6 +6,7 @@ does with it what the real kernels are documented to do, trap included.
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import inspect
 import platform
@@ -14,8 +15,9 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata as packages
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,9 @@ from batchserve.attention.flashinfer import VERSIONS, FlashInferKernel, load_wra
 from batchserve.attention.flashinfer_variant import SCALARS, TENSORS, variant_arguments, variant_run_arguments
 from batchserve.attention.mask import visible_keys
 from batchserve.attention.paged import PagedBackend
+from batchserve.attention.slots import SlotAllocator
+from batchserve.attention.static_step import StaticStep
+from batchserve.attention.step_buffer import StepLayout
 from batchserve.attention.torch_paged import TorchKernel
 from batchserve.attention.torch_reference import attend_span
 from batchserve.attention.tree_metadata import TreeMetadata
@@ -148,9 +153,81 @@ def literal_variant(given: dict[str, Any], start: int, qo_len: int, kv_len: int)
     return mask
 
 
+class FakeModule:
+    """A compiled module's own plan(), by the positional arguments that the wrapper gives it."""
+
+    NAMES = (
+        "self._float_workspace_buffer, self._int_workspace_buffer, self._pin_memory_int_workspace_buffer, "
+        "qo_indptr_host, paged_kv_indptr_host, kv_lens_arr_host, self._max_total_num_rows or total_num_rows, "
+        "batch_size, num_qo_heads, num_kv_heads, page_size, self.is_cuda_graph_enabled, head_dim_qk, head_dim_vo, "
+        "causal, window_left, fixed_split_size or -1, disable_split_kv, 0, 0"
+    ).split(", ")
+
+    def __init__(self) -> None:
+        self.plans: list[list[Any]] = []
+        self.info = list(range(15))
+
+    def plan(self, *args: Any) -> list[int]:
+        assert len(args) == len(self.NAMES)
+        # What the kernels find on the device is what was planned last, not what the host's tensors become.
+        self.plans.append([a.clone() if isinstance(a, torch.Tensor) and a.dtype == torch.int32 else a for a in args])
+        return self.info
+
+
+class FakeGraphWrapper(FakeWrapper):
+    """The same in its graph mode: it reads the caller's buffers, and what was planned last."""
+
+    def __init__(self, real: type, jit_args: list[Any] | None, workspace: torch.Tensor, **options: Any) -> None:
+        super().__init__(real, jit_args, workspace)
+        self._bound("__init__", workspace, "NHD", backend="fa2", jit_args=jit_args, **options)
+        assert options["use_cuda_graph"]
+        self.qo, self.kv = options["qo_indptr_buf"], options["paged_kv_indptr_buf"]
+        self.indices, self.last = options["paged_kv_indices_buf"], options["paged_kv_last_page_len_buf"]
+        self.mask, self.mask_indptr = options["custom_mask_buf"], options["mask_indptr_buf"]
+        assert len(self.qo) - 1 == len(self.kv) - 1 == len(self.last)
+        self._cached_module = FakeModule()
+        self._plan_info = self._cached_module.info
+
+    def plan(self, **kwargs: Any) -> None:
+        plan = self._bound("plan", **kwargs)
+        assert not self.plans, "the wrapper's plan() is slow: it is for the first time"
+        assert plan["packed_custom_mask"] is None, "it would be put where the graph's is, its offsets in bits"
+        assert plan["qo_indptr"].tolist() == [0] + [plan["qo_indptr"][-1]] * len(self.last), "not the largest step"
+        assert not plan["causal"]
+        self.qo.copy_(plan["qo_indptr"])
+        self.kv.copy_(plan["paged_kv_indptr"])
+        self.indices[: len(plan["paged_kv_indices"])] = 0
+        self.plans.append(plan)
+
+    def run(self, q: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor], *more: Any) -> torch.Tensor:
+        args = dict(zip(FakeModule.NAMES[:16], self._cached_module.plans[-1][:16], strict=True))
+        assert torch.equal(args["qo_indptr_host"], self.qo)
+        assert torch.equal(args["paged_kv_indptr_host"], self.kv)
+        assert torch.equal(args["kv_lens_arr_host"], self.kv.diff())
+        assert args["self._float_workspace_buffer"] is self._float_workspace_buffer
+        assert args["self._int_workspace_buffer"] is self._int_workspace_buffer
+        assert args["self.is_cuda_graph_enabled"] is True
+        assert (args["self._max_total_num_rows or total_num_rows"], args["batch_size"]) == (len(q), len(self.last))
+        first = self.plans[0]
+        for name in ("num_qo_heads", "num_kv_heads", "page_size", "head_dim_qk", "head_dim_vo", "causal"):
+            assert args[name] == first[name], name
+        rows, self._mask_indptr_buf = int(self.qo[-1]), self.mask_indptr
+        now = {"qo_indptr": self.qo, "paged_kv_indptr": self.kv, "paged_kv_indices": self.indices}
+        self.plans = [{**first, **now, "packed_custom_mask": self.mask}]
+        out = q.new_zeros(*q.shape[:2], first["head_dim_vo"])
+        out[:rows] = super().run(q[:rows], caches, *more)
+        return out
+
+
 def make_kernel(flashinfer: Any, mask: str, made: list[FakeWrapper], needed: int = 0) -> FlashInferKernel:
-    def make(jit_args: list[Any] | None, workspace: torch.Tensor) -> FakeWrapper:
-        made.append(FakeWrapper(flashinfer.BatchPrefillWithPagedKVCacheWrapper, jit_args, workspace, needed))
+    real = flashinfer.BatchPrefillWithPagedKVCacheWrapper
+
+    def make(jit_args: list[Any] | None, workspace: torch.Tensor, **graph: Any) -> FakeWrapper:
+        made.append(
+            FakeGraphWrapper(real, jit_args, workspace, **graph)
+            if graph
+            else FakeWrapper(real, jit_args, workspace, needed)
+        )
         return made[-1]
 
     return FlashInferKernel(LAYERS, NUM_HEADS, torch.bfloat16, CPU, mask=mask, make_wrapper=make)
@@ -167,19 +244,28 @@ PARAMS = [
 def attend_all(kernel: Any, seed: int) -> list[torch.Tensor]:
     """One random step through layers of every kind, some of them twice."""
     spans, allocator, _ = random_step(seed)
-    layers = LAYERS * len(PARAMS) * 2
-    backend = PagedBackend(layers, torch.bfloat16, CPU, kernel, allocator)
-    generator = torch.Generator().manual_seed(seed)
-    for caches in backend._caches:  # the contexts, which this test never computed
-        for cache in caches:
-            cache.copy_(torch.randn(cache.shape, generator=generator))
+    backend, states = filled_backend(kernel, allocator, seed)
     backend.begin(spans)
     num_rows = sum(span.num_rows for span in spans)
-    outputs = []
-    for layer in range(len(layers)):
-        q, k, v = (torch.randn(1, h, num_rows, 64, generator=generator).bfloat16() for h in (NUM_HEADS, 2, 2))
-        outputs.append(backend.attend(layer, q, k, v, PARAMS[layer % len(PARAMS)]))
-    return outputs
+    return [
+        backend.attend(layer, *states(num_rows), PARAMS[layer % len(PARAMS)]) for layer in range(len(backend.caches))
+    ]
+
+
+def filled_backend(
+    kernel: Any, allocator: SlotAllocator, seed: int
+) -> tuple[PagedBackend, Callable[[int], Iterator[torch.Tensor]]]:
+    """With contexts, which this test never computed; and what gives q, k and v of so many rows for the next layer."""
+    backend = PagedBackend(LAYERS * len(PARAMS) * 2, torch.bfloat16, CPU, kernel, allocator)
+    generator = torch.Generator().manual_seed(seed)
+    for caches in backend.caches:
+        for cache in caches:
+            cache.copy_(torch.randn(cache.shape, generator=generator))
+
+    def states(num_rows: int) -> Iterator[torch.Tensor]:
+        return (torch.randn(1, h, num_rows, 64, generator=generator).bfloat16() for h in (NUM_HEADS, 2, 2))
+
+    return backend, states
 
 
 @pytest.mark.parametrize("mask", ["custom", "tree"])
@@ -196,6 +282,66 @@ def test_both_masks_ask_for_what_the_reference_does(flashinfer: Any, mask: str) 
         assert [len(wrapper.plans) for wrapper in made] == [1] * (2 if is_variant else 4)
 
     check()
+
+
+GRAPH_ROWS, GRAPH_REQUESTS = 512, 6
+
+
+def attend_static(kernel: FlashInferKernel, seeds: Sequence[int]) -> list[list[torch.Tensor]]:
+    """As attend_all of every seed, all in the buffers of one bucket; without padding."""
+    static, results = StaticStep(GRAPH_ROWS, GRAPH_REQUESTS), []
+    layout = StepLayout(static.fields)
+    blob = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    static.bind(layout.views(blob), torch.zeros(GRAPH_REQUESTS * 500, dtype=torch.int32))
+    for seed in seeds:
+        spans, allocator, _ = random_step(seed)
+        backend, states = filled_backend(kernel, allocator, seed)
+        arrays = static.arrays(spans, allocator)
+        layout.pack(arrays, blob)
+        backend.begin_static(static, arrays)
+        num_rows = sum(span.num_rows for span in spans)
+        outputs = []
+        for layer in range(len(backend.caches)):
+            q, k, v = (torch.zeros(1, heads, GRAPH_ROWS, 64).bfloat16() for heads in (NUM_HEADS, 2, 2))
+            for padded, state in zip((q, k, v), states(num_rows), strict=True):
+                padded[:, :, :num_rows] = state
+            outputs.append(backend.attend(layer, q, k, v, PARAMS[layer % len(PARAMS)])[:, :num_rows])
+        results.append(outputs)
+    return results
+
+
+@pytest.mark.parametrize("mask", ["custom", "tree"])
+def test_a_graphs_steps_are_planned_over_its_buffers(flashinfer: Any, mask: str) -> None:
+    @examples(4)
+    @given(st.lists(st.integers(0, 2**32), min_size=3, max_size=3))
+    def check(seeds: list[int]) -> None:
+        made: list[FakeWrapper] = []
+        actual = attend_static(make_kernel(flashinfer, mask, made), seeds)
+        for mine, seed in zip(actual, seeds, strict=True):
+            for out, expected in zip(mine, attend_all(TorchKernel(), seed), strict=True):
+                assert torch.equal(out, expected)
+        assert len(made) == (2 if mask == "tree" else 4)
+        assert all(isinstance(wrapper, FakeGraphWrapper) for wrapper in made)
+
+    check()
+
+
+def test_a_plan_that_a_graph_was_not_made_for_is_an_error(flashinfer: Any) -> None:
+    made: list[Any] = []
+    kernel = make_kernel(flashinfer, "tree", made)
+    attend_static(kernel, [1])
+    made[0]._cached_module.info = [99, *range(14)]
+    with pytest.raises(RuntimeError, match="otherwise than its graph"):
+        attend_static(kernel, [2])
+
+
+def test_the_installed_module_is_planned_by_these_arguments(flashinfer: Any) -> None:
+    real = inspect.unwrap(flashinfer.BatchPrefillWithPagedKVCacheWrapper.plan)
+    nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(real)))))
+    (first,) = [n.value for n in nodes if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "args"]
+    assert isinstance(first, ast.List)
+    more = [n.args[0] for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func) == "args.append"]
+    assert [ast.unparse(item) for item in [*first.elts, *more]] == FakeModule.NAMES
 
 
 def metadata_of(contexts: list[int], trees: list[list[int]]) -> TreeMetadata:

@@ -62,6 +62,8 @@ def test_kv_gets_what_the_rest_leaves_of_our_share() -> None:
     device: Any = FakeDevice(others=200, step=150)
     assert profiled_budget(device, 0.9, device, says.append) == 900 - 200 - 100 - 150
     assert len(says) == 1
+    device = FakeDevice(others=200, step=150)
+    assert profiled_budget(device, 0.9, device, says.append, 0.5) == 900 - 200 - 100 - 150 - 75
     device = FakeDevice(others=200, step=700)
     assert profiled_budget(device, 0.9, device, says.append) <= 0
 

@@ -1,13 +1,25 @@
-"""The suite runs over both backends that a CPU has: its own, and the GPU path with torch in its kernel's place."""
+"""The suite runs over what a CPU has: its own backend, and the GPU path with torch in its kernel's place.
+
+The GPU path twice: eager, and as graphs, which run again what was captured instead of replaying it.
+"""
 
 from __future__ import annotations
 
 import pytest
 
+from batchserve.engine import build
 from tests.equivalence import harness
+from tests.graphs import RerunCapturer
 
 # These over the GPU path, too, in every run; all others under `slow`.
 ALWAYS = (
+    "test_every_family_under_every_drafter[graphs-gemma2]",
+    "test_many_at_once_under_every_drafter_in_scopes_and_with_preemption[graphs-llama]",
+    "test_coverage_of_the_suite[graphs-5]",
+    "test_seeded_faults_turn_it_red[graphs-wrong_parent]",
+    "test_a_prompt_that_overflows_harms_nobody_else[graphs-0.8]",
+    "test_tiny_models[graphs-llama-torch.float32]",
+    "test_greedy_in_any_batch[graphs-",
     "test_every_family_under_every_drafter[torch-gemma2]",
     "test_every_family_under_every_drafter[torch-gpt_oss]",
     "test_every_family_under_every_drafter[torch-deepseek_v3]",
@@ -20,16 +32,29 @@ ALWAYS = (
 )
 
 
+# As graphs, too; what they change is how a step gets to the device, not what is in it.
+AS_GRAPHS = (
+    "test_every_family_under_every_drafter",
+    "test_many_at_once_under_every_drafter_in_scopes_and_with_preemption",
+    "test_coverage_of_the_suite",
+    "test_seeded_faults_turn_it_red",
+    "test_a_prompt_that_overflows_harms_nobody_else",
+    "test_tiny_models",
+    "test_greedy_in_any_batch",
+)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.definition.get_closest_marker("cpu_backend") is None:
-        metafunc.parametrize("backend", ["cpu", "torch"], indirect=True)
+        graphs = ["graphs"] if metafunc.definition.originalname in AS_GRAPHS else []
+        metafunc.parametrize("backend", ["cpu", "torch", *graphs], indirect=True)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         backend = getattr(getattr(item, "callspec", None), "params", {}).get("backend")
-        if backend == "torch" and not item.name.startswith(ALWAYS):
+        if backend in ("torch", "graphs") and not item.name.startswith(ALWAYS):
             item.add_marker(pytest.mark.slow)
 
 
@@ -37,5 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The attention backend of every engine that harness.build makes."""
     name = getattr(request, "param", "cpu")
-    monkeypatch.setitem(harness.BACKEND, "attention_backend", name)
+    monkeypatch.setitem(harness.BACKEND, "attention_backend", "torch" if name == "graphs" else name)
+    if name == "graphs":
+        monkeypatch.setattr(build, "choose_capturer", lambda config, device: RerunCapturer())
     return name

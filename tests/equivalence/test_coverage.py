@@ -16,6 +16,7 @@ from batchserve.attention.slab import SlabAllocator
 from batchserve.attention.slots import SlotAllocator
 from batchserve.runner import model_runner, ragged_batch
 from batchserve.sampling import verify
+from batchserve.sampling.device import DeviceSampler
 from batchserve.sampling.verify import VerifiedTokens
 from tests.drafters import OracleDrafter
 from tests.equivalence.harness import Coverage, Job, PlainPath, assert_equal_but_near_ties, build, random_jobs, run
@@ -101,13 +102,15 @@ def accepted_kv_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def bonus_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """After an accepted path the bonus token is dropped; the path is kept."""
-    right = verify.walk_tree
+    right_walk, right_reading = verify.walk_tree, DeviceSampler.to_verified
 
-    def faulty(*arguments: Any) -> VerifiedTokens:
-        verified = right(*arguments)
-        return VerifiedTokens(verified.token_ids[:-1], verified.rows) if verified.rows else verified
+    def cut(verified: VerifiedTokens | None) -> VerifiedTokens | None:
+        if verified is None or not verified.rows:
+            return verified
+        return dataclasses.replace(verified, token_ids=verified.token_ids[:-1])
 
-    monkeypatch.setattr(model_runner, "walk_tree", faulty)
+    monkeypatch.setattr(model_runner, "walk_tree", lambda *arguments: cut(right_walk(*arguments)))
+    monkeypatch.setattr(DeviceSampler, "to_verified", lambda *arguments: list(map(cut, right_reading(*arguments))))
 
 
 @pytest.mark.parametrize("fault", [wrong_parent, wrong_position, accepted_kv_not_kept, bonus_lost])

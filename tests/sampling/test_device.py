@@ -341,6 +341,38 @@ class WideDoubles(TorchDispatchMode):
         return made
 
 
+class Waits(TorchDispatchMode):
+    """Notes the operations that would wait for a GPU: those that read a value, and torch.where with a number.
+
+    The number is copied to the device from memory that is not pinned, for which torch waits: not to be captured either.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        numbers = [a for a in args if isinstance(a, torch.Tensor) and a.dim() == 0]
+        if name.startswith(("aten._local_scalar_dense", "aten.nonzero")) or (name.startswith("aten.where") and numbers):
+            self.operations.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_waits_for_the_device() -> None:
+    rng = random.Random(5)
+    batch = random_batch(rng, 60)
+    sampler = DeviceSampler(MAX_NUM_SEQS, num_candidates=8)
+    blob = torch.from_numpy(sampler.build_metadata(batch, NUM_ROWS, {}).blob)
+    for kind in SamplingKind:
+        with Waits() as waits:
+            sampler.sample(torch.randn(NUM_ROWS, 60), blob, kind)
+        assert not waits.operations, kind
+    with Waits() as waits:
+        torch.where(torch.ones(2) > 0, torch.ones(2), -1)
+    assert waits.operations
+
+
 def test_float64_over_the_vocabulary_is_only_for_the_nucleus() -> None:
     rng = random.Random(5)
     batch = build_batch([random_rows(rng, "a", 777, make_sampling(temperature=0.7))])

@@ -1,0 +1,202 @@
+"""The GPU path's steps as CUDA graphs: forward, head, greedy sampling and tree walk in one launch.
+
+One graph for each bucket of rows. The number of requests is fixed at max_num_seqs: those that a step lacks have no
+rows. Inside of a bucket rows are spread over requests in any way: prefill chunks, trees and plain rows together. Steps
+beyond the largest bucket are eager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from batchserve.attention.static_step import MAX_CHANGES, StaticStep, extended
+from batchserve.attention.step_buffer import BufferRing, StepLayout, upload
+from batchserve.request import ResolvedSampling
+from batchserve.runner.model_runner import QueuedStep
+from batchserve.runner.ragged_batch import RequestRows, build_batch
+from batchserve.sampling.device import DeviceSampler, SamplingKind
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from batchserve.attention.paged import PagedBackend
+    from batchserve.config import EngineConfig
+    from batchserve.runner.ragged_batch import RaggedBatch
+
+SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+LARGE_STEP = 256  # between buckets of more rows
+GREEDY = ResolvedSampling(0.0, 0, 1.0, 0, 1, frozenset())
+INT64 = np.dtype(np.int64)
+
+Replay = Callable[[], None]
+
+
+class Capturer(Protocol):
+    """Makes a graph of what `run` launches: (what it returned, whose memory replays write to, how to replay it)."""
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]: ...
+
+
+class CudaCapturer:
+    """Capturer of CUDA graphs, which share one memory pool: only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # libraries set up per stream what must not be set up while capturing
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = run()
+        return output, graph.replay
+
+
+def choose_capturer(config: EngineConfig, device: torch.device) -> Capturer | None:
+    """None where steps are to be eager."""
+    return None if config.enforce_eager or device.type != "cuda" else CudaCapturer()
+
+
+def bucket_sizes(max_rows: int) -> list[int]:
+    """Rows of the graphs, ascending; the last has max_rows."""
+    small = [size for size in SMALL_BUCKETS if size < max_rows]
+    large = range(SMALL_BUCKETS[-1] + LARGE_STEP, max_rows, LARGE_STEP)
+    return [*small, *large, max_rows]
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """inputs: everything that the host says of a step, on the device; tokens: DeviceResult.rows for greedy rows."""
+
+    layout: StepLayout
+    step: StaticStep
+    inputs: Mapping[str, torch.Tensor]
+    tokens: torch.Tensor
+    replay: Replay
+
+
+class StepGraphs:
+    """All buckets, captured when this is made; raises what capturing raises (RuntimeError of torch).
+
+    run_model: ModelRunner's, or the same compiled.
+
+    Everything that the host says of a step reaches the device in one copy out of pinned buffers that take turns. The
+    table of slots is updated and the slots are gathered in front of the graph, because their number is not the
+    bucket's. Rows that are sampled, not greedy, are sampled behind it.
+
+    Buckets of more rows than K/V memory, or max_num_seqs requests of max_model_len tokens, can have are left out.
+    """
+
+    def __init__(
+        self,
+        backend: PagedBackend,
+        run_model: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+        capturer: Capturer,
+        *,
+        max_rows: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self._backend = backend
+        self._run_model = run_model
+        self._max_model_len = max_model_len
+        self._sampler = DeviceSampler(max_num_seqs)
+        self.sizes = bucket_sizes(min(max_rows, backend.allocator.total_tokens, max_num_seqs * max_model_len))
+        steps = {size: StaticStep(size, max_num_seqs) for size in self.sizes}
+        layouts = {size: StepLayout(self._fields(step)) for size, step in steps.items()}
+        num_bytes = max(layout.num_bytes for layout in layouts.values())
+        self._ring = BufferRing(num_bytes, backend.device)
+        self._blob = torch.zeros(num_bytes, dtype=torch.uint8, device=backend.device)
+        columns = backend.allocator.table_shape[1]
+        self._kv_indices = torch.zeros(max_num_seqs * columns, dtype=torch.int32, device=backend.device)
+        self._logits: torch.Tensor | None = None
+        self._graphs: dict[int, _Graph] = {}
+        # The largest first: memory that it needed serves all others.
+        for number, size in enumerate(reversed(self.sizes), 1):
+            say(f"capturing a CUDA graph of {size} rows ({number} of {len(self.sizes)})")
+            self._graphs[size] = self._capture(capturer, layouts[size], steps[size])
+
+    def _fields(self, step: StaticStep) -> dict[str, tuple[np.dtype[np.generic], tuple[int, ...]]]:
+        return {
+            "ids": (INT64, (step.num_rows,)),
+            "position_ids": (INT64, (step.num_rows,)),
+            "keep": (INT64, (step.num_rows,)),
+            "sampling": (INT64, (self._sampler.blob_size(step.num_rows),)),
+            **step.fields,
+        }
+
+    @torch.inference_mode()
+    def _capture(self, capturer: Capturer, layout: StepLayout, step: StaticStep) -> _Graph:
+        inputs = layout.views(self._blob[: layout.num_bytes])
+        step.bind(inputs, self._kv_indices)
+
+        def run() -> torch.Tensor:
+            logits = self._run_model(inputs["ids"], inputs["position_ids"], inputs["keep"])
+            if self._logits is None:
+                self._logits = torch.empty_like(logits)
+            kept = self._logits[: step.num_rows]
+            kept.copy_(logits)
+            return self._sampler.sample(kept, inputs["sampling"], SamplingKind.GREEDY).rows
+
+        allocator, names = self._backend.allocator, []
+        requests = []
+        for start in range(0, step.num_rows, self._max_model_len):
+            names.append(f"capture-{start}")
+            count = min(self._max_model_len, step.num_rows - start)
+            allocator.reserve(names[-1], count)
+            requests.append(RequestRows(names[-1], 0, [0] * count, list(range(-1, count - 1)), 1, GREEDY))
+        try:
+            self._fill(layout, step, build_batch(requests), {})
+            run()  # here kernels are compiled and planned, and take the memory that they keep
+            tokens, replay = capturer.capture(run)
+        finally:
+            for name in names:
+                allocator.release(name)
+        return _Graph(layout, step, inputs, tokens, replay)
+
+    @torch.inference_mode()
+    def launch(self, batch: RaggedBatch, forced: Mapping[str, Sequence[int]]) -> QueuedStep | None:
+        """Start a step, `forced` being ModelRunner's; None where no graph has room for it."""
+        size = next((size for size in self.sizes if size >= batch.num_rows), None)
+        if size is None or len(batch.requests) > self._sampler.max_num_seqs:
+            return None
+        graph = self._graphs[size]
+        kind = self._fill(graph.layout, graph.step, batch, forced)
+        graph.replay()
+        if self._logits is None:
+            raise RuntimeError("a graph without logits")
+        logits, tokens = self._logits[:size], graph.tokens
+        if kind is not SamplingKind.GREEDY:
+            tokens = self._sampler.sample(logits, graph.inputs["sampling"], kind).rows
+        return QueuedStep(batch, self._sampler, logits, tokens if len(batch.logit_rows) else None, forced)
+
+    def _fill(
+        self, layout: StepLayout, step: StaticStep, batch: RaggedBatch, forced: Mapping[str, Sequence[int]]
+    ) -> SamplingKind:
+        """Say everything of a step to the device, and plan its kernels."""
+        sampling = self._sampler.build_metadata(batch, step.num_rows, forced)
+        num_logits = sum(1 + rows.num_draft_tokens for rows in batch.requests if rows.sampling is not None)
+        arrays = step.arrays(batch.spans, self._backend.allocator)
+        if len(arrays["changed_places"]) > MAX_CHANGES:
+            names = ("changed_places", "changed_slots")
+            self._backend.update_table(*upload({n: arrays[n] for n in names}, self._backend.device).values())
+            arrays.update({name: arrays[name][:0] for name in names})
+        arrays["ids"] = extended(batch.input_ids[: batch.num_rows], step.num_rows, 0)
+        arrays["position_ids"] = extended(batch.position_ids[: batch.num_rows], step.num_rows, 0)
+        arrays["keep"] = extended(batch.logit_rows[:num_logits], step.num_rows, 0)
+        arrays["sampling"] = sampling.blob
+        host = self._ring.take()
+        layout.pack(arrays, host)
+        self._blob[: layout.num_bytes].copy_(host[: layout.num_bytes], non_blocking=True)
+        self._ring.sent()
+        self._backend.begin_static(step, arrays)
+        return sampling.kind

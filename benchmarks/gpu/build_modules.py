@@ -1,0 +1,83 @@
+"""Compiles the FlashInfer modules that the kit needs, on a machine with nvcc and no GPU, ready to be copied.
+
+    python benchmarks/gpu/build_modules.py --out DIR [--first N]
+
+Afterwards DIR/NAME/NAME.so goes to SITE_PACKAGES/flashinfer/data/aot/NAME/NAME.so of the machine with the GPU, which
+then needs no compiler. A module takes some minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:] = [str(ROOT), *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT / "benchmarks" / "gpu")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--arch", default="9.0a", help="compute capability (default: 9.0a, H100 and H200)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at once")
+    parser.add_argument("--first", type=int, metavar="N", help="only the N most important modules")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as stub:
+        _prepare(args.arch, args.jobs, Path(stub))
+        from benchmarks.gpu.modules import NEEDED, VERSIONS, is_installed
+
+        if not is_installed():
+            raise SystemExit(f"needs {', '.join(f'{name}=={version}' for name, version in VERSIONS.items())}")
+        for module in NEEDED[: args.first]:
+            spec = module.spec()
+            target = args.out / spec.name / f"{spec.name}.so"
+            if target.exists():
+                print(f"{spec.name}: is there", flush=True)
+                continue
+            started_s = time.monotonic()
+            spec.build(verbose=False)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(spec.jit_library_path, target)
+            size = target.stat().st_size / (1 << 20)
+            print(f"{spec.name}: {time.monotonic() - started_s:.0f} s, {size:.1f} MiB", flush=True)
+
+
+def _prepare(arch: str, jobs: int, stub: Path) -> None:
+    """The environment that FlashInfer's import and its linker read; the caller's own settings are left alone."""
+    os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", arch)
+    os.environ.setdefault("MAX_JOBS", str(jobs))
+    if "CUDA_HOME" not in os.environ:
+        nvcc = shutil.which("nvcc")
+        if nvcc is None:
+            raise SystemExit("nvcc is not on the path")
+        os.environ["CUDA_HOME"] = str(_toolkit(Path(nvcc)))
+    if ctypes.util.find_library("cuda") is None:
+        # Modules are linked against the driver's library, which only a machine with a GPU has.
+        command = ["g++", "-shared", "-x", "c++", "-o", str(stub / "libcuda.so"), os.devnull]
+        subprocess.run(command, check=True)
+        flags = os.environ.get("FLASHINFER_EXTRA_LDFLAGS", "")
+        os.environ["FLASHINFER_EXTRA_LDFLAGS"] = f"{flags} -L{stub}".strip()
+
+
+def _toolkit(nvcc: Path) -> Path:
+    """The folder of nvcc that also has the runtime library: where it lies, or what its wrapper starts."""
+    said = subprocess.run(
+        [nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, check=False
+    ).stderr
+    tops = [Path(line.split("TOP=", 1)[1].strip()) for line in said.splitlines() if line.startswith("#$ TOP=")]
+    places = [*tops, nvcc.resolve().parent.parent]
+    for place in places:
+        if any((place / lib / "libcudart.so").exists() for lib in ("lib64", "lib")):
+            return place.resolve()
+    raise SystemExit(f"CUDA_HOME: no libcudart.so beside {nvcc}; set it")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""(a) Every kernel against the torch reference, over random trees; captured and replayed raggedly where it can be."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from batchserve.attention.base import LayerShape
+from batchserve.attention.flashinfer import FlashInferKernel
+from batchserve.attention.torch_paged import TorchKernel
+from batchserve.attention.tree_metadata import TreeKernel
+from batchserve.attention.triton import TritonTreeKernel
+from benchmarks.gpu.cases import Case, Step, compare, make_step, reference
+from benchmarks.gpu.kit import Kit, Report
+from benchmarks.gpu.modules import Module, is_installed, is_ready, stock, variant
+
+LONGEST = 16_384
+SEEDS = 3
+TREES = tuple(range(1, 33))
+
+
+def cases(kit: Kit) -> list[Case]:
+    """The most telling first."""
+    if kit.is_dry:
+        small = {"heads": 4, "kv_heads": 2, "head_dim": 64}
+        return [
+            Case("mixed", (0, 5, 40, 17), (3, -4, 9, 1), **small),
+            Case("window", (0, 30, 80), (7, 5, 12), window=16, **small),
+            Case("softcap", (3, 20), (6, 4), softcap=30.0, **small),
+        ]
+    rng = random.Random(0)
+
+    def mixed(count: int, low: int, high: int) -> dict[str, Any]:
+        return {
+            "contexts": tuple(rng.randint(low, high) for _ in range(count)),
+            "rows": tuple(rng.choice(TREES) for _ in range(count)),
+        }
+
+    shapes = [
+        Case("short", **mixed(4, 0, 300)),
+        Case("long", **mixed(8, 1000, 8192)),
+        Case("empty contexts", (0, 0, 1, 0), (1, 33, 7, 64)),
+        Case("plain rows", tuple(range(100, 8192, 512)), (1,) * 16),
+        Case("prompt beside trees", (0, 2000, 512, 8192), (-512, 16, -100, 31)),
+        Case("many", **mixed(32, 0, 4000)),
+        Case("wide trees", (700, 5000), (200, 130)),
+        Case("one long tree", (8192,), (64,)),
+    ]
+    every = [*shapes, dataclasses.replace(shapes[0], name="window", window=128)]
+    every += [
+        dataclasses.replace(shapes[1], name="long window", window=1024),
+        dataclasses.replace(shapes[0], name="softcap", softcap=30.0),
+        dataclasses.replace(shapes[1], name="window and softcap", window=512, softcap=50.0),
+        dataclasses.replace(shapes[1], name="no GQA", kv_heads=32),
+        dataclasses.replace(shapes[1], name="one K/V head", heads=8, kv_heads=1),
+        dataclasses.replace(shapes[1], name="28 heads over 4", heads=28, kv_heads=4),
+    ]
+    for head_dim in (64, 256):
+        every += [dataclasses.replace(case, name=f"{case.name}, d{head_dim}", head_dim=head_dim) for case in every[:2]]
+    narrow = dataclasses.replace(shapes[0], name="window, d64", head_dim=64, window=128)
+    return [*every, narrow, dataclasses.replace(shapes[0], name="softcap, d64", head_dim=64, softcap=30.0)]
+
+
+def kernels(kit: Kit) -> dict[str, Callable[[Case, torch.dtype], TreeKernel]]:
+    """What makes each kernel that is there, by name."""
+
+    def layers(case: Case) -> list[LayerShape]:
+        return [LayerShape(case.kv_heads, case.head_dim, case.head_dim)]
+
+    def flashinfer(mask: str) -> Callable[[Case, torch.dtype], TreeKernel]:
+        return lambda case, dtype: FlashInferKernel(layers(case), case.heads, dtype, kit.device, mask=mask)
+
+    if kit.is_dry:
+        return {"torch": lambda case, dtype: TorchKernel()}
+    found: dict[str, Callable[[Case, torch.dtype], TreeKernel]] = {}
+    if is_installed():
+        found |= {"flashinfer_custom": flashinfer("custom"), "flashinfer_tree": flashinfer("tree")}
+    return {**found, "triton": lambda case, dtype: TritonTreeKernel(layers(case), dtype, LONGEST)}
+
+
+def missing_module(kit: Kit, kernel: str, case: Case, dtype: torch.dtype) -> str | None:
+    """The FlashInfer module that this case would have to compile first; None: it can run."""
+    if not kernel.startswith("flashinfer"):
+        return None
+    has_cap, is_causal = case.softcap is not None, all(rows < 0 or rows == 1 for rows in case.rows)
+    needed: list[Module] = []
+    if kernel == "flashinfer_custom" or is_causal:
+        # The window of a tree is in its mask: only the causal kernel has one of its own.
+        window = case.window is not None and is_causal
+        needed.append(stock(case.head_dim, dtype, has_softcap=has_cap, has_window=window))
+    else:
+        needed.append(variant(case.head_dim, dtype, has_softcap=has_cap))
+    return next((str(module) for module in needed if not is_ready(kit, module)), None)
+
+
+def run(kit: Kit, report: Report) -> None:
+    makers = kernels(kit)
+    report.about(kernels=list(makers))
+    report.cell("control: chains instead of trees", partial(negative_control, kit))
+    if not kit.is_dry:
+        report.cell("triton/graph replay", partial(graph_replay, kit, makers["triton"]))
+    dtypes = kit.pick((torch.bfloat16, torch.float16), (torch.bfloat16, torch.float32))
+    for dtype in dtypes:
+        for case in cases(kit):
+            for name, make in makers.items():
+                report.cell(f"{name}/{_short(dtype)}/{case.name}", partial(check, kit, name, make, case, dtype))
+    if not kit.is_dry:
+        for case in cases(kit)[:4]:
+            maker = partial(check, kit, "triton", makers["triton"], case, torch.float32)
+            report.cell(f"triton/float32/{case.name}", maker)
+
+
+def check(
+    kit: Kit, name: str, make: Callable[[Case, torch.dtype], TreeKernel], case: Case, dtype: torch.dtype
+) -> dict[str, Any]:
+    missing = missing_module(kit, name, case, dtype)
+    if missing is not None:
+        return {"skipped": f"needs {missing}"}
+    kernel, worst = make(case, dtype), None
+    for seed in range(SEEDS):
+        step = make_step(case, kit.device, dtype, seed)
+        kernel.plan(step.metadata)
+        out = kernel.run(step.query, step.key_cache, step.value_cache, step.metadata, case.params)
+        found = compare(out, reference(step, case.params), dtype)
+        if worst is None or (found["is_right"], -found["max_error"]) < (worst["is_right"], -worst["max_error"]):  # type: ignore[operator]
+            worst = found
+    assert worst is not None
+    return {**worst, "seeds": SEEDS}
+
+
+def negative_control(kit: Kit) -> dict[str, Any]:
+    """That the comparison sees a wrong mask: trees attended to as if they were chains."""
+    case = Case("control", (4000, 300), (24, 17))
+    step = make_step(case, kit.device, torch.bfloat16)
+    found = compare(as_chains(step, case), reference(step, case.params), torch.bfloat16)
+    return {**found, "is_right": not found["is_right"], "expected": "wrong"}
+
+
+def as_chains(step: Step, case: Case) -> torch.Tensor:
+    """What a kernel gives that takes every row to see all rows before it."""
+    bits = torch.zeros_like(step.metadata.ancestors)
+    starts = step.metadata.qo_indptr_cpu.tolist()
+    for start, end in pairwise(starts):
+        for row in range(start, end):
+            for seen in range(row - start + 1):
+                bits[row, seen // 32] |= (1 << seen % 32) - (1 << 32 if seen % 32 == 31 else 0)
+    return reference(
+        dataclasses.replace(step, metadata=dataclasses.replace(step.metadata, ancestors=bits)), case.params
+    )
+
+
+def graph_replay(kit: Kit, make: Callable[[Case, torch.dtype], TreeKernel]) -> dict[str, Any]:
+    """One capture over fixed buffers, replayed with other numbers of rows, trees and contexts in them."""
+    dtype, requests, rows, words = torch.bfloat16, 8, 128, 4
+    longest = Case("graph", (8192,) * requests, (16,) * requests)
+    kernel, static = make(longest, dtype), make_step(longest, kit.device, dtype)
+    static.metadata = dataclasses.replace(
+        static.metadata, ancestors=torch.zeros(rows, words, dtype=torch.int32, device=kit.device), is_causal=False
+    )
+    out = torch.zeros_like(static.query)
+
+    def attend() -> None:
+        args = static.query, static.key_cache, static.value_cache, static.metadata
+        out.copy_(kernel.run(*args, longest.params))
+
+    attend()
+    kit.sync()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend()
+    rng, results = random.Random(0), []
+    for seed in range(6):
+        counts = [rng.randint(1, 16) for _ in range(rng.randint(1, requests))]
+        case = Case("replayed", tuple(rng.randint(0, 8000) for _ in counts), tuple(counts))
+        step = make_step(case, kit.device, dtype, seed)
+        fill(static, step)
+        graph.replay()
+        results.append(compare(out[: len(step.query)], reference(step, case.params), dtype))
+    return {"is_right": all(r["is_right"] for r in results), "max_error": max(r["max_error"] for r in results)}  # type: ignore[type-var]
+
+
+def fill(static: Step, step: Step) -> None:
+    """Copy a smaller step into a larger one's buffers; requests that are not there have no rows and no keys."""
+    for name in ("query", "key_cache", "value_cache"):
+        getattr(static, name)[: len(getattr(step, name))] = getattr(step, name)
+    ours, given = static.metadata, step.metadata
+    for name in ("kv_indices", "positions"):
+        getattr(ours, name)[: len(getattr(given, name))] = getattr(given, name)
+    ours.ancestors.zero_()
+    ours.ancestors[: given.num_rows, : given.ancestors.shape[1]] = given.ancestors
+    for name in ("qo_indptr", "kv_indptr"):
+        target, source = getattr(ours, name), getattr(given, name)
+        target.fill_(int(getattr(given, f"{name}_cpu")[-1]))
+        target[: len(source)] = source
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,213 @@
+"""(f) From commit to launch with 16 live gRPC streams: how long the device has nothing to do between two steps.
+
+The gap begins when wait() returns and ends when launch() is called; what launch() itself takes is given beside it. The
+server is the real one where its packages are installed, otherwise a plain one over the same engine (see `server`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from batchserve.config import EngineConfig
+from batchserve.engine.async_engine import AsyncEngine
+from batchserve.engine.build import BuiltEngine
+from batchserve.types import Delta, SamplingParams, SpeculationParams, Started
+from benchmarks.gpu.kit import Kit, Report
+from benchmarks.gpu.models import engine_on, random_llama, shape_names
+
+STREAMS = 16
+PROMPT, METHOD = "def compute(values):\n    total = 0\n    for value in values:\n", "StreamGenerate"
+BUDGET_MS = 0.3  # the design's
+
+
+def run(kit: Kit, report: Report) -> None:
+    shape = shape_names(kit)[0]
+    for model in kit.pick((shape, "bundled"), ("bundled",)):
+        modes = {"drafts": True, "no drafts": False}
+        if not report.wants(*(f"{model}/{name}" for name in modes)):
+            continue
+        for name, is_enabled in modes.items():
+            report.cell(f"{model}/{name}", partial(_measured, kit, model, is_enabled))
+            kit.free()
+
+
+def _measured(kit: Kit, model: str, is_enabled: bool) -> dict[str, Any]:
+    return asyncio.run(measure(kit, model, is_enabled))
+
+
+async def measure(kit: Kit, model: str, is_enabled: bool) -> dict[str, Any]:
+    engine_built = build(kit, model)
+    probe = Probe(engine_built, kit.pick(STREAMS, 2))
+    engine = AsyncEngine(engine_built, EngineConfig(max_num_seqs=STREAMS))
+    try:
+        server, requests, kind = serve(engine, kit, is_enabled)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        task = {"address": f"127.0.0.1:{port}", "method": f"/batchserve.v1.GenerationService/{METHOD}"}
+        said = await _clients({**task, "requests": [request.hex() for request in requests]})
+        await server.stop(1.0)
+    finally:
+        await engine.shutdown()
+    if said["errors"]:
+        raise RuntimeError(f"{len(said['errors'])} streams failed: {said['errors'][0]}")
+    return {"server": kind, "messages": said["messages"], **probe.figures()}
+
+
+def build(kit: Kit, model: str) -> BuiltEngine:
+    options = {"max_num_seqs": STREAMS, "max_model_len": 1024, "drafter": "mixture"}
+    if model != "bundled":
+        # The bundled tokenizer, so that there is text to be made beside the steps.
+        llama = random_llama(kit, model, vocab_size=4096)
+        return engine_on(kit, llama, f"{model}-text", with_tokenizer=True, **options)
+    from batchserve.engine.build import build_engine
+    from benchmarks.gpu.models import backend_options
+
+    memory, dtype = kit.pick(1024, 64) << 20, kit.pick("bfloat16", "float32")
+    more = {"kv_cache_memory": memory, "dtype": dtype, "cache_dir": str(kit.scratch / "cache")}
+    return build_engine(EngineConfig(**{**backend_options(kit, 64), **options, **more}))
+
+
+def serve(engine: AsyncEngine, kit: Kit, is_enabled: bool) -> tuple[Any, list[bytes], str]:
+    """A server that is not started yet, the requests of all clients as bytes, and what kind of server it is."""
+    count, tokens = kit.pick(STREAMS, 2), kit.pick(400, 96)
+    prompts = [f"{PROMPT}        total += value * {i}\n" for i in range(count)]
+    server = grpc.aio.server()
+    try:
+        from batchserve.server.convert import to_generate_request
+        from batchserve.server.servicer import GenerationServicer
+        from batchserve.v1 import generation_pb2_grpc
+    except (ImportError, RuntimeError, TypeError) as error:  # a package is missing, or older than the stubs
+        handler = grpc.method_handlers_generic_handler(
+            "batchserve.v1.GenerationService", {METHOD: grpc.unary_stream_rpc_method_handler(_plainly(engine))}
+        )
+        server.add_generic_rpc_handlers((handler,))
+        texts = [{"prompt": prompt, "max_tokens": tokens, "is_enabled": is_enabled} for prompt in prompts]
+        return server, [json.dumps(text).encode() for text in texts], f"plain ({error})"
+    servicer = GenerationServicer("gpu-kit")
+    servicer.open(engine)
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
+    params, speculation = _params(tokens), SpeculationParams(is_enabled)
+    messages = [to_generate_request(prompt, params, speculation) for prompt in prompts]
+    return server, [message.SerializeToString() for message in messages], "GenerationServicer"
+
+
+def _params(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+
+
+def _plainly(engine: AsyncEngine) -> Callable[[bytes, Any], AsyncIterator[bytes]]:
+    """A handler over bytes: the same engine calls as the servicer's, JSON instead of the messages."""
+
+    async def stream(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        asked = json.loads(request)
+        events = engine.stream(
+            asked["prompt"], _params(asked["max_tokens"]), speculation=SpeculationParams(asked["is_enabled"])
+        )
+        async for event in events:
+            yield json.dumps(_as_json(event)).encode()
+
+    return stream
+
+
+def _as_json(event: Started | Delta) -> dict[str, Any]:
+    if isinstance(event, Started):
+        return {"request_id": event.request_id}
+    return {"text": event.text, "token_ids": event.token_ids, "is_last": event.finish_reason is not None}
+
+
+async def _clients(task: dict[str, Any]) -> dict[str, Any]:
+    program = str(Path(__file__).parent / "stream_client.py")
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, "-P", program, stdin=pipe, stdout=pipe)
+    out, _ = await process.communicate(json.dumps(task).encode() + b"\n")
+    said: dict[str, Any] = json.loads(out)
+    return said
+
+
+class Probe:
+    """Wraps a core's calls with clocks. A gap counts where all streams were decoding in both of its steps."""
+
+    STAGES = (("scheduler", "schedule"), ("drafts", "propose"), (None, "_build"), (None, "_commit"))
+
+    def __init__(self, engine: BuiltEngine, streams: int) -> None:
+        self._streams = streams
+        self._gaps: list[float] = []
+        self._launches: list[float] = []
+        self._waits: list[float] = []
+        self._stages: dict[str, list[float]] = {}
+        self._ended_s: float | None = None
+        self._launch = engine.core.runner.launch
+        engine.core.runner.launch = self._timed_launch  # type: ignore[method-assign]
+        for owner_name, name in self.STAGES:
+            owner = engine.core if owner_name is None else getattr(engine.core, owner_name)
+            if hasattr(owner, name):  # the core's own stages are private, and may be called otherwise one day
+                self._watch(owner, name)
+
+    def _watch(self, owner: Any, name: str) -> None:
+        call, samples = getattr(owner, name), self._stages.setdefault(name.strip("_"), [])
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            began_s = time.perf_counter()
+            found = call(*arguments, **options)
+            samples.append(time.perf_counter() - began_s)
+            return found
+
+        setattr(owner, name, timed)
+
+    def _timed_launch(self, batch: Any) -> Any:
+        began_s = time.perf_counter()
+        is_full = len(batch.requests) == self._streams and all(r.num_pending == 1 for r in batch.requests)
+        if is_full and self._ended_s is not None:
+            self._gaps.append(began_s - self._ended_s)
+        handle = self._launch(batch)
+        if is_full:
+            self._launches.append(time.perf_counter() - began_s)
+        return _TimedHandle(handle, self, is_full)
+
+    def ended(self, waited_s: float, is_full: bool) -> None:
+        self._ended_s = time.perf_counter() if is_full else None
+        if is_full:
+            self._waits.append(waited_s)
+
+    def figures(self) -> dict[str, Any]:
+        if not self._gaps:
+            raise RuntimeError(f"{self._streams} streams never decoded together in two steps on end")
+        gap = _quantiles(self._gaps)
+        return {
+            "streams": self._streams,
+            "gap_ms": gap,
+            "is_within_budget": gap["median"] <= BUDGET_MS,
+            "launch_ms": _quantiles(self._launches),
+            "wait_ms": _quantiles(self._waits),
+            "stages_ms": {name: _quantiles(samples) for name, samples in self._stages.items() if samples},
+        }
+
+
+class _TimedHandle:
+    def __init__(self, handle: Any, probe: Probe, is_full: bool) -> None:
+        self._handle, self._probe, self._is_full = handle, probe, is_full
+
+    def wait(self) -> Any:
+        began_s = time.perf_counter()
+        found = self._handle.wait()
+        self._probe.ended(time.perf_counter() - began_s, self._is_full)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+
+def _quantiles(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    places = {"median": 0.5, "p90": 0.9, "p99": 0.99}
+    found = {name: round(ordered[int(share * (len(ordered) - 1))] * 1e3, 4) for name, share in places.items()}
+    return {**found, "count": len(ordered)}

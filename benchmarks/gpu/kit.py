@@ -1,0 +1,195 @@
+"""What the parts of the kit share: the settings of a run, and a report that is on disk after every cell."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+FAULTS = ("CUDA error", "device-side assert", "illegal memory access", "misaligned address", "unspecified launch")
+MOST_ERROR_CHARS = 2000
+# A part begins nothing new behind this share of its time: what is under way must end before it is stopped.
+SOFT_SHARE = 0.85
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Kit:
+    """One run. scratch: a folder for models and measured tables, gone afterwards; replay: recorded answers, or None.
+
+    backend: an attention backend that engines shall use, "auto": the fastest whose kernels are there. can_compile:
+    whether FlashInfer may compile what it lacks, which takes minutes.
+    """
+
+    is_dry: bool
+    scratch: Path
+    replay: Path | None = None
+    backend: str = "auto"
+    can_compile: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu" if self.is_dry else "cuda")
+
+    def sync(self) -> None:
+        if not self.is_dry:
+            torch.cuda.synchronize()
+
+    def free(self) -> None:
+        """Give back what nobody refers to."""
+        gc.collect()
+        if not self.is_dry:
+            torch.cuda.empty_cache()
+
+    def pick(self, real: Any, dry: Any) -> Any:
+        return dry if self.is_dry else real
+
+
+class DeviceFaultError(Exception):
+    """The device does nothing more in this process: the part goes on in another one, behind the cell at fault."""
+
+
+class Report:
+    """A part's results by cell, written to `path` whenever one begins or ends.
+
+    What an earlier process of the same part has finished is not done again; a cell that it began and did not end is an
+    error of its own. deadline_s: time.monotonic() behind which no cell begins; those are named in left_out.
+    """
+
+    def __init__(self, path: Path, deadline_s: float) -> None:
+        self._path, self._deadline_s = path, deadline_s
+        self._started_s = time.monotonic()
+        self._data: dict[str, Any] = {"part": path.stem, "took_s": 0.0, "about": {}, "cells": {}, "left_out": []}
+        if path.exists():
+            self._data.update(json.loads(path.read_text()))
+            self._data["left_out"] = []
+            under_way = self._data.pop("under_way", None)
+            if under_way is not None:
+                self.cells[under_way] = {"error": "the process ended in it"}
+        self._before_s = float(self._data["took_s"])
+
+    @property
+    def cells(self) -> dict[str, Any]:
+        cells: dict[str, Any] = self._data["cells"]
+        return cells
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() >= self._deadline_s
+
+    def wants(self, *names: str) -> bool:
+        """Whether one of the cells is still to be run: what they need may be dear to build."""
+        missing = [name for name in names if name not in self.cells]
+        if missing and self.is_late:
+            self._data["left_out"] += [name for name in missing if name not in self._data["left_out"]]
+            self._write()
+            return False
+        return bool(missing)
+
+    def about(self, **facts: Any) -> None:
+        self._data["about"].update(facts)
+        self._write()
+
+    def cell(self, name: str, measure: Callable[[], Any]) -> None:
+        """Keep what measure() gives under `name`, or why it failed; nothing where there is no time left for it."""
+        if self.wants(name):
+            found = self.build(name, measure)
+            if found is not None:
+                self.cells[name] = found
+                self._write()
+
+    def build(self, name: str, make: Callable[[], T]) -> T | None:
+        """What make() gives, for several cells to use; where it fails, None and a cell of that name that says why."""
+        self._data["under_way"] = name
+        self._write()
+        try:
+            return make()
+        except Exception as error:  # whatever it is belongs to this cell; the next ones are to be run
+            text = "".join(traceback.format_exception(error))
+            self.cells[name] = {"error": text[-MOST_ERROR_CHARS:]}
+            if any(fault in str(error) for fault in FAULTS):
+                raise DeviceFaultError(str(error)) from error
+            return None
+        finally:
+            del self._data["under_way"]
+            self._write()
+
+    def _write(self) -> None:
+        self._data["took_s"] = round(self._before_s + time.monotonic() - self._started_s, 1)
+        partial = self._path.with_name(f".{self._path.name}")
+        partial.write_text(json.dumps(self._data, indent=1) + "\n")
+        os.replace(partial, self._path)
+
+
+def environment(kit: Kit) -> dict[str, Any]:
+    """What a reader needs to judge the figures."""
+    from importlib import metadata
+
+    def version(name: str) -> str:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return "missing"
+
+    packages = ("torch", "transformers", "triton", "flashinfer-python", "apache-tvm-ffi", "numpy", "numba", "grpcio")
+    facts: dict[str, Any] = {"python": platform.python_version(), "cores": os.cpu_count(), "dry": kit.is_dry}
+    facts |= {name: version(name) for name in packages}
+    if not kit.is_dry:
+        properties = torch.cuda.get_device_properties(0)
+        facts |= {
+            "device": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_mib": properties.total_memory >> 20,
+            "cuda": torch.version.cuda,
+        }
+    return facts
+
+
+def timed_ms(kit: Kit, call: Callable[[], Any], runs: int) -> float:
+    """Milliseconds of one call on the device: the median of `runs`, two before them for warming up."""
+    samples = []
+    for number in range(runs + 2):
+        if kit.is_dry:
+            started_s = time.perf_counter()
+            call()
+            elapsed = (time.perf_counter() - started_s) * 1e3
+        else:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            elapsed = begin.elapsed_time(end)
+        if number >= 2:
+            samples.append(elapsed)
+    return statistics.median(samples)
+
+
+def kernel_ms(kit: Kit, call: Callable[[], Any], repeats: int = 20) -> float:
+    """Milliseconds that the device needs for one call, without the host's: from a graph of `repeats` calls."""
+    if kit.is_dry:
+        return timed_ms(kit, call, 1)
+    call()
+    kit.sync()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            call()
+    return timed_ms(kit, graph.replay, 5) / repeats
+
+
+def copy_bandwidth(kit: Kit) -> float:
+    """Bytes a second that a copy on the device reads and writes together."""
+    source = torch.empty(kit.pick(2 << 30, 1 << 20), dtype=torch.uint8, device=kit.device)
+    target = torch.empty_like(source)
+    return 2 * len(source) / (timed_ms(kit, lambda: target.copy_(source), 10) / 1e3)

@@ -1,0 +1,129 @@
+"""(d) Recorded answers forced through the engine: tokens/s and acceptance, adaptive against fixed against off.
+
+The decode phase: prompts count as computed. Requests join when others leave, so that the batch stays as it is.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from batchserve.bench.records import split_warm
+from batchserve.config import EngineConfig
+from batchserve.engine.engine_core import EngineCore
+from batchserve.scheduler.adaptive import AdaptiveDrafting
+from batchserve.scheduler.step_time import StepTimeModel
+from benchmarks.adaptive.driver import (
+    BRANCH_LENGTH,
+    MOST_DRAFT_TOKENS,
+    Contender,
+    Driver,
+    Run,
+    WarmDrafter,
+    fixed,
+    interleave,
+    summary,
+)
+from benchmarks.adaptive.workloads import WARM_SHARE, new_drafter
+from benchmarks.gpu import answers
+from benchmarks.gpu.kit import Kit, Report
+from benchmarks.gpu.models import engine_on, random_llama, shape_names
+
+SIZES = (1, 2, 4, 8, 16, 32)
+FIXED = (8, 32)
+TOKENS_EACH = 48
+ROUNDS = 3
+LONGEST = 4096
+
+
+class PagedDriver(Driver):
+    """A driver over paged K/V, whose contents are numbers from the start.
+
+    forward_s: seconds from launch to the end of the wait, by id of the run.
+    """
+
+    def __init__(self, core: EngineCore, clock: Callable[[], float]) -> None:
+        super().__init__(core, clock)
+        self.forward_s: dict[int, float] = {}
+
+    def run(self, *arguments: Any, **options: Any) -> Run:
+        before = self.core.metrics.snapshot()["step_seconds_total"]
+        run = super().run(*arguments, **options)
+        self.forward_s[id(run)] = self.core.metrics.snapshot()["step_seconds_total"] - before
+        return run
+
+    def _fill(self, name: str, num_tokens: int) -> None:
+        allocator = self.core.runner.backend.allocator
+        if not allocator.reserve(name, num_tokens + 1):
+            raise RuntimeError(f"no K/V memory for a context of {num_tokens} tokens")
+        allocator.commit(name, range(num_tokens))
+
+
+class ReplayBench:
+    """One engine of a shape, driven through recorded answers."""
+
+    def __init__(self, kit: Kit, shape: str, **options: Any) -> None:
+        self._kit = kit
+        sizes = {"max_num_seqs": max(SIZES), "max_model_len": LONGEST}
+        sizes["max_num_batched_tokens"] = kit.pick(2560, 80)  # every request's most drafts in one step
+        model = random_llama(kit, shape)
+        self.engine = engine_on(kit, model, shape, **{**sizes, **options}, clock=time.perf_counter)
+        self.core = self.engine.core
+        self._table = self.core.drafts.adaptive.step_time.table
+        self.driver = PagedDriver(self.core, time.perf_counter)
+        self.core.runner.bind_thread()
+
+    def adaptive(self) -> Contender:
+        """One that knows nothing but the measured step times."""
+        drafting = AdaptiveDrafting(StepTimeModel(self._table), EngineConfig().max_itl_inflation)
+        return Contender("adaptive", MOST_DRAFT_TOKENS, drafting)
+
+    def measure(self, name: str, size: int, with_fixed: bool) -> dict[str, Any]:
+        warm, records = split_warm(answers.load(self._kit.replay, name), WARM_SHARE)
+        room = LONGEST - MOST_DRAFT_TOKENS - BRANCH_LENGTH
+        records = [r for r in records if len(r.prompt_token_ids) + len(r.response_token_ids) < room]
+        self.core.drafts.drafter = WarmDrafter(new_drafter("mixture"), warm)
+        contenders = [fixed(0), self.adaptive(), *(fixed(length) for length in FIXED if with_fixed)]
+        load = [(size, size * self._kit.pick(TOKENS_EACH, 4))]
+        runs = interleave(self.driver, records, load, contenders, self._kit.pick(ROUNDS, 1))
+        found = {each: self._figures(of, runs["off"]) for each, of in runs.items()}
+        return {"tokens_of_a_run": load[0][1], "mean_context": _mean_context(records), "contenders": found}
+
+    def _figures(self, runs: list[Run], off: list[Run]) -> dict[str, Any]:
+        """Besides the driver's own: K, and what a forward with drafts costs over one without.
+
+        Acceptance over this cost is what there was to be had; drafting and the rest of the step take their part of it.
+        """
+        found = dict(summary(runs, off))
+        forward_s, plain_s = (
+            sum(self.driver.forward_s[id(each)] for each in group) / sum(len(each.step_s) for each in group)
+            for group in (runs, off)
+        )
+        steps = sum(each.requests_steps for each in runs)
+        found["draft_rows_per_step"] = round(sum(each.draft_rows for each in runs) / steps, 3)
+        found["forward_ms"] = round(forward_s * 1e3, 3)
+        found["cost_ratio"] = round(forward_s / plain_s, 4)
+        found["acceptance_over_cost"] = round(sum(each.tokens for each in runs) / steps / (forward_s / plain_s), 4)
+        return found
+
+
+def run(kit: Kit, report: Report) -> None:
+    shape = shape_names(kit)[0]
+    sets = answers.SETS if kit.replay is not None else ("made up",)
+    plan = [(name, size) for name in sets for size in kit.pick(SIZES, (1, 2))]
+    cells = {f"{shape}/{name}/b{size}": (name, size) for name, size in plan}
+    if not report.wants(*cells):
+        return
+    bench = report.build(shape, partial(ReplayBench, kit, shape))
+    if bench is None:
+        return
+    report.about(attention=bench.engine.info.attention_backend, drafter="mixture", warm_share=WARM_SHARE)
+    for cell, (name, size) in cells.items():
+        report.cell(cell, partial(bench.measure, name, size, with_fixed=name == sets[0]))
+
+
+def _mean_context(records: list[Any]) -> float:
+    return round(statistics.mean(len(r.prompt_token_ids) + len(r.response_token_ids) / 2 for r in records), 1)

@@ -1,0 +1,210 @@
+"""Runs everything that needs a GPU, the most important first, in the minutes given.
+
+    python benchmarks/gpu/run.py --minutes 9 --out DIR [--replay DIR]
+    python benchmarks/gpu/run.py --dry-run --out DIR        # on a CPU: that all of it runs, not what it measures
+
+Every part is a process of its own: one that fails, hangs or loses the device leaves the others alone. Its results are
+in DIR/PART.json as soon as they are there, DIR/summary.txt is what they come to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+# A program's own folder is in the path; its modules must not be found under their short names.
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT / "benchmarks" / "gpu"]
+# Whether there is a GPU is then asked without CUDA, which would be of no use in the parts' processes afterwards.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from batchserve.threads import apply_thread_policy  # noqa: E402
+
+apply_thread_policy()
+
+# In order of importance, with their shares of the time; what one leaves goes to those behind it.
+PARTS = {
+    "correctness": 0.15,
+    "equivalence": 0.12,
+    "step_time": 0.22,
+    "replay": 0.22,
+    "transformers": 0.17,
+    "memory": 0.05,
+    "gap": 0.07,
+}
+MODULES = {"transformers": "baseline"}  # where the file has another name than the part
+MOST_STARTS = 4  # of one part: each start after a fault of the device skips the cell at fault
+DEVICE_LOST = 77
+PRELOAD = ("torch", "transformers", "transformers.models.llama.modeling_llama", "batchserve.llm", "numba")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _arguments(arguments)
+    args.out.mkdir(parents=True, exist_ok=True)
+    started_s = time.monotonic()
+    end_s = started_s + 60 * args.minutes
+    for name in PRELOAD:
+        importlib.import_module(name)
+    with tempfile.TemporaryDirectory(prefix="gpu-kit-") as scratch:
+        from benchmarks.gpu.kit import Kit
+
+        kit = Kit(args.dry_run, Path(scratch), args.replay, args.backend, args.compile)
+        start = _way_to_start(kit)
+        if start is None:
+            _say("no process could use the device; nothing was measured")
+            return 1
+        for place, name in enumerate(args.parts):
+            left = end_s - time.monotonic()
+            limit_s = left * PARTS[name] / sum(PARTS[part] for part in args.parts[place:])
+            _say(f"{name}: at most {limit_s:.0f} s")
+            _run_part(start, name, kit, args.out / f"{name}.json", limit_s)
+            _summarise(args.out)
+    _say(f"{time.monotonic() - started_s:.0f} s; {args.out}/summary.txt:\n{(args.out / 'summary.txt').read_text()}")
+    return 0
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=9.0, help="for all parts together (default: 9)")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--replay", type=Path, help="folder of recorded answers; none: made-up ones")
+    parser.add_argument("--parts", type=_parts, default=tuple(PARTS), metavar="A,B", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--backend", default="auto", help="attention backend of the engines (default: the fastest)")
+    parser.add_argument("--compile", action="store_true", help="let FlashInfer compile modules that are not there")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU")
+    args = parser.parse_args(arguments)
+    if args.minutes <= 0:
+        parser.error("--minutes: must be above 0")
+    if args.replay is not None and not args.replay.is_dir():
+        parser.error(f"--replay {args.replay}: is no folder")
+    return args
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    names = text.split(",")
+    if unknown := sorted(set(names) - set(PARTS)):
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}")
+    return tuple(name for name in PARTS if name in names)
+
+
+def _way_to_start(kit: Any) -> Any:
+    """The context that processes are started by: a fork has everything imported already, if CUDA lets it live."""
+    for method in ("fork", "spawn"):
+        context = multiprocessing.get_context(method)
+        process = context.Process(target=_touch, args=(kit,))
+        _start(process)
+        process.join(60)
+        if process.exitcode == 0:
+            return context
+        _say(f"a process made by {method} cannot use the device (exit status {process.exitcode})")
+        process.kill()
+    return None
+
+
+def _touch(kit: Any) -> None:
+    import torch
+
+    torch.zeros(1, device=kit.device).item()
+
+
+def _start(process: Any) -> None:
+    with warnings.catch_warnings():
+        # NumPy's threads are there already. They wait for work and hold no lock that a fork could need.
+        warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)
+        process.start()
+
+
+def _run_part(context: Any, name: str, kit: Any, path: Path, limit_s: float) -> None:
+    from benchmarks.gpu.kit import SOFT_SHARE
+
+    path.unlink(missing_ok=True)
+    begun_s = time.monotonic()
+    for _ in range(MOST_STARTS):
+        left = limit_s - (time.monotonic() - begun_s)
+        process = context.Process(target=_part, args=(name, kit, path, time.monotonic() + SOFT_SHARE * left))
+        _start(process)
+        try:
+            process.join(max(left, 0.1))
+            status = process.exitcode
+        finally:  # Ctrl-C too: it is not in our process group
+            _kill(process)
+        if status is None:
+            _note_end(path, f"stopped after {limit_s:.0f} s")
+            return
+        if status == 0:
+            return
+        _say(f"{name}: exit status {status}")
+        if status == 1 or time.monotonic() - begun_s > SOFT_SHARE * limit_s:
+            return  # an error of the part itself, which is in its file
+
+
+def _kill(process: Any) -> None:
+    """The part and whatever it has started: it leads a process group of its own."""
+    with contextlib.suppress(ProcessLookupError):  # none that has only begun, or that left nothing behind
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
+
+
+def _note_end(path: Path, why: str) -> None:
+    """Write into a part's file why it ended, in place of the part that no longer can."""
+    import json
+
+    data = json.loads(path.read_text()) if path.exists() else {"part": path.stem, "cells": {}, "left_out": []}
+    data["error"] = why
+    under_way = data.pop("under_way", None)
+    if under_way is not None:
+        data["cells"][under_way] = {"error": why}
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def _part(name: str, kit: Any, path: Path, deadline_s: float) -> None:
+    """The whole life of a part's process."""
+    os.setsid()
+    from benchmarks.gpu.kit import DeviceFaultError, Report, environment
+
+    try:
+        report = Report(path, deadline_s)
+        report.about(environment=environment(kit))
+        importlib.import_module(f"benchmarks.gpu.{MODULES.get(name, name)}").run(kit, report)
+    except DeviceFaultError as error:
+        _say(f"{name}: {error}")
+        status = DEVICE_LOST
+    except Exception:
+        _note_end(path, traceback.format_exc()[-2000:])
+        traceback.print_exc()
+        status = 1
+    else:
+        status = 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # a device that was lost, or a thread that was left, must not hold up the end
+
+
+def _summarise(out: Path) -> None:
+    from benchmarks.gpu.summary import summary
+
+    (out / "summary.txt").write_text(summary(out))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

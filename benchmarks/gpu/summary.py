@@ -1,0 +1,212 @@
+"""What a run came to, as text, from the parts' files alone: `python -m benchmarks.gpu.summary DIR`."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Data = dict[str, Any]
+# What issue and design ask for; each line of a summary that has a bound says whether it was kept.
+MOST_OVER_ROOFLINE, LEAST_GRAPHS_OVER_EAGER, MOST_TREE_OVER_CAUSAL = 1.25, 1.5, 1.15
+LEAST_OVER_GENERATE = {"1": 5.36, "2": 4.20, "4": 3.40}
+LEAST_SHARE_OF_BOUND, LEAST_OVER_OFF = 0.9, {"32": 1.0}
+
+
+def summary(folder: Path) -> str:
+    """One block a part that has begun; parts without a file are named at the end."""
+    tell: dict[str, Callable[[Data], list[str]]] = {
+        "correctness": _verdicts,
+        "equivalence": _verdicts,
+        "step_time": _step_time,
+        "replay": lambda data: _replay(data, _read(folder / "transformers.json")),
+        "transformers": _transformers,
+        "memory": _memory,
+        "gap": _gap,
+    }
+    lines: list[str] = []
+    missing = []
+    for name, tell_part in tell.items():
+        data = _read(folder / f"{name}.json")
+        if data is None:
+            missing.append(name)
+            continue
+        lines += _head(name, data)
+        lines += _tell_of(tell_part, data)
+        lines += _failures(data)
+    if missing:
+        lines.append(f"not run: {', '.join(missing)}")
+    return "\n".join(lines) + "\n"
+
+
+def _tell_of(tell_part: Callable[[Data], list[str]], data: Data) -> list[str]:
+    """A dry run keeps and misses nothing."""
+    lines = tell_part(data)
+    if _is_dry(data):
+        lines = [re.sub(r" \((kept|MISSED)\)", "", line) for line in lines]
+    return [f"  {line}" for line in lines]
+
+
+def _is_dry(data: Data) -> bool:
+    return bool(data.get("about", {}).get("environment", {}).get("dry"))
+
+
+def _read(path: Path) -> Data | None:
+    if not path.exists():
+        return None
+    data: Data = json.loads(path.read_text())
+    return data
+
+
+def _head(name: str, data: Data) -> list[str]:
+    facts = data.get("about", {}).get("environment", {})
+    where = "dry run on a CPU, its figures mean nothing" if _is_dry(data) else facts.get("device", "unknown device")
+    return [f"{name}: {len(data['cells'])} cells in {data.get('took_s', 0)} s ({where})"]
+
+
+def _failures(data: Data) -> list[str]:
+    lines = []
+    for name, cell in data["cells"].items():
+        if "error" in cell:
+            lines.append(f"  FAILED {name}: {cell['error'].strip().splitlines()[-1][:200]}")
+    skipped = [name for name, cell in data["cells"].items() if "skipped" in cell]
+    if skipped:
+        lines.append(f"  skipped {len(skipped)}: {skipped[0]}: {data['cells'][skipped[0]]['skipped'][:120]}")
+    if data.get("left_out"):
+        lines.append(f"  no time for {len(data['left_out'])}: {', '.join(data['left_out'][:6])}")
+    if data.get("error"):
+        lines.append(f"  THE PART FAILED: {data['error'].strip().splitlines()[-1][:200]}")
+    return lines
+
+
+def _measured(data: Data) -> dict[str, Data]:
+    return {name: cell for name, cell in data["cells"].items() if "error" not in cell and "skipped" not in cell}
+
+
+def _mark(is_kept: bool) -> str:
+    return "kept" if is_kept else "MISSED"
+
+
+def _verdicts(data: Data) -> list[str]:
+    cells = _measured(data)
+    wrong = [name for name, cell in cells.items() if not cell["is_right"]]
+    lines = [f"{len(cells) - len(wrong)} of {len(cells)} right"]
+    lines += [f"WRONG {name}: {_short(cells[name])}" for name in wrong]
+    ties = [cell["greedy"] for cell in cells.values() if "greedy" in cell]
+    if ties:
+        tokens, near = sum(t["tokens"] for t in ties), sum(t["near_ties"][0] for t in ties)
+        lines.append(f"greedy: {near} near-ties in {tokens} tokens")
+    return lines
+
+
+def _short(cell: Data) -> str:
+    return str({key: value for key, value in cell.items() if key != "is_right"})[:160]
+
+
+def _step_time(data: Data) -> list[str]:
+    about, cells = data["about"], _measured(data)
+    lines = [f"copy bandwidth {about.get('copy_gb_per_s')} GB/s"]
+    for name, facts in about.items():
+        if isinstance(facts, dict) and "critical_length" in facts:
+            lines.append(f"{name}: {facts['attention']}, critical decoding length {facts['critical_length']} rows")
+    for name, cell in cells.items():
+        if "roofline_ms" not in cell:
+            continue
+        few = [ratio for rows, ratio in zip(cell["rows"], cell["over_roofline"], strict=True) if rows <= 16]
+        text = f"{name}: {cell['ms'][0]} ms at {cell['rows'][0]} rows, {cell['critical_rows']} rows in 1.25x"
+        if few:
+            is_kept = max(few) <= MOST_OVER_ROOFLINE
+            text += f"; to 16 rows {max(few)}x the roofline of {cell['roofline_ms']} ms ({_mark(is_kept)})"
+        lines.append(text)
+    return lines + _graphs(cells) + _tree_over_causal(cells)
+
+
+def _graphs(cells: dict[str, Data]) -> list[str]:
+    lines = []
+    for name, cell in cells.items():
+        if "roofline_ms" not in cell:
+            continue
+        mode = name.split("/")[1]
+        other = cells.get(name.replace(f"/{mode}/", "/default/"))
+        if mode == "compiled" and other is not None:
+            lines.append(f"{name}: {other['ms'][0] / cell['ms'][0]:.2f}x as fast as graphs alone")
+        if mode == "eager" and other is not None:
+            ratio = cell["ms"][0] / other["ms"][0]
+            text = f"{name}: graphs are {ratio:.2f}x as fast at {cell['rows'][0]} rows"
+            lines.append(f"{text} ({_mark(ratio >= LEAST_GRAPHS_OVER_EAGER)})" if cell["rows"][0] == 1 else text)
+    return lines
+
+
+def _tree_over_causal(cells: dict[str, Data]) -> list[str]:
+    lines = []
+    for name, cell in cells.items():
+        if not name.startswith("attention/"):
+            continue
+        for kernel, kinds in cell.items():
+            ratios = {rows: ms / kinds["causal"][rows] for rows, ms in kinds["tree"].items() if rows in kinds["causal"]}
+            most = max(ratios.values())
+            lines.append(f"{name}, {kernel}: trees at most {most:.2f}x causal ({_mark(most <= MOST_TREE_OVER_CAUSAL)})")
+    return lines
+
+
+def _replay(data: Data, baseline: Data | None) -> list[str]:
+    lines = []
+    for name, cell in _measured(data).items():
+        size = name.rsplit("/b", 1)[-1]
+        for each, found in cell["contenders"].items():
+            ratio = found["over_off"]["median"]
+            text = f"{name} {each}: {found['tokens_per_s']} tokens/s, acceptance {found['acceptance_length']}, "
+            text += f"K {found['draft_rows_per_step']}, {ratio:.2f}x off"
+            if each == "adaptive":
+                share = ratio / found["acceptance_over_cost"]
+                text += f", {share:.0%} of acceptance over cost ({_mark(share >= LEAST_SHARE_OF_BOUND)})"
+                if size in LEAST_OVER_OFF:
+                    text += f", never below off ({_mark(ratio >= LEAST_OVER_OFF[size])})"
+                if "llma_rag" in name:
+                    text += _over_generate(found["tokens_per_s"], size, baseline)
+            lines.append(text)
+    return lines
+
+
+def _over_generate(tokens_per_s: float, size: str, baseline: Data | None) -> str:
+    """Against plain generate(), and its faster ways where they were measured."""
+    text = ""
+    for kind in ("generate", "generate, static and compiled"):
+        cell = (baseline or {"cells": {}})["cells"].get(f"{kind}/b{size}", {})
+        if "tokens_per_s" not in cell:
+            continue
+        ratio = tokens_per_s / cell["tokens_per_s"]
+        text += f", {ratio:.2f}x {kind}"
+        if kind == "generate" and size in LEAST_OVER_GENERATE:
+            text += f" ({_mark(ratio >= LEAST_OVER_GENERATE[size])})"
+    return text
+
+
+def _transformers(data: Data) -> list[str]:
+    return [f"{name}: {cell['tokens_per_s']} tokens/s" for name, cell in _measured(data).items()]
+
+
+def _memory(data: Data) -> list[str]:
+    lines = []
+    for name, cell in _measured(data).items():
+        for length, found in cell.items():
+            peak = found.get("peak_mib", found.get("process_peak_mib"))
+            lines.append(f"{name}, decoding length {length}: {peak} MiB at most, drafter {found['drafter_mib']} MiB")
+    return lines
+
+
+def _gap(data: Data) -> list[str]:
+    lines = []
+    for name, cell in _measured(data).items():
+        gap, launch = cell["gap_ms"], cell["launch_ms"]
+        kept = _mark(cell["is_within_budget"])
+        text = f"{name}: {gap['median']} ms from commit to launch, p99 {gap['p99']} ms ({kept}); launch "
+        lines.append(f"{text}{launch['median']} ms; {cell['streams']} streams, {cell['server'][:60]}")
+    return lines
+
+
+if __name__ == "__main__":
+    print(summary(Path(sys.argv[1])), end="")

@@ -1,0 +1,223 @@
+"""The GPU kit: all of it on a CPU, in tiny shapes, without the packages that a GPU machine may lack; its judgements."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import answers, run
+from benchmarks.gpu.cases import Case, compare, make_step, reference
+from benchmarks.gpu.correctness import as_chains, fill
+from benchmarks.gpu.kit import DeviceFaultError, Kit, Report
+from benchmarks.gpu.summary import summary
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+ABSENT = (
+    "prometheus_client",
+    "rich",
+    "grpc_health",
+    "grpc_reflection",
+    "grpc_status",
+    "google.rpc",
+    "mistral_common",
+    "sentencepiece",
+    "matplotlib",
+    "flashinfer",
+    "pytest",
+    "hypothesis",
+)
+# Read by every Python that starts with it in its path: these packages are then not installed.
+BLOCKER = f"""
+from importlib.machinery import PathFinder
+
+find = PathFinder.find_spec
+
+def find_others(name, path=None, target=None):
+    is_absent = any(name == each or name.startswith(each + ".") for each in {ABSENT})
+    return None if is_absent else find(name, path, target)
+
+PathFinder.find_spec = find_others
+"""
+
+
+def test_every_part_runs_without_the_packages_that_only_serving_needs(tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text(BLOCKER)
+    out = tmp_path / "out"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu" / "run.py"), "--dry-run", "--minutes", "4"]
+    done = subprocess.run(
+        [*command, "--out", str(out)], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    files = sorted(path.name for path in out.iterdir())
+    assert files == sorted([*(f"{name}.json" for name in run.PARTS), "summary.txt"])
+    assert len(files) <= 8
+    for name in run.PARTS:
+        data = json.loads((out / f"{name}.json").read_text())
+        failed = {cell: found["error"] for cell, found in data["cells"].items() if "error" in found}
+        assert not failed, (name, failed)
+        assert data["cells"], (name, data.get("error"))
+        assert "error" not in data, (name, data["error"])
+        assert not data["left_out"], name
+    for name in ("correctness", "equivalence"):
+        cells = json.loads((out / f"{name}.json").read_text())["cells"]
+        assert all(cell["is_right"] for cell in cells.values())
+    gaps = json.loads((out / "gap.json").read_text())["cells"].values()
+    assert all(cell["server"].startswith("plain") and cell["gap_ms"]["count"] > 3 for cell in gaps)
+    assert "not run" not in (out / "summary.txt").read_text()
+
+
+CASES = [
+    Case("long context", (6000, 900), (12, 20), heads=4, kv_heads=2, head_dim=64),
+    Case("window", (300, 40), (9, 14), heads=2, kv_heads=2, head_dim=64, window=32),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_wrong_mask_is_seen_and_rounding_is_not(case: Case, dtype: torch.dtype):
+    step = make_step(case, CPU, dtype)
+    exact = reference(step, case.params)
+    assert compare(exact.to(dtype), exact, dtype)["is_right"]
+    assert not compare(as_chains(step, case), exact, dtype)["is_right"]
+    # One ancestor too few, of one row.
+    bits = step.metadata.ancestors.clone()
+    assert bits[-1, 0] & (bits[-1, 0] - 1), "the last row has no ancestor"
+    bits[-1, 0] &= bits[-1, 0] - 1
+    fewer = dataclasses.replace(step, metadata=dataclasses.replace(step.metadata, ancestors=bits))
+    assert not compare(reference(fewer, case.params), exact, dtype)["is_right"]
+    assert not compare(torch.full_like(exact, torch.nan), exact, dtype)["is_right"]
+
+
+def test_a_window_off_by_one_is_seen():
+    case = CASES[1]
+    step = make_step(case, CPU, torch.bfloat16)
+    exact = reference(step, case.params)
+    for window in (31, 33):
+        other = reference(step, dataclasses.replace(case, window=window).params)
+        # The scale of the scores is the case's own: only the window differs.
+        assert not compare(other, exact, torch.bfloat16)["is_right"]
+
+
+def test_a_smaller_step_fills_a_larger_ones_buffers():
+    sizes: dict[str, Any] = {"heads": 2, "kv_heads": 1, "head_dim": 64}
+    static = make_step(Case("large", (60, 60, 60), (8, 8, 8), **sizes), CPU, torch.float32)
+    step = make_step(Case("small", (9, 30), (5, 3), **sizes), CPU, torch.float32)
+    fill(static, step)
+    ours, given = static.metadata, step.metadata
+    assert ours.qo_indptr.tolist() == [0, 5, 8, 8]
+    assert ours.kv_indptr.tolist() == [0, 14, 47, 47]
+    assert torch.equal(ours.kv_indices[:47], given.kv_indices)
+    assert torch.equal(ours.ancestors[:8], given.ancestors)
+    assert not ours.ancestors[8:].any()
+    assert torch.equal(static.query[:8], step.query)
+
+
+def make_report(path: Path, seconds: float = 1e6) -> Report:
+    return Report(path, time.monotonic() + seconds)
+
+
+def fail(message: str) -> Any:
+    raise RuntimeError(message)
+
+
+def test_a_cell_that_fails_leaves_the_others_alone_and_all_is_on_disk(tmp_path: Path):
+    report = make_report(tmp_path / "part.json")
+    report.cell("a", lambda: {"x": 1})
+    report.cell("b", lambda: fail("no such kernel"))
+    report.cell("c", lambda: json.loads((tmp_path / "part.json").read_text())["under_way"])
+    cells = json.loads((tmp_path / "part.json").read_text())["cells"]
+    assert cells["a"] == {"x": 1}
+    assert "no such kernel" in cells["b"]["error"]
+    assert cells["c"] == "c"
+
+
+def test_a_part_goes_on_behind_the_cell_that_ended_its_process(tmp_path: Path):
+    path = tmp_path / "part.json"
+    first = make_report(path)
+    first.cell("a", lambda: {"x": 1})
+    with pytest.raises(DeviceFaultError):
+        first.cell("b", lambda: fail("CUDA error: an illegal memory access was encountered"))
+    # What a process leaves that is killed in a cell.
+    left = json.loads(path.read_text())
+    path.write_text(json.dumps({**left, "under_way": "d"}))
+    third, calls = make_report(path), []
+    for name in "abd":
+        third.cell(name, lambda: calls.append("again"))
+    third.cell("e", lambda: {"x": 2})
+    assert not calls
+    cells = json.loads(path.read_text())["cells"]
+    assert cells["a"] == {"x": 1}
+    assert "illegal memory access" in cells["b"]["error"]
+    assert cells["d"] == {"error": "the process ended in it"}
+    assert cells["e"] == {"x": 2}
+
+
+def test_nothing_begins_behind_the_deadline_and_what_was_left_out_is_named(tmp_path: Path):
+    report = make_report(tmp_path / "part.json", seconds=-1)
+    report.cell("a", lambda: fail("must not run"))
+    assert not report.wants("a", "b")
+    data = json.loads((tmp_path / "part.json").read_text())
+    assert data["cells"] == {}
+    assert data["left_out"] == ["a", "b"]
+
+
+def hang(*arguments: Any) -> None:
+    time.sleep(600)
+
+
+def test_a_part_that_hangs_is_stopped_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import multiprocessing
+
+    monkeypatch.setattr(run, "_part", hang)
+    path = tmp_path / "gap.json"
+    started_s = time.monotonic()
+    run._run_part(multiprocessing.get_context("fork"), "gap", Kit(True, tmp_path), path, 0.3)
+    assert time.monotonic() - started_s < 60
+    assert json.loads(path.read_text())["error"] == "stopped after 0 s"
+    (tmp_path / "summary.txt").write_text(summary(tmp_path))
+    assert "THE PART FAILED: stopped" in (tmp_path / "summary.txt").read_text()
+
+
+def test_recorded_answers_are_read_as_token_ids_where_there_is_no_tokenizer(tmp_path: Path):
+    records = [dataclasses.asdict(record) for record in answers.made_up(3)]
+    records[1]["response_token_ids"] = [5]  # nothing to draft
+    (tmp_path / "llma_rag.tokens.json").write_text(json.dumps(records))
+    loaded = answers.load(tmp_path, "llma_rag")
+    assert [dataclasses.asdict(record) for record in loaded] == [records[0], records[2]]
+    with pytest.raises(FileNotFoundError, match="no set mbpp_gpt4"):
+        answers.load(tmp_path, "mbpp_gpt4")
+
+
+def test_the_summary_holds_figures_against_their_bounds(tmp_path: Path):
+    about = {"environment": {"device": "a GPU"}}
+    contender = {"tokens_per_s": 300.0, "acceptance_length": 5.0, "draft_rows_per_step": 9.0}
+    adaptive = {**contender, "over_off": {"median": 4.0}, "acceptance_over_cost": 4.2}
+    replay = {"llama-2-7b/llma_rag/b1": {"contenders": {"adaptive": adaptive}}}
+    write(tmp_path, "replay", {"about": about, "cells": replay})
+    write(tmp_path, "transformers", {"about": about, "cells": {"generate/b1": {"tokens_per_s": 60.0}}})
+    text = summary(tmp_path)
+    assert "95% of acceptance over cost (kept)" in text
+    assert "5.00x generate (MISSED)" in text  # 5.36 is asked for
+    assert "not run: correctness, equivalence, step_time, memory, gap" in text
+
+
+def write(folder: Path, name: str, data: dict[str, Any]) -> None:
+    (folder / f"{name}.json").write_text(json.dumps({"left_out": [], **data}))
+
+
+@pytest.mark.parametrize("arguments", [["--minutes", "0"], ["--parts", "speed"], ["--replay", "nowhere"]])
+def test_wrong_options_are_refused(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        run.main(["--dry-run", "--out", str(tmp_path), *arguments])
+    assert arguments[0] in capsys.readouterr().err

@@ -1,0 +1,237 @@
+"""Steps as graphs, without a GPU: what is captured runs again instead of being replayed; all else is the real thing."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchserve.attention.base import AttentionParams, LayerShape
+from batchserve.attention.paged import PagedBackend
+from batchserve.attention.slots import DUMMY_SLOT
+from batchserve.attention.static_step import MAX_CHANGES, StaticStep
+from batchserve.attention.step_buffer import BufferRing, StepLayout
+from batchserve.attention.tree_metadata import WORD_BITS, visible_slots
+from batchserve.config import EngineConfig
+from batchserve.engine import build as build_module
+from batchserve.engine.build import BuiltEngine
+from batchserve.runner.cuda_graphs import bucket_sizes, choose_capturer
+from batchserve.runner.model_runner import ModelRunner
+from batchserve.runner.ragged_batch import RequestRows, build_batch
+from batchserve.types import SamplingParams
+from tests.attention.test_paged import CPU, Recording, random_step
+from tests.drafters import RandomTreeDrafter
+from tests.equivalence.harness import Coverage, Job, build, random_jobs, run
+from tests.factories import examples, make_sampling
+from tests.graphs import RerunCapturer
+from tests.tiny_models import VOCAB_SIZE
+
+ROWS, REQUESTS = 512, 6
+
+
+def built_as_graphs(
+    monkeypatch: pytest.MonkeyPatch, model: Path, drafter: Any = None, **options: Any
+) -> tuple[BuiltEngine, RerunCapturer]:
+    capturer = RerunCapturer()
+    monkeypatch.setattr(build_module, "choose_capturer", lambda config, device: capturer)
+    built = build(model, drafter, attention_backend="torch", **options)
+    capturer.replays = 0
+    return built, capturer
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "last"), [(1, [1]), (2, [1, 2]), (7, [2, 4, 7]), (512, [256, 384, 512]), (1100, [768, 1024, 1100])]
+)
+def test_buckets_ascend_to_the_bound(max_rows: int, last: list[int]) -> None:
+    sizes = bucket_sizes(max_rows)
+    assert sizes[-len(last) :] == last
+    assert sizes == sorted(set(sizes))
+    assert all(wide <= max(2 * narrow, narrow + 1) for narrow, wide in itertools.pairwise(sizes))
+
+
+@examples(100)
+@given(st.integers(0, 2**32))
+def test_a_padded_step_says_what_the_eager_one_does(seed: int) -> None:
+    """In buffers in which another step was before."""
+    spans, allocator, _ = random_step(seed)
+    other_spans, other_allocator, _ = random_step(seed + 1)
+    kernel, static = Recording(), StaticStep(ROWS, REQUESTS)
+    layout = StepLayout(static.fields)
+    host = torch.full((layout.num_bytes,), 77, dtype=torch.uint8)
+    static.bind(layout.views(host), torch.full((REQUESTS * 500,), 77, dtype=torch.int32))
+    for these_spans, theirs in ((other_spans, other_allocator), (spans, allocator)):
+        static_backend = PagedBackend([LayerShape(1, 4, 4)], torch.float32, CPU, kernel, theirs)
+        arrays = static.arrays(these_spans, theirs)
+        layout.pack(arrays, host)
+        static_backend.begin_static(static, arrays)
+    eager_kernel = Recording()
+    for request in allocator._requests.values():
+        request.uploaded = 0
+    eager_backend = PagedBackend([LayerShape(1, 4, 4)], torch.float32, CPU, eager_kernel, allocator)
+    eager_backend.begin(spans)
+    padded, eager = kernel.planned[-1], eager_kernel.planned[-1]
+    rows, requests = eager.num_rows, eager.num_requests
+    assert (padded.num_rows, padded.num_requests, padded.bucket, padded.max_rows) == (ROWS, REQUESTS, ROWS, ROWS)
+    assert not padded.is_causal
+    for name in ("qo_indptr", "kv_indptr"):
+        on_device, on_host, wanted = (
+            getattr(m, n) for m, n in ((padded, name), (padded, f"{name}_cpu"), (eager, name))
+        )
+        assert torch.equal(on_device, on_host)
+        assert torch.equal(on_device[: requests + 1], wanted)
+        assert (on_device[requests:] == wanted[-1]).all()
+    assert torch.equal(padded.kv_lens_cpu, padded.kv_indptr_cpu.diff())
+    assert torch.equal(padded.kv_indices[: len(eager.kv_indices)], eager.kv_indices)
+    assert torch.equal(padded.positions[:rows], eager.positions)
+    assert torch.equal(padded.slot_mapping[:rows], eager.slot_mapping)
+    assert (padded.slot_mapping[rows:] == DUMMY_SLOT).all()
+    assert padded.ancestors.shape == (ROWS, ROWS // WORD_BITS)
+    assert not padded.ancestors[rows:].any()
+    for i in range(requests):
+        for window in (None, 9):
+            assert torch.equal(visible_slots(padded, i, window), visible_slots(eager, i, window))
+    query = torch.randn(1, 2, ROWS, 4, generator=torch.Generator().manual_seed(0))
+    out = static_backend.attend(0, query, query[:, :1], query[:, :1], AttentionParams(1.0))
+    inside = query[:, :, :rows]
+    assert torch.equal(
+        out[:, :rows], eager_backend.attend(0, inside, inside[:, :1], inside[:, :1], AttentionParams(1.0))
+    )
+    assert not out[:, rows:].any()
+
+
+def test_a_buffer_is_filled_again_only_when_its_copies_are_done() -> None:
+    log: list[str] = []
+
+    class Event:
+        def __init__(self) -> None:
+            self.name = f"e{sum(entry.startswith('new') for entry in log)}"
+            log.append(f"new {self.name}")
+
+        def record(self) -> None:
+            log.append(f"record {self.name}")
+
+        def synchronize(self) -> None:
+            log.append(f"wait {self.name}")
+
+    ring = BufferRing(8, CPU, count=2, make_event=Event)
+    taken = []
+    for _ in range(5):
+        taken.append(ring.take().data_ptr())
+        ring.sent()
+    assert taken[0] == taken[2] == taken[4] != taken[1] == taken[3]
+    assert log == ["new e0", "record e0", "new e1", "record e1"] + [
+        entry for name in ("e0", "e1", "e0") for entry in (f"wait {name}", f"record {name}")
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("max_graph_rows", [4, 24, 512])
+def test_every_step_that_fits_is_a_graph_and_answers_stay_the_same(
+    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch, temperature: float, max_graph_rows: int
+) -> None:
+    rng = random.Random(7)
+    jobs = random_jobs(rng, 10, VOCAB_SIZE, longest=60)
+    for i, job in enumerate(jobs):
+        job.params = SamplingParams(temperature=temperature, seed=i, max_tokens=job.params.max_tokens, top_p=0.9)
+    options: dict[str, Any] = {"max_num_seqs": 5, "max_num_batched_tokens": 80}
+    eager = run(build(tiny_model["llama"], attention_backend="torch", **options), jobs, Coverage(), speculate=False)
+    drafter = RandomTreeDrafter(VOCAB_SIZE, 7)
+    built, capturer = built_as_graphs(
+        monkeypatch, tiny_model["llama"], drafter, max_graph_rows=max_graph_rows, **options
+    )
+    graphs = built.core.runner.graphs
+    assert graphs is not None
+    assert graphs.sizes[-1] == min(max_graph_rows, 80)
+    expected, launches = 0, 0
+    launch = ModelRunner.launch
+
+    def counting(runner: ModelRunner, batch: Any) -> Any:
+        nonlocal expected, launches
+        launches += 1
+        expected += batch.num_rows <= graphs.sizes[-1]
+        return launch(runner, batch)
+
+    monkeypatch.setattr(ModelRunner, "launch", counting)
+    answers = run(built, jobs, Coverage())
+    assert {i: a.token_ids for i, a in answers.items()} == {i: a.token_ids for i, a in eager.items()}
+    assert capturer.replays == expected > 0
+    assert (expected == launches) == (max_graph_rows >= 80)
+
+
+def test_a_step_takes_the_smallest_graph_with_room_for_it(
+    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, _ = built_as_graphs(
+        monkeypatch, tiny_model["llama"], max_num_seqs=2, max_num_batched_tokens=40, max_graph_rows=32
+    )
+    graphs, allocator = built.core.runner.graphs, built.core.runner.backend.allocator
+    assert graphs is not None
+    used: list[int] = []
+    for size, graph in graphs._graphs.items():
+        monkeypatch.setitem(graphs._graphs, size, wrapped(graph, lambda size=size: used.append(size)))
+    for counts in ([1], [1, 2], [8], [9], [20, 5], [32], [33], [1, 1, 1]):
+        requests = [
+            RequestRows(f"r{i}", 0, [5] * count, list(range(-1, count - 1)), 1, make_sampling())
+            for i, count in enumerate(counts)
+        ]
+        for request in requests:
+            allocator.reserve(request.request_id, len(request.token_ids))
+        handle = graphs.launch(build_batch(requests), {})
+        used += [] if handle else [0]
+        for request in requests:
+            allocator.release(request.request_id)
+    assert used == [1, 4, 8, 16, 32, 32, 0, 0]
+
+
+def wrapped(graph: Any, first: Callable[[], None]) -> Any:
+    def replay() -> None:
+        first()
+        graph.replay()
+
+    return type(graph)(graph.layout, graph.step, graph.inputs, graph.tokens, replay)
+
+
+def test_a_prompts_many_slots_travel_on_their_own(tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchserve.runner.cuda_graphs.MAX_CHANGES", 8)
+    assert MAX_CHANGES > 8
+    job = Job(list(np.random.default_rng(0).integers(3, VOCAB_SIZE, 50).tolist()), SamplingParams(temperature=0.0))
+    options: dict[str, Any] = {"prefill_chunk_size": 6}
+    eager = run(build(tiny_model["llama"], attention_backend="torch", **options), [job], Coverage())
+    built, capturer = built_as_graphs(monkeypatch, tiny_model["llama"], **options)
+    assert run(built, [job], Coverage())[0].token_ids == eager[0].token_ids
+    assert capturer.replays > 9
+
+
+def test_graphs_are_for_gpus_and_can_be_turned_off(
+    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert choose_capturer(EngineConfig(), CPU) is None
+    assert choose_capturer(EngineConfig(enforce_eager=True), torch.device("cuda")) is None
+    monkeypatch.setattr("batchserve.runner.cuda_graphs.CudaCapturer", RerunCapturer)
+    assert isinstance(choose_capturer(EngineConfig(), torch.device("cuda")), RerunCapturer)
+
+
+def test_a_model_that_cannot_be_captured_is_served_eagerly_and_says_so(
+    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(RerunCapturer):
+        def capture(self, run: Any) -> Any:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(build_module, "choose_capturer", lambda config, device: Refusing())
+    says: list[str] = []
+    config = EngineConfig(
+        model=str(tiny_model["llama"]), attention_backend="torch", device="cpu", dtype="float32", drafter="none"
+    )
+    built = build_module.build_engine(config, says.append)
+    assert built.core.runner.graphs is None
+    assert any("all steps are eager: LlamaForCausalLM cannot be captured: operation not" in said for said in says)
+    assert built.core.runner.backend.allocator.free_tokens == built.core.runner.backend.allocator.total_tokens

@@ -1,0 +1,91 @@
+"""A step of the GPU path: what comes back from the device, and what only the host can decide."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchserve.runner import model_runner
+from batchserve.runner.model_runner import QueuedStep, verify_batch
+from batchserve.runner.ragged_batch import RequestRows, build_batch
+from batchserve.sampling.device import DeviceSampler
+from batchserve.types import SamplingParams
+from tests.drafters import RandomTreeDrafter
+from tests.equivalence.harness import Coverage, Job, build, run
+from tests.factories import examples, make_sampling
+from tests.sampling.test_device import random_batch, random_forced, random_logits
+from tests.tiny_models import VOCAB_SIZE
+
+
+def queued(batch: Any, logits: torch.Tensor, forced: Any, num_candidates: int) -> QueuedStep:
+    sampler = DeviceSampler(len(batch.requests), num_candidates)
+    if not len(batch.logit_rows):
+        return QueuedStep(batch, sampler, logits, None, forced)
+    metadata = sampler.build_metadata(batch, len(logits), forced)
+    tokens = sampler.sample(logits, torch.from_numpy(metadata.blob), metadata.kind).rows
+    return QueuedStep(batch, sampler, logits, tokens, forced)
+
+
+def test_what_the_device_cannot_decide_the_host_does_from_the_requests_own_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With few candidates, and logits that are often equal, many requests need it."""
+    right, num_on_host, num_requests = model_runner.verify_request, 0, 0
+
+    def counting(rows: Any, sampler: Any, first: int, recorded: Sequence[int]) -> Any:
+        nonlocal num_on_host
+        num_on_host += 1
+        assert (first, len(sampler._logits)) == (0, 1 + rows.num_draft_tokens)
+        return right(rows, sampler, first, recorded)
+
+    @examples(100)
+    @given(st.integers(0, 2**32), st.sampled_from([4, 1024]), st.booleans())
+    def check(seed: int, num_candidates: int, has_forced: bool) -> None:
+        nonlocal num_requests
+        rng = random.Random(seed)
+        batch = random_batch(rng, 60)
+        logits = random_logits(rng, batch, 60, torch.float32)
+        forced = random_forced(rng, batch, 60) if has_forced else {}
+        expected = verify_batch(batch, logits, forced)
+        num_requests += len(batch.requests)
+        with monkeypatch.context() as patch:
+            patch.setattr(model_runner, "verify_request", counting)
+            assert queued(batch, logits, forced, num_candidates).wait() == expected
+
+    check()
+    assert 0 < num_on_host < num_requests / 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_recorded_answers_come_out_of_the_gpu_path(tiny_model: dict[str, Path], temperature: float) -> None:
+    rng = random.Random(5)
+    recorded = [[rng.randrange(3, VOCAB_SIZE) for _ in range(30)] for _ in range(4)]
+    built = build(tiny_model["llama"], RandomTreeDrafter(VOCAB_SIZE, 5), attention_backend="torch", max_num_seqs=3)
+    built.core.runner.forced = {str(i): text for i, text in enumerate(recorded)}
+    params = SamplingParams(temperature=temperature, seed=1, max_tokens=20, ignore_eos=True)
+    answers = run(built, [Job(text[:10], params) for text in recorded], Coverage())
+    assert [answers[i].token_ids for i in range(4)] == [text[10:] for text in recorded]
+
+
+def test_on_the_gpu_path_the_forward_runs_at_launch_and_on_the_cpus_own_when_waited_for(
+    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for backend, expected in (("torch", ["forward", "launched"]), ("cpu", ["launched", "forward"])):
+        runner = build(tiny_model["llama"], attention_backend=backend, drafter="none").core.runner
+        log: list[str] = []
+        forward = runner.forward
+        monkeypatch.setattr(runner, "forward", lambda batch, f=forward, log=log: (log.append("forward"), f(batch))[1])
+        runner.backend.allocator.reserve("r", 5)
+        handle = runner.launch(build_batch([RequestRows("r", 0, [5] * 5, list(range(-1, 4)), 5, make_sampling())]))
+        log.append("launched")
+        (verified,) = handle.wait()
+        assert verified is not None
+        assert len(verified.token_ids) == 1
+        assert log == expected
