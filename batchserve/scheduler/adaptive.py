@@ -292,12 +292,11 @@ class AdaptiveDrafting:
     def step_done(self, outcome: StepOutcome, token_ids: Mapping[str, Sequence[int]]) -> None:
         """Learn from a step that gave each decoding request these tokens."""
         self._num_steps += 1
-        loads = {outcome.load, outcome.without, outcome.decoding}  # most often there is only one
-        seconds = {load: self.step_time.predict(load) for load in loads}
-        predicted_s, without_s, decoding_s = (seconds[e] for e in (outcome.load, outcome.without, outcome.decoding))
+        loads = (outcome.load, outcome.without, outcome.decoding)
+        predicted_s, without_s, decoding_s = map(self.step_time.predict, loads)
         # What the drafter takes is no part of the forward's time: the table knows nothing of it.
         forward_s = outcome.step_s - outcome.draft_s
-        self.step_time.observe(outcome.load, forward_s, predicted_s)
+        self.step_time.observe(outcome.load, forward_s)
         if outcome.num_asked:
             self._draft_s += 0.1 * (outcome.draft_s / outcome.num_asked - self._draft_s)
         num_tokens = sum(map(len, token_ids.values()))

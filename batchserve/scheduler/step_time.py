@@ -22,6 +22,7 @@ FACTOR_RATE = 0.2  # of the fast factor: a noisy neighbour is followed within so
 SHAPE_RATE = 0.02  # of the slow shape
 OUTLIER = math.log(1.3)  # a step further off than this says something of the machine's moment, nothing of the shape
 MOST_CORRECTION = math.log(4.0)
+MOST_KNOWN = 64  # predictions
 CRITICAL_RATIO = 1.25  # up to here rows count as free (Lookahead, KDD'24, definition 2 and its figure 1)
 
 
@@ -83,6 +84,7 @@ class StepTimeModel:
         self._seconds = list(lowest)[::-1]
         self._shape = [0.0] * len(table.rows)  # log corrections at the table's numbers of rows
         self._arrays = np.array(self._rows), np.array(self._seconds)
+        self._known: dict[StepLoad, float] = {}  # predicted since something was learned: a step asks again and again
 
     @property
     def factor(self) -> float:
@@ -91,7 +93,12 @@ class StepTimeModel:
 
     def predict(self, load: StepLoad) -> float:
         """Seconds of such a step."""
-        seconds: float = seconds_at.py_func((self._rows, self._seconds, self._shape, *self._slopes), load, 0.0, 0.0)
+        seconds = self._known.get(load)
+        if seconds is None:
+            if len(self._known) == MOST_KNOWN:
+                self._known.clear()
+            seconds = seconds_at.py_func((self._rows, self._seconds, self._shape, *self._slopes), load, 0.0, 0.0)
+            self._known[load] = seconds
         return seconds
 
     def arrays(self) -> tuple[Any, ...]:
@@ -127,11 +134,12 @@ class StepTimeModel:
         most = self.table.rows[-1]
         return next((rows - 1 for rows in range(2, most + 1) if self.predict(StepLoad(rows, rows, 1)) > bound_s), most)
 
-    def observe(self, load: StepLoad, seconds: float, predicted_s: float | None = None) -> None:
-        """Learn from a step that took so long; predicted_s: what predict() says of it, where that is known already."""
+    def observe(self, load: StepLoad, seconds: float) -> None:
+        """Learn from a step that took so long."""
         if not 0 < seconds < math.inf:
             return
-        error = math.log(seconds / (self.predict(load) if predicted_s is None else predicted_s))
+        error = math.log(seconds / self.predict(load))
+        self._known.clear()
         self.log_factor += FACTOR_RATE * max(-1.0, min(1.0, error))
         if abs(error) > OUTLIER:
             return

@@ -17,7 +17,6 @@ from batchserve.server.convert import (
 from batchserve.server.status import abort
 from batchserve.types import Delta
 from batchserve.v1 import generation_pb2 as pb
-from batchserve.v1 import generation_pb2_grpc
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -29,8 +28,11 @@ if TYPE_CHECKING:
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
 
-class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """Answers with UNAVAILABLE until `open` and from `close` on."""
+class GenerationServicer:
+    """Every method of the contract (batchserve/v1/generation.proto).
+
+    Answers with UNAVAILABLE until `open` and from `close` on.
+    """
 
     def __init__(self, version: str) -> None:
         self._version = version

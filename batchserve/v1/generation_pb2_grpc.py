@@ -54,34 +54,6 @@ class GenerationServiceStub:
                 _registered_method=True)
 
 
-class GenerationServiceServicer:
-    """Text generation. Failures never travel in band: a call ends in its message(s) or in a non-OK status that carries
-    google.rpc.ErrorInfo {domain: "batchserve"} and, for a bad field, google.rpc.BadRequest. The deadline of the call is
-    the deadline of the request; cancelling the call frees the request's memory within one step.
-    """
-
-    def Generate(self, request, context):
-        """The whole answer in one message.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def StreamGenerate(self, request, context):
-        """The answer as it is made: one `started`, any number of `delta`, one `finished`.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetModelInfo(self, request, context):
-        """What is being served, and its bounds.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_unary_rpc_method_handler(

@@ -19,15 +19,15 @@ TOTAL = 6 * EXTENT + 17  # not a whole number of extents
 IDS = st.sampled_from(["a", "b", "c", "d"])
 
 
-class AllocatorMachine(RuleBasedStateMachine):
+class SlabMachine(RuleBasedStateMachine):
     """The model: each request's committed tokens in order, and how many tokens of memory it must own.
 
-    A subclass makes the allocator and says how memory is counted and where a token's K and V are.
+    A subclass for another allocator makes that one, and says how its memory is counted and where K and V are.
     """
 
     allocator: Any
-    unit = 1  # tokens that are reserved together
-    total = TOTAL
+    unit = EXTENT  # tokens that are reserved together
+    total = TOTAL // EXTENT * EXTENT
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,11 +39,13 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.retired: dict[str, list[list[int]]] = {"s": [], "t": []}  # by scope; the allocator may have dropped some
 
     def make_allocator(self) -> Any:
-        raise NotImplementedError
+        return SlabAllocator(LAYERS, torch.float32, TOTAL)
 
     def places(self, request_id: str, layer: int) -> list[torch.Tensor]:
         """K and V of a layer as the request has them, [num_kv_heads, tokens, dim], to be written to."""
-        raise NotImplementedError
+        planes: list[torch.Tensor] = list(self.allocator.planes(request_id, layer))
+        assert all(plane.is_contiguous() for plane in planes), "one head's keys must lie one behind the other"
+        return planes
 
     def write(self, request_id: str, layer: int, plane: int, place: int, content: torch.Tensor) -> None:
         self.places(request_id, layer)[plane][:, place] = content
@@ -172,19 +174,6 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 def _common(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-class SlabMachine(AllocatorMachine):
-    unit = EXTENT
-    total = TOTAL // EXTENT * EXTENT
-
-    def make_allocator(self) -> SlabAllocator:
-        return SlabAllocator(LAYERS, torch.float32, TOTAL)
-
-    def places(self, request_id: str, layer: int) -> list[torch.Tensor]:
-        planes = list(self.allocator.planes(request_id, layer))
-        assert all(plane.is_contiguous() for plane in planes), "one head's keys must lie one behind the other"
-        return planes
 
 
 TestSlabs = SlabMachine.TestCase

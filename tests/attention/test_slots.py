@@ -13,12 +13,14 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from batchserve.attention.prefix_index import FEWEST_TOKENS
 from batchserve.attention.slots import DUMMY_SLOT, SlotAllocator
-from tests.attention.test_slab import LAYERS, TOTAL, AllocatorMachine
+from tests.attention.test_slab import LAYERS, TOTAL, SlabMachine
 from tests.factories import examples
 
 
-class SlotMachine(AllocatorMachine):
+class SlotMachine(SlabMachine):
     """Caches beside the allocator, and the copy of its table that a device would have."""
+
+    unit, total = 1, TOTAL
 
     def __init__(self) -> None:
         super().__init__()

@@ -192,6 +192,6 @@ def test_started_and_an_empty_delta():
 
 
 def test_every_method_of_the_contract_is_answered_by_the_servicer_itself() -> None:
-    """The generated base class answers UNIMPLEMENTED: none of its methods may be what a caller meets."""
+    """Nothing stands in for one that it lacks: a caller would meet it."""
     service = pb.DESCRIPTOR.services_by_name["GenerationService"]
     assert {method.name for method in service.methods} <= set(vars(GenerationServicer))
