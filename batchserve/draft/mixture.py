@@ -74,6 +74,8 @@ class _RequestState:
     next_position: int
     seed: np.uint64
     noise_bin: int
+    root: np.ndarray = field(default_factory=lambda: np.zeros(1, NODE))  # what the last draft found for the text's end
+    is_root_known: bool = False  # ... which is still the end
     num_output: int = 0
     published: list[int] = field(default_factory=list)  # not yet written to the scope
     context: list[int] = field(default_factory=list)  # the last CONTEXT tokens that were
@@ -84,7 +86,7 @@ class MixtureDrafter(Drafter):
 
     A scope takes at most max_scope_bytes; there its oldest text is overwritten. All scopes together take at most
     max_total_bytes (and, for a new scope of a request that runs, some tens of kilobytes): scopes that nobody uses go
-    first, then none grows. A request's own text takes BYTES_PER_TOKEN a token until it ends. is_using_noise=False
+    first, then none grows. A request's own text takes BYTES_PER_TOKEN a token, and NODE beside, until it ends. is_using_noise=False
     drafts sampled requests as if they were greedy (to measure what the noise gains).
     """
 
@@ -145,8 +147,8 @@ class MixtureDrafter(Drafter):
         depth = min(query.max_depth, self._branch_length)
         if query.max_tokens < 1 or depth < 1:
             return DraftTree()
-        if len(self._nodes) <= query.max_tokens:
-            self._nodes = np.zeros(query.max_tokens + 1, NODE)
+        if len(self._nodes) < query.max_tokens:
+            self._nodes = np.zeros(query.max_tokens, NODE)
         links, probs = np.empty((3, query.max_tokens), np.int64), np.empty(query.max_tokens)
         count = grow(
             state.own.source,
@@ -156,11 +158,13 @@ class MixtureDrafter(Drafter):
             (state.noise_bin, state.seed, state.next_position),
             (query.max_tokens, depth, query.min_prob),
             state.scope.experience.weights,
+            state.root,
             self._nodes,
             self._scratch,
             links,
             probs,
         )
+        state.is_root_known = True
         token_ids, parents, _ = links[:, :count].tolist()
         return DraftTree(token_ids, parents, probs[:count].tolist())
 
@@ -177,9 +181,12 @@ class MixtureDrafter(Drafter):
             (state.noise_bin, state.seed, state.next_position),
             experience.weights,
             experience.seen,
+            state.root,
+            state.is_root_known,
             self._nodes,
             self._scratch,
         )
+        state.is_root_known = state.is_root_known and not token_ids
         state.num_output += len(token_ids)
         state.next_position += len(token_ids)
 
@@ -242,14 +249,14 @@ class MixtureDrafter(Drafter):
             return
         for state in self._requests.values():
             if state.scope is cleared:
-                state.published, state.context = [], []
+                state.published, state.context, state.is_root_known = [], [], False
         cleared.index, cleared.experience = TextIndex(self._max_scope_tokens), _Experience()
         cleared.common, cleared.writer = make_common(), ""
         if cleared.num_requests == 0:
             del self._scopes[scope]
 
     def memory_bytes(self) -> int:
-        own = sum(state.own.nbytes for state in self._requests.values())
+        own = sum(state.own.nbytes + NODE.itemsize for state in self._requests.values())
         return own + sum(scope.nbytes for scope in self._scopes.values())
 
     def save(self, path: Path, fingerprint: str) -> None:

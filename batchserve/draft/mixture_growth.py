@@ -96,13 +96,13 @@ def _expand_node(own, scope, node, parent, token, visits, weights, cut, work):  
 
 
 @njit(cache=True, nogil=True)
-def grow(own, scope, common, num_output, noise, bounds, weights, nodes, scratch, links, tree_probs):  # type: ignore[no-untyped-def]
+def grow(own, scope, common, num_output, noise, bounds, weights, root, nodes, scratch, links, tree_probs):  # type: ignore[no-untyped-def]
     """Grow one tree best-first into links [3, max_tokens] (token ids, parents, depths) and tree_probs [max_tokens].
 
     Returns its number of nodes.
 
-    noise: see mixture_noise.py. bounds: (the most nodes, the deepest, the least path probability). Work memory: nodes
-    NODE [the most + 1], the root's first; scratch SCRATCH [1], zeros at first.
+    noise: see mixture_noise.py. bounds: (the most nodes, the deepest, the least path probability). What is found for
+    the text's end goes into root, NODE [1]. Work memory: nodes NODE [the most]; scratch SCRATCH [1], zeros at first.
     """
     noise_bin, seed, position = noise
     is_noisy = noise_bin >= 0
@@ -121,12 +121,13 @@ def grow(own, scope, common, num_output, noise, bounds, weights, nodes, scratch,
             least = max(min_prob, frontier[num_waiting - 1].prob if is_full else 0.0) / path_prob
             # A token may be named by several experts, and lifted by the noise.
             cut = least * (NOISY_CUT if is_noisy else CUT)
-            here = nodes[node + 1]
+            here = root[0] if node < 0 else nodes[node]
             begin(work)
             if node < 0:
                 _expand_root(own, scope, visits, weights, cut, here, work)
             else:
-                above, token = nodes[tree_parents[node] + 1], tree_tokens[node]
+                above = root[0] if tree_parents[node] < 0 else nodes[tree_parents[node]]
+                token = tree_tokens[node]
                 _expand_node(own, scope, here, above, token, node_visits, weights, cut, work)
             spread(here, work)
             if work.left >= cut and common[2][1] > 0:
@@ -160,7 +161,9 @@ def compile_kernels() -> None:
     index.append(tokens)
     source, common, weights = index.source, make_common(), initial_weights()
     noise = (noise_bin_of(1.0, len(weights)), np.uint64(0), 5)
-    work = np.zeros(3, NODE), np.zeros(1, SCRATCH)
-    accept_tokens(source, source, common, tokens[:1], 0, noise, weights, np.zeros(weights.shape, np.int64), *work)
+    root, nodes, scratch = np.zeros(1, NODE), np.zeros(2, NODE), np.zeros(1, SCRATCH)
+    learned = weights, np.zeros(weights.shape, np.int64)
+    accept_tokens(source, source, common, tokens[:1], 0, noise, *learned, root, False, nodes, scratch)
     count_common(common, tokens)
-    grow(source, source, common, 1, noise, (2, 2, 0.0), weights, *work, np.zeros((3, 2), np.int64), np.zeros(2))
+    tree = np.zeros((3, 2), np.int64), np.zeros(2)
+    grow(source, source, common, 1, noise, (2, 2, 0.0), weights, root, nodes, scratch, *tree)

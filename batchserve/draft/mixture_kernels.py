@@ -311,16 +311,24 @@ def read_recent(own, num_output, recent):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def accept_tokens(own, scope, common, token_ids, num_output, noise, weights, seen, nodes, scratch):  # type: ignore[no-untyped-def]
+def accept_tokens(  # type: ignore[no-untyped-def]
+    own, scope, common, token_ids, num_output, noise, weights, seen, root, is_root_known, nodes, scratch
+):
     """Learn from token_ids (int32), and append them to the own text, whose last num_output tokens are the answer.
 
-    Work memory: nodes NODE [1], scratch SCRATCH [1], zeros at first.
+    root: NODE [1]; where is_root_known, what a draft has found for the end of the text as it is now, so that the first
+    token is learned from the evidence that it was drafted by. Work memory: nodes NODE [at least 1], scratch SCRATCH
+    [1], zeros at first.
     """
     noise_bin, seed, position = noise
-    node, work = nodes[0], scratch[0]
+    node, work = root[0], scratch[0]
     for i in range(token_ids.shape[0]):
-        read_recent(own, num_output + i, work.recent)
-        _learn((own, scope), common, token_ids[i], weights, seen, node, work)
+        if i > 0 or not is_root_known:
+            node = nodes[0]
+            read_recent(own, num_output + i, work.recent)
+            find_at_root(own, FEWEST_VISITS, node, OWN, work)
+            find_at_root(scope, FEWEST_VISITS, node, SCOPE, work)
+        _learn(common, token_ids[i], weights, seen, node, work)
         if noise_bin >= 0:
             key = stream_key(seed, position + i)
             _learn_noise(noise_bin, key, token_ids[i], weights, seen, node, work)
@@ -328,10 +336,8 @@ def accept_tokens(own, scope, common, token_ids, num_output, noise, weights, see
 
 
 @njit(cache=True, nogil=True)
-def _learn(sources, common, target, weights, seen, node, work):  # type: ignore[no-untyped-def]
+def _learn(common, target, weights, seen, node, work):  # type: ignore[no-untyped-def]
     """One step of expectation-maximisation: how much of the probability of `target` was each expert's merit?"""
-    find_at_root(sources[0], FEWEST_VISITS, node, OWN, work)
-    find_at_root(sources[1], FEWEST_VISITS, node, SCOPE, work)
     begin(work)
     weigh(node, work, weights, 0.0, target)
     if common[2][1] > 0:
