@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from batchserve.attention.base import Span
 
 
@@ -21,12 +23,12 @@ def ancestor_mask(parents: np.ndarray) -> np.ndarray:
     return mask
 
 
-def tree_positions(parents: np.ndarray, context_len: int) -> np.ndarray:
+def tree_positions(parents: Sequence[int], context_len: int) -> np.ndarray:
     """int64 [n]: the absolute position of every row, from its depth below the context."""
-    positions = np.empty(len(parents), dtype=np.int64)
-    for i, parent in enumerate(parents):
-        positions[i] = context_len if parent < 0 else positions[parent] + 1
-    return positions
+    positions: list[int] = []
+    for parent in parents:
+        positions.append(context_len if parent < 0 else positions[parent] + 1)
+    return np.array(positions, dtype=np.int64)
 
 
 def key_positions(span: Span) -> np.ndarray:

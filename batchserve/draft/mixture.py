@@ -86,8 +86,8 @@ class MixtureDrafter(Drafter):
 
     A scope takes at most max_scope_bytes; there its oldest text is overwritten. All scopes together take at most
     max_total_bytes (and, for a new scope of a request that runs, some tens of kilobytes): scopes that nobody uses go
-    first, then none grows. A request's own text takes BYTES_PER_TOKEN a token, and NODE beside, until it ends. is_using_noise=False
-    drafts sampled requests as if they were greedy (to measure what the noise gains).
+    first, then none grows. A request's own text takes BYTES_PER_TOKEN a token, and NODE beside, until it ends.
+    is_using_noise=False drafts sampled requests as if they were greedy (to measure what the noise gains).
     """
 
     name = "mixture"

@@ -63,23 +63,23 @@ def split_buckets(text, prev, head, meta, count):  # type: ignore[no-untyped-def
                     age += capacity
                 if age <= last_age or age >= meta[FILLED]:
                     break
-                last_age, after = age, prev[o, end] - 1
+                last_age, after = age, prev[end, o] - 1
                 key, slot = np.uint64(0), end
                 for _ in range(_ORDERS[o]):
                     key = hash_step(key, text[slot])
                     slot = slot - 1 if slot > 0 else capacity - 1
-                prev[o, end] = 0
+                prev[end, o] = 0
                 if _bucket(key, head, meta) == bucket:
                     if last_moved < 0:
                         head[bucket, o] = end + 1
                     else:
-                        prev[o, last_moved] = end + 1
+                        prev[last_moved, o] = end + 1
                     last_moved = end
                 else:
                     if last_kept < 0:
                         head[bucket - half, o] = end + 1
                     else:
-                        prev[o, last_kept] = end + 1
+                        prev[last_kept, o] = end + 1
                     last_kept = end
                 end = after
 
@@ -102,14 +102,14 @@ def append_tokens(text, prev, head, meta, token_ids, first_indexed):  # type: ig
         key, slot, length = np.uint64(0), newest, 0
         for o in range(NUM_ORDERS):
             if _ORDERS[o] > longest:
-                prev[o, newest] = 0
+                prev[newest, o] = 0
                 continue
             while length < _ORDERS[o]:
                 key = hash_step(key, text[slot])
                 slot = slot - 1 if slot > 0 else capacity - 1
                 length += 1
             bucket = _bucket(key, head, meta)
-            prev[o, newest] = head[bucket, o]
+            prev[newest, o] = head[bucket, o]
             head[bucket, o] = newest + 1
     meta[NEWEST], meta[FILLED], meta[RUN] = newest, filled, run
 
@@ -161,7 +161,7 @@ def find_occurrences(  # type: ignore[no-untyped-def]
             if _ORDERS[order] <= length < longest:
                 slots[count], lengths[count] = behind, length
                 count += 1
-        end = prev[order, end] - 1
+        end = prev[end, order] - 1
     return count
 
 
@@ -180,17 +180,16 @@ class TextIndex:
     def _allocate(self, capacity: int) -> None:
         reserved = capacity if capacity < RESERVED_FROM else min(RESERVED * capacity, self.max_tokens)
         self._reserved = (
-            _zeros(reserved),
-            _zeros(NUM_ORDERS, reserved),
+            _zeros(reserved, 1 + NUM_ORDERS),
             _zeros(_num_buckets(reserved), NUM_ORDERS),
         )
         self._use(capacity)
         self.meta = np.array([-1, 0, 0, len(self.head)], dtype=np.int64)
 
     def _use(self, capacity: int) -> None:
-        text, prev, head = self._reserved
-        # A chain's links stay next to each other, so `prev` cannot be cut without holes: what is behind is not used.
-        self.text, self.prev, self.head = text[:capacity], prev, head[: _num_buckets(capacity)]
+        cells, head = self._reserved
+        # A token lies beside its links: whoever follows a chain reads both, and waits for memory once.
+        self.text, self.prev, self.head = cells[:capacity, 0], cells[:capacity, 1:], head[: _num_buckets(capacity)]
 
     def __len__(self) -> int:
         return int(self.meta[FILLED])
@@ -251,7 +250,7 @@ class TextIndex:
             return
         text, prev, head, meta = self.source
         self._allocate(capacity)
-        self.text[:before], self.prev[:, :before], self.head[: len(head)] = text, prev[:, :before], head
+        self.text[:before], self.prev[:before], self.head[: len(head)] = text, prev, head
         self.meta[:] = meta
 
 

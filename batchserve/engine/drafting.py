@@ -76,7 +76,7 @@ class DraftStage:
             return {}
         if self.adaptive is not None:
             self.adaptive.begin_step(without, alone)
-        queries = [self._query(s) for s in asked]
+        queries = self._queries(asked)
         proposed = self.drafter.propose(queries)
         trees = {query.request_id: tree for query, tree in zip(queries, proposed, strict=True)}
         step.draft_s, step.num_asked = self._clock() - started_s, len(queries)
@@ -108,12 +108,15 @@ class DraftStage:
             self.drafter.share(request_id, unheard.shared)
         unheard.accepted, unheard.shared = [], []
 
-    def _query(self, item: ScheduledRequest) -> DraftQuery:
-        request_id, most, least_prob = item.request.request_id, item.max_draft_tokens, 0.0
-        if self.adaptive is not None:
-            asked, least_prob = self.adaptive.bounds(request_id)
-            most = min(most, asked)
-        return DraftQuery(request_id, most, item.max_draft_depth, item.max_row_depth, least_prob)
+    def _queries(self, asked: Sequence[ScheduledRequest]) -> list[DraftQuery]:
+        if self.adaptive is None:
+            bounds = [(s.max_draft_tokens, 0.0) for s in asked]
+        else:
+            bounds = self.adaptive.bounds([s.request.request_id for s in asked])
+        return [
+            DraftQuery(s.request.request_id, min(most, s.max_draft_tokens), s.max_draft_depth, s.max_row_depth, least)
+            for s, (most, least) in zip(asked, bounds, strict=True)
+        ]
 
     def _choose(
         self,

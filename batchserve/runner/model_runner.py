@@ -186,6 +186,8 @@ def verify_request(rows: RequestRows, sampler: RowSampler, first: int, recorded:
         token = sampler.token_at(first + row - root, position, sampling)
         return recorded[position] if position < len(recorded) else token
 
+    if not rows.num_draft_tokens:
+        return VerifiedTokens([target(root, 0)], [])
     verified = walk_tree(rows.token_ids, rows.parents, root, target, rows.is_verified)
     unverified = [i for i, is_verified in enumerate(rows.is_verified) if not is_verified]
     if unverified:

@@ -85,7 +85,7 @@ def build_batch(requests: list[RequestRows]) -> RaggedBatch:
         if is_chain:
             where = np.arange(rows.context_len, rows.context_len + count, dtype=np.int64)
         else:
-            where = tree_positions(parents, rows.context_len)
+            where = tree_positions(rows.parents, rows.context_len)
         spans.append(Span(rows.request_id, start, rows.context_len, parents, where, is_chain))
         input_ids += rows.token_ids
         positions.append(where)

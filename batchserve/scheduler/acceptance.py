@@ -6,13 +6,13 @@ budget which cuts a draft does not blind the estimate that it cuts by.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from batchserve.scheduler.budget_kernels import CLOSED, correct, own_shift, score_trees, weigh_nodes
+from batchserve.scheduler.budget_kernels import CLOSED, correct, own_shifts, score_trees, weigh_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -130,10 +130,10 @@ class AcceptanceModel:
             offered.reached[offered.slots == request.slot] = CLOSED
         self._free.append(request.slot)
 
-    def shift(self, request: RequestOdds) -> float:
-        """By how much a request's truth differs in log odds from what was expected of it."""
-        shift: float = own_shift(self._records[request.slot])
-        return shift
+    def shifts(self, requests: Sequence[RequestOdds]) -> list[float]:
+        """By how much each request's truth differs in log odds from what was expected of it."""
+        shifts: list[float] = own_shifts(self._records, np.array([request.slot for request in requests])).tolist()
+        return shifts
 
     def calibrate(self, trees: Sequence[VerifiedPart], requests: Sequence[RequestOdds]) -> Offered:
         """Calibrated trees; tree i is request i's. Raises ValueError if a parent does not come before its node."""
@@ -145,11 +145,12 @@ class AcceptanceModel:
                 correct(sums.reshape(3, NUM_DEPTHS, NUM_PROBS), PRIOR, shifts)
             self._is_stale = False
         slots = np.array([request.slot for request in requests])
-        starts = np.array([0, *itertools.accumulate(len(tree.parents) for tree in trees)])
-        parents = np.array([parent for tree in trees for parent in tree.parents], np.int64)
-        probs = np.array([prob for tree in trees for prob in tree.probs], np.float64)
-        token_ids = np.array([token_id for tree in trees for token_id in tree.token_ids], np.int64)
-        places, results = np.empty(len(parents), np.int64), np.empty((3, len(parents)))
+        starts = np.array([0, *accumulate(len(tree.parents) for tree in trees)])
+        size = int(starts[-1])
+        parents = np.fromiter(chain.from_iterable(tree.parents for tree in trees), np.int64, size)
+        probs = np.fromiter(chain.from_iterable(tree.probs for tree in trees), np.float64, size)
+        token_ids = np.fromiter(chain.from_iterable(tree.token_ids for tree in trees), np.int64, size)
+        places, results = np.empty(size, np.int64), np.empty((3, size))
         who = (slots, self._drafter_of, self._records)
         wrong = weigh_nodes(starts, parents, probs, _DEPTH_BIN, PROB_BINS, self._books.shifts, *who, places, results)
         if wrong >= 0:
@@ -171,8 +172,8 @@ class AcceptanceModel:
         if not self._open:
             return
         given = np.array([request.slot for request in requests], np.int64)
-        token_starts = np.array([0, *itertools.accumulate(map(len, token_ids))])
-        tokens = np.array([token_id for each in token_ids for token_id in each], np.int64)
+        token_starts = np.array([0, *accumulate(map(len, token_ids))])
+        tokens = np.fromiter(chain.from_iterable(token_ids), np.int64, int(token_starts[-1]))
         books = (self._books.sums, self._books.tallies, self._books.tested)
         arrived = (given, token_starts, tokens, self._drafter_of, self._records, books)
         self._open = [each for each in self._open if score_trees(*_arrays(each), *arrived)]

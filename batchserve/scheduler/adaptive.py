@@ -201,16 +201,20 @@ class AdaptiveDrafting:
         self._market = Market.open(self.step_time, load, alone, price, longest_s, self._max_step_s)
         self.last = Introspection(price)
 
-    def bounds(self, request_id: str) -> tuple[int, float]:
-        """What to ask of the drafter: the most nodes, and the path probability, as it claims it, of the least likely.
+    def bounds(self, request_ids: Sequence[str]) -> list[tuple[int, float]]:
+        """What to ask of each drafter: the most nodes, and the path probability, as it claims it, of the least likely.
 
         Neither bound limits what is worth its row; both leave some room for odds to be learned.
         """
-        state = self._states[request_id]
-        most = MOST_NODES if state.window is not None else int(FEW_NODES + GROWTH * state.num_chosen)
-        worth = self._market.price * self._market.row_s / state.urgency
-        least = MARGIN * worth * math.exp(-max(0.0, self.acceptance.shift(state.odds)))
-        return most, min(0.5, least)
+        states = [self._states[request_id] for request_id in request_ids]
+        least = MARGIN * self._market.price * self._market.row_s
+        return [
+            (
+                MOST_NODES if state.window is not None else int(FEW_NODES + GROWTH * state.num_chosen),
+                min(0.5, least / state.urgency * math.exp(-max(0.0, shift))),
+            )
+            for state, shift in zip(states, self.acceptance.shifts([state.odds for state in states]), strict=True)
+        ]
 
     def choose(self, trees: Mapping[str, Tree], decoding: Sequence[Decoding], max_rows: int) -> dict[str, list[int]]:
         """The nodes of each tree that are worth their rows, ascending; requests that get none are left out.

@@ -126,7 +126,7 @@ class Machine:
         chosen: dict[str, list[int]] = {}
         if asked:
             adaptive.begin_step(without, alone)
-            trees = {text.name: text.propose(adaptive.bounds(text.name)[0]) for text in asked}
+            trees = {text.name: text.propose(adaptive.bounds([text.name])[0][0]) for text in asked}
             bidders = [Decoding(text.name, text.context, text.tokens) for text in texts]
             chosen = adaptive.choose(trees, bidders, max_rows)
         for name, nodes in chosen.items():
