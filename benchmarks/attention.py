@@ -16,11 +16,14 @@ import numpy as np  # isort: skip
 import torch  # isort: skip
 
 from batchserve.attention.base import AttentionParams, LayerShape, Span
-from batchserve.attention.cpu import CpuBackend
+from batchserve.attention.cpu import LANES, CpuBackend
 from batchserve.attention.slab import SlabAllocator
 
 # (requests, rows each, context), (heads, K/V heads)
-CASES = [(1, 1, 256), (4, 1, 256), (16, 1, 128), (16, 1, 256), (16, 1, 1024), (1, 9, 256), (16, 5, 256), (1, 256, 0)]
+CASES = [
+    *((1, 1, 256), (4, 1, 256), (16, 1, 128), (16, 1, 256), (16, 1, 1024), (1, 1, 4096), (16, 2, 256), (16, 3, 256)),
+    *((1, 5, 256), (16, 5, 256), (1, 9, 256), (4, 4, 1024), (1, 256, 0)),
+]
 HEADS = {"bundled": (4, 2), "90m": (12, 4)}
 DIM = 64
 
@@ -69,7 +72,7 @@ def main() -> None:
                 "requests": requests,
                 "rows_each": count,
                 "context": context,
-                "work_each": count * heads[0] * (context + count),
+                "work_each": -(-count * heads[0] // heads[1] // LANES) * heads[1] * (context + count),
                 "sdpa_us": spread(times["sdpa"]),
                 "kernel_us": spread(times["kernel"]),
             }

@@ -16,21 +16,29 @@ import torch.nn.functional as F
 from batchserve.attention.base import AttentionParams, LayerShape, Span
 from batchserve.attention.mask import visible_keys
 from batchserve.attention.slab import SlabAllocator
-from batchserve.attention.torch_reference import attend_span, store
+from batchserve.attention.torch_reference import attend_span, store, stored
 
-# (row, head, key) triples below which a span is cheaper in the compiled kernel than in SDPA (benchmarks/attention.py).
-SMALL_SPAN = 4000
+# A span's work in the compiled kernel is counted in blocks of up to LANES queries of one K/V head, times keys. Below
+# these bounds it is cheaper there than in SDPA (benchmarks/attention.py): of a span that is one block a K/V head, as a
+# decoding request's single row mostly is, and of any other, whose queries SDPA shares its keys among.
+LANES = 4
+SMALL_BLOCK, SMALL_SPAN = 16_000, 4_000
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
-class _SmallSpans:
-    """Spans that go to the compiled kernel together. addresses int64 [num_layers, num_spans, 2]."""
+class _Spans:
+    """Spans as the compiled kernels take them. addresses int64 [num_layers, num_spans, 2]."""
 
     addresses: np.ndarray
     capacities: np.ndarray  # int64 [num_spans]
     rows: np.ndarray  # int64 [num_spans, 3]: row start, rows, context length
     parents: np.ndarray  # int32 [num_tokens]
+
+    def take(self, places: list[int]) -> _Spans:
+        """Some of them."""
+        addresses = np.ascontiguousarray(self.addresses[:, places])
+        return _Spans(addresses, self.capacities[places], self.rows[places], self.parents)
 
 
 def kernel_supports(layers: list[LayerShape], dtype: torch.dtype) -> bool:
@@ -51,27 +59,35 @@ class CpuBackend:
         self._is_invariant = batch_invariant
         self._spans: list[Span] = []
         self._large: list[Span] = []
-        self._small: _SmallSpans | None = None
+        self._stored: _Spans | None = None  # all, where kernels store them
+        self._small: _Spans | None = None
 
     def begin(self, spans: list[Span]) -> None:
-        self._spans = spans
-        small = [span for span in spans if self._is_small(span)] if self._has_kernel else []
-        self._large = [span for span in spans if span not in small] if small else spans
-        self._small = self._gather(small, spans[-1].row_start + spans[-1].num_rows) if small else None
+        self._spans = self._large = spans
+        self._stored = self._small = None
+        if not self._has_kernel:
+            return
+        self._stored = self._gather(spans)
+        small = [place for place, span in enumerate(spans) if self._is_small(span)]
+        if small:
+            self._small = self._stored if len(small) == len(spans) else self._stored.take(small)
+            self._large = [span for span in spans if not self._is_small(span)]
 
     def _is_small(self, span: Span) -> bool:
-        work = span.num_rows * self._num_heads * (span.context_len + span.num_rows)
-        return self._is_invariant or work < SMALL_SPAN
+        num_kv_heads = self.allocator.num_kv_heads
+        blocks = -(-span.num_rows * (self._num_heads // num_kv_heads) // LANES)
+        work = blocks * num_kv_heads * (span.context_len + span.num_rows)
+        return self._is_invariant or work < (SMALL_BLOCK if blocks == 1 else SMALL_SPAN)
 
-    def _gather(self, small: list[Span], num_tokens: int) -> _SmallSpans:
-        found = [self.allocator.addresses(span.request_id) for span in small]
-        parents = np.full(num_tokens, -1, dtype=np.int32)
-        for span in small:
+    def _gather(self, spans: list[Span]) -> _Spans:
+        found = [self.allocator.addresses(span.request_id) for span in spans]
+        parents = np.full(spans[-1].row_start + spans[-1].num_rows, -1, dtype=np.int32)
+        for span in spans:
             parents[span.row_start : span.row_start + span.num_rows] = span.parents
-        return _SmallSpans(
+        return _Spans(
             addresses=np.ascontiguousarray(np.stack([addresses for addresses, _ in found], axis=1)),
             capacities=np.array([capacity for _, capacity in found], dtype=np.int64),
-            rows=np.array([[s.row_start, s.num_rows, s.context_len] for s in small], dtype=np.int64),
+            rows=np.array([[s.row_start, s.num_rows, s.context_len] for s in spans], dtype=np.int64),
             parents=parents,
         )
 
@@ -79,14 +95,15 @@ class CpuBackend:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         num_tokens, num_heads = query.shape[2], query.shape[1]
-        out = query.new_zeros(num_tokens, num_heads, value.shape[-1], dtype=torch.float32 if self._small else None)
-        large = self._large
-        if self._small is not None and params.sinks is None:
-            self._attend_small(self._small, layer, query, key, value, params, out)
-        else:
-            large = self._spans
+        self._store(layer, key, value)
+        small, large = self._small, self._large
+        if params.sinks is not None:
+            small, large = None, self._spans
+        out = query.new_zeros(num_tokens, num_heads, value.shape[-1], dtype=torch.float32 if small else None)
+        if small is not None:
+            self._attend_small(small, layer, query, key, params, out)
         for span in large:
-            keys, values = store(self.allocator, span, layer, key, value)
+            keys, values = stored(self.allocator, span, layer)
             rows = slice(span.row_start, span.row_start + span.num_rows)
             if params.softcap is not None or params.sinks is not None:
                 out[rows] = attend_span(query[0, :, rows], keys, values, self._bool_mask(span, params), params)
@@ -94,30 +111,38 @@ class CpuBackend:
                 out[rows] = self._sdpa(span, query[:, :, rows], keys, values, params)
         return out.to(query.dtype).unsqueeze(0)
 
+    def _store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        if self._stored is None:
+            for span in self._spans:
+                store(self.allocator, span, layer, key, value)
+            return
+        from batchserve.attention import path_kernel
+
+        spans = self._stored
+        keys, values = _token_major(key), _token_major(value)
+        path_kernel.store_rows(keys, values, spans.addresses[layer], spans.capacities, spans.rows)
+
     def _attend_small(
         self,
-        spans: _SmallSpans,
+        spans: _Spans,
         layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
         params: AttentionParams,
         out: torch.Tensor,
     ) -> None:
         from batchserve.attention import path_kernel
 
-        keys, values = _token_major(key), _token_major(value)
-        addresses = spans.addresses[layer]
-        path_kernel.store_rows(keys, values, addresses, spans.capacities, spans.rows)
+        num_kv_heads = key.shape[1]
         path_kernel.attend_rows(
             query[0].transpose(0, 1).float().contiguous().numpy(),
-            keys,
-            addresses,
+            np.empty((0, 0, 0), _stored_dtype(key)),
+            spans.addresses[layer],
             spans.capacities,
             spans.rows,
             spans.parents,
             out.numpy(),
-            np.array([0, key.shape[1], query.shape[1] // key.shape[1], key.shape[1]]),
+            np.array([0, num_kv_heads, query.shape[1] // num_kv_heads, num_kv_heads]),
             params.sliding_window or 0,
             np.float32(params.scaling),
             np.float32(params.softcap or 0.0),
@@ -167,6 +192,11 @@ def _token_major(states: torch.Tensor) -> np.ndarray:
     laid_out = states[0].transpose(0, 1).contiguous()
     array: np.ndarray = (laid_out.view(torch.uint16) if laid_out.dtype == torch.bfloat16 else laid_out).numpy()
     return array
+
+
+def _stored_dtype(states: torch.Tensor) -> type[np.generic]:
+    """Of K and V as the kernels see them: bfloat16 as its bits."""
+    return np.uint16 if states.dtype == torch.bfloat16 else np.float32
 
 
 def compile_kernels(dtype: torch.dtype) -> None:

@@ -41,30 +41,37 @@ def _widen(typing_context, value):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, fastmath=True, cache=True, error_model="numpy")
-def _dot4(queries, key, scores, j):  # type: ignore[no-untyped-def]
-    """scores[0:4, j] = queries [4, dim] . key [dim]; four at a time, so that a key is read and widened once."""
+def _score(queries, keys, scores, j):  # type: ignore[no-untyped-def]
+    """scores[0:4, j : j + 4] = queries [4, dim] . keys [4, dim]; sixteen at a time: each is read and widened once."""
     q0, q1, q2, q3 = queries[0], queries[1], queries[2], queries[3]
-    t0 = t1 = t2 = t3 = np.float32(0.0)
-    for d in range(key.shape[0]):
-        k = _widen(key[d])
-        t0 += q0[d] * k
-        t1 += q1[d] * k
-        t2 += q2[d] * k
-        t3 += q3[d] * k
-    scores[0, j], scores[1, j], scores[2, j], scores[3, j] = t0, t1, t2, t3
+    k0, k1, k2, k3 = keys[0], keys[1], keys[2], keys[3]
+    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0.0)
+    c0 = c1 = c2 = c3 = d0 = d1 = d2 = d3 = np.float32(0.0)
+    for i in range(q0.shape[0]):
+        w, x, y, z = _widen(k0[i]), _widen(k1[i]), _widen(k2[i]), _widen(k3[i])
+        q = q0[i]
+        a0, a1, a2, a3 = a0 + q * w, a1 + q * x, a2 + q * y, a3 + q * z
+        q = q1[i]
+        b0, b1, b2, b3 = b0 + q * w, b1 + q * x, b2 + q * y, b3 + q * z
+        q = q2[i]
+        c0, c1, c2, c3 = c0 + q * w, c1 + q * x, c2 + q * y, c3 + q * z
+        q = q3[i]
+        d0, d1, d2, d3 = d0 + q * w, d1 + q * x, d2 + q * y, d3 + q * z
+    scores[0, j], scores[0, j + 1], scores[0, j + 2], scores[0, j + 3] = a0, a1, a2, a3
+    scores[1, j], scores[1, j + 1], scores[1, j + 2], scores[1, j + 3] = b0, b1, b2, b3
+    scores[2, j], scores[2, j + 1], scores[2, j + 2], scores[2, j + 3] = c0, c1, c2, c3
+    scores[3, j], scores[3, j + 1], scores[3, j + 2], scores[3, j + 3] = d0, d1, d2, d3
 
 
 @njit(nogil=True, fastmath=True, cache=True, error_model="numpy")
-def _accumulate4(sums, scores, j, value):  # type: ignore[no-untyped-def]
-    """sums [4, dim] += scores[:, j] * value [dim]."""
-    s0, s1, s2, s3 = sums[0], sums[1], sums[2], sums[3]
-    w0, w1, w2, w3 = scores[0, j], scores[1, j], scores[2, j], scores[3, j]
-    for d in range(value.shape[0]):
-        v = _widen(value[d])
-        s0[d] += w0 * v
-        s1[d] += w1 * v
-        s2[d] += w2 * v
-        s3[d] += w3 * v
+def _accumulate(sums, weights, j, values):  # type: ignore[no-untyped-def]
+    """sums [lanes, dim] += weights [lanes, j : j + 4] . values [4, dim]; sums are read and written once for four."""
+    for lane in range(sums.shape[0]):
+        total, row = sums[lane], weights[lane]
+        w0, w1, w2, w3 = row[j], row[j + 1], row[j + 2], row[j + 3]
+        v0, v1, v2, v3 = values[0], values[1], values[2], values[3]
+        for d in range(total.shape[0]):
+            total[d] += w0 * _widen(v0[d]) + w1 * _widen(v1[d]) + w2 * _widen(v2[d]) + w3 * _widen(v3[d])
 
 
 @intrinsic
@@ -157,45 +164,58 @@ def _common_ancestors(paths, depths):  # type: ignore[no-untyped-def]
     return common
 
 
+@njit(nogil=True, cache=True)
+def _gather(plane, j, first, in_context, path, depth, four):  # type: ignore[no-untyped-def]
+    """A row's keys from the j-th on, of the context and then of its path, into four [4, dim]; then its last again."""
+    for i in range(4):
+        behind = j + i - in_context
+        place = first + j + i if behind < 0 else path[max(0, depth - 1 - behind)]
+        four[i, :] = plane[place]
+
+
 @njit(nogil=True, fastmath=True, cache=True, error_model="numpy")
 def _attend_block(lanes, planes, context, first, paths, depths, work, scale, softcap):  # type: ignore[no-untyped-def]
-    """Four (row, head) queries over one K/V head: lanes are query vectors [4, dim], sums come back in work.
+    """Four (row, head) queries over one K/V head: lanes are query vectors [4, dim], outputs come back in them.
 
-    All four see the context from `first` on, then the ancestors that they have in common, then each its own. A block
-    is always four wide (short ones repeat a lane), because the compiler may order a narrower reduction differently.
+    All four see the context from `first` on, then the ancestors that they have in common, then each its own. Keys are
+    taken in fours from a row's first, wherever they lie, and a block is always four lanes wide (short ones repeat a
+    lane), because the compiler may order a narrower reduction differently: so no sum depends on the batch.
     """
     keys, values = planes
-    scores, own, sums, own_sums = work
+    scores, own, sums, four = work
     in_context = context - first
-    common = _common_ancestors(paths, depths)
-    sums[:, :] = 0
-    for j in range(in_context):
-        _dot4(lanes, keys[first + j], scores, j)
-    for a in range(common):
-        _dot4(lanes, keys[paths[0, depths[0] - 1 - a]], scores, in_context + a)
+    common = in_context + _common_ancestors(paths, depths)
+    whole, shared = in_context // 4 * 4, common // 4 * 4
+    for j in range(0, whole, 4):
+        _score(lanes, keys[first + j : first + j + 4], scores, j)
+    for j in range(whole, shared, 4):
+        _gather(keys, j, first, in_context, paths[0], depths[0], four)
+        _score(lanes, four, scores, j)
     for lane in range(4):
-        depth = depths[lane]
-        for a in range(common, depth):
-            _dot4(lanes, keys[paths[lane, depth - 1 - a]], own, 0)
-            scores[lane, in_context + a] = own[lane, 0]
-        row = scores[lane]
-        for j in range(in_context + depth):
+        row, count = scores[lane], in_context + depths[lane]
+        for j in range(shared, count, 4):
+            _gather(keys, j, first, in_context, paths[lane], depths[lane], four)
+            _score(lanes, four, own, 0)
+            row[j : j + 4] = own[lane, :4]
+        for j in range(count):
             row[j] *= scale
         if softcap > 0:
-            for j in range(in_context + depth):
+            for j in range(count):
                 row[j] = softcap * np.tanh(row[j] / softcap)
-        own[lane, 1] = _softmax(row, in_context + depth)
-    for j in range(in_context):
-        _accumulate4(sums, scores, j, values[first + j])
-    for a in range(common):
-        _accumulate4(sums, scores, in_context + a, values[paths[0, depths[0] - 1 - a]])
+        own[lane, 4] = _softmax(row, count)
+        row[count : count + 3] = 0  # what is gathered behind the last counts for nothing
+    sums[:, :] = 0
+    for j in range(0, whole, 4):
+        _accumulate(sums, scores, j, values[first + j : first + j + 4])
+    for j in range(whole, shared, 4):
+        _gather(values, j, first, in_context, paths[0], depths[0], four)
+        _accumulate(sums, scores, j, four)
     for lane in range(4):
-        depth = depths[lane]
-        own_sums[:, :] = sums
-        for a in range(common, depth):
-            _accumulate4(own_sums, scores, in_context + a, values[paths[lane, depth - 1 - a]])
+        for j in range(shared, in_context + depths[lane], 4):
+            _gather(values, j, first, in_context, paths[lane], depths[lane], four)
+            _accumulate(sums[lane : lane + 1], scores[lane : lane + 1], j, four)
         for d in range(sums.shape[1]):
-            lanes[lane, d] = own_sums[lane, d] * own[lane, 1]
+            lanes[lane, d] = sums[lane, d] * own[lane, 4]
 
 
 @njit(nogil=True, fastmath=True, cache=True, error_model="numpy")
@@ -211,10 +231,10 @@ def attend_rows(query, sample, addresses, capacities, spans, parents, out, heads
     for s in range(spans.shape[0]):
         longest = max(longest, spans[s, 1] + spans[s, 2])
     work = (
-        np.zeros((4, longest), np.float32),
-        np.zeros((4, 2), np.float32),
+        np.zeros((4, longest + 3), np.float32),
+        np.zeros((4, 5), np.float32),
         np.zeros((4, dim), np.float32),
-        np.zeros((4, dim), np.float32),
+        np.zeros((4, dim), sample.dtype),
     )
     lanes = np.zeros((4, dim), np.float32)
     paths, depths = np.zeros((4, longest), np.int64), np.zeros(4, np.int64)

@@ -56,6 +56,7 @@ class SlabAllocator:
         self._cached = 0  # tokens that kept slabs hold
         self._stack_shapes, self._plane_index = _plan_stacks(layers)
         self.bytes_per_token = bytes_per_token(layers, dtype)
+        self.num_kv_heads = max(layer.num_kv_heads for layer in layers)
 
     @property
     def total_tokens(self) -> int:

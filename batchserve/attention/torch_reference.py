@@ -54,19 +54,23 @@ class TorchReferenceBackend:
         out = query.new_zeros(query.shape[2], query.shape[1], value.shape[-1])
         for span in self._spans:
             rows = slice(span.row_start, span.row_start + span.num_rows)
-            keys, values = store(self.allocator, span, layer, key, value)
+            store(self.allocator, span, layer, key, value)
+            keys, values = stored(self.allocator, span, layer)
             mask = torch.from_numpy(visible_keys(span, params.sliding_window))
             out[rows] = attend_span(query[0, :, rows], keys, values, mask, params)
         return out.unsqueeze(0)
 
 
-def store(
-    allocator: SlabAllocator, span: Span, layer: int, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write the span's new K/V behind its context; returns the request's K and V, [num_kv_heads, s, dim]."""
+def store(allocator: SlabAllocator, span: Span, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Write the span's new K/V behind its context."""
     rows = slice(span.row_start, span.row_start + span.num_rows)
+    keys, values = stored(allocator, span, layer)
+    keys[:, span.context_len :] = key[0, :, rows]
+    values[:, span.context_len :] = value[0, :, rows]
+
+
+def stored(allocator: SlabAllocator, span: Span, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The request's K and V up to the span's end, [num_kv_heads, s, dim]."""
     keys, values = allocator.planes(span.request_id, layer)
     end = span.context_len + span.num_rows
-    keys[:, span.context_len : end] = key[0, :, rows]
-    values[:, span.context_len : end] = value[0, :, rows]
     return keys[:, :end], values[:, :end]

@@ -25,6 +25,7 @@ from batchserve.engine.input_processor import InputProcessor
 from batchserve.engine.kv_memory import Progress, build_backend
 from batchserve.engine.measure_steps import measured_table
 from batchserve.errors import ConfigError
+from batchserve.malloc import keep_freed_memory
 from batchserve.metrics import EngineMetrics
 from batchserve.request import ResolvedSampling
 from batchserve.runner.compiled import CompiledModel
@@ -77,6 +78,8 @@ def build_engine(
     provide_cache_folder()
     say(f"loading {config.model}")
     loaded = load_model(config)
+    if loaded.device.type == "cpu":
+        keep_freed_memory()  # not before: what loading frees is as large as the model, and goes back
     backend, max_model_len = build_backend(config, loaded, say)
     num_parameters = count_parameters(loaded.model)
     limits = draft_limits(config, num_parameters)
