@@ -17,8 +17,8 @@ import torch
 from batchserve.attention.static_step import MAX_CHANGES, StaticStep, extended
 from batchserve.attention.step_buffer import BufferRing, StepLayout, upload
 from batchserve.request import ResolvedSampling
-from batchserve.runner.model_runner import QueuedStep
 from batchserve.runner.ragged_batch import RequestRows, build_batch
+from batchserve.runner.step_handle import QueuedStep
 from batchserve.sampling.device import DeviceSampler, SamplingKind
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchserve.runner import model_runner
-from batchserve.runner.model_runner import QueuedStep, verify_batch
+from batchserve.runner import step_handle
 from batchserve.runner.ragged_batch import RequestRows, build_batch
+from batchserve.runner.step_handle import QueuedStep, verify_batch
 from batchserve.sampling.device import DeviceSampler
 from batchserve.types import SamplingParams
 from tests.drafters import RandomTreeDrafter
@@ -37,7 +37,7 @@ def test_what_the_device_cannot_decide_the_host_does_from_the_requests_own_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With few candidates, and logits that are often equal, many requests need it."""
-    right, num_on_host, num_requests = model_runner.verify_request, 0, 0
+    right, num_on_host, num_requests = step_handle.verify_request, 0, 0
 
     def counting(rows: Any, sampler: Any, first: int, recorded: Sequence[int]) -> Any:
         nonlocal num_on_host
@@ -56,7 +56,7 @@ def test_what_the_device_cannot_decide_the_host_does_from_the_requests_own_rows(
         expected = verify_batch(batch, logits, forced)
         num_requests += len(batch.requests)
         with monkeypatch.context() as patch:
-            patch.setattr(model_runner, "verify_request", counting)
+            patch.setattr(step_handle, "verify_request", counting)
             assert queued(batch, logits, forced, num_candidates).wait() == expected
 
     check()

@@ -16,8 +16,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchserve.request import ResolvedSampling
-from batchserve.runner.model_runner import verify_batch
 from batchserve.runner.ragged_batch import RaggedBatch, RequestRows, build_batch
+from batchserve.runner.step_handle import verify_batch
 from batchserve.sampling.device import DeviceResult, DeviceSampler, SamplingKind
 from batchserve.sampling.device_noise import stream_keys
 from batchserve.sampling.device_rows import NEEDS_HOST, RowParams, sample_rows
