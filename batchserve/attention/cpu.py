@@ -8,21 +8,22 @@ their positions, whatever else is in the batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from batchserve.attention import openmp
 from batchserve.attention.base import AttentionParams, LayerShape, Span
 from batchserve.attention.mask import visible_keys
 from batchserve.attention.slab import SlabAllocator
 from batchserve.attention.torch_reference import attend_span, store, stored
 
-# A span's work in the compiled kernel is counted in blocks of up to LANES queries of one K/V head, times keys. Below
-# these bounds it is cheaper there than in SDPA (benchmarks/attention.py): of a span that is one block a K/V head, as a
-# decoding request's single row mostly is, and of any other, whose queries SDPA shares its keys among.
 LANES = 4
-SMALL_BLOCK, SMALL_SPAN = 16_000, 4_000
+# Up to so many rows and so much work (see _work) a span is cheaper in the compiled kernel (benchmarks/attention.py).
+SMALL_ROWS, SMALL_SPAN = 32, 16_000
+ALONE = 1_000  # work that one thread has done before another one has begun
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -39,6 +40,16 @@ class _Spans:
         """Some of them."""
         addresses = np.ascontiguousarray(self.addresses[:, places])
         return _Spans(addresses, self.capacities[places], self.rows[places], self.parents)
+
+    def job(self) -> np.ndarray:
+        """What path_kernel.attend_loop takes, but for what a layer adds; ADDRESSES are those of the first one."""
+        from batchserve.attention import path_kernel as kernel
+
+        job = np.zeros(kernel.JOB_SIZE, np.int64)
+        job[kernel.NUM_SPANS], job[kernel.LONGEST] = len(self.rows), (self.rows[:, 1] + self.rows[:, 2]).max()
+        arrays = (self.addresses, self.capacities, self.rows, self.parents)
+        job[[kernel.ADDRESSES, kernel.CAPACITIES, kernel.SPANS, kernel.PARENTS]] = [a.ctypes.data for a in arrays]
+        return job
 
 
 def kernel_supports(layers: list[LayerShape], dtype: torch.dtype) -> bool:
@@ -61,6 +72,8 @@ class CpuBackend:
         self._large: list[Span] = []
         self._stored: _Spans | None = None  # all, where kernels store them
         self._small: _Spans | None = None
+        self._job = np.zeros(0, np.int64)  # of the small ones
+        self._num_threads = 1
 
     def begin(self, spans: list[Span]) -> None:
         self._spans = self._large = spans
@@ -68,16 +81,24 @@ class CpuBackend:
         if not self._has_kernel:
             return
         self._stored = self._gather(spans)
-        small = [place for place, span in enumerate(spans) if self._is_small(span)]
-        if small:
-            self._small = self._stored if len(small) == len(spans) else self._stored.take(small)
-            self._large = [span for span in spans if not self._is_small(span)]
+        works = [self._work(span) for span in spans]
+        small = [place for place, span in enumerate(spans) if self._is_small(span, works[place])]
+        if not small:
+            return
+        self._small = self._stored if len(small) == len(spans) else self._stored.take(small)
+        self._large = [span for place, span in enumerate(spans) if place not in small]
+        self._job = self._small.job()
+        total = sum(works[place] for place in small)
+        self._num_threads = torch.get_num_threads() if total > ALONE else 1
 
-    def _is_small(self, span: Span) -> bool:
+    def _is_small(self, span: Span, work: int) -> bool:
+        return self._is_invariant or (span.num_rows <= SMALL_ROWS and work <= SMALL_SPAN)
+
+    def _work(self, span: Span) -> int:
+        """What the compiled kernel has to do for a span: blocks of LANES queries of one K/V head, times keys."""
         num_kv_heads = self.allocator.num_kv_heads
         blocks = -(-span.num_rows * (self._num_heads // num_kv_heads) // LANES)
-        work = blocks * num_kv_heads * (span.context_len + span.num_rows)
-        return self._is_invariant or work < (SMALL_BLOCK if blocks == 1 else SMALL_SPAN)
+        return blocks * num_kv_heads * (span.context_len + span.num_rows)
 
     def _gather(self, spans: list[Span]) -> _Spans:
         found = [self.allocator.addresses(span.request_id) for span in spans]
@@ -101,7 +122,7 @@ class CpuBackend:
             small, large = None, self._spans
         out = query.new_zeros(num_tokens, num_heads, value.shape[-1], dtype=torch.float32 if small else None)
         if small is not None:
-            self._attend_small(small, layer, query, key, params, out)
+            self._attend_small(layer, query, key.shape[1], params, out)
         for span in large:
             keys, values = stored(self.allocator, span, layer)
             rows = slice(span.row_start, span.row_start + span.num_rows)
@@ -123,30 +144,20 @@ class CpuBackend:
         path_kernel.store_rows(keys, values, spans.addresses[layer], spans.capacities, spans.rows)
 
     def _attend_small(
-        self,
-        spans: _Spans,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        params: AttentionParams,
-        out: torch.Tensor,
+        self, layer: int, query: torch.Tensor, num_kv_heads: int, params: AttentionParams, out: torch.Tensor
     ) -> None:
-        from batchserve.attention import path_kernel
+        from batchserve.attention import path_kernel as kernel
 
-        num_kv_heads = key.shape[1]
-        path_kernel.attend_rows(
-            query[0].transpose(0, 1).float().contiguous().numpy(),
-            np.empty((0, 0, 0), _stored_dtype(key)),
-            spans.addresses[layer],
-            spans.capacities,
-            spans.rows,
-            spans.parents,
-            out.numpy(),
-            np.array([0, num_kv_heads, query.shape[1] // num_kv_heads, num_kv_heads]),
-            params.sliding_window or 0,
-            np.float32(params.scaling),
-            np.float32(params.softcap or 0.0),
-        )
+        assert self._small is not None
+        rows = query[0].transpose(0, 1).float().contiguous()
+        job = self._job.copy()
+        job[kernel.NUM_TOKENS], job[kernel.NUM_HEADS], job[kernel.DIM] = rows.shape
+        job[kernel.GROUP], job[kernel.WINDOW] = rows.shape[1] // num_kv_heads, params.sliding_window or 0
+        job.view(np.float32)[2 * kernel.SCALES : 2 * kernel.SCALES + 2] = params.scaling, params.softcap or 0.0
+        job[kernel.QUERY], job[kernel.OUT] = rows.data_ptr(), out.data_ptr()
+        job[kernel.ADDRESSES] += layer * self._small.addresses.strides[0]
+        loop = kernel.attend_loop(np.uint16 if query.dtype == torch.bfloat16 else np.float32)
+        openmp.run(cast("int", loop.address), job.ctypes.data, self._num_threads)
 
     def _bool_mask(self, span: Span, params: AttentionParams) -> torch.Tensor:
         slot = ("bool", params.sliding_window)
@@ -192,11 +203,6 @@ def _token_major(states: torch.Tensor) -> np.ndarray:
     laid_out = states[0].transpose(0, 1).contiguous()
     array: np.ndarray = (laid_out.view(torch.uint16) if laid_out.dtype == torch.bfloat16 else laid_out).numpy()
     return array
-
-
-def _stored_dtype(states: torch.Tensor) -> type[np.generic]:
-    """Of K and V as the kernels see them: bfloat16 as its bits."""
-    return np.uint16 if states.dtype == torch.bfloat16 else np.float32
 
 
 def compile_kernels(dtype: torch.dtype) -> None:

@@ -9,11 +9,17 @@ faster path while contexts are short.
 # ruff: noqa: ANN001, ANN201, ANN202
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+if TYPE_CHECKING:
+    from numba.core.ccallback import CFunc
 
 
 @intrinsic
@@ -38,6 +44,17 @@ def _widen(typing_context, value):  # type: ignore[no-untyped-def]
         return arguments[0]
 
     return types.float32(value), from_bfloat16 if value == types.uint16 else as_it_is
+
+
+@intrinsic
+def _claim(typing_context, address):  # type: ignore[no-untyped-def]
+    """The number at an address, which is one more afterwards: no two threads get the same."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        number = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", number, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(address), codegen
 
 
 @njit(nogil=True, fastmath=True, cache=True, error_model="numpy")
@@ -219,47 +236,79 @@ def _attend_block(lanes, planes, context, first, paths, depths, work, scale, sof
 
 
 @njit(nogil=True, fastmath=True, cache=True, error_model="numpy")
-def attend_rows(query, sample, addresses, capacities, spans, parents, out, heads, window, scale, softcap):  # type: ignore[no-untyped-def]
-    """Attend with K/V heads [heads[0], heads[1]) of all spans.
+def _attend_head(query, planes, span, head, group, parents, out, window, scale, softcap, work):  # type: ignore[no-untyped-def]
+    """Attend with one span's rows over one K/V head: span is (row start, rows, context length)."""
+    start, rows, context = span
+    lanes, paths, depths, block = work
+    # Under a window every row has a first key of its own, so a block holds heads of one row only.
+    width = group if window > 0 else rows * group
+    for begin in range(0, rows * group, width):
+        for at in range(begin, begin + width, 4):
+            first = 0
+            for lane in range(4):
+                item = min(at + lane, begin + width - 1)
+                row = item // group
+                lanes[lane] = query[start + row, head * group + item % group]
+                depths[lane] = _ancestors(parents, start, row, context, paths[lane])
+                if window > 0:
+                    first = max(0, context + depths[lane] - window)
+                    depths[lane] -= max(0, first - context)
+                    first = min(first, context)
+            _attend_block(lanes, planes, context, first, paths, depths, block, scale, softcap)
+            for lane in range(min(4, begin + width - at)):
+                item = at + lane
+                out[start + item // group, head * group + item % group] = lanes[lane]
 
-    query float32 [num_tokens, num_heads, dim]; sample: an array of the planes' dtype; parents int32 [num_tokens],
-    counted inside the span; out float32 [num_tokens, num_heads, dim], written for the spans' rows; heads int64
-    [first, end, group, num_kv_heads]; window 0: none; softcap 0: none. K and V have the same dim.
+
+# What attend_loop is given, as an int64 array: sizes, addresses of arrays, and two float32 in the place of one number.
+NUM_TOKENS, NUM_HEADS, DIM, NUM_SPANS, GROUP, WINDOW, LONGEST, SCALES = range(8)
+QUERY, OUT, ADDRESSES, CAPACITIES, SPANS, PARENTS, NEXT, JOB_SIZE = range(8, 16)
+
+
+@functools.cache
+def attend_loop(element: type[np.generic]) -> CFunc[Any]:
+    """The compiled loop over all (span, K/V head) of a layer, for planes of uint16 (bfloat16) or float32.
+
+    It takes the address of a job: NUM_TOKENS, NUM_HEADS, DIM of QUERY and OUT, float32 [num_tokens, num_heads, dim], of
+    which the spans' rows are written; NUM_SPANS of ADDRESSES [num_spans, 2], CAPACITIES and SPANS, as store_rows takes
+    them; PARENTS int32 [num_tokens], counted inside the span; GROUP: heads of a K/V head; WINDOW 0: none; LONGEST: the
+    most keys of a row; SCALES: scale and softcap (0: none). K and V have the same dim. Threads that are given the same
+    job share it: NEXT, 0 at first, is what nobody has begun yet.
     """
-    dim, group, num_kv_heads = query.shape[2], heads[2], heads[3]
-    longest = 1
-    for s in range(spans.shape[0]):
-        longest = max(longest, spans[s, 1] + spans[s, 2])
-    work = (
-        np.zeros((4, longest + 3), np.float32),
-        np.zeros((4, 5), np.float32),
-        np.zeros((4, dim), np.float32),
-        np.zeros((4, dim), sample.dtype),
-    )
-    lanes = np.zeros((4, dim), np.float32)
-    paths, depths = np.zeros((4, longest), np.int64), np.zeros(4, np.int64)
-    for s in range(spans.shape[0]):
-        start, rows, context = spans[s, 0], spans[s, 1], spans[s, 2]
-        shape = (num_kv_heads, capacities[s], dim)
-        key_plane = carray(_as_pointer(addresses[s, 0]), shape, sample.dtype)
-        value_plane = carray(_as_pointer(addresses[s, 1]), shape, sample.dtype)
-        for h in range(heads[0], heads[1]):
-            planes = (key_plane[h], value_plane[h])
-            # Under a window every row has a first key of its own, so a block holds heads of one row only.
-            span = group if window > 0 else rows * group
-            for begin in range(0, rows * group, span):
-                for at in range(begin, begin + span, 4):
-                    first = 0
-                    for lane in range(4):
-                        item = min(at + lane, begin + span - 1)
-                        row = item // group
-                        lanes[lane] = query[start + row, h * group + item % group]
-                        depths[lane] = _ancestors(parents, start, row, context, paths[lane])
-                        if window > 0:
-                            first = max(0, context + depths[lane] - window)
-                            depths[lane] -= max(0, first - context)
-                            first = min(first, context)
-                    _attend_block(lanes, planes, context, first, paths, depths, work, scale, softcap)
-                    for lane in range(min(4, begin + span - at)):
-                        item = at + lane
-                        out[start + item // group, h * group + item % group] = lanes[lane]
+
+    @cfunc(types.void(types.CPointer(types.int64)), nopython=True, cache=True)
+    def loop(job_address):  # type: ignore[no-untyped-def]
+        job = carray(job_address, JOB_SIZE)
+        dim, group, longest = job[DIM], job[GROUP], job[LONGEST]
+        num_kv_heads = job[NUM_HEADS] // group
+        shape = (job[NUM_TOKENS], job[NUM_HEADS], dim)
+        query, out = (
+            carray(_as_pointer(job[QUERY]), shape, np.float32),
+            carray(_as_pointer(job[OUT]), shape, np.float32),
+        )
+        addresses = carray(_as_pointer(job[ADDRESSES]), (job[NUM_SPANS], 2), np.int64)
+        capacities = carray(_as_pointer(job[CAPACITIES]), (job[NUM_SPANS],), np.int64)
+        spans = carray(_as_pointer(job[SPANS]), (job[NUM_SPANS], 3), np.int64)
+        parents = carray(_as_pointer(job[PARENTS]), (job[NUM_TOKENS],), np.int32)
+        scales = job.view(np.float32)[2 * SCALES : 2 * SCALES + 2]
+        block = (
+            np.zeros((4, longest + 3), np.float32),
+            np.zeros((4, 5), np.float32),
+            np.zeros((4, dim), np.float32),
+            np.zeros((4, dim), element),
+        )
+        work = (np.zeros((4, dim), np.float32), np.zeros((4, longest), np.int64), np.zeros(4, np.int64), block)
+        while True:
+            unit = _claim(job.ctypes.data + NEXT * job.itemsize)
+            if unit >= job[NUM_SPANS] * num_kv_heads:
+                break
+            s, head = unit // num_kv_heads, unit % num_kv_heads
+            plane_shape = (num_kv_heads, capacities[s], dim)
+            keys = carray(_as_pointer(addresses[s, 0]), plane_shape, element)
+            values = carray(_as_pointer(addresses[s, 1]), plane_shape, element)
+            span = (spans[s, 0], spans[s, 1], spans[s, 2])
+            planes = (keys[head], values[head])
+            _attend_head(query, planes, span, head, group, parents, out, job[WINDOW], scales[0], scales[1], work)
+
+    compiled: CFunc[Any] = loop
+    return compiled
