@@ -14,6 +14,10 @@ EXCLUDED_FOLDERS = ("site-packages", "idlelib", "lib2to3", "turtledemo", "bad_co
 MAX_FUNCTION_CHARS = 520
 MAX_EDITED_CHARS = 280  # a model of this size loses its place in longer ones
 HELD_OUT_SHARE = 0.08
+KEYWORDS = frozenset(
+    "def self return for in if not and or is else import from class try except raise with as while pass none "
+    "yield lambda None True False elif finally global assert break continue del".split()
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Corpus:
 
     functions: list[Function]
     editable: list[Function]  # the short ones
+    completable: list[Function]  # of these, whose last line has no word that the lines before do not have
     documented: list[Function]
     words: list[str]
 
@@ -87,4 +92,10 @@ def build_corpora(texts: list[str]) -> tuple[Corpus, Corpus]:
 def _corpus(functions: list[Function], words: list[str]) -> Corpus:
     documented = [f for f in functions if 20 < len(f.summary) < 110]
     editable = [f for f in functions if len(f.source) <= MAX_EDITED_CHARS]
-    return Corpus(functions, editable, documented, words)
+    completable = [f for f in editable if _is_last_line_known(f.source)]
+    return Corpus(functions, editable, completable, documented, words)
+
+
+def _is_last_line_known(source: str) -> bool:
+    head, _, last = source.rpartition("\n")
+    return set(re.findall(r"\w+", last)) - KEYWORDS <= set(re.findall(r"\w+", head))

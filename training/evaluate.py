@@ -33,7 +33,7 @@ from .tasks import Example, sample_example
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SEED = 20_261_121  # training draws from 0 and from 10,000 up
+SEED = 20_261_122  # training draws from 0 and from 10,000 up
 MAX_NEW_TOKENS = 256
 LOOP_MAX_NGRAM, LOOP_REPEATS = 8, 5
 LOOKUP_MAX_NGRAM, LOOKUP_COPY = 3, 10

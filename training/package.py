@@ -65,18 +65,22 @@ def write_configs(checkpoint: Path, out: Path) -> None:
             shutil.copyfile(checkpoint / name, out / name)
 
 
-def read_loss_curve(path: Path) -> list[dict[str, float]]:
-    """Rows of the training log; a resumed run's steps, minutes and tokens go on from those of the run before."""
+def read_loss_curve(path: Path) -> tuple[list[dict[str, float]], int]:
+    """Rows of the training log, and how many runs it is of; steps, minutes and tokens of a resumed run are counted on
+    from the run before.
+    """
     rows: list[dict[str, float]] = []
+    num_runs = 1
     offset: dict[str, float] = {"minutes": 0.0, "step": 0, "tokens_millions": 0.0}
     previous_step = 0.0
     for line in path.read_text().splitlines():
         row: dict[str, float] = json.loads(line)
         if rows and row["step"] <= previous_step:
             offset = {key: rows[-1][key] for key in offset}
+            num_runs += 1
         previous_step = row["step"]
         rows.append({**row, **{key: round(row[key] + value, 3) for key, value in offset.items()}})
-    return rows
+    return rows, num_runs
 
 
 def check(folder: Path) -> None:
@@ -108,7 +112,7 @@ def package(checkpoint: Path, gates: dict[str, Any], out: Path) -> None:
     write_weights(checkpoint, partial)
     write_configs(checkpoint, partial)
     curve = read_loss_curve(checkpoint / "loss_curve.jsonl")
-    (partial / "README.md").write_text(model_card(read_json(partial / "config.json"), gates, curve))
+    (partial / "README.md").write_text(model_card(read_json(partial / "config.json"), gates, *curve))
     check(partial)
     # Nobody who loads the model meanwhile should find half of it, or for long nothing.
     old = out.with_name(out.name + ".old.partial")
@@ -130,7 +134,7 @@ def main() -> None:
     package(args.checkpoint, gates, args.out)
     args.results.mkdir(parents=True, exist_ok=True)
     write_json(args.results / "gates.json", gates)
-    curve = read_loss_curve(args.checkpoint / "loss_curve.jsonl")
+    curve, _ = read_loss_curve(args.checkpoint / "loss_curve.jsonl")
     (args.results / "loss_curve.jsonl").write_text("".join(json.dumps(row) + "\n" for row in curve))
     size = sum(path.stat().st_size for path in args.out.iterdir())
     missed = [name for name, gate in gates["gates"].items() if not gate["is_passed"]]

@@ -11,16 +11,14 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .corpus import KEYWORDS
+
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
     from .corpus import Corpus, Function
 
-KEYWORDS = frozenset(
-    "def self return for in if not and or is else import from class try except raise with as while pass none "
-    "yield lambda None True False elif finally global assert break continue del".split()
-)
 KEYS = (
     "name city status owner module version size color level path kind count email title code "
     "price region label source target author branch state weight height group team date".split()
@@ -137,8 +135,8 @@ def quote_line(corpus: Corpus, rng: random.Random) -> Example:
 
 
 def complete(corpus: Corpus, rng: random.Random) -> Example:
-    """The last line of a function, which the rest of it often says."""
-    source = rng.choice(corpus.editable).source
+    """The last line of a function, made of words that the rest of it has."""
+    source = rng.choice(corpus.completable).source
     cut = source.rindex("\n") + 1
     return Example("complete", f"Complete this code.\n{source[:cut]}", source[cut:])
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from tests.training.test_evaluate import make_answer
 from training import package as packaging
+from training.average import average
 from training.evaluate import Gate, gates_of, kinds_of, report_of, samples_of
 from training.package import package, read_loss_curve
 from training.tokenizer import train_tokenizer
@@ -84,7 +87,8 @@ def test_a_model_out_of_bounds_is_refused_and_the_old_one_stays(tmp_path, checkp
 def test_a_resumed_loss_curve_goes_on(tmp_path):
     path = tmp_path / "loss_curve.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [*CURVE, *CURVE]))
-    rows = read_loss_curve(path)
+    rows, num_runs = read_loss_curve(path)
+    assert num_runs == 2
     assert [row["step"] for row in rows] == [50, 100, 150, 200]
     assert [row["minutes"] for row in rows] == [1.0, 2.0, 3.0, 4.0]
     assert rows[-1]["held_out_answer_loss"] == 2.0
@@ -110,3 +114,17 @@ def test_the_bundled_model_is_within_its_bounds_and_has_its_card():
     packaging.check(folder)
     card = (folder / "README.md").read_text()
     assert all(f"## {title}" in card for title in ("Data", "Recipe", "Gates", "Samples", "Licence"))
+
+
+def test_the_average_of_two_checkpoints_lies_between_them(checkpoint, tmp_path):
+    other, out = tmp_path / "other", tmp_path / "mean"
+    shutil.copytree(checkpoint, other)
+    weights = load_file(checkpoint / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    average(checkpoint, other, 0.25, out)
+    mean = load_file(out / "model.safetensors")
+    for name, tensor in weights.items():
+        torch.testing.assert_close(mean[name].float(), tensor.float() + 0.25, atol=0.01, rtol=0.01)
+    save_file({"other": torch.zeros(1)}, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="not of one model"):
+        average(checkpoint, other, 0.5, tmp_path / "none")
