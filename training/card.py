@@ -24,17 +24,18 @@ KIND_MEANINGS = {
 
 
 # What a curve cannot tell of the runs that made the committed weights.
-RUNS = """The weights are the mean of where the seventh and the eighth have ended, 0.4 to 0.6 (`training/average.py`). \
-Peak learning rates 4e-3, 2e-3, 1.2e-3, 6e-4, 2.5e-3, one that was not kept, 2.5e-3 and 1.5e-3; the first two runs were \
-stopped before their schedule's end. The shares above are those of the third run; the fourth raised completion to 15% \
-and quoted lines to 8%, the fifth renaming to 12%, completion to 8%, deleted and quoted lines to 7%, the seventh \
-renaming to 14%, deleted and quoted lines to 8%, completion to 6%, the eighth questions about documents to 40%. In the \
-first two, edits drew on functions of up to 520 characters, and completion left out more of a function (8% of the mix \
-in the first run: any cut; 7% in the second: two lines); up to the sixth, the line that completion asks for could have \
-any words: all of that made the model lose its place and loop. The gates below are measured on the mix as it is now: \
-making edits and completions easier after earlier checkpoints had missed them made the held-out prompts easier, too. \
-These prompts were drawn for these weights alone and looked at once; on 1,000 others (`--prompts 1000 --seed 777`), by \
-which the mean was preferred to its parts, it had 0.1% loops, 95.6% of the JSON and 92.1% of the quotes exact."""
+RUNS = """The weights are the mean of where the seventh and the eighth have ended, 0.4 to 0.6 \
+(`training/average.py`). Peak learning rates 4e-3, 2e-3, 1.2e-3, 6e-4, 2.5e-3, one that was not kept, 2.5e-3 and \
+1.5e-3; the first two runs were stopped before their schedule's end. The shares above are those of the third run; \
+the fourth raised completion to 15% and quoted lines to 8%, the fifth renaming to 12%, completion to 8%, deleted and \
+quoted lines to 7%, the seventh renaming to 14%, deleted and quoted lines to 8%, completion to 6%, the eighth \
+questions about documents to 40%. In the first two, edits drew on functions of up to 520 characters, and completion \
+left out more of a function (8% of the mix in the first run: any cut; 7% in the second: two lines); up to the sixth, \
+the line that completion asks for could have any words: all of that made the model lose its place and loop. The \
+gates below are measured on the mix as it is now: making edits and completions easier after earlier checkpoints had \
+missed them made the held-out prompts easier, too. These prompts were drawn for these weights alone and looked at \
+once; on 1,000 others (`--prompts 1000 --seed 777`), by which the mean was preferred to its parts, it had 0.1% \
+loops, 95.6% of the JSON and 92.1% of the quotes exact."""
 
 
 def model_card(config: dict[str, Any], gates: dict[str, Any], curve: list[dict[str, float]], num_runs: int) -> str:
@@ -97,9 +98,10 @@ def _recipe(curve: list[dict[str, float]], num_runs: int) -> str:
 
 `python -m training.train` (`training/train.py`): {last["minutes"]:.0f} minutes on 2 busy CPU cores, \
 {last["step"]:.0f} steps, {last["tokens_millions"]:.1f}M tokens in bf16 autocast, in {num_runs} runs, each resumed \
-from the one before (`--resume`). {RUNS} Examples are packed into rows; tokens of answers weigh {ANSWER_WEIGHT:g}, those \
-of prompts {PROMPT_WEIGHT:g}. Muon trains the matrices, AdamW the embedding (tied to the head) and the norms; the \
-learning rate follows a cosine over each run's time. Digits are single tokens. Every answer ends with `{"</s>"}`.
+from the one before (`--resume`). {RUNS} Examples are packed into rows; tokens of answers weigh {ANSWER_WEIGHT:g}, \
+those of prompts {PROMPT_WEIGHT:g}. Muon trains the matrices, AdamW the embedding (tied to the head) and the norms; \
+the learning rate follows a cosine over each run's time. Digits are single tokens. Every answer ends with \
+`{"</s>"}`.
 
 {_table(("minutes", "step", "M tokens", "loss of answers", "held out"), rows)}
 
