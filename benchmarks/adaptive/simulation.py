@@ -148,8 +148,8 @@ class Oracle(AdaptiveDrafting):
     def asks(self, request_id: str) -> bool:
         return True
 
-    def bounds(self, request_id: str) -> tuple[int, float]:
-        return MOST_DRAFT_TOKENS, 0.0
+    def bounds(self, request_ids: Sequence[str]) -> list[tuple[int, float]]:
+        return [(MOST_DRAFT_TOKENS, 0.0)] * len(request_ids)
 
     def choose(self, trees: Mapping[str, Tree], decoding: Sequence[Decoding], max_rows: int) -> dict[str, list[int]]:
         load = self._market.load

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from batchserve.attention import mask, paged
+from batchserve.attention.base import Span
+from batchserve.attention.cpu import CpuBackend
 from batchserve.attention.slab import SlabAllocator
 from batchserve.attention.slots import SlotAllocator
-from batchserve.runner import model_runner, ragged_batch
+from batchserve.runner import ragged_batch, step_handle
 from batchserve.sampling import verify
 from batchserve.sampling.device import DeviceSampler
 from batchserve.sampling.verify import VerifiedTokens
@@ -64,7 +66,7 @@ def test_coverage_of_the_suite(tiny_model: dict[str, Path], chunk: int | None) -
 
 def wrong_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the mask, deeper nodes hang from their grandparent's child before: the previous row."""
-    right_mask, right_bits = mask.ancestor_mask, paged.ancestor_bits
+    right_mask, right_bits, right_spans = mask.ancestor_mask, paged.ancestor_bits, CpuBackend._gather
 
     def moved(parents: np.ndarray, local: np.ndarray) -> np.ndarray:
         is_wrong = (parents != local - 1) & (parents > 0) & (local > 1)
@@ -77,7 +79,15 @@ def wrong_parent(monkeypatch: pytest.MonkeyPatch) -> None:
         starts = np.repeat(qo_indptr[:-1], np.diff(qo_indptr))
         return right_bits(moved(parents, np.arange(len(parents)) - starts), qo_indptr, *more)
 
+    def faulty_spans(backend: CpuBackend, spans: list[Span]) -> Any:
+        found = right_spans(backend, spans)
+        for span in spans:
+            rows = slice(span.row_start, span.row_start + span.num_rows)
+            found.parents[rows] = moved(span.parents, np.arange(span.num_rows))
+        return found
+
     monkeypatch.setattr(mask, "ancestor_mask", faulty_mask)
+    monkeypatch.setattr(CpuBackend, "_gather", faulty_spans)
     monkeypatch.setattr(paged, "ancestor_bits", faulty_bits)
 
 
@@ -109,7 +119,7 @@ def bonus_lost(monkeypatch: pytest.MonkeyPatch) -> None:
             return verified
         return dataclasses.replace(verified, token_ids=verified.token_ids[:-1])
 
-    monkeypatch.setattr(model_runner, "walk_tree", lambda *arguments: cut(right_walk(*arguments)))
+    monkeypatch.setattr(step_handle, "walk_tree", lambda *arguments: cut(right_walk(*arguments)))
     monkeypatch.setattr(DeviceSampler, "to_verified", lambda *arguments: list(map(cut, right_reading(*arguments))))
 
 
