@@ -95,14 +95,6 @@ def attention_table() -> str:
     return table(["heads of", "requests x rows", "context", "work each", "SDPA us", "kernel us"], rows)
 
 
-def kept_memory_table() -> str:
-    rows = [
-        [name, middle(found["returned_tokens_per_s"]), middle(found["kept_tokens_per_s"]), between(found["ratio"])]
-        for name, found in read("kept_memory")["speculation"].items()
-    ]
-    return table(["speculation", "given back, tokens/s", "kept", "kept / given back"], rows)
-
-
 def load_table() -> str:
     def shown(cell: dict[str, float]) -> str:
         return f"{cell['p50']:.1f} / {cell['p99']:.0f}"
@@ -131,7 +123,6 @@ TABLES = {
     "lossless": lossless_table,
     "price": price_table,
     "attention": attention_table,
-    "kept memory": kept_memory_table,
     **report_drafting.TABLES,
     **report_adaptive.TABLES,
 }

@@ -23,9 +23,8 @@ from batchserve.engine.drafting import DraftStage
 from batchserve.engine.engine_core import EngineCore
 from batchserve.engine.input_processor import InputProcessor
 from batchserve.engine.kv_memory import Progress, build_backend
-from batchserve.engine.measure_steps import measured_table
+from batchserve.engine.measure_steps import measured_table, time_decoding
 from batchserve.errors import ConfigError
-from batchserve.malloc import keep_freed_memory
 from batchserve.metrics import EngineMetrics
 from batchserve.request import ResolvedSampling
 from batchserve.runner.compiled import CompiledModel
@@ -78,8 +77,6 @@ def build_engine(
     provide_cache_folder()
     say(f"loading {config.model}")
     loaded = load_model(config)
-    if loaded.device.type == "cpu":
-        keep_freed_memory()  # not before: what loading frees is as large as the model, and goes back
     backend, max_model_len = build_backend(config, loaded, say)
     num_parameters = count_parameters(loaded.model)
     limits = draft_limits(config, num_parameters)
@@ -89,7 +86,7 @@ def build_engine(
     _warm_up(runner, rows)
     _capture_graphs(config, loaded, runner, max_model_len, say)
     if config.num_threads or loaded.device.type == "cpu":
-        runner.num_threads = config.num_threads or _choose_threads(runner, rows)
+        runner.num_threads = config.num_threads or _choose_threads(runner, config.max_num_seqs, max_model_len)
     runner.bind_thread()
     step_time = _build_step_time(config, loaded, runner, max_model_len, say)
     scheduler = Scheduler(config, backend.allocator, max_model_len, step_time)
@@ -146,19 +143,17 @@ def _capture_graphs(
         say(f"all steps are eager: {type(loaded.model).__name__} cannot be captured: {error}")
 
 
-def _warm_up(runner: ModelRunner, rows: int) -> float:
-    """Seconds of one forward of so many rows. The first also pays for what libraries set up lazily."""
+def _warm_up(runner: ModelRunner, rows: int) -> None:
+    """One forward of so many rows: the first pays for what libraries set up lazily."""
     name = "warm-up"
     runner.backend.allocator.reserve(name, rows)
     sampling = ResolvedSampling(0.0, 0, 1.0, 0, 1, frozenset())
     batch = build_batch([RequestRows(name, 0, [0] * rows, list(range(-1, rows - 1)), rows, sampling)])
-    start = time.perf_counter()
     runner.launch(batch).wait()
     runner.backend.allocator.release(name)
-    return time.perf_counter() - start
 
 
-def _choose_threads(runner: ModelRunner, rows: int) -> int:
+def _choose_threads(runner: ModelRunner, max_num_seqs: int, max_model_len: int) -> int:
     """The number of compute threads that runs a decoding step fastest; the smaller one unless more gain a tenth.
 
     Small layers do not repay the barrier between threads, and a busy neighbour makes it a hundred times dearer; a core
@@ -169,7 +164,7 @@ def _choose_threads(runner: ModelRunner, rows: int) -> int:
     while threads >= 1:
         runner.num_threads = threads
         runner.bind_thread()
-        seconds = statistics.median(_warm_up(runner, rows) for _ in range(THREAD_TRIALS))
+        seconds = statistics.median(time_decoding(runner, max_num_seqs, max_model_len) for _ in range(THREAD_TRIALS))
         if seconds < best_s * 1.1:
             best, best_s = threads, min(seconds, best_s)
         if seconds > SLOW_FORWARD_S:  # large layers gain from every core, and trying fewer takes long

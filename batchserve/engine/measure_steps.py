@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 MOST_SECONDS = 4.0  # for all rounds together, begun ones are finished
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
 LONG_STEP_S = 0.5  # what takes longer is left to extrapolation
-CONTEXT = 1024
+CONTEXT, SHORT_CONTEXT = 1024, 256
 MOST_DRAFT = 64  # steps of more rows are mostly a prompt's
 FEW_ROWS, MANY_ROWS = 4, 16  # two steps at the same context tell reading K/V from attending to it
 GREEDY = ResolvedSampling(0.0, 0, 1.0, 0, 1, frozenset())
-VERSION = 1
+VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +66,14 @@ def measure(runner: ModelRunner, max_rows: int, max_requests: int, max_context: 
     sizes = [_Case(_split(n, max_context), is_prefill=n > MOST_DRAFT) for n in rows]
     seconds = _time_all(runner, sizes, probes)
     return _table([case for case in sizes if case in seconds], probes, seconds)
+
+
+def time_decoding(runner: ModelRunner, max_requests: int, max_context: int) -> float:
+    """Seconds of a step in which requests decode behind a short context, as many and as short as memory allows."""
+    free = runner.backend.allocator.free_tokens // 2
+    requests = max(1, min(MANY_ROWS, max_requests, free // 64))
+    context = max(0, min(SHORT_CONTEXT, max_context, free // requests) - MANY_ROWS)
+    return _time(runner, _Case((1,) * requests, context))
 
 
 def _split(rows: int, most: int) -> tuple[int, ...]:
