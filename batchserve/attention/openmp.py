@@ -13,8 +13,6 @@ from pathlib import Path
 import torch
 
 NAMES = ("libgomp", "libiomp5", "libomp")  # GNU's, and those that speak its language, too
-
-
 _LOOP = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 

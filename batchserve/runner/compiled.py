@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from batchserve.attention.custom_op import OpaqueAttention
-from batchserve.attention.interface import STEP_ARGUMENT
+from batchserve.runner.forward import logits_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,18 +24,10 @@ class CompiledModel:
     """
 
     def __init__(self, model: PreTrainedModel, backend: PagedBackend, compiler: str = "inductor") -> None:
-        arguments: dict[str, Any] = {STEP_ARGUMENT: OpaqueAttention(backend)}
+        attention = OpaqueAttention(backend)
 
         def forward(input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-            output = model(
-                input_ids=input_ids.unsqueeze(0),
-                position_ids=positions.unsqueeze(0),
-                use_cache=False,
-                logits_to_keep=keep,
-                **arguments,
-            )
-            logits: torch.Tensor = output.logits[0]
-            return logits
+            return logits_of(model, attention, input_ids, positions, keep)
 
         self._forward = torch.compile(forward, fullgraph=True, dynamic=False, backend=compiler)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from batchserve.attention.interface import STEP_ARGUMENT
 from batchserve.attention.paged import PagedBackend
 from batchserve.attention.step_buffer import upload
+from batchserve.runner.forward import logits_of
 from batchserve.runner.step_handle import QueuedStep, StepHandle, verify_batch
 from batchserve.sampling.device import DeviceSampler
 
@@ -93,13 +93,4 @@ class ModelRunner:
 
     def run_model(self, input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         """Logits [len(keep), vocab_size] of the rows `keep`, of those that the backend has begun; all int64."""
-        arguments: dict[str, Any] = {STEP_ARGUMENT: self.backend}
-        output = self._model(
-            input_ids=input_ids.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=keep,
-            **arguments,
-        )
-        logits: torch.Tensor = output.logits[0]
-        return logits
+        return logits_of(self._model, self.backend, input_ids, positions, keep)
