@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import ipaddress
 import logging
 import os
@@ -120,7 +121,11 @@ def _serve(arguments: argparse.Namespace) -> int:
     from batchserve.server.lifecycle import serve
 
     async def start_engine() -> AsyncEngine:
-        return await AsyncEngine.start(engine_config, _progress)
+        engine = await AsyncEngine.start(engine_config, _progress)
+        # What is there now stays: to look through all of it again would stop every stream for some tenths of a second.
+        gc.collect()
+        gc.freeze()
+        return engine
 
     asyncio.run(serve(server_config, __version__, start_engine, lambda line: print(line, flush=True)))
     return 0

@@ -105,6 +105,7 @@ class EngineConfig:
     default_draft_scope: whose answers requests draft from that name no scope; "request" shares nothing.
     wait_for_drafter: do not serve before drafts are ready (the first start ever compiles them); False: serve without.
     num_threads: compute threads on a CPU; None takes what measures fastest at start.
+    huge_pages: on a CPU, put the weights and all else in memory into huge pages at start, where Linux gives any.
     """
 
     model: str = "bundled"
@@ -134,6 +135,7 @@ class EngineConfig:
     max_graph_rows: int = 512
     compile_model: bool = False
     num_threads: int | None = None
+    huge_pages: bool = True
     batch_invariant: bool = False
     trust_remote_code: bool = False
     served_model_name: str | None = None
@@ -160,7 +162,7 @@ class EngineConfig:
         if self.served_model_name is not None:
             _path("served_model_name", self.served_model_name)
         flags = ("adaptive", "wait_for_drafter", "batch_invariant", "trust_remote_code", "prefix_cache")
-        for name in (*flags, "enforce_eager", "compile_model"):
+        for name in (*flags, "enforce_eager", "compile_model", "huge_pages"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} = {getattr(self, name)!r}: must be True or False")
         if self.max_model_len == 1:

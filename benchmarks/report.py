@@ -115,8 +115,19 @@ def load_table() -> str:
     return table([*head, "acceptance length", "failed"], rows)
 
 
+def huge_pages_table() -> str:
+    rows = []
+    for model, part in read("huge_pages")["models"].items():
+        for drafts, cell in part["drafts"].items():
+            ratios = [report_adaptive.interval(cell[each]["huge_over_plain"]) for each in ("forward", "beside", "step")]
+            size = str(part["huge_mib"]["huge"])
+            rows.append([model, size, drafts, middle(cell["step"]["plain_ms"], 1), *ratios])
+    return table(["model", "MiB in them", "drafts", "step ms without", "forward x", "beside it x", "step x"], rows)
+
+
 TABLES = {
     "load": load_table,
+    "huge pages": huge_pages_table,
     "machine": machine,
     "batch bundled": lambda: batch_table("bundled"),
     "batch 90m": lambda: batch_table("90m"),

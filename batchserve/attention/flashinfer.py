@@ -77,14 +77,15 @@ class FlashInferKernel:
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: dict[_Kind, _Wrapper] = {}
         self._planned: set[_Kind] = set()
-        self._graph_wrappers: dict[int, dict[_Kind, _GraphWrapper]] = {}  # by bucket
+        # By the metadata of the bucket, in whose tensors all its steps are: numbers of rows alone may come twice.
+        self._graph_wrappers: dict[TreeMetadata, dict[_Kind, _GraphWrapper]] = {}
         # Its presence puts the kernel into the mode in which the variant is asked about every key.
         self._no_mask = torch.zeros(16, dtype=torch.uint8, device=device)
 
     def plan(self, metadata: TreeMetadata) -> None:
         self._planned.clear()
         if metadata.bucket is not None:
-            for wrapper in self._graph_wrappers.get(metadata.bucket, {}).values():
+            for wrapper in self._graph_wrappers.get(metadata, {}).values():
                 wrapper.plan(metadata)
 
     def run(
@@ -148,7 +149,7 @@ class FlashInferKernel:
 
     def _graph_wrapper(self, bucket: int, kind: _Kind, metadata: TreeMetadata, is_variant: bool) -> Any:
         """The wrapper of a bucket's layers of this kind; made in the bucket's first step, which no graph is made of."""
-        wrappers = self._graph_wrappers.setdefault(bucket, {})
+        wrappers = self._graph_wrappers.setdefault(metadata, {})
         if kind not in wrappers:
             mask = None if is_variant else _MaskBuffers(metadata, kind.sliding_window)
             wrapper = self._make_wrapper(

@@ -15,21 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, cfunc, njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic
+
+from batchserve.addresses import as_pointer
 
 if TYPE_CHECKING:
     from numba.core.ccallback import CFunc
-
-
-@intrinsic
-def _as_pointer(typing_context, address):  # type: ignore[no-untyped-def]
-    """An int64 address as a void pointer, for carray."""
-
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
-
-    return types.voidptr(address), codegen
 
 
 @intrinsic
@@ -149,8 +140,8 @@ def store_rows(keys, values, addresses, capacities, spans):  # type: ignore[no-u
     for s in range(spans.shape[0]):
         start, rows, context = spans[s, 0], spans[s, 1], spans[s, 2]
         shape = (num_kv_heads, capacities[s], dim)
-        key_plane = carray(_as_pointer(addresses[s, 0]), shape, keys.dtype)
-        value_plane = carray(_as_pointer(addresses[s, 1]), shape, values.dtype)
+        key_plane = carray(as_pointer(addresses[s, 0]), shape, keys.dtype)
+        value_plane = carray(as_pointer(addresses[s, 1]), shape, values.dtype)
         for i in range(rows):
             for h in range(num_kv_heads):
                 key_plane[h, context + i, :] = keys[start + i, h, :]
@@ -283,13 +274,13 @@ def attend_loop(element: type[np.generic]) -> CFunc[Any]:
         num_kv_heads = job[NUM_HEADS] // group
         shape = (job[NUM_TOKENS], job[NUM_HEADS], dim)
         query, out = (
-            carray(_as_pointer(job[QUERY]), shape, np.float32),
-            carray(_as_pointer(job[OUT]), shape, np.float32),
+            carray(as_pointer(job[QUERY]), shape, np.float32),
+            carray(as_pointer(job[OUT]), shape, np.float32),
         )
-        addresses = carray(_as_pointer(job[ADDRESSES]), (job[NUM_SPANS], 2), np.int64)
-        capacities = carray(_as_pointer(job[CAPACITIES]), (job[NUM_SPANS],), np.int64)
-        spans = carray(_as_pointer(job[SPANS]), (job[NUM_SPANS], 3), np.int64)
-        parents = carray(_as_pointer(job[PARENTS]), (job[NUM_TOKENS],), np.int32)
+        addresses = carray(as_pointer(job[ADDRESSES]), (job[NUM_SPANS], 2), np.int64)
+        capacities = carray(as_pointer(job[CAPACITIES]), (job[NUM_SPANS],), np.int64)
+        spans = carray(as_pointer(job[SPANS]), (job[NUM_SPANS], 3), np.int64)
+        parents = carray(as_pointer(job[PARENTS]), (job[NUM_TOKENS],), np.int32)
         scales = job.view(np.float32)[2 * SCALES : 2 * SCALES + 2]
         block = (
             np.zeros((4, longest + 3), np.float32),
@@ -304,8 +295,8 @@ def attend_loop(element: type[np.generic]) -> CFunc[Any]:
                 break
             s, head = unit // num_kv_heads, unit % num_kv_heads
             plane_shape = (num_kv_heads, capacities[s], dim)
-            keys = carray(_as_pointer(addresses[s, 0]), plane_shape, element)
-            values = carray(_as_pointer(addresses[s, 1]), plane_shape, element)
+            keys = carray(as_pointer(addresses[s, 0]), plane_shape, element)
+            values = carray(as_pointer(addresses[s, 1]), plane_shape, element)
             span = (spans[s, 0], spans[s, 1], spans[s, 2])
             planes = (keys[head], values[head])
             _attend_head(query, planes, span, head, group, parents, out, job[WINDOW], scales[0], scales[1], work)

@@ -45,7 +45,7 @@ class StaticStep:
         self.views: Mapping[str, torch.Tensor] = {}
 
     def bind(self, views: Mapping[str, torch.Tensor], kv_indices: torch.Tensor) -> None:
-        """views: the fields on the device; kv_indices: int32, as many as max_requests can have, for all buckets one."""
+        """views: the fields on the device; kv_indices: int32, as many as max_requests can have, one memory for all."""
         self.views = views
         self.metadata = TreeMetadata(
             qo_indptr=views["qo_indptr"],

@@ -14,7 +14,7 @@ from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope,
 from batchserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 SCOPE = DraftScope("replay", "default")
 WARM_PIECE = 4  # tokens that a preloaded response is accepted by; about what a step emits
@@ -134,18 +134,24 @@ class _Run:
         self.response = record.response_token_ids
         self.num_emitted = 0
         drafter.start(_draft_request(request_id, record))
-        self.emit(1, drafter)
+        _tell(drafter, {request_id: self.emit(1)})
 
     @property
     def num_left(self) -> int:
         return len(self.response) - self.num_emitted
 
-    def emit(self, count: int, drafter: Drafter) -> None:
-        """The next tokens of the response: told to the request, and, as if published at once, to the scope."""
+    def emit(self, count: int) -> list[int]:
+        """The next tokens of the response."""
         token_ids = self.response[self.num_emitted : self.num_emitted + count]
         self.num_emitted += len(token_ids)
-        drafter.accept(self.request_id, token_ids)
-        drafter.share(self.request_id, token_ids)
+        return token_ids
+
+
+def _tell(drafter: Drafter, token_ids: Mapping[str, Sequence[int]]) -> None:
+    """Tokens by request id: told to the requests, and then, as if published at once, to their scope."""
+    drafter.accept_all(token_ids)
+    for request_id, tokens in token_ids.items():
+        drafter.share(request_id, tokens)
 
 
 def _draft_request(request_id: str, record: ReplayRecord) -> DraftRequest:
@@ -159,23 +165,24 @@ def _step(runs: list[_Run], drafter: Drafter, max_draft_tokens: int, stats: Repl
     trees: dict[str, DraftTree] = {}
     if queries:
         started_s = time.perf_counter()
-        proposed = drafter.propose(queries)
+        forest = drafter.propose_all(queries)
         stats.propose_s += time.perf_counter() - started_s
         stats.num_calls += 1
-        for query, tree in zip(queries, proposed, strict=True):
-            tree.check(query)
-            if tree.num_verified < len(tree):
-                raise ConfigError(f"drafter = {drafter.name!r}: its nodes need a model, so it cannot be replayed")
-            trees[query.request_id] = tree
+        forest.check(queries)
+        if not forest.is_verified.all():
+            raise ConfigError(f"drafter = {drafter.name!r}: its nodes need a model, so it cannot be replayed")
+        trees = {query.request_id: tree for query, tree in zip(queries, forest.trees(), strict=True)}
+    given: dict[str, list[int]] = {}
     for run in runs:
         tree = trees.get(run.request_id, DraftTree())
         emitted = 1 + count_accepted(tree, run.response, run.num_emitted)
         stats.num_steps += 1
         stats.num_tokens += emitted
         stats.num_draft_tokens += len(tree)
-        started_s = time.perf_counter()
-        run.emit(emitted, drafter)
-        stats.update_s += time.perf_counter() - started_s
+        given[run.request_id] = run.emit(emitted)
+    started_s = time.perf_counter()
+    _tell(drafter, given)
+    stats.update_s += time.perf_counter() - started_s
 
 
 def count_accepted(tree: DraftTree, response: Sequence[int], start: int) -> int:

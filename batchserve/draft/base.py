@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+    from batchserve.draft.forest import DraftForest
 
 
 @dataclass(slots=True)
@@ -110,7 +112,7 @@ class DraftRequest:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DraftQuery:
     """A tree is wanted for this request: at most `max_tokens` nodes, the verified ones no deeper than `max_depth`.
 
@@ -125,7 +127,7 @@ class DraftQuery:
     min_prob: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "max_row_depth", max(self.max_row_depth, self.max_depth))
+        self.max_row_depth = max(self.max_row_depth, self.max_depth)
 
 
 class Drafter(Protocol):
@@ -152,11 +154,22 @@ class Drafter(Protocol):
 
     def propose(self, queries: Sequence[DraftQuery]) -> list[DraftTree]: ...
 
+    def propose_all(self, queries: Sequence[DraftQuery]) -> DraftForest:
+        """The same trees in one piece: what an engine calls, and a drafter may do faster."""
+        from batchserve.draft.forest import DraftForest  # imported here: it is made of what stands above
+
+        return DraftForest.of(self.propose(queries))
+
     def observe(self, request_id: str, token_ids: Sequence[int]) -> None:
         """The argmax behind each node of the last tree that was not verified, in the order of its nodes."""
         return None
 
     def accept(self, request_id: str, token_ids: Sequence[int]) -> None: ...
+
+    def accept_all(self, token_ids: Mapping[str, Sequence[int]]) -> None:
+        """The tokens of several requests, by request id: what an engine calls, and a drafter may do faster."""
+        for request_id, tokens in token_ids.items():
+            self.accept(request_id, tokens)
 
     def share(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Published tokens; a drafter that shares nothing ignores them."""

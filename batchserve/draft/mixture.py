@@ -11,28 +11,23 @@ import os
 import tempfile
 import zipfile
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
-from batchserve.draft.mixture_growth import compile_kernels as compile_kernels
-from batchserve.draft.mixture_growth import grow
-from batchserve.draft.mixture_kernels import (
-    NODE,
-    SCRATCH,
-    accept_tokens,
-    count_common,
-    initial_weights,
-    make_common,
-)
+from batchserve.draft.forest import DraftForest
+from batchserve.draft.mixture_batch import NUM_WEIGHTS, REQUEST, accept_all, grow_all, scope_card
+from batchserve.draft.mixture_batch import compile_kernels as compile_kernels
+from batchserve.draft.mixture_kernels import NODE, SCRATCH, count_common, initial_weights, make_common
 from batchserve.draft.mixture_noise import noise_bin_of
 from batchserve.draft.text_index import BYTES_PER_TOKEN, MIN_CAPACITY, START, TextIndex
 from batchserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 MiB = 1 << 20
 SHARED_AT_ONCE = 32  # published tokens of one request that wait for being written to its scope in one piece
@@ -51,15 +46,19 @@ class _Experience:
     seen: np.ndarray = field(default_factory=lambda: np.zeros(initial_weights().shape, np.int64))
 
 
-@dataclass(slots=True)
 class _Scope:
     """The published answers of one key's requests, and what was learned from them."""
 
-    index: TextIndex
-    experience: _Experience = field(default_factory=_Experience)
-    common: tuple[np.ndarray, ...] = field(default_factory=make_common)
-    writer: str = ""  # the request whose text is open
-    num_requests: int = 0
+    def __init__(self, index: TextIndex, experience: _Experience | None = None) -> None:
+        self.writer = ""  # the request whose text is open
+        self.num_requests = 0
+        self.card = np.zeros(6, np.int64)  # where its arrays are, for compiled code
+        self.begin(index, experience or _Experience())
+
+    def begin(self, index: TextIndex, experience: _Experience) -> None:
+        """Go on with these, and forget what it had."""
+        self.index, self.experience, self.common = index, experience, make_common()
+        self.card[:] = scope_card(index, self.common, experience.weights, experience.seen)
 
     @property
     def nbytes(self) -> int:
@@ -68,15 +67,11 @@ class _Scope:
 
 @dataclass(slots=True)
 class _RequestState:
+    slot: int  # its row in the drafter's table
     own: TextIndex  # references, prompt, answer
     scope: _Scope  # nobody else's, and never written to, where nothing is shared
     is_sharing: bool
-    next_position: int
-    seed: np.uint64
-    noise_bin: int
-    root: np.ndarray = field(default_factory=lambda: np.zeros(1, NODE))  # what the last draft found for the text's end
-    is_root_known: bool = False  # ... which is still the end
-    num_output: int = 0
+    root: np.ndarray = field(default_factory=lambda: np.zeros(1, NODE))
     published: list[int] = field(default_factory=list)  # not yet written to the scope
     context: list[int] = field(default_factory=list)  # the last CONTEXT tokens that were
 
@@ -109,6 +104,8 @@ class MixtureDrafter(Drafter):
         self._max_total_bytes = max_total_bytes
         self._requests: dict[str, _RequestState] = {}
         self._scopes: dict[DraftScope, _Scope] = {}  # the one that was used last comes last
+        self._table = np.zeros(0, REQUEST)
+        self._free: list[int] = []  # rows of the table
         self._nodes, self._scratch = np.zeros(1, NODE), np.zeros(1, SCRATCH)
 
     def start(self, request: DraftRequest) -> None:
@@ -119,14 +116,20 @@ class MixtureDrafter(Drafter):
         for text in texts:
             own.separate()
             own.append(text)
-        self._requests[request.request_id] = _RequestState(
-            own,
-            self._open(request.scope) if request.scope is not None else _Scope(TextIndex(1)),
-            request.scope is not None,
-            len(request.prompt_token_ids),
-            np.uint64(request.seed),
-            noise_bin_of(request.temperature if self._is_using_noise else 0.0, len(initial_weights())),
-        )
+        scope = self._open(request.scope) if request.scope is not None else _Scope(TextIndex(1))
+        state = _RequestState(self._new_slot(), own, scope, request.scope is not None)
+        noise_bin = noise_bin_of(request.temperature if self._is_using_noise else 0.0, NUM_WEIGHTS)
+        addresses = (own.address.ctypes.data, scope.card.ctypes.data, state.root.ctypes.data)
+        position, seed = len(request.prompt_token_ids), np.uint64(request.seed)
+        self._table[state.slot] = (*addresses, 0, 0, position, noise_bin, seed)
+        self._requests[request.request_id] = state
+
+    def _new_slot(self) -> int:
+        if not self._free:
+            size = len(self._table)
+            self._free = list(range(2 * size + 15, size - 1, -1))
+            self._table = np.concatenate((self._table, np.zeros(len(self._free), REQUEST)))
+        return self._free.pop()
 
     def _open(self, key: DraftScope) -> _Scope:
         scope = self._scopes.pop(key, None) or self._new_scope()
@@ -140,55 +143,37 @@ class MixtureDrafter(Drafter):
         return scope
 
     def propose(self, queries: Sequence[DraftQuery]) -> list[DraftTree]:
-        return [self._propose(query) for query in queries]
+        return self.propose_all(queries).trees()
 
-    def _propose(self, query: DraftQuery) -> DraftTree:
-        state = self._requests[query.request_id]
-        depth = min(query.max_depth, self._branch_length)
-        if query.max_tokens < 1 or depth < 1:
-            return DraftTree()
-        if len(self._nodes) < query.max_tokens:
-            self._nodes = np.zeros(query.max_tokens, NODE)
-        links, probs = np.empty((3, query.max_tokens), np.int64), np.empty(query.max_tokens)
-        count = grow(
-            state.own.source,
-            state.scope.index.source,
-            state.scope.common,
-            state.num_output,
-            (state.noise_bin, state.seed, state.next_position),
-            (query.max_tokens, depth, query.min_prob),
-            state.scope.experience.weights,
-            state.root,
-            self._nodes,
-            self._scratch,
-            links,
-            probs,
-        )
-        state.is_root_known = True
-        token_ids, parents, _ = links[:, :count].tolist()
-        return DraftTree(token_ids, parents, probs[:count].tolist())
+    def propose_all(self, queries: Sequence[DraftQuery]) -> DraftForest:
+        bounds = np.array([(query.max_tokens, min(query.max_depth, self._branch_length)) for query in queries])
+        most = np.maximum(bounds.reshape(-1, 2)[:, 0], 0)
+        if len(self._nodes) < most.max(initial=0):
+            self._nodes = np.zeros(most.max(), NODE)
+        size = int(most.sum())
+        starts, links, probs = np.zeros(len(queries) + 1, np.int64), np.empty((3, size), np.int64), np.empty(size)
+        least = np.array([query.min_prob for query in queries], np.float64)
+        slots = self._slots([query.request_id for query in queries])
+        grow_all(self._table, slots, bounds.reshape(-1, 2), least, self._nodes, self._scratch, starts, links, probs)
+        end = starts[-1]
+        return DraftForest(starts, links[0, :end], links[1, :end], probs[:end], np.ones(end, np.bool_))
+
+    def _slots(self, request_ids: Iterable[str]) -> np.ndarray:
+        return np.array([self._requests[request_id].slot for request_id in request_ids], np.int64)
 
     def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
-        state = self._requests[request_id]
-        state.own.reserve(len(token_ids))
-        experience = state.scope.experience
-        accept_tokens(
-            state.own.source,
-            state.scope.index.source,
-            state.scope.common,
-            np.array(token_ids, np.int32),
-            state.num_output,
-            (state.noise_bin, state.seed, state.next_position),
-            experience.weights,
-            experience.seen,
-            state.root,
-            state.is_root_known,
-            self._nodes,
-            self._scratch,
-        )
-        state.is_root_known = state.is_root_known and not token_ids
-        state.num_output += len(token_ids)
-        state.next_position += len(token_ids)
+        self.accept_all({request_id: token_ids})
+
+    def accept_all(self, token_ids: Mapping[str, Sequence[int]]) -> None:
+        slots = self._slots(token_ids)
+        starts = np.array([0, *accumulate(map(len, token_ids.values()))])
+        tokens = np.fromiter(chain.from_iterable(token_ids.values()), np.int32, int(starts[-1]))
+        learned, request_ids = 0, list(token_ids)
+        while learned < len(slots):
+            learned = accept_all(self._table, slots, starts, tokens, learned, self._nodes, self._scratch)
+            if learned < len(slots):
+                name = request_ids[learned]
+                self._requests[name].own.reserve(len(token_ids[name]))
 
     def share(self, request_id: str, token_ids: Sequence[int]) -> None:
         state = self._requests[request_id]
@@ -237,6 +222,7 @@ class MixtureDrafter(Drafter):
             return
         if state.published:
             self._write(request_id, state)
+        self._free.append(state.slot)
         scope = state.scope
         scope.num_requests -= 1
         if scope.writer == request_id:
@@ -249,9 +235,10 @@ class MixtureDrafter(Drafter):
             return
         for state in self._requests.values():
             if state.scope is cleared:
-                state.published, state.context, state.is_root_known = [], [], False
-        cleared.index, cleared.experience = TextIndex(self._max_scope_tokens), _Experience()
-        cleared.common, cleared.writer = make_common(), ""
+                state.published, state.context = [], []
+                self._table["is_root_known"][state.slot] = 0
+        cleared.begin(TextIndex(self._max_scope_tokens), _Experience())
+        cleared.writer = ""
         if cleared.num_requests == 0:
             del self._scopes[scope]
 
@@ -291,7 +278,7 @@ class MixtureDrafter(Drafter):
         for key, text, experience in _read(path, fingerprint, vocab_size, self._max_total_bytes):
             self._scopes.pop(key, None)
             scope = self._new_scope()
-            scope.experience = experience
+            scope.begin(scope.index, experience)
             self._make_room(scope, len(text))
             scope.index.append(text)
             scope.index.separate()

@@ -8,26 +8,20 @@ from numba import njit
 
 from batchserve.draft.mixture_kernels import (
     FEWEST_VISITS,
-    NODE,
     OWN,
     PATH,
     SCOPE,
-    SCRATCH,
-    accept_tokens,
     add_common,
     begin,
     clear,
-    count_common,
     find_at_root,
     find_followers,
-    initial_weights,
-    make_common,
     read_recent,
     spread,
     weigh,
 )
-from batchserve.draft.mixture_noise import noise_bin_of, stream_key, tilt
-from batchserve.draft.text_index import MAX_MATCH, NEWEST, TextIndex
+from batchserve.draft.mixture_noise import stream_key, tilt
+from batchserve.draft.text_index import MAX_MATCH, NEWEST
 
 MIN_PROB = 1e-4  # a less likely node is not worth its row on any machine
 # Occurrences that are looked at: many once a tree, for its root, where most is decided; fewer for each of its nodes,
@@ -152,18 +146,3 @@ def grow(own, scope, common, num_output, noise, bounds, weights, root, nodes, sc
         count += 1
         if count == max_tokens:
             return count
-
-
-def compile_kernels() -> None:
-    """Compile, or load from the cache on disk, everything that a drafter calls."""
-    tokens = np.array([1, 2, 1, 2, 1], np.int32)
-    index = TextIndex(8)
-    index.append(tokens)
-    source, common, weights = index.source, make_common(), initial_weights()
-    noise = (noise_bin_of(1.0, len(weights)), np.uint64(0), 5)
-    root, nodes, scratch = np.zeros(1, NODE), np.zeros(2, NODE), np.zeros(1, SCRATCH)
-    learned = weights, np.zeros(weights.shape, np.int64)
-    accept_tokens(source, source, common, tokens[:1], 0, noise, *learned, root, False, nodes, scratch)
-    count_common(common, tokens)
-    tree = np.zeros((3, 2), np.int64), np.zeros(2)
-    grow(source, source, common, 1, noise, (2, 2, 0.0), weights, root, nodes, scratch, *tree)

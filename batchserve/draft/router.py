@@ -11,6 +11,7 @@ from batchserve.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from batchserve.draft.forest import DraftForest
     from batchserve.draft.kernels import KernelLoader
 
 
@@ -86,11 +87,24 @@ class RoutingDrafter(Drafter):
                 trees[i] = tree
         return trees
 
+    def propose_all(self, queries: Sequence[DraftQuery]) -> DraftForest:
+        concerned = {self._chosen[query.request_id] for query in queries}
+        if len(concerned) == 1:
+            return concerned.pop().propose_all(queries)
+        return super().propose_all(queries)
+
     def observe(self, request_id: str, token_ids: Sequence[int]) -> None:
         self._chosen[request_id].observe(request_id, token_ids)
 
     def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
         self._chosen[request_id].accept(request_id, token_ids)
+
+    def accept_all(self, token_ids: Mapping[str, Sequence[int]]) -> None:
+        mine: dict[Drafter, dict[str, Sequence[int]]] = {}
+        for request_id, tokens in token_ids.items():
+            mine.setdefault(self._chosen[request_id], {})[request_id] = tokens
+        for drafter, those in mine.items():
+            drafter.accept_all(those)
 
     def share(self, request_id: str, token_ids: Sequence[int]) -> None:
         self._chosen[request_id].share(request_id, token_ids)

@@ -13,7 +13,9 @@ import mmap
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit
+from numba import carray, njit
+
+from batchserve.addresses import as_pointer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,6 +33,15 @@ RESERVED, RESERVED_FROM = 32, 1 << 16  # from so many tokens on, so many times a
 SPLITS = 2  # buckets that come into use for every token after the table has grown: all of them before it grows again
 
 _ORDERS = np.array(ORDERS, dtype=np.int64)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def source_at(address):  # type: ignore[no-untyped-def]
+    """(text, prev, head, meta) of the index whose `address` array has this address."""
+    at = carray(as_pointer(address), 5, np.int64)
+    cells = carray(as_pointer(at[0]), (at[1], 1 + NUM_ORDERS), np.int32)
+    head = carray(as_pointer(at[2]), (at[3], NUM_ORDERS), np.int32)
+    return cells[:, 0], cells[:, 1:], head, carray(as_pointer(at[4]), 4, np.int64)
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -175,6 +186,7 @@ class TextIndex:
 
     def __init__(self, max_tokens: int, capacity: int = MIN_CAPACITY) -> None:
         self.max_tokens = max_tokens
+        self.address = np.zeros(5, np.int64)  # where everything is, for source_at; always up to date
         self._allocate(min(capacity, max_tokens))
 
     def _allocate(self, capacity: int) -> None:
@@ -183,13 +195,14 @@ class TextIndex:
             _zeros(reserved, 1 + NUM_ORDERS),
             _zeros(_num_buckets(reserved), NUM_ORDERS),
         )
+        self.meta = np.array([-1, 0, 0, _num_buckets(capacity)], dtype=np.int64)
         self._use(capacity)
-        self.meta = np.array([-1, 0, 0, len(self.head)], dtype=np.int64)
 
     def _use(self, capacity: int) -> None:
         cells, head = self._reserved
         # A token lies beside its links: whoever follows a chain reads both, and waits for memory once.
         self.text, self.prev, self.head = cells[:capacity, 0], cells[:capacity, 1:], head[: _num_buckets(capacity)]
+        self.address[:] = cells.ctypes.data, capacity, head.ctypes.data, len(self.head), self.meta.ctypes.data
 
     def __len__(self) -> int:
         return int(self.meta[FILLED])

@@ -15,6 +15,7 @@ import transformers
 
 from batchserve.attention.paged import PagedBackend
 from batchserve.config import EngineConfig, MiB
+from batchserve.draft import forest
 from batchserve.draft.base import Drafter
 from batchserve.draft.factory import create_drafters, draft_limits
 from batchserve.draft.kernels import KernelLoader, provide_cache_folder
@@ -27,13 +28,14 @@ from batchserve.engine.measure_steps import measured_table, time_decoding
 from batchserve.errors import ConfigError
 from batchserve.metrics import EngineMetrics
 from batchserve.request import ResolvedSampling
+from batchserve.runner import huge_pages
 from batchserve.runner.compiled import CompiledModel
 from batchserve.runner.cuda_graphs import StepGraphs, choose_capturer
 from batchserve.runner.loader import LoadedModel, load_model
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.packed import PackedLinear
 from batchserve.runner.ragged_batch import RequestRows, build_batch
-from batchserve.scheduler import budget_kernels
+from batchserve.scheduler import standing
 from batchserve.scheduler.adaptive import AdaptiveDrafting
 from batchserve.scheduler.scheduler import Scheduler
 from batchserve.scheduler.step_time import StepTimeModel
@@ -86,13 +88,14 @@ def build_engine(
     runner = ModelRunner(loaded, backend)
     rows = min(config.max_num_seqs, max_model_len - 1)
     _warm_up(runner, rows)
+    has_huge_pages = _use_huge_pages(config, loaded, say)
     _capture_graphs(config, loaded, runner, max_model_len, say)
     if config.num_threads or loaded.device.type == "cpu":
         runner.num_threads = config.num_threads or _choose_threads(
             runner, config.max_num_seqs, max_model_len, SERVING_GAIN if is_serving else THREAD_GAIN
         )
     runner.bind_thread()
-    step_time = _build_step_time(config, loaded, runner, max_model_len, say)
+    step_time = _build_step_time(config, loaded, runner, max_model_len, has_huge_pages, say)
     scheduler = Scheduler(config, backend.allocator, max_model_len, step_time)
     used_drafter = drafter or _build_drafter(config, num_parameters, processor, is_serving, say)
     max_step_s = math.inf if config.max_itl_ms is None else config.max_itl_ms / 1e3
@@ -157,6 +160,16 @@ def _warm_up(runner: ModelRunner, rows: int) -> None:
     runner.backend.allocator.release(name)
 
 
+def _use_huge_pages(config: EngineConfig, loaded: LoadedModel, say: Progress) -> bool:
+    """Whether most memory lies in huge pages now, where steps are the CPU's; before any are timed."""
+    if not config.huge_pages or loaded.device.type != "cpu":
+        return False
+    started_s = time.perf_counter()
+    pages = huge_pages.collapse()
+    say(f"huge pages: {pages}, {time.perf_counter() - started_s:.1f} s")
+    return pages.has_most
+
+
 def _choose_threads(runner: ModelRunner, max_num_seqs: int, max_model_len: int, least_gain: float) -> int:
     """The number of compute threads that runs a decoding step fastest; half as many unless twice gain least_gain.
 
@@ -178,7 +191,12 @@ def _choose_threads(runner: ModelRunner, max_num_seqs: int, max_model_len: int, 
 
 
 def _build_step_time(
-    config: EngineConfig, loaded: LoadedModel, runner: ModelRunner, max_model_len: int, say: Progress
+    config: EngineConfig,
+    loaded: LoadedModel,
+    runner: ModelRunner,
+    max_model_len: int,
+    has_huge_pages: bool,
+    say: Progress,
 ) -> StepTimeModel:
     """What a step of this model takes on this machine, from the cache or measured."""
     say("step times (measured at a model's first start, some seconds)")
@@ -191,6 +209,7 @@ def _build_step_time(
         str(runner.num_threads),
         f"{runner.backend.name} {config.batch_invariant} {loaded.has_packed_linears} {loaded.dtype}",
         *([] if runner.graphs is None else [f"graphs of {runner.graphs.sizes} {config.compile_model}"]),
+        *(["huge pages"] if has_huge_pages else []),
         loaded.model.config.to_json_string(),
     )
     table = measured_table(
@@ -208,7 +227,7 @@ def _build_drafter(
     config: EngineConfig, num_parameters: int, processor: InputProcessor, is_serving: bool, say: Progress
 ) -> RoutingDrafter:
     name = "none" if config.decoding_length == 0 else config.drafter
-    shared = [budget_kernels.__name__] if config.is_adaptive else []
+    shared = [forest.__name__, *([standing.__name__] if config.is_adaptive else [])]
     drafters, kernels = create_drafters(config, num_parameters), KernelLoader(in_background=is_serving)
     router = RoutingDrafter(name, drafters, kernels, shared)
     cache = config.draft.cache_path()

@@ -74,60 +74,55 @@ class DraftStage:
         asked = [s for s in decoding if s.max_draft_tokens > 0 and self._is_asked(s.request)]
         if not asked:
             return {}
+        request_ids = [s.request.request_id for s in asked]
+        self._tell(request_ids)
         if self.adaptive is not None:
             self.adaptive.begin_step(without, alone)
-        queries = self._queries(asked)
-        proposed = self.drafter.propose(queries)
-        trees = {query.request_id: tree for query, tree in zip(queries, proposed, strict=True)}
+        queries = self._queries(asked, request_ids)
+        forest = self.drafter.propose_all(queries)
         step.draft_s, step.num_asked = self._clock() - started_s, len(queries)
         if self.adaptive is not None:
-            trees = self._choose(self.adaptive, trees, decoding, plan.max_draft_rows)
-        for query in queries:
-            if (tree := trees.get(query.request_id)) is not None:
-                tree.check(query)
+            requests = [s.request for s in decoding]
+            bidders = [Decoding(r.request_id, r.num_computed_tokens, r.token_ids) for r in requests]
+            forest = forest.take(self.adaptive.choose(forest, request_ids, bidders, plan.max_draft_rows))
+        if not len(forest.token_ids):
+            return {}
+        forest.check(queries)
         # Two requests may have been promised the same last free memory.
-        trees = {key: t for key, t in trees.items() if len(t) and self._allocator.reserve(key, 1 + len(t))}
+        trees = {
+            key: tree
+            for key, tree in zip(request_ids, forest.trees(), strict=True)
+            if len(tree) and self._allocator.reserve(key, 1 + len(tree))
+        }
         if trees:
-            step.load = _with_drafts(without, decoding, trees)
+            step.load = _with_drafts(without, asked, trees)
         return trees
 
     def _is_asked(self, request: Request) -> bool:
         if not self._ensure_state(request):
             return False
-        if self.adaptive is not None and not self.adaptive.asks(request.request_id):
-            return False
-        self._tell(request.request_id)
-        return True
+        return self.adaptive is None or self.adaptive.asks(request.request_id)
 
-    def _tell(self, request_id: str) -> None:
+    def _tell(self, request_ids: Iterable[str]) -> None:
         """Let the drafter hear what it has missed. A drafter that is not asked costs nothing, not even to listen."""
-        unheard = self._started[request_id]
-        if unheard.accepted:
-            self.drafter.accept(request_id, unheard.accepted)
-        if unheard.shared:
-            self.drafter.share(request_id, unheard.shared)
-        unheard.accepted, unheard.shared = [], []
+        unheard = [(request_id, self._started[request_id]) for request_id in request_ids]
+        accepted = {request_id: each.accepted for request_id, each in unheard if each.accepted}
+        if accepted:
+            self.drafter.accept_all(accepted)
+        for request_id, each in unheard:
+            if each.shared:
+                self.drafter.share(request_id, each.shared)
+            each.accepted, each.shared = [], []
 
-    def _queries(self, asked: Sequence[ScheduledRequest]) -> list[DraftQuery]:
+    def _queries(self, asked: Sequence[ScheduledRequest], request_ids: Sequence[str]) -> list[DraftQuery]:
         if self.adaptive is None:
             bounds = [(s.max_draft_tokens, 0.0) for s in asked]
         else:
-            bounds = self.adaptive.bounds([s.request.request_id for s in asked])
+            bounds = self.adaptive.bounds(request_ids)
         return [
-            DraftQuery(s.request.request_id, min(most, s.max_draft_tokens), s.max_draft_depth, s.max_row_depth, least)
-            for s, (most, least) in zip(asked, bounds, strict=True)
+            DraftQuery(request_id, min(most, s.max_draft_tokens), s.max_draft_depth, s.max_row_depth, least)
+            for s, request_id, (most, least) in zip(asked, request_ids, bounds, strict=True)
         ]
-
-    def _choose(
-        self,
-        adaptive: AdaptiveDrafting,
-        trees: Mapping[str, DraftTree],
-        decoding: Sequence[ScheduledRequest],
-        max_rows: int,
-    ) -> dict[str, DraftTree]:
-        bidders = [Decoding(s.request.request_id, s.request.num_computed_tokens, s.request.token_ids) for s in decoding]
-        chosen = adaptive.choose(trees, bidders, max_rows)
-        return {request_id: trees[request_id].take(nodes) for request_id, nodes in chosen.items()}
 
     def _ensure_state(self, request: Request) -> bool:
         """Whether it can be drafted now; its state begins when its drafter is ready, with all that it has by then."""
@@ -184,15 +179,14 @@ class DraftStage:
 
     def end(self, request: Request) -> None:
         if request.request_id in self._started:
-            self._tell(request.request_id)
+            self._tell([request.request_id])
             del self._started[request.request_id]
             self.drafter.end(request.request_id)
         if self.adaptive is not None:
             self.adaptive.end(request.request_id)
 
     def clear_scope(self, name: str) -> None:
-        for request_id in self._started:  # what was said before is forgotten, too
-            self._tell(request_id)
+        self._tell(self._started)  # what was said before is forgotten, too
         self.drafter.clear_scope(DraftScope(TENANT, name))
 
 

@@ -1,8 +1,8 @@
 """The GPU path's steps as CUDA graphs: forward, head, greedy sampling and tree walk in one launch.
 
-One graph for each bucket of rows. The number of requests is fixed at max_num_seqs: those that a step lacks have no
-rows. Inside of a bucket rows are spread over requests in any way: prefill chunks, trees and plain rows together. Steps
-beyond the largest bucket are eager.
+One graph for each bucket of rows. The number of requests is fixed at what a step of so many rows can have, max_num_seqs
+at most: those that a step lacks have no rows. Inside of a bucket rows are spread over requests in any way: prefill
+chunks, trees and plain rows together. Steps beyond the largest bucket are eager.
 """
 
 from __future__ import annotations
@@ -72,6 +72,26 @@ def bucket_sizes(max_rows: int) -> list[int]:
     return [*small, *large, max_rows]
 
 
+def buckets(
+    row_sizes: Sequence[int], max_num_seqs: int, max_model_len: int, request_sizes: Sequence[int] | None = None
+) -> list[tuple[int, int]]:
+    """(rows, requests) of the graphs, ascending; request_sizes is StepGraphs'.
+
+    By default as many requests as rows, if that is fewer than max_num_seqs: from the rows less the other requests, in
+    unsigned numbers, FlashInfer takes the most rows that one may have, and with that a graph's query tile. Below zero
+    it would be the largest tile, in the smallest steps.
+    """
+    found = []
+    for rows in row_sizes:
+        most = min(rows, max_num_seqs)
+        sizes = [most] if request_sizes is None else sorted(request_sizes)
+        enough = next((size for size in sizes if size >= most), None)
+        if enough is None or sizes[-1] > max_num_seqs:
+            raise ValueError(f"request_sizes = {request_sizes}: the largest must be max_num_seqs = {max_num_seqs}")
+        found += [(rows, size) for size in sizes if size <= enough and size * max_model_len >= rows]
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class _Graph:
     """inputs: everything that the host says of a step, on the device; tokens: DeviceResult.rows for greedy rows."""
@@ -93,6 +113,9 @@ class StepGraphs:
     bucket's. Rows that are sampled, not greedy, are sampled behind it.
 
     Buckets of more rows than K/V memory, or max_num_seqs requests of max_model_len tokens, can have are left out.
+
+    request_sizes: buckets of rows and of these numbers of requests instead of rows alone, max_num_seqs among them; for
+    comparing the two (benchmarks/gpu). A step takes the fewest rows with room for it, and then the fewest requests.
     """
 
     def __init__(
@@ -105,25 +128,28 @@ class StepGraphs:
         max_num_seqs: int,
         max_model_len: int,
         say: Callable[[str], None],
+        request_sizes: Sequence[int] | None = None,
     ) -> None:
         self._backend = backend
         self._run_model = run_model
         self._max_model_len = max_model_len
         self._sampler = DeviceSampler(max_num_seqs)
         self.sizes = bucket_sizes(min(max_rows, backend.allocator.total_tokens, max_num_seqs * max_model_len))
-        steps = {size: StaticStep(size, max_num_seqs) for size in self.sizes}
-        layouts = {size: StepLayout(self._fields(step)) for size, step in steps.items()}
+        self.buckets = buckets(self.sizes, max_num_seqs, max_model_len, request_sizes)
+        steps = {bucket: StaticStep(*bucket) for bucket in self.buckets}
+        layouts = {bucket: StepLayout(self._fields(step)) for bucket, step in steps.items()}
         num_bytes = max(layout.num_bytes for layout in layouts.values())
         self._ring = BufferRing(num_bytes, backend.device)
         self._blob = torch.zeros(num_bytes, dtype=torch.uint8, device=backend.device)
         columns = backend.allocator.table_shape[1]
         self._kv_indices = torch.zeros(max_num_seqs * columns, dtype=torch.int32, device=backend.device)
         self._logits: torch.Tensor | None = None
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[tuple[int, int], _Graph] = {}
         # The largest first: memory that it needed serves all others.
-        for number, size in enumerate(reversed(self.sizes), 1):
-            say(f"capturing a CUDA graph of {size} rows ({number} of {len(self.sizes)})")
-            self._graphs[size] = self._capture(capturer, layouts[size], steps[size])
+        for number, bucket in enumerate(reversed(self.buckets), 1):
+            rows, requests = bucket
+            say(f"capturing a CUDA graph of {rows} rows, {requests} requests ({number} of {len(self.buckets)})")
+            self._graphs[bucket] = self._capture(capturer, layouts[bucket], steps[bucket])
 
     def _fields(self, step: StaticStep) -> dict[str, tuple[np.dtype[np.generic], tuple[int, ...]]]:
         return {
@@ -137,7 +163,8 @@ class StepGraphs:
     @torch.inference_mode()
     def _capture(self, capturer: Capturer, layout: StepLayout, step: StaticStep) -> _Graph:
         inputs = layout.views(self._blob[: layout.num_bytes])
-        step.bind(inputs, self._kv_indices)
+        columns = self._backend.allocator.table_shape[1]
+        step.bind(inputs, self._kv_indices[: step.max_requests * columns])
 
         def run() -> torch.Tensor:
             logits = self._run_model(inputs["ids"], inputs["position_ids"], inputs["keep"])
@@ -166,18 +193,23 @@ class StepGraphs:
     @torch.inference_mode()
     def launch(self, batch: RaggedBatch, forced: Mapping[str, Sequence[int]]) -> QueuedStep | None:
         """Start a step, `forced` being ModelRunner's; None where no graph has room for it."""
-        size = next((size for size in self.sizes if size >= batch.num_rows), None)
-        if size is None or len(batch.requests) > self._sampler.max_num_seqs:
+        bucket = self._bucket_for(batch)
+        if bucket is None:
             return None
-        graph = self._graphs[size]
+        graph = self._graphs[bucket]
         kind = self._fill(graph.layout, graph.step, batch, forced)
         graph.replay()
         if self._logits is None:
             raise RuntimeError("a graph without logits")
-        logits, tokens = self._logits[:size], graph.tokens
+        logits, tokens = self._logits[: graph.step.num_rows], graph.tokens
         if kind is not SamplingKind.GREEDY:
             tokens = self._sampler.sample(logits, graph.inputs["sampling"], kind).rows
         return QueuedStep(batch, self._sampler, logits, tokens if len(batch.logit_rows) else None, forced)
+
+    def _bucket_for(self, batch: RaggedBatch) -> tuple[int, int] | None:
+        """The smallest with room for the step; a linear search, for they are few."""
+        rows, requests = batch.num_rows, len(batch.requests)
+        return next((bucket for bucket in self.buckets if bucket[0] >= rows and bucket[1] >= requests), None)
 
     def _fill(
         self, layout: StepLayout, step: StaticStep, batch: RaggedBatch, forced: Mapping[str, Sequence[int]]

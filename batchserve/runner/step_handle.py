@@ -102,8 +102,7 @@ def verify_request(rows: RequestRows, sampler: RowSampler, first: int, recorded:
     if not rows.num_draft_tokens:
         return VerifiedTokens([target(root, 0)], [])
     verified = walk_tree(rows.token_ids, rows.parents, root, target, rows.is_verified)
-    unverified = [i for i, is_verified in enumerate(rows.is_verified) if not is_verified]
-    if unverified:
-        tokens = [sampler.argmax_at(first + 1 + i) for i in unverified]
+    if not all(rows.is_verified):
+        tokens = [sampler.argmax_at(first + 1 + i) for i, is_verified in enumerate(rows.is_verified) if not is_verified]
         verified = dataclasses.replace(verified, unverified_token_ids=tokens)
     return verified

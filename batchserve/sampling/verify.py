@@ -39,21 +39,18 @@ def walk_tree(
     target_token(row, depth) is the token that the target model puts behind that row; depth is 0 at the root. Drafts
     decide which rows exist, never what a row's token is: so the result is the same as decoding step by step.
     """
-    children: dict[tuple[int, int], int] = {}
-    for row in range(root + 1, len(parents)):
-        if is_verified and not is_verified[row - root - 1]:
-            continue
-        children[parents[row], token_ids[row]] = row
-    emitted: list[int] = []
+    row, emitted = root, [target_token(root, 0)]
     path: list[int] = []
-    row = root
-    while True:
-        token = target_token(row, len(path))
-        if token == NO_TOKEN and path:  # found again in the next step, unless the answer has ended before it
-            return VerifiedTokens(emitted, path[:-1])
+    # Parents come before their children, so one pass meets the nodes of the path in order.
+    for node in range(root + 1, len(parents)):
+        if parents[node] != row or token_ids[node] != emitted[-1]:
+            continue
+        if is_verified and not is_verified[node - root - 1]:
+            continue
+        token = target_token(node, len(path) + 1)
+        if token == NO_TOKEN:  # found again in the next step, unless the answer has ended before it
+            break
+        row = node
+        path.append(node)
         emitted.append(token)
-        child = children.get((row, token))
-        if child is None:
-            return VerifiedTokens(emitted, path)
-        path.append(child)
-        row = child
+    return VerifiedTokens(emitted, path)

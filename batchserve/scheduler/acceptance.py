@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from batchserve.scheduler.budget_kernels import CLOSED, correct, own_shifts, score_trees, weigh_nodes
+from batchserve.scheduler.budget_kernels import CLOSED, correct, score_trees, weigh_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,23 +27,19 @@ PRIOR = 2.0  # edges
 _DEPTH_BIN = np.array([int(np.searchsorted(DEPTH_OF_BIN, depth)) for depth in range(DEPTH_OF_BIN[-1] + 2)])
 
 
-class VerifiedPart(Protocol):
-    """A tree of nodes that may be accepted; parents come first, -1 is its root; probs are path probabilities."""
+class Trees(Protocol):
+    """Draft trees node behind node (draft/forest.py: DraftForest). Of all nodes here it is supposed that they may be
+    accepted; probs are path probabilities.
+    """
 
     @property
-    def token_ids(self) -> Sequence[int]: ...
+    def starts(self) -> IntArray: ...
     @property
-    def parents(self) -> Sequence[int]: ...
+    def token_ids(self) -> IntArray: ...
     @property
-    def probs(self) -> Sequence[float]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOdds:
-    """The place of one request's own record, on top of its drafter's: some texts are harder than others."""
-
-    drafter: str
-    slot: int
+    def parents(self) -> IntArray: ...
+    @property
+    def probs(self) -> FloatArray: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,38 +101,36 @@ class AcceptanceModel:
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}  # of drafters
         self._books = _Books(0)
-        self._drafter_of, self._records = np.zeros(0, np.int64), np.zeros((0, 3))  # by slot
+        self._drafter_of, self.records = np.zeros(0, np.int64), np.zeros((0, 3))  # by slot; see own_shift
         self._free: list[int] = []  # slots
         self._open: list[Offered] = []
         self._is_stale = False
 
-    def start(self, drafter: str) -> RequestOdds:
-        """A request's record, until `end`."""
+    def start(self, drafter: str) -> int:
+        """The slot of a request's own record, on top of its drafter's (some texts are harder), until `end`."""
         if drafter not in self._numbers:
             self._numbers[drafter] = len(self._numbers)
             self._books, self._is_stale = self._books.grown(), True
         if not self._free:
-            size = len(self._records)
+            size = len(self.records)
             self._free = list(range(2 * size + 16, size - 1, -1))
             self._drafter_of = np.pad(self._drafter_of, (0, len(self._free)))
-            self._records = np.pad(self._records, ((0, len(self._free)), (0, 0)))
+            self.records = np.pad(self.records, ((0, len(self._free)), (0, 0)))
         slot = self._free.pop()
-        self._drafter_of[slot], self._records[slot] = self._numbers[drafter], 0.0
-        return RequestOdds(drafter, slot)
+        self._drafter_of[slot], self.records[slot] = self._numbers[drafter], 0.0
+        return slot
 
-    def end(self, request: RequestOdds) -> None:
+    def end(self, slot: int) -> None:
         """What was offered to it and has not arrived never will."""
         for offered in self._open:
-            offered.reached[offered.slots == request.slot] = CLOSED
-        self._free.append(request.slot)
+            offered.reached[offered.slots == slot] = CLOSED
+        self._free.append(slot)
 
-    def shifts(self, requests: Sequence[RequestOdds]) -> list[float]:
-        """By how much each request's truth differs in log odds from what was expected of it."""
-        shifts: list[float] = own_shifts(self._records, np.array([request.slot for request in requests])).tolist()
-        return shifts
+    def calibrate(self, trees: Trees, slots: IntArray) -> Offered:
+        """Calibrated trees; tree i is that of the request at slots[i].
 
-    def calibrate(self, trees: Sequence[VerifiedPart], requests: Sequence[RequestOdds]) -> Offered:
-        """Calibrated trees; tree i is request i's. Raises ValueError if a parent does not come before its node."""
+        Raises ValueError if a parent does not come before its node.
+        """
         if self._is_stale:
             # In log odds, because a factor that doubles small probabilities would make certainties of large ones. What
             # is believed of a depth before it is known is what the depth above it has shown: a chain whose first token
@@ -144,18 +138,14 @@ class AcceptanceModel:
             for sums, shifts in zip(self._books.sums, self._books.shifts, strict=True):
                 correct(sums.reshape(3, NUM_DEPTHS, NUM_PROBS), PRIOR, shifts)
             self._is_stale = False
-        slots = np.array([request.slot for request in requests])
-        starts = np.array([0, *accumulate(len(tree.parents) for tree in trees)])
-        size = int(starts[-1])
-        parents = np.fromiter(chain.from_iterable(tree.parents for tree in trees), np.int64, size)
-        probs = np.fromiter(chain.from_iterable(tree.probs for tree in trees), np.float64, size)
-        token_ids = np.fromiter(chain.from_iterable(tree.token_ids for tree in trees), np.int64, size)
-        places, results = np.empty(size, np.int64), np.empty((3, size))
-        who = (slots, self._drafter_of, self._records)
-        wrong = weigh_nodes(starts, parents, probs, _DEPTH_BIN, PROB_BINS, self._books.shifts, *who, places, results)
+        starts, parents = trees.starts, trees.parents
+        places, results = np.empty(len(parents), np.int64), np.empty((3, len(parents)))
+        who = (slots, self._drafter_of, self.records)
+        bins = (_DEPTH_BIN, PROB_BINS, self._books.shifts)
+        wrong = weigh_nodes(starts, parents, trees.probs, *bins, *who, places, results)
         if wrong >= 0:
             raise ValueError(f"draft node {wrong}: its parent does not come before it")
-        return Offered(slots, starts, token_ids, parents, places, results, np.full(len(slots), -1))
+        return Offered(slots, starts, trees.token_ids, parents, places, results, np.full(len(slots), -1))
 
     def remember(self, offered: Offered) -> None:
         """Hold these trees against what arrives, until it is known how much of them was right."""
@@ -167,15 +157,14 @@ class AcceptanceModel:
         """Trees that are still held against what arrives."""
         return sum(int((offered.reached != CLOSED).sum()) for offered in self._open)
 
-    def arrive(self, requests: Sequence[RequestOdds], token_ids: Sequence[Sequence[int]]) -> None:
-        """Score what was proposed to each of these requests against its next tokens."""
+    def arrive(self, slots: IntArray, token_ids: Sequence[Sequence[int]]) -> None:
+        """Score what was proposed to the requests at these slots against the next tokens of each."""
         if not self._open:
             return
-        given = np.array([request.slot for request in requests], np.int64)
-        token_starts = np.array([0, *accumulate(map(len, token_ids))])
-        tokens = np.fromiter(chain.from_iterable(token_ids), np.int64, int(token_starts[-1]))
+        starts = np.array([0, *accumulate(map(len, token_ids))])
+        tokens = np.fromiter(chain.from_iterable(token_ids), np.int64, int(starts[-1]))
         books = (self._books.sums, self._books.tallies, self._books.tested)
-        arrived = (given, token_starts, tokens, self._drafter_of, self._records, books)
+        arrived = (slots, starts, tokens, self._drafter_of, self.records, books)
         self._open = [each for each in self._open if score_trees(*_arrays(each), *arrived)]
         self._is_stale = True
 

@@ -6,41 +6,41 @@ Torch-free and clock-free: it is told what a step cost. K of a request is a pure
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from batchserve.scheduler.acceptance import AcceptanceModel, RequestOdds, VerifiedPart
+from batchserve.scheduler.acceptance import AcceptanceModel, Trees
 from batchserve.scheduler.draft_budget import Bidders, DraftOffer, Market, choose_drafts
 from batchserve.scheduler.price import MOST_SURPRISE, SpeedUp
 from batchserve.scheduler.probing import Probe
+from batchserve.scheduler.standing import STANDING, bound_queries, grown, note_step, settle
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from batchserve.scheduler.acceptance import IntArray
     from batchserve.scheduler.step_time import StepLoad, StepTimeModel
 
-FEW_NODES, GROWTH, MOST_NODES = 8, 3.0, 1 << 20  # asked for: some, and a multiple of what is bought lately
-CHOSEN_RATE = 0.2
+    BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
+
 LEAST_GAIN = 0.1  # expected tokens
 MARGIN = 0.5  # nodes this much less likely than what is worth a row are still proposed: odds are learned from them
 # What a request may lose to the drafts of others: so much of its steps, and so many steps. Less than the second costs
 # everybody a good part of what drafts gain, as every request is new once (docs/adaptive.md).
 MAX_LOSS, GRACE_STEPS = 0.03, 16.0
-MOST_URGENCY, URGENCY_UP, URGENCY_DOWN = 16.0, 1.05, 0.98
 WINDOW_PRIOR, WINDOW_MEMORY = 2.0, 64.0  # windows that are believed to earn a token each; that are remembered
-TPOT_RATE = 0.1
 UNDRAFTED = "none"
 LONGEST_WINDOW_WAIT = 4096  # a window earns nothing unless its rows are computed: looking at it costs them
 
 
-class Tree(Protocol):
-    """What is read of a proposed draft tree (draft/base.py: DraftTree)."""
+class Forest(Trees, Protocol):
+    """Proposed draft trees; those of their nodes that are not verified make a window (draft/forest.py: DraftForest)."""
 
-    token_ids: list[int]
-    parents: list[int]
-    probs: list[float]
-    is_verified: list[bool]
+    @property
+    def is_verified(self) -> BoolArray: ...
+    def take(self, keep: BoolArray) -> Forest: ...
 
 
 @dataclass(slots=True)
@@ -72,54 +72,16 @@ class _Window:
             self.tokens, self.windows = self.tokens / 2, self.windows / 2
 
 
-@dataclass(slots=True)
-class _State:
-    odds: RequestOdds
-    tpot_target_s: float | None = None
-    probe: Probe = field(default_factory=Probe)
-    urgency: float = 1.0
-    tpot_s: float = 0.0
-    num_steps: int = 0
-    num_chosen: float = 0.0  # nodes, smoothed
-    ahead: float = 0.0  # steps without drafts that it is ahead of decoding without any
-    window: _Window | None = None  # of a drafter that has one
-
-    def arrived(self, token_ids: Sequence[int], step_s: float, stretch: float) -> None:
-        """A step that was `stretch` times as long as it had been without drafts gave the request these tokens."""
-        self.probe.arrive(token_ids)
-        if self.window is not None and token_ids:
-            self.window.note(len(token_ids) - 1)
-        self.num_steps += 1
-        self.ahead += len(token_ids) - stretch
-        tpot_s = step_s / max(1, len(token_ids))
-        self.tpot_s += (1.0 if self.num_steps == 1 else TPOT_RATE) * (tpot_s - self.tpot_s)
-        if self.tpot_target_s is not None:
-            change = URGENCY_UP if self.tpot_s > self.tpot_target_s else URGENCY_DOWN
-            self.urgency = max(1.0, min(MOST_URGENCY, self.urgency * change))
-
-
-class DraftPart(NamedTuple):
-    """A VerifiedPart of a tree that has other nodes, too."""
-
-    token_ids: list[int]
-    parents: list[int]
-    probs: list[float]
-
-
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """The items of one step, and where they come from: by place of the request, its first item and, if its tree has
-    rows that are not verified, its verified nodes; by item, a window and its rows.
-    """
+    """The items of one step: `nodes` of the forest one by one, then windows, each with its nodes."""
 
     items: DraftOffer
-    starts: dict[int, int]
-    splits: dict[int, list[int]]
-    windows: dict[int, tuple[_Window, list[int]]]
+    nodes: IntArray
+    windows: list[tuple[_Window, IntArray]]
 
 
-@dataclass(frozen=True, slots=True)
-class Decoding:
+class Decoding(NamedTuple):
     """One decoding request of a step: the K/V entries that its rows see, and its text."""
 
     request_id: str
@@ -166,31 +128,45 @@ class AdaptiveDrafting:
         self._max_inflation = max_inflation
         self._max_step_s = max_step_s
         self._speed_up = SpeedUp()
-        self._states: dict[str, _State] = {}
+        self._slots: dict[str, int] = {}  # by request id; of `acceptance`, and of the next
+        self._standing = np.zeros(0, STANDING)
+        self._probes: dict[str, Probe] = {}  # of requests whose drafter has failed them lately
+        self._windows: dict[str, _Window] = {}  # of requests whose drafter has one
         self._market: Market
         self._num_steps = 0
         self._draft_s = 0.0  # what a proposal for one request takes, smoothed
 
     def start(self, request_id: str, drafter: str, tpot_target_s: float | None = None) -> None:
-        state = self._state(request_id)
-        self.acceptance.end(state.odds)
-        state.odds, state.tpot_target_s = self.acceptance.start(drafter), tpot_target_s
+        before = self._slots.get(request_id)
+        slot = self._new_slot(request_id, drafter)
+        if before is not None:
+            self._standing[slot] = self._standing[before]
+            self.acceptance.end(before)
+        if tpot_target_s is not None:
+            self._standing["tpot_target_s"][slot] = tpot_target_s
 
-    def _state(self, request_id: str) -> _State:
+    def _new_slot(self, request_id: str, drafter: str) -> int:
+        slot = self._slots[request_id] = self.acceptance.start(drafter)
+        self._standing = grown(self._standing, slot + 1) if slot >= len(self._standing) else self._standing
+        self._standing[slot] = grown(self._standing[:0], 1)[0]
+        return slot
+
+    def _slots_of(self, request_ids: Iterable[str]) -> IntArray:
         """Requests that are not drafted have one, too: they must not pay for those that are."""
-        state = self._states.get(request_id)
-        if state is None:
-            state = self._states[request_id] = _State(self.acceptance.start(UNDRAFTED))
-        return state
+        slots = self._slots
+        return np.array([slots[each] if each in slots else self._new_slot(each, UNDRAFTED) for each in request_ids])
 
     def end(self, request_id: str) -> None:
-        state = self._states.pop(request_id, None)
-        if state is not None:
-            self.acceptance.end(state.odds)
+        slot = self._slots.pop(request_id, None)
+        if slot is not None:
+            self.acceptance.end(slot)
+            self._probes.pop(request_id, None)
+            self._windows.pop(request_id, None)
 
     def asks(self, request_id: str) -> bool:
         """Whether the request's drafter is to be called in this step; once a step and request."""
-        return self._states[request_id].probe.is_due()
+        probe = self._probes.get(request_id)
+        return probe is None or probe.is_due()
 
     def begin_step(self, load: StepLoad, alone: StepLoad) -> None:
         """A step is to be drafted that is `load` without any drafts; `alone` are its decoding rows only."""
@@ -206,92 +182,90 @@ class AdaptiveDrafting:
 
         Neither bound limits what is worth its row; both leave some room for odds to be learned.
         """
-        states = [self._states[request_id] for request_id in request_ids]
-        least = MARGIN * self._market.price * self._market.row_s
-        return [
-            (
-                MOST_NODES if state.window is not None else int(FEW_NODES + GROWTH * state.num_chosen),
-                min(0.5, least / state.urgency * math.exp(-max(0.0, shift))),
-            )
-            for state, shift in zip(states, self.acceptance.shifts([state.odds for state in states]), strict=True)
-        ]
+        most, least = np.empty(len(request_ids), np.int64), np.empty(len(request_ids))
+        worth_a_row = MARGIN * self._market.price * self._market.row_s
+        slots = self._slots_of(request_ids)
+        bound_queries(self._standing, self.acceptance.records, slots, worth_a_row, most, least)
+        return list(zip(most.tolist(), least.tolist(), strict=True))
 
-    def choose(self, trees: Mapping[str, Tree], decoding: Sequence[Decoding], max_rows: int) -> dict[str, list[int]]:
-        """The nodes of each tree that are worth their rows, ascending; requests that get none are left out.
+    def choose(
+        self, forest: Forest, request_ids: Sequence[str], decoding: Sequence[Decoding], max_rows: int
+    ) -> BoolArray:
+        """Which nodes are worth their rows: bool [num_nodes].
 
-        `trees` are those of all that were asked, `decoding` are all the requests that decode in the step, and max_rows
-        the most drafts that the step can take.
+        The forest's trees are those of request_ids, of all that were asked; `decoding` are all the requests that decode
+        in the step, and max_rows the most drafts that the step can take.
         """
-        market = self._market
-        drafted = [(place, each) for place, each in enumerate(decoding) if each.request_id in trees]
-        if not drafted:
-            return {}
-        states = [self._state(each.request_id) for each in decoding]
-        offer = self._offer(trees, drafted, states)
+        keep = np.zeros(len(forest.token_ids), np.bool_)
+        if not request_ids:
+            return keep
+        place_of = {each.request_id: place for place, each in enumerate(decoding)}
+        places = np.array([place_of[request_id] for request_id in request_ids])
+        slots, market = self._slots_of(place_of), self._market
+        offer = self._offer(forest, request_ids, places, slots)
+        items, standing = offer.items, self._standing[slots]
         bidders = Bidders(
             np.array([float(each.context_len) for each in decoding]),
-            np.array([state.urgency for state in states]),
-            np.array([state.ahead for state in states]) * market.alone_s,
-            np.array([GRACE_STEPS + MAX_LOSS * state.num_steps for state in states]) * market.alone_s,
+            standing["urgency"].copy(),
+            standing["ahead"] * market.alone_s,
+            (GRACE_STEPS + MAX_LOSS * standing["num_steps"]) * market.alone_s,
         )
-        bought = choose_drafts(offer.items, bidders, self.step_time, market, max_rows)
-        owners, gains = offer.items.owners, offer.items.gains
-        expected = np.bincount(owners[bought], weights=gains[bought], minlength=len(decoding))
+        chosen = choose_drafts(items, bidders, self.step_time, market, max_rows)
         # So little is not worth asking for, let alone its rows.
-        is_paying = expected > max(LEAST_GAIN, market.price * self._draft_s)
-        items = np.flatnonzero(bought & is_paying[owners])
-        chosen: dict[str, list[int]] = {}
-        for item, place in zip(items.tolist(), owners[items].tolist(), strict=True):
-            nodes = chosen.setdefault(decoding[place].request_id, [])
-            if item in offer.windows:
-                window, rows = offer.windows[item]
-                nodes += rows
-                window.is_run = True
-            elif place in offer.splits:
-                nodes.append(offer.splits[place][item - offer.starts[place]])
-            else:
-                nodes.append(item - offer.starts[place])
-        for window, _ in offer.windows.values():
-            if not window.is_run:
+        least_gain, is_paying = max(LEAST_GAIN, market.price * self._draft_s), np.zeros(len(decoding), np.bool_)
+        who = (self._standing, slots, places)
+        settle(*who, items.owners, items.gains, items.rows, least_gain, chosen, is_paying)
+        keep[offer.nodes[chosen[: len(offer.nodes)]]] = True
+        for (window, rows), is_run in zip(offer.windows, chosen[len(offer.nodes) :].tolist(), strict=True):
+            keep[rows] = window.is_run = is_run
+            if not is_run:
                 window.missed()
-        for place, each in drafted:
-            state = states[place]
-            state.probe.note(bool(is_paying[place]), each.token_ids, step=self._num_steps)
-            state.num_chosen += CHOSEN_RATE * (len(chosen.get(each.request_id, ())) - state.num_chosen)
-        return {request_id: sorted(kept) for request_id, kept in chosen.items()}
+        self._note(request_ids, is_paying[places].tolist(), [decoding[place].token_ids for place in places.tolist()])
+        return keep
 
-    def _offer(
-        self, trees: Mapping[str, Tree], drafted: Sequence[tuple[int, Decoding]], states: Sequence[_State]
-    ) -> _Offer:
-        """What the trees offer: their verified nodes one by one, then windows; remembers the trees, to be scored."""
-        parts: list[VerifiedPart] = []
-        splits: dict[int, list[int]] = {}
-        bundles: list[tuple[int, _Window, list[int]]] = []
-        for place, each in drafted:
-            tree = trees[each.request_id]
-            if all(tree.is_verified):
-                parts.append(tree)
-                continue
-            splits[place], part, rows = _split(tree)
-            parts.append(part)
-            window = states[place].window = states[place].window or _Window()
-            if window.probe.is_due():
-                bundles.append((place, window, rows))
-        places = np.array([place for place, _ in drafted])
-        offered = self.acceptance.calibrate(parts, [states[place].odds for place, _ in drafted])
+    def _note(self, request_ids: Sequence[str], is_paying: Sequence[bool], texts: Sequence[Sequence[int]]) -> None:
+        """Who was asked, and whether it paid."""
+        if not self._probes and all(is_paying):
+            return
+        for request_id, pays, text in zip(request_ids, is_paying, texts, strict=True):
+            if pays:
+                self._probes.pop(request_id, None)
+            else:
+                self._probes.setdefault(request_id, Probe()).note(False, text, step=self._num_steps)
+
+    def _offer(self, forest: Forest, request_ids: Sequence[str], places: IntArray, slots: IntArray) -> _Offer:
+        """What the trees offer; remembers them, to be scored."""
+        nodes, windows, bundles = np.arange(len(forest.token_ids)), [], []
+        verified: Trees = forest
+        if not forest.is_verified.all():
+            bundles = self._windows_of(forest, request_ids, places)
+            verified, nodes = forest.take(forest.is_verified), np.flatnonzero(forest.is_verified)
+        offered = self.acceptance.calibrate(verified, slots[places])
         self.acceptance.remember(offered)
         owners, gains = np.repeat(places, np.diff(offered.starts)), offered.paths
-        sizes, num_nodes = np.ones(len(gains), np.int64), len(gains)
+        sizes = np.ones(len(gains), np.int64)
         if bundles:
             owners = np.concatenate((owners, [place for place, _, _ in bundles]))
             gains = np.concatenate((gains, [window.value for _, window, _ in bundles]))
             sizes = np.concatenate((sizes, [len(rows) for _, _, rows in bundles]))
-        return _Offer(
-            DraftOffer(owners, gains, sizes),
-            dict(zip(places.tolist(), offered.starts.tolist(), strict=False)),
-            splits,
-            {num_nodes + i: (window, rows) for i, (_, window, rows) in enumerate(bundles)},
-        )
+            windows = [(window, rows) for _, window, rows in bundles]
+        return _Offer(DraftOffer(owners, gains, sizes), nodes, windows)
+
+    def _windows_of(
+        self, forest: Forest, request_ids: Sequence[str], places: IntArray
+    ) -> list[tuple[int, _Window, IntArray]]:
+        """The windows that are worth a look: the place of the request that each is of, and its nodes."""
+        found = []
+        for tree, (request_id, place) in enumerate(zip(request_ids, places.tolist(), strict=True)):
+            start, end = forest.starts[tree : tree + 2]
+            rows = start + np.flatnonzero(~forest.is_verified[start:end])
+            if not len(rows):
+                continue
+            window = self._windows.setdefault(request_id, _Window())
+            self._standing["has_window"][self._slots[request_id]] = 1
+            if window.probe.is_due():
+                found.append((place, window, rows))
+        return found
 
     def step_done(self, outcome: StepOutcome, token_ids: Mapping[str, Sequence[int]]) -> None:
         """Learn from a step that gave each decoding request these tokens."""
@@ -309,19 +283,18 @@ class AdaptiveDrafting:
             decode_s = max(decoding_s, predicted_s - (without_s - decoding_s)) * surprise + outcome.draft_s
             self._speed_up.observe(outcome.decoding.num_requests, num_tokens, decode_s, decoding_s)
         self.last.step_s, self.last.predicted_s = outcome.step_s, predicted_s
-        arrived = [(self._states[each], tokens) for each, tokens in token_ids.items() if each in self._states]
-        self.acceptance.arrive([state.odds for state, _ in arrived], [tokens for _, tokens in arrived])
-        for state, tokens in arrived:
-            state.arrived(tokens, outcome.step_s, 1.0 + (predicted_s - without_s) / decoding_s)
+        self._arrive(token_ids, outcome.step_s, 1.0 + (predicted_s - without_s) / decoding_s)
 
-
-def _split(tree: Tree) -> tuple[list[int], DraftPart, list[int]]:
-    """A tree's verified nodes, the tree that they are among themselves, and its nodes that are not verified."""
-    nodes = [node for node, is_verified in enumerate(tree.is_verified) if is_verified]
-    places = {node: place for place, node in enumerate(nodes)}
-    part = DraftPart(
-        [tree.token_ids[node] for node in nodes],
-        [places.get(tree.parents[node], -1) for node in nodes],
-        [tree.probs[node] for node in nodes],
-    )
-    return nodes, part, [node for node, is_verified in enumerate(tree.is_verified) if not is_verified]
+    def _arrive(self, token_ids: Mapping[str, Sequence[int]], step_s: float, stretch: float) -> None:
+        """Tokens of requests of which something is known, from a step so many times as long as without drafts."""
+        arrived = {each: tokens for each, tokens in token_ids.items() if each in self._slots}
+        slots, texts = self._slots_of(arrived), list(arrived.values())
+        if not texts:
+            return
+        note_step(self._standing, slots, np.array([len(tokens) for tokens in texts]), step_s, stretch)
+        self.acceptance.arrive(slots, texts)
+        for request_id in self._probes.keys() & arrived.keys():
+            self._probes[request_id].arrive(arrived[request_id])
+        for request_id in self._windows.keys() & arrived.keys():
+            if tokens := arrived[request_id]:
+                self._windows[request_id].note(len(tokens) - 1)

@@ -53,15 +53,6 @@ def own_shift(record):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def own_shifts(records, slots):  # type: ignore[no-untyped-def]
-    """own_shift of each of these slots."""
-    shifts = np.empty(len(slots))
-    for i in range(len(slots)):
-        shifts[i] = own_shift(records[slots[i]])
-    return shifts
-
-
-@njit(cache=True, nogil=True)
 def weigh_nodes(starts, parents, probs, depth_bins, prob_bounds, shifts, slots, drafter_of, records, places, results):  # type: ignore[no-untyped-def]
     """Calibrate all trees of a step; tree i has the nodes from starts[i] to starts[i + 1], and its request slots[i].
 
@@ -223,7 +214,6 @@ def compile_kernels() -> None:
     indices = np.zeros(1, np.int64)
     shifts, places, results, records = np.zeros((1, 1, 2)), indices.copy(), np.zeros((3, 1)), np.zeros((1, 3))
     correct(np.zeros((3, 1, 2)), 1.0, shifts[0])
-    own_shifts(records, indices)
     starts = np.array([0, 1])
     weigh_nodes(starts, indices - 1, one, indices, one, shifts, indices, indices, records, places, results)
     books = np.zeros((1, 3, 2)), np.zeros((1, 3, 10)), np.zeros((1, 2, 1), np.int64)

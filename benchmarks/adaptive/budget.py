@@ -23,6 +23,7 @@ import numpy as np
 
 from batchserve.config import EngineConfig
 from batchserve.draft.base import DraftTree
+from batchserve.draft.forest import DraftForest
 from batchserve.scheduler import adaptive as choosing
 from batchserve.scheduler.adaptive import AdaptiveDrafting, Decoding, StepOutcome
 from batchserve.scheduler.budget_kernels import compile_kernels
@@ -73,10 +74,10 @@ def truth_of(rng: random.Random, tree: DraftTree) -> list[int]:
     return [*tokens, VOCAB_SIZE]
 
 
-def accepted(tree: DraftTree, chosen: list[int], truth: list[int]) -> list[int]:
+def accepted(tree: DraftTree, chosen: np.ndarray, truth: list[int]) -> list[int]:
     """What a step gives that runs these nodes."""
     node, depth = -1, 0
-    for i in chosen:
+    for i in np.flatnonzero(chosen).tolist():
         if tree.parents[i] == node and tree.token_ids[i] == truth[depth]:
             node, depth = i, depth + 1
     return truth[: depth + 1]
@@ -98,6 +99,7 @@ def measure(table: StepTimeTable, steps: int, between: Callable[[], object], see
         adaptive.start(name, "mixture")
     seconds: dict[str, list[float]] = {"choose_drafts": [], "choose": [], "step_done": []}
     rows: list[int] = []
+    size = REQUESTS * CANDIDATES
 
     def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any) -> Any:
@@ -114,14 +116,18 @@ def measure(table: StepTimeTable, steps: int, between: Callable[[], object], see
             contexts = [rng.randint(*CONTEXTS) for _ in names]
             load = StepLoad(REQUESTS, REQUESTS, REQUESTS, sum(contexts), sum(contexts))
             # Every REQUESTS-th tree has the same confidence: a request's drafts are of one kind.
-            offered = {name: trees[i + REQUESTS * rng.randrange(TREES // REQUESTS)] for i, name in enumerate(names)}
+            offered = [trees[i + REQUESTS * rng.randrange(TREES // REQUESTS)] for i in range(REQUESTS)]
             bidders = [Decoding(name, context, [0]) for name, context in zip(names, contexts, strict=True)]
             adaptive.begin_step(load, load)
             between()
-            chosen = choose(offered, bidders, 4096)
-            given = {name: accepted(tree, chosen.get(name, []), truth_of(rng, tree)) for name, tree in offered.items()}
-            more = sum(map(len, chosen.values()))
-            seen = sum(len(chosen.get(name, [])) * context for name, context in zip(names, contexts, strict=True))
+            keep = choose(DraftForest.of(offered), names, bidders, 4096)
+            chosen = np.split(keep, range(CANDIDATES, size, CANDIDATES))
+            given = {
+                name: accepted(tree, mine, truth_of(rng, tree))
+                for name, tree, mine in zip(names, offered, chosen, strict=True)
+            }
+            counts = [int(mine.sum()) for mine in chosen]
+            more, seen = sum(counts), int(np.dot(counts, contexts))
             full = StepLoad(REQUESTS + more, REQUESTS + more, REQUESTS, sum(contexts), sum(contexts) + seen)
             step_s = model.predict(full) * rng.lognormvariate(0.0, MACHINE_NOISE)
             learn(StepOutcome(load, load, full, step_s, 0.0, REQUESTS), given)

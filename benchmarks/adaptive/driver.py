@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, cycle, islice
 from math import comb
 
 from batchserve.bench.replay import SCOPE, ReplayRecord
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
+from batchserve.draft.forest import DraftForest
 from batchserve.engine.engine_core import EngineCore, Event, Failure
 from batchserve.request import Request, ResolvedSampling, ResolvedSpeculation
 from batchserve.scheduler.adaptive import AdaptiveDrafting
@@ -92,8 +93,15 @@ class WarmDrafter(Drafter):
         self._on_query(len(queries))
         return self._inner.propose(queries)
 
+    def propose_all(self, queries: Sequence[DraftQuery]) -> DraftForest:
+        self._on_query(len(queries))
+        return self._inner.propose_all(queries)
+
     def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
         self._inner.accept(request_id, token_ids)
+
+    def accept_all(self, token_ids: Mapping[str, Sequence[int]]) -> None:
+        self._inner.accept_all(token_ids)
 
     def end(self, request_id: str) -> None:
         self._inner.end(request_id)

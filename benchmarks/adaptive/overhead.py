@@ -82,8 +82,8 @@ def instrumented(bench: Lab, parts: Parts) -> Iterator[None]:
     places: list[tuple[Any, str, str]] = [
         (core.scheduler, "schedule", "schedule"),
         (core.drafts, "propose", "draft stage"),
-        (core.drafts.drafter, "propose", "drafter"),
-        (core.drafts.drafter, "accept", "drafter learns"),
+        (core.drafts.drafter, "propose_all", "drafter"),
+        (core.drafts.drafter, "accept_all", "drafter learns"),
         (core.drafts, "step_done", "adaptive learns"),
         (core, "_build", "build"),
         (core.runner, "forward", "forward"),

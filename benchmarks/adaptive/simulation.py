@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,18 +18,22 @@ from batchserve.attention.cpu import CpuBackend
 from batchserve.attention.slab import SlabAllocator
 from batchserve.bench.replay import ReplayRecord
 from batchserve.config import EngineConfig
-from batchserve.draft.base import Drafter
+from batchserve.draft.base import Drafter, DraftTree
+from batchserve.draft.forest import DraftForest
 from batchserve.engine.drafting import DraftStage
 from batchserve.engine.engine_core import EngineCore
 from batchserve.metrics import EngineMetrics
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RaggedBatch, RequestRows
 from batchserve.sampling.verify import VerifiedTokens, walk_tree
-from batchserve.scheduler.adaptive import AdaptiveDrafting, Decoding, StepOutcome, Tree
+from batchserve.scheduler.adaptive import AdaptiveDrafting, Decoding, Forest, StepOutcome
 from batchserve.scheduler.budget_kernels import seconds_at
 from batchserve.scheduler.scheduler import Scheduler
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS, Contender, Driver, Run, WarmDrafter, fixed
+
+if TYPE_CHECKING:
+    from batchserve.scheduler.adaptive import BoolArray
 
 HOST_S = 0.3e-3  # of a step outside of the forward (benchmarks.adaptive.overhead measures it)
 DRAFT_S = 40e-6  # of drafting for one request
@@ -151,7 +156,17 @@ class Oracle(AdaptiveDrafting):
     def bounds(self, request_ids: Sequence[str]) -> list[tuple[int, float]]:
         return [(MOST_DRAFT_TOKENS, 0.0)] * len(request_ids)
 
-    def choose(self, trees: Mapping[str, Tree], decoding: Sequence[Decoding], max_rows: int) -> dict[str, list[int]]:
+    def choose(
+        self, forest: Forest, request_ids: Sequence[str], decoding: Sequence[Decoding], max_rows: int
+    ) -> BoolArray:
+        assert isinstance(forest, DraftForest)
+        chosen = self._buy(dict(zip(request_ids, forest.trees(), strict=True)), decoding, max_rows)
+        keep = np.zeros(len(forest.token_ids), np.bool_)
+        for request_id, start in zip(request_ids, forest.starts.tolist(), strict=False):
+            keep[[start + node for node in chosen.get(request_id, ())]] = True
+        return keep
+
+    def _buy(self, trees: Mapping[str, DraftTree], decoding: Sequence[Decoding], max_rows: int) -> dict[str, list[int]]:
         load = self._market.load
         bundles = [
             (tokens / len(nodes), each, tokens, nodes)
@@ -177,9 +192,9 @@ class Oracle(AdaptiveDrafting):
         if worth[best] > 0.0:
             for _, each, _, nodes in bundles[: best + 1]:
                 chosen.setdefault(each.request_id, []).extend(nodes)
-        return {request_id: sorted(nodes) for request_id, nodes in chosen.items()}
+        return chosen
 
-    def _bundles(self, tree: Tree, each: Decoding) -> list[tuple[int, list[int]]]:
+    def _bundles(self, tree: DraftTree, each: Decoding) -> list[tuple[int, list[int]]]:
         """(tokens, nodes) to be bought one behind the other, each at no better a ratio than the one before."""
         path = accepted_path(tree, self._forced[each.request_id], len(each.token_ids))
         if not self._is_paying_for_misses:
@@ -202,7 +217,7 @@ class Oracle(AdaptiveDrafting):
         """Nothing to learn."""
 
 
-def accepted_path(tree: Tree, recorded: Sequence[int], start: int) -> list[int]:
+def accepted_path(tree: DraftTree, recorded: Sequence[int], start: int) -> list[int]:
     """The nodes of the tree that recorded[start:] goes through."""
     path: list[int] = []
     node = -1

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import platform
+import resource
 import statistics
 import time
 import traceback
@@ -153,6 +154,19 @@ def environment(kit: Kit) -> dict[str, Any]:
             "cuda": torch.version.cuda,
         }
     return facts
+
+
+def used_memory(kit: Kit) -> dict[str, int]:
+    """MiB of tensors now and at most, and what is taken from the driver; in a dry run, of the process."""
+    if kit.is_dry:
+        return {"process_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10}
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "allocated_mib": torch.cuda.memory_allocated() >> 20,
+        "peak_mib": torch.cuda.max_memory_allocated() >> 20,
+        "reserved_mib": torch.cuda.memory_reserved() >> 20,
+        "device_mib": (total - free) >> 20,
+    }
 
 
 def timed_ms(kit: Kit, call: Callable[[], Any], runs: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ from batchserve.config import MiB
 from benchmarks.adaptive.driver import WarmDrafter, fixed
 from benchmarks.adaptive.workloads import new_drafter
 from benchmarks.gpu import answers
-from benchmarks.gpu.kit import Kit, Report
+from benchmarks.gpu.kit import Kit, Report, used_memory
 from benchmarks.gpu.models import shape_names
 from benchmarks.gpu.replay import ReplayBench
 
@@ -28,7 +27,7 @@ def run(kit: Kit, report: Report) -> None:
     bench = report.build(shape, partial(ReplayBench, kit, shape, kv_cache_memory=kit.pick(KV_BYTES, 64 * MiB)))
     if bench is None:
         return
-    report.about(kv_mib=kit.pick(KV_BYTES, 64 * MiB) >> 20, after_start=_now(kit))
+    report.about(kv_mib=kit.pick(KV_BYTES, 64 * MiB) >> 20, after_start=used_memory(kit))
     for size in sizes:
         report.cell(f"{shape}/b{size}", partial(_by_length, kit, bench, size))
 
@@ -43,21 +42,8 @@ def _by_length(kit: Kit, bench: ReplayBench, size: int) -> dict[str, Any]:
             torch.cuda.reset_peak_memory_stats()
         run = bench.driver.run(records[len(records) // 2 :], [(size, size * kit.pick(24, 4))], fixed(length))
         found[str(length)] = {
-            **_now(kit),
+            **used_memory(kit),
             "drafter_mib": round(drafter.memory_bytes() / MiB, 2),
             "rows_per_step": round(sum(run.step_rows) / len(run.step_rows), 1),
         }
     return found
-
-
-def _now(kit: Kit) -> dict[str, Any]:
-    """MiB of tensors now and at most, and what is taken from the driver; in a dry run, of the process."""
-    if kit.is_dry:
-        return {"process_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10}
-    free, total = torch.cuda.mem_get_info()
-    return {
-        "allocated_mib": torch.cuda.memory_allocated() >> 20,
-        "peak_mib": torch.cuda.max_memory_allocated() >> 20,
-        "reserved_mib": torch.cuda.memory_reserved() >> 20,
-        "device_mib": (total - free) >> 20,
-    }

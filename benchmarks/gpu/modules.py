@@ -19,9 +19,9 @@ from benchmarks.gpu.kit import Kit
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A stock prefill module (causal and custom masks), or our variant of it."""
+    """A stock prefill module (causal and custom masks), our variant of it ("tree"), or a stock decode module."""
 
-    is_variant: bool
+    kind: str
     head_dim: int
     dtype: torch.dtype
     has_softcap: bool = False
@@ -29,32 +29,43 @@ class Module:
 
     def spec(self) -> Any:
         """FlashInfer's JitSpec: its name, its build(), and where it is looked for ready-made."""
-        from flashinfer.jit.attention import gen_batch_prefill_module, gen_customize_batch_prefill_module
+        from flashinfer.jit.attention import (
+            gen_batch_decode_module,
+            gen_batch_prefill_module,
+            gen_customize_batch_prefill_module,
+        )
 
-        if self.is_variant:
+        if self.kind == "tree":
             arguments = variant_arguments(self.head_dim, self.head_dim, self.dtype, self.has_softcap)
             return gen_customize_batch_prefill_module("fa2", *arguments)
         types = (self.dtype, self.dtype, self.dtype, torch.int32)
         dims, no_positions = (self.head_dim, self.head_dim), 0
-        return gen_batch_prefill_module(
-            "fa2", *types, *dims, no_positions, self.has_window, self.has_softcap, use_fp16_qk_reduction=False
-        )
+        masks = no_positions, self.has_window, self.has_softcap
+        if self.kind == "decode":
+            return gen_batch_decode_module(*types, *dims, *masks)
+        return gen_batch_prefill_module("fa2", *types, *dims, *masks, use_fp16_qk_reduction=False)
 
 
 def stock(head_dim: int, dtype: torch.dtype, *, has_softcap: bool = False, has_window: bool = False) -> Module:
-    return Module(False, head_dim, dtype, has_softcap, has_window)
+    return Module("stock", head_dim, dtype, has_softcap, has_window)
 
 
 def variant(head_dim: int, dtype: torch.dtype, *, has_softcap: bool = False) -> Module:
-    return Module(True, head_dim, dtype, has_softcap)
+    return Module("tree", head_dim, dtype, has_softcap)
 
 
-# In the order in which they are worth their minutes: the shapes that are timed, the tiny models, the rest.
+def decode(head_dim: int, dtype: torch.dtype) -> Module:
+    return Module("decode", head_dim, dtype)
+
+
+# In the order in which they are worth their minutes: the shapes that are timed, the bundled model, what attention of
+# one row is compared with, the tiny models, the rest.
 NEEDED = [
     stock(128, torch.bfloat16),
     variant(128, torch.bfloat16),
     stock(64, torch.bfloat16),
     variant(64, torch.bfloat16),
+    decode(128, torch.bfloat16),
     stock(64, torch.bfloat16, has_softcap=True),
     variant(64, torch.bfloat16, has_softcap=True),
     stock(64, torch.bfloat16, has_softcap=True, has_window=True),

@@ -7,28 +7,21 @@ The roofline: weights and K/V, each read once, over the bandwidth that a copy ha
 
 from __future__ import annotations
 
-import random
-import statistics
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from batchserve.request import ResolvedSampling
-from batchserve.runner.ragged_batch import RequestRows, build_batch
-from batchserve.scheduler.step_time import CRITICAL_RATIO
-from benchmarks.gpu.cases import Case, make_step, random_parents
+from benchmarks.gpu import buckets, small_q
+from benchmarks.gpu.cases import Case, make_step
 from benchmarks.gpu.correctness import kernels, missing_module
 from benchmarks.gpu.kit import Kit, Report, copy_bandwidth, kernel_ms
-from benchmarks.gpu.models import all_backends, engine_on, graph_modes, random_llama, shape_names, weight_bytes
+from benchmarks.gpu.models import all_backends, graph_modes, shape_names
+from benchmarks.gpu.step_bench import ROWS, StepBench
 
 BATCHES = (1, 2, 4, 8, 16, 32)
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 CONTEXTS = (1024, 128, 4096, 8192)  # the most usual first
-GREEDY = ResolvedSampling(0.0, 0, 1.0, 0, 1, frozenset())
-RUNS = 7
 
 
 def run(kit: Kit, report: Report) -> None:
@@ -39,6 +32,8 @@ def run(kit: Kit, report: Report) -> None:
     _grid(kit, report, first, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1, 2)))
     if "eager" in modes:
         _grid(kit, report, first, "eager", modes["eager"], bandwidth, (1, 16), CONTEXTS[:1])
+    small_q.run(kit, report, bandwidth)
+    buckets.run(kit, report, first, bandwidth)
     _grid(kit, report, second, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1,)))
     if "compiled" in modes:
         _grid(kit, report, first, "compiled", modes["compiled"], bandwidth, (1, 16), CONTEXTS[:1])
@@ -73,75 +68,6 @@ def _grid(
         report.cell(name, partial(bench.measure, batch, context))
     del bench
     kit.free()
-
-
-class StepBench:
-    """Steps of one engine, launched and waited for as the engine itself does."""
-
-    def __init__(self, kit: Kit, shape: str, bandwidth: float, options: dict[str, Any]) -> None:
-        model = random_llama(kit, shape)
-        self._kit, self._bandwidth, self._weight_bytes = kit, bandwidth, weight_bytes(model)
-        self._engine = engine_on(kit, model, shape, **options)
-        self._core, self._runner = self._engine.core, self._engine.core.runner
-        self._runner.bind_thread()
-        self._bytes_per_token = self._runner.backend.allocator.bytes_per_token
-
-    def about(self) -> dict[str, Any]:
-        model = self._core.drafts.adaptive.step_time
-        return {
-            "attention": self._engine.info.attention_backend,
-            "weight_bytes": self._weight_bytes,
-            "kv_bytes_per_token": self._bytes_per_token,
-            "kv_tokens": self._runner.backend.allocator.total_tokens,
-            "critical_length": model.critical_length(),
-            "table": {"rows": model.table.rows, "ms": [round(s * 1e3, 3) for s in model.table.seconds]},
-        }
-
-    def measure(self, batch: int, context: int) -> dict[str, Any]:
-        """Milliseconds by rows of all requests together, trees where a request has several."""
-        wanted = [rows for rows in self._kit.pick(ROWS, (1, 2, 4)) if rows % batch == 0]
-        allocator = self._runner.backend.allocator
-        needed = batch * context + max(wanted)
-        if needed > allocator.free_tokens:
-            return {"skipped": f"K/V memory holds {allocator.free_tokens} tokens, needed are {needed}"}
-        names = [f"step-{i}" for i in range(batch)]
-        found: dict[str, list[float]] = {"ms": [], "launch_ms": []}
-        try:
-            for name in names:
-                allocator.reserve(name, context + max(wanted) // batch)
-                allocator.commit(name, range(context))
-            for rows in wanted:
-                for key, value in self._time(names, context, rows // batch).items():
-                    found[key].append(round(value, 4))
-        finally:
-            for name in names:
-                allocator.release(name)
-        floor_ms = (self._weight_bytes + batch * context * self._bytes_per_token) / self._bandwidth * 1e3
-        critical = [rows for rows, ms in zip(wanted, found["ms"], strict=True) if ms <= CRITICAL_RATIO * found["ms"][0]]
-        return {
-            "rows": wanted,
-            **found,
-            "roofline_ms": round(floor_ms, 4),
-            "over_roofline": [round(ms / floor_ms, 3) for ms in found["ms"]],
-            "critical_rows": critical[-1],
-        }
-
-    def _time(self, names: list[str], context: int, rows: int) -> dict[str, float]:
-        rng, allocator = random.Random(rows), self._runner.backend.allocator
-        total, launched = [], []
-        for number in range(self._kit.pick(RUNS, 1) + 2):
-            requests = []
-            for name in names:
-                allocator.reserve(name, rows)
-                parents = [-1, *(max(0, p + 1) for p in random_parents(rng, rows - 1))]  # hanging from the last token
-                requests.append(RequestRows(name, context, [number] * rows, parents, 1, GREEDY))
-            batch = build_batch(requests)
-            started_s = time.perf_counter()
-            handle = self._runner.launch(batch)
-            launched.append(time.perf_counter() - started_s)
-            handle.wait()
-            total.append(time.perf_counter() - started_s)
-        return {"ms": statistics.median(total[2:]) * 1e3, "launch_ms": statistics.median(launched[2:]) * 1e3}
 
 
 def attention_ms(kit: Kit, batch: int) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def _step_time(data: Data) -> list[str]:
             is_kept = max(few) <= MOST_OVER_ROOFLINE
             text += f"; to 16 rows {max(few)}x the roofline of {cell['roofline_ms']} ms ({_mark(is_kept)})"
         lines.append(text)
-    return lines + _graphs(cells) + _tree_over_causal(cells)
+    return lines + _graphs(cells) + _small_q(cells) + _buckets(about, cells) + _tree_over_causal(cells)
 
 
 def _graphs(cells: dict[str, Data]) -> list[str]:
@@ -137,6 +137,41 @@ def _graphs(cells: dict[str, Data]) -> list[str]:
             ratio = cell["ms"][0] / other["ms"][0]
             text = f"{name}: graphs are {ratio:.2f}x as fast at {cell['rows'][0]} rows"
             lines.append(f"{text} ({_mark(ratio >= LEAST_GRAPHS_OVER_EAGER)})" if cell["rows"][0] == 1 else text)
+    return lines
+
+
+def _small_q(cells: dict[str, Data]) -> list[str]:
+    """By kernel, what its graph takes over its eager plan, with the rows where that is most; and the best of all."""
+    lines = []
+    for name, cell in cells.items():
+        if not name.startswith("small_q/"):
+            continue
+        us, tiles, parts = cell["us"], cell["tile"], []
+        for each in us:
+            kernel, _, way = each.partition(", ")
+            if way != "graph":
+                continue
+            ratio, rows = max((us[each][rows] / eager, rows) for rows, eager in us[f"{kernel}, eager"].items())
+            text = f"{kernel} as a graph at most {ratio:.2f}x eager ({rows} rows each"
+            pair = [tiles.get(f"{kernel}, {kind}", {}).get(rows) for kind in ("graph", "eager")]
+            parts.append(text + (f", tile {pair[0]} for {pair[1]})" if all(pair) else ")"))
+        least, which = min((min(by_rows.values()), each) for each, by_rows in cell["over_copy"].items())
+        lines.append(f"{name}: {'; '.join(parts)}; least {least:.2f}x a copy of the K/V ({which})")
+    return lines
+
+
+def _buckets(about: Data, cells: dict[str, Data]) -> list[str]:
+    """Graphs with all requests, and with as many as there are rows, over those with the requests that there are."""
+    lines = []
+    for name, facts in about.items():
+        if name.startswith("buckets/"):
+            more = facts.get("more_device_mib", facts.get("more_process_peak_mib"))
+            lines.append(f"{name}: {facts['graphs']} graphs in {facts['capture_s']} s, {more} MiB")
+    for name, cell in cells.items():
+        for way, ratios in cell.get("over_fitting", {}).items():
+            steps = zip(ratios, cell["rows_each"], strict=True)
+            text = ", ".join(f"{ratio:.3f}x at {rows} rows each" for ratio, rows in steps)
+            lines.append(f"{name}: graphs of `{way}` requests over those of fitting ones: {text}")
     return lines
 
 

@@ -70,6 +70,7 @@ class FakeWrapper:
         self._float_workspace_buffer = workspace
         self._int_workspace_buffer = torch.empty(8, dtype=torch.uint8)
         self._mask_indptr_buf: torch.Tensor | None = None
+        self._plan_info = list(range(15))
         self.plans: list[dict[str, Any]] = []
 
     def _bound(self, method: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -287,17 +288,24 @@ def test_both_masks_ask_for_what_the_reference_does(flashinfer: Any, mask: str) 
 GRAPH_ROWS, GRAPH_REQUESTS = 512, 6
 
 
-def attend_static(kernel: FlashInferKernel, seeds: Sequence[int]) -> list[list[torch.Tensor]]:
+class Bucket:
+    """The buffers of one graph."""
+
+    def __init__(self) -> None:
+        self.static = StaticStep(GRAPH_ROWS, GRAPH_REQUESTS)
+        self.layout = StepLayout(self.static.fields)
+        self.blob = torch.zeros(self.layout.num_bytes, dtype=torch.uint8)
+        self.static.bind(self.layout.views(self.blob), torch.zeros(GRAPH_REQUESTS * 500, dtype=torch.int32))
+
+
+def attend_static(kernel: FlashInferKernel, seeds: Sequence[int], bucket: Bucket) -> list[list[torch.Tensor]]:
     """As attend_all of every seed, all in the buffers of one bucket; without padding."""
-    static, results = StaticStep(GRAPH_ROWS, GRAPH_REQUESTS), []
-    layout = StepLayout(static.fields)
-    blob = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    static.bind(layout.views(blob), torch.zeros(GRAPH_REQUESTS * 500, dtype=torch.int32))
+    static, results = bucket.static, []
     for seed in seeds:
         spans, allocator, _ = random_step(seed)
         backend, states = filled_backend(kernel, allocator, seed)
         arrays = static.arrays(spans, allocator)
-        layout.pack(arrays, blob)
+        bucket.layout.pack(arrays, bucket.blob)
         backend.begin_static(static, arrays)
         num_rows = sum(span.num_rows for span in spans)
         outputs = []
@@ -316,7 +324,7 @@ def test_a_graphs_steps_are_planned_over_its_buffers(flashinfer: Any, mask: str)
     @given(st.lists(st.integers(0, 2**32), min_size=3, max_size=3))
     def check(seeds: list[int]) -> None:
         made: list[FakeWrapper] = []
-        actual = attend_static(make_kernel(flashinfer, mask, made), seeds)
+        actual = attend_static(make_kernel(flashinfer, mask, made), seeds, Bucket())
         for mine, seed in zip(actual, seeds, strict=True):
             for out, expected in zip(mine, attend_all(TorchKernel(), seed), strict=True):
                 assert torch.equal(out, expected)
@@ -328,11 +336,22 @@ def test_a_graphs_steps_are_planned_over_its_buffers(flashinfer: Any, mask: str)
 
 def test_a_plan_that_a_graph_was_not_made_for_is_an_error(flashinfer: Any) -> None:
     made: list[Any] = []
-    kernel = make_kernel(flashinfer, "tree", made)
-    attend_static(kernel, [1])
+    kernel, bucket = make_kernel(flashinfer, "tree", made), Bucket()
+    attend_static(kernel, [1], bucket)
     made[0]._cached_module.info = [99, *range(14)]
     with pytest.raises(RuntimeError, match="otherwise than its graph"):
-        attend_static(kernel, [2])
+        attend_static(kernel, [2], bucket)
+
+
+def test_buckets_of_the_same_rows_have_wrappers_of_their_own(flashinfer: Any) -> None:
+    made: list[FakeWrapper] = []
+    kernel, buckets = make_kernel(flashinfer, "tree", made), (Bucket(), Bucket())
+    for seed in (1, 2):
+        for bucket in buckets:
+            (mine,) = attend_static(kernel, [seed], bucket)
+            for out, expected in zip(mine, attend_all(TorchKernel(), seed), strict=True):
+                assert torch.equal(out, expected)
+    assert len(made) == 2 * 2  # with a soft cap and without
 
 
 def test_the_installed_module_is_planned_by_these_arguments(flashinfer: Any) -> None:

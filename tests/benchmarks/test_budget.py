@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from batchserve.draft.base import DraftQuery
@@ -35,12 +36,12 @@ def test_they_come_true_as_often_as_they_claim() -> None:
     for _ in range(4000):
         truth = truth_of(rng, tree)
         assert truth[-1] == VOCAB_SIZE
-        path = accepted(tree, list(range(12)), truth)
+        path = accepted(tree, np.ones(12, np.bool_), truth)
         assert path == truth, "all of the truth that is in the tree"
         reached[len(path) - 1] += 1
     first = sum(prob for prob, parent in zip(tree.probs, tree.parents, strict=True) if parent == -1)
     assert 1 - reached[0] / 4000 == pytest.approx(first, abs=0.03)
-    assert accepted(tree, [], [5, 6]) == [5]
+    assert accepted(tree, np.zeros(12, np.bool_), [5, 6]) == [5]
 
 
 def test_it_counts_the_steps_behind_the_first_ones() -> None:

@@ -212,6 +212,26 @@ def test_the_summary_holds_figures_against_their_bounds(tmp_path: Path):
     assert "not run: correctness, equivalence, step_time, memory, gap" in text
 
 
+def test_the_summary_tells_what_graphs_lose(tmp_path: Path):
+    us = {"flashinfer_tree, eager": {"1": 10.0, "4": 12.0}, "flashinfer_tree, graph": {"1": 11.0, "4": 24.0}}
+    over = {name: {rows: time / 8 for rows, time in by_rows.items()} for name, by_rows in us.items()}
+    tile = {"flashinfer_tree, eager": {"1": 16, "4": 16}, "flashinfer_tree, graph": {"1": 16, "4": 128}}
+    cells = {
+        "small_q/llama-3-8b/b16/c2048": {"us": us, "tile": tile, "over_copy": over},
+        "buckets/b16": {"rows_each": [1, 4], "over_fitting": {"all": [1.31, 1.02]}},
+    }
+    about = {
+        "environment": {"device": "a GPU"},
+        "buckets/all": {"graphs": 11, "capture_s": 2.5, "more_device_mib": 90},
+    }
+    write(tmp_path, "step_time", {"about": about, "cells": cells})
+    text = summary(tmp_path)
+    assert "flashinfer_tree as a graph at most 2.00x eager (4 rows each, tile 128 for 16)" in text
+    assert "least 1.25x a copy of the K/V (flashinfer_tree, eager)" in text
+    assert "buckets/all: 11 graphs in 2.5 s, 90 MiB" in text
+    assert "graphs of `all` requests over those of fitting ones: 1.310x at 1 rows each, 1.020x at 4 rows each" in text
+
+
 def write(folder: Path, name: str, data: dict[str, Any]) -> None:
     (folder / f"{name}.json").write_text(json.dumps({"left_out": [], **data}))
 

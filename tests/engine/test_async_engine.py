@@ -388,7 +388,7 @@ async def test_a_request_is_answered_without_drafts_until_its_drafter_is_ready(
     options = {**_options(CONFIG), "model": str(tiny_model["llama"]), "max_waiting": 8}
     engine = await AsyncEngine.start(EngineConfig(**options), messages.append)
     assert any("requests are answered without drafts" in message for message in messages)
-    assert len(set(unready)) == len(unready) == 2, "drafter and budget are prepared before the first request"
+    assert len(set(unready)) == len(unready) == 3, "drafter, forest and budget are prepared before the first request"
     early = await engine.generate([5, 6, 5, 6, 5, 6, 5, 6], SHORT)
     late = await engine.generate([5, 6, 5, 6, 5, 6, 5, 6], LONG)
     assert early.usage.draft_tokens == 0

@@ -23,7 +23,7 @@ from batchserve.attention.tree_metadata import WORD_BITS, visible_slots
 from batchserve.config import EngineConfig
 from batchserve.engine import build as build_module
 from batchserve.engine.build import BuiltEngine
-from batchserve.runner.cuda_graphs import bucket_sizes, choose_capturer
+from batchserve.runner.cuda_graphs import StepGraphs, bucket_sizes, buckets, choose_capturer
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.types import SamplingParams
@@ -55,6 +55,39 @@ def test_buckets_ascend_to_the_bound(max_rows: int, last: list[int]) -> None:
     assert sizes[-len(last) :] == last
     assert sizes == sorted(set(sizes))
     assert all(wide <= max(2 * narrow, narrow + 1) for narrow, wide in itertools.pairwise(sizes))
+
+
+def test_a_bucket_of_rows_has_the_requests_that_so_many_rows_can_be_of() -> None:
+    """Fewer rows than requests would make FlashInfer's plan of the graph underflow."""
+    assert buckets([1, 2, 4, 24, 64], 16, 4096) == [(1, 1), (2, 2), (4, 4), (24, 16), (64, 16)]
+
+
+@examples(200)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 300), st.sets(st.integers(1, 39)), st.integers(0, 2**32))
+def test_every_step_finds_a_graph_of_two_dimensions(
+    max_num_seqs: int, max_model_len: int, max_rows: int, sizes: set[int], seed: int
+) -> None:
+    sizes = {size for size in sizes if size < max_num_seqs} | {max_num_seqs}
+    max_rows = min(max_rows, max_num_seqs * max_model_len)
+    found = buckets(bucket_sizes(max_rows), max_num_seqs, max_model_len, sorted(sizes))
+    assert found == sorted(set(found))
+    assert {requests for _, requests in found} <= sizes
+    # A capture gives a bucket's rows to its requests, of which none can have more than max_model_len.
+    assert all(rows <= requests * max_model_len for rows, requests in found)
+    rng = random.Random(seed)
+    rows = rng.randint(1, max_rows)
+    requests = rng.randint(-(-rows // max_model_len), min(rows, max_num_seqs))
+    chosen = next(bucket for bucket in found if bucket[0] >= rows and bucket[1] >= requests)
+    assert chosen[0] == min(size for size in bucket_sizes(max_rows) if size >= rows)
+    # Nothing smaller would do, but for what this bucket of rows cannot be captured with.
+    fitting = [size for size in sizes if size >= requests and size * max_model_len >= chosen[0]]
+    assert chosen[1] == min(fitting)
+
+
+@pytest.mark.parametrize("sizes", [[1, 4], [4, 32], []])
+def test_sizes_end_with_the_most_requests(sizes: list[int]) -> None:
+    with pytest.raises(ValueError, match="max_num_seqs = 16"):
+        buckets([1, 64], 16, 4096, sizes)
 
 
 @examples(100)
@@ -175,20 +208,49 @@ def test_a_step_takes_the_smallest_graph_with_room_for_it(
     graphs, allocator = built.core.runner.graphs, built.core.runner.backend.allocator
     assert graphs is not None
     used: list[int] = []
-    for size, graph in graphs._graphs.items():
-        monkeypatch.setitem(graphs._graphs, size, wrapped(graph, lambda size=size: used.append(size)))
+    for bucket, graph in graphs._graphs.items():
+        monkeypatch.setitem(graphs._graphs, bucket, wrapped(graph, lambda rows=bucket[0]: used.append(rows)))
     for counts in ([1], [1, 2], [8], [9], [20, 5], [32], [33], [1, 1, 1]):
-        requests = [
-            RequestRows(f"r{i}", 0, [5] * count, list(range(-1, count - 1)), 1, make_sampling())
-            for i, count in enumerate(counts)
-        ]
-        for request in requests:
-            allocator.reserve(request.request_id, len(request.token_ids))
-        handle = graphs.launch(build_batch(requests), {})
-        used += [] if handle else [0]
-        for request in requests:
-            allocator.release(request.request_id)
+        used += [] if launch(graphs, allocator, counts) else [0]
     assert used == [1, 4, 8, 16, 32, 32, 0, 0]
+
+
+def launch(graphs: StepGraphs, allocator: Any, counts: list[int]) -> list[Any] | None:
+    """What a step of requests with so many rows says, which are new and chains; None: no graph had room for it."""
+    requests = [
+        RequestRows(f"r{i}", 0, [5] * count, list(range(-1, count - 1)), 1, make_sampling())
+        for i, count in enumerate(counts)
+    ]
+    for request in requests:
+        allocator.reserve(request.request_id, len(request.token_ids))
+    handle = graphs.launch(build_batch(requests), {})
+    said = handle and handle.wait()
+    for request in requests:
+        allocator.release(request.request_id)
+    return said
+
+
+def test_two_kinds_of_buckets_over_one_engine_say_the_same(tiny_model: dict[str, Path]) -> None:
+    """As benchmarks/gpu compares them: one dimension with all requests in every graph, and two dimensions."""
+    built = build(tiny_model["llama"], attention_backend="torch", max_num_seqs=4, max_num_batched_tokens=40)
+    runner = built.core.runner
+    options: dict[str, Any] = {"max_rows": 24, "max_num_seqs": 4, "max_model_len": 8, "say": lambda text: None}
+    fixed, fitting = (
+        StepGraphs(runner.backend, runner.run_model, RerunCapturer(), **options, request_sizes=sizes)
+        for sizes in ([4], [1, 2, 4])
+    )
+    assert fixed.buckets == [(1, 4), (2, 4), (4, 4), (8, 4), (16, 4), (24, 4)]
+    assert fitting.buckets == [(1, 1), (2, 1), (2, 2), *((4, n) for n in (1, 2, 4)), *((8, n) for n in (1, 2, 4)),
+                               (16, 2), (16, 4), (24, 4)]  # fmt: skip
+    used: list[tuple[int, int]] = []
+    for bucket, graph in fitting._graphs.items():
+        fitting._graphs[bucket] = wrapped(graph, lambda bucket=bucket: used.append(bucket))
+    for counts in ([1], [1, 1], [1, 1, 1], [3], [5, 2], [4, 3, 1], [8, 3], [8, 8, 1], [7, 7, 7, 3]):
+        said = launch(fitting, runner.backend.allocator, counts)
+        assert said is not None
+        assert said == launch(fixed, runner.backend.allocator, counts)
+    assert used == [(1, 1), (2, 2), (4, 4), (4, 1), (8, 2), (8, 4), (16, 2), (24, 4), (24, 4)]
+    assert runner.backend.allocator.free_tokens == runner.backend.allocator.total_tokens
 
 
 def wrapped(graph: Any, first: Callable[[], None]) -> Any:

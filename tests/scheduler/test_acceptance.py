@@ -5,25 +5,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchserve.scheduler.acceptance import AcceptanceModel, RequestOdds
-from batchserve.scheduler.adaptive import DraftPart
+from batchserve.draft.base import DraftTree
+from batchserve.draft.forest import DraftForest
+from batchserve.scheduler.acceptance import AcceptanceModel
 from batchserve.scheduler.budget_kernels import MOST_PROB
 from tests.factories import examples
 
 
-def calibrated(model: AcceptanceModel, request: RequestOdds, parents: list[int], probs: list[float]) -> list[float]:
-    part = DraftPart([0] * len(parents), parents, probs)
-    return model.calibrate([part], [request]).paths.tolist()
+def forest(*trees: tuple[list[int], list[int], list[float]]) -> DraftForest:
+    return DraftForest.of([DraftTree(*tree) for tree in trees])
 
 
-def propose(
-    model: AcceptanceModel, request: RequestOdds, tokens: list[int], parents: list[int], probs: list[float]
-) -> None:
-    model.remember(model.calibrate([DraftPart(tokens, parents, probs)], [request]))
+def calibrated(model: AcceptanceModel, slot: int, parents: list[int], probs: list[float]) -> list[float]:
+    return model.calibrate(forest(([0] * len(parents), parents, probs)), np.array([slot])).paths.tolist()
 
 
-def arrive(model: AcceptanceModel, request: RequestOdds, tokens: list[int]) -> None:
-    model.arrive([request], [tokens])
+def propose(model: AcceptanceModel, slot: int, tokens: list[int], parents: list[int], probs: list[float]) -> None:
+    model.remember(model.calibrate(forest((tokens, parents, probs)), np.array([slot])))
+
+
+def arrive(model: AcceptanceModel, slot: int, tokens: list[int]) -> None:
+    model.arrive(np.array([slot]), [tokens])
 
 
 def scored(model: AcceptanceModel) -> tuple[list[int], list[int]]:
@@ -44,12 +46,12 @@ def test_trees_are_weighed_each_by_itself_whatever_stands_beside_it(data: st.Dat
         probs: list[float] = []
         for i, parent in enumerate(parents):
             probs.append(edges[i] * (probs[parent] if parent >= 0 else 1.0))
-        parts.append(DraftPart([0] * size, parents, probs))
+        parts.append(([0] * size, parents, probs))
         expected += probs
     model = AcceptanceModel()
-    offered = model.calibrate(parts, [model.start("a") for _ in parts])
+    offered = model.calibrate(forest(*parts), np.array([model.start("a") for _ in parts]))
     assert offered.paths.tolist() == pytest.approx(expected)
-    assert offered.parents.tolist() == [parent for part in parts for parent in part.parents]
+    assert offered.parents.tolist() == [parent for _, parents, _ in parts for parent in parents]
 
 
 @pytest.mark.parametrize("parents", [[0], [-1, 1], [-1, 5], [-2]])

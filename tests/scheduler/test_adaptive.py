@@ -9,19 +9,21 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 from batchserve.draft.base import DraftTree
+from batchserve.draft.forest import DraftForest
 from batchserve.scheduler.adaptive import (
     GRACE_STEPS,
     LEAST_GAIN,
     MAX_LOSS,
-    MOST_URGENCY,
     AdaptiveDrafting,
     Decoding,
     StepOutcome,
 )
 from batchserve.scheduler.probing import LONGEST_WAIT, PATIENCE
+from batchserve.scheduler.standing import MOST_URGENCY
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 
 STEP_S, ROW_S = 0.010, 0.001
@@ -128,9 +130,11 @@ class Machine:
             adaptive.begin_step(without, alone)
             trees = {text.name: text.propose(adaptive.bounds([text.name])[0][0]) for text in asked}
             bidders = [Decoding(text.name, text.context, text.tokens) for text in texts]
-            chosen = adaptive.choose(trees, bidders, max_rows)
-        for name, nodes in chosen.items():
-            trees[name].take(nodes)  # refuses a node without its parent
+            forest = DraftForest.of(list(trees.values()))
+            keep = adaptive.choose(forest, list(trees), bidders, max_rows)
+            forest.take(keep)  # refuses a node without its parent
+            parts = zip(trees, np.split(keep, forest.starts[1:-1]), strict=True)
+            chosen = {name: np.flatnonzero(part).tolist() for name, part in parts if part.any()}
         given = {text.name: [text.token(len(text.tokens))] for text in texts}
         given |= {text.name: text.accepted(trees[text.name], chosen.get(text.name, [])) for text in asked}
         rows = {name: len(nodes) for name, nodes in chosen.items()}

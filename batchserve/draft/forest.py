@@ -1,0 +1,130 @@
+"""The draft trees of one step as a few arrays: what is done to all of their nodes is one call, not one a request."""
+
+# ruff: noqa: ANN001, ANN202
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numba import njit
+
+from batchserve.draft.base import DraftTree
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batchserve.draft.base import DraftQuery
+
+
+@njit(cache=True, nogil=True)
+def _take(starts, token_ids, parents, probs, is_verified, keep, taken):  # type: ignore[no-untyped-def]
+    """Copy the nodes to keep into `taken`, arrays as those before; returns their number, -1 if a parent is missing."""
+    new_starts, new_tokens, new_parents, new_probs, new_verified = taken
+    places = np.empty(len(keep), np.int64)
+    count = 0
+    for tree in range(len(starts) - 1):
+        first = count
+        for node in range(starts[tree], starts[tree + 1]):
+            if not keep[node]:
+                continue
+            parent = parents[node]
+            if parent >= 0 and not keep[starts[tree] + parent]:
+                return -1
+            places[node] = count - first
+            new_tokens[count], new_probs[count], new_verified[count] = token_ids[node], probs[node], is_verified[node]
+            new_parents[count] = places[starts[tree] + parent] if parent >= 0 else -1
+            count += 1
+        new_starts[tree + 1] = count
+    return count
+
+
+@njit(cache=True, nogil=True)
+def _is_sound(starts, token_ids, parents, is_verified, bounds):  # type: ignore[no-untyped-def]
+    """Whether all trees keep DraftTree's contract; bounds [num_trees, 3]: most nodes, deepest verified, deepest row."""
+    depths = np.empty(len(parents), np.int64)
+    for tree in range(len(starts) - 1):
+        start, end = starts[tree], starts[tree + 1]
+        if end - start > bounds[tree, 0]:
+            return False
+        for node in range(start, end):
+            parent = parents[node]
+            if not -1 <= parent < node - start:
+                return False
+            depths[node] = 1 if parent < 0 else depths[start + parent] + 1
+            if depths[node] > bounds[tree, 1 if is_verified[node] else 2]:
+                return False
+            if not is_verified[node]:
+                continue
+            if parent >= 0 and not is_verified[start + parent]:
+                return False
+            for other in range(start + max(0, parent + 1), node):
+                if parents[other] == parent and token_ids[other] == token_ids[node] and is_verified[other]:
+                    return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class DraftForest:
+    """Draft trees node behind node; tree i has the nodes from starts[i] to starts[i + 1].
+
+    starts int64 [num_trees + 1]; of each node token_ids and parents (inside its tree) int64, probs float64, is_verified
+    bool: see DraftTree.
+    """
+
+    starts: np.ndarray
+    token_ids: np.ndarray
+    parents: np.ndarray
+    probs: np.ndarray
+    is_verified: np.ndarray
+
+    @classmethod
+    def of(cls, trees: Sequence[DraftTree]) -> DraftForest:
+        starts = np.array([0, *accumulate(map(len, trees))])
+        size = int(starts[-1])
+        return cls(
+            starts,
+            np.fromiter(chain.from_iterable(tree.token_ids for tree in trees), np.int64, size),
+            np.fromiter(chain.from_iterable(tree.parents for tree in trees), np.int64, size),
+            np.fromiter(chain.from_iterable(tree.probs for tree in trees), np.float64, size),
+            np.fromiter(chain.from_iterable(tree.is_verified for tree in trees), np.bool_, size),
+        )
+
+    def trees(self) -> list[DraftTree]:
+        token_ids, parents, probs = self.token_ids.tolist(), self.parents.tolist(), self.probs.tolist()
+        is_verified = self.is_verified.tolist()
+        return [
+            DraftTree(token_ids[a:b], parents[a:b], probs[a:b], is_verified[a:b])
+            for a, b in pairwise(self.starts.tolist())
+        ]
+
+    def take(self, keep: np.ndarray) -> DraftForest:
+        """The trees of the nodes to keep, bool [num_nodes]. Raises ValueError if one's parent is not among them."""
+        size = int(np.count_nonzero(keep))
+        taken = (
+            np.zeros(len(self.starts), np.int64),
+            np.empty(size, np.int64),
+            np.empty(size, np.int64),
+            np.empty(size),
+            np.empty(size, np.bool_),
+        )
+        if _take(self.starts, self.token_ids, self.parents, self.probs, self.is_verified, keep, taken) < 0:
+            raise ValueError("a draft node is taken, its parent is not")
+        return DraftForest(*taken)
+
+    def check(self, queries: Sequence[DraftQuery]) -> None:
+        """Raises ValueError on a tree that breaks the contract, or is more than its query asks for."""
+        bounds = np.array([(q.max_tokens, q.max_depth, q.max_row_depth) for q in queries])
+        if not _is_sound(self.starts, self.token_ids, self.parents, self.is_verified, bounds.reshape(-1, 3)):
+            for tree, query in zip(self.trees(), queries, strict=True):
+                tree.check(query)
+            raise ValueError("draft trees break their contract")
+
+
+def compile_kernels() -> None:
+    """Compile every kernel, or load it from the cache on disk."""
+    forest = DraftForest.of([DraftTree([1], [-1], [1.0])])
+    forest.take(np.ones(1, np.bool_))
+    bounds = np.ones((1, 3), np.int64)
+    _is_sound(forest.starts, forest.token_ids, forest.parents, forest.is_verified, bounds)

@@ -1,0 +1,96 @@
+"""How each request stands with its drafts: what they have gained it, and what is asked of its drafter next.
+
+A row of a table for every request, so that a step is noted for all of them in one call of compiled code.
+"""
+
+# ruff: noqa: ANN001, ANN201
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+from batchserve.scheduler import budget_kernels
+from batchserve.scheduler.budget_kernels import own_shift
+
+FEW_NODES, GROWTH, MOST_NODES = 8, 3.0, 1 << 20  # asked for: some, and a multiple of what is bought lately
+CHOSEN_RATE = 0.2
+MOST_URGENCY, URGENCY_UP, URGENCY_DOWN = 16.0, 1.05, 0.98
+TPOT_RATE = 0.1
+
+STANDING = np.dtype(
+    [
+        ("tpot_target_s", np.float64),  # infinite: none
+        ("urgency", np.float64),  # what one of its tokens counts
+        ("tpot_s", np.float64),  # smoothed
+        ("num_steps", np.int64),
+        ("num_chosen", np.float64),  # nodes, smoothed
+        ("ahead", np.float64),  # steps without drafts that it is ahead of decoding without any
+        ("has_window", np.int64),  # of a drafter that has one
+    ],
+    align=True,
+)
+
+
+def grown(table: np.ndarray, size: int) -> np.ndarray:
+    """The table with room for `size` requests, of which nothing is known where it is new."""
+    more = np.zeros(max(0, size - len(table)), STANDING)
+    more["urgency"], more["tpot_target_s"] = 1.0, np.inf
+    return np.concatenate((table, more))
+
+
+@njit(cache=True, nogil=True)
+def bound_queries(table, records, slots, least, most_nodes, least_probs):  # type: ignore[no-untyped-def]
+    """Fill, for the requests at `slots`, the most nodes to ask for and the least path probability, as it is claimed.
+
+    records: see budget_kernels.own_shift; least: the calibrated probability that is worth a row.
+    """
+    for i in range(len(slots)):
+        request, shift = table[slots[i]], own_shift(records[slots[i]])
+        most_nodes[i] = MOST_NODES if request.has_window else int(FEW_NODES + GROWTH * request.num_chosen)
+        least_probs[i] = min(0.5, least / request.urgency * math.exp(-max(0.0, shift)))
+
+
+@njit(cache=True, nogil=True)
+def settle(table, slots, places, owners, gains, rows, least_gain, chosen, is_paying):  # type: ignore[no-untyped-def]
+    """Give back what is chosen for requests that gain no more than least_gain tokens by all of it.
+
+    The bidders are at `slots` of the table, those that were drafted are at `places` among them; the items are those of
+    draft_budget.DraftOffer. Fills is_paying [num_bidders], and notes how many rows were chosen.
+    """
+    expected, count = np.zeros(len(slots)), np.zeros(len(slots))
+    for i in range(len(owners)):
+        if chosen[i]:
+            expected[owners[i]] += gains[i]
+            count[owners[i]] += rows[i]
+    for place in places:
+        is_paying[place] = expected[place] > least_gain
+        request = table[slots[place]]
+        request.num_chosen += CHOSEN_RATE * ((count[place] if is_paying[place] else 0.0) - request.num_chosen)
+    for i in range(len(owners)):
+        chosen[i] = chosen[i] and is_paying[owners[i]]
+
+
+@njit(cache=True, nogil=True)
+def note_step(table, slots, num_tokens, step_s, stretch):  # type: ignore[no-untyped-def]
+    """A step that was `stretch` times as long as it had been without drafts gave the requests so many tokens."""
+    for i in range(len(slots)):
+        request = table[slots[i]]
+        request.num_steps += 1
+        request.ahead += num_tokens[i] - stretch
+        tpot_s = step_s / max(1, num_tokens[i])
+        request.tpot_s += (1.0 if request.num_steps == 1 else TPOT_RATE) * (tpot_s - request.tpot_s)
+        if request.tpot_target_s < np.inf:
+            change = URGENCY_UP if request.tpot_s > request.tpot_target_s else URGENCY_DOWN
+            request.urgency = max(1.0, min(MOST_URGENCY, request.urgency * change))
+
+
+def compile_kernels() -> None:
+    """Compile every kernel of the adaptive choice, those of budget_kernels too, or load them from the cache on disk."""
+    budget_kernels.compile_kernels()
+    table, slots, one = grown(np.zeros(0, STANDING), 1), np.zeros(1, np.int64), np.ones(1)
+    bound_queries(table, np.zeros((1, 3)), slots, 0.5, slots.copy(), one.copy())
+    flag = np.zeros(1, np.bool_)
+    settle(table, slots, slots, slots, one, slots + 1, 0.0, flag, flag.copy())
+    note_step(table, slots, slots + 1, 1.0, 1.0)

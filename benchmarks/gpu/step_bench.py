@@ -1,0 +1,105 @@
+"""Steps of one engine with random weights, launched and waited for as the engine itself does."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from batchserve.request import ResolvedSampling
+from batchserve.runner.ragged_batch import RequestRows, build_batch
+from batchserve.scheduler.step_time import CRITICAL_RATIO
+from benchmarks.gpu.cases import random_parents
+from benchmarks.gpu.kit import Kit
+from benchmarks.gpu.models import engine_on, random_llama, weight_bytes
+
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+GREEDY = ResolvedSampling(0.0, 0, 1.0, 0, 1, frozenset())
+RUNS = 7
+WARM_RUNS = 2
+
+
+class StepBench:
+    """An engine of a shape; `options` are EngineConfig's."""
+
+    def __init__(self, kit: Kit, shape: str, bandwidth: float, options: dict[str, Any]) -> None:
+        model = random_llama(kit, shape)
+        self._kit, self._bandwidth, self._weight_bytes = kit, bandwidth, weight_bytes(model)
+        self.engine = engine_on(kit, model, shape, **options)
+        self._core, self.runner = self.engine.core, self.engine.core.runner
+        self.runner.bind_thread()
+        self._bytes_per_token = self.runner.backend.allocator.bytes_per_token
+
+    def about(self) -> dict[str, Any]:
+        model = self._core.drafts.adaptive.step_time
+        return {
+            "attention": self.engine.info.attention_backend,
+            "weight_bytes": self._weight_bytes,
+            "kv_bytes_per_token": self._bytes_per_token,
+            "kv_tokens": self.runner.backend.allocator.total_tokens,
+            "critical_length": model.critical_length(),
+            "table": {"rows": model.table.rows, "ms": [round(s * 1e3, 3) for s in model.table.seconds]},
+        }
+
+    def measure(self, batch: int, context: int) -> dict[str, Any]:
+        """Milliseconds by rows of all requests together, trees where a request has several."""
+        wanted = [rows for rows in self._kit.pick(ROWS, (1, 2, 4)) if rows % batch == 0]
+        missing = self.lacks_memory(batch * context + max(wanted))
+        if missing is not None:
+            return {"skipped": missing}
+        found: dict[str, list[float]] = {"ms": [], "launch_ms": []}
+        with self.contexts(batch, context, max(wanted) // batch) as names:
+            for rows in wanted:
+                for key, value in self._time(names, context, rows // batch).items():
+                    found[key].append(round(value, 4))
+        floor_ms = (self._weight_bytes + batch * context * self._bytes_per_token) / self._bandwidth * 1e3
+        critical = [rows for rows, ms in zip(wanted, found["ms"], strict=True) if ms <= CRITICAL_RATIO * found["ms"][0]]
+        return {
+            "rows": wanted,
+            **found,
+            "roofline_ms": round(floor_ms, 4),
+            "over_roofline": [round(ms / floor_ms, 3) for ms in found["ms"]],
+            "critical_rows": critical[-1],
+        }
+
+    def lacks_memory(self, num_tokens: int) -> str | None:
+        """Why there is no K/V memory for so many tokens; None: there is."""
+        free = self.runner.backend.allocator.free_tokens
+        return None if num_tokens <= free else f"K/V memory holds {free} tokens, needed are {num_tokens}"
+
+    @contextmanager
+    def contexts(self, batch: int, context: int, rows: int) -> Iterator[list[str]]:
+        """So many requests with that context, and memory for so many rows of each; their ids."""
+        allocator = self.runner.backend.allocator
+        names = [f"step-{i}" for i in range(batch)]
+        try:
+            for name in names:
+                allocator.reserve(name, context + rows)
+                allocator.commit(name, range(context))
+            yield names
+        finally:
+            for name in names:
+                allocator.release(name)
+
+    def _time(self, names: list[str], context: int, rows: int) -> dict[str, float]:
+        rng = random.Random(rows)
+        steps = [self.step(rng, names, context, rows) for _ in range(self._kit.pick(RUNS, 1) + WARM_RUNS)]
+        total, launched = zip(*steps[WARM_RUNS:], strict=True)
+        return {"ms": statistics.median(total) * 1e3, "launch_ms": statistics.median(launched) * 1e3}
+
+    def step(self, rng: random.Random, names: list[str], context: int, rows: int) -> tuple[float, float]:
+        """Seconds of one step of so many rows of each request, and of its launch alone."""
+        requests = []
+        for name in names:
+            self.runner.backend.allocator.reserve(name, rows)
+            parents = [-1, *(max(0, p + 1) for p in random_parents(rng, rows - 1))]  # hanging from the last token
+            requests.append(RequestRows(name, context, [rng.randrange(100)] * rows, parents, 1, GREEDY))
+        batch = build_batch(requests)
+        started_s = time.perf_counter()
+        handle = self.runner.launch(batch)
+        launched_s = time.perf_counter() - started_s
+        handle.wait()
+        return time.perf_counter() - started_s, launched_s

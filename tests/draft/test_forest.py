@@ -1,0 +1,100 @@
+"""A step's trees in one piece: they stay the trees that they were, and a breach of any is found."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchserve.draft.base import DraftQuery, DraftRequest, DraftScope, DraftTree
+from batchserve.draft.forest import DraftForest
+from batchserve.draft.mixture import MixtureDrafter
+from tests.factories import examples, random_tree
+
+
+def random_trees(rng: random.Random, count: int) -> list[DraftTree]:
+    trees = [random_tree(rng, rng.randint(1, 20), 50) for _ in range(count)]
+    return [DraftTree() if rng.random() < 0.2 else tree for tree in trees]
+
+
+@examples(50)
+@given(st.integers(0, 2**32), st.integers(0, 6))
+def test_trees_come_back_as_they_were_whole_or_in_part(seed: int, count: int) -> None:
+    rng = random.Random(seed)
+    trees = random_trees(rng, count)
+    forest = DraftForest.of(trees)
+    assert forest.trees() == trees
+    kept: list[list[int]] = []
+    for tree in trees:
+        nodes: list[int] = []
+        for node, parent in enumerate(tree.parents):
+            if rng.random() < 0.7 and (parent < 0 or parent in nodes):
+                nodes.append(node)
+        kept.append(nodes)
+    keep = np.zeros(len(forest.token_ids), np.bool_)
+    for start, nodes in zip(forest.starts.tolist(), kept, strict=False):
+        keep[[start + node for node in nodes]] = True
+    assert forest.take(keep).trees() == [tree.take(nodes) for tree, nodes in zip(trees, kept, strict=True)]
+
+
+def test_a_node_is_not_taken_without_its_parent() -> None:
+    forest = DraftForest.of([DraftTree([1], [-1], [1.0]), DraftTree([1, 2], [-1, 0], [1.0, 1.0])])
+    with pytest.raises(ValueError, match="its parent is not"):
+        forest.take(np.array([True, False, True]))
+
+
+def is_sound(tree: DraftTree, query: DraftQuery) -> bool:
+    try:
+        tree.check(query)
+    except ValueError:
+        return False
+    return True
+
+
+@examples(300)
+@given(st.data())
+def test_a_breach_is_found_where_a_tree_alone_would_have_it(data: st.DataObject) -> None:
+    nodes = st.tuples(st.integers(0, 3), st.integers(-2, 3), st.booleans())
+    trees = []
+    for drawn in data.draw(st.lists(st.lists(nodes, max_size=5), min_size=1, max_size=3)):
+        tokens, parents, is_verified = ([each[i] for each in drawn] for i in range(3))
+        trees.append(DraftTree(tokens, parents, [1.0] * len(drawn), is_verified))  # type: ignore[arg-type]
+    sizes = st.integers(0, 5)
+    queries = [DraftQuery("a", data.draw(sizes), data.draw(sizes), data.draw(sizes)) for _ in trees]
+    forest = DraftForest.of(trees)
+    if all(is_sound(tree, query) for tree, query in zip(trees, queries, strict=True)):
+        forest.check(queries)
+    else:
+        with pytest.raises(ValueError, match="draft"):
+            forest.check(queries)
+
+
+def test_requests_that_are_drafted_together_get_what_each_gets_alone() -> None:
+    """And learn the same, whatever they share, and wherever their texts have to grow."""
+    together, alone = MixtureDrafter(), MixtureDrafter()
+    rng = random.Random(3)
+    text = [rng.randrange(40) for _ in range(400)]
+    names = [f"r{i}" for i in range(5)]
+    for i, name in enumerate(names):
+        scope = None if i == 0 else DraftScope("tenant", "ab"[i % 2])
+        for drafter in (together, alone):
+            drafter.start(DraftRequest(name, text[i * 7 : 200 + i], scope=scope, temperature=0.8 * (i == 4), seed=i))
+    num_nodes = 0
+    for _ in range(40):
+        given = {name: [rng.choice(text) for _ in range(rng.randint(0, 90))] for name in rng.sample(names, 4)}
+        together.accept_all(given)
+        for name, tokens in given.items():
+            alone.accept(name, tokens)
+        for name, tokens in given.items():
+            together.share(name, tokens)
+            alone.share(name, tokens)
+        queries = [DraftQuery(name, rng.randint(0, 20), rng.randint(0, 6)) for name in rng.sample(names, 3)]
+        forest = together.propose_all(queries)
+        forest.check(queries)
+        assert forest.trees() == [alone.propose([query])[0] for query in queries]
+        num_nodes += len(forest.token_ids)
+    assert num_nodes > 500
+    assert together.memory_bytes() == alone.memory_bytes()
