@@ -20,6 +20,7 @@ from batchserve.draft.base import Drafter
 from batchserve.draft.factory import create_drafters, draft_limits
 from batchserve.draft.kernels import KernelLoader, provide_cache_folder
 from batchserve.draft.router import RoutingDrafter
+from batchserve.engine.detokenizer import decoder_of
 from batchserve.engine.drafting import DraftStage
 from batchserve.engine.engine_core import EngineCore
 from batchserve.engine.input_processor import InputProcessor
@@ -101,7 +102,7 @@ def build_engine(
     max_step_s = math.inf if config.max_itl_ms is None else config.max_itl_ms / 1e3
     adaptive = AdaptiveDrafting(step_time, config.max_itl_inflation, max_step_s) if config.is_adaptive else None
     drafts = DraftStage(used_drafter, adaptive, backend.allocator, clock)
-    core = EngineCore(scheduler, drafts, runner, loaded.tokenizer, EngineMetrics(), clock)
+    core = EngineCore(scheduler, drafts, runner, decoder_of(loaded.tokenizer), EngineMetrics(), clock)
     info = ModelInfo(
         name=loaded.name,
         architecture=type(loaded.model).__name__,

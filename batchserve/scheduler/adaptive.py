@@ -15,7 +15,7 @@ from batchserve.scheduler.acceptance import AcceptanceModel, Trees
 from batchserve.scheduler.draft_budget import Bidders, DraftOffer, Market, choose_drafts
 from batchserve.scheduler.price import MOST_SURPRISE, SpeedUp
 from batchserve.scheduler.probing import Probe
-from batchserve.scheduler.standing import STANDING, bound_queries, grown, note_step, settle
+from batchserve.scheduler.standing import STANDING, UNKNOWN, bound_queries, grown, note_step, settle
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -148,7 +148,7 @@ class AdaptiveDrafting:
     def _new_slot(self, request_id: str, drafter: str) -> int:
         slot = self._slots[request_id] = self.acceptance.start(drafter)
         self._standing = grown(self._standing, slot + 1) if slot >= len(self._standing) else self._standing
-        self._standing[slot] = grown(self._standing[:0], 1)[0]
+        self._standing[slot] = UNKNOWN
         return slot
 
     def _slots_of(self, request_ids: Iterable[str]) -> IntArray:

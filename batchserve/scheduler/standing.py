@@ -31,13 +31,12 @@ STANDING = np.dtype(
     ],
     align=True,
 )
+UNKNOWN = np.array((np.inf, 1.0, 0.0, 0, 0.0, 0.0, 0), STANDING)
 
 
 def grown(table: np.ndarray, size: int) -> np.ndarray:
     """The table with room for `size` requests, of which nothing is known where it is new."""
-    more = np.zeros(max(0, size - len(table)), STANDING)
-    more["urgency"], more["tpot_target_s"] = 1.0, np.inf
-    return np.concatenate((table, more))
+    return np.concatenate((table, np.full(max(0, size - len(table)), UNKNOWN)))
 
 
 @njit(cache=True, nogil=True)

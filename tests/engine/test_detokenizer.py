@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from batchserve.engine.detokenizer import IncrementalDetokenizer, TextPiece
+from batchserve.engine.detokenizer import IncrementalDetokenizer, TextPiece, decoder_of
 from batchserve.runner.loader import resolve_model
 from tests.engine.scripted import Letters
 from tests.factories import examples
@@ -250,3 +250,29 @@ def test_tokens_behind_a_stop_string_of_the_same_step_are_dropped() -> None:
 def test_without_a_tokenizer_there_are_token_ids_only() -> None:
     piece = IncrementalDetokenizer(None).feed([1, 2], is_last=True)
     assert (piece.text, piece.token_ids) == ("", [1, 2])
+
+
+def test_the_compiled_decoder_is_taken_only_where_it_says_the_same(tokenizer: PreTrainedTokenizerBase) -> None:
+    decoder = decoder_of(tokenizer)
+    assert decoder is not None
+    assert decoder is not tokenizer
+    rng = random.Random(5)
+    special = [token_id for token_id in tokenizer.all_special_ids if token_id < len(tokenizer)]
+    for text in TEXTS:
+        token_ids = tokenizer(text)["input_ids"]
+        for _ in range(20):
+            start = rng.randrange(len(token_ids))
+            part = [*token_ids[start : start + rng.randint(0, 9)], *rng.sample(special, 1), len(tokenizer) + 7]
+            for is_skipping in (True, False):
+                right = tokenizer.decode(part, skip_special_tokens=is_skipping)
+                assert decoder.decode(part, skip_special_tokens=is_skipping) == right
+
+    class Shouting(type(tokenizer)):  # type: ignore[misc]
+        def decode(self, *arguments: object, **options: object) -> str:
+            return str(super().decode(*arguments, **options)).upper()
+
+    own = Shouting(tokenizer_object=tokenizer.backend_tokenizer)
+    cleaning = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, clean_up_tokenization_spaces=True)
+    assert decoder_of(own) is own
+    assert decoder_of(cleaning) is cleaning
+    assert decoder_of(None) is None
