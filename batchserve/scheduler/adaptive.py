@@ -287,14 +287,16 @@ class AdaptiveDrafting:
 
     def _arrive(self, token_ids: Mapping[str, Sequence[int]], step_s: float, stretch: float) -> None:
         """Tokens of requests of which something is known, from a step so many times as long as without drafts."""
-        arrived = {each: tokens for each, tokens in token_ids.items() if each in self._slots}
-        slots, texts = self._slots_of(arrived), list(arrived.values())
+        slot_of = self._slots
+        texts = [tokens for each, tokens in token_ids.items() if each in slot_of]
         if not texts:
             return
-        note_step(self._standing, slots, np.array([len(tokens) for tokens in texts]), step_s, stretch)
+        slots, counts = np.array([[slot_of[each] for each in token_ids if each in slot_of], list(map(len, texts))])
+        note_step(self._standing, slots, counts, step_s, stretch)
         self.acceptance.arrive(slots, texts)
-        for request_id in self._probes.keys() & arrived.keys():
-            self._probes[request_id].arrive(arrived[request_id])
-        for request_id in self._windows.keys() & arrived.keys():
-            if tokens := arrived[request_id]:
-                self._windows[request_id].note(len(tokens) - 1)
+        for request_id, probe in self._probes.items():
+            if tokens := token_ids.get(request_id):
+                probe.arrive(tokens)
+        for request_id, window in self._windows.items():
+            if tokens := token_ids.get(request_id):
+                window.note(len(tokens) - 1)

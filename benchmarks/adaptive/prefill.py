@@ -19,14 +19,17 @@ from collections.abc import Sequence
 from itertools import count, cycle
 from typing import Any
 
+from batchserve.bench.replay import ReplayRecord
 from batchserve.config import EngineConfig
 from batchserve.request import Request, ResolvedSampling
-from benchmarks.adaptive.driver import Flight, Run, median_interval
+from batchserve.scheduler.adaptive import AdaptiveDrafting
+from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS, Contender, Flight, Run, median_interval
 from benchmarks.adaptive.workloads import Lab, Options, Workload, lab, new_drafter, read_options, recorded, say, write
 from benchmarks.common import spread
 
 RUNNING, PROMPT_TOKENS, MOST_ROWS = 8, 2000, 2304
 ROUNDS, BEFORE, QUIET_STEPS = 10, 12, 100
+LEAST_ANSWER = 1200  # tokens; of which a request may have half when it begins
 RECORDED = "gsm_qwen2_7b"
 UNBOUNDED = 1e6
 
@@ -48,12 +51,29 @@ def p99(values: Sequence[float]) -> float:
     return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
 
 
+def without_end(records: Sequence[ReplayRecord]) -> list[ReplayRecord]:
+    """Answers behind each other, too long to end beside the prompt: whoever came next would be a prompt, too."""
+    long = []
+    for place, record in enumerate(records):
+        tokens: list[int] = []
+        for other in (*records[place:], *records[:place]):
+            tokens += other.response_token_ids
+            if len(tokens) >= LEAST_ANSWER:
+                break
+        long.append(dataclasses.replace(record, response_token_ids=tokens))
+    return long
+
+
 class Scene:
     """Requests that decode for ever, so that something can happen beside them."""
 
     def __init__(self, bench: Lab, workload: Workload) -> None:
-        self._driver, self._contender = bench.driver, bench.adaptive()
-        self._source = cycle(workload.records)
+        self._driver = bench.driver
+        core = bench.engine.core
+        # As in any engine, drafts and prompts go by the same step times.
+        drafting = AdaptiveDrafting(core.scheduler._step_time, EngineConfig().max_itl_inflation)
+        self._contender = Contender("adaptive", MOST_DRAFT_TOKENS, drafting)
+        self._source = cycle(without_end(workload.records))
         self._rng, self._ids = random.Random(0), count()
         self._vocab_size = bench.engine.info.vocab_size
 
