@@ -20,16 +20,21 @@ if TYPE_CHECKING:
 
 @njit(cache=True, nogil=True)
 def _take(starts, token_ids, parents, probs, is_verified, keep, taken):  # type: ignore[no-untyped-def]
-    """Copy the nodes to keep into `taken`, arrays as those before; returns their number, -1 if a parent is missing."""
+    """Copy the nodes to keep into `taken`, arrays as those before.
+
+    Returns their number, or -1 if a parent is not kept or does not come before its node.
+    """
     new_starts, new_tokens, new_parents, new_probs, new_verified = taken
     places = np.empty(len(keep), np.int64)
     count = 0
     for tree in range(len(starts) - 1):
         first = count
         for node in range(starts[tree], starts[tree + 1]):
+            parent = parents[node]
+            if not -1 <= parent < node - starts[tree]:
+                return -1
             if not keep[node]:
                 continue
-            parent = parents[node]
             if parent >= 0 and not keep[starts[tree] + parent]:
                 return -1
             places[node] = count - first
@@ -79,8 +84,16 @@ class DraftForest:
     probs: np.ndarray
     is_verified: np.ndarray
 
+    @property
+    def num_trees(self) -> int:
+        return len(self.starts) - 1
+
     @classmethod
     def of(cls, trees: Sequence[DraftTree]) -> DraftForest:
+        """Raises ValueError on a tree whose fields are of different lengths."""
+        for tree in trees:
+            if not len(tree.token_ids) == len(tree.parents) == len(tree.probs) == len(tree.is_verified):
+                raise ValueError(f"draft tree of {len(tree)} tokens: parents, probs or is_verified are not as many")
         starts = np.array([0, *accumulate(map(len, trees))])
         size = int(starts[-1])
         return cls(
@@ -100,7 +113,10 @@ class DraftForest:
         ]
 
     def take(self, keep: np.ndarray) -> DraftForest:
-        """The trees of the nodes to keep, bool [num_nodes]. Raises ValueError if one's parent is not among them."""
+        """The trees of the nodes to keep, bool [num_nodes]; of each its parent must be among them, and come before it.
+
+        Raises ValueError otherwise.
+        """
         size = int(np.count_nonzero(keep))
         taken = (
             np.zeros(len(self.starts), np.int64),
@@ -110,13 +126,15 @@ class DraftForest:
             np.empty(size, np.bool_),
         )
         if _take(self.starts, self.token_ids, self.parents, self.probs, self.is_verified, keep, taken) < 0:
-            raise ValueError("a draft node is taken, its parent is not")
+            raise ValueError("a draft node's parent does not come before it, or is left out")
         return DraftForest(*taken)
 
     def check(self, queries: Sequence[DraftQuery]) -> None:
         """Raises ValueError on a tree that breaks the contract, or is more than its query asks for."""
-        bounds = np.array([(q.max_tokens, q.max_depth, q.max_row_depth) for q in queries])
-        if not _is_sound(self.starts, self.token_ids, self.parents, self.is_verified, bounds.reshape(-1, 3)):
+        if len(queries) != self.num_trees:
+            raise ValueError(f"{self.num_trees} draft trees for {len(queries)} queries")
+        bounds = np.array([(q.max_tokens, q.max_depth, q.max_row_depth) for q in queries], np.int64).reshape(-1, 3)
+        if not _is_sound(self.starts, self.token_ids, self.parents, self.is_verified, bounds):
             for tree, query in zip(self.trees(), queries, strict=True):
                 tree.check(query)
             raise ValueError("draft trees break their contract")

@@ -116,11 +116,12 @@ class MixtureDrafter(Drafter):
         for text in texts:
             own.separate()
             own.append(text)
+        # What may be refused comes before anything is taken.
+        noise_bin = noise_bin_of(request.temperature if self._is_using_noise else 0.0, NUM_WEIGHTS)
+        position, seed = len(request.prompt_token_ids), np.uint64(request.seed)
         scope = self._open(request.scope) if request.scope is not None else _Scope(TextIndex(1))
         state = _RequestState(self._new_slot(), own, scope, request.scope is not None)
-        noise_bin = noise_bin_of(request.temperature if self._is_using_noise else 0.0, NUM_WEIGHTS)
         addresses = (own.address.ctypes.data, scope.card.ctypes.data, state.root.ctypes.data)
-        position, seed = len(request.prompt_token_ids), np.uint64(request.seed)
         self._table[state.slot] = (*addresses, 0, 0, position, noise_bin, seed)
         self._requests[request.request_id] = state
 
@@ -146,15 +147,16 @@ class MixtureDrafter(Drafter):
         return self.propose_all(queries).trees()
 
     def propose_all(self, queries: Sequence[DraftQuery]) -> DraftForest:
-        bounds = np.array([(query.max_tokens, min(query.max_depth, self._branch_length)) for query in queries])
-        most = np.maximum(bounds.reshape(-1, 2)[:, 0], 0)
+        wanted = [(query.max_tokens, min(query.max_depth, self._branch_length)) for query in queries]
+        bounds = np.array(wanted, np.int64).reshape(-1, 2)
+        most = np.maximum(bounds[:, 0], 0)
         if len(self._nodes) < most.max(initial=0):
             self._nodes = np.zeros(most.max(), NODE)
         size = int(most.sum())
         starts, links, probs = np.zeros(len(queries) + 1, np.int64), np.empty((3, size), np.int64), np.empty(size)
         least = np.array([query.min_prob for query in queries], np.float64)
         slots = self._slots([query.request_id for query in queries])
-        grow_all(self._table, slots, bounds.reshape(-1, 2), least, self._nodes, self._scratch, starts, links, probs)
+        grow_all(self._table, slots, bounds, least, self._nodes, self._scratch, starts, links, probs)
         end = starts[-1]
         return DraftForest(starts, links[0, :end], links[1, :end], probs[:end], np.ones(end, np.bool_))
 

@@ -80,6 +80,8 @@ class DraftStage:
             self.adaptive.begin_step(without, alone)
         queries = self._queries(asked, request_ids)
         forest = self.drafter.propose_all(queries)
+        if forest.num_trees != len(queries):
+            raise ValueError(f"drafter {self.drafter.name!r}: {forest.num_trees} trees for {len(queries)} queries")
         step.draft_s, step.num_asked = self._clock() - started_s, len(queries)
         if self.adaptive is not None:
             requests = [s.request for s in decoding]

@@ -26,9 +26,10 @@ FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
 LONG_STEP_S = 0.5  # what takes longer is left to extrapolation
 CONTEXT, SHORT_CONTEXT = 1024, 256
 MOST_DRAFT = 64  # steps of more rows are mostly a prompt's
-FEW_ROWS, MANY_ROWS = 4, 16  # two steps at the same context tell reading K/V from attending to it
+MANY_REQUESTS = 16
+FEW_ROWS, MORE_ROWS = 1, 4  # of each request: two steps at the same context tell reading K/V from attending to it
 GREEDY = ResolvedSampling(0.0, 0, 1.0, 0, 1, frozenset())
-VERSION = 2
+VERSION = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,22 +58,29 @@ def measure(runner: ModelRunner, max_rows: int, max_requests: int, max_context: 
     """Time steps of up to max_rows rows, max_requests requests and max_context K/V entries, as memory allows."""
     free = runner.backend.allocator.free_tokens // 2
     max_rows = max(1, min(max_rows, free))
-    rows = grid(max_rows)
-    context = min(CONTEXT, max_context - MANY_ROWS, free - MANY_ROWS)
-    requests = max(1, min(MANY_ROWS, max_requests, free // 64))
+    rows = rows_to_time(max_rows, () if runner.graphs is None else runner.graphs.sizes)
+    requests = max(1, min(MANY_REQUESTS, max_requests, free // 64))
+    readers = max(1, min(requests, max_rows // MORE_ROWS))
+    context = min(CONTEXT, max_context - MORE_ROWS, free // readers - MORE_ROWS)
     probes = [_Case((1,) * requests), _Case((min(MOST_DRAFT, max_rows, max_context),), is_prefill=True)]
     if context >= 64:
-        probes += [_Case((FEW_ROWS,), context), _Case((MANY_ROWS,), context)]
+        probes += [_Case((rows_each,) * readers, context) for rows_each in (FEW_ROWS, MORE_ROWS)]
     sizes = [_Case(_split(n, max_context), is_prefill=n > MOST_DRAFT) for n in rows]
     seconds = _time_all(runner, sizes, probes)
     return _table([case for case in sizes if case in seconds], probes, seconds)
 
 
+def rows_to_time(max_rows: int, bucket_sizes: Sequence[int]) -> list[int]:
+    """The numbers of rows to measure, ascending: a graph's bucket ends in a step of the time, which has two sides."""
+    edges = {size + side for size in bucket_sizes for side in (0, 1)}
+    return sorted({*grid(max_rows), *(edge for edge in edges if edge <= max_rows)})
+
+
 def time_decoding(runner: ModelRunner, max_requests: int, max_context: int) -> float:
     """Seconds of a step in which requests decode behind a short context, as many and as short as memory allows."""
     free = runner.backend.allocator.free_tokens // 2
-    requests = max(1, min(MANY_ROWS, max_requests, free // 64))
-    context = max(0, min(SHORT_CONTEXT, max_context, free // requests) - MANY_ROWS)
+    requests = max(1, min(MANY_REQUESTS, max_requests, free // 64))
+    context = max(0, min(SHORT_CONTEXT, max_context, free // requests) - 1)
     return _time(runner, _Case((1,) * requests, context))
 
 
@@ -97,9 +105,10 @@ def _table(sizes: list[_Case], probes: list[_Case], seconds: dict[_Case, float])
     per_attended = per_context = 0.0
     if len(probes) > 2:
         few, more = probes[2:]
-        num_pairs = (more.rows[0] - few.rows[0]) * few.context
-        per_attended = max(0.0, (excess(more) - excess(few)) / num_pairs)
-        per_context = max(0.0, excess(few) / few.context - few.rows[0] * per_attended)
+        readers, num_rows = len(few.rows), sum(few.rows)
+        per_attended = max(0.0, (excess(more) - excess(few)) / ((sum(more.rows) - num_rows) * few.context))
+        of_contexts = (excess(few) - per_request * (readers - 1)) / few.context
+        per_context = max(0.0, (of_contexts - num_rows * per_attended) / readers)
     # A prefill chunk runs the head on its last row only: the table is of steps that run it on all.
     heads = [per_logit_row * (sum(case.rows) - len(case.rows)) if case.is_prefill else 0.0 for case in sizes]
     return StepTimeTable(
@@ -138,6 +147,8 @@ def _time(runner: ModelRunner, case: _Case) -> float:
             # What stands in a context does not change how long it takes to read: nothing is computed for it.
             allocator.commit(name, range(case.context))
         batch = build_batch([_rows(name, rows, case) for name, rows in zip(names, case.rows, strict=True)])
+        if case.context:  # memory that nobody has touched is no memory yet, and the first to read it waits for it
+            runner.launch(batch).wait()
         start = time.perf_counter()
         runner.launch(batch).wait()
         return time.perf_counter() - start

@@ -154,7 +154,8 @@ class AdaptiveDrafting:
     def _slots_of(self, request_ids: Iterable[str]) -> IntArray:
         """Requests that are not drafted have one, too: they must not pay for those that are."""
         slots = self._slots
-        return np.array([slots[each] if each in slots else self._new_slot(each, UNDRAFTED) for each in request_ids])
+        found = [slots[each] if each in slots else self._new_slot(each, UNDRAFTED) for each in request_ids]
+        return np.array(found, np.int64)
 
     def end(self, request_id: str) -> None:
         slot = self._slots.pop(request_id, None)

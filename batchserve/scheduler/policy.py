@@ -26,6 +26,18 @@ def rank(request: Request, now_s: float, max_wait_s: float) -> tuple[bool, int, 
     return not is_overdue, 0 if is_overdue else -request.priority, request.arrival_s
 
 
+def prompt_rank(request: Request, now_s: float, max_wait_s: float) -> tuple[bool, int, int, float]:
+    """Whose prompt gets a step's rows, the lowest first: as rank, but the one that needs the fewest comes first.
+
+    Steps that others answer in have few rows for prompts. First come, first served, a short prompt would wait for all
+    of a long one before it; this way round the long one waits for the short ones, max_wait_s at most. A request that
+    was preempted amid its answer does not wait for any.
+    """
+    is_not_overdue, priority, arrival_s = rank(request, now_s, max_wait_s)
+    is_first = not is_not_overdue or request.num_output_tokens > 0
+    return is_not_overdue, priority, 0 if is_first else request.num_pending_tokens, arrival_s
+
+
 def prefill_rows(
     step_time: StepTimeModel,
     decoding: Iterable[Request],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from batchserve.request import Request, RequestStatus
-from batchserve.scheduler.policy import prefill_rows, rank
+from batchserve.scheduler.policy import prefill_rows, prompt_rank, rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -59,7 +59,8 @@ class SchedulerOutput:
 class Scheduler:
     """Higher priority first, then first come, first served, under max_num_seqs, max_num_batched_tokens and K/V memory.
 
-    Prompts are computed in chunks that leave running requests their inter-token latency, where step times are known.
+    Prompts are computed in chunks that leave running requests their inter-token latency, where step times are known; of
+    those that are let in, the one with the fewest tokens left comes first.
     When memory runs out whoever comes last is preempted: his K/V is freed and recomputed later, from the prompt and the
     tokens that he has already given.
     """
@@ -123,8 +124,8 @@ class Scheduler:
         # Rows kept for drafts while prompts are waiting to be computed: what they ask for, at most half.
         wanted = sum(r.speculation.max_draft_tokens for r in self.running if r.request_id in planned)
         chunk_rows = self._bounded(planned, rows_left - min(rows_left // 2, wanted))
-        for request in sorted(self.running, key=self._rank):
-            if request.status is RequestStatus.RUNNING and request.request_id not in planned:
+        for request in self._computing(planned):
+            if request.status is RequestStatus.RUNNING:
                 if not preempted:
                     chunk_rows = self._admit(chunk_rows, planned, before=request)
                 chunk_rows -= self._plan_chunk(request, chunk_rows, planned, preempted)
@@ -142,9 +143,16 @@ class Scheduler:
     def _rank(self, request: Request) -> tuple[bool, int, float]:
         return rank(request, self._now_s, self._config.max_priority_wait_s)
 
+    def _prompt_rank(self, request: Request) -> tuple[bool, int, int, float]:
+        return prompt_rank(request, self._now_s, self._config.max_priority_wait_s)
+
+    def _computing(self, planned: dict[str, int]) -> list[Request]:
+        """Those whose prompt is being computed, in the order in which they get rows."""
+        return sorted((r for r in self.running if r.request_id not in planned), key=self._prompt_rank)
+
     def _bounded(self, planned: dict[str, int], rows: int) -> int:
         """The rows that prompts get in this step, for the sake of the requests that are planned already."""
-        computing = [r for r in self.running if r.request_id not in planned]
+        computing = self._computing(planned)
         free_seats = self._config.max_num_seqs - len(self.running)
         num_prompts = len(computing) + min(free_seats, len(self.waiting))
         if self._step_time is None or not planned or not num_prompts:
@@ -169,10 +177,13 @@ class Scheduler:
         return chunk
 
     def _admit(self, rows: int, planned: dict[str, int], before: Request | None = None) -> int:
-        """Let waiting requests in, only those that come before `before` if it is given; returns the rows left."""
+        """Let waiting requests in, only those whose prompt comes before that of `before` if it is given.
+
+        Returns the rows left.
+        """
         while self.waiting and rows > 0 and len(self.running) < self._config.max_num_seqs:
             request = min(self.waiting, key=self._rank)
-            if before is not None and self._rank(request) >= self._rank(before):
+            if before is not None and self._prompt_rank(request) >= self._prompt_rank(before):
                 break
             # Room for all of its tokens, not only the first chunk: half a prompt in memory helps nobody.
             if not self._begin(request):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import dataclasses
 import inspect
 import platform
 import random
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata as packages
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -409,24 +411,27 @@ def test_all_wrappers_share_a_workspace_that_grows(flashinfer: Any) -> None:
     assert {len(wrapper._int_workspace_buffer) for wrapper in made} == {16}
 
 
-@examples(40)
-@given(st.integers(0, 2**32), st.sampled_from([None, 1, 9]))
-def test_the_custom_mask_is_numpys_bits_from_a_new_byte_for_each_request(seed: int, window: int | None) -> None:
+@examples(60)
+@given(st.integers(0, 2**32), st.sampled_from([None, 1, 9]), st.sampled_from([1, 5, 1 << 17]))
+def test_the_custom_mask_is_numpys_bits_from_a_new_byte_for_each_request(
+    seed: int, window: int | None, block: int
+) -> None:
     spans, allocator, _ = random_step(seed)
     kernel = Recording()
     PagedBackend(LAYERS, torch.bfloat16, CPU, kernel, allocator).begin(spans)
-    packed, offsets = packed_mask(kernel.planned[0], window)
+    with mock.patch.object(kernels, "MASK_BLOCK", block):
+        packed, offsets = packed_mask(kernel.planned[0], window)
     assert (packed.dtype, offsets.dtype, int(offsets[-1])) == (torch.uint8, torch.int32, len(packed))
     for i, span in enumerate(spans):
         expected = np.packbits(visible_keys(span, window).reshape(-1), bitorder="little")
         np.testing.assert_array_equal(packed[offsets[i] : offsets[i + 1]].numpy(), expected)
 
 
-def test_a_mask_that_is_too_short_is_never_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_that_cannot_be_addressed_is_never_given() -> None:
     metadata = metadata_of([30], [[-1, 0, 0]])
-    monkeypatch.setattr(kernels, "visible_slots", lambda *args: torch.ones(3, 20, dtype=torch.bool))
-    with pytest.raises(RuntimeError, match="8 bytes, the step's rows and keys need 13"):
-        packed_mask(metadata, None)
+    long = dataclasses.replace(metadata, kv_lens_cpu=torch.tensor([6_000_000_000]))
+    with pytest.raises(RuntimeError, match="2250000000 bytes, more than FlashInfer can address"):
+        packed_mask(long, None)
 
 
 def test_the_pins_are_those_of_the_package_and_of_what_is_installed(flashinfer: Any) -> None:

@@ -42,8 +42,34 @@ def test_trees_come_back_as_they_were_whole_or_in_part(seed: int, count: int) ->
 
 def test_a_node_is_not_taken_without_its_parent() -> None:
     forest = DraftForest.of([DraftTree([1], [-1], [1.0]), DraftTree([1, 2], [-1, 0], [1.0, 1.0])])
-    with pytest.raises(ValueError, match="its parent is not"):
+    with pytest.raises(ValueError, match="left out"):
         forest.take(np.array([True, False, True]))
+
+
+@pytest.mark.parametrize("parent", [-2, 1, 2, 5, 10**6, 2**45])
+def test_no_parent_is_followed_that_does_not_come_before_its_node(parent: int) -> None:
+    forest = DraftForest.of([DraftTree([1, 2, 3], [-1, parent, 0], [1.0] * 3, [True, True, False])])
+    with pytest.raises(ValueError, match="does not come before it"):
+        forest.take(forest.is_verified)
+
+
+def test_there_is_a_tree_for_every_query_and_no_other() -> None:
+    forest = DraftForest.of([DraftTree([1], [-1], [1.0])] * 3)
+    for count in (2, 4):
+        with pytest.raises(ValueError, match=f"3 draft trees for {count} queries"):
+            forest.check([DraftQuery("a", 9, 9)] * count)
+    with pytest.raises(ValueError, match="not as many"):
+        DraftForest.of([DraftTree([1], [-1], [0.9, 0.8])])
+    DraftForest.of([]).check([])
+
+
+def test_of_nobody_nothing_is_drafted_and_who_is_refused_leaves_nothing_behind() -> None:
+    drafter = MixtureDrafter()
+    assert drafter.propose([]) == []
+    drafter.accept_all({})
+    with pytest.raises((ValueError, OverflowError)):
+        drafter.start(DraftRequest("a", [1, 2, 3], scope=DraftScope("tenant", "a"), seed=-1))
+    assert drafter.memory_bytes() == 0
 
 
 def is_sound(tree: DraftTree, query: DraftQuery) -> bool:

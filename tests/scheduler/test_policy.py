@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchserve.request import Request
-from batchserve.scheduler.policy import CHUNK_STEP, LEAST_CHUNK, prefill_rows, rank
+from batchserve.scheduler.policy import CHUNK_STEP, LEAST_CHUNK, prefill_rows, prompt_rank, rank
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from tests.factories import examples, make_request
 
@@ -40,6 +40,20 @@ def test_who_has_waited_long_comes_before_all_others_and_the_oldest_first() -> N
     assert sorted([high, old, older], key=lambda r: rank(r, 12.5, 10.0)) == [older, old, high]
     # At the bound itself he has not waited longer than it.
     assert sorted([high, old, older], key=lambda r: rank(r, 12.0, 10.0)) == [older, high, old]
+
+
+def test_the_prompt_with_the_fewest_tokens_left_comes_first_among_its_equals() -> None:
+    long, short, best, overdue = request(0, 5.0), request(0, 6.0), request(1, 7.0), request(-1, 1.0)
+    for each, length in ((long, 9), (short, 4), (best, 90), (overdue, 50)):
+        each.prompt_token_ids = each.token_ids = [5] * length
+    everybody = [long, short, best, overdue]
+    assert sorted(everybody, key=lambda r: prompt_rank(r, 9.0, 10.0)) == [best, short, long, overdue]
+    assert sorted(everybody, key=lambda r: prompt_rank(r, 11.5, 10.0)) == [overdue, best, short, long]
+    long.num_computed_tokens = 6
+    assert prompt_rank(long, 9.0, 10.0) < prompt_rank(short, 9.0, 10.0)
+    # Who was preempted amid his answer has waited before.
+    long.num_computed_tokens, long.token_ids = 0, [5] * 10
+    assert prompt_rank(long, 9.0, 10.0) < prompt_rank(short, 9.0, 10.0)
 
 
 @examples(200)

@@ -422,6 +422,24 @@ def test_prompts_are_computed_in_the_order_of_their_priorities() -> None:
     assert [(i.request, i.num_scheduled_tokens) for i in traffic.step().scheduled] == [(low, 16)]
 
 
+def test_a_short_prompt_does_not_wait_for_all_of_a_long_one_nor_the_long_one_for_ever() -> None:
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "decoding_length": 0, "max_priority_wait_s": 10}
+    traffic = make_traffic(max_model_len=1000, **options)  # type: ignore[arg-type]
+    long = traffic.add(800, 1)
+    traffic.step()
+    traffic.add(24, 1)
+    planned = [{i.request.request_id: i.num_scheduled_tokens for i in traffic.step().scheduled} for _ in range(3)]
+    assert planned == [{"r1": 16}, {"r0": 8, "r1": 8}, {"r0": 16}]
+    while traffic.now_s <= 10.0:
+        traffic.add(16, 1)
+        assert long not in [i.request for i in traffic.step().scheduled]
+    traffic.add(16, 1)
+    assert [i.request for i in traffic.step().scheduled] == [long], "it has waited long enough"
+    traffic.add(800, 1)
+    traffic.run_to_the_end()
+    assert traffic.finished[-3] == "r0", "nor does another long one, nor what waits behind that, come before it"
+
+
 @examples(100)
 @given(st.integers(1, 3), st.integers(1, 12), st.integers(1, 10), st.integers(1, 3), st.integers(0, 20), st.data())
 def test_nobody_is_starved_by_a_steady_stream_of_higher_priority(

@@ -1,0 +1,114 @@
+"""What is measured of a machine whose every cost is known: its table says what its steps take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from batchserve.attention.base import LayerShape
+from batchserve.attention.slab import SlabAllocator
+from batchserve.engine import measure_steps
+from batchserve.engine.measure_steps import measure, measured_table, rows_to_time, time_decoding
+from batchserve.runner.ragged_batch import RaggedBatch
+from batchserve.scheduler.step_time import StepLoad, StepTimeModel, grid
+
+FIXED_S, ROW_S, LOGIT_ROW_S, REQUEST_S, CONTEXT_S, PAIR_S = 5e-3, 2e-4, 3e-5, 1e-5, 4e-7, 2e-7
+FIRST_TOUCH_S = 0.5
+
+
+class Machine:
+    """A runner whose clock is set forward by what a step takes; contexts that nobody has read take longer once."""
+
+    def __init__(self, total_tokens: int = 1 << 16, bucket_sizes: tuple[int, ...] = ()) -> None:
+        self.now_s = 0.0
+        self.num_steps = 0
+        self.graphs = SimpleNamespace(sizes=list(bucket_sizes)) if bucket_sizes else None
+        self.backend = SimpleNamespace(allocator=SlabAllocator([LayerShape(1, 1, 1)], torch.float32, total_tokens))
+        self._last: RaggedBatch | None = None
+
+    def seconds(self, load: StepLoad) -> float:
+        rows = load.num_rows
+        if self.graphs is not None:
+            rows = next((size for size in self.graphs.sizes if size >= rows), rows)
+        return (
+            FIXED_S
+            + ROW_S * rows
+            + LOGIT_ROW_S * (load.num_logit_rows - load.num_rows)
+            + REQUEST_S * (load.num_requests - 1)
+            + CONTEXT_S * load.context_tokens
+            + PAIR_S * load.attended_tokens
+        )
+
+    def launch(self, batch: RaggedBatch) -> Any:
+        spans = [(rows.context_len, len(rows.token_ids)) for rows in batch.requests]
+        context, attended = sum(c for c, _ in spans), sum(c * n for c, n in spans)
+        num_rows = sum(n for _, n in spans)
+        num_logits = sum(1 + rows.num_draft_tokens for rows in batch.requests)
+        seconds = self.seconds(StepLoad(num_rows, num_logits, len(spans), context, attended))
+        if context and batch is not self._last:
+            seconds += FIRST_TOUCH_S
+        self._last, self.num_steps = batch, self.num_steps + 1
+        return SimpleNamespace(wait=lambda: self._advance(seconds))
+
+    def _advance(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine()
+    monkeypatch.setattr(measure_steps.time, "perf_counter", lambda: made.now_s)
+    return made
+
+
+LOADS = [
+    StepLoad(4, 4, 1),
+    StepLoad(16, 16, 16, 16 * 900, 16 * 900),
+    StepLoad(80, 80, 16, 16 * 300, 80 * 300),
+    StepLoad(9, 9, 1, 3000, 9 * 3000),
+    StepLoad(40 + 200, 41, 9, 8 * 500 + 1000, 40 * 500 + 200 * 1000),
+]
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_the_table_says_what_steps_take(machine: Machine, load: StepLoad) -> None:
+    table = measure(machine, 512, 16, 4096)  # type: ignore[arg-type]
+    assert table.rows == tuple(grid(512))
+    assert table.per_attended_token == pytest.approx(PAIR_S, rel=0.01)
+    assert table.per_context_token == pytest.approx(CONTEXT_S, rel=0.01)
+    assert StepTimeModel(table).predict(load) == pytest.approx(machine.seconds(load), rel=0.03)
+
+
+@pytest.mark.parametrize(("max_rows", "max_requests", "max_context", "total"), [(4, 1, 80, 640), (1, 1, 16, 128)])
+def test_where_little_fits_that_is_measured(
+    monkeypatch: pytest.MonkeyPatch, max_rows: int, max_requests: int, max_context: int, total: int
+) -> None:
+    machine = Machine(total)
+    monkeypatch.setattr(measure_steps.time, "perf_counter", lambda: machine.now_s)
+    table = measure(machine, max_rows, max_requests, max_context)  # type: ignore[arg-type]
+    assert table.rows == tuple(grid(max_rows))
+    assert StepTimeModel(table).predict(StepLoad(1, 1, 1)) == pytest.approx(machine.seconds(StepLoad(1, 1, 1)), rel=0.2)
+    assert time_decoding(machine, max_requests, max_context) < 2 * FIXED_S  # type: ignore[arg-type]
+
+
+def test_buckets_are_flat_inside_and_rise_at_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(bucket_sizes=(1, 2, 4, 8, 24, 40, 64))
+    monkeypatch.setattr(measure_steps.time, "perf_counter", lambda: machine.now_s)
+    model = StepTimeModel(measure(machine, 64, 16, 1024))  # type: ignore[arg-type]
+    for rows in range(4, 65):
+        load = StepLoad(rows, rows, 1)
+        assert model.predict(load) == pytest.approx(machine.seconds(load), rel=0.001), rows
+    assert rows_to_time(6, (1, 2, 4, 8)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_was_measured_is_read_again_for_the_same_key_only(machine: Machine, tmp_path: Path) -> None:
+    first = measured_table(machine, 16, 4, 512, tmp_path, ["a"])  # type: ignore[arg-type]
+    steps = machine.num_steps
+    assert measured_table(machine, 16, 4, 512, tmp_path, ["a"]) == first  # type: ignore[arg-type]
+    assert machine.num_steps == steps
+    measured_table(machine, 16, 4, 512, tmp_path, ["b"])  # type: ignore[arg-type]
+    assert machine.num_steps > steps
