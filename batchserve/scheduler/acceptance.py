@@ -153,18 +153,22 @@ class AcceptanceModel:
         self._open.append(offered)
 
     @property
+    def is_any_open(self) -> bool:
+        return bool(self._open)
+
+    @property
     def num_open(self) -> int:
         """Trees that are still held against what arrives."""
         return sum(int((offered.reached != CLOSED).sum()) for offered in self._open)
 
-    def arrive(self, slots: IntArray, token_ids: Sequence[Sequence[int]]) -> None:
+    def arrive(self, slots: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
         """Score what was proposed to the requests at these slots against the next tokens of each."""
-        if not self._open:
+        if not self._open or not token_ids:
             return
         starts = np.array([0, *accumulate(map(len, token_ids))])
         tokens = np.fromiter(chain.from_iterable(token_ids), np.int64, int(starts[-1]))
         books = (self._books.sums, self._books.tallies, self._books.tested)
-        arrived = (slots, starts, tokens, self._drafter_of, self.records, books)
+        arrived = (np.array(slots), starts, tokens, self._drafter_of, self.records, books)
         self._open = [each for each in self._open if score_trees(*_arrays(each), *arrived)]
         self._is_stale = True
 

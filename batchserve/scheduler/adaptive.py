@@ -14,8 +14,8 @@ import numpy as np
 from batchserve.scheduler.acceptance import AcceptanceModel, Trees
 from batchserve.scheduler.draft_budget import Bidders, DraftOffer, Market, choose_drafts
 from batchserve.scheduler.price import MOST_SURPRISE, SpeedUp
-from batchserve.scheduler.probing import Probe
-from batchserve.scheduler.standing import STANDING, UNKNOWN, bound_queries, grown, note_step, settle
+from batchserve.scheduler.probing import PATIENCE, Probe
+from batchserve.scheduler.standing import STANDING, UNKNOWN, bound_queries, grown, note_steps, settle
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -32,6 +32,7 @@ MARGIN = 0.5  # nodes this much less likely than what is worth a row are still p
 MAX_LOSS, GRACE_STEPS = 0.03, 16.0
 WINDOW_PRIOR, WINDOW_MEMORY = 2.0, 64.0  # windows that are believed to earn a token each; that are remembered
 UNDRAFTED = "none"
+MOST_HEARD = 8  # steps without drafts
 LONGEST_WINDOW_WAIT = 4096  # a window earns nothing unless its rows are computed: looking at it costs them
 
 
@@ -130,11 +131,14 @@ class AdaptiveDrafting:
         self._speed_up = SpeedUp()
         self._slots: dict[str, int] = {}  # by request id; of `acceptance`, and of the next
         self._standing = np.zeros(0, STANDING)
+        self._drafters: dict[str, str] = {}  # by request id
         self._probes: dict[str, Probe] = {}  # of requests whose drafter has failed them lately
+        self._given_up: dict[str, int] = {}  # by drafter: requests since it last paid for one
         self._windows: dict[str, _Window] = {}  # of requests whose drafter has one
         self._market: Market
         self._num_steps = 0
         self._draft_s = 0.0  # what a proposal for one request takes, smoothed
+        self._heard: list[tuple[StepOutcome, Mapping[str, Sequence[int]]]] = []  # steps that are not learned from yet
 
     def start(self, request_id: str, drafter: str, tpot_target_s: float | None = None) -> None:
         before = self._slots.get(request_id)
@@ -144,6 +148,10 @@ class AdaptiveDrafting:
             self.acceptance.end(before)
         if tpot_target_s is not None:
             self._standing["tpot_target_s"][slot] = tpot_target_s
+        self._drafters[request_id] = drafter
+        # Where nobody has gained for a while a new request has to show at once that it is another matter.
+        if given_up := self._given_up.get(drafter, 0):
+            self._probes[request_id] = Probe(min(PATIENCE, given_up))
 
     def _new_slot(self, request_id: str, drafter: str) -> int:
         slot = self._slots[request_id] = self.acceptance.start(drafter)
@@ -161,6 +169,7 @@ class AdaptiveDrafting:
         slot = self._slots.pop(request_id, None)
         if slot is not None:
             self.acceptance.end(slot)
+            self._drafters.pop(request_id, None)
             self._probes.pop(request_id, None)
             self._windows.pop(request_id, None)
 
@@ -171,6 +180,7 @@ class AdaptiveDrafting:
 
     def begin_step(self, load: StepLoad, alone: StepLoad) -> None:
         """A step is to be drafted that is `load` without any drafts; `alone` are its decoding rows only."""
+        self._learn()
         alone_s = self.step_time.predict(alone)
         # A prompt in the same step does not make time cheap: what counts is what decoding brings.
         price = self._speed_up.price(alone.num_requests, alone_s)
@@ -229,10 +239,15 @@ class AdaptiveDrafting:
         if not self._probes and all(is_paying):
             return
         for request_id, pays, text in zip(request_ids, is_paying, texts, strict=True):
+            drafter = self._drafters[request_id]
             if pays:
                 self._probes.pop(request_id, None)
-            else:
-                self._probes.setdefault(request_id, Probe()).note(False, text, step=self._num_steps)
+                self._given_up.pop(drafter, None)
+                continue
+            probe = self._probes.setdefault(request_id, Probe())
+            probe.note(False, text, step=self._num_steps)
+            if probe.num_failures == PATIENCE + 1:
+                self._given_up[drafter] = self._given_up.get(drafter, 0) + 1
 
     def _offer(self, forest: Forest, request_ids: Sequence[str], places: IntArray, slots: IntArray) -> _Offer:
         """What the trees offer; remembers them, to be scored."""
@@ -269,10 +284,41 @@ class AdaptiveDrafting:
         return found
 
     def step_done(self, outcome: StepOutcome, token_ids: Mapping[str, Sequence[int]]) -> None:
-        """Learn from a step that gave each decoding request these tokens."""
+        """A step gave each decoding request these tokens.
+
+        What nobody drafted in is learned from a little later, several steps at once: each by itself would find the
+        caches as a forward leaves them.
+        """
         self._num_steps += 1
-        loads = (outcome.load, outcome.without, outcome.decoding)
-        predicted_s, without_s, decoding_s = map(self.step_time.predict, loads)
+        self._heard.append((outcome, token_ids))
+        if outcome.num_asked or self.acceptance.is_any_open or len(self._heard) == MOST_HEARD:
+            self._learn()
+
+    def _learn(self) -> None:
+        if not self._heard:
+            return
+        heard, self._heard = self._heard, []
+        slot_of = self._slots  # requests that have ended since, and those that nothing is known of, are left out
+        given = [{each: tokens for each, tokens in token_ids.items() if each in slot_of} for _, token_ids in heard]
+        times = [self._learn_times(outcome, token_ids) for outcome, token_ids in heard]
+        noted = [
+            (slot_of[each], len(tokens), *step)
+            for step, token_ids in zip(times, given, strict=True)
+            for each, tokens in token_ids.items()
+        ]
+        if noted:
+            slots, counts, step_s, stretches = zip(*noted, strict=True)
+            note_steps(self._standing, np.array(slots), np.array(counts), np.array(step_s), np.array(stretches))
+        # While trees are open every step is learned from at once: there is but one.
+        self.acceptance.arrive([slot_of[each] for each in given[-1]], list(given[-1].values()))
+        for token_ids in given:
+            self._arrive(token_ids)
+
+    def _learn_times(self, outcome: StepOutcome, token_ids: Mapping[str, Sequence[int]]) -> tuple[float, float]:
+        """(seconds of the step, how many times as long it was as without drafts)."""
+        predicted_s = without_s = decoding_s = self.step_time.predict(outcome.decoding)
+        if outcome.load is not outcome.decoding:
+            predicted_s, without_s = self.step_time.predict(outcome.load), self.step_time.predict(outcome.without)
         # What the drafter takes is no part of the forward's time: the table knows nothing of it.
         forward_s = outcome.step_s - outcome.draft_s
         self.step_time.observe(outcome.load, forward_s)
@@ -284,17 +330,9 @@ class AdaptiveDrafting:
             decode_s = max(decoding_s, predicted_s - (without_s - decoding_s)) * surprise + outcome.draft_s
             self._speed_up.observe(outcome.decoding.num_requests, num_tokens, decode_s, decoding_s)
         self.last.step_s, self.last.predicted_s = outcome.step_s, predicted_s
-        self._arrive(token_ids, outcome.step_s, 1.0 + (predicted_s - without_s) / decoding_s)
+        return outcome.step_s, 1.0 + (predicted_s - without_s) / decoding_s
 
-    def _arrive(self, token_ids: Mapping[str, Sequence[int]], step_s: float, stretch: float) -> None:
-        """Tokens of requests of which something is known, from a step so many times as long as without drafts."""
-        slot_of = self._slots
-        texts = [tokens for each, tokens in token_ids.items() if each in slot_of]
-        if not texts:
-            return
-        slots, counts = np.array([[slot_of[each] for each in token_ids if each in slot_of], list(map(len, texts))])
-        note_step(self._standing, slots, counts, step_s, stretch)
-        self.acceptance.arrive(slots, texts)
+    def _arrive(self, token_ids: Mapping[str, Sequence[int]]) -> None:
         for request_id, probe in self._probes.items():
             if tokens := token_ids.get(request_id):
                 probe.arrive(tokens)

@@ -72,13 +72,13 @@ def settle(table, slots, places, owners, gains, rows, least_gain, chosen, is_pay
 
 
 @njit(cache=True, nogil=True)
-def note_step(table, slots, num_tokens, step_s, stretch):  # type: ignore[no-untyped-def]
-    """A step that was `stretch` times as long as it had been without drafts gave the requests so many tokens."""
+def note_steps(table, slots, num_tokens, step_s, stretches):  # type: ignore[no-untyped-def]
+    """Steps gave the requests so many tokens; each was `stretch` times as long as it had been without drafts."""
     for i in range(len(slots)):
         request = table[slots[i]]
         request.num_steps += 1
-        request.ahead += num_tokens[i] - stretch
-        tpot_s = step_s / max(1, num_tokens[i])
+        request.ahead += num_tokens[i] - stretches[i]
+        tpot_s = step_s[i] / max(1, num_tokens[i])
         request.tpot_s += (1.0 if request.num_steps == 1 else TPOT_RATE) * (tpot_s - request.tpot_s)
         if request.tpot_target_s < np.inf:
             change = URGENCY_UP if request.tpot_s > request.tpot_target_s else URGENCY_DOWN
@@ -92,4 +92,4 @@ def compile_kernels() -> None:
     bound_queries(table, np.zeros((1, 3)), slots, 0.5, slots.copy(), one.copy())
     flag = np.zeros(1, np.bool_)
     settle(table, slots, slots, slots, one, slots + 1, 0.0, flag, flag.copy())
-    note_step(table, slots, slots + 1, 1.0, 1.0)
+    note_steps(table, slots, slots + 1, one, one)
