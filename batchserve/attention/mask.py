@@ -23,12 +23,12 @@ def ancestor_mask(parents: np.ndarray) -> np.ndarray:
     return mask
 
 
-def tree_positions(parents: Sequence[int], context_len: int) -> np.ndarray:
-    """int64 [n]: the absolute position of every row, from its depth below the context."""
+def tree_positions(parents: Sequence[int], context_len: int) -> list[int]:
+    """The absolute position of every row, from its depth below the context."""
     positions: list[int] = []
     for parent in parents:
         positions.append(context_len if parent < 0 else positions[parent] + 1)
-    return np.array(positions, dtype=np.int64)
+    return positions
 
 
 def key_positions(span: Span) -> np.ndarray:

@@ -78,9 +78,9 @@ class SlabAllocator:
     def reserve(self, request_id: str, num_tokens: int) -> bool:
         slab = self._slabs.get(request_id)
         owned, committed = (slab.capacity, slab.num_committed) if slab else (0, 0)
-        wanted = -(-(committed + num_tokens) // EXTENT) * EXTENT
-        if wanted <= owned:
+        if committed + num_tokens <= owned:
             return True
+        wanted = -(-(committed + num_tokens) // EXTENT) * EXTENT
         if wanted - owned > self.free_tokens:
             return False
         more = owned // GROWTH // EXTENT * EXTENT
@@ -112,8 +112,8 @@ class SlabAllocator:
     def commit(self, request_id: str, rows: Sequence[int]) -> None:
         slab = self._slabs[request_id]
         start = slab.num_committed
-        moved = next((i for i, row in enumerate(rows) if row != i), len(rows))
-        if moved < len(rows):
+        if rows and rows[-1] != len(rows) - 1:  # they ascend: otherwise they are in place
+            moved = next(i for i, row in enumerate(rows) if row != i)
             source = torch.tensor([start + row for row in rows[moved:]])
             for stack in slab.stacks:
                 # Gathered before it is scattered: a row may move onto the place of another one that moves.

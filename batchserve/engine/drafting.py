@@ -71,7 +71,7 @@ class DraftStage:
         alone = without if len(decoding) == len(plan.scheduled) else _load(decoding)
         self._step = step = _Step(without, alone, without)
         started_s = self._clock()
-        asked = [s for s in decoding if s.max_draft_tokens > 0 and self._is_asked(s.request)]
+        asked = [s for s in decoding if s.max_draft_tokens > 0]
         if not asked:
             return {}
         request_ids = [s.request.request_id for s in asked]
@@ -100,7 +100,8 @@ class DraftStage:
             step.load = _with_drafts(without, asked, trees)
         return trees
 
-    def _is_asked(self, request: Request) -> bool:
+    def asks(self, request: Request) -> bool:
+        """Whether a decoding request's drafter is to be called in this step; once a step and request."""
         if not self._ensure_state(request):
             return False
         return self.adaptive is None or self.adaptive.asks(request.request_id)
@@ -136,11 +137,9 @@ class DraftStage:
         self.drafter.start(_draft_request(request))
         if self.adaptive is not None:
             self.adaptive.start(request.request_id, name or self.drafter.name, request.speculation.tpot_target_s)
-        self._started[request.request_id] = _Unheard()
         outputs = request.token_ids[request.num_prompt_tokens :]
-        self.drafter.accept(request.request_id, outputs)
         # What is committed but not yet published is shared with the rest of its step.
-        self.drafter.share(request.request_id, outputs[: request.num_published_tokens])
+        self._started[request.request_id] = _Unheard(outputs, outputs[: request.num_published_tokens])
         return True
 
     def accept(self, request: Request, token_ids: Sequence[int], unverified_token_ids: Sequence[int]) -> None:

@@ -119,7 +119,7 @@ class EngineCore:
         """One step of all requests."""
         self._expire()
         began_s = self._clock()
-        plan = self.scheduler.schedule(began_s)
+        plan = self.scheduler.schedule(began_s, self.drafts.asks)
         self.metrics.preempted(len(plan.preempted))
         if not plan.scheduled:
             self._publish()
@@ -208,9 +208,9 @@ class EngineCore:
         """Give the request its new tokens, up to its end, and end it there; returns them."""
         room = request.sampling.max_tokens - request.num_output_tokens
         given = verified.token_ids[:room]
-        end = next((i for i, token in enumerate(given) if token in request.sampling.end_token_ids), None)
-        if end is not None:
-            given = given[:end]
+        ends = request.sampling.end_token_ids
+        if not ends.isdisjoint(given):
+            given = given[: next(i for i, token in enumerate(given) if token in ends)]
             request.finish_reason = FinishReason.STOP
         elif len(verified.token_ids) >= room:
             request.finish_reason = FinishReason.LENGTH
@@ -292,10 +292,10 @@ def _request_rows(item: ScheduledRequest, draft: DraftTree | None) -> RequestRow
     request = item.request
     start, count = request.num_computed_tokens, item.num_scheduled_tokens
     token_ids = request.token_ids[start : start + count]
-    parents = list(range(-1, count - 1))
+    parents = [-1] if count == 1 else list(range(-1, count - 1))
     if draft is not None:
         token_ids = token_ids + draft.token_ids
         parents += [count - 1 if parent < 0 else count + parent for parent in draft.parents]
     sampling = request.sampling if item.is_sampled else None
-    is_verified = draft.is_verified if draft is not None else []
+    is_verified = draft.is_verified if draft is not None else ()
     return RequestRows(request.request_id, start, token_ids, parents, count, sampling, is_verified)

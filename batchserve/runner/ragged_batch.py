@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MIN_ROWS = 4  # packed matmuls run 4 rows faster than 1, and are row-invariant from 2 rows on
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestRows:
     """The rows of one request: `num_pending` tokens that extend its context in a chain, then its draft tree.
 
@@ -35,10 +35,6 @@ class RequestRows:
     sampling: ResolvedSampling | None
     is_verified: Sequence[bool] = ()
 
-    def __post_init__(self) -> None:
-        if not self.is_verified:
-            object.__setattr__(self, "is_verified", (True,) * self.num_draft_tokens)
-
     @property
     def root(self) -> int:
         """The row that the draft tree hangs from: the request's last token."""
@@ -51,7 +47,7 @@ class RequestRows:
     @property
     def num_verified(self) -> int:
         """Draft tokens that may be accepted."""
-        return sum(self.is_verified)
+        return sum(self.is_verified) if self.is_verified else self.num_draft_tokens
 
 
 @dataclass(slots=True)
@@ -74,30 +70,34 @@ class RaggedBatch:
 def build_batch(requests: list[RequestRows]) -> RaggedBatch:
     """Lay the rows of all requests behind each other, padded to MIN_ROWS."""
     input_ids: list[int] = []
-    positions: list[np.ndarray] = []
-    spans: list[Span] = []
+    positions: list[int] = []
+    parents: list[int] = []
     logit_rows: list[int] = []
     first_logit: list[int] = []
+    starts: list[int] = []
     for rows in requests:
         start, count = len(input_ids), len(rows.token_ids)
-        is_chain = rows.num_draft_tokens == 0
-        parents = np.array(rows.parents, dtype=np.int32)
-        if is_chain:
-            where = np.arange(rows.context_len, rows.context_len + count, dtype=np.int64)
-        else:
-            where = tree_positions(rows.parents, rows.context_len)
-        spans.append(Span(rows.request_id, start, rows.context_len, parents, where, is_chain))
+        starts.append(start)
         input_ids += rows.token_ids
-        positions.append(where)
+        parents += rows.parents
+        if rows.num_draft_tokens:
+            positions += tree_positions(rows.parents, rows.context_len)
+        else:
+            positions += range(rows.context_len, rows.context_len + count)
         first_logit.append(len(logit_rows) if rows.sampling is not None else -1)
         if rows.sampling is not None:
             logit_rows.extend(range(start + rows.root, start + count))
     num_rows = len(input_ids)
-    padding = max(0, MIN_ROWS - num_rows)
+    padding = [0] * max(0, MIN_ROWS - num_rows)
+    position_ids, all_parents = np.array(positions + padding, np.int64), np.array(parents, np.int32)
+    spans = []
+    for rows, start, end in zip(requests, starts, [*starts[1:], num_rows], strict=True):
+        where = all_parents[start:end], position_ids[start:end]
+        spans.append(Span(rows.request_id, start, rows.context_len, *where, rows.num_draft_tokens == 0))
     return RaggedBatch(
         requests=requests,
-        input_ids=np.array(input_ids + [0] * padding, dtype=np.int64),
-        position_ids=np.concatenate([*positions, np.zeros(padding, dtype=np.int64)]),
+        input_ids=np.array(input_ids + padding, np.int64),
+        position_ids=position_ids,
         spans=spans,
         logit_rows=_padded(logit_rows),
         first_logit=first_logit,

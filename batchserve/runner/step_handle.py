@@ -95,13 +95,16 @@ def verify_request(rows: RequestRows, sampler: RowSampler, first: int, recorded:
     next_position = rows.context_len + rows.num_pending
 
     def target(row: int, depth: int) -> int:
-        position = next_position + depth
-        token = sampler.token_at(first + row - root, position, sampling)
+        return sampler.token_at(first + row - root, next_position + depth, sampling)
+
+    def forced(row: int, depth: int) -> int:
+        token, position = target(row, depth), next_position + depth
         return recorded[position] if position < len(recorded) else token
 
+    token_of = forced if recorded else target
     if not rows.num_draft_tokens:
-        return VerifiedTokens([target(root, 0)], [])
-    verified = walk_tree(rows.token_ids, rows.parents, root, target, rows.is_verified)
+        return VerifiedTokens([token_of(root, 0)], [])
+    verified = walk_tree(rows.token_ids, rows.parents, root, token_of, rows.is_verified)
     if not all(rows.is_verified):
         tokens = [sampler.argmax_at(first + 1 + i) for i, is_verified in enumerate(rows.is_verified) if not is_verified]
         verified = dataclasses.replace(verified, unverified_token_ids=tokens)

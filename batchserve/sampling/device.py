@@ -230,7 +230,7 @@ class _TreeRows(NamedTuple):
             draft_tokens.append(NOT_A_CHILD)
             draft_tokens += rows.token_ids[rows.num_pending :]
             is_verified.append(True)
-            is_verified += rows.is_verified
+            is_verified += rows.is_verified or [True] * rows.num_draft_tokens
         return cls(
             np.array(parents, dtype=np.int64) + np.repeat(offsets, counts),
             np.where(np.array(is_verified, dtype=bool), np.array(draft_tokens, dtype=np.int64), UNVERIFIED),

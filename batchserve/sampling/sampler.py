@@ -27,24 +27,29 @@ class RowSampler:
 
     def __init__(self, logits: torch.Tensor) -> None:
         self._logits = logits
-        self._argmax: list[int] | None = None
-        self._is_finite: list[bool] = []
+        self._argmax: list[int] = []
+        self._greedy: list[int] = []  # NO_TOKEN where it is not finite
 
     def token_at(self, row: int, position: int, sampling: ResolvedSampling) -> int:
         """The token at absolute `position`, given the row before it; NO_TOKEN where the logits say nothing."""
         if sampling.temperature == 0.0:
-            token = self.argmax_at(row)
-            return token if self._is_finite[row] else NO_TOKEN
+            if not self._greedy:
+                self._find_best()
+            return self._greedy[row]
         return sample_row(self._logits[row].float().numpy(), position, sampling)
 
     def argmax_at(self, row: int) -> int:
         """The likeliest token, whatever the sampling."""
-        if self._argmax is None:
-            rows = self._logits.float().numpy()  # in bf16 the same takes many times as long
-            best = rows.argmax(axis=-1)  # a NaN is above all numbers
-            self._argmax = best.tolist()
-            self._is_finite = np.isfinite(rows[np.arange(len(rows)), best]).tolist()
+        if not self._argmax:
+            self._find_best()
         return self._argmax[row]
+
+    def _find_best(self) -> None:
+        rows = self._logits.float().numpy()  # in bf16 the same takes many times as long
+        best = rows.argmax(axis=-1)  # a NaN is above all numbers
+        self._argmax = best.tolist()
+        is_finite = np.isfinite(rows[np.arange(len(rows)), best])
+        self._greedy = self._argmax if is_finite.all() else np.where(is_finite, best, NO_TOKEN).tolist()
 
 
 def sample_row(logits: np.ndarray, position: int, sampling: ResolvedSampling) -> int:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class VerifiedTokens:
     """token_ids: the accepted draft tokens and then the bonus token. rows: the accepted nodes' rows, root to leaf.
 

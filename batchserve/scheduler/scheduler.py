@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from batchserve.request import Request, RequestStatus
 from batchserve.scheduler.policy import prefill_rows, prompt_rank, rank
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from batchserve.config import EngineConfig
     from batchserve.scheduler.kv_allocator import KVAllocator
@@ -20,28 +20,24 @@ if TYPE_CHECKING:
 DRAFT_ROWS_RATE = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """One request's part of a step: this many pending tokens, and at most so many draft tokens behind them.
 
-    Verified draft tokens may be max_draft_depth deep; no row at all may be deeper than max_row_depth.
+    is_sampled: the rows reach the request's last token, so that the next one is sampled. Verified draft tokens may be
+    max_draft_depth deep; no row at all may be deeper than max_row_depth.
     """
 
     request: Request
     num_scheduled_tokens: int
+    is_sampled: bool
     max_draft_tokens: int = 0
     max_draft_depth: int = 0
     max_row_depth: int = 0
 
     @property
-    def is_sampled(self) -> bool:
-        """Whether the rows reach the request's last token, so that the next one is sampled."""
-        return self.num_scheduled_tokens == self.request.num_pending_tokens
-
-    @property
     def is_decoding(self) -> bool:
         """Whether this is one more token of an answer that has begun, or its first behind a prompt of one token."""
-        return self.num_scheduled_tokens == self.request.num_pending_tokens == 1
+        return self.is_sampled and self.num_scheduled_tokens == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +107,13 @@ class Scheduler:
         yield from self.running
         yield from self.waiting
 
-    def schedule(self, now_s: float = 0.0) -> SchedulerOutput:
-        """Plan one step: a row for everyone who decodes, prefill chunks, then drafts with what is left."""
+    def schedule(
+        self, now_s: float = 0.0, is_drafted: Callable[[Request], bool] = lambda request: True
+    ) -> SchedulerOutput:
+        """Plan one step: a row for everyone who decodes, prefill chunks, then drafts with what is left.
+
+        is_drafted says, once for each request that decodes and may have drafts, whether it is to have any in this step.
+        """
         self._now_s = now_s
         preempted: list[Request] = []
         rows_left = self._config.max_num_batched_tokens
@@ -134,7 +135,7 @@ class Scheduler:
         # A request planned above may have been preempted by an older one after that.
         running = [r for r in self.running if r.request_id in planned]
         rows_left = self._config.max_num_batched_tokens - sum(planned[r.request_id] for r in running)
-        return SchedulerOutput(self._with_drafts(running, planned, rows_left), preempted, rows_left)
+        return SchedulerOutput(self._with_drafts(running, planned, rows_left, is_drafted), preempted, rows_left)
 
     def step_done(self, num_draft_rows: int) -> None:
         """The step that was planned last ran with so many draft rows."""
@@ -227,20 +228,21 @@ class Scheduler:
         request.move_to(RequestStatus.WAITING)
         self.waiting.appendleft(request)
 
-    def _with_drafts(self, running: list[Request], planned: dict[str, int], rows_left: int) -> list[ScheduledRequest]:
-        drafting = [
-            r
-            for r in running
-            if planned[r.request_id] == r.num_pending_tokens == 1 and r.speculation.max_draft_tokens > 0
-        ]
+    def _with_drafts(
+        self, running: list[Request], planned: dict[str, int], rows_left: int, is_drafted: Callable[[Request], bool]
+    ) -> list[ScheduledRequest]:
+        scheduled, drafting = [], []
+        for place, request in enumerate(running):
+            tokens = planned[request.request_id]
+            scheduled.append(ScheduledRequest(request, tokens, tokens == request.num_pending_tokens))
+            if scheduled[-1].is_decoding and request.speculation.max_draft_tokens > 0 and is_drafted(request):
+                drafting.append(place)
         # Where rows are chosen by their worth, each request may be offered all of them.
         is_shared = drafting and not self._config.is_adaptive
         most = rows_left // len(drafting) if is_shared else rows_left
-        scheduled = []
-        for request in running:
-            tokens = planned[request.request_id]
-            budget = self._draft_budget(request, most) if tokens == request.num_pending_tokens == 1 else (0, 0, 0)
-            scheduled.append(ScheduledRequest(request, tokens, *budget))
+        for place in drafting:
+            request = running[place]
+            scheduled[place] = ScheduledRequest(request, 1, True, *self._draft_budget(request, most))
         return scheduled
 
     def _draft_budget(self, request: Request, most: int) -> tuple[int, int, int]:

@@ -96,8 +96,8 @@ def instrumented(bench: Lab, parts: Parts) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, attribute, name in places:
             stack.enter_context(mock.patch.object(owner, attribute, parts.timed(name, getattr(owner, attribute))))
-        sampled = parts.timed("sampling", RowSampler.argmax_at)
-        stack.enter_context(mock.patch.object(RowSampler, "argmax_at", lambda *args: sampled(*args)))
+        sampled = parts.timed("sampling", RowSampler._find_best)
+        stack.enter_context(mock.patch.object(RowSampler, "_find_best", lambda *args: sampled(*args)))
         stack.enter_context(mock.patch.object(core, "step", parts.step(core.step)))
         yield
 

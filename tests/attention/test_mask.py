@@ -30,7 +30,7 @@ def ancestors(parents: list[int], row: int) -> list[int]:
 def make_span(parents: list[int], context_len: int, *, row_start: int = 0, request_id: str = "r") -> Span:
     array = np.array(parents, dtype=np.int32)
     is_chain = parents == list(range(-1, len(parents) - 1))
-    return Span(request_id, row_start, context_len, array, tree_positions(array, context_len), is_chain)
+    return Span(request_id, row_start, context_len, array, np.array(tree_positions(parents, context_len)), is_chain)
 
 
 @examples(150)

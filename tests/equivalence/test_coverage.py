@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +94,8 @@ def wrong_parent(monkeypatch: pytest.MonkeyPatch) -> None:
 def wrong_position(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every branching row is one position too late, as if positions followed rows, not depth."""
 
-    def faulty(parents: np.ndarray, context_len: int) -> np.ndarray:
-        return np.arange(context_len, context_len + len(parents), dtype=np.int64)
+    def faulty(parents: Sequence[int], context_len: int) -> list[int]:
+        return list(range(context_len, context_len + len(parents)))
 
     monkeypatch.setattr(ragged_batch, "tree_positions", faulty)
 
