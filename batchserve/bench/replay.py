@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
+from batchserve.draft.forest import DraftQueries
 from batchserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -161,9 +162,10 @@ def _draft_request(request_id: str, record: ReplayRecord) -> DraftRequest:
 def _step(runs: list[_Run], drafter: Drafter, max_draft_tokens: int, stats: ReplayStats) -> None:
     """One token, and the drafts that were accepted before it, for each of the runs."""
     # The last token is nobody's draft, it is the bonus: without a second one there is nothing to ask for.
-    queries = [DraftQuery(run.request_id, max_draft_tokens, run.num_left - 1) for run in runs if run.num_left > 1]
+    wanted = [DraftQuery(run.request_id, max_draft_tokens, run.num_left - 1) for run in runs if run.num_left > 1]
     trees: dict[str, DraftTree] = {}
-    if queries:
+    if wanted:
+        queries = DraftQueries.of(wanted)
         started_s = time.perf_counter()
         forest = drafter.propose_all(queries)
         stats.propose_s += time.perf_counter() - started_s
@@ -171,7 +173,7 @@ def _step(runs: list[_Run], drafter: Drafter, max_draft_tokens: int, stats: Repl
         forest.check(queries)
         if not forest.is_verified.all():
             raise ConfigError(f"drafter = {drafter.name!r}: its nodes need a model, so it cannot be replayed")
-        trees = {query.request_id: tree for query, tree in zip(queries, forest.trees(), strict=True)}
+        trees = dict(zip(queries.request_ids, forest.trees(), strict=True))
     given: dict[str, list[int]] = {}
     for run in runs:
         tree = trees.get(run.request_id, DraftTree())

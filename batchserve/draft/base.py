@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from batchserve.draft.forest import DraftForest
+    from batchserve.draft.forest import DraftForest, DraftQueries
 
 
 @dataclass(slots=True)
@@ -154,11 +154,11 @@ class Drafter(Protocol):
 
     def propose(self, queries: Sequence[DraftQuery]) -> list[DraftTree]: ...
 
-    def propose_all(self, queries: Sequence[DraftQuery]) -> DraftForest:
-        """The same trees in one piece: what an engine calls, and a drafter may do faster."""
+    def propose_all(self, queries: DraftQueries) -> DraftForest:
+        """The same in one piece: what an engine calls, and a drafter may do faster."""
         from batchserve.draft.forest import DraftForest  # imported here: it is made of what stands above
 
-        return DraftForest.of(self.propose(queries))
+        return DraftForest.of(self.propose(queries.each()))
 
     def observe(self, request_id: str, token_ids: Sequence[int]) -> None:
         """The argmax behind each node of the last tree that was not verified, in the order of its nodes."""

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba import njit
 
-from batchserve.draft.base import DraftTree
+from batchserve.draft.base import DraftQuery, DraftTree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from batchserve.draft.base import DraftQuery
 
 
 @njit(cache=True, nogil=True)
@@ -68,6 +66,36 @@ def _is_sound(starts, token_ids, parents, is_verified, bounds):  # type: ignore[
                 if parents[other] == parent and token_ids[other] == token_ids[node] and is_verified[other]:
                     return False
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class DraftQueries:
+    """What the trees of one step may be, tree by tree: see DraftQuery.
+
+    bounds int64 [num_queries, 3]: the most nodes, the deepest that is verified, the deepest of all; min_probs float64
+    [num_queries].
+    """
+
+    request_ids: Sequence[str]
+    bounds: np.ndarray
+    min_probs: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    @classmethod
+    def of(cls, queries: Sequence[DraftQuery]) -> DraftQueries:
+        bounds = [(query.max_tokens, query.max_depth, query.max_row_depth) for query in queries]
+        min_probs = np.array([query.min_prob for query in queries], np.float64)
+        return cls([query.request_id for query in queries], np.array(bounds, np.int64).reshape(-1, 3), min_probs)
+
+    def each(self) -> list[DraftQuery]:
+        return [
+            DraftQuery(request_id, most, depth, row_depth, min_prob)
+            for request_id, (most, depth, row_depth), min_prob in zip(
+                self.request_ids, self.bounds.tolist(), self.min_probs.tolist(), strict=True
+            )
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +157,12 @@ class DraftForest:
             raise ValueError("a draft node's parent does not come before it, or is left out")
         return DraftForest(*taken)
 
-    def check(self, queries: Sequence[DraftQuery]) -> None:
+    def check(self, queries: DraftQueries) -> None:
         """Raises ValueError on a tree that breaks the contract, or is more than its query asks for."""
         if len(queries) != self.num_trees:
             raise ValueError(f"{self.num_trees} draft trees for {len(queries)} queries")
-        bounds = np.array([(q.max_tokens, q.max_depth, q.max_row_depth) for q in queries], np.int64).reshape(-1, 3)
-        if not _is_sound(self.starts, self.token_ids, self.parents, self.is_verified, bounds):
-            for tree, query in zip(self.trees(), queries, strict=True):
+        if not _is_sound(self.starts, self.token_ids, self.parents, self.is_verified, queries.bounds):
+            for tree, query in zip(self.trees(), queries.each(), strict=True):
                 tree.check(query)
             raise ValueError("draft trees break their contract")
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
-from batchserve.draft.forest import DraftForest
+from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.draft.mixture_batch import NUM_WEIGHTS, REQUEST, accept_all, grow_all, scope_card
 from batchserve.draft.mixture_batch import compile_kernels as compile_kernels
 from batchserve.draft.mixture_kernels import NODE, SCRATCH, count_common, initial_weights, make_common
@@ -144,20 +144,16 @@ class MixtureDrafter(Drafter):
         return scope
 
     def propose(self, queries: Sequence[DraftQuery]) -> list[DraftTree]:
-        return self.propose_all(queries).trees()
+        return self.propose_all(DraftQueries.of(queries)).trees()
 
-    def propose_all(self, queries: Sequence[DraftQuery]) -> DraftForest:
-        wanted = [(query.max_tokens, min(query.max_depth, self._branch_length)) for query in queries]
-        bounds = np.array(wanted, np.int64).reshape(-1, 2)
-        most = np.maximum(bounds[:, 0], 0)
-        if len(self._nodes) < most.max(initial=0):
-            self._nodes = np.zeros(most.max(), NODE)
-        size = int(most.sum())
-        starts, links, probs = np.zeros(len(queries) + 1, np.int64), np.empty((3, size), np.int64), np.empty(size)
-        least = np.array([query.min_prob for query in queries], np.float64)
-        slots = self._slots([query.request_id for query in queries])
-        grow_all(self._table, slots, bounds, least, self._nodes, self._scratch, starts, links, probs)
-        end = starts[-1]
+    def propose_all(self, queries: DraftQueries) -> DraftForest:
+        starts, slots = np.zeros(len(queries) + 1, np.int64), self._slots(queries.request_ids)
+        size = sum(max(0, most) for most in queries.bounds[:, 0].tolist())
+        if len(self._nodes) < size:
+            self._nodes = np.zeros(size, NODE)
+        links, probs, bounds = np.empty((3, size), np.int64), np.empty(size), (queries.bounds, queries.min_probs)
+        grow_all(self._table, slots, bounds, self._branch_length, self._nodes, self._scratch, starts, links, probs)
+        end = int(starts[-1])
         return DraftForest(starts, links[0, :end], links[1, :end], probs[:end], np.ones(end, np.bool_))
 
     def _slots(self, request_ids: Iterable[str]) -> np.ndarray:

@@ -63,16 +63,17 @@ def _open(request):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def grow_all(table, slots, bounds, least, nodes, scratch, starts, links, probs):  # type: ignore[no-untyped-def]
+def grow_all(table, slots, bounds, branch_length, nodes, scratch, starts, links, probs):  # type: ignore[no-untyped-def]
     """Grow the trees of the requests at `slots` of the table, node behind node; see mixture_growth.grow.
 
-    bounds [num_requests, 2]: the most nodes and the deepest; least [num_requests]: the least path probability. Fills
-    starts [num_requests + 1], links [3, all nodes at most] and probs.
+    bounds: those of DraftQueries and its min_probs. Fills starts [num_requests + 1], links [3, all nodes at most] and
+    probs.
     """
+    sizes, least = bounds
     end = 0
     for i in range(len(slots)):
         request = table[slots[i]]
-        most, depth = bounds[i, 0], bounds[i, 1]
+        most, depth = sizes[i, 0], min(sizes[i, 1], branch_length)
         if most > 0 and depth > 0:
             own, scope, common, weights, _, root = _open(request)
             noise = (request.noise_bin, request.seed, request.next_position)
@@ -124,4 +125,4 @@ def compile_kernels() -> None:
     table[0] = (index.address.ctypes.data, card.ctypes.data, root.ctypes.data, 0, 0, 5, noise_bin, seed)
     accept_all(table, slots, starts, tokens[:1], 0, nodes, scratch)
     links, probs = np.zeros((3, 2), np.int64), np.zeros(2)
-    grow_all(table, slots, np.array([[2, 2]]), np.zeros(1), nodes, scratch, starts, links, probs)
+    grow_all(table, slots, (np.array([[2, 2, 2]]), np.zeros(1)), 2, nodes, scratch, starts, links, probs)

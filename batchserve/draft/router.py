@@ -11,7 +11,7 @@ from batchserve.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from batchserve.draft.forest import DraftForest
+    from batchserve.draft.forest import DraftForest, DraftQueries
     from batchserve.draft.kernels import KernelLoader
 
 
@@ -87,8 +87,8 @@ class RoutingDrafter(Drafter):
                 trees[i] = tree
         return trees
 
-    def propose_all(self, queries: Sequence[DraftQuery]) -> DraftForest:
-        concerned = {self._chosen[query.request_id] for query in queries}
+    def propose_all(self, queries: DraftQueries) -> DraftForest:
+        concerned = {self._chosen[request_id] for request_id in queries.request_ids}
         if len(concerned) == 1:
             return concerned.pop().propose_all(queries)
         return super().propose_all(queries)

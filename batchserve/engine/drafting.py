@@ -6,10 +6,13 @@ import dataclasses
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from batchserve.draft.base import DraftQuery, DraftRequest, DraftScope, DraftTree
+import numpy as np
+
+from batchserve.draft.base import DraftRequest, DraftScope, DraftTree
+from batchserve.draft.forest import DraftQueries
 from batchserve.metrics import Acceptance
 from batchserve.scheduler.acceptance import DEPTH_OF_BIN
-from batchserve.scheduler.adaptive import Decoding, StepOutcome
+from batchserve.scheduler.adaptive import StepOutcome
 from batchserve.scheduler.step_time import StepLoad
 
 if TYPE_CHECKING:
@@ -80,13 +83,12 @@ class DraftStage:
             self.adaptive.begin_step(without, alone)
         queries = self._queries(asked, request_ids)
         forest = self.drafter.propose_all(queries)
-        if forest.num_trees != len(queries):
-            raise ValueError(f"drafter {self.drafter.name!r}: {forest.num_trees} trees for {len(queries)} queries")
-        step.draft_s, step.num_asked = self._clock() - started_s, len(queries)
+        if forest.num_trees != len(asked):
+            raise ValueError(f"drafter {self.drafter.name!r}: {forest.num_trees} trees for {len(asked)} queries")
+        step.draft_s, step.num_asked = self._clock() - started_s, len(asked)
         if self.adaptive is not None:
             requests = [s.request for s in decoding]
-            bidders = [Decoding(r.request_id, r.num_computed_tokens, r.token_ids) for r in requests]
-            forest = forest.take(self.adaptive.choose(forest, request_ids, bidders, plan.max_draft_rows))
+            forest = forest.take(self.adaptive.choose(forest, request_ids, requests, plan.max_draft_rows))
         if not len(forest.token_ids):
             return {}
         forest.check(queries)
@@ -117,15 +119,13 @@ class DraftStage:
                 self.drafter.share(request_id, each.shared)
             each.accepted, each.shared = [], []
 
-    def _queries(self, asked: Sequence[ScheduledRequest], request_ids: Sequence[str]) -> list[DraftQuery]:
+    def _queries(self, asked: Sequence[ScheduledRequest], request_ids: Sequence[str]) -> DraftQueries:
+        bounds = np.array([(s.max_draft_tokens, s.max_draft_depth, s.max_row_depth) for s in asked], np.int64)
         if self.adaptive is None:
-            bounds = [(s.max_draft_tokens, 0.0) for s in asked]
-        else:
-            bounds = self.adaptive.bounds(request_ids)
-        return [
-            DraftQuery(request_id, min(most, s.max_draft_tokens), s.max_draft_depth, s.max_row_depth, least)
-            for s, request_id, (most, least) in zip(asked, request_ids, bounds, strict=True)
-        ]
+            return DraftQueries(request_ids, bounds, np.zeros(len(asked)))
+        most, min_probs = self.adaptive.bounds(request_ids)
+        np.minimum(bounds[:, 0], most, out=bounds[:, 0])
+        return DraftQueries(request_ids, bounds, min_probs)
 
     def _ensure_state(self, request: Request) -> bool:
         """Whether it can be drafted now; its state begins when its drafter is ready, with all that it has by then."""

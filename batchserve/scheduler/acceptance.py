@@ -50,9 +50,15 @@ class Offered:
     starts: IntArray  # [num_trees + 1]
     token_ids: IntArray
     parents: IntArray
-    places: IntArray
+    links: IntArray  # [2, num_nodes]: places in the books, trees
     results: FloatArray  # [3, num_nodes]: claims, edges, paths
     reached: IntArray  # [num_trees]
+
+    @property
+    def trees(self) -> IntArray:
+        """Which tree each node is of [num_nodes]."""
+        trees: IntArray = self.links[1]
+        return trees
 
     @property
     def paths(self) -> FloatArray:
@@ -139,17 +145,17 @@ class AcceptanceModel:
                 correct(sums.reshape(3, NUM_DEPTHS, NUM_PROBS), PRIOR, shifts)
             self._is_stale = False
         starts, parents = trees.starts, trees.parents
-        places, results = np.empty(len(parents), np.int64), np.empty((3, len(parents)))
+        links, results = np.empty((2, len(parents)), np.int64), np.empty((3, len(parents)))
+        reached = np.empty(len(slots), np.int64)
         who = (slots, self._drafter_of, self.records)
         bins = (_DEPTH_BIN, PROB_BINS, self._books.shifts)
-        wrong = weigh_nodes(starts, parents, trees.probs, *bins, *who, places, results)
+        wrong = weigh_nodes(starts, parents, trees.probs, *bins, *who, links, results, reached)
         if wrong >= 0:
             raise ValueError(f"draft node {wrong}: its parent does not come before it")
-        return Offered(slots, starts, trees.token_ids, parents, places, results, np.full(len(slots), -1))
+        return Offered(slots, starts, trees.token_ids, parents, links, results, reached)
 
     def remember(self, offered: Offered) -> None:
         """Hold these trees against what arrives, until it is known how much of them was right."""
-        offered.reached[offered.starts[1:] == offered.starts[:-1]] = CLOSED
         self._open.append(offered)
 
     @property
@@ -190,7 +196,7 @@ def _arrays(offered: Offered) -> tuple[Any, ...]:
         offered.starts,
         offered.token_ids,
         offered.parents,
-        offered.places,
+        offered.links,
         offered.results,
         offered.reached,
     )

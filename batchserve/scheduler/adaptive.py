@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -15,12 +15,12 @@ from batchserve.scheduler.acceptance import AcceptanceModel, Trees
 from batchserve.scheduler.draft_budget import Bidders, DraftOffer, Market, choose_drafts
 from batchserve.scheduler.price import MOST_SURPRISE, SpeedUp
 from batchserve.scheduler.probing import PATIENCE, Probe
-from batchserve.scheduler.standing import STANDING, UNKNOWN, bound_queries, grown, note_steps, settle
+from batchserve.scheduler.standing import STANDING, UNKNOWN, bound_queries, grown, make_bids, note_steps, settle
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from batchserve.scheduler.acceptance import IntArray
+    from batchserve.scheduler.acceptance import FloatArray, IntArray
     from batchserve.scheduler.step_time import StepLoad, StepTimeModel
 
     BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
@@ -75,19 +75,23 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """The items of one step: `nodes` of the forest one by one, then windows, each with its nodes."""
+    """The items of one step: `nodes` of the forest (None: all) one by one, then windows, each with its nodes."""
 
     items: DraftOffer
-    nodes: IntArray
+    num_nodes: int
+    nodes: IntArray | None
     windows: list[tuple[_Window, IntArray]]
 
 
-class Decoding(NamedTuple):
-    """One decoding request of a step: the K/V entries that its rows see, and its text."""
+class Decoding(Protocol):
+    """One decoding request of a step (request.py: Request): its rows see num_computed_tokens K/V entries."""
 
-    request_id: str
-    context_len: int
-    token_ids: Sequence[int]
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +192,7 @@ class AdaptiveDrafting:
         self._market = Market.open(self.step_time, load, alone, price, longest_s, self._max_step_s)
         self.last = Introspection(price)
 
-    def bounds(self, request_ids: Sequence[str]) -> list[tuple[int, float]]:
+    def bounds(self, request_ids: Sequence[str]) -> tuple[IntArray, FloatArray]:
         """What to ask of each drafter: the most nodes, and the path probability, as it claims it, of the least likely.
 
         Neither bound limits what is worth its row; both leave some room for odds to be learned.
@@ -197,7 +201,7 @@ class AdaptiveDrafting:
         worth_a_row = MARGIN * self._market.price * self._market.row_s
         slots = self._slots_of(request_ids)
         bound_queries(self._standing, self.acceptance.records, slots, worth_a_row, most, least)
-        return list(zip(most.tolist(), least.tolist(), strict=True))
+        return most, least
 
     def choose(
         self, forest: Forest, request_ids: Sequence[str], decoding: Sequence[Decoding], max_rows: int
@@ -207,37 +211,39 @@ class AdaptiveDrafting:
         The forest's trees are those of request_ids, of all that were asked; `decoding` are all the requests that decode
         in the step, and max_rows the most drafts that the step can take.
         """
-        keep = np.zeros(len(forest.token_ids), np.bool_)
         if not request_ids:
-            return keep
-        place_of = {each.request_id: place for place, each in enumerate(decoding)}
-        places = np.array([place_of[request_id] for request_id in request_ids])
-        slots, market = self._slots_of(place_of), self._market
+            return np.zeros(len(forest.token_ids), np.bool_)
+        names, market = [each.request_id for each in decoding], self._market
+        slots, places = self._slots_of(names), np.arange(len(names))
+        if names != list(request_ids):
+            place_of = {name: place for place, name in enumerate(names)}
+            places = np.array([place_of[request_id] for request_id in request_ids])
         offer = self._offer(forest, request_ids, places, slots)
-        items, standing = offer.items, self._standing[slots]
-        bidders = Bidders(
-            np.array([float(each.context_len) for each in decoding]),
-            standing["urgency"].copy(),
-            standing["ahead"] * market.alone_s,
-            (GRACE_STEPS + MAX_LOSS * standing["num_steps"]) * market.alone_s,
-        )
+        items, bids = offer.items, np.empty((3, len(names)))
+        make_bids(self._standing, slots, market.alone_s, GRACE_STEPS, MAX_LOSS, bids)
+        bidders = Bidders(np.array([each.num_computed_tokens for each in decoding], np.float64), *bids)
         chosen = choose_drafts(items, bidders, self.step_time, market, max_rows)
         # So little is not worth asking for, let alone its rows.
         least_gain, is_paying = max(LEAST_GAIN, market.price * self._draft_s), np.zeros(len(decoding), np.bool_)
         who = (self._standing, slots, places)
         settle(*who, items.owners, items.gains, items.rows, least_gain, chosen, is_paying)
-        keep[offer.nodes[chosen[: len(offer.nodes)]]] = True
-        for (window, rows), is_run in zip(offer.windows, chosen[len(offer.nodes) :].tolist(), strict=True):
+        pays = is_paying[places]
+        if self._probes or not pays.all():
+            self._note(request_ids, pays.tolist(), [decoding[place].token_ids for place in places.tolist()])
+        return chosen if offer.nodes is None else self._unbundled(offer, offer.nodes, chosen)
+
+    def _unbundled(self, offer: _Offer, nodes: IntArray, chosen: BoolArray) -> BoolArray:
+        """The chosen items, node by node."""
+        keep = np.zeros(offer.num_nodes, np.bool_)
+        keep[nodes[chosen[: len(nodes)]]] = True
+        for (window, rows), is_run in zip(offer.windows, chosen[len(nodes) :].tolist(), strict=True):
             keep[rows] = window.is_run = is_run
             if not is_run:
                 window.missed()
-        self._note(request_ids, is_paying[places].tolist(), [decoding[place].token_ids for place in places.tolist()])
         return keep
 
     def _note(self, request_ids: Sequence[str], is_paying: Sequence[bool], texts: Sequence[Sequence[int]]) -> None:
         """Who was asked, and whether it paid."""
-        if not self._probes and all(is_paying):
-            return
         for request_id, pays, text in zip(request_ids, is_paying, texts, strict=True):
             drafter = self._drafters[request_id]
             if pays:
@@ -251,21 +257,19 @@ class AdaptiveDrafting:
 
     def _offer(self, forest: Forest, request_ids: Sequence[str], places: IntArray, slots: IntArray) -> _Offer:
         """What the trees offer; remembers them, to be scored."""
-        nodes, windows, bundles = np.arange(len(forest.token_ids)), [], []
-        verified: Trees = forest
+        nodes, verified, bundles = None, forest, []
         if not forest.is_verified.all():
             bundles = self._windows_of(forest, request_ids, places)
             verified, nodes = forest.take(forest.is_verified), np.flatnonzero(forest.is_verified)
         offered = self.acceptance.calibrate(verified, slots[places])
         self.acceptance.remember(offered)
-        owners, gains = np.repeat(places, np.diff(offered.starts)), offered.paths
-        sizes = np.ones(len(gains), np.int64)
+        owners, gains, sizes = places[offered.trees], offered.paths, np.ones(len(offered.paths), np.int64)
         if bundles:
             owners = np.concatenate((owners, [place for place, _, _ in bundles]))
             gains = np.concatenate((gains, [window.value for _, window, _ in bundles]))
             sizes = np.concatenate((sizes, [len(rows) for _, _, rows in bundles]))
-            windows = [(window, rows) for _, window, rows in bundles]
-        return _Offer(DraftOffer(owners, gains, sizes), nodes, windows)
+        windows = [(window, rows) for _, window, rows in bundles]
+        return _Offer(DraftOffer(owners, gains, sizes), len(forest.token_ids), nodes, windows)
 
     def _windows_of(
         self, forest: Forest, request_ids: Sequence[str], places: IntArray

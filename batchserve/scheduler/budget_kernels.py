@@ -53,22 +53,28 @@ def own_shift(record):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def weigh_nodes(starts, parents, probs, depth_bins, prob_bounds, shifts, slots, drafter_of, records, places, results):  # type: ignore[no-untyped-def]
+def weigh_nodes(  # type: ignore[no-untyped-def]
+    starts, parents, probs, depth_bins, prob_bounds, shifts, slots, drafter_of, records, links, results, reached
+):
     """Calibrate all trees of a step; tree i has the nodes from starts[i] to starts[i + 1], and its request slots[i].
 
     parents: inside the tree, -1 for its root; probs: path probabilities as claimed; depth_bins: the bin of each depth
     (the last for all beyond); prob_bounds: of the bins of claims; shifts [num_drafters, num depth bins, num claim
-    bins]: corrections in log odds; by slot, drafter_of and records [num_slots, 3] (see own_shift). Fills places
-    [num_nodes] (depth bin * num claim bins + claim bin) and results [3, num_nodes]: claims and edges (of a node given
-    its parent, as claimed and calibrated), paths (calibrated). Returns -1, or a node whose parent does not come before.
+    bins]: corrections in log odds; by slot, drafter_of and records [num_slots, 3] (see own_shift). Fills links
+    [2, num_nodes]: places (depth bin * num claim bins + claim bin) and trees; results [3, num_nodes]: claims and edges
+    (of a node given its parent, as claimed and calibrated), paths (calibrated); reached [num_trees] (see score_trees).
+    Returns -1, or a node whose parent does not come before.
     """
+    places, trees = links[0], links[1]
     claims, edges, paths = results[0], results[1], results[2]
     num_probs = len(prob_bounds) + 1
     depths = np.empty(len(parents), np.int64)
     for i in range(len(starts) - 1):
         start, drafter = starts[i], drafter_of[slots[i]]
         own = own_shift(records[slots[i]])
+        reached[i] = -1 if start < starts[i + 1] else CLOSED
         for node in range(start, starts[i + 1]):
+            trees[node] = i
             if not -1 <= parents[node] < node - start:
                 return node - start
             parent = parents[node] + start if parents[node] >= 0 else -1
@@ -87,7 +93,7 @@ def weigh_nodes(starts, parents, probs, depth_bins, prob_bounds, shifts, slots, 
 
 @njit(cache=True, nogil=True)
 def score_trees(  # type: ignore[no-untyped-def]
-    slots, starts, token_ids, parents, places, results, reached, given, token_starts, tokens, drafter_of, records, books
+    slots, starts, token_ids, parents, links, results, reached, given, token_starts, tokens, drafter_of, records, books
 ):
     """Walk every open tree on along the tokens that its request was given; returns how many trees are open still.
 
@@ -98,6 +104,7 @@ def score_trees(  # type: ignore[no-untyped-def]
     (the same by tenths of calibrated probability) and tested [num_drafters, 2, num depth bins]; and into records.
     """
     sums, tallies, tested = books
+    places = links[0]
     num_probs = sums.shape[2] // tested.shape[2]
     where = np.full(len(records), -1)
     for i in range(len(given)):
@@ -212,12 +219,13 @@ def compile_kernels() -> None:
     """Compile every kernel, or load it from the cache on disk."""
     one, zeros = np.ones(1), np.zeros(1)
     indices = np.zeros(1, np.int64)
-    shifts, places, results, records = np.zeros((1, 1, 2)), indices.copy(), np.zeros((3, 1)), np.zeros((1, 3))
+    shifts, results, records = np.zeros((1, 1, 2)), np.zeros((3, 1)), np.zeros((1, 3))
+    links, reached = np.zeros((2, 1), np.int64), indices.copy()
     correct(np.zeros((3, 1, 2)), 1.0, shifts[0])
     starts = np.array([0, 1])
-    weigh_nodes(starts, indices - 1, one, indices, one, shifts, indices, indices, records, places, results)
+    weigh_nodes(starts, indices - 1, one, indices, one, shifts, indices, indices, records, links, results, reached)
     books = np.zeros((1, 3, 2)), np.zeros((1, 3, 10)), np.zeros((1, 2, 1), np.int64)
-    offered = (indices, starts, indices, indices - 1, places, results, indices - 1)
+    offered = (indices, starts, indices, indices - 1, links, results, reached)
     score_trees(*offered, indices, starts, indices, indices, records, books)
     table = (one, one, zeros, 0.0, 0.0, 0.0, 0.0, 0.0)
     load, market = (1.0, 1.0, 1.0, 0.0, 0.0), (1.0, 1.0, 1.0, 0.0, 1, 0.0, 1.0, 1.0)

@@ -52,6 +52,19 @@ def bound_queries(table, records, slots, least, most_nodes, least_probs):  # typ
 
 
 @njit(cache=True, nogil=True)
+def make_bids(table, slots, alone_s, grace_steps, max_loss, bids):  # type: ignore[no-untyped-def]
+    """Fill bids [3, num_requests]: urgency, ahead_s and grace_s of draft_budget.Bidders, of the requests at `slots`.
+
+    alone_s: of the step without drafts. A request may fall behind by grace_steps of them, and max_loss of all it had.
+    """
+    for i in range(len(slots)):
+        request = table[slots[i]]
+        bids[0, i] = request.urgency
+        bids[1, i] = request.ahead * alone_s
+        bids[2, i] = (grace_steps + max_loss * request.num_steps) * alone_s
+
+
+@njit(cache=True, nogil=True)
 def settle(table, slots, places, owners, gains, rows, least_gain, chosen, is_paying):  # type: ignore[no-untyped-def]
     """Give back what is chosen for requests that gain no more than least_gain tokens by all of it.
 
@@ -90,6 +103,7 @@ def compile_kernels() -> None:
     budget_kernels.compile_kernels()
     table, slots, one = grown(np.zeros(0, STANDING), 1), np.zeros(1, np.int64), np.ones(1)
     bound_queries(table, np.zeros((1, 3)), slots, 0.5, slots.copy(), one.copy())
+    make_bids(table, slots, 1.0, 1.0, 0.1, np.zeros((3, 1)))
     flag = np.zeros(1, np.bool_)
     settle(table, slots, slots, slots, one, slots + 1, 0.0, flag, flag.copy())
     note_steps(table, slots, slots + 1, one, one)

@@ -16,7 +16,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -25,7 +25,7 @@ from batchserve.config import EngineConfig
 from batchserve.draft.base import DraftTree
 from batchserve.draft.forest import DraftForest
 from batchserve.scheduler import adaptive as choosing
-from batchserve.scheduler.adaptive import AdaptiveDrafting, Decoding, StepOutcome
+from batchserve.scheduler.adaptive import AdaptiveDrafting, StepOutcome
 from batchserve.scheduler.budget_kernels import compile_kernels
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from benchmarks.adaptive.workloads import Options, read_options, say, write
@@ -40,6 +40,14 @@ VOCAB_SIZE = 32_000
 CONTEXTS = (100, 1000)
 MACHINE_NOISE = 0.05  # standard deviation of a step's log time
 CACHES_BYTES = 64 << 20
+
+
+class Bidder(NamedTuple):
+    """One decoding request."""
+
+    request_id: str
+    num_computed_tokens: int
+    token_ids: list[int]
 
 
 def grown_tree(rng: random.Random, num_nodes: int, confidence: float) -> DraftTree:
@@ -117,7 +125,7 @@ def measure(table: StepTimeTable, steps: int, between: Callable[[], object], see
             load = StepLoad(REQUESTS, REQUESTS, REQUESTS, sum(contexts), sum(contexts))
             # Every REQUESTS-th tree has the same confidence: a request's drafts are of one kind.
             offered = [trees[i + REQUESTS * rng.randrange(TREES // REQUESTS)] for i in range(REQUESTS)]
-            bidders = [Decoding(name, context, [0]) for name, context in zip(names, contexts, strict=True)]
+            bidders = [Bidder(name, context, [0]) for name, context in zip(names, contexts, strict=True)]
             adaptive.begin_step(load, load)
             between()
             keep = choose(DraftForest.of(offered), names, bidders, 4096)

@@ -15,7 +15,7 @@ from math import comb
 
 from batchserve.bench.replay import SCOPE, ReplayRecord
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
-from batchserve.draft.forest import DraftForest
+from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.engine.engine_core import EngineCore, Event, Failure
 from batchserve.request import Request, ResolvedSampling, ResolvedSpeculation
 from batchserve.scheduler.adaptive import AdaptiveDrafting
@@ -93,7 +93,7 @@ class WarmDrafter(Drafter):
         self._on_query(len(queries))
         return self._inner.propose(queries)
 
-    def propose_all(self, queries: Sequence[DraftQuery]) -> DraftForest:
+    def propose_all(self, queries: DraftQueries) -> DraftForest:
         self._on_query(len(queries))
         return self._inner.propose_all(queries)
 

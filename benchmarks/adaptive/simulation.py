@@ -33,6 +33,7 @@ from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTabl
 from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS, Contender, Driver, Run, WarmDrafter, fixed
 
 if TYPE_CHECKING:
+    from batchserve.scheduler.acceptance import FloatArray, IntArray
     from batchserve.scheduler.adaptive import BoolArray
 
 HOST_S = 0.3e-3  # of a step outside of the forward (benchmarks.adaptive.overhead measures it)
@@ -153,8 +154,8 @@ class Oracle(AdaptiveDrafting):
     def asks(self, request_id: str) -> bool:
         return True
 
-    def bounds(self, request_ids: Sequence[str]) -> list[tuple[int, float]]:
-        return [(MOST_DRAFT_TOKENS, 0.0)] * len(request_ids)
+    def bounds(self, request_ids: Sequence[str]) -> tuple[IntArray, FloatArray]:
+        return np.full(len(request_ids), MOST_DRAFT_TOKENS), np.zeros(len(request_ids))
 
     def choose(
         self, forest: Forest, request_ids: Sequence[str], decoding: Sequence[Decoding], max_rows: int
@@ -182,7 +183,7 @@ class Oracle(AdaptiveDrafting):
             return {}
         rows = rows[: len(bundles)].astype(np.float64)
         tokens = np.cumsum([tokens for _, _, tokens, _ in bundles])
-        attended = np.cumsum([float(len(nodes) * each.context_len) for _, each, _, nodes in bundles])
+        attended = np.cumsum([float(len(nodes) * each.num_computed_tokens) for _, each, _, nodes in bundles])
         table, alone = self.step_time.arrays(), load.floats()
         seconds = np.array([seconds_at(table, alone, r, a) for r, a in zip(rows, attended, strict=True)])
         seconds -= self.step_time.predict(load)

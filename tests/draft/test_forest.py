@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchserve.draft.base import DraftQuery, DraftRequest, DraftScope, DraftTree
-from batchserve.draft.forest import DraftForest
+from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.draft.mixture import MixtureDrafter
 from tests.factories import examples, random_tree
 
@@ -57,10 +57,10 @@ def test_there_is_a_tree_for_every_query_and_no_other() -> None:
     forest = DraftForest.of([DraftTree([1], [-1], [1.0])] * 3)
     for count in (2, 4):
         with pytest.raises(ValueError, match=f"3 draft trees for {count} queries"):
-            forest.check([DraftQuery("a", 9, 9)] * count)
+            forest.check(DraftQueries.of([DraftQuery("a", 9, 9)] * count))
     with pytest.raises(ValueError, match="not as many"):
         DraftForest.of([DraftTree([1], [-1], [0.9, 0.8])])
-    DraftForest.of([]).check([])
+    DraftForest.of([]).check(DraftQueries.of([]))
 
 
 def test_of_nobody_nothing_is_drafted_and_who_is_refused_leaves_nothing_behind() -> None:
@@ -92,10 +92,10 @@ def test_a_breach_is_found_where_a_tree_alone_would_have_it(data: st.DataObject)
     queries = [DraftQuery("a", data.draw(sizes), data.draw(sizes), data.draw(sizes)) for _ in trees]
     forest = DraftForest.of(trees)
     if all(is_sound(tree, query) for tree, query in zip(trees, queries, strict=True)):
-        forest.check(queries)
+        forest.check(DraftQueries.of(queries))
     else:
         with pytest.raises(ValueError, match="draft"):
-            forest.check(queries)
+            forest.check(DraftQueries.of(queries))
 
 
 def test_requests_that_are_drafted_together_get_what_each_gets_alone() -> None:
@@ -118,8 +118,8 @@ def test_requests_that_are_drafted_together_get_what_each_gets_alone() -> None:
             together.share(name, tokens)
             alone.share(name, tokens)
         queries = [DraftQuery(name, rng.randint(0, 20), rng.randint(0, 6)) for name in rng.sample(names, 3)]
-        forest = together.propose_all(queries)
-        forest.check(queries)
+        forest = together.propose_all(DraftQueries.of(queries))
+        forest.check(DraftQueries.of(queries))
         assert forest.trees() == [alone.propose([query])[0] for query in queries]
         num_nodes += len(forest.token_ids)
     assert num_nodes > 500

@@ -19,7 +19,6 @@ from batchserve.scheduler.adaptive import (
     LEAST_GAIN,
     MAX_LOSS,
     AdaptiveDrafting,
-    Decoding,
     StepOutcome,
 )
 from batchserve.scheduler.probing import LONGEST_WAIT, PATIENCE
@@ -88,6 +87,12 @@ class Text:
         return [self.token(each) for each in range(len(self.tokens), place + 1)]
 
 
+class Bidder(NamedTuple):
+    request_id: str
+    num_computed_tokens: int
+    token_ids: list[int]
+
+
 class Step(NamedTuple):
     """By name: who was asked, the draft rows of each request, those of its window, and the tokens that it was given."""
 
@@ -128,8 +133,8 @@ class Machine:
         chosen: dict[str, list[int]] = {}
         if asked:
             adaptive.begin_step(without, alone)
-            trees = {text.name: text.propose(adaptive.bounds([text.name])[0][0]) for text in asked}
-            bidders = [Decoding(text.name, text.context, text.tokens) for text in texts]
+            trees = {text.name: text.propose(int(adaptive.bounds([text.name])[0][0])) for text in asked}
+            bidders = [Bidder(text.name, text.context, text.tokens) for text in texts]
             forest = DraftForest.of(list(trees.values()))
             keep = adaptive.choose(forest, list(trees), bidders, max_rows)
             forest.take(keep)  # refuses a node without its parent
