@@ -3,9 +3,8 @@
 # ruff: noqa: ANN001, ANN202
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -68,8 +67,7 @@ def _is_sound(starts, token_ids, parents, is_verified, bounds):  # type: ignore[
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class DraftQueries:
+class DraftQueries(NamedTuple):
     """What the trees of one step may be, tree by tree: see DraftQuery.
 
     bounds int64 [num_queries, 3]: the most nodes, the deepest that is verified, the deepest of all; min_probs float64
@@ -79,9 +77,6 @@ class DraftQueries:
     request_ids: Sequence[str]
     bounds: np.ndarray
     min_probs: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.request_ids)
 
     @classmethod
     def of(cls, queries: Sequence[DraftQuery]) -> DraftQueries:
@@ -98,8 +93,7 @@ class DraftQueries:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class DraftForest:
+class DraftForest(NamedTuple):
     """Draft trees node behind node; tree i has the nodes from starts[i] to starts[i + 1].
 
     starts int64 [num_trees + 1]; of each node token_ids and parents (inside its tree) int64, probs float64, is_verified
@@ -159,8 +153,8 @@ class DraftForest:
 
     def check(self, queries: DraftQueries) -> None:
         """Raises ValueError on a tree that breaks the contract, or is more than its query asks for."""
-        if len(queries) != self.num_trees:
-            raise ValueError(f"{self.num_trees} draft trees for {len(queries)} queries")
+        if len(queries.request_ids) != self.num_trees:
+            raise ValueError(f"{self.num_trees} draft trees for {len(queries.request_ids)} queries")
         if not _is_sound(self.starts, self.token_ids, self.parents, self.is_verified, queries.bounds):
             for tree, query in zip(self.trees(), queries.each(), strict=True):
                 tree.check(query)

@@ -107,6 +107,7 @@ class MixtureDrafter(Drafter):
         self._table = np.zeros(0, REQUEST)
         self._free: list[int] = []  # rows of the table
         self._nodes, self._scratch = np.zeros(1, NODE), np.zeros(1, SCRATCH)
+        self._is_verified = np.ones(1, np.bool_)  # as many as nodes
 
     def start(self, request: DraftRequest) -> None:
         if request.request_id in self._requests:
@@ -147,14 +148,15 @@ class MixtureDrafter(Drafter):
         return self.propose_all(DraftQueries.of(queries)).trees()
 
     def propose_all(self, queries: DraftQueries) -> DraftForest:
-        starts, slots = np.zeros(len(queries) + 1, np.int64), self._slots(queries.request_ids)
+        slots = self._slots(queries.request_ids)
+        starts = np.zeros(len(slots) + 1, np.int64)
         size = sum(max(0, most) for most in queries.bounds[:, 0].tolist())
         if len(self._nodes) < size:
-            self._nodes = np.zeros(size, NODE)
+            self._nodes, self._is_verified = np.zeros(size, NODE), np.ones(size, np.bool_)
         links, probs, bounds = np.empty((3, size), np.int64), np.empty(size), (queries.bounds, queries.min_probs)
         grow_all(self._table, slots, bounds, self._branch_length, self._nodes, self._scratch, starts, links, probs)
         end = int(starts[-1])
-        return DraftForest(starts, links[0, :end], links[1, :end], probs[:end], np.ones(end, np.bool_))
+        return DraftForest(starts, links[0, :end], links[1, :end], probs[:end], self._is_verified[:end])
 
     def _slots(self, request_ids: Iterable[str]) -> np.ndarray:
         return np.array([self._requests[request_id].slot for request_id in request_ids], np.int64)

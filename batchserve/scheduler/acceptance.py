@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -42,15 +42,14 @@ class Trees(Protocol):
     def probs(self) -> FloatArray: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Offered:
+class Offered(NamedTuple):
     """All trees of one step, node behind node, and how far the truth has followed each; see budget_kernels.py."""
 
     slots: IntArray  # of the requests [num_trees]
     starts: IntArray  # [num_trees + 1]
     token_ids: IntArray
     parents: IntArray
-    links: IntArray  # [2, num_nodes]: places in the books, trees
+    links: IntArray  # [3, num_nodes]: places in the books, trees, ones
     results: FloatArray  # [3, num_nodes]: claims, edges, paths
     reached: IntArray  # [num_trees]
 
@@ -59,6 +58,12 @@ class Offered:
         """Which tree each node is of [num_nodes]."""
         trees: IntArray = self.links[1]
         return trees
+
+    @property
+    def ones(self) -> IntArray:
+        """Of each node its rows [num_nodes]."""
+        ones: IntArray = self.links[2]
+        return ones
 
     @property
     def paths(self) -> FloatArray:
@@ -75,10 +80,11 @@ class _Books:
         self.tallies = np.zeros((num_drafters, 3, 10))  # the same by tenths of calibrated probability
         self.tested = np.zeros((num_drafters, 2, NUM_DEPTHS), np.int64)  # edges and hits by depth
         self.shifts = np.zeros((num_drafters, NUM_DEPTHS, NUM_PROBS))
+        self.is_stale = np.zeros((num_drafters, NUM_PROBS), np.bool_)  # shifts of which something was counted since
 
     def grown(self) -> _Books:
         books, number = _Books(len(self.sums) + 1), len(self.sums)
-        for name in ("sums", "tallies", "tested", "shifts"):
+        for name in ("sums", "tallies", "tested", "shifts", "is_stale"):
             getattr(books, name)[:number] = getattr(self, name)
         return books
 
@@ -141,11 +147,10 @@ class AcceptanceModel:
             # In log odds, because a factor that doubles small probabilities would make certainties of large ones. What
             # is believed of a depth before it is known is what the depth above it has shown: a chain whose first token
             # is always wrong never lets its second be tried.
-            for sums, shifts in zip(self._books.sums, self._books.shifts, strict=True):
-                correct(sums.reshape(3, NUM_DEPTHS, NUM_PROBS), PRIOR, shifts)
+            correct(self._books.sums, PRIOR, self._books.shifts, self._books.is_stale)
             self._is_stale = False
         starts, parents = trees.starts, trees.parents
-        links, results = np.empty((2, len(parents)), np.int64), np.empty((3, len(parents)))
+        links, results = np.empty((3, len(parents)), np.int64), np.empty((3, len(parents)))
         reached = np.empty(len(slots), np.int64)
         who = (slots, self._drafter_of, self.records)
         bins = (_DEPTH_BIN, PROB_BINS, self._books.shifts)
@@ -173,9 +178,9 @@ class AcceptanceModel:
             return
         starts = np.array([0, *accumulate(map(len, token_ids))])
         tokens = np.fromiter(chain.from_iterable(token_ids), np.int64, int(starts[-1]))
-        books = (self._books.sums, self._books.tallies, self._books.tested)
+        books = (self._books.sums, self._books.tallies, self._books.tested, self._books.is_stale)
         arrived = (np.array(slots), starts, tokens, self._drafter_of, self.records, books)
-        self._open = [each for each in self._open if score_trees(*_arrays(each), *arrived)]
+        self._open = [each for each in self._open if score_trees(*each, *arrived)]
         self._is_stale = True
 
     @property
@@ -188,15 +193,3 @@ class AcceptanceModel:
             for name, number in numbers.items()
             if number < len(books.tallies)
         }
-
-
-def _arrays(offered: Offered) -> tuple[Any, ...]:
-    return (
-        offered.slots,
-        offered.starts,
-        offered.token_ids,
-        offered.parents,
-        offered.links,
-        offered.results,
-        offered.reached,
-    )

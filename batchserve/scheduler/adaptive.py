@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -73,8 +73,7 @@ class _Window:
             self.tokens, self.windows = self.tokens / 2, self.windows / 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Offer:
+class _Offer(NamedTuple):
     """The items of one step: `nodes` of the forest (None: all) one by one, then windows, each with its nodes."""
 
     items: DraftOffer
@@ -94,8 +93,7 @@ class Decoding(Protocol):
     def token_ids(self) -> Sequence[int]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
+class StepOutcome(NamedTuple):
     """What a step was and took: its load without drafts, that of its decoding rows alone, and what was run.
 
     step_s: from its beginning to its commit; draft_s: the part of it in which num_asked requests were drafted.
@@ -258,12 +256,12 @@ class AdaptiveDrafting:
     def _offer(self, forest: Forest, request_ids: Sequence[str], places: IntArray, slots: IntArray) -> _Offer:
         """What the trees offer; remembers them, to be scored."""
         nodes, verified, bundles = None, forest, []
-        if not forest.is_verified.all():
+        if np.count_nonzero(forest.is_verified) < len(forest.is_verified):
             bundles = self._windows_of(forest, request_ids, places)
             verified, nodes = forest.take(forest.is_verified), np.flatnonzero(forest.is_verified)
         offered = self.acceptance.calibrate(verified, slots[places])
         self.acceptance.remember(offered)
-        owners, gains, sizes = places[offered.trees], offered.paths, np.ones(len(offered.paths), np.int64)
+        owners, gains, sizes = places[offered.trees], offered.paths, offered.ones
         if bundles:
             owners = np.concatenate((owners, [place for place, _, _ in bundles]))
             gains = np.concatenate((gains, [window.value for _, window, _ in bundles]))
@@ -311,8 +309,7 @@ class AdaptiveDrafting:
             for each, tokens in token_ids.items()
         ]
         if noted:
-            slots, counts, step_s, stretches = zip(*noted, strict=True)
-            note_steps(self._standing, np.array(slots), np.array(counts), np.array(step_s), np.array(stretches))
+            note_steps(self._standing, np.array(noted, np.float64))
         # While trees are open every step is learned from at once: there is but one.
         self.acceptance.arrive([slot_of[each] for each in given[-1]], list(given[-1].values()))
         for token_ids in given:

@@ -22,21 +22,24 @@ def log_odds(prob):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def correct(sums, prior, shifts):  # type: ignore[no-untyped-def]
-    """Fill shifts [num depth bins, num claim bins]: by how much the truth's log odds differ from the claims'.
+def correct(sums, prior, shifts, is_stale):  # type: ignore[no-untyped-def]
+    """Fill shifts [num_drafters, num depth bins, num claim bins]: how far the truth's log odds are off the claims'.
 
-    sums [3, num depth bins, num claim bins]: edges counted, the sum of what was claimed of them, how many came true.
+    sums [num_drafters, 3, num places]: see score_trees. Only where is_stale [num_drafters, num claim bins], which ends.
     """
-    for depth in range(shifts.shape[0]):
-        for i in range(shifts.shape[1]):
-            above = shifts[depth - 1, i] if depth > 0 else 0.0
-            count = sums[0, depth, i]
-            if count == 0.0:
-                shifts[depth, i] = above
+    for drafter in range(shifts.shape[0]):
+        for i in range(shifts.shape[2]):
+            if not is_stale[drafter, i]:
                 continue
-            claim = log_odds(sums[1, depth, i] / count)
-            expected = 1.0 / (1.0 + math.exp(-(claim + above)))
-            shifts[depth, i] = log_odds((sums[2, depth, i] + prior * expected) / (count + prior)) - claim
+            is_stale[drafter, i] = False
+            above = 0.0
+            for depth in range(shifts.shape[1]):
+                counted, claimed, hits = sums[drafter, :, depth * shifts.shape[2] + i]
+                if counted > 0.0:
+                    claim = log_odds(claimed / counted)
+                    expected = 1.0 / (1.0 + math.exp(-(claim + above)))
+                    above = log_odds((hits + prior * expected) / (counted + prior)) - claim
+                shifts[drafter, depth, i] = above
 
 
 @njit(cache=True, nogil=True)
@@ -60,8 +63,8 @@ def weigh_nodes(  # type: ignore[no-untyped-def]
 
     parents: inside the tree, -1 for its root; probs: path probabilities as claimed; depth_bins: the bin of each depth
     (the last for all beyond); prob_bounds: of the bins of claims; shifts [num_drafters, num depth bins, num claim
-    bins]: corrections in log odds; by slot, drafter_of and records [num_slots, 3] (see own_shift). Fills links
-    [2, num_nodes]: places (depth bin * num claim bins + claim bin) and trees; results [3, num_nodes]: claims and edges
+    bins]: corrections in log odds; by slot, drafter_of and records [num_slots, 3] (see own_shift). Fills links [3,
+    num_nodes]: places (depth bin * num claim bins + claim bin), trees, ones; results [3, num_nodes]: claims and edges
     (of a node given its parent, as claimed and calibrated), paths (calibrated); reached [num_trees] (see score_trees).
     Returns -1, or a node whose parent does not come before.
     """
@@ -74,7 +77,7 @@ def weigh_nodes(  # type: ignore[no-untyped-def]
         own = own_shift(records[slots[i]])
         reached[i] = -1 if start < starts[i + 1] else CLOSED
         for node in range(start, starts[i + 1]):
-            trees[node] = i
+            trees[node], links[2, node] = i, 1
             if not -1 <= parents[node] < node - start:
                 return node - start
             parent = parents[node] + start if parents[node] >= 0 else -1
@@ -101,9 +104,10 @@ def score_trees(  # type: ignore[no-untyped-def]
     tree) that the truth has come to: -1 its root, CLOSED when there is nothing more to come. given [num_requests]: the
     slots that were given tokens, those from token_starts[i] to token_starts[i + 1]. Every child of a node on the way
     counts into the books: sums [num_drafters, 3, num places] (edges, their claims, hits), tallies [num_drafters, 3, 10]
-    (the same by tenths of calibrated probability) and tested [num_drafters, 2, num depth bins]; and into records.
+    (the same by tenths of calibrated probability) and tested [num_drafters, 2, num depth bins]; and into records. What
+    sums have changed is marked in is_stale [num_drafters, num claim bins].
     """
-    sums, tallies, tested = books
+    sums, tallies, tested, is_stale = books
     places = links[0]
     num_probs = sums.shape[2] // tested.shape[2]
     where = np.full(len(records), -1)
@@ -122,6 +126,7 @@ def score_trees(  # type: ignore[no-untyped-def]
                         continue
                     is_hit = 1.0 if token_ids[node] == tokens[k] else 0.0
                     column, edge = places[node], results[1, node]
+                    is_stale[drafter, column % num_probs] = True
                     _count(sums[drafter], column, results[0, node], is_hit, MEMORY)
                     _count(record.reshape(3, 1), 0, edge, is_hit, REQUEST_MEMORY)
                     _count(tallies[drafter], min(9, int(edge * 10)), edge, is_hit, np.inf)
@@ -220,11 +225,11 @@ def compile_kernels() -> None:
     one, zeros = np.ones(1), np.zeros(1)
     indices = np.zeros(1, np.int64)
     shifts, results, records = np.zeros((1, 1, 2)), np.zeros((3, 1)), np.zeros((1, 3))
-    links, reached = np.zeros((2, 1), np.int64), indices.copy()
-    correct(np.zeros((3, 1, 2)), 1.0, shifts[0])
+    links, reached = np.zeros((3, 1), np.int64), indices.copy()
+    correct(np.zeros((1, 3, 2)), 1.0, shifts, np.ones((1, 2), np.bool_))
     starts = np.array([0, 1])
     weigh_nodes(starts, indices - 1, one, indices, one, shifts, indices, indices, records, links, results, reached)
-    books = np.zeros((1, 3, 2)), np.zeros((1, 3, 10)), np.zeros((1, 2, 1), np.int64)
+    books = np.zeros((1, 3, 2)), np.zeros((1, 3, 10)), np.zeros((1, 2, 1), np.int64), np.zeros((1, 2), np.bool_)
     offered = (indices, starts, indices, indices - 1, links, results, reached)
     score_trees(*offered, indices, starts, indices, indices, records, books)
     table = (one, one, zeros, 0.0, 0.0, 0.0, 0.0, 0.0)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
     BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-@dataclass(frozen=True, slots=True)
-class DraftOffer:
+class DraftOffer(NamedTuple):
     """What may be bought in one step: single nodes, and bundles of rows that are only worth something together.
 
     All arrays [num_items]: the request that owns it (its place), the tokens that it is expected to give, and its rows.
@@ -31,8 +29,7 @@ class DraftOffer:
     rows: IntArray
 
 
-@dataclass(frozen=True, slots=True)
-class Bidders:
+class Bidders(NamedTuple):
     """The decoding requests of the step, by place; all arrays [num_requests].
 
     contexts: K/V entries that a row of the request attends to. urgency: what one of its tokens counts. ahead_s: how
@@ -45,8 +42,7 @@ class Bidders:
     grace_s: FloatArray
 
 
-@dataclass(frozen=True, slots=True)
-class Market:
+class Market(NamedTuple):
     """What rows of one step are bought at.
 
     load: the step without drafts, which takes without_s, and alone_s without prompts, too. price: lambda, what a second

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 PATIENCE = 4  # proposals in a row that were worth nothing before one is left out
 LONGEST_WAIT = 32  # steps
+WATCHED = 2  # waits from which on the text is looked at: before, it is asked again soon anyway
 RECENT = 2048  # tokens that a repetition is looked for in
 REPEAT_RATE = 0.1
 CHANGE = 0.4  # of the share of repeated token pairs, within about ten tokens
@@ -54,7 +55,7 @@ class Probe:
         self.wait = min(longest_wait, 1 << min(30, self.num_failures - PATIENCE))
         if self.wait == longest_wait:
             self.wait -= step % longest_wait
-        if self.num_failures == PATIENCE + 1:
+        if self.num_failures == PATIENCE + WATCHED:
             recent = text[-RECENT:]
             self._pairs = set(pairwise(recent))
             self._last = recent[-1] if recent else -1
@@ -63,7 +64,7 @@ class Probe:
 
     def arrive(self, token_ids: Sequence[int]) -> None:
         """New tokens: text that begins or ceases to repeat itself is worth a look now."""
-        if self.num_failures <= PATIENCE:
+        if self.num_failures < PATIENCE + WATCHED:
             return
         for token_id in token_ids:
             pair = (self._last, token_id)

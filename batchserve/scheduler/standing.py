@@ -85,13 +85,15 @@ def settle(table, slots, places, owners, gains, rows, least_gain, chosen, is_pay
 
 
 @njit(cache=True, nogil=True)
-def note_steps(table, slots, num_tokens, step_s, stretches):  # type: ignore[no-untyped-def]
-    """Steps gave the requests so many tokens; each was `stretch` times as long as it had been without drafts."""
-    for i in range(len(slots)):
-        request = table[slots[i]]
+def note_steps(table, noted):  # type: ignore[no-untyped-def]
+    """What steps gave to requests: noted [any number, 4], the slot of one, its tokens, the step's seconds, and how many
+    times as long it was as without drafts.
+    """
+    for slot, num_tokens, step_s, stretch in noted:
+        request = table[int(slot)]
         request.num_steps += 1
-        request.ahead += num_tokens[i] - stretches[i]
-        tpot_s = step_s[i] / max(1, num_tokens[i])
+        request.ahead += num_tokens - stretch
+        tpot_s = step_s / max(1.0, num_tokens)
         request.tpot_s += (1.0 if request.num_steps == 1 else TPOT_RATE) * (tpot_s - request.tpot_s)
         if request.tpot_target_s < np.inf:
             change = URGENCY_UP if request.tpot_s > request.tpot_target_s else URGENCY_DOWN
@@ -106,4 +108,4 @@ def compile_kernels() -> None:
     make_bids(table, slots, 1.0, 1.0, 0.1, np.zeros((3, 1)))
     flag = np.zeros(1, np.bool_)
     settle(table, slots, slots, slots, one, slots + 1, 0.0, flag, flag.copy())
-    note_steps(table, slots, slots + 1, one, one)
+    note_steps(table, np.ones((1, 4)) - np.array([1.0, 0.0, 0.0, 0.0]))
