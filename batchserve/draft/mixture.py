@@ -167,7 +167,7 @@ class MixtureDrafter(Drafter):
     def accept_all(self, token_ids: Mapping[str, Sequence[int]]) -> None:
         slots = self._slots(token_ids)
         starts = np.array([0, *accumulate(map(len, token_ids.values()))])
-        tokens = np.fromiter(chain.from_iterable(token_ids.values()), np.int32, int(starts[-1]))
+        tokens = np.array(list(chain.from_iterable(token_ids.values())), np.int32)
         learned, request_ids = 0, list(token_ids)
         while learned < len(slots):
             learned = accept_all(self._table, slots, starts, tokens, learned, self._nodes, self._scratch)

@@ -177,7 +177,7 @@ class AcceptanceModel:
         if not self._open or not token_ids:
             return
         starts = np.array([0, *accumulate(map(len, token_ids))])
-        tokens = np.fromiter(chain.from_iterable(token_ids), np.int64, int(starts[-1]))
+        tokens = np.array(list(chain.from_iterable(token_ids)), np.int64)
         books = (self._books.sums, self._books.tallies, self._books.tested, self._books.is_stale)
         arrived = (np.array(slots), starts, tokens, self._drafter_of, self.records, books)
         self._open = [each for each in self._open if score_trees(*each, *arrived)]

@@ -303,13 +303,11 @@ class AdaptiveDrafting:
         slot_of = self._slots  # requests that have ended since, and those that nothing is known of, are left out
         given = [{each: tokens for each, tokens in token_ids.items() if each in slot_of} for _, token_ids in heard]
         times = [self._learn_times(outcome, token_ids) for outcome, token_ids in heard]
-        noted = [
-            (slot_of[each], len(tokens), *step)
-            for step, token_ids in zip(times, given, strict=True)
-            for each, tokens in token_ids.items()
-        ]
-        if noted:
-            note_steps(self._standing, np.array(noted, np.float64))
+        noted: list[float] = []
+        for step, token_ids in zip(times, given, strict=True):
+            for each, tokens in token_ids.items():
+                noted += (slot_of[each], len(tokens), *step)
+        note_steps(self._standing, np.array(noted, np.float64))
         # While trees are open every step is learned from at once: there is but one.
         self.acceptance.arrive([slot_of[each] for each in given[-1]], list(given[-1].values()))
         for token_ids in given:

@@ -86,10 +86,10 @@ def settle(table, slots, places, owners, gains, rows, least_gain, chosen, is_pay
 
 @njit(cache=True, nogil=True)
 def note_steps(table, noted):  # type: ignore[no-untyped-def]
-    """What steps gave to requests: noted [any number, 4], the slot of one, its tokens, the step's seconds, and how many
-    times as long it was as without drafts.
+    """What steps gave to requests: noted [4 * any number], the slot of one, its tokens, the step's seconds, and how
+    many times as long it was as without drafts.
     """
-    for slot, num_tokens, step_s, stretch in noted:
+    for slot, num_tokens, step_s, stretch in noted.reshape(-1, 4):
         request = table[int(slot)]
         request.num_steps += 1
         request.ahead += num_tokens - stretch
@@ -108,4 +108,4 @@ def compile_kernels() -> None:
     make_bids(table, slots, 1.0, 1.0, 0.1, np.zeros((3, 1)))
     flag = np.zeros(1, np.bool_)
     settle(table, slots, slots, slots, one, slots + 1, 0.0, flag, flag.copy())
-    note_steps(table, np.ones((1, 4)) - np.array([1.0, 0.0, 0.0, 0.0]))
+    note_steps(table, np.array([0.0, 1.0, 1.0, 1.0]))
