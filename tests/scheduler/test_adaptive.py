@@ -18,6 +18,7 @@ from batchserve.scheduler.adaptive import (
     GRACE_STEPS,
     LEAST_GAIN,
     MAX_LOSS,
+    MOST_HEARD,
     AdaptiveDrafting,
     StepOutcome,
 )
@@ -386,3 +387,50 @@ def test_a_request_that_has_ended_leaves_nothing_to_the_next_of_its_name() -> No
     machine.adaptive.end("a")  # harmless
     machine.adaptive.start("a", "drafter")
     assert all(machine.adaptive.asks("a") for _ in range(3))
+
+
+def steps_until_left_alone(machine: Machine, name: str) -> int:
+    return next(number for number in range(100) if name not in machine.step().asked)
+
+
+def joined(machine: Machine, text: Text) -> Text:
+    """In the place of those before."""
+    for other in machine.texts:
+        machine.adaptive.end(other.name)
+    machine.texts = [text]
+    machine.adaptive.start(text.name, "drafter")
+    return text
+
+
+def test_newcomers_have_less_patience_with_a_drafter_that_has_failed_all_before_them() -> None:
+    machine = Machine([Text("r0", hit=0.0, claim=0.02)], DEAR)
+    patience = [steps_until_left_alone(machine, "r0")]
+    for number in range(1, PATIENCE + 2):
+        joined(machine, Text(f"r{number}", hit=0.0, claim=0.02, seed=number))
+        patience.append(steps_until_left_alone(machine, f"r{number}"))
+    assert patience == [PATIENCE + 1 - number for number in range(PATIENCE + 1)] + [1]
+    joined(machine, Text("good", hit=0.95, claim=0.95))
+    assert mean_rows(machine.steps(100), "good") > 1, "one try is enough for those who gain"
+    joined(machine, Text("bad", hit=0.0, claim=0.02, seed=99))
+    assert steps_until_left_alone(machine, "bad") == PATIENCE + 1
+
+
+def test_steps_without_drafts_are_learned_from_a_little_later() -> None:
+    machine = Machine([Text("a", depth=0), Text("b", depth=0)], DEAR)
+    machine.steps(MOST_HEARD - 1, slowness=2.0)
+    assert machine.adaptive.step_time.factor == 1.0
+    machine.adaptive.end("b")  # it is no longer there when its steps are learned from
+    machine.texts.pop()
+    machine.step(slowness=2.0)
+    assert machine.adaptive.step_time.factor > 1.5
+
+
+def test_what_was_not_learned_from_yet_is_before_anything_is_chosen() -> None:
+    machine = Machine([Text("a", hit=0.0, claim=0.02)], DEAR)
+    while "a" in machine.step().asked:
+        pass
+    machine.step(slowness=2.0)  # it waits for one step more
+    before = machine.adaptive.step_time.factor
+    alone = StepLoad(1, 1, 1, 50, 50)
+    machine.adaptive.begin_step(alone, alone)
+    assert machine.adaptive.step_time.factor > before

@@ -350,6 +350,21 @@ def test_nobody_is_preempted_for_a_guess() -> None:
     assert sum(item.max_draft_tokens for item in plan.scheduled) <= 4
 
 
+def test_whoever_is_not_drafted_leaves_the_rows_to_the_others() -> None:
+    """And nobody is asked about who has none to give, or is asked about twice."""
+    traffic = make_traffic(max_num_seqs=4, max_num_batched_tokens=64, decoding_length=64)
+    drafted, undrafted = traffic.add(4, 100), traffic.add(4, 100)
+    never, prompt = traffic.add(4, 100, SpeculationParams(max_draft_tokens=0)), traffic.add(60, 100)
+    while not drafted.num_output_tokens or not undrafted.num_output_tokens or not never.num_output_tokens:
+        traffic.step(0.0)
+    traffic.scheduler.finish(prompt)
+    asked: list[Request] = []
+    plan = traffic.scheduler.schedule(0.0, lambda request: asked.append(request) or request is drafted)  # type: ignore[func-returns-value]
+    assert asked == [drafted, undrafted]
+    assert {s.request.request_id: s.max_draft_tokens for s in plan.scheduled} == {"r0": 61, "r1": 0, "r2": 0}
+    assert [s.is_decoding for s in plan.scheduled] == [True] * 3
+
+
 def test_who_was_preempted_is_not_let_in_again_in_the_same_step() -> None:
     """Its drafts had reserved more than its tokens need, so it would fit at once, only to be thrown out again."""
     traffic = make_traffic(total_tokens=40, max_model_len=40, max_num_seqs=2, decoding_length=8)
