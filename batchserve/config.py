@@ -97,6 +97,7 @@ class EngineConfig:
     max_itl_inflation: drafts, and each prompt that is computed beside them, stretch the steps of running requests to at
     most so many times their length.
     max_itl_ms: the longest step beside running requests that prompts and drafts may make; None: as max_itl_inflation.
+    Drafts of a fixed length are bounded by neither.
     max_priority_wait_s: a request that has waited so long comes before all of higher priority.
     tpot_target_ms: favour requests while their time per output token is above this; they may name their own.
     prefix_cache: keep K/V of ended requests, where memory is free, for prompts of the same scope that begin alike.

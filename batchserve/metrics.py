@@ -32,8 +32,8 @@ COUNTERS = {
 GAUGES = {  # of the last step that decoded; all but the first are the adaptive decoding length's, and absent without it
     "draft_rows_per_request": "K: mean draft rows of a decoding request.",
     "price_tokens_per_second": "Lambda: tokens per second of decode time, the price that a draft row must be worth.",
-    "predicted_step_seconds": "What the step was predicted to take, drafting excluded.",
-    "actual_step_seconds": "What it took, from its beginning to its commit, drafting included.",
+    "predicted_step_seconds": "What a step was predicted to take without drafting; the last that was learned from.",
+    "actual_step_seconds": "What that step took, from its beginning to its commit, drafting included.",
     "step_time_factor": "How much slower than when it was measured the machine is: the fast correction of step times.",
 }
 EDGES = {  # counters by drafter and depth

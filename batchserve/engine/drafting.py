@@ -12,7 +12,7 @@ from batchserve.draft.base import DraftRequest, DraftScope, DraftTree
 from batchserve.draft.forest import DraftQueries
 from batchserve.metrics import Acceptance
 from batchserve.scheduler.acceptance import DEPTH_OF_BIN
-from batchserve.scheduler.adaptive import StepOutcome
+from batchserve.scheduler.adaptive import UNDRAFTED, StepOutcome
 from batchserve.scheduler.step_time import StepLoad
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from batchserve.scheduler.adaptive import AdaptiveDrafting
     from batchserve.scheduler.kv_allocator import KVAllocator
     from batchserve.scheduler.scheduler import ScheduledRequest, SchedulerOutput
+    from batchserve.scheduler.step_time import StepTimeModel
 
 TENANT = "default"  # there is no authentication: all callers are one
 
@@ -36,6 +37,7 @@ class _Step:
     decoding: StepLoad
     load: StepLoad
     draft_s: float = 0.0
+    propose_s: float = 0.0
     num_asked: int = 0
 
 
@@ -50,7 +52,7 @@ class _Unheard:
 class DraftStage:
     """Asks the drafters, lets the adaptive decoding length choose, and tells both what came of it.
 
-    Without `adaptive` every proposed row is run.
+    Without `adaptive` every proposed row is run; prompts still go by step_time, which is corrected here.
     """
 
     def __init__(
@@ -59,11 +61,13 @@ class DraftStage:
         adaptive: AdaptiveDrafting | None,
         allocator: KVAllocator,
         clock: Callable[[], float],
+        step_time: StepTimeModel | None = None,
     ) -> None:
         self.drafter = drafter
         self.adaptive = adaptive
         self._allocator = allocator
         self._clock = clock
+        self._step_time = step_time
         self._started: dict[str, _Unheard] = {}  # requests that have draft state
         self._step: _Step | None = None
 
@@ -73,19 +77,19 @@ class DraftStage:
         without = _load(plan.scheduled)
         alone = without if len(decoding) == len(plan.scheduled) else _load(decoding)
         self._step = step = _Step(without, alone, without)
-        started_s = self._clock()
         asked = [s for s in decoding if s.max_draft_tokens > 0]
-        if not asked:
+        if not asked or (self.adaptive is not None and not self.adaptive.begin_step(without, alone)):
             return {}
         request_ids = [s.request.request_id for s in asked]
+        began_s = self._clock()
         self._tell(request_ids)
-        if self.adaptive is not None:
-            self.adaptive.begin_step(without, alone)
+        started_s = self._clock()
         queries = self._queries(asked, request_ids)
         forest = self.drafter.propose_all(queries)
         if forest.num_trees != len(asked):
             raise ValueError(f"drafter {self.drafter.name!r}: {forest.num_trees} trees for {len(asked)} queries")
-        step.draft_s, step.num_asked = self._clock() - started_s, len(asked)
+        ended_s = self._clock()
+        step.draft_s, step.propose_s, step.num_asked = ended_s - began_s, ended_s - started_s, len(asked)
         if self.adaptive is not None:
             requests = [s.request for s in decoding]
             forest = forest.take(self.adaptive.choose(forest, request_ids, requests, plan.max_draft_rows))
@@ -151,11 +155,21 @@ class DraftStage:
 
     def step_done(self, token_ids: Mapping[str, Sequence[int]], step_s: float) -> None:
         """The step took so long, from its beginning to its commit, and gave its decoding requests these tokens."""
-        if self.adaptive is None or self._step is None:
+        if self._step is None:
             return
         step, self._step = self._step, None
-        outcome = StepOutcome(step.without, step.decoding, step.load, step_s, step.draft_s, step.num_asked)
-        self.adaptive.step_done(outcome, token_ids)
+        if self.adaptive is None:
+            if self._step_time is not None:
+                self._step_time.observe(step.load, step_s - step.draft_s)
+            return
+        drafting = (step.draft_s, step.propose_s, step.num_asked)
+        self.adaptive.step_done(StepOutcome(step.without, step.decoding, step.load, step_s, *drafting), token_ids)
+
+    def preempted(self, requests: Iterable[Request]) -> None:
+        """These begin again: the token behind their next prefill is none that a drafter was asked for."""
+        if self.adaptive is not None:
+            for request in requests:
+                self.adaptive.skip(request.request_id)
 
     def report(self, metrics: EngineMetrics) -> None:
         """Tell what the adaptive decoding length went by in the last step."""
@@ -171,6 +185,7 @@ class DraftStage:
         return {
             drafter: Acceptance(depths, scored.num_scored, scored.num_accepted, scored.error())
             for drafter, scored in self.adaptive.acceptance.reliability.items()
+            if drafter != UNDRAFTED
         }
 
     def share(self, request: Request, token_ids: Sequence[int]) -> None:

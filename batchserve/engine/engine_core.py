@@ -121,6 +121,7 @@ class EngineCore:
         began_s = self._clock()
         plan = self.scheduler.schedule(began_s, self.drafts.asks)
         self.metrics.preempted(len(plan.preempted))
+        self.drafts.preempted(plan.preempted)
         if not plan.scheduled:
             self._publish()
         else:

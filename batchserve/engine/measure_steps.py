@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchserve.request import ResolvedSampling
 from batchserve.runner.ragged_batch import RequestRows, build_batch
@@ -45,7 +45,8 @@ def measured_table(
     runner: ModelRunner, max_rows: int, max_requests: int, max_context: int, cache: Path, key: Sequence[str]
 ) -> StepTimeTable:
     """What was measured for `key` before, or else is now; kept in the folder `cache` where that can be written."""
-    name = hashlib.sha256("\n".join([str(VERSION), str(max_rows), *key]).encode()).hexdigest()[:24]
+    extent = _extent(runner, max_rows, max_requests, max_context)
+    name = hashlib.sha256("\n".join([str(VERSION), str(extent), *key]).encode()).hexdigest()[:24]
     path = cache / "step_time" / f"{name}.json"
     known = _read(path)
     if known is None:
@@ -56,18 +57,33 @@ def measured_table(
 
 def measure(runner: ModelRunner, max_rows: int, max_requests: int, max_context: int) -> StepTimeTable:
     """Time steps of up to max_rows rows, max_requests requests and max_context K/V entries, as memory allows."""
-    free = runner.backend.allocator.free_tokens // 2
-    max_rows = max(1, min(max_rows, free))
+    max_rows, requests, readers, context, max_context = _extent(runner, max_rows, max_requests, max_context)
     rows = rows_to_time(max_rows, () if runner.graphs is None else runner.graphs.sizes)
-    requests = max(1, min(MANY_REQUESTS, max_requests, free // 64))
-    readers = max(1, min(requests, max_rows // MORE_ROWS))
-    context = min(CONTEXT, max_context - MORE_ROWS, free // readers - MORE_ROWS)
     probes = [_Case((1,) * requests), _Case((min(MOST_DRAFT, max_rows, max_context),), is_prefill=True)]
     if context >= 64:
         probes += [_Case((rows_each,) * readers, context) for rows_each in (FEW_ROWS, MORE_ROWS)]
     sizes = [_Case(_split(n, max_context), is_prefill=n > MOST_DRAFT) for n in rows]
     seconds = _time_all(runner, sizes, probes)
     return _table([case for case in sizes if case in seconds], probes, seconds)
+
+
+class _Extent(NamedTuple):
+    """How far a table can be measured: rows, requests, requests with a context, that context, and rows of a request."""
+
+    rows: int
+    requests: int
+    readers: int
+    context: int
+    request_rows: int
+
+
+def _extent(runner: ModelRunner, max_rows: int, max_requests: int, max_context: int) -> _Extent:
+    free = runner.backend.allocator.free_tokens // 2
+    rows = max(1, min(max_rows, free))
+    requests = max(1, min(MANY_REQUESTS, max_requests, free // 64))
+    readers = max(1, min(requests, rows // MORE_ROWS))
+    context = min(CONTEXT, max_context - MORE_ROWS, free // readers - MORE_ROWS)
+    return _Extent(rows, requests, readers, context, min(max_context, rows))
 
 
 def rows_to_time(max_rows: int, bucket_sizes: Sequence[int]) -> list[int]:

@@ -133,10 +133,13 @@ class AcceptanceModel:
         return slot
 
     def end(self, slot: int) -> None:
-        """What was offered to it and has not arrived never will."""
+        self.close(slot)
+        self._free.append(slot)
+
+    def close(self, slot: int) -> None:
+        """What was offered to this request and has not arrived never will."""
         for offered in self._open:
             offered.reached[offered.slots == slot] = CLOSED
-        self._free.append(slot)
 
     def calibrate(self, trees: Trees, slots: IntArray) -> Offered:
         """Calibrated trees; tree i is that of the request at slots[i].

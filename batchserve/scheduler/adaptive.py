@@ -46,7 +46,7 @@ class Forest(Trees, Protocol):
 
 @dataclass(slots=True)
 class _Window:
-    """What a Jacobi window has earned: tokens that were accepted from its n-grams, over the windows that were run."""
+    """What a Jacobi window has earned: draft tokens accepted in the steps in which it was run, over their number."""
 
     tokens: float = WINDOW_PRIOR
     windows: float = WINDOW_PRIOR
@@ -64,11 +64,12 @@ class _Window:
         self.probe.note(False, (), LONGEST_WINDOW_WAIT)
 
     def note(self, num_accepted: int) -> None:
+        if not self.is_run:  # what is accepted without it is not its merit
+            return
+        self.is_run = False
         self.tokens += num_accepted
-        if self.is_run:
-            self.windows += 1.0
-            self.probe.note(num_accepted > 0, (), LONGEST_WINDOW_WAIT)
-            self.is_run = False
+        self.windows += 1.0
+        self.probe.note(num_accepted > 0, (), LONGEST_WINDOW_WAIT)
         if self.windows > WINDOW_MEMORY:
             self.tokens, self.windows = self.tokens / 2, self.windows / 2
 
@@ -96,7 +97,8 @@ class Decoding(Protocol):
 class StepOutcome(NamedTuple):
     """What a step was and took: its load without drafts, that of its decoding rows alone, and what was run.
 
-    step_s: from its beginning to its commit; draft_s: the part of it in which num_asked requests were drafted.
+    step_s: from its beginning to its commit; draft_s: the part of it in which drafters were told and asked, propose_s:
+    the part in which num_asked requests were drafted.
     """
 
     without: StepLoad
@@ -104,6 +106,7 @@ class StepOutcome(NamedTuple):
     load: StepLoad
     step_s: float
     draft_s: float
+    propose_s: float
     num_asked: int
 
 
@@ -135,7 +138,7 @@ class AdaptiveDrafting:
         self._standing = np.zeros(0, STANDING)
         self._drafters: dict[str, str] = {}  # by request id
         self._probes: dict[str, Probe] = {}  # of requests whose drafter has failed them lately
-        self._given_up: dict[str, int] = {}  # by drafter: requests since it last paid for one
+        self._given_up: dict[str, int] = {}  # by drafter: steps in which requests gave up on it, since it last paid
         self._windows: dict[str, _Window] = {}  # of requests whose drafter has one
         self._market: Market
         self._num_steps = 0
@@ -168,20 +171,31 @@ class AdaptiveDrafting:
         return np.array(found, np.int64)
 
     def end(self, request_id: str) -> None:
-        slot = self._slots.pop(request_id, None)
+        slot = self._slots.get(request_id)
         if slot is not None:
+            self._learn()  # while the name is this one's
+            del self._slots[request_id]
             self.acceptance.end(slot)
             self._drafters.pop(request_id, None)
             self._probes.pop(request_id, None)
             self._windows.pop(request_id, None)
+
+    def skip(self, request_id: str) -> None:
+        """The request's text goes on, but not with what is reported next: it was preempted."""
+        slot = self._slots.get(request_id)
+        if slot is not None:
+            self.acceptance.close(slot)
 
     def asks(self, request_id: str) -> bool:
         """Whether the request's drafter is to be called in this step; once a step and request."""
         probe = self._probes.get(request_id)
         return probe is None or probe.is_due()
 
-    def begin_step(self, load: StepLoad, alone: StepLoad) -> None:
-        """A step is to be drafted that is `load` without any drafts; `alone` are its decoding rows only."""
+    def begin_step(self, load: StepLoad, alone: StepLoad) -> bool:
+        """A step is to be drafted that is `load` without any drafts; `alone` are its decoding rows only.
+
+        Whether there is room for any: where prompts fill all of a step nobody's drafter is to blame.
+        """
         self._learn()
         alone_s = self.step_time.predict(alone)
         # A prompt in the same step does not make time cheap: what counts is what decoding brings.
@@ -189,6 +203,7 @@ class AdaptiveDrafting:
         longest_s = self._max_inflation * alone_s
         self._market = Market.open(self.step_time, load, alone, price, longest_s, self._max_step_s)
         self.last = Introspection(price)
+        return self._market.without_s + self._market.least_row_s <= self._max_step_s
 
     def bounds(self, request_ids: Sequence[str]) -> tuple[IntArray, FloatArray]:
         """What to ask of each drafter: the most nodes, and the path probability, as it claims it, of the least likely.
@@ -226,7 +241,7 @@ class AdaptiveDrafting:
         who = (self._standing, slots, places)
         settle(*who, items.owners, items.gains, items.rows, least_gain, chosen, is_paying)
         pays = is_paying[places]
-        if self._probes or not pays.all():
+        if self._probes or self._given_up or not pays.all():
             self._note(request_ids, pays.tolist(), [decoding[place].token_ids for place in places.tolist()])
         return chosen if offer.nodes is None else self._unbundled(offer, offer.nodes, chosen)
 
@@ -242,16 +257,20 @@ class AdaptiveDrafting:
 
     def _note(self, request_ids: Sequence[str], is_paying: Sequence[bool], texts: Sequence[Sequence[int]]) -> None:
         """Who was asked, and whether it paid."""
+        given_up = set()
         for request_id, pays, text in zip(request_ids, is_paying, texts, strict=True):
-            drafter = self._drafters[request_id]
             if pays:
                 self._probes.pop(request_id, None)
-                self._given_up.pop(drafter, None)
                 continue
             probe = self._probes.setdefault(request_id, Probe())
             probe.note(False, text, step=self._num_steps)
             if probe.num_failures == PATIENCE + 1:
-                self._given_up[drafter] = self._given_up.get(drafter, 0) + 1
+                given_up.add(self._drafters[request_id])
+        for drafter in given_up:
+            self._given_up[drafter] = self._given_up.get(drafter, 0) + 1
+        for request_id, pays in zip(request_ids, is_paying, strict=True):
+            if pays:
+                self._given_up.pop(self._drafters[request_id], None)
 
     def _offer(self, forest: Forest, request_ids: Sequence[str], places: IntArray, slots: IntArray) -> _Offer:
         """What the trees offer; remembers them, to be scored."""
@@ -293,21 +312,23 @@ class AdaptiveDrafting:
         """
         self._num_steps += 1
         self._heard.append((outcome, token_ids))
-        if outcome.num_asked or self.acceptance.is_any_open or len(self._heard) == MOST_HEARD:
+        has_prompt = outcome.without != outcome.decoding
+        if outcome.num_asked or has_prompt or self.acceptance.is_any_open or len(self._heard) == MOST_HEARD:
             self._learn()
 
     def _learn(self) -> None:
         if not self._heard:
             return
         heard, self._heard = self._heard, []
-        slot_of = self._slots  # requests that have ended since, and those that nothing is known of, are left out
+        slot_of = self._slots  # requests that nothing is known of are left out
         given = [{each: tokens for each, tokens in token_ids.items() if each in slot_of} for _, token_ids in heard]
         times = [self._learn_times(outcome, token_ids) for outcome, token_ids in heard]
         noted: list[float] = []
         for step, token_ids in zip(times, given, strict=True):
             for each, tokens in token_ids.items():
                 noted += (slot_of[each], len(tokens), *step)
-        note_steps(self._standing, np.array(noted, np.float64))
+        if noted:
+            note_steps(self._standing, np.array(noted, np.float64))
         # While trees are open every step is learned from at once: there is but one.
         self.acceptance.arrive([slot_of[each] for each in given[-1]], list(given[-1].values()))
         for token_ids in given:
@@ -316,13 +337,13 @@ class AdaptiveDrafting:
     def _learn_times(self, outcome: StepOutcome, token_ids: Mapping[str, Sequence[int]]) -> tuple[float, float]:
         """(seconds of the step, how many times as long it was as without drafts)."""
         predicted_s = without_s = decoding_s = self.step_time.predict(outcome.decoding)
-        if outcome.load is not outcome.decoding:
+        if outcome.load != outcome.decoding:
             predicted_s, without_s = self.step_time.predict(outcome.load), self.step_time.predict(outcome.without)
         # What the drafter takes is no part of the forward's time: the table knows nothing of it.
         forward_s = outcome.step_s - outcome.draft_s
         self.step_time.observe(outcome.load, forward_s)
         if outcome.num_asked:
-            self._draft_s += 0.1 * (outcome.draft_s / outcome.num_asked - self._draft_s)
+            self._draft_s += 0.1 * (outcome.propose_s / outcome.num_asked - self._draft_s)
         num_tokens = sum(map(len, token_ids.values()))
         if num_tokens:
             surprise = min(MOST_SURPRISE, max(1.0 / MOST_SURPRISE, forward_s / predicted_s))

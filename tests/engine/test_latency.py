@@ -171,3 +171,16 @@ def test_a_request_is_drafted_no_more_than_it_allows(cap: int) -> None:
     assert max(drafted["capped"]) == cap
     assert max(drafted["free"]) > 3
     assert engine.text("capped") == ANSWER[:60]
+
+
+def test_step_times_are_corrected_without_the_adaptive_choice_too() -> None:
+    """Prompts go by them."""
+    steps = Steps()
+    engine, core = steps.engine, steps.engine.core
+    too_low = StepTimeModel(StepTimeTable((1, 512), (0.005, 0.03055), per_attended_token=2.5e-7))
+    core.drafts = DraftStage(core.drafter, None, core.runner.backend.allocator, lambda: engine.now_s, too_low)
+    steps.decoding(3)
+    for _ in range(30):
+        engine.step()
+    load = StepLoad(3, 3, 3)
+    assert too_low.predict(load) == pytest.approx(StepTimeModel(TABLE).predict(load), rel=0.1)

@@ -110,5 +110,7 @@ def test_what_was_measured_is_read_again_for_the_same_key_only(machine: Machine,
     steps = machine.num_steps
     assert measured_table(machine, 16, 4, 512, tmp_path, ["a"]) == first  # type: ignore[arg-type]
     assert machine.num_steps == steps
-    measured_table(machine, 16, 4, 512, tmp_path, ["b"])  # type: ignore[arg-type]
-    assert machine.num_steps > steps
+    for rows, requests, context, name in ((16, 4, 512, "b"), (12, 4, 512, "a"), (16, 2, 512, "a"), (16, 4, 80, "a")):
+        steps = machine.num_steps
+        measured_table(machine, rows, requests, context, tmp_path, [name])  # type: ignore[arg-type]
+        assert machine.num_steps > steps

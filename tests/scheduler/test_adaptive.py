@@ -29,6 +29,7 @@ from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTabl
 STEP_S, ROW_S = 0.010, 0.001
 DEAR = StepTimeTable((1, 1024), (STEP_S, STEP_S + 1023 * ROW_S))  # at one request a row has to bring a tenth of a token
 CHEAP = StepTimeTable((1, 1024), (STEP_S, STEP_S + 1e-6))
+CHEAP_PROMPTS = StepTimeTable((1, 24, 1024), (STEP_S, STEP_S + 1e-6, 3 * STEP_S))
 RICH = 1e9
 MOST_ROWS = 1024
 UNSEEN = 1 << 20  # tokens from here on are in no text
@@ -130,10 +131,10 @@ class Machine:
         without = alone._replace(num_rows=count + chunk, num_requests=count + bool(chunk))
         drafted = [text for text in texts if text.depth or text.window]
         asked = [text for text in drafted if adaptive.asks(text.name)]
+        asked = asked if asked and adaptive.begin_step(without, alone) else []
         trees: dict[str, DraftTree] = {}
         chosen: dict[str, list[int]] = {}
         if asked:
-            adaptive.begin_step(without, alone)
             trees = {text.name: text.propose(int(adaptive.bounds([text.name])[0][0])) for text in asked}
             bidders = [Bidder(text.name, text.context, text.tokens) for text in texts]
             forest = DraftForest.of(list(trees.values()))
@@ -152,7 +153,7 @@ class Machine:
             attended_tokens=context + attended,
         )
         seconds = slowness * self._truth.predict(load)
-        adaptive.step_done(StepOutcome(without, alone, load, seconds, 0.0, len(asked)), given)
+        adaptive.step_done(StepOutcome(without, alone, load, seconds, 0.0, 0.0, len(asked)), given)
         for text in texts:
             text.tokens += given[text.name]
         window = {n: sum(not trees[n].is_verified[node] for node in nodes) for n, nodes in chosen.items()}
@@ -247,6 +248,14 @@ def test_a_window_is_worth_what_its_n_grams_have_earned(earned: float, least: in
     late = [step.window_rows.get("a", 0) for step in steps[16:]]
     assert set(late) <= {0, WINDOW}
     assert least <= late.count(WINDOW) <= most
+
+
+def test_a_window_earns_nothing_by_what_is_accepted_without_it() -> None:
+    """At 2 tokens, the price of its rows, it is not even tried, however many others are accepted."""
+    machine = Machine([Text("a", hit=1.0, claim=0.9, depth=1, window=20)], DEAR)
+    steps = machine.steps(300)
+    assert mean_rows(steps, "a") > 0.9
+    assert not any(step.window_rows["a"] for step in steps)
 
 
 def test_a_window_that_earns_nothing_is_probed_ever_more_rarely() -> None:
@@ -419,10 +428,40 @@ def test_steps_without_drafts_are_learned_from_a_little_later() -> None:
     machine = Machine([Text("a", depth=0), Text("b", depth=0)], DEAR)
     machine.steps(MOST_HEARD - 1, slowness=2.0)
     assert machine.adaptive.step_time.factor == 1.0
-    machine.adaptive.end("b")  # it is no longer there when its steps are learned from
-    machine.texts.pop()
     machine.step(slowness=2.0)
     assert machine.adaptive.step_time.factor > 1.5
+
+
+def test_whoever_ends_leaves_nothing_to_be_learned_of_the_next_of_his_name() -> None:
+    machine = Machine([Text("a", hit=0.0, claim=0.02)], DEAR)
+    while "a" in machine.step().asked:
+        pass
+    machine.adaptive.end("a")
+    assert not machine.adaptive._heard
+    machine.adaptive.end("a")
+
+
+def test_steps_beside_prompts_are_learned_from_at_once() -> None:
+    machine = Machine([Text("a", depth=0)], DEAR)
+    machine.step(chunk=16, slowness=2.0)
+    assert machine.adaptive.step_time.factor > 1.0
+
+
+def test_nobody_s_drafter_is_to_blame_where_a_prompt_fills_the_step() -> None:
+    machine = Machine([Text("a", hit=0.9, claim=0.9)], CHEAP_PROMPTS, max_step_s=2.0 * STEP_S)
+    machine.steps(20)
+    full = machine.steps(40, chunk=1000)
+    assert not any(step.asked for step in full)
+    assert all("a" in step.asked and step.rows["a"] > 1 for step in machine.steps(10))
+
+
+def test_what_was_offered_before_a_preemption_is_not_held_against_what_comes_later() -> None:
+    machine = Machine([Text("a", hit=1.0, depth=8), Text("b", hit=1.0, depth=8, seed=1)], DEAR)
+    machine.step(max_rows=0)
+    assert machine.adaptive.acceptance.num_open == 2
+    machine.adaptive.skip("a")
+    machine.adaptive.skip("nobody")
+    assert machine.adaptive.acceptance.num_open == 1
 
 
 def test_what_was_not_learned_from_yet_is_before_anything_is_chosen() -> None:
