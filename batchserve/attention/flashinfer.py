@@ -59,6 +59,8 @@ class FlashInferKernel:
     FlashInfer is missing, has another version, or has no kernel for the model.
     """
 
+    can_be_captured = True
+
     def __init__(
         self,
         layers: Sequence[LayerShape],

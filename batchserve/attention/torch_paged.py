@@ -17,6 +17,7 @@ class TorchKernel:
     """One request after another, in fp32, on any device, for any shape, dtype, window, soft cap and sinks. Not fast."""
 
     name = "torch"
+    can_be_captured = False  # where a request begins and ends is read by Python
 
     def plan(self, metadata: TreeMetadata) -> None:
         pass

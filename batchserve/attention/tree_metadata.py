@@ -65,6 +65,10 @@ class TreeKernel(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a CUDA graph may repeat run(): what it launches depends on tensors of the device only."""
+
     def plan(self, metadata: TreeMetadata) -> None:
         """Prepare the kernel for one step: called once, before the first layer's run().
 

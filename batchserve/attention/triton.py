@@ -83,6 +83,7 @@ class TritonTreeKernel:
     """
 
     name = "triton"
+    can_be_captured = True
 
     def __init__(
         self,

@@ -129,10 +129,13 @@ def _capture_graphs(
 ) -> None:
     """Steps become CUDA graphs where there can be any. Raises ConfigError for options that need them."""
     backend, run_model = runner.backend, runner.run_model
-    capturer = choose_capturer(config, loaded.device)
+    capturer = choose_capturer(config, loaded.device, backend.kernel) if isinstance(backend, PagedBackend) else None
     if capturer is None or not isinstance(backend, PagedBackend):
         if config.compile_model:
-            raise ConfigError("compile_model = True: must be with CUDA graphs: on a GPU, and without enforce_eager")
+            raise ConfigError(
+                "compile_model = True: must be with CUDA graphs: on a GPU, without enforce_eager, and not with "
+                "attention_backend torch"
+            )
         return
     if config.compile_model:
         run_model = CompiledModel(loaded.model, backend)

@@ -96,15 +96,21 @@ class DraftStage:
         if not len(forest.token_ids):
             return {}
         forest.check(queries)
-        # Two requests may have been promised the same last free memory.
-        trees = {
-            key: tree
-            for key, tree in zip(request_ids, forest.trees(), strict=True)
-            if len(tree) and self._allocator.reserve(key, 1 + len(tree))
-        }
+        trees = self._with_memory(
+            {key: tree for key, tree in zip(request_ids, forest.trees(), strict=True) if len(tree)}
+        )
         if trees:
             step.load = _with_drafts(without, asked, trees)
         return trees
+
+    def _with_memory(self, chosen: dict[str, DraftTree]) -> dict[str, DraftTree]:
+        """Those whose rows there is memory for: two requests may have been promised the same last of it."""
+        refused = [key for key, tree in chosen.items() if not self._allocator.reserve(key, 1 + len(tree))]
+        for key in refused:
+            del chosen[key]
+            if self.adaptive is not None:
+                self.adaptive.refused(key)
+        return chosen
 
     def asks(self, request: Request) -> bool:
         """Whether a decoding request's drafter is to be called in this step; once a step and request."""

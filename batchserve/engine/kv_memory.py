@@ -16,6 +16,7 @@ from batchserve.attention.torch_paged import TorchKernel
 from batchserve.config import EngineConfig, MiB
 from batchserve.errors import ConfigError
 from batchserve.request import ResolvedSampling
+from batchserve.runner.cuda_graphs import GREEDY
 from batchserve.runner.invariant import fix_activations
 from batchserve.runner.loader import LoadedModel, has_cpu_backend
 from batchserve.runner.model_runner import ModelRunner
@@ -121,12 +122,31 @@ def create_kernel(config: EngineConfig, loaded: LoadedModel, say: Progress) -> T
     wanted = config.attention_backend
     for name in GPU_KERNELS if wanted == "auto" else (wanted,):
         try:
-            return _make_kernel(name, config, loaded)
+            kernel = _make_kernel(name, config, loaded)
+            if name != "torch":
+                _try(kernel, loaded)
+            return kernel
         except ConfigError as error:
             if wanted != "auto":
                 raise ConfigError(f"attention_backend = {name!r}: {error}") from error
             say(f"attention without {name}: {error}")
     raise AssertionError("torch serves every model")
+
+
+def _try(kernel: TreeKernel, loaded: LoadedModel) -> None:
+    """Run a step of a tree and one of a chain. Raises ConfigError: what a kernel lacks may show only when it runs."""
+    for parents in ([-1, 0, 0], [-1, 0, 1]):
+        allocator = SlotAllocator(len(parents), 1, len(parents), 0)
+        allocator.reserve("trial", len(parents))
+        backend = PagedBackend(loaded.layers, loaded.dtype, loaded.device, kernel, allocator)
+        num_pending, sampling = (3, None) if parents[-1] == 1 else (1, GREEDY)
+        rows = RequestRows("trial", 0, [0] * len(parents), parents, num_pending, sampling)
+        try:
+            ModelRunner(loaded, backend).launch(build_batch([rows])).wait()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # no compiler, no module for this GPU, a library that cannot be loaded
+            raise ConfigError(f"it cannot run: {type(error).__name__}: {error}") from error
 
 
 def _make_kernel(name: str, config: EngineConfig, loaded: LoadedModel) -> TreeKernel:

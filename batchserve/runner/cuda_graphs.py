@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from batchserve.attention.paged import PagedBackend
+    from batchserve.attention.tree_metadata import TreeKernel
     from batchserve.config import EngineConfig
     from batchserve.runner.ragged_batch import RaggedBatch
 
@@ -54,15 +55,20 @@ class CudaCapturer:
         with torch.cuda.stream(stream):  # libraries set up per stream what must not be set up while capturing
             run()
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            output = run()
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                output = run()
+        finally:  # torch leaves its capturing stream in place where capturing has failed
+            torch.cuda.set_stream(before)
         return output, graph.replay
 
 
-def choose_capturer(config: EngineConfig, device: torch.device) -> Capturer | None:
+def choose_capturer(config: EngineConfig, device: torch.device, kernel: TreeKernel) -> Capturer | None:
     """None where steps are to be eager."""
-    return None if config.enforce_eager or device.type != "cuda" else CudaCapturer()
+    if config.enforce_eager or device.type != "cuda" or not kernel.can_be_captured:
+        return None
+    return CudaCapturer()
 
 
 def bucket_sizes(max_rows: int) -> list[int]:
@@ -94,7 +100,7 @@ def buckets(
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """inputs: everything that the host says of a step, on the device; tokens: DeviceResult.rows for greedy rows."""
+    """inputs: everything that the host says of a step, on the device; tokens: DeviceSampler.sample's of greedy rows."""
 
     layout: StepLayout
     step: StaticStep
@@ -172,7 +178,7 @@ class StepGraphs:
                 self._logits = torch.empty_like(logits)
             kept = self._logits[: step.num_rows]
             kept.copy_(logits)
-            return self._sampler.sample(kept, inputs["sampling"], SamplingKind.GREEDY).rows
+            return self._sampler.sample(kept, inputs["sampling"], SamplingKind.GREEDY)
 
         allocator, names = self._backend.allocator, []
         requests = []
@@ -203,7 +209,7 @@ class StepGraphs:
             raise RuntimeError("a graph without logits")
         logits, tokens = self._logits[: graph.step.num_rows], graph.tokens
         if kind is not SamplingKind.GREEDY:
-            tokens = self._sampler.sample(logits, graph.inputs["sampling"], kind).rows
+            tokens = self._sampler.sample(logits, graph.inputs["sampling"], kind)
         return QueuedStep(batch, self._sampler, logits, tokens if len(batch.logit_rows) else None, forced)
 
     def _bucket_for(self, batch: RaggedBatch) -> tuple[int, int] | None:

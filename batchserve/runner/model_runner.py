@@ -75,7 +75,7 @@ class ModelRunner:
         if len(batch.logit_rows):
             metadata = sampler.build_metadata(batch, len(logits), self.forced)
             blob = upload({"sampling": metadata.blob}, self._device)["sampling"]
-            tokens = sampler.sample(logits, blob, metadata.kind).rows
+            tokens = sampler.sample(logits, blob, metadata.kind)
         return QueuedStep(batch, sampler, logits, tokens, self.forced)
 
     @torch.inference_mode()

@@ -30,8 +30,8 @@ class QueuedStep:
     """StepHandle of the GPU path: forward, sampling and tree walk are queued, and a copy of the tokens behind them.
 
     logits [at least len(batch.logit_rows), vocab_size] stay on the device, and as they are until wait() has returned:
-    of requests that the device could not decide, the host reads their rows. tokens: DeviceResult.rows; None: nothing is
-    sampled.
+    of requests that the device could not decide, the host reads their rows. tokens: DeviceSampler.sample's; None:
+    nothing is sampled.
     """
 
     def __init__(
@@ -46,17 +46,24 @@ class QueuedStep:
         self._sampler = sampler
         self._logits = logits
         self._forced = forced
-        self._copy = None if tokens is None else HostCopy(tokens)
+        self._is_sampled = tokens is not None
+        # Where nothing is sampled it is still waited for: what the step took is learned from.
+        self._copy = HostCopy(_nothing(logits) if tokens is None else tokens)
 
     def wait(self) -> list[VerifiedTokens | None]:
-        if self._copy is None:
+        rows = self._copy.wait()
+        if not self._is_sampled:
             return [None] * len(self._batch.requests)
-        return self._sampler.to_verified(self._copy.wait(), self._batch, self._verify_on_host)
+        return self._sampler.to_verified(rows, self._batch, self._verify_on_host)
 
     def _verify_on_host(self, index: int) -> VerifiedTokens:
         rows, first = self._batch.requests[index], self._batch.first_logit[index]
         logits = self._logits[first : first + 1 + rows.num_draft_tokens].cpu()
         return verify_request(rows, RowSampler(logits), 0, self._forced.get(rows.request_id, ()))
+
+
+def _nothing(logits: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.int32, device=logits.device)
 
 
 class HostCopy:

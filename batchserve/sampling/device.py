@@ -50,17 +50,6 @@ class SamplingMetadata:
     kind: SamplingKind
 
 
-class DeviceResult(NamedTuple):
-    """rows: int32 [2, num_rows], every row's token and whether the walk reached the row (to_verified reads it).
-
-    next_token_ids: int64 [max_num_seqs], each request's last new token: the input of its next plain row. It is a valid
-    id even where a request gets none, or the host has to find it; what a row computes from that is to be dropped.
-    """
-
-    rows: torch.Tensor
-    next_token_ids: torch.Tensor
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceSampler:
     """Verifies the trees of a step like walk_tree and RowSampler do, for all requests at once.
@@ -113,10 +102,11 @@ class DeviceSampler:
         border = REQUEST_COLUMNS * (self.max_num_seqs + 1)
         return blob[:border].reshape(REQUEST_COLUMNS, -1), blob[border:].reshape(ROW_COLUMNS, num_rows)
 
-    def sample(self, logits: torch.Tensor, blob: torch.Tensor, kind: SamplingKind) -> DeviceResult:
-        """logits [num_rows, vocab_size] of any float type, blob int64 as built, both on one device.
+    def sample(self, logits: torch.Tensor, blob: torch.Tensor, kind: SamplingKind) -> torch.Tensor:
+        """int32 [2, num_rows]: every row's token, and whether the walk has reached the row (to_verified reads it).
 
-        Waits for nothing and changes neither. `kind` is the blob's own, or a later one of SamplingKind.
+        logits [num_rows, vocab_size] of any float type, blob int64 as built, both on one device. Waits for nothing and
+        changes neither. `kind` is the blob's own, or a later one of SamplingKind.
         """
         num_rows = logits.shape[0]
         border = REQUEST_COLUMNS * (self.max_num_seqs + 1)
@@ -135,12 +125,7 @@ class DeviceSampler:
         tokens = tokens.masked_fill(~(is_finite | is_unverified), NO_TOKEN)
         tokens = torch.where(forced == NOT_FORCED, tokens, forced)
         is_reached = _reached(tokens, parents, draft_tokens)
-        # Parents come first, so the last row of a path is the one with the highest index.
-        indices = torch.arange(num_rows, device=logits.device)
-        last = torch.zeros(self.max_num_seqs + 1, dtype=torch.int64, device=logits.device)
-        last = last.scatter_reduce(0, request, indices.masked_fill(~is_reached, 0), "amax")
-        next_token_ids = tokens[last[: self.max_num_seqs]].clamp(min=0)
-        return DeviceResult(torch.stack([tokens, is_reached.to(torch.int64)]).to(torch.int32), next_token_ids)
+        return torch.stack([tokens, is_reached.to(torch.int64)]).to(torch.int32)
 
     def _sample_rows(self, logits: torch.Tensor, params: RowParams, kind: SamplingKind) -> torch.Tensor:
         num_candidates = self.num_candidates if kind is SamplingKind.TRUNCATED else 0
@@ -157,7 +142,7 @@ class DeviceSampler:
     def to_verified(
         self, rows: np.ndarray, batch: RaggedBatch, verify_on_host: Callable[[int], VerifiedTokens]
     ) -> list[VerifiedTokens | None]:
-        """DeviceResult.rows, copied to the host, as verify_batch's result.
+        """sample()'s result, copied to the host, as verify_batch's result.
 
         verify_on_host(i) verifies the i-th request of the batch from its logits. It is called for requests whose walk
         came to a row that the device could not decide: with a rare tie, or a very wide top_k or top_p.

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 LEAST_GAIN = 0.1  # expected tokens
 MARGIN = 0.5  # nodes this much less likely than what is worth a row are still proposed: odds are learned from them
-# What a request may lose to the drafts of others: so much of its steps, and so many steps. Less than the second costs
-# everybody a good part of what drafts gain, as every request is new once (docs/adaptive.md).
-MAX_LOSS, GRACE_STEPS = 0.03, 16.0
 WINDOW_PRIOR, WINDOW_MEMORY = 2.0, 64.0  # windows that are believed to earn a token each; that are remembered
 UNDRAFTED = "none"
 MOST_HEARD = 8  # steps without drafts
@@ -180,6 +177,12 @@ class AdaptiveDrafting:
             self._probes.pop(request_id, None)
             self._windows.pop(request_id, None)
 
+    def refused(self, request_id: str) -> None:
+        """What was chosen for the request in this step is not run: there is no memory for it."""
+        window = self._windows.get(request_id)
+        if window is not None:
+            window.is_run = False
+
     def skip(self, request_id: str) -> None:
         """The request's text goes on, but not with what is reported next: it was preempted."""
         slot = self._slots.get(request_id)
@@ -233,7 +236,7 @@ class AdaptiveDrafting:
             places = np.array([place_of[request_id] for request_id in request_ids])
         offer = self._offer(forest, request_ids, places, slots)
         items, bids = offer.items, np.empty((3, len(names)))
-        make_bids(self._standing, slots, market.alone_s, GRACE_STEPS, MAX_LOSS, bids)
+        make_bids(self._standing, slots, market.alone_s, bids)
         bidders = Bidders(np.array([each.num_computed_tokens for each in decoding], np.float64), *bids)
         chosen = choose_drafts(items, bidders, self.step_time, market, max_rows)
         # So little is not worth asking for, let alone its rows.

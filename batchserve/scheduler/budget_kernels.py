@@ -206,13 +206,15 @@ def buy(owners, gains, rows, bidders, table, load, market, chosen):  # type: ign
         step_s = max(seconds_at(table, load, num_rows, attended), without_s + least_row_s * num_rows)
         # Prompts make no draft unfair: what counts is what the step would take without them.
         decode_s, alone_s = step_s - prompts_s, without_s - prompts_s
-        is_fair, is_everybody_ahead = True, True
+        is_fair, is_good_for_all = True, True
         for i in range(num_requests):
-            # Whoever is given g tokens in a step of t seconds would have needed g x alone_s for them.
-            ahead = ahead_s[i] + given[i] * alone_s - decode_s
-            is_everybody_ahead = is_everybody_ahead and ahead >= 0.0
+            # Whoever is given g tokens in a step of t seconds would have needed g x alone_s for them. He gains in this
+            # step, or is ahead even behind it.
+            gain = given[i] * alone_s - decode_s
+            ahead = ahead_s[i] + gain
+            is_good_for_all = is_good_for_all and max(gain, ahead) >= 0.0
             is_fair = is_fair and ahead + grace_s[i] >= 0.0
-        is_short = step_s <= never_longer_s and (decode_s <= longest_s or is_everybody_ahead)
+        is_short = step_s <= never_longer_s and (decode_s <= longest_s or is_good_for_all)
         profit = worth - price * (step_s - without_s)
         if is_fair and is_short and profit > best_worth:
             best_worth, best = profit, k + 1

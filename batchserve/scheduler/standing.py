@@ -3,7 +3,7 @@
 A row of a table for every request, so that a step is noted for all of them in one call of compiled code.
 """
 
-# ruff: noqa: ANN001, ANN201
+# ruff: noqa: ANN001, ANN201, ANN202
 from __future__ import annotations
 
 import math
@@ -18,6 +18,11 @@ FEW_NODES, GROWTH, MOST_NODES = 8, 3.0, 1 << 20  # asked for: some, and a multip
 CHOSEN_RATE = 0.2
 MOST_URGENCY, URGENCY_UP, URGENCY_DOWN = 16.0, 1.05, 0.98
 TPOT_RATE = 0.1
+# What a request may lose to the drafts of others: so much of its steps, and so many steps. Less than the second costs
+# everybody a good part of what drafts gain, as every request is new once (docs/adaptive.md).
+MAX_LOSS, GRACE_STEPS = 0.03, 16.0
+# Whoever is as far behind as he may be has his tokens counted so many times more: what holds up all others is worth it.
+CATCHING_UP = 4.0
 
 STANDING = np.dtype(
     [
@@ -39,6 +44,19 @@ def grown(table: np.ndarray, size: int) -> np.ndarray:
     return np.concatenate((table, np.full(max(0, size - len(table)), UNKNOWN)))
 
 
+@njit(cache=True, nogil=True, inline="always")
+def _grace(request):  # type: ignore[no-untyped-def]
+    """How many steps without drafts it may fall behind."""
+    return GRACE_STEPS + MAX_LOSS * request.num_steps
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _weight(request):  # type: ignore[no-untyped-def]
+    """What one of its tokens counts in this step."""
+    behind = min(1.0, max(0.0, -request.ahead / _grace(request)))
+    return request.urgency * (1.0 + CATCHING_UP * behind)
+
+
 @njit(cache=True, nogil=True)
 def bound_queries(table, records, slots, least, most_nodes, least_probs):  # type: ignore[no-untyped-def]
     """Fill, for the requests at `slots`, the most nodes to ask for and the least path probability, as it is claimed.
@@ -48,20 +66,20 @@ def bound_queries(table, records, slots, least, most_nodes, least_probs):  # typ
     for i in range(len(slots)):
         request, shift = table[slots[i]], own_shift(records[slots[i]])
         most_nodes[i] = MOST_NODES if request.has_window else int(FEW_NODES + GROWTH * request.num_chosen)
-        least_probs[i] = min(0.5, least / request.urgency * math.exp(-max(0.0, shift)))
+        least_probs[i] = min(0.5, least / _weight(request) * math.exp(-max(0.0, shift)))
 
 
 @njit(cache=True, nogil=True)
-def make_bids(table, slots, alone_s, grace_steps, max_loss, bids):  # type: ignore[no-untyped-def]
+def make_bids(table, slots, alone_s, bids):  # type: ignore[no-untyped-def]
     """Fill bids [3, num_requests]: urgency, ahead_s and grace_s of draft_budget.Bidders, of the requests at `slots`.
 
-    alone_s: of the step without drafts. A request may fall behind by grace_steps of them, and max_loss of all it had.
+    alone_s: of the step without drafts.
     """
     for i in range(len(slots)):
         request = table[slots[i]]
-        bids[0, i] = request.urgency
+        bids[0, i] = _weight(request)
         bids[1, i] = request.ahead * alone_s
-        bids[2, i] = (grace_steps + max_loss * request.num_steps) * alone_s
+        bids[2, i] = _grace(request) * alone_s
 
 
 @njit(cache=True, nogil=True)
@@ -105,7 +123,7 @@ def compile_kernels() -> None:
     budget_kernels.compile_kernels()
     table, slots, one = grown(np.zeros(0, STANDING), 1), np.zeros(1, np.int64), np.ones(1)
     bound_queries(table, np.zeros((1, 3)), slots, 0.5, slots.copy(), one.copy())
-    make_bids(table, slots, 1.0, 1.0, 0.1, np.zeros((3, 1)))
+    make_bids(table, slots, 1.0, np.zeros((3, 1)))
     flag = np.zeros(1, np.bool_)
     settle(table, slots, slots, slots, one, slots + 1, 0.0, flag, flag.copy())
     note_steps(table, np.array([0.0, 1.0, 1.0, 1.0]))

@@ -22,7 +22,7 @@ from benchmarks.adaptive.workloads import Lab, Options, Workload, lab, new_draft
 
 SIZES = (1, 4, 16)
 MODELS = ("bundled", "90m")
-PAIRS = {"bundled": 20, "90m": 10}  # the first one's runs are shorter, so noise counts for more in each
+PAIRS = {"bundled": 60, "90m": 20}  # the first one's runs are shorter, so noise counts for more in each
 PROMPT_TOKENS, ANSWER_TOKENS, NUM_RECORDS = 64, 256, 64
 TOKENS_EACH = {"bundled": 64, "90m": 48}
 LEAST_TOKEN = 3

@@ -6,7 +6,7 @@ Decode tokens/s: the time of an answer less that of its first token, so that pro
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -106,14 +106,14 @@ class Baseline:
     def continuous(self, size: int) -> dict[str, Any]:
         prompts = [self._records[i % len(self._records)].prompt_token_ids for i in range(size)]
 
-        def answer(count: int) -> int:
-            config = GenerationConfig(**self._greedy(count))
-            found = self._model.generate_batch(prompts, generation_config=config, progress_bar=False)
-            if len(found) != size:
-                raise RuntimeError(f"{len(found)} of {size} requests were answered")
-            return sum(len(each.generated_tokens) for each in found.values())
-
-        return self._decode_rate(answer)
+        # Each call sets up its memory and graphs anew: what decoding takes is read from the tokens' own times.
+        config = GenerationConfig(**self._greedy(self.tokens))
+        found = self._model.generate_batch(
+            prompts, generation_config=config, progress_bar=False, record_timestamps=True
+        )
+        if len(found) != size:
+            raise RuntimeError(f"{len(found)} of {size} requests were answered")
+        return continuous_rate([each.timestamps for each in found.values()])
 
     def _greedy(self, count: int) -> dict[str, Any]:
         return {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
@@ -140,3 +140,12 @@ class Baseline:
             "whole_s": round(seconds[self.tokens], 4),
             "warm_up_s": round(warm_up_s, 2),
         }
+
+
+def continuous_rate(moments: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Tokens/s while all requests were decoding, from the moments of each one's tokens."""
+    began_s, ended_s = max(each[0] for each in moments), min(each[-1] for each in moments)
+    if ended_s <= began_s:
+        raise RuntimeError(f"the requests never decoded together: from {began_s} to {ended_s}")
+    tokens = sum(began_s < moment <= ended_s for each in moments for moment in each)
+    return {"tokens_per_s": round(tokens / (ended_s - began_s), 2), "tokens": tokens}

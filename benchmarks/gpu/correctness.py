@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from batchserve.attention.base import LayerShape
-from batchserve.attention.flashinfer import FlashInferKernel
+from batchserve.attention.flashinfer import VERSIONS, FlashInferKernel
 from batchserve.attention.torch_paged import TorchKernel
 from batchserve.attention.tree_metadata import TreeKernel
 from batchserve.attention.triton import TritonTreeKernel
@@ -105,6 +105,14 @@ def run(kit: Kit, report: Report) -> None:
     report.cell("control: chains instead of trees", partial(negative_control, kit))
     if not kit.is_dry:
         report.cell("triton/graph replay", partial(graph_replay, kit, makers["triton"]))
+        for name in makers:
+            if name.startswith("flashinfer"):
+                for case in cases(kit)[:3]:
+                    report.cell(
+                        f"{name}/graph buffers/{case.name}", partial(graph_buffers, kit, name, makers[name], case)
+                    )
+        if not is_installed():
+            report.cell("flashinfer", lambda: {"skipped": f"it is not here in the versions {VERSIONS}"})
     dtypes = kit.pick((torch.bfloat16, torch.float16), (torch.bfloat16, torch.float32))
     for dtype in dtypes:
         for case in cases(kit):
@@ -132,6 +140,24 @@ def check(
             worst = found
     assert worst is not None
     return {**worst, "seeds": SEEDS}
+
+
+def graph_buffers(kit: Kit, name: str, make: Callable[[Case, torch.dtype], TreeKernel], case: Case) -> dict[str, Any]:
+    """FlashInfer as graphs use it: planned for a bucket's largest step, run with fewer requests in it; not captured."""
+    from benchmarks.gpu.small_q import as_graph
+
+    missing = missing_module(kit, name, case, torch.bfloat16)
+    if missing is not None:
+        return {"skipped": f"needs {missing}"}
+    results = []
+    for seed, spare in enumerate((0, 3, 24)):
+        step = make_step(case, kit.device, torch.bfloat16, seed)
+        metadata = as_graph(step.metadata, len(case.contexts) + spare)
+        kernel = make(case, torch.bfloat16)
+        kernel.plan(metadata)
+        out = kernel.run(step.query, step.key_cache, step.value_cache, metadata, case.params)
+        results.append(compare(out, reference(step, case.params), torch.bfloat16))
+    return {"is_right": all(r["is_right"] for r in results), "max_error": max(r["max_error"] for r in results)}  # type: ignore[type-var]
 
 
 def negative_control(kit: Kit) -> dict[str, Any]:

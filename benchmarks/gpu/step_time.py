@@ -32,15 +32,15 @@ def run(kit: Kit, report: Report) -> None:
     _grid(kit, report, first, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1, 2)))
     if "eager" in modes:
         _grid(kit, report, first, "eager", modes["eager"], bandwidth, (1, 16), CONTEXTS[:1])
-    small_q.run(kit, report, bandwidth)
-    buckets.run(kit, report, first, bandwidth)
-    _grid(kit, report, second, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1,)))
-    if "compiled" in modes:
-        _grid(kit, report, first, "compiled", modes["compiled"], bandwidth, (1, 16), CONTEXTS[:1])
     for batch in kit.pick((1, 8), (1,)):
         report.cell(f"attention/b{batch}", partial(attention_ms, kit, batch))
+    _grid(kit, report, second, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1,)))
+    small_q.run(kit, report, bandwidth)
+    buckets.run(kit, report, first, bandwidth)
     for name, options in all_backends(kit, 128, torch.bfloat16).items():
         _grid(kit, report, second, name, options, bandwidth, kit.pick((1, 8), (1,)), CONTEXTS[:1])
+    if "compiled" in modes:  # takes minutes to compile
+        _grid(kit, report, first, "compiled", modes["compiled"], bandwidth, (1, 16), CONTEXTS[:1])
 
 
 def _grid(

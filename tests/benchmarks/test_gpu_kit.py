@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import answers, run
+from benchmarks.gpu.baseline import continuous_rate
 from benchmarks.gpu.cases import Case, compare, make_step, reference
 from benchmarks.gpu.correctness import as_chains, fill
 from benchmarks.gpu.kit import DeviceFaultError, Kit, Report
@@ -241,3 +242,10 @@ def test_wrong_options_are_refused(arguments: list[str], tmp_path: Path, capsys:
     with pytest.raises(SystemExit):
         run.main(["--dry-run", "--out", str(tmp_path), *arguments])
     assert arguments[0] in capsys.readouterr().err
+
+
+def test_continuous_batching_is_timed_while_all_requests_decode():
+    found = continuous_rate([[0.0, 1.0, 2.0, 3.0, 4.0], [2.0, 2.5, 3.0, 4.0]])
+    assert found == {"tokens_per_s": 2.5, "tokens": 5}, "from 2.0 to 4.0"
+    with pytest.raises(RuntimeError, match="never decoded together"):
+        continuous_rate([[0.0, 1.0], [2.0, 3.0]])

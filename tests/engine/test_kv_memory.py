@@ -160,6 +160,26 @@ def test_auto_takes_the_first_kernel_that_serves_the_model_and_says_why_not_the_
         create_kernel(EngineConfig(attention_backend="triton"), on_gpu(), says.append)
 
 
+def test_a_kernel_that_turns_out_not_to_run_is_passed_over(
+    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Uncompiled(TorchKernel):
+        name = "flashinfer"
+
+        def plan(self, metadata: Any) -> None:
+            raise FileNotFoundError("no nvcc")
+
+    kernels = {"flashinfer": Uncompiled, "triton": TorchKernel, "torch": TorchKernel}
+    monkeypatch.setattr(kv_memory, "_make_kernel", lambda name, config, loaded: kernels[name]())
+    loaded, says = load_model(paged(tiny_model["llama"])), []
+    assert isinstance(create_kernel(EngineConfig(), loaded, says.append), TorchKernel)
+    assert says == ["attention without flashinfer: it cannot run: FileNotFoundError: no nvcc"]
+    with pytest.raises(
+        ConfigError, match="attention_backend = 'flashinfer': it cannot run: FileNotFoundError: no nvcc"
+    ):
+        create_kernel(EngineConfig(attention_backend="flashinfer"), loaded, says.append)
+
+
 def test_flashinfer_leaves_models_with_sinks_to_others() -> None:
     with pytest.raises(ConfigError, match=r"attention_backend = .flashinfer.: .* has attention sinks"):
         create_kernel(EngineConfig(attention_backend="flashinfer"), on_gpu(has_sinks=True), print)

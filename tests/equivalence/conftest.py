@@ -64,5 +64,5 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     name = getattr(request, "param", "cpu")
     monkeypatch.setitem(harness.BACKEND, "attention_backend", "torch" if name == "graphs" else name)
     if name == "graphs":
-        monkeypatch.setattr(build, "choose_capturer", lambda config, device: RerunCapturer())
+        monkeypatch.setattr(build, "choose_capturer", lambda config, device, kernel: RerunCapturer())
     return name

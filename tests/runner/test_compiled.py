@@ -86,7 +86,7 @@ def test_the_operator_says_what_it_writes_to_and_what_comes_out(tiny_model: dict
 def test_graphs_of_the_compiled_model_give_the_same_answers(
     tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build_module, "choose_capturer", lambda config, device: RerunCapturer())
+    monkeypatch.setattr(build_module, "choose_capturer", lambda config, device, kernel: RerunCapturer())
     monkeypatch.setattr(
         build_module, "CompiledModel", lambda model, backend: CompiledModel(model, backend, "aot_eager")
     )

@@ -19,7 +19,9 @@ from batchserve.attention.paged import PagedBackend
 from batchserve.attention.slots import DUMMY_SLOT
 from batchserve.attention.static_step import MAX_CHANGES, StaticStep
 from batchserve.attention.step_buffer import BufferRing, StepLayout
+from batchserve.attention.torch_paged import TorchKernel
 from batchserve.attention.tree_metadata import WORD_BITS, visible_slots
+from batchserve.attention.triton import TritonTreeKernel
 from batchserve.config import EngineConfig
 from batchserve.engine import build as build_module
 from batchserve.engine.build import BuiltEngine
@@ -41,7 +43,7 @@ def built_as_graphs(
     monkeypatch: pytest.MonkeyPatch, model: Path, drafter: Any = None, **options: Any
 ) -> tuple[BuiltEngine, RerunCapturer]:
     capturer = RerunCapturer()
-    monkeypatch.setattr(build_module, "choose_capturer", lambda config, device: capturer)
+    monkeypatch.setattr(build_module, "choose_capturer", lambda config, device, kernel: capturer)
     built = build(model, drafter, attention_backend="torch", **options)
     capturer.replays = 0
     return built, capturer
@@ -275,10 +277,12 @@ def test_a_prompts_many_slots_travel_on_their_own(tiny_model: dict[str, Path], m
 def test_graphs_are_for_gpus_and_can_be_turned_off(
     tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert choose_capturer(EngineConfig(), CPU) is None
-    assert choose_capturer(EngineConfig(enforce_eager=True), torch.device("cuda")) is None
+    gpu, kernel = torch.device("cuda"), TritonTreeKernel([LayerShape(2, 64, 64)], torch.float32, 128)
     monkeypatch.setattr("batchserve.runner.cuda_graphs.CudaCapturer", RerunCapturer)
-    assert isinstance(choose_capturer(EngineConfig(), torch.device("cuda")), RerunCapturer)
+    assert choose_capturer(EngineConfig(), CPU, kernel) is None
+    assert choose_capturer(EngineConfig(enforce_eager=True), gpu, kernel) is None
+    assert choose_capturer(EngineConfig(), gpu, TorchKernel()) is None, "it would repeat the step that it was made of"
+    assert isinstance(choose_capturer(EngineConfig(), gpu, kernel), RerunCapturer)
 
 
 def test_a_model_that_cannot_be_captured_is_served_eagerly_and_says_so(
@@ -288,7 +292,7 @@ def test_a_model_that_cannot_be_captured_is_served_eagerly_and_says_so(
         def capture(self, run: Any) -> Any:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(build_module, "choose_capturer", lambda config, device: Refusing())
+    monkeypatch.setattr(build_module, "choose_capturer", lambda config, device, kernel: Refusing())
     says: list[str] = []
     config = EngineConfig(
         model=str(tiny_model["llama"]), attention_backend="torch", device="cpu", dtype="float32", drafter="none"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from batchserve.runner import step_handle
 from batchserve.runner.ragged_batch import RequestRows, build_batch
-from batchserve.runner.step_handle import QueuedStep, verify_batch
+from batchserve.runner.step_handle import HostCopy, QueuedStep, verify_batch
 from batchserve.sampling.device import DeviceSampler
 from batchserve.types import SamplingParams
 from tests.drafters import RandomTreeDrafter
@@ -29,7 +29,7 @@ def queued(batch: Any, logits: torch.Tensor, forced: Any, num_candidates: int) -
     if not len(batch.logit_rows):
         return QueuedStep(batch, sampler, logits, None, forced)
     metadata = sampler.build_metadata(batch, len(logits), forced)
-    tokens = sampler.sample(logits, torch.from_numpy(metadata.blob), metadata.kind).rows
+    tokens = sampler.sample(logits, torch.from_numpy(metadata.blob), metadata.kind)
     return QueuedStep(batch, sampler, logits, tokens, forced)
 
 
@@ -72,6 +72,20 @@ def test_recorded_answers_come_out_of_the_gpu_path(tiny_model: dict[str, Path], 
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=20, ignore_eos=True)
     answers = run(built, [Job(text[:10], params) for text in recorded], Coverage())
     assert [answers[i].token_ids for i in range(4)] == [text[10:] for text in recorded]
+
+
+def test_a_step_that_samples_nothing_is_waited_for_too(
+    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or its time would be that of the next one."""
+    runner = build(tiny_model["llama"], attention_backend="torch", drafter="none").core.runner
+    waited: list[int] = []
+    wait = HostCopy.wait
+    monkeypatch.setattr(HostCopy, "wait", lambda self: (waited.append(1), wait(self))[1])
+    runner.backend.allocator.reserve("r", 5)
+    handle = runner.launch(build_batch([RequestRows("r", 0, [5] * 5, list(range(-1, 4)), 5, None)]))
+    assert handle.wait() == [None]
+    assert waited == [1]
 
 
 def test_on_the_gpu_path_the_forward_runs_at_launch_and_on_the_cpus_own_when_waited_for(

@@ -15,15 +15,13 @@ import pytest
 from batchserve.draft.base import DraftTree
 from batchserve.draft.forest import DraftForest
 from batchserve.scheduler.adaptive import (
-    GRACE_STEPS,
     LEAST_GAIN,
-    MAX_LOSS,
     MOST_HEARD,
     AdaptiveDrafting,
     StepOutcome,
 )
 from batchserve.scheduler.probing import LONGEST_WAIT, PATIENCE
-from batchserve.scheduler.standing import MOST_URGENCY
+from batchserve.scheduler.standing import GRACE_STEPS, MAX_LOSS, MOST_URGENCY
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 
 STEP_S, ROW_S = 0.010, 0.001
@@ -256,6 +254,18 @@ def test_a_window_earns_nothing_by_what_is_accepted_without_it() -> None:
     steps = machine.steps(300)
     assert mean_rows(steps, "a") > 0.9
     assert not any(step.window_rows["a"] for step in steps)
+
+
+def test_a_window_without_memory_is_not_charged_for() -> None:
+    machine = Machine([Text("a", depth=0, window=WINDOW)], CHEAP)
+    step_done = machine.adaptive.step_done
+
+    def refusing(outcome: StepOutcome, token_ids: dict[str, list[int]]) -> None:
+        machine.adaptive.refused("a")
+        step_done(outcome, token_ids)
+
+    machine.adaptive.step_done = refusing  # type: ignore[method-assign, assignment]
+    assert all(step.window_rows["a"] for step in machine.steps(100)), "nothing is known against it"
 
 
 def test_a_window_that_earns_nothing_is_probed_ever_more_rarely() -> None:
