@@ -207,6 +207,18 @@ def test_nobody_pays_more_than_his_grace_for_the_drafts_of_others(others: int, k
     assert lost > 0.9 * (GRACE_STEPS + MAX_LOSS * 300)
 
 
+def test_whoever_fell_behind_for_others_catches_up_first() -> None:
+    """His drafts are run though better ones of others are there: otherwise those could not be run, either."""
+    texts = [Text(f"good{i}", hit=0.9, claim=0.9, seed=i) for i in range(3)]
+    steps = Machine([*texts, Text("slow", hit=0.6, claim=0.6, seed=9)], DEAR).steps(400)[100:]
+    for name in ("slow", *(text.name for text in texts)):
+        assert mean_rows(steps, name) > 1, name
+    plain_s = StepTimeModel(DEAR).predict(StepLoad(4, 4, 4))
+    seconds = sum(step.seconds for step in steps)
+    assert sum(len(step.given["slow"]) for step in steps) > 0.97 * seconds / plain_s
+    assert sum(len(step.given["good0"]) for step in steps) > 1.4 * seconds / plain_s
+
+
 def test_whoever_is_ahead_pays_for_others_longer() -> None:
     """Until it has lost what its own drafts had gained it."""
 
