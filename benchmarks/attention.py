@@ -16,8 +16,9 @@ import numpy as np  # isort: skip
 import torch  # isort: skip
 
 from batchserve.attention.base import AttentionParams, LayerShape, Span
-from batchserve.attention.cpu import LANES, CpuBackend
+from batchserve.attention.cpu import CpuBackend
 from batchserve.attention.slab import SlabAllocator
+from batchserve.attention.tiles import LANES
 
 # (requests, rows each, context), (heads, K/V heads)
 CASES = [

@@ -20,9 +20,10 @@ from batchserve.attention.mask import visible_keys
 from batchserve.attention.slab import SlabAllocator
 from batchserve.attention.torch_reference import attend_span, store, stored
 
-LANES = 4
-# Up to so many rows and so much work (see _work) a span is cheaper in the compiled kernel (benchmarks/attention.py).
-SMALL_ROWS, SMALL_SPAN = 32, 16_000
+# Up to so many queries of a K/V head, or so many rows and so much work (see _work), a span is cheaper in the compiled
+# kernel (benchmarks/attention.py); bfloat16 has matrix instructions, which only SDPA knows.
+SMALL_QUERIES = {torch.bfloat16: 12, torch.float32: 64}
+SMALL_ROWS, SMALL_SPAN = 32, 10_000
 ALONE = 1_000  # work that one thread has done before another one has begun
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -54,7 +55,8 @@ class _Spans:
 
 def kernel_supports(layers: list[LayerShape], dtype: torch.dtype) -> bool:
     """Whether the compiled kernel can serve these layers."""
-    return dtype in KERNEL_DTYPES and all(shape.key_dim == shape.value_dim for shape in layers)
+    is_whole = all(shape.key_dim * dtype.itemsize % 4 == 0 for shape in layers)
+    return dtype in KERNEL_DTYPES and is_whole and all(shape.key_dim == shape.value_dim for shape in layers)
 
 
 class CpuBackend:
@@ -65,7 +67,7 @@ class CpuBackend:
     ) -> None:
         self.allocator = allocator
         self.name = "cpu_batch_invariant" if batch_invariant else "cpu"
-        self._num_heads = num_heads
+        self._group = num_heads // allocator.num_kv_heads
         self._has_kernel = has_kernel
         self._is_invariant = batch_invariant
         self._spans: list[Span] = []
@@ -92,13 +94,14 @@ class CpuBackend:
         self._num_threads = torch.get_num_threads() if total > ALONE else 1
 
     def _is_small(self, span: Span, work: int) -> bool:
-        return self._is_invariant or (span.num_rows <= SMALL_ROWS and work <= SMALL_SPAN)
+        if self._is_invariant or (span.num_rows <= SMALL_ROWS and work <= SMALL_SPAN):
+            return True
+        return span.num_rows * self._group <= SMALL_QUERIES[self.allocator.dtype]
 
     def _work(self, span: Span) -> int:
-        """What the compiled kernel has to do for a span: blocks of LANES queries of one K/V head, times keys."""
-        num_kv_heads = self.allocator.num_kv_heads
-        blocks = -(-span.num_rows * (self._num_heads // num_kv_heads) // LANES)
-        return blocks * num_kv_heads * (span.context_len + span.num_rows)
+        """What the compiled kernel has to do for a span: tiles' lanes of queries of one K/V head, times keys."""
+        tiles = -(-span.num_rows * self._group // 4)
+        return tiles * self.allocator.num_kv_heads * (span.context_len + span.num_rows)
 
     def _gather(self, spans: list[Span]) -> _Spans:
         found = [self.allocator.addresses(span.request_id) for span in spans]

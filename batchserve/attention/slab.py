@@ -47,7 +47,7 @@ class SlabAllocator:
     """
 
     def __init__(self, layers: Sequence[LayerShape], dtype: torch.dtype, total_tokens: int) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
         self._total = total_tokens // EXTENT * EXTENT
         self._owned = 0
         self._slabs: dict[str, _Slab] = {}
@@ -96,7 +96,7 @@ class SlabAllocator:
     def _grow(self, slab: _Slab, capacity: int) -> None:
         kept = slab.num_committed
         for i, (count, heads, dim) in enumerate(self._stack_shapes):
-            grown = torch.empty((count, heads, capacity, dim), dtype=self._dtype)
+            grown = torch.empty((count, heads, capacity, dim), dtype=self.dtype)
             if kept:
                 grown[:, :, :kept] = slab.stacks[i][:, :, :kept]
             if i < len(slab.stacks):

@@ -85,7 +85,7 @@ def make_spans(rng: random.Random, contexts: list[int], trees: list[list[int]]) 
 def random_case(seed: int, dtype: torch.dtype, *, longest: int = 200) -> Case:
     rng = random.Random(seed)
     heads, kv_heads = rng.choice([(4, 4), (4, 2), (8, 1), (6, 2), (1, 1)])
-    key_dim, value_dim = rng.choice([(16, 16), (8, 8), (16, 8), (24, 32)])
+    key_dim, value_dim = rng.choice([(16, 16), (8, 8), (16, 8), (24, 32), (64, 64), (80, 80), (128, 128), (7, 7)])
     num_layers = rng.randint(1, 3)
     shapes = [LayerShape(kv_heads, key_dim, value_dim)] * num_layers
     params = []

@@ -1,0 +1,188 @@
+"""The arithmetic of attention, in tiles of up to four queries by four keys.
+
+What a compiler makes of a loop is up to its vectoriser: it may take another order of the same sum where fewer queries
+share a key. Here the order is written down (vector_code.py): a query has the same sums in a tile of one and of four,
+so results do not depend on what else is in the batch; and a key is read and widened once for all of a tile.
+
+Queries and sums are float32 in an order of their own (`spread`, `gather_back`), filled up with zeros to `padded`.
+"""
+
+# ruff: noqa: ANN001, ANN201, ANN202
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from batchserve.attention import vector_code as code
+from batchserve.attention.vector_code import FLOAT, FLOATS, WIDTH, WORD, Array, Builder, Value, index
+
+LANES = 4  # queries of a tile, and keys: sixteen sums are what the registers hold
+# AVX2 has 16 registers only, the others 32: it takes a tile by two queries at a time.
+_AT_ONCE = 2 if WIDTH == 8 else LANES
+
+
+@njit(nogil=True, cache=True)
+def padded(dim, parts):  # type: ignore[no-untyped-def]
+    """Floats of a query or a sum of `dim` elements, `parts` of which are in a word."""
+    chunk = parts * WIDTH
+    return (dim + chunk - 1) // chunk * chunk
+
+
+@njit(nogil=True, cache=True)
+def _place(i, parts):  # type: ignore[no-untyped-def]
+    """Where tiles have the i-th element: the even ones of a chunk before its odd ones, if a word has two."""
+    chunk, rest = i // (parts * WIDTH), i % (parts * WIDTH)
+    return (chunk * parts + rest % parts) * WIDTH + rest // parts
+
+
+@njit(nogil=True, cache=True)
+def spread(vector, scale, parts, lane):  # type: ignore[no-untyped-def]
+    """lane [padded] = scale * vector [dim]; what fills it up is left as it is."""
+    for i in range(vector.shape[0]):
+        lane[_place(i, parts)] = vector[i] * scale
+
+
+@njit(nogil=True, cache=True)
+def gather_back(lane, scale, parts, vector):  # type: ignore[no-untyped-def]
+    """vector [dim] = scale * lane [padded]."""
+    for i in range(vector.shape[0]):
+        vector[i] = lane[_place(i, parts)] * scale
+
+
+def _emit_scores(
+    builder: Builder, queries: Array, lanes: list[Value], keys: Array, places: list[Value], scores: Array, j: Value
+) -> None:
+    sums = [cgutils.alloca_once(builder, FLOATS) for _ in range(len(lanes) * LANES)]
+    for total in sums:
+        builder.store(code.splat(0.0), total)
+
+    def body(number: Value, vectors: list[list[Value]]) -> None:
+        for part in range(keys.parts):
+            column = builder.add(builder.mul(number, index(WIDTH * keys.parts)), index(WIDTH * part))
+            for lane, row in enumerate(lanes):
+                query = code.load(builder, queries.at(row, column))
+                for key, total in enumerate(sums[lane * LANES : (lane + 1) * LANES]):
+                    so_far = builder.load(total, typ=FLOATS)
+                    builder.store(code.multiply_add(builder, query, vectors[key][part], so_far), total)
+
+    code.for_each_chunk(builder, keys, places, body)
+    found, owners = code.sums_of_all(builder, [builder.load(total, typ=FLOATS) for total in sums])
+    for lane, row in enumerate(lanes):
+        mine = range(lane * LANES, (lane + 1) * LANES)
+        at = next(number for number, owned in enumerate(owners) if lane * LANES in owned)
+        four = code.shuffle(builder, found[at], found[at], [owners[at].index(owner) for owner in mine])
+        code.store(builder, four, scores.at(row, j))
+
+
+def _emit_sums(
+    builder: Builder, sums: Array, lanes: list[Value], values: Array, places: list[Value], weights: Array, j: Value
+) -> None:
+    factors = []
+    for row in lanes:
+        four = [code.load(builder, weights.at(row, builder.add(j, index(i))), FLOAT) for i in range(LANES)]
+        factors.append([code.everywhere(builder, factor) for factor in four])
+
+    def body(number: Value, vectors: list[list[Value]]) -> None:
+        for part in range(values.parts):
+            column = builder.add(builder.mul(number, index(WIDTH * values.parts)), index(WIDTH * part))
+            for lane, row in enumerate(lanes):
+                address = sums.at(row, column)
+                total = code.load(builder, address)
+                for i in range(LANES):
+                    total = code.multiply_add(builder, factors[lane][i], vectors[i][part], total)
+                code.store(builder, total, address)
+
+    code.for_each_chunk(builder, values, places, body)
+
+
+def _tile(num_lanes: int, emit: Callable[..., None]) -> Any:
+    """An intrinsic for lanes [first, first + num_lanes) of `lanes` and `weights`, and columns [j, j + 4) of these."""
+
+    @intrinsic
+    def tile(typing_context, lanes, first, elements, places, weights, j):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            arrays = [Array(context, builder, signature.args[at], arguments[at]) for at in (0, 2, 4)]
+            rows = cgutils.unpack_tuple(builder, arguments[3], LANES)
+            numbers = [builder.add(arguments[1], index(i)) for i in range(num_lanes)]
+            for begin in range(0, num_lanes, _AT_ONCE):
+                some = numbers[begin : begin + _AT_ONCE]
+                emit(builder, arrays[0], some, arrays[1], rows, arrays[2], arguments[5])
+            return context.get_dummy_value()
+
+        return types.none(lanes, types.int64, elements, places, weights, types.int64), codegen
+
+    return tile
+
+
+_score_1, _score_2, _score_3, score_four = (_tile(n, _emit_scores) for n in (1, 2, 3, 4))
+_add_1, _add_2, _add_3, add_four = (_tile(n, _emit_sums) for n in (1, 2, 3, 4))
+# score_one(queries, lane, keys, places, scores, j): scores[lane, j : j + 4] = queries[lane] . keys[places].
+# add_one(sums, lane, values, places, weights, j): sums[lane] += weights[lane, j : j + 4] . values[places], one by one.
+# Those that end in _four do so for four lanes, from `lane` on.
+score_one, add_one = _score_1, _add_1
+
+
+@njit(nogil=True, cache=True)
+def score(queries, count, keys, start, stop, scores):  # type: ignore[no-untyped-def]
+    """scores[lane, : stop - start] = queries[lane] . keys[start:stop] for the first `count` lanes; fours of keys."""
+    for at in range(start, stop if count == 4 else start, 4):
+        score_four(queries, 0, keys, (at, at + 1, at + 2, at + 3), scores, at - start)
+    for at in range(start, stop if count == 3 else start, 4):
+        _score_3(queries, 0, keys, (at, at + 1, at + 2, at + 3), scores, at - start)
+    for at in range(start, stop if count == 2 else start, 4):
+        _score_2(queries, 0, keys, (at, at + 1, at + 2, at + 3), scores, at - start)
+    for at in range(start, stop if count == 1 else start, 4):
+        _score_1(queries, 0, keys, (at, at + 1, at + 2, at + 3), scores, at - start)
+
+
+@njit(nogil=True, cache=True)
+def add_weighted(sums, count, values, start, stop, weights):  # type: ignore[no-untyped-def]
+    """sums[lane] += weights[lane, : stop - start] . values[start:stop], in that order, for the first `count` lanes."""
+    for at in range(start, stop if count == 4 else start, 4):
+        add_four(sums, 0, values, (at, at + 1, at + 2, at + 3), weights, at - start)
+    for at in range(start, stop if count == 3 else start, 4):
+        _add_3(sums, 0, values, (at, at + 1, at + 2, at + 3), weights, at - start)
+    for at in range(start, stop if count == 2 else start, 4):
+        _add_2(sums, 0, values, (at, at + 1, at + 2, at + 3), weights, at - start)
+    for at in range(start, stop if count == 1 else start, 4):
+        _add_1(sums, 0, values, (at, at + 1, at + 2, at + 3), weights, at - start)
+
+
+@intrinsic
+def exp_in_place(typing_context, rows, row, count):  # type: ignore[no-untyped-def]
+    """rows[row, :count] = exp(it - its highest); returns the sum. Overwrites WIDTH more: up to the next four by 0."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        array = Array(context, builder, signature.args[0], arguments[0])
+        _, row, count = arguments
+        code.store(builder, code.splat(-math.inf), array.at(row, count))
+        num_vectors = builder.udiv(builder.add(count, index(WIDTH - 1)), index(WIDTH))
+
+        def fold(first: Value, step: Callable[[Value, Value], Value]) -> Value:
+            folded = cgutils.alloca_once(builder, FLOATS)
+            builder.store(first, folded)
+            with cgutils.for_range(builder, num_vectors) as loop:
+                address = array.at(row, builder.mul(loop.index, index(WIDTH)))
+                builder.store(step(builder.load(folded, typ=FLOATS), address), folded)
+            return builder.load(folded, typ=FLOATS)
+
+        def higher(one: Value, other: Value) -> Value:
+            return builder.select(builder.fcmp_ordered(">", one, other), one, other)
+
+        def add_exp(total: Value, address: Value) -> Value:
+            found = code.exp(builder, builder.fsub(code.load(builder, address), highest))
+            code.store(builder, found, address)
+            return builder.fadd(total, found)
+
+        highest = fold(code.splat(-math.inf), lambda one, address: higher(one, code.load(builder, address)))
+        highest = code.across(builder, highest, higher)
+        total = code.across(builder, fold(code.splat(0.0), add_exp), builder.fadd)
+        return builder.extract_element(total, ir.Constant(WORD, 0))
+
+    return types.float32(rows, types.int64, types.int64), codegen
