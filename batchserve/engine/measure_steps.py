@@ -29,7 +29,7 @@ MOST_DRAFT = 64  # steps of more rows are mostly a prompt's
 MANY_REQUESTS = 16
 FEW_ROWS, MORE_ROWS = 1, 4  # of each request: two steps at the same context tell reading K/V from attending to it
 GREEDY = ResolvedSampling(0.0, 0, 1.0, 0, 1, frozenset())
-VERSION = 3
+VERSION = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
