@@ -21,8 +21,9 @@ from batchserve.attention.slab import SlabAllocator
 from batchserve.attention.torch_reference import attend_span, store, stored
 
 # Up to so many queries of a K/V head, or so many rows and so much work (see _work), a span is cheaper in the compiled
-# kernel (benchmarks/attention.py); bfloat16 has matrix instructions, which only SDPA knows.
-SMALL_QUERIES = {torch.bfloat16: 12, torch.float32: 64}
+# kernel (benchmarks/attention.py). Only SDPA knows instructions for bfloat16, those for whole matrices most of all.
+SMALL_QUERIES = {torch.float32: 64, torch.bfloat16: 32}
+SMALL_QUERIES_BESIDE_AMX = 12
 SMALL_ROWS, SMALL_SPAN = 32, 10_000
 ALONE = 1_000  # work that one thread has done before another one has begun
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
@@ -59,6 +60,13 @@ def kernel_supports(layers: list[LayerShape], dtype: torch.dtype) -> bool:
     return dtype in KERNEL_DTYPES and is_whole and all(shape.key_dim == shape.value_dim for shape in layers)
 
 
+def _small_queries(dtype: torch.dtype) -> int:
+    has_matrices = hasattr(torch.cpu, "get_capabilities") and torch.cpu.get_capabilities().get("amx_bf16", False)
+    if dtype == torch.bfloat16 and has_matrices:
+        return SMALL_QUERIES_BESIDE_AMX
+    return SMALL_QUERIES.get(dtype, 0)
+
+
 class CpuBackend:
     """Both kernels over one allocator; layers with sinks, which neither has, take the reference's arithmetic."""
 
@@ -68,6 +76,7 @@ class CpuBackend:
         self.allocator = allocator
         self.name = "cpu_batch_invariant" if batch_invariant else "cpu"
         self._group = num_heads // allocator.num_kv_heads
+        self._small_queries = _small_queries(allocator.dtype)
         self._has_kernel = has_kernel
         self._is_invariant = batch_invariant
         self._spans: list[Span] = []
@@ -96,7 +105,7 @@ class CpuBackend:
     def _is_small(self, span: Span, work: int) -> bool:
         if self._is_invariant or (span.num_rows <= SMALL_ROWS and work <= SMALL_SPAN):
             return True
-        return span.num_rows * self._group <= SMALL_QUERIES[self.allocator.dtype]
+        return span.num_rows * self._group <= self._small_queries
 
     def _work(self, span: Span) -> int:
         """What the compiled kernel has to do for a span: tiles' lanes of queries of one K/V head, times keys."""
