@@ -51,12 +51,15 @@ def batch_table(model: str) -> str:
     return table([*head, "acceptance length (drafts)", "off / transformers", "on / off"], rows)
 
 
-def machine() -> str:
-    found = read("batch_bundled")["environment"]
-    return (
-        f"{found['cpu']} ({found['cpu_capability']}), {found['cores']} cores; Python {found['python']}, "
-        f"torch {found['torch']}, transformers {found['transformers']}."
-    )
+def machines(*names: str) -> str:
+    """What these results were measured on; they are not all of the same day."""
+    measured: dict[str, list[str]] = {}
+    for name in names:
+        found = read(name)["environment"]
+        on = f"{found['cpu']} ({found['cpu_capability']}), {found['cores']} cores; Python {found['python']}"
+        about = f"{on}, torch {found['torch']}, transformers {found['transformers']}"
+        measured.setdefault(about, []).append(name.rsplit("/", 1)[-1])
+    return "\n".join(f"- {', '.join(of)}: {about}." for about, of in measured.items())
 
 
 def lossless_table() -> str:
@@ -125,10 +128,13 @@ def huge_pages_table() -> str:
     return table(["model", "MiB in them", "drafts", "step ms without", "forward x", "beside it x", "step x"], rows)
 
 
+PERFORMANCE = ("batch_bundled", "batch_90m", "lossless_float32", "lossless_bfloat16", "attention", "huge_pages")
+ADAPTIVE = ("regret", "gain", "never_slower", "overhead", "budget", "prefill", "prefix")
 TABLES = {
     "load": load_table,
     "huge pages": huge_pages_table,
-    "machine": machine,
+    "machines": lambda: machines(*PERFORMANCE),
+    "adaptive machines": lambda: machines(*(f"adaptive/{name}" for name in ADAPTIVE)),
     "batch bundled": lambda: batch_table("bundled"),
     "batch 90m": lambda: batch_table("90m"),
     "lossless": lossless_table,

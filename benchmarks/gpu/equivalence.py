@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from batchserve.request import ResolvedSampling
 from batchserve.runner.loader import resolve_model
 from batchserve.sampling.near_tie import is_near_tie, rounding_bound
-from batchserve.types import FinishReason
+from batchserve.types import FinishReason, SamplingParams, SpeculationParams
 from benchmarks.gpu.kit import Kit, Report
 from benchmarks.gpu.models import all_backends, graph_modes
 from benchmarks.gpu.modules import is_ready, stock, variant
@@ -42,34 +42,48 @@ NEEDS = {
     ],
 }
 TEMPERATURE = 0.8
-# Windows whose rows are not verified; and so little K/V that requests are preempted.
-WAYS = {"/jacobi": {"drafter": "jacobi"}, "/little K/V": {"max_model_len": 400, "kv_cache_memory": 1000 * 3072}}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Way:
+    """How an engine is built, and the longest of its prompts."""
+
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    longest: int = 300
+
+
+# Windows whose rows are not verified; so little K/V that requests are preempted; contexts that kernels split.
+WAYS = {
+    "/jacobi": Way({"drafter": "jacobi"}),
+    "/little K/V": Way({"max_model_len": 400, "kv_cache_memory": 1000 * 3072}),
+    "/long contexts": Way(longest=1800),
+}
 
 
 def run(kit: Kit, report: Report) -> None:
     models, dtypes = (BUNDLED, *kit.pick(TINY, TINY[:1])), (torch.float32, torch.bfloat16)[: kit.pick(2, 1)]
     for model in models:
         for dtype in dtypes:
-            _compare_all(kit, report, model, dtype, {"": {}})
-    modes = {f"/{mode}": options for mode, options in graph_modes(kit).items() if options}
+            _compare_all(kit, report, model, dtype, {"": Way()})
+    modes = {f"/{mode}": Way(options) for mode, options in graph_modes(kit).items() if options}
     _compare_all(kit, report, BUNDLED, dtypes[-1], WAYS)
     _compare_all(kit, report, BUNDLED, dtypes[-1], modes)  # last: compiling takes minutes
 
 
-def _compare_all(kit: Kit, report: Report, model: str, dtype: torch.dtype, ways: Mapping[str, dict[str, Any]]) -> None:
+def _compare_all(kit: Kit, report: Report, model: str, dtype: torch.dtype, ways: Mapping[str, Way]) -> None:
     """Every backend that can serve the model, in each of these ways."""
     place = f"{model}/{str(dtype).removeprefix('torch.')}"
     cells = {
-        f"{place}/{backend}{way}": {**options, **more}
-        for way, more in ways.items()
+        f"{place}/{backend}{name}": dataclasses.replace(way, options={**options, **way.options})
+        for name, way in ways.items()
         for backend, options in backends(kit, model, dtype).items()
     }
     if not report.wants(*cells):
         return
     plain = report.build(place, partial(PlainPath, kit, model, dtype))
     if plain is not None:
-        for name, options in cells.items():
-            report.cell(name, partial(compare, kit, plain, options))
+        for name, way in cells.items():
+            report.cell(name, partial(compare, kit, plain, way))
     kit.free()
 
 
@@ -129,15 +143,12 @@ class PlainPath:
         return found
 
 
-def compare(kit: Kit, plain: PlainPath, options: dict[str, Any]) -> dict[str, Any]:
+def compare(kit: Kit, plain: PlainPath, way: Way) -> dict[str, Any]:
     """One engine's answers, greedy and sampled, drafts on and off."""
     # So few rows that prompts come in chunks, and that the sizes of steps are timed and captured quickly.
     defaults = {"cache_dir": str(kit.scratch / "cache"), "kv_cache_memory": 256 << 20, "max_num_batched_tokens": 96}
-    engine = build(plain.folder, dtype=plain.dtype, max_num_seqs=8, **{**defaults, **options})
-    vocab_size = engine.info.vocab_size
-    jobs = random_jobs(
-        random.Random(1), kit.pick(12, 3), vocab_size, longest=kit.pick(300, 60), max_tokens=kit.pick(48, 8)
-    )
+    engine = build(plain.folder, dtype=plain.dtype, max_num_seqs=8, **{**defaults, **way.options})
+    jobs = _jobs(kit, engine.info.vocab_size, kit.pick(way.longest, 60))
     found: dict[str, Any] = {}
     for name, temperature in (("greedy", 0.0), ("sampled", TEMPERATURE)):
         mode = [_with_temperature(job, temperature, seed) for seed, job in enumerate(jobs)]
@@ -148,28 +159,52 @@ def compare(kit: Kit, plain: PlainPath, options: dict[str, Any]) -> dict[str, An
             "tokens": covered.tokens,
             "drafted": covered.drafted,
             "accepted": covered.accepted,
-            "differ_from_off": _differences(speculated, {i: a.token_ids for i, a in plainly.items()}),
+            "cached_tokens": sum(a.usage.cached_tokens for a in speculated.values() if a.usage is not None),
+            "left": sum(a.reason is None for a in speculated.values()),
+            "differ_from_off": _differences(speculated, plainly),
             "near_ties": [score.near_ties for score in scores],
             "near_ties_per_million": round(1e6 * scores[0].near_ties / max(1, scores[0].tokens)),
             "wrong": [score.wrong for score in scores],
         }
         if temperature == 0.0:
             ends = {i: a.sampling.end_token_ids for i, a in speculated.items() if a.sampling is not None}
-            expected = {i: plain.greedy(job.prompt, job.params.max_tokens, ends[i]) for i, job in enumerate(mode)}
+            texts = [plain.greedy(job.prompt, job.params.max_tokens, ends[i]) for i, job in enumerate(mode)]
+            expected = {i: Answer(text, FinishReason.LENGTH) for i, text in enumerate(texts)}
             found[name]["differ_from_generate"] = _differences(speculated, expected)
     found["is_right"] = not any(sum(map(len, found[name]["wrong"])) for name in ("greedy", "sampled"))
     return found
 
 
-def _with_temperature(job: Job, temperature: float, seed: int) -> Job:
+def _jobs(kit: Kit, vocab_size: int, longest: int) -> list[Job]:
+    """Prompts of all lengths, one request in three aborted; some come later and begin as an ended one did."""
+    rng, most_tokens, ended_after = random.Random(1), kit.pick(48, 8), 80 + longest // 4
+    jobs = random_jobs(rng, kit.pick(12, 3), vocab_size, longest=longest, max_tokens=most_tokens)
+    for job in jobs[2::3]:
+        job.leave = job.arrival + 6
+    known = [rng.randrange(3, vocab_size) for _ in range(longest)]
+    params = SamplingParams(temperature=0.0, max_tokens=most_tokens)
+    for number, size in enumerate((longest, longest, longest // 2, longest - 7)[: kit.pick(4, 2)]):
+        tail = [rng.randrange(3, vocab_size) for _ in range(number)]
+        jobs.append(Job(known[:size] + tail, params, arrival=number * ended_after))
+    return [dataclasses.replace(job, speculation=SpeculationParams(draft_scope="team")) for job in jobs]
 
+
+def _with_temperature(job: Job, temperature: float, seed: int) -> Job:
     params = dataclasses.replace(job.params, temperature=temperature, seed=seed)
     return dataclasses.replace(job, params=params)
 
 
-def _differences(answers: dict[int, Answer], expected: dict[int, list[int]]) -> int:
-    """How many answers are not the expected ones; why, the scores say."""
-    return sum(first_difference(answers[i].token_ids, wanted) is not None for i, wanted in expected.items())
+def _differences(answers: dict[int, Answer], expected: dict[int, Answer]) -> int:
+    """How many answers are not the expected ones; why, the scores say. Of what was aborted the beginnings count."""
+    return sum(_differs(answers[i], wanted) for i, wanted in expected.items())
+
+
+def _differs(answer: Answer, wanted: Answer) -> bool:
+    one, other = answer.token_ids, wanted.token_ids
+    if answer.reason is None or wanted.reason is None:
+        size = min(len(one), len(other))
+        one, other = one[:size], other[:size]
+    return first_difference(one, other) is not None
 
 
 class Scores:
