@@ -12,6 +12,9 @@ LEAST_PROB, MOST_PROB = 1e-4, 0.995  # nothing is certain
 REQUEST_PRIOR = 8.0  # edges
 MEMORY, REQUEST_MEMORY = 1000.0, 64.0  # edges that are remembered of a drafter's claim, and of a request
 CLOSED = -2  # of a tree that the truth has left
+# Whoever is less behind than so many steps without drafts counts as even. Everybody is new once, and in a large batch
+# there is always one who has not been drafted well yet: all others would wait for him.
+EVEN_STEPS = 4.0
 LEAST_ROW_COST = 0.01  # of a step without drafts, over its requests: no row is quite free, whatever a flat table says
 
 
@@ -209,10 +212,10 @@ def buy(owners, gains, rows, bidders, table, load, market, chosen):  # type: ign
         is_fair, is_good_for_all = True, True
         for i in range(num_requests):
             # Whoever is given g tokens in a step of t seconds would have needed g x alone_s for them. He gains in this
-            # step, or is ahead even behind it.
+            # step, or is even or ahead behind it.
             gain = given[i] * alone_s - decode_s
             ahead = ahead_s[i] + gain
-            is_good_for_all = is_good_for_all and max(gain, ahead) >= 0.0
+            is_good_for_all = is_good_for_all and max(gain, ahead + EVEN_STEPS * alone_s) >= 0.0
             is_fair = is_fair and ahead + grace_s[i] >= 0.0
         is_short = step_s <= never_longer_s and (decode_s <= longest_s or is_good_for_all)
         profit = worth - price * (step_s - without_s)

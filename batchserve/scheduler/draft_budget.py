@@ -48,8 +48,8 @@ class Market(NamedTuple):
     load: the step without drafts, which takes without_s, and alone_s without prompts, too. price: lambda, what a second
     brings otherwise, in tokens.
     row_s: what one more row costs, its context apart, and least_row_s what it costs at least: its sampling, its mask,
-    its K/V. Beside what prompts take the step may become longest_s long, more where nobody falls behind by it; never
-    longer than never_longer_s, prompts included.
+    its K/V. Beside what prompts take the step may become longest_s long, more where nobody falls behind by it
+    (more than EVEN_STEPS); never longer than never_longer_s, prompts included.
     """
 
     load: StepLoad

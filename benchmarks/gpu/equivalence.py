@@ -180,7 +180,7 @@ def _jobs(kit: Kit, vocab_size: int, longest: int) -> list[Job]:
     rng, most_tokens, ended_after = random.Random(1), kit.pick(48, 8), 80 + longest // 4
     jobs = random_jobs(rng, kit.pick(12, 3), vocab_size, longest=longest, max_tokens=most_tokens)
     for job in jobs[2::3]:
-        job.leave = job.arrival + 6
+        job.leave = job.arrival + 4
     known = [rng.randrange(3, vocab_size) for _ in range(longest)]
     params = SamplingParams(temperature=0.0, max_tokens=most_tokens)
     for number, size in enumerate((longest, longest, longest // 2, longest - 7)[: kit.pick(4, 2)]):

@@ -73,9 +73,8 @@ def test_every_part_runs_without_the_packages_that_only_serving_needs(tmp_path: 
     for name in ("correctness", "equivalence"):
         cells = json.loads((out / f"{name}.json").read_text())["cells"]
         assert all(cell["is_right"] for cell in cells.values())
-    for cell in cells.values():  # of equivalence: requests left, and others began with what an ended one had left
-        assert all(cell[mode]["left"] and cell[mode]["drafted"] for mode in ("greedy", "sampled"))
-    assert any(cell["greedy"]["cached_tokens"] for cell in cells.values())
+    for cell in cells.values():  # of equivalence: some were aborted, others began with what an ended one had left
+        assert all(sum(cell[mode][what] for mode in ("greedy", "sampled")) for what in ("left", "cached_tokens"))
     gaps = json.loads((out / "gap.json").read_text())["cells"].values()
     assert all(cell["server"].startswith("plain") and cell["gap_ms"]["count"] > 3 for cell in gaps)
     assert "not run" not in (out / "summary.txt").read_text()

@@ -20,6 +20,7 @@ from batchserve.scheduler.adaptive import (
     AdaptiveDrafting,
     StepOutcome,
 )
+from batchserve.scheduler.budget_kernels import EVEN_STEPS
 from batchserve.scheduler.probing import LONGEST_WAIT, PATIENCE
 from batchserve.scheduler.standing import GRACE_STEPS, MAX_LOSS, MOST_URGENCY
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
@@ -355,14 +356,17 @@ def test_no_step_is_made_longer_than_its_hard_bound(count: int) -> None:
     assert longest_s(math.inf) > bound_s
 
 
-def test_a_step_is_stretched_beyond_its_inflation_only_where_everybody_gains() -> None:
+def test_a_step_is_stretched_beyond_its_inflation_only_where_everybody_gains_or_is_even() -> None:
     def stretches(hits: Sequence[float]) -> list[float]:
         texts = [Text(f"r{i}", hit=hit, depth=16 if hit else 0, seed=i) for i, hit in enumerate(hits)]
         plain_s = StepTimeModel(DEAR).predict(StepLoad(len(hits), len(hits), len(hits)))
         return [step.seconds / plain_s for step in Machine(texts, DEAR, inflation=1.25).steps(40)]
 
-    assert 1.1 < max(stretches([1.0, 0.0])) <= 1.25 + 1e-9
-    assert max(stretches([1.0, 1.0])) > 1.5
+    found = stretches([1.0, 0.0])
+    too_long = [stretch for stretch in found if stretch > 1.25 + 1e-9]
+    assert 0 < sum(stretch - 1.0 for stretch in too_long) <= EVEN_STEPS, "no more than this costs who gains nothing"
+    assert 1.1 < max(found[20:]) <= 1.25 + 1e-9
+    assert min(stretches([1.0, 1.0])[20:]) > 1.5
 
 
 def gaps_of(steps: Sequence[Step], name: str) -> list[int]:

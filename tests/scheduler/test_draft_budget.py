@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchserve.scheduler.budget_kernels import EVEN_STEPS
 from batchserve.scheduler.draft_budget import LEAST_ROW_COST, Bidders, DraftOffer, Market, choose_drafts
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from tests.factories import examples
@@ -66,9 +67,11 @@ def test_a_long_context_makes_rows_dear() -> None:
     assert choose(offer([0.4], [0.5]), who, 0.0, max_rows=1, model=model) == [0]
 
 
-def test_a_step_is_stretched_no_further_unless_everybody_gains() -> None:
+def test_a_step_is_stretched_no_further_unless_everybody_gains_or_is_even() -> None:
     what = offer([0.9] * 12, [0.01])
-    assert len(choose(what, bidders(2), 0.0, inflation=1.25)) <= 8  # 0.0125 s at 8.5 rows
+    behind_s = -EVEN_STEPS * RISING.predict(StepLoad(2, 2, 2))
+    assert len(choose(what, bidders(2, ahead_s=behind_s), 0.0, inflation=1.25)) <= 8  # 0.0125 s at 8.5 rows
+    assert len(choose(what, bidders(2), 0.0, inflation=1.25)) == 13
     both = offer([0.9] * 6, [0.9] * 6)
     assert len(choose(both, bidders(2), 0.0, inflation=1.25)) == 12
     # Whoever is ahead anyway has gained more than this step can cost.
