@@ -97,12 +97,13 @@ def _places(j, first, in_context, path, depth):  # type: ignore[no-untyped-def]
     )
 
 
-@njit(nogil=True, fastmath=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=True, error_model="numpy")
 def _attend_block(count, planes, context, first, paths, depths, work, softcap):  # type: ignore[no-untyped-def]
     """`count` (row, head) queries over one K/V head: queries [4, padded], their outputs come back in sums.
 
     All see the context from `first` on, then the ancestors that they have in common, then each its own. Keys are taken
-    in fours from a row's first, wherever they lie. No sum depends on what else is in the block (tiles.py).
+    in fours from a row's first, wherever they lie. No sum depends on what else is in the block (tiles.py): so no
+    fastmath here, which would be free to take the tiles' sums in another order, too.
     """
     keys, values = planes
     queries, sums, scores, inverse = work

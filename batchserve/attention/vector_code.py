@@ -148,7 +148,8 @@ def exp(builder: Builder, x: Value) -> Value:
     for divisor in (720, 120, 24, 6, 2, 1, 1):
         p = multiply_add(builder, p, r, splat(1 / divisor))
     exponent = builder.shl(builder.bitcast(shifted, WORDS), ir.Constant(WORDS, [23] * WIDTH))
-    scaled = builder.bitcast(builder.add(builder.bitcast(p, WORDS), exponent), FLOATS)
+    power = builder.bitcast(builder.add(exponent, ir.Constant(WORDS, [127 << 23] * WIDTH)), FLOATS)
+    scaled = builder.fmul(p, power)  # what is not a number stays so, which it might not with its exponent added to
     return builder.select(builder.fcmp_ordered("<", x, splat(-87.0)), splat(0.0), scaled)
 
 
