@@ -95,7 +95,7 @@ class EngineConfig:
     decoding_length: so many draft tokens of each request in every step, not adaptive; None: as many as pay, or the
     drafter's own number where `adaptive` is False; 0: none for anybody.
     max_itl_inflation: drafts, and each prompt that is computed beside them, stretch the steps of running requests to at
-    most so many times their length.
+    most so many times their length; drafts further where everybody gains or is even (docs/adaptive.md).
     max_itl_ms: the longest step beside running requests that prompts and drafts may make; None: as max_itl_inflation.
     Drafts of a fixed length are bounded by neither.
     max_priority_wait_s: a request that has waited so long comes before all of higher priority.

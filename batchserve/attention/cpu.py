@@ -22,8 +22,8 @@ from batchserve.attention.torch_reference import attend_span, store, stored
 
 # Up to so many queries of a K/V head, or so many rows and so much work (see _work), a span is cheaper in the compiled
 # kernel (benchmarks/attention.py). Only SDPA knows instructions for bfloat16, those for whole matrices most of all.
-SMALL_QUERIES = {torch.float32: 64, torch.bfloat16: 32}
-SMALL_QUERIES_BESIDE_AMX = 12
+SMALL_QUERIES = {torch.float32: 32, torch.bfloat16: 24}
+SMALL_QUERIES_BESIDE_AMX = 10
 SMALL_ROWS, SMALL_SPAN = 32, 10_000
 ALONE = 1_000  # work that one thread has done before another one has begun
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
@@ -68,14 +68,17 @@ def _small_queries(dtype: torch.dtype) -> int:
 
 
 class CpuBackend:
-    """Both kernels over one allocator; layers with sinks, which neither has, take the reference's arithmetic."""
+    """Both kernels over one allocator; layers with sinks, which neither has, take the reference's arithmetic.
+
+    has_kernel: only where kernel_supports.
+    """
 
     def __init__(
         self, allocator: SlabAllocator, num_heads: int, *, has_kernel: bool = True, batch_invariant: bool = False
     ) -> None:
         self.allocator = allocator
         self.name = "cpu_batch_invariant" if batch_invariant else "cpu"
-        self._group = num_heads // allocator.num_kv_heads
+        self._group = num_heads // allocator.fewest_kv_heads  # where layers differ, the most that one has to do
         self._small_queries = _small_queries(allocator.dtype)
         self._has_kernel = has_kernel
         self._is_invariant = batch_invariant
@@ -108,7 +111,7 @@ class CpuBackend:
         return span.num_rows * self._group <= self._small_queries
 
     def _work(self, span: Span) -> int:
-        """What the compiled kernel has to do for a span: tiles' lanes of queries of one K/V head, times keys."""
+        """What the compiled kernel has to do for a span: tiles of up to four queries, times keys."""
         tiles = -(-span.num_rows * self._group // 4)
         return tiles * self.allocator.num_kv_heads * (span.context_len + span.num_rows)
 

@@ -3,6 +3,8 @@
 A row at position p always has the same keys in the same order (context, then its ancestors, then itself) whatever
 else is in the batch, and the arithmetic of one (row, key) does not depend on any other (tiles.py): so results are
 bitwise equal under any batching, chunking or drafting. One call serves all requests of a layer.
+
+A row that sees NaN is NaN; one that sees an infinite V may be. What is in other branches of its tree touches no row.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -138,6 +140,8 @@ def _attend_head(query, planes, span, head, group, parents, out, window, scales,
     start, rows, context = span
     paths, depths, block = work
     queries, sums, _, inverse = block
+    if context + rows <= window:  # it hides nothing yet
+        window = 0
     # Under a window every row has a first key of its own, so a block holds heads of one row only.
     width = group if window > 0 else rows * group
     for begin in range(0, rows * group, width):

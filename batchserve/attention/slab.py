@@ -57,6 +57,7 @@ class SlabAllocator:
         self._stack_shapes, self._plane_index = _plan_stacks(layers)
         self.bytes_per_token = bytes_per_token(layers, dtype)
         self.num_kv_heads = max(layer.num_kv_heads for layer in layers)
+        self.fewest_kv_heads = min(layer.num_kv_heads for layer in layers)
 
     @property
     def total_tokens(self) -> int:

@@ -22,9 +22,8 @@ from numba.extending import intrinsic
 from batchserve.attention import vector_code as code
 from batchserve.attention.vector_code import FLOAT, FLOATS, WIDTH, WORD, Array, Builder, Value, index
 
-LANES = 4  # queries of a tile, and keys: sixteen sums are what the registers hold
-# AVX2 has 16 registers only, the others 32: it takes a tile by two queries at a time.
-_AT_ONCE = 2 if WIDTH == 8 else LANES
+LANES = 4  # queries of a tile, and keys: sixteen sums are what 32 registers hold
+_AT_ONCE = LANES if code.HAS_MANY_REGISTERS else 2  # queries of a tile
 
 
 @njit(nogil=True, cache=True)
@@ -35,7 +34,7 @@ def padded(dim, parts):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _place(i, parts):  # type: ignore[no-untyped-def]
+def _order(i, parts):  # type: ignore[no-untyped-def]
     """Where tiles have the i-th element: the even ones of a chunk before its odd ones, if a word has two."""
     chunk, rest = i // (parts * WIDTH), i % (parts * WIDTH)
     return (chunk * parts + rest % parts) * WIDTH + rest // parts
@@ -45,14 +44,14 @@ def _place(i, parts):  # type: ignore[no-untyped-def]
 def spread(vector, scale, parts, lane):  # type: ignore[no-untyped-def]
     """lane [padded] = scale * vector [dim]; what fills it up is left as it is."""
     for i in range(vector.shape[0]):
-        lane[_place(i, parts)] = vector[i] * scale
+        lane[_order(i, parts)] = vector[i] * scale
 
 
 @njit(nogil=True, cache=True)
 def gather_back(lane, scale, parts, vector):  # type: ignore[no-untyped-def]
     """vector [dim] = scale * lane [padded]."""
     for i in range(vector.shape[0]):
-        vector[i] = lane[_place(i, parts)] * scale
+        vector[i] = lane[_order(i, parts)] * scale
 
 
 def _emit_scores(
@@ -120,38 +119,45 @@ def _tile(num_lanes: int, emit: Callable[..., None]) -> Any:
     return tile
 
 
-_score_1, _score_2, _score_3, score_four = (_tile(n, _emit_scores) for n in (1, 2, 3, 4))
-_add_1, _add_2, _add_3, add_four = (_tile(n, _emit_sums) for n in (1, 2, 3, 4))
 # score_one(queries, lane, keys, places, scores, j): scores[lane, j : j + 4] = queries[lane] . keys[places].
 # add_one(sums, lane, values, places, weights, j): sums[lane] += weights[lane, j : j + 4] . values[places], one by one.
-# Those that end in _four do so for four lanes, from `lane` on.
-score_one, add_one = _score_1, _add_1
+# The others do so for two, three or four lanes, from `lane` on.
+score_one, _score_two, _score_three, score_four = (_tile(n, _emit_scores) for n in (1, 2, 3, 4))
+add_one, _add_two, _add_three, add_four = (_tile(n, _emit_sums) for n in (1, 2, 3, 4))
 
 
 @njit(nogil=True, cache=True)
 def score(queries, count, keys, start, stop, scores):  # type: ignore[no-untyped-def]
     """scores[lane, : stop - start] = queries[lane] . keys[start:stop] for the first `count` lanes; fours of keys."""
-    for at in range(start, stop if count == 4 else start, 4):
-        score_four(queries, 0, keys, (at, at + 1, at + 2, at + 3), scores, at - start)
-    for at in range(start, stop if count == 3 else start, 4):
-        _score_3(queries, 0, keys, (at, at + 1, at + 2, at + 3), scores, at - start)
-    for at in range(start, stop if count == 2 else start, 4):
-        _score_2(queries, 0, keys, (at, at + 1, at + 2, at + 3), scores, at - start)
-    for at in range(start, stop if count == 1 else start, 4):
-        _score_1(queries, 0, keys, (at, at + 1, at + 2, at + 3), scores, at - start)
+    if count == 4:
+        for at in range(start, stop, 4):
+            score_four(queries, 0, keys, (at, at + 1, at + 2, at + 3), scores, at - start)
+    elif count == 3:
+        for at in range(start, stop, 4):
+            _score_three(queries, 0, keys, (at, at + 1, at + 2, at + 3), scores, at - start)
+    elif count == 2:
+        for at in range(start, stop, 4):
+            _score_two(queries, 0, keys, (at, at + 1, at + 2, at + 3), scores, at - start)
+    else:
+        for at in range(start, stop, 4):
+            score_one(queries, 0, keys, (at, at + 1, at + 2, at + 3), scores, at - start)
 
 
 @njit(nogil=True, cache=True)
 def add_weighted(sums, count, values, start, stop, weights):  # type: ignore[no-untyped-def]
     """sums[lane] += weights[lane, : stop - start] . values[start:stop], in that order, for the first `count` lanes."""
-    for at in range(start, stop if count == 4 else start, 4):
-        add_four(sums, 0, values, (at, at + 1, at + 2, at + 3), weights, at - start)
-    for at in range(start, stop if count == 3 else start, 4):
-        _add_3(sums, 0, values, (at, at + 1, at + 2, at + 3), weights, at - start)
-    for at in range(start, stop if count == 2 else start, 4):
-        _add_2(sums, 0, values, (at, at + 1, at + 2, at + 3), weights, at - start)
-    for at in range(start, stop if count == 1 else start, 4):
-        _add_1(sums, 0, values, (at, at + 1, at + 2, at + 3), weights, at - start)
+    if count == 4:
+        for at in range(start, stop, 4):
+            add_four(sums, 0, values, (at, at + 1, at + 2, at + 3), weights, at - start)
+    elif count == 3:
+        for at in range(start, stop, 4):
+            _add_three(sums, 0, values, (at, at + 1, at + 2, at + 3), weights, at - start)
+    elif count == 2:
+        for at in range(start, stop, 4):
+            _add_two(sums, 0, values, (at, at + 1, at + 2, at + 3), weights, at - start)
+    else:
+        for at in range(start, stop, 4):
+            add_one(sums, 0, values, (at, at + 1, at + 2, at + 3), weights, at - start)
 
 
 @intrinsic

@@ -7,26 +7,29 @@ one of its odd ones.
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
-from numba import config, types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
+
+if TYPE_CHECKING:
+    from numba import types
 
 Value = Any  # of ir.Value; llvmlite has no types
 Builder = Any
 
 
 def _vector_width() -> int:
-    """How many float32 fill a register, of the machine or of what numba was told to compile for."""
-    told: str | None = config.CPU_FEATURES
-    known = told.split(",") if told else [f"+{name}" for name, has in llvm.get_host_cpu_features().items() if has]
-    return 16 if "+avx512f" in known else 8 if "+avx2" in known else 4
+    """How many float32 fill a register of what numba compiles for: by the same features that its cache is keyed by."""
+    features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+    return 16 if "+avx512f" in features else 8 if "+avx2" in features else 4
 
 
 WIDTH = _vector_width()
+HAS_MANY_REGISTERS = WIDTH == 16 or platform.machine().lower() in ("aarch64", "arm64")  # 32 of them, otherwise 16
 ALIGN = 2  # bytes: nothing more is known of any array
 WORD, FLOAT, INDEX = ir.IntType(32), ir.FloatType(), ir.IntType(64)
 WORDS, FLOATS = ir.VectorType(WORD, WIDTH), ir.VectorType(FLOAT, WIDTH)
@@ -56,7 +59,7 @@ def index(value: int) -> Value:
 
 
 def splat(value: float) -> Value:
-    """A vector of one number."""
+    """A vector of one constant."""
     return ir.Constant(FLOATS, [value] * WIDTH)
 
 
@@ -74,7 +77,7 @@ def shuffle(builder: Builder, one: Value, other: Value, places: list[int]) -> Va
 
 
 def everywhere(builder: Builder, scalar: Value) -> Value:
-    """A vector of one value."""
+    """A vector of one value that is known when it runs."""
     kind = ir.VectorType(scalar.type, WIDTH)
     first = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(WORD, 0))
     return shuffle(builder, first, first, [0] * WIDTH)

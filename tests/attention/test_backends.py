@@ -259,3 +259,23 @@ def test_the_invariant_kernel_gives_the_same_bits_however_a_sequence_is_cut(
     rows.append(cut.feed(TREE, list(range(CONTEXT, LAST)), ACCEPTED)[ACCEPTED])
     rows.append(cut.feed_chain([LAST]))
     assert torch.equal(torch.cat(rows), whole)
+
+
+@pytest.mark.parametrize("kind", ["reference", "batch_invariant"])
+def test_what_is_not_a_number_is_seen_by_those_rows_only_that_see_it(kind: str) -> None:
+    """The low bits of the second one are those that arithmetic on exponents would lose."""
+    for nan in (float("nan"), torch.tensor(0x7FC00001, dtype=torch.int32).view(torch.float32).item()):
+        sequence = Sequence(kind, LAST + 1, None)
+        sequence.tokens[CONTEXT + 2][1][..., 3] = nan  # K of the third row of the tree
+        sequence.feed_chain(list(range(CONTEXT)))
+        rows = sequence.feed(TREE, list(range(CONTEXT, LAST)), ACCEPTED)
+        seen = [row for row in range(len(TREE)) if 2 in ancestors(TREE, row)]
+        assert 0 < len(seen) < len(TREE)
+        assert [row for row in range(len(TREE)) if rows[row].isnan().all()] == seen
+        assert [row for row in range(len(TREE)) if rows[row].isnan().any()] == seen
+
+
+def test_a_window_that_hides_nothing_yet_changes_no_bit() -> None:
+    tokens = list(range(LAST))
+    plain, windowed = (Sequence("batch_invariant", LAST + 1, window).feed_chain(tokens) for window in (None, LAST))
+    assert torch.equal(plain, windowed)
