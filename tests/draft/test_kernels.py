@@ -17,7 +17,7 @@ import numba
 import pytest
 
 from batchserve.draft import kernels
-from batchserve.draft.kernels import KernelLoader, provide_cache_folder
+from batchserve.draft.kernels import KernelLoader, forget_stale_kernels, provide_cache_folder
 from batchserve.errors import ConfigError
 
 WAIT_S = 60.0
@@ -180,6 +180,22 @@ def test_a_child_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> Non
     assert child.stdin is not None
     child.stdin.close()  # as the system does for a process that is gone
     assert child.wait(WAIT_S) == 1
+
+
+def test_kernels_of_other_sources_are_forgotten(tmp_path: Path) -> None:
+    inner = tmp_path / "attention"
+    (inner / "__pycache__").mkdir(parents=True)
+    source, index = inner / "tiles.py", inner / "__pycache__" / "path_kernel.nbi"
+    source.write_text("WIDTH = 8")
+    index.touch()
+    forget_stale_kernels(tmp_path)
+    assert not index.exists(), "nobody knows what it was compiled from"
+    index.touch()
+    forget_stale_kernels(tmp_path)
+    assert index.exists(), "nothing has changed"
+    source.write_text("WIDTH = 16")
+    forget_stale_kernels(tmp_path)
+    assert not index.exists()
 
 
 def test_numba_is_given_a_folder_where_none_is_writable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
