@@ -311,7 +311,11 @@ async def _show(events: AsyncGenerator[Started | Delta, None]) -> None:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
-    return run_tune_command(arguments, make_config(EngineConfig, arguments), given_flags(arguments))
+    # What is checked against the number of requests is checked against the largest that is tried.
+    arguments.max_num_seqs = max(1, *arguments.sizes)
+    config: EngineConfig = make_config(EngineConfig, arguments)
+    del arguments.max_num_seqs
+    return run_tune_command(arguments, config, given_flags(arguments))
 
 
 def _demo(arguments: argparse.Namespace) -> int:

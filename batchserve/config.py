@@ -173,6 +173,11 @@ class EngineConfig:
         for name in ("max_itl_ms", "tpot_target_ms"):
             if getattr(self, name) is not None:
                 _number(name, getattr(self, name), MIN_TARGET_MS)
+        if self.tpot_target_ms is not None and not self.is_adaptive:
+            raise ConfigError(
+                f"tpot_target_ms = {self.tpot_target_ms}: must be unset without the adaptive decoding length "
+                f"(adaptive = {self.adaptive}, decoding_length = {self.decoding_length})"
+            )
         _one_of("drafter", self.drafter, DRAFTERS)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("device", self.device, DEVICES)

@@ -63,24 +63,34 @@ def gain_table() -> str:
     rows = []
     for model, name, found in cells_of(result("gain")["models"]):
         for size, cell in found["wall"]["sizes"].items():
-            on_table, adaptive = found["table"][size], cell["contenders"]["adaptive"]
-            shares = [f"{on_table['share_of_ceiling'][kind]:.0%}" for kind in ("length", "nodes")]
+            adaptive = cell["contenders"]["adaptive"]
+            p10 = adaptive["p10_request_over_off"]
             rows.append(
                 [
                     model,
                     name,
                     size,
+                    f"{cell['pooled_over_off']:.2f}",
                     interval(adaptive["over_off"]),
+                    f"{p10:.2f}",
                     f"{cell['end_to_end_over_off']:.2f}",
                     f"{adaptive['acceptance_length']:.2f}",
                     f"{adaptive['draft_rows_per_token']:.2f}",
-                    f"{on_table['adaptive_over_off']:.2f}",
-                    *shares,
                 ]
             )
-    head = ["model", "text", "requests", "decoding, adaptive / off", "end to end", "acceptance length"]
-    head += ["draft rows a token", "on the table", "of the best length in hindsight", "of accepted nodes only"]
-    return table(head, rows)
+    head = ["model", "text", "requests", "decoding, adaptive / off", "pair by pair", "a request in ten is below"]
+    return table([*head, "end to end", "acceptance length", "draft rows a token"], rows)
+
+
+def ceiling_table() -> str:
+    rows = []
+    for model, name, sizes in cells_of(result("ceiling")["models"]):
+        for size, cell in sizes.items():
+            shares = [f"{cell['share_of_hindsight'][kind]:.0%}" for kind in ("nodes", "length")]
+            odds = f"{cell['odds']['share_of_hindsight']:.0%}"
+            rows.append([model, name, size, f"{cell['adaptive_over_off']:.2f}", *shares, odds])
+    head = ["model", "text", "requests", "adaptive / off", "of accepted nodes only"]
+    return table([*head, "of the best length in hindsight", "exact odds of it, on draws"], rows)
 
 
 def never_slower_table() -> str:
@@ -89,10 +99,10 @@ def never_slower_table() -> str:
         for name, sizes in part["cells"].items():
             for size, cell in sizes.items():
                 adaptive = cell["contenders"]["adaptive"]
-                p10 = f"{adaptive['p10_request_over_off']:.2f}"
+                p10, off_p10 = (f"{each['p10_request_over_off']:.2f}" for each in (adaptive, cell["contenders"]["off"]))
                 share = f"{cell['draft_row_share_once_learned']:.2%}"
-                rows.append([model, name, size, interval(adaptive["over_off"]), p10, share])
-    head = ["model", "what gains nothing", "requests", "adaptive / off", "a request in ten is below"]
+                rows.append([model, name, size, interval(adaptive["over_off"]), p10, off_p10, share])
+    head = ["model", "what gains nothing", "requests", "adaptive / off", "a request in ten is below", "without drafts"]
     return table([*head, "draft rows behind 32 steps"], rows)
 
 
@@ -161,6 +171,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "regret": regret_table,
     "regret wall": regret_wall_table,
     "gain": gain_table,
+    "ceiling": ceiling_table,
     "never slower": never_slower_table,
     "overhead": overhead_table,
     "budget": budget_table,

@@ -139,8 +139,12 @@ def test_what_is_no_priority_is_refused_by_name(llm: LLM, priority: object) -> N
         generate(llm, TEXTS[:2], priority=priority)
 
 
-def test_a_scope_that_was_cleared_drafts_no_more(llm: LLM) -> None:
-    """The second time a prompt is asked, its own answer is there to be drafted; in another scope it is not."""
+def test_a_scope_that_was_cleared_drafts_no_more() -> None:
+    """The second time a prompt is asked, its own answer is there to be drafted; in another scope it is not.
+
+    At a fixed length: how much adaptive drafts is up to the time that steps take.
+    """
+    llm = LLM(dtype="float32", max_model_len=512, max_num_seqs=1, decoding_length=8)
 
     def accepted(scope: str) -> int:
         (output,) = generate(llm, TEXTS[0], speculation=SpeculationParams(draft_scope=scope))
@@ -148,10 +152,10 @@ def test_a_scope_that_was_cleared_drafts_no_more(llm: LLM) -> None:
 
     cold, warm = accepted("mine"), accepted("mine")
     assert warm > cold
-    assert accepted("other") < warm  # not just as cold: how much is drafted depends on the time that steps take
+    assert accepted("other") == cold
     llm.clear_draft_scope("mine")
     assert accepted("mine") < warm
-    assert accepted("other") > cold
+    assert accepted("other") >= warm
     llm.clear_draft_scope("request")  # shares nothing: harmless
     with pytest.raises(InvalidRequestError, match="draft_scope"):
         llm.clear_draft_scope("x" * 300)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from batchserve.attention.flashinfer_variant import variant_arguments, variant_run_arguments
-from batchserve.attention.step_buffer import BufferRing
+from batchserve.attention.step_buffer import BufferRing, upload
 from batchserve.attention.tree_metadata import WORD_BITS
 from batchserve.errors import ConfigError, UnsupportedModelError
 
@@ -329,7 +329,7 @@ def packed_mask(metadata: TreeMetadata, sliding_window: int | None) -> tuple[tor
     if offsets[-1] > np.iinfo(np.int32).max:
         raise RuntimeError(f"the custom mask of this step has {offsets[-1]} bytes, more than FlashInfer can address")
     device = metadata.ancestors.device
-    begins = torch.from_numpy(offsets).to(device, non_blocking=True)
+    begins = upload({"begins": offsets}, device)["begins"]
     packed = torch.empty(int(offsets[-1]), dtype=torch.uint8, device=device)
     for start in range(0, len(packed), MASK_BLOCK):
         block = packed[start : start + MASK_BLOCK]
@@ -343,13 +343,13 @@ def _mask_bytes(
     """The mask's bytes at `places`, of all requests at once: one after the other they were a dozen launches each."""
     request = torch.searchsorted(begins, places, right=True) - 1  # of several that begin there, the one that has rows
     first_row = metadata.qo_indptr[request][:, None]
-    num_rows = metadata.qo_indptr[request + 1][:, None] - first_row
+    num_rows = (metadata.qo_indptr[request + 1][:, None] - first_row).long()  # times keys it may be beyond int32
     kv_len = (metadata.kv_indptr[request + 1] - metadata.kv_indptr[request])[:, None]
     in_byte = torch.arange(8, device=places.device)
     bit = 8 * (places - begins[request])[:, None] + in_byte
     key = bit % kv_len
     is_inside = bit < num_rows * kv_len  # not of what fills up a request's last byte
-    row = first_row + torch.where(is_inside, bit // kv_len, 0)
+    row = first_row + (bit // kv_len) * is_inside
     own = key - (kv_len - num_rows)  # which of the step's rows; below zero: of the context
     other = own.clamp(min=0)
     is_ancestor = (metadata.ancestors[row, other // WORD_BITS] >> (other % WORD_BITS).int()) & 1

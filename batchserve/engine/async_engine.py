@@ -362,12 +362,13 @@ class AsyncEngine:
         return True
 
     def _fail_all(self) -> bool:
-        """End every request in flight with an error; False, for good, if the core is not consistent afterwards."""
+        """End every request in flight with an error; False, for good, if the core cannot go on afterwards."""
         error = EngineFaultError("the engine failed; the request was ended")
         is_consistent = True
         try:
             self._core.abort_all()
             self._core.check_integrity()
+            self._core.runner.check_device()
         except Exception:
             logger.exception("the engine cannot be brought back to a consistent state")
             is_consistent = False

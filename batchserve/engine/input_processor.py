@@ -40,6 +40,7 @@ class InputProcessor:
         self._default_drafter = config.drafter
         self._default_scope = config.default_draft_scope
         self._default_tpot_target_ms = config.tpot_target_ms
+        self._is_adaptive = config.is_adaptive
         self._has_prefix_cache = config.prefix_cache
         self._limits = limits
         self._longest_token_chars = _longest_token(loaded.tokenizer)
@@ -147,6 +148,11 @@ class InputProcessor:
 
     def resolve_speculation(self, params: SpeculationParams) -> ResolvedSpeculation:
         """Fill in the server's defaults and check the references. Raises InvalidRequestError."""
+        if params.tpot_target_ms is not None and not self._is_adaptive:
+            must_be = "unset: this server has no adaptive decoding length that could prefer the request"
+            raise InvalidRequestError(
+                "INVALID_TPOT_TARGET_MS", "speculation.tpot_target_ms", params.tpot_target_ms, must_be
+            )
         drafter = params.drafter or self._default_drafter
         limits = self._limits[drafter]
         references = self._tokenize_references(params.references)

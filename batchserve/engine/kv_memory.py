@@ -124,6 +124,7 @@ def create_kernel(config: EngineConfig, loaded: LoadedModel, say: Progress) -> T
         try:
             kernel = _make_kernel(name, config, loaded)
             if name != "torch":
+                say(f"trying attention with {name} (what is not compiled yet is compiled now, which may take minutes)")
                 _try(kernel, loaded)
             return kernel
         except ConfigError as error:

@@ -44,20 +44,25 @@ class Capturer(Protocol):
 
 
 class CudaCapturer:
-    """Capturer of CUDA graphs, which share one memory pool: only one of them runs at a time."""
+    """Capturer of CUDA graphs, which share one memory pool and one stream: only one of them runs at a time.
+
+    The stream is not torch's for all captures: graphs hold the address of the workspace that cuBLAS has for their
+    stream, and newer versions of torch free that when another engine's graph of the same stream goes.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # libraries set up per stream what must not be set up while capturing
+        before = torch.cuda.current_stream()
+        self._stream.wait_stream(before)
+        with torch.cuda.stream(self._stream):  # libraries set up per stream what must not be set up while capturing
             run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        before.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                 output = run()
         finally:  # torch leaves its capturing stream in place where capturing has failed
             torch.cuda.set_stream(before)

@@ -61,6 +61,11 @@ class ModelRunner:
         """Give the calling thread its compute threads: OpenMP keeps their number per thread."""
         torch.set_num_threads(self.num_threads)
 
+    def check_device(self) -> None:
+        """Raises RuntimeError where the device takes no more work: a fault of a CUDA kernel stays for good."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def launch(self, batch: RaggedBatch) -> StepHandle:
         """Start a step, and wait for nothing. Only one may be under way."""
         if not self.is_paged:

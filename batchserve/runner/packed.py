@@ -15,7 +15,7 @@ ROWS_HINT = 16  # rows that the packed layout is chosen for; any number works af
 class PackedLinear(torch.nn.Module):
     """A linear layer over weights in oneDNN's blocked layout: bit-identical rows for any number of rows >= 2.
 
-    Not in bfloat16 beside AMX, where the order of some sums depends on the number of rows.
+    In bfloat16 beside AMX some rows of a large batch were once seen to differ in it; nobody knows why yet.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -205,7 +205,7 @@ class AdaptiveDrafting:
         price = self._speed_up.price(alone.num_requests, alone_s)
         longest_s = self._max_inflation * alone_s
         self._market = Market.open(self.step_time, load, alone, price, longest_s, self._max_step_s)
-        self.last = Introspection(price)
+        self.last.price = price
         return self._market.without_s + self._market.least_row_s <= self._max_step_s
 
     def bounds(self, request_ids: Sequence[str]) -> tuple[IntArray, FloatArray]:

@@ -199,7 +199,7 @@ class Scheduler:
 
     def _begin(self, request: Request) -> bool:
         """Reserve memory for all that a waiting request has to compute; what is cached of it is computed already."""
-        scope, num_tokens = request.prefix_scope, len(request.token_ids)
+        scope, num_tokens = request.prefix_scope, request.num_pending_tokens
         if scope is None or num_tokens > self._allocator.reservable_tokens(request.request_id):
             return self._allocator.reserve(request.request_id, num_tokens)
         cached = self._allocator.match_prefix(request.request_id, scope, request.token_ids)

@@ -28,7 +28,8 @@ STANDING = np.dtype(
     [
         ("tpot_target_s", np.float64),  # infinite: none
         ("urgency", np.float64),  # what one of its tokens counts
-        ("tpot_s", np.float64),  # smoothed
+        ("step_s", np.float64),  # smoothed, as what its steps give; apart, for a mean of ratios is no mean time
+        ("step_tokens", np.float64),
         ("num_steps", np.int64),
         ("num_chosen", np.float64),  # nodes, smoothed
         ("ahead", np.float64),  # steps without drafts that it is ahead of decoding without any
@@ -36,7 +37,7 @@ STANDING = np.dtype(
     ],
     align=True,
 )
-UNKNOWN = np.array((np.inf, 1.0, 0.0, 0, 0.0, 0.0, 0), STANDING)
+UNKNOWN = np.array((np.inf, 1.0, 0.0, 0.0, 0, 0.0, 0.0, 0), STANDING)
 
 
 def grown(table: np.ndarray, size: int) -> np.ndarray:
@@ -73,11 +74,15 @@ def bound_queries(table, records, slots, least, most_nodes, least_probs):  # typ
 def make_bids(table, slots, alone_s, bids):  # type: ignore[no-untyped-def]
     """Fill bids [3, num_requests]: urgency, ahead_s and grace_s of draft_budget.Bidders, of the requests at `slots`.
 
-    alone_s: of the step without drafts.
+    alone_s: of the step without drafts. A request with a target that it misses is urgent beside others only: where all
+    are, or there is but one, what is best for all is best for each, and rows hardly ever right would slow everybody.
     """
+    mean = 0.0
+    for i in range(len(slots)):
+        mean += table[slots[i]].urgency / len(slots)
     for i in range(len(slots)):
         request = table[slots[i]]
-        bids[0, i] = _weight(request)
+        bids[0, i] = _weight(request) / mean
         bids[1, i] = request.ahead * alone_s
         bids[2, i] = _grace(request) * alone_s
 
@@ -111,10 +116,12 @@ def note_steps(table, noted):  # type: ignore[no-untyped-def]
         request = table[int(slot)]
         request.num_steps += 1
         request.ahead += num_tokens - stretch
-        tpot_s = step_s / max(1.0, num_tokens)
-        request.tpot_s += (1.0 if request.num_steps == 1 else TPOT_RATE) * (tpot_s - request.tpot_s)
+        rate = 1.0 if request.num_steps == 1 else TPOT_RATE
+        request.step_s += rate * (step_s - request.step_s)
+        request.step_tokens += rate * (num_tokens - request.step_tokens)
         if request.tpot_target_s < np.inf:
-            change = URGENCY_UP if request.tpot_s > request.tpot_target_s else URGENCY_DOWN
+            is_late = request.step_s > request.tpot_target_s * max(1.0, request.step_tokens)
+            change = URGENCY_UP if is_late else URGENCY_DOWN
             request.urgency = max(1.0, min(MOST_URGENCY, request.urgency * change))
 
 

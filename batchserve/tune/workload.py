@@ -33,8 +33,9 @@ class WorkloadRequest:
 def load_workload(path: Path, count_tokens: Count, limit: int) -> list[WorkloadRequest]:
     """The first `limit` requests of a file.
 
-    A line is {"prompt": str, "max_tokens": int, "response": str, "reference": [str, ...], ...}. Only the prompt must be
-    there: without max_tokens an answer may be as long as the response, and without that DEFAULT_MAX_TOKENS tokens.
+    A line is {"prompt": str, "max_tokens": int, "response": str, "reference": [str, ...], ...}; "references" will do,
+    too. Only the prompt must be there: without max_tokens an answer may be as long as the response, and without that
+    DEFAULT_MAX_TOKENS tokens. Other fields are those of recorded answers, and say nothing here.
     Raises ConfigError naming file, line and field.
     """
     requests: list[WorkloadRequest] = []
@@ -60,9 +61,14 @@ def _request(line: bytes, count_tokens: Count, where: str, seed: int) -> Workloa
     if not isinstance(fields, dict):
         raise ConfigError(f"{where}: must be a JSON object, is {type(fields).__name__}")
     prompt = _text(fields, "prompt", where)
-    references = fields.get("reference")
+    given = [name for name in ("reference", "references") if fields.get(name) is not None]
+    if len(given) == 2:
+        raise ConfigError(f"{where}: fields 'reference' and 'references' must not both be given")
+    references = fields[given[0]] if given else []
+    if not isinstance(references, list):
+        raise ConfigError(f"{where}: field {given[0]!r} must be a list of texts")
     try:
-        checked = SpeculationParams(references=[] if references is None else references).references
+        checked = SpeculationParams(references=tuple(references)).references
         max_tokens = SamplingParams(max_tokens=_max_tokens(fields, count_tokens, where)).max_tokens
     except InvalidRequestError as error:
         raise ConfigError(f"{where}: {error}") from error

@@ -49,10 +49,15 @@ class Run:
     step_draft_rows: list[int] = dataclasses.field(default_factory=list)
     requests_steps: int = 0  # steps of one request each
     request_rates: list[float] = dataclasses.field(default_factory=list)  # tokens/s of each that had some steps
+    all_tokens: int = 0  # of all steps, where `tokens` are those of some requests only
 
     @property
     def draft_rows(self) -> int:
         return sum(self.step_draft_rows)
+
+    @property
+    def draft_rows_per_token(self) -> float:
+        return self.draft_rows / (self.all_tokens or self.tokens)
 
     @property
     def tokens_per_s(self) -> float:
@@ -159,13 +164,50 @@ class Driver:
         for size, num_tokens in load:
             while run.tokens - done < num_tokens:
                 while len(flights) < size:
-                    flights.append(self.join(next(source), contender, rng if run.tokens == 0 else None))
+                    record = next(source)
+                    half = max(1, len(record.response_token_ids) // 2)
+                    flights.append(self.join(record, contender, 1 + (rng.randrange(half) if run.tokens == 0 else 0)))
                 self.step(flights, run)
-                flights = self.land(flights, run)
+                for flight in flights:
+                    if flight.request.is_finished:
+                        _note(flight, run)
+                flights = self.land(flights)
             done = run.tokens
         for flight in flights:
             _note(flight, run)
         self.clear()
+        return run
+
+    def run_parts(
+        self, records: Sequence[ReplayRecord], size: int, num_tokens: int, contender: Contender, *, seed: int = 0
+    ) -> Run:
+        """Hold `size` requests until the first of them have all been given num_tokens, from anywhere in their answers.
+
+        Every contender gives the same tokens, so that none is judged by texts that are easy for it: in a short run held
+        by its tokens, the easy ones give most of them. tokens, seconds, steps and rates are those of these requests;
+        seconds are their mean, so that tokens_per_s is what the engine gives as long as it goes on like this.
+        """
+        core, run, rng = self.core, Run(), random.Random(seed)
+        core.drafts.adaptive = contender.adaptive
+        source = islice(cycle(records), seed * size % len(records), None)
+
+        def part() -> Flight:
+            record = next(source)
+            last = max(1, len(record.response_token_ids) - num_tokens)
+            return self.join(record, contender, 1 + rng.randrange(last), num_tokens)
+
+        measured = [part() for _ in range(size)]
+        flights = measured.copy()
+        while not all(flight.request.is_finished for flight in measured):
+            self.step(flights, run)
+            flights = self.land(flights)
+            flights += [part() for _ in range(size - len(flights))]
+        self.clear()
+        run.all_tokens = run.tokens
+        run.tokens = sum(flight.num_tokens for flight in measured)
+        run.seconds = sum(flight.seconds for flight in measured) / size
+        run.requests_steps = sum(flight.steps for flight in measured)
+        run.request_rates = [flight.num_tokens / flight.seconds for flight in measured]
         return run
 
     def clear(self) -> None:
@@ -174,10 +216,10 @@ class Driver:
         self.core.runner.forced.clear()
         self.core.check_integrity()
 
-    def join(self, record: ReplayRecord, contender: Contender, rng: random.Random | None = None) -> Flight:
-        """A request whose prompt, and the first token or more of its answer, have been computed."""
+    def join(self, record: ReplayRecord, contender: Contender, given: int = 1, num_tokens: int | None = None) -> Flight:
+        """A request whose prompt, and so many tokens of its answer, have been computed; it ends num_tokens later."""
         name, answer = f"bench-{next(self._ids)}", record.response_token_ids
-        given = 1 if rng is None else 1 + rng.randrange(max(1, len(answer) // 2))
+        answer = answer if num_tokens is None else answer[: given + num_tokens]
         sampling = ResolvedSampling(0.0, 0, 1.0, 0, len(answer), frozenset())
         speculation = ResolvedSpeculation()
         if contender.max_draft_tokens:
@@ -224,11 +266,10 @@ class Driver:
             flight.seconds += seconds
             flight.steps += 1
 
-    def land(self, flights: list[Flight], run: Run) -> list[Flight]:
-        """Those that go on; the others have their rates noted."""
+    def land(self, flights: list[Flight]) -> list[Flight]:
+        """Those that go on."""
         for flight in flights:
             if flight.request.is_finished:
-                _note(flight, run)
                 del self.core.runner.forced[flight.request.request_id]
         return [flight for flight in flights if not flight.request.is_finished]
 
@@ -248,22 +289,18 @@ def _check(events: list[Event]) -> None:
 
 
 def interleave(
-    driver: Driver,
-    records: Sequence[ReplayRecord],
-    load: Sequence[tuple[int, int]],
-    contenders: Sequence[Contender],
-    rounds: int,
+    contenders: Sequence[Contender], rounds: int, run: Callable[[Contender, int], Run]
 ) -> dict[str, list[Run]]:
-    """Every contender once a round, on the same records, each round beginning with another one.
+    """Every contender once a round: run(contender, number of the round); each round begins with another one.
 
     The first round warms up and is not counted.
     """
     runs: dict[str, list[Run]] = {each.name: [] for each in contenders}
     for number in range(rounds + 1):
         for contender in _rotated(contenders, number):
-            run = driver.run(records, load, contender, seed=number)
+            done = run(contender, number)
             if number:
-                runs[contender.name].append(run)
+                runs[contender.name].append(done)
     return runs
 
 
@@ -293,13 +330,19 @@ def over(runs: Sequence[Run], base: Sequence[Run]) -> dict[str, float]:
 
 
 def summary(runs: Sequence[Run], base: Sequence[Run]) -> dict[str, object]:
-    """One contender's figures. Each request is held against the median request of the base's run of the same pair."""
+    """One contender's figures. Each request is held against itself in the base's run of the same pair, where both are
+    of the same parts of answers, otherwise against the median request of that run.
+    """
     tokens = sum(run.tokens for run in runs)
     each = [
-        rate / statistics.median(b.request_rates)
+        rate / own
         for a, b in zip(runs, base, strict=True)
-        for rate in a.request_rates
         if b.request_rates
+        for rate, own in zip(
+            a.request_rates,
+            b.request_rates if b.all_tokens else [statistics.median(b.request_rates)] * len(a.request_rates),
+            strict=True,
+        )
     ]
     rounded = {key: round(value, 4) for key, value in over(runs, base).items()}
     return {
@@ -307,7 +350,7 @@ def summary(runs: Sequence[Run], base: Sequence[Run]) -> dict[str, object]:
         "tokens_per_s": round(statistics.median(run.tokens_per_s for run in runs), 2),
         "step_ms": round(statistics.median(s for run in runs for s in run.step_s) * 1e3, 3),
         "acceptance_length": round(tokens / sum(run.requests_steps for run in runs), 3),
-        "draft_rows_per_token": round(sum(run.draft_rows for run in runs) / tokens, 3),
+        "draft_rows_per_token": round(statistics.mean(run.draft_rows_per_token for run in runs), 3),
         "draft_row_share": round(sum(run.draft_rows for run in runs) / sum(sum(run.step_rows) for run in runs), 4),
         "requests": len(each),
         "slowest_request_over_off": round(min(each), 3) if each else None,

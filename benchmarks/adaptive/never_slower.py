@@ -17,7 +17,7 @@ from typing import Any
 
 from batchserve.bench.replay import ReplayRecord
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree
-from benchmarks.adaptive.driver import fixed, interleave, summary
+from benchmarks.adaptive.driver import Contender, Run, fixed, interleave, summary
 from benchmarks.adaptive.workloads import Lab, Options, Workload, lab, new_drafter, read_options, say, write
 
 SIZES = (1, 4, 16)
@@ -82,7 +82,11 @@ def measure(bench: Lab, model: str, options: Options) -> dict[str, Any]:
             pairs = 2 if options.is_quick else PAIRS[model]
             adaptive = bench.adaptive()
             first = bench.driver.run(workload.records, [(size, size * 2 * LEARNED_STEPS)], adaptive)
-            runs = interleave(bench.driver, workload.records, load, (fixed(0), adaptive), pairs)
+
+            def run(contender: Contender, number: int, load: Any = load, records: Any = workload.records) -> Run:
+                return bench.driver.run(records, load, contender, seed=number)
+
+            runs = interleave((fixed(0), adaptive), pairs, run)
             found[name][str(size)] = {
                 "tokens_of_a_run": load[0][1],
                 "draft_row_share_once_learned": round(

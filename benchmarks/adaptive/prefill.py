@@ -100,9 +100,15 @@ class Scene:
 
     def _step(self, flights: list[Flight], run: Run) -> list[Flight]:
         while len(flights) < RUNNING:
-            flights.append(self._driver.join(next(self._source), self._contender, self._rng))
+            flights.append(self._join())
         self._driver.step(flights, run)
-        return self._driver.land(flights, run)
+        return self._driver.land(flights)
+
+    def _join(self) -> Flight:
+        """Somewhere in the first half of the next answer."""
+        record = next(self._source)
+        given = 1 + self._rng.randrange(max(1, len(record.response_token_ids) // 2))
+        return self._driver.join(record, self._contender, given)
 
     def _prompt(self, num_tokens: int) -> Request | None:
         if num_tokens == 0:

@@ -75,14 +75,18 @@ def on_wall(bench: Lab, workload: Workload, cells: dict[str, Any], options: Opti
     found: dict[str, Any] = {}
     for size in options.sizes(*SIZES):
         best = cells[str(size)]["best_length"]
-        load = bench.load(size, workload, options)
+        tokens = bench.tokens_each(size, workload, options)
+
+        def run(contender: Contender, number: int, size: int = size, tokens: int = tokens) -> Run:
+            return bench.driver.run(workload.records, [(size, size * tokens)], contender, seed=number)
+
         contenders: list[Contender] = [fixed(0), bench.adaptive()]
         if best != "off":
             contenders.insert(1, fixed(int(best)))
-        runs = interleave(bench.driver, workload.records, load, contenders, options.pairs)
+        runs = interleave(contenders, options.pairs, run)
         found[str(size)] = {
             "best_length": best,
-            "tokens_of_a_run": load[0][1],
+            "tokens_of_a_run": size * tokens,
             "adaptive_over_best": over(runs["adaptive"], runs[best]),
             "contenders": {name: summary(of, runs["off"]) for name, of in runs.items()},
         }

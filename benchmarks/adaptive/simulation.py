@@ -6,11 +6,9 @@ every contender meets the same machine to the microsecond, and a ceiling can be 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from batchserve.attention.base import LayerShape
@@ -18,26 +16,21 @@ from batchserve.attention.cpu import CpuBackend
 from batchserve.attention.slab import SlabAllocator
 from batchserve.bench.replay import ReplayRecord
 from batchserve.config import EngineConfig
-from batchserve.draft.base import Drafter, DraftTree
-from batchserve.draft.forest import DraftForest
+from batchserve.draft.base import Drafter
 from batchserve.engine.drafting import DraftStage
 from batchserve.engine.engine_core import EngineCore
 from batchserve.metrics import EngineMetrics
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RaggedBatch, RequestRows
 from batchserve.sampling.verify import VerifiedTokens, walk_tree
-from batchserve.scheduler.adaptive import AdaptiveDrafting, Decoding, Forest, StepOutcome
-from batchserve.scheduler.budget_kernels import seconds_at
+from batchserve.scheduler.adaptive import AdaptiveDrafting
 from batchserve.scheduler.scheduler import Scheduler
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS, Contender, Driver, Run, WarmDrafter, fixed
+from benchmarks.adaptive.oracle import KnownOdds, Oracle
 
-if TYPE_CHECKING:
-    from batchserve.scheduler.acceptance import FloatArray, IntArray
-    from batchserve.scheduler.adaptive import BoolArray
-
-HOST_S = 0.3e-3  # of a step outside of the forward (benchmarks.adaptive.overhead measures it)
-DRAFT_S = 40e-6  # of drafting for one request
+HOST_S = 0.5e-3  # of a step outside of the forward (benchmarks.adaptive.overhead measures both)
+DRAFT_S = 80e-6  # of drafting for one request, choosing and learning included
 MOST_REQUESTS = 32
 CEILING_ROUNDS = 2
 
@@ -128,103 +121,13 @@ class Simulation:
             best = max(best, run, key=lambda run: run.tokens_per_s)
         return best
 
-
-class Oracle(AdaptiveDrafting):
-    """Knows which proposed nodes will be accepted, and buys of them what is worth its rows.
-
-    Its aim is only the batch's speed: no request's share, no bound on a step's stretch. is_paying_for_misses: nodes
-    come in the drafter's order, so that those which are not accepted are bought with the ones behind them; then it is
-    the best decoding length in hindsight, of each request in each step. Otherwise only accepted nodes take rows.
-    """
-
-    def __init__(
-        self, table: StepTimeTable, forced: Mapping[str, Sequence[int]], price: float, is_paying_for_misses: bool
-    ) -> None:
-        super().__init__(StepTimeModel(table), float("inf"))
-        self._forced = forced
-        self._price = price
-        self._is_paying_for_misses = is_paying_for_misses
-
-    def start(self, request_id: str, drafter: str, tpot_target_s: float | None = None) -> None:
-        """Nothing to learn."""
-
-    def end(self, request_id: str) -> None:
-        """Nothing to forget."""
-
-    def asks(self, request_id: str) -> bool:
-        return True
-
-    def bounds(self, request_ids: Sequence[str]) -> tuple[IntArray, FloatArray]:
-        return np.full(len(request_ids), MOST_DRAFT_TOKENS), np.zeros(len(request_ids))
-
-    def choose(
-        self, forest: Forest, request_ids: Sequence[str], decoding: Sequence[Decoding], max_rows: int
-    ) -> BoolArray:
-        assert isinstance(forest, DraftForest)
-        chosen = self._buy(dict(zip(request_ids, forest.trees(), strict=True)), decoding, max_rows)
-        keep = np.zeros(len(forest.token_ids), np.bool_)
-        for request_id, start in zip(request_ids, forest.starts.tolist(), strict=False):
-            keep[[start + node for node in chosen.get(request_id, ())]] = True
-        return keep
-
-    def _buy(self, trees: Mapping[str, DraftTree], decoding: Sequence[Decoding], max_rows: int) -> dict[str, list[int]]:
-        load = self._market.load
-        bundles = [
-            (tokens / len(nodes), each, tokens, nodes)
-            for each in decoding
-            if each.request_id in trees
-            for tokens, nodes in self._bundles(trees[each.request_id], each)
-        ]
-        # Within a request they already fall; the sort is stable, so none comes before the one that it hangs from.
-        bundles.sort(key=lambda bundle: -bundle[0])
-        rows = np.cumsum([len(nodes) for *_, nodes in bundles])
-        bundles = bundles[: int(np.searchsorted(rows, max_rows, side="right"))]
-        if not bundles:
-            return {}
-        rows = rows[: len(bundles)].astype(np.float64)
-        tokens = np.cumsum([tokens for _, _, tokens, _ in bundles])
-        attended = np.cumsum([float(len(nodes) * each.num_computed_tokens) for _, each, _, nodes in bundles])
-        table, alone = self.step_time.arrays(), load.floats()
-        seconds = np.array([seconds_at(table, alone, r, a) for r, a in zip(rows, attended, strict=True)])
-        seconds -= self.step_time.predict(load)
-        worth = tokens - self._price * seconds
-        best = int(np.argmax(worth))
-        chosen: dict[str, list[int]] = {}
-        if worth[best] > 0.0:
-            for _, each, _, nodes in bundles[: best + 1]:
-                chosen.setdefault(each.request_id, []).extend(nodes)
-        return chosen
-
-    def _bundles(self, tree: DraftTree, each: Decoding) -> list[tuple[int, list[int]]]:
-        """(tokens, nodes) to be bought one behind the other, each at no better a ratio than the one before."""
-        path = accepted_path(tree, self._forced[each.request_id], len(each.token_ids))
-        if not self._is_paying_for_misses:
-            return [(1, [node]) for node in path]
-        order = sorted(range(len(tree.probs)), key=lambda node: -tree.probs[node])
-        bundles: list[tuple[int, list[int]]] = []
-        start = 0
-        for node in path:
-            end = order.index(node) + 1
-            tokens, nodes = 1, order[start:end]
-            start = end
-            # What comes next but is the better bargain is only to be had together with what is before it.
-            while bundles and bundles[-1][0] * len(nodes) <= tokens * len(bundles[-1][1]):
-                more, before = bundles.pop()
-                tokens, nodes = tokens + more, before + nodes
-            bundles.append((tokens, nodes))
-        return bundles
-
-    def step_done(self, outcome: StepOutcome, token_ids: Mapping[str, Sequence[int]]) -> None:
-        """Nothing to learn."""
-
-
-def accepted_path(tree: DraftTree, recorded: Sequence[int], start: int) -> list[int]:
-    """The nodes of the tree that recorded[start:] goes through."""
-    path: list[int] = []
-    node = -1
-    for i, (token_id, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
-        place = start + len(path)
-        if parent == node and place < len(recorded) and token_id == recorded[place]:
-            node = i
-            path.append(i)
-    return path
+    def known_odds(self, driver: Driver, load: Sequence[tuple[int, int]]) -> KnownOdds:
+        """Knowing the odds against knowing the outcome, where drafts come true as often as adaptive believes."""
+        size, price = load[0][0], driver.run(self.records, load, fixed(0)).tokens_per_s
+        prices = price, price
+        for _ in range(CEILING_ROUNDS + 1):
+            beside_s = HOST_S + DRAFT_S * size
+            odds = KnownOdds(self.table, EngineConfig().max_itl_inflation, prices, beside_s)
+            driver.run(self.records, load, Contender("known odds", MOST_DRAFT_TOKENS, odds))
+            prices = odds.foresight.rate, odds.hindsight.rate
+        return odds

@@ -150,12 +150,11 @@ class Lab:
         inflation = EngineConfig().max_itl_inflation
         return Contender("adaptive", MOST_DRAFT_TOKENS, AdaptiveDrafting(StepTimeModel(self.table), inflation))
 
-    def load(self, size: int, workload: Workload, options: Options) -> list[tuple[int, int]]:
-        """So many requests at once, for about RUN_S of plain decoding."""
+    def tokens_each(self, size: int, workload: Workload, options: Options) -> int:
+        """Of so many requests at once, for about RUN_S of plain decoding."""
         mean = sum(len(record.prompt_token_ids) for record in workload.records) // len(workload.records)
         step_s = StepTimeModel(self.table).predict(StepLoad(size, size, size, size * mean, size * mean))
-        each = 8 if options.is_quick else max(FEWEST_TOKENS, min(MOST_TOKENS, round(RUN_S / step_s)))
-        return [(size, size * each)]
+        return 8 if options.is_quick else max(FEWEST_TOKENS, min(MOST_TOKENS, round(RUN_S / step_s)))
 
     def about(self) -> dict[str, Any]:
         model = StepTimeModel(self.table)

@@ -17,6 +17,7 @@ from batchserve.attention.torch_paged import TorchKernel
 from batchserve.attention.tree_metadata import TreeKernel
 from batchserve.attention.triton import TritonTreeKernel
 from benchmarks.gpu.cases import Case, Step, compare, make_step, reference
+from benchmarks.gpu.graph_replay import check_replays
 from benchmarks.gpu.kit import Kit, Report
 from benchmarks.gpu.modules import Module, is_installed, is_ready, stock, variant
 
@@ -67,6 +68,19 @@ def cases(kit: Kit) -> list[Case]:
     return [*every, narrow, dataclasses.replace(shapes[0], name="softcap, d64", head_dim=64, softcap=30.0)]
 
 
+def graph_cases(kit: Kit) -> list[Case]:
+    """Contexts and rows of up to so many, and the models that 7B and 8B shapes stand for; then a narrower one."""
+    if kit.is_dry:
+        return [Case("plain", (60,), (24,), heads=4, kv_heads=2, head_dim=16)]
+    plain = Case("plain", (8192,), (256,))
+    return [
+        plain,
+        dataclasses.replace(plain, name="no GQA", kv_heads=32),
+        dataclasses.replace(plain, name="window", window=128),
+        dataclasses.replace(plain, name="d64", head_dim=64),
+    ]
+
+
 def kernels(kit: Kit) -> dict[str, Callable[[Case, torch.dtype], TreeKernel]]:
     """What makes each kernel that is there, by name."""
 
@@ -103,16 +117,11 @@ def run(kit: Kit, report: Report) -> None:
     makers = kernels(kit)
     report.about(kernels=list(makers))
     report.cell("control: chains instead of trees", partial(negative_control, kit))
-    if not kit.is_dry:
-        report.cell("triton/graph replay", partial(graph_replay, kit, makers["triton"]))
-        for name in makers:
-            if name.startswith("flashinfer"):
-                for case in cases(kit)[:3]:
-                    report.cell(
-                        f"{name}/graph buffers/{case.name}", partial(graph_buffers, kit, name, makers[name], case)
-                    )
-        if not is_installed():
-            report.cell("flashinfer", lambda: {"skipped": f"it is not here in the versions {VERSIONS}"})
+    for name, make in makers.items():
+        for case in graph_cases(kit):
+            report.cell(f"{name}/graphs/{case.name}", partial(graphs, kit, name, make, case))
+    if not kit.is_dry and not is_installed():
+        report.cell("flashinfer", lambda: {"skipped": f"it is not here in the versions {VERSIONS}"})
     dtypes = kit.pick((torch.bfloat16, torch.float16), (torch.bfloat16, torch.float32))
     for dtype in dtypes:
         for case in cases(kit):
@@ -142,22 +151,11 @@ def check(
     return {**worst, "seeds": SEEDS}
 
 
-def graph_buffers(kit: Kit, name: str, make: Callable[[Case, torch.dtype], TreeKernel], case: Case) -> dict[str, Any]:
-    """FlashInfer as graphs use it: planned for a bucket's largest step, run with fewer requests in it; not captured."""
-    from benchmarks.gpu.small_q import as_graph
-
-    missing = missing_module(kit, name, case, torch.bfloat16)
-    if missing is not None:
-        return {"skipped": f"needs {missing}"}
-    results = []
-    for seed, spare in enumerate((0, 3, 24)):
-        step = make_step(case, kit.device, torch.bfloat16, seed)
-        metadata = as_graph(step.metadata, len(case.contexts) + spare)
-        kernel = make(case, torch.bfloat16)
-        kernel.plan(metadata)
-        out = kernel.run(step.query, step.key_cache, step.value_cache, metadata, case.params)
-        results.append(compare(out, reference(step, case.params), torch.bfloat16))
-    return {"is_right": all(r["is_right"] for r in results), "max_error": max(r["max_error"] for r in results)}  # type: ignore[type-var]
+def graphs(kit: Kit, name: str, make: Callable[[Case, torch.dtype], TreeKernel], case: Case) -> dict[str, Any]:
+    """The kernel in the engine's graphs."""
+    dtype = kit.pick(torch.bfloat16, torch.float32)
+    missing = missing_module(kit, name, case, dtype)
+    return {"skipped": f"needs {missing}"} if missing else check_replays(kit, make(case, dtype), case, dtype)
 
 
 def negative_control(kit: Kit) -> dict[str, Any]:
@@ -179,51 +177,6 @@ def as_chains(step: Step, case: Case) -> torch.Tensor:
     return reference(
         dataclasses.replace(step, metadata=dataclasses.replace(step.metadata, ancestors=bits)), case.params
     )
-
-
-def graph_replay(kit: Kit, make: Callable[[Case, torch.dtype], TreeKernel]) -> dict[str, Any]:
-    """One capture over fixed buffers, replayed with other numbers of rows, trees and contexts in them."""
-    dtype, requests, rows, words = torch.bfloat16, 8, 128, 4
-    longest = Case("graph", (8192,) * requests, (16,) * requests)
-    kernel, static = make(longest, dtype), make_step(longest, kit.device, dtype)
-    static.metadata = dataclasses.replace(
-        static.metadata, ancestors=torch.zeros(rows, words, dtype=torch.int32, device=kit.device), is_causal=False
-    )
-    out = torch.zeros_like(static.query)
-
-    def attend() -> None:
-        args = static.query, static.key_cache, static.value_cache, static.metadata
-        out.copy_(kernel.run(*args, longest.params))
-
-    attend()
-    kit.sync()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        attend()
-    rng, results = random.Random(0), []
-    for seed in range(6):
-        counts = [rng.randint(1, 16) for _ in range(rng.randint(1, requests))]
-        case = Case("replayed", tuple(rng.randint(0, 8000) for _ in counts), tuple(counts))
-        step = make_step(case, kit.device, dtype, seed)
-        fill(static, step)
-        graph.replay()
-        results.append(compare(out[: len(step.query)], reference(step, case.params), dtype))
-    return {"is_right": all(r["is_right"] for r in results), "max_error": max(r["max_error"] for r in results)}  # type: ignore[type-var]
-
-
-def fill(static: Step, step: Step) -> None:
-    """Copy a smaller step into a larger one's buffers; requests that are not there have no rows and no keys."""
-    for name in ("query", "key_cache", "value_cache"):
-        getattr(static, name)[: len(getattr(step, name))] = getattr(step, name)
-    ours, given = static.metadata, step.metadata
-    for name in ("kv_indices", "positions"):
-        getattr(ours, name)[: len(getattr(given, name))] = getattr(given, name)
-    ours.ancestors.zero_()
-    ours.ancestors[: given.num_rows, : given.ancestors.shape[1]] = given.ancestors
-    for name in ("qo_indptr", "kv_indptr"):
-        target, source = getattr(ours, name), getattr(given, name)
-        target.fill_(int(getattr(given, f"{name}_cpu")[-1]))
-        target[: len(source)] = source
 
 
 def _short(dtype: torch.dtype) -> str:

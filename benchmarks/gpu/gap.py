@@ -1,6 +1,7 @@
-"""(f) From commit to launch with 16 live gRPC streams: how long the device has nothing to do between two steps.
+"""(f) From commit to launch with 16 live gRPC streams: most of the time in which the device has nothing to do.
 
-The gap begins when wait() returns and ends when launch() is called; what launch() itself takes is given beside it. The
+The gap begins when wait() returns and ends when launch() is called. The device waits longer: for wait()'s own end, in
+which the host makes answers of what came back, and for launch()'s beginning, which is given beside it. The
 server is the real one where its packages are installed, otherwise a plain one over the same engine (see `server`).
 """
 

@@ -88,7 +88,11 @@ class ReplayBench:
         self.core.drafts.drafter = WarmDrafter(new_drafter("mixture"), warm)
         contenders = [fixed(0), self.adaptive(), *(fixed(length) for length in FIXED if with_fixed)]
         load = [(size, size * self._kit.pick(TOKENS_EACH, 4))]
-        runs = interleave(self.driver, records, load, contenders, self._kit.pick(ROUNDS, 1))
+
+        def run(contender: Contender, number: int) -> Run:
+            return self.driver.run(records, load, contender, seed=number)
+
+        runs = interleave(contenders, self._kit.pick(ROUNDS, 1), run)
         found = {each: self._figures(of, runs["off"]) for each, of in runs.items()}
         return {"tokens_of_a_run": load[0][1], "mean_context": _mean_context(records), "contenders": found}
 

@@ -151,6 +151,7 @@ def _run_part(context: Any, name: str, kit: Any, path: Path, limit_s: float) -> 
         _say(f"{name}: exit status {status}")
         if status == 1 or time.monotonic() - begun_s > SOFT_SHARE * limit_s:
             return  # an error of the part itself, which is in its file
+    _note_end(path, f"the device failed {MOST_STARTS} times")
 
 
 def _kill(process: Any) -> None:
@@ -199,7 +200,11 @@ def _part(name: str, kit: Any, path: Path, deadline_s: float) -> None:
 def _summarise(out: Path) -> None:
     from benchmarks.gpu.summary import summary
 
-    (out / "summary.txt").write_text(summary(out))
+    try:
+        text = summary(out)
+    except Exception as error:  # the parts behind it are worth more than a page about those before
+        text = f"the summary failed: {error!r}\n"
+    (out / "summary.txt").write_text(text)
 
 
 def _say(text: str) -> None:

@@ -62,6 +62,7 @@ def _grid(
     more = {"max_num_seqs": max(batches), "max_model_len": longest}
     bench = report.build(f"{shape}/{mode}", lambda: StepBench(kit, shape, bandwidth, {**more, **options}))
     if bench is None:
+        kit.free()  # of what its making got hold of
         return
     report.about(**{f"{shape}/{mode}": bench.about()})
     for name, (batch, context) in names.items():

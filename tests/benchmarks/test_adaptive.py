@@ -6,8 +6,6 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise
 from math import comb
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,9 +15,10 @@ from batchserve.bench.replay import ReplayRecord, count_accepted
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree, NullDrafter
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from benchmarks.adaptive import overhead
-from benchmarks.adaptive.driver import CONFIDENCE, Contender, Driver, Run, fixed, interleave, median_interval
+from benchmarks.adaptive.driver import CONFIDENCE, Contender, Run, fixed, interleave, median_interval
 from benchmarks.adaptive.never_slower import HostileDrafter, random_records
-from benchmarks.adaptive.simulation import HOST_S, Oracle, Simulation, accepted_path
+from benchmarks.adaptive.oracle import accepted_path, draw, in_order
+from benchmarks.adaptive.simulation import HOST_S, Simulation
 from tests.factories import examples, random_tree
 
 TABLE = StepTimeTable((4, 8, 16, 32, 64, 128), (0.019, 0.021, 0.028, 0.040, 0.065, 0.118), per_attended_token=2e-8)
@@ -98,15 +97,29 @@ def test_the_load_is_held(simulation: Simulation) -> None:
     assert driver.core.runner.forced == {}
 
 
-def test_rounds_begin_with_one_after_the_other(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [1, 5])
+def test_parts_of_answers_are_the_same_for_every_contender(simulation: Simulation, size: int) -> None:
+    """However fast each request is: of a run that ends at a number of tokens the easy ones would give most."""
+    driver = simulation.driver()
+    off, fast = (driver.run_parts(simulation.records, size, 16, fixed(length), seed=3) for length in (0, 8))
+    assert off.tokens == fast.tokens == 16 * size
+    assert off.requests_steps == 16 * size > fast.requests_steps
+    assert len(off.request_rates) == len(fast.request_rates) == size
+    assert off.seconds == pytest.approx(sum(off.step_s))
+    assert fast.seconds == pytest.approx(sum(16 / rate for rate in fast.request_rates) / size)
+    assert fast.all_tokens >= fast.tokens
+    assert not driver.core.has_work
+    assert driver.core.runner.forced == {}
+
+
+def test_rounds_begin_with_one_after_the_other() -> None:
     order: list[tuple[str, int]] = []
 
-    def noting(self: Driver, records: Any, load: Any, contender: Contender, *, seed: int = 0) -> Run:
-        order.append((contender.name, seed))
+    def noting(contender: Contender, number: int) -> Run:
+        order.append((contender.name, number))
         return Run(seconds=1.0, tokens=1)
 
-    monkeypatch.setattr(Driver, "run", noting)
-    runs = interleave(simulation.driver(), simulation.records, [(1, 8)], [fixed(0), fixed(2)], rounds=2)
+    runs = interleave([fixed(0), fixed(2)], 2, noting)
     assert order == [("off", 0), ("2", 0), ("2", 1), ("off", 1), ("off", 2), ("2", 2)]
     assert {name: len(of) for name, of in runs.items()} == {"off": 2, "2": 2}
 
@@ -132,19 +145,47 @@ def test_bundles_hold_what_is_accepted_at_ratios_that_fall(seed: int, num_nodes:
     start = rng.randint(0, len(text))
     path = accepted_path(tree, text, start)
     assert len(path) == count_accepted(tree, text, start)
-    each: Any = SimpleNamespace(request_id="a", token_ids=text[:start])
-    for is_paying in (False, True):
-        bundles = Oracle(TABLE, {"a": text}, 1.0, is_paying)._bundles(tree, each)
-        assert sum(tokens for tokens, _ in bundles) == len(path)
-        ratios = [tokens / len(nodes) for tokens, nodes in bundles]
-        assert all(a > b or not is_paying for a, b in pairwise(ratios))
-        bought: set[int] = set()
-        for _, nodes in bundles:
-            bought.update(nodes)
-            assert all(tree.parents[node] in bought | {-1} for node in nodes)
-        assert set(path) <= bought
-        if not is_paying:
-            assert bought == set(path)
+    bundles = in_order(tree, path)
+    assert sum(tokens for tokens, _ in bundles) == len(path)
+    ratios = [tokens / len(nodes) for tokens, nodes in bundles]
+    assert all(a > b for a, b in pairwise(ratios))
+    bought: set[int] = set()
+    for _, nodes in bundles:
+        bought.update(nodes)
+        assert all(tree.parents[node] in bought | {-1} for node in nodes)
+    assert set(path) <= bought
+
+
+def test_outcomes_are_drawn_as_often_as_their_odds_say() -> None:
+    tree = DraftTree([1, 2, 3, 4], [-1, -1, 0, 1], [0.5, 0.3, 0.4, 0.3])
+    rng, count = random.Random(0), 20_000
+    paths = [draw(tree, [0.5, 0.3, 0.8, 1.0], rng) for _ in range(count)]
+    expected = {(): 0.2, (0,): 0.1, (0, 2): 0.4, (1, 3): 0.3}
+    assert set(map(tuple, paths)) == set(expected)
+    for path, odds in expected.items():
+        assert abs(paths.count(list(path)) / count - odds) < 5 * (odds * (1 - odds) / count) ** 0.5
+    both = [draw(tree, [1.5, 0.5, 0.0, 0.0], rng) for _ in range(count)]  # siblings share what they claim together
+    assert abs(both.count([0]) / count - 0.75) < 5 * (0.75 * 0.25 / count) ** 0.5
+    assert [] not in both
+
+
+@pytest.mark.parametrize(("size", "wrong"), [(1, 0.3), (4, 0.3), (16, 0.1)])
+def test_odds_that_are_known_are_worth_what_they_bring(size: int, wrong: float) -> None:
+    """The guesses know their odds, so adaptive gets on the truth about what can be had of draws from them."""
+    records = make_records(40)
+    simulation = Simulation(TABLE, Guesses(records, wrong), [], records)
+    driver, load = simulation.driver(), [(size, 3000)]
+    adaptive = driver.run(records, load, simulation.adaptive()).tokens_per_s
+    odds = simulation.known_odds(driver, load)
+    assert odds.foresight.rate < odds.hindsight.rate
+    assert odds.foresight.rate == pytest.approx(adaptive, rel=0.12)
+
+
+def test_where_nothing_is_left_to_chance_hindsight_gains_nothing() -> None:
+    records = make_records(40)
+    simulation = Simulation(TABLE, Guesses(records, 0.0), [], records)
+    odds = simulation.known_odds(simulation.driver(), [(4, 3000)])
+    assert odds.foresight.rate > 0.9 * odds.hindsight.rate
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 5, 10, 30])

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from batchserve.attention.torch_paged import TorchKernel
 from benchmarks.gpu import answers, run
 from benchmarks.gpu.baseline import continuous_rate
 from benchmarks.gpu.cases import Case, compare, make_step, reference
-from benchmarks.gpu.correctness import as_chains, fill
+from benchmarks.gpu.correctness import as_chains
+from benchmarks.gpu.graph_replay import check_replays
 from benchmarks.gpu.kit import DeviceFaultError, Kit, Report
 from benchmarks.gpu.summary import summary
 
@@ -112,18 +114,33 @@ def test_a_window_off_by_one_is_seen():
         assert not compare(other, exact, torch.bfloat16)["is_right"]
 
 
-def test_a_smaller_step_fills_a_larger_ones_buffers():
-    sizes: dict[str, Any] = {"heads": 2, "kv_heads": 1, "head_dim": 64}
-    static = make_step(Case("large", (60, 60, 60), (8, 8, 8), **sizes), CPU, torch.float32)
-    step = make_step(Case("small", (9, 30), (5, 3), **sizes), CPU, torch.float32)
-    fill(static, step)
-    ours, given = static.metadata, step.metadata
-    assert ours.qo_indptr.tolist() == [0, 5, 8, 8]
-    assert ours.kv_indptr.tolist() == [0, 14, 47, 47]
-    assert torch.equal(ours.kv_indices[:47], given.kv_indices)
-    assert torch.equal(ours.ancestors[:8], given.ancestors)
-    assert not ours.ancestors[8:].any()
-    assert torch.equal(static.query[:8], step.query)
+class SeesAll(TorchKernel):
+    """Takes every row to see all rows before it."""
+
+    def run(self, query: Any, key_cache: Any, value_cache: Any, metadata: Any, params: Any) -> Any:
+        bits = torch.full_like(metadata.ancestors, -1)
+        return super().run(query, key_cache, value_cache, dataclasses.replace(metadata, ancestors=bits), params)
+
+
+class OneShort(TorchKernel):
+    """Leaves out each context's last token."""
+
+    def run(self, query: Any, key_cache: Any, value_cache: Any, metadata: Any, params: Any) -> Any:
+        values = value_cache.clone()
+        lens, rows = metadata.kv_lens_cpu.tolist(), metadata.qo_indptr_cpu.diff().tolist()
+        for start, kv_len, count in zip(metadata.kv_indptr_cpu.tolist(), lens, rows, strict=False):
+            if kv_len > count:
+                values[metadata.kv_indices[start + kv_len - count - 1].long()] = 0.0
+        return super().run(query, key_cache, values, metadata, params)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kernel", [TorchKernel(), SeesAll(), OneShort()], ids=lambda kernel: type(kernel).__name__)
+def test_what_is_wrong_in_a_graph_is_seen(tmp_path: Path, kernel: TorchKernel, dtype: torch.dtype):
+    case = Case("graphs", (400,), (24,), heads=4, kv_heads=2, head_dim=16)
+    found = check_replays(Kit(True, tmp_path), kernel, case, dtype)
+    assert found["is_right"] == (type(kernel) is TorchKernel), found
+    assert found["buckets"] > 2
 
 
 def make_report(path: Path, seconds: float = 1e6) -> Report:

@@ -606,7 +606,7 @@ async def test_a_fault_ends_those_in_flight_and_the_engine_serves_on(
     await rig.finishes()
 
 
-@pytest.mark.parametrize("broken", ["check_integrity", "abort_all"])
+@pytest.mark.parametrize("broken", ["check_integrity", "abort_all", "runner.check_device"])
 async def test_an_engine_that_cannot_recover_ends_everyone_too_and_refuses_the_next(
     built: BuiltEngine, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
@@ -616,7 +616,8 @@ async def test_an_engine_that_cannot_recover_ends_everyone_too_and_refuses_the_n
     def failing(*args: object) -> None:
         nonlocal num_steps
         num_steps += 1
-        monkeypatch.setattr(core, broken, failing_too)
+        *owner, method = broken.split(".")
+        monkeypatch.setattr(getattr(core, owner[0]) if owner else core, method, failing_too)
         raise RuntimeError("a step failed")
 
     def failing_too(*args: object) -> None:

@@ -41,8 +41,8 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(
 ) -> None:
     """From two rows on: what lossless speculation rests on. (One row takes another kernel; steps are padded.)
 
-    Beside AMX oneDNN sums bfloat16 in another order for some numbers of rows: those are near-ties at most, and
-    `batch_invariant` looks before it promises anything (runner/probe.py).
+    In bfloat16 beside AMX the bits of rows 60 to 75 of the last shape once differed, and could not be made to again:
+    there they only have to be close, and `batch_invariant` looks before it promises anything (runner/probe.py).
     """
     packed = PackedLinear(rows(out_features, in_features, dtype), None)
     x = rows(130, in_features, dtype, 3)
