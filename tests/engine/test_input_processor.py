@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from batchserve.config import EngineConfig
 from batchserve.draft.factory import draft_limits
 from batchserve.engine.input_processor import InputProcessor
-from batchserve.errors import InvalidRequestError
+from batchserve.errors import ConfigError, InvalidRequestError
 from batchserve.request import Request, ResolvedSpeculation
 from batchserve.runner.loader import LoadedModel, resolve_model
 from batchserve.types import MAX_SEED, SamplingParams, SpeculationParams
@@ -216,6 +216,15 @@ def test_a_latency_target_is_the_requests_or_the_servers(
 ) -> None:
     processor = make_processor(config=EngineConfig(drafter="trie", tpot_target_ms=server_ms))
     assert submit(processor, tpot_target_ms=asked_ms).speculation.tpot_target_s == target_s
+
+
+@pytest.mark.parametrize("options", [{"adaptive": False}, {"decoding_length": 4}])
+def test_a_target_that_nothing_could_reach_for_is_refused(options: dict[str, Any]) -> None:
+    processor = make_processor(config=EngineConfig(drafter="trie", **options))
+    with pytest.raises(InvalidRequestError, match=r"speculation.tpot_target_ms = 20.*no adaptive decoding length"):
+        submit(processor, tpot_target_ms=20)
+    with pytest.raises(ConfigError, match=r"tpot_target_ms = 20.*adaptive decoding length"):
+        EngineConfig(tpot_target_ms=20.0, **options)
 
 
 @pytest.mark.parametrize(

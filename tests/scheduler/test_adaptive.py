@@ -22,7 +22,7 @@ from batchserve.scheduler.adaptive import (
 )
 from batchserve.scheduler.budget_kernels import EVEN_STEPS
 from batchserve.scheduler.probing import LONGEST_WAIT, PATIENCE
-from batchserve.scheduler.standing import GRACE_STEPS, MAX_LOSS, MOST_URGENCY
+from batchserve.scheduler.standing import GRACE_STEPS, MAX_LOSS, MOST_URGENCY, STANDING, grown, note_steps
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 
 STEP_S, ROW_S = 0.010, 0.001
@@ -176,6 +176,28 @@ def test_a_missed_target_buys_more_rows_until_it_is_met() -> None:
     assert mean_rows(slow[100:], "a") > 1.5 * mean_rows(slow[100:], "b"), "it was not his target"
     fast, fast_plain = (machine.steps(400, slowness=0.5) for machine in (urgent, plain))
     assert mean_rows(fast[300:], "a") == pytest.approx(mean_rows(fast_plain[300:], "a"), rel=0.15)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_where_all_miss_their_target_none_is_made_slower_by_it(count: int) -> None:
+    """Rows hardly ever right would be worth it to each, and make the steps of all longer."""
+
+    def time_per_token(target_s: float | None) -> float:
+        texts = [Text(f"r{i}", hit=0.5, depth=40, seed=i, tpot_target_s=target_s) for i in range(count)]
+        steps = Machine(texts, DEAR, inflation=RICH).steps(300)[100:]
+        return sum(step.seconds for step in steps) / sum(len(step.given["r0"]) for step in steps)
+
+    assert time_per_token(1e-6) < 1.05 * time_per_token(None)
+
+
+@pytest.mark.parametrize(("target_s", "is_missed"), [(0.020, False), (0.005, True)])
+def test_time_per_token_is_that_of_all_tokens(target_s: float, is_missed: bool) -> None:
+    """Of steps that give 1, 1, 1 and 9 tokens most are slow ones, but most tokens are not of them."""
+    table = grown(np.zeros(0, STANDING), 1)
+    table["tpot_target_s"] = target_s
+    for num_tokens in (1, 1, 1, 9) * 50:
+        note_steps(table, np.array([0.0, num_tokens, 0.030, 1.0]))
+    assert (table["urgency"][0] > 1.5) == is_missed
 
 
 def test_a_target_that_is_met_changes_nothing() -> None:

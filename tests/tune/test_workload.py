@@ -28,14 +28,14 @@ def test_answers_are_as_long_as_asked_for_or_as_the_recorded_ones(tmp_path: Path
         {"prompt": "a", "max_tokens": 7, "response": "one two"},
         {"prompt": "b", "response": "one two three", "reference": ["doc one", "doc two"], "id": 5},
         "",
-        {"prompt": "c", "max_tokens": None, "reference": None},
+        {"prompt": "c", "max_tokens": None, "reference": None, "references": ["doc"]},
         {"prompt": "d", "response": "   "},
         {"prompt": "never read", "max_tokens": -1},
     )
     requests = load_workload(path, count_words, limit=4)
     assert [request.prompt for request in requests] == ["a", "b", "c", "d"]
     assert [request.max_tokens for request in requests] == [7, 3, DEFAULT_MAX_TOKENS, 1]
-    assert [request.references for request in requests] == [(), ("doc one", "doc two"), (), ()]
+    assert [request.references for request in requests] == [(), ("doc one", "doc two"), ("doc",), ()]
     assert len({request.seed for request in requests}) == 4
     assert requests[2].where.endswith("line 4"), "empty lines count"
 
@@ -54,7 +54,9 @@ def test_answers_are_as_long_as_asked_for_or_as_the_recorded_ones(tmp_path: Path
         ({"prompt": "x", "max_tokens": 0}, "max_tokens = 0: must be >= 1"),
         ({"prompt": "x", "max_tokens": 2.5}, "max_tokens = 2.5: must be an integer"),
         ({"prompt": "x", "max_tokens": True}, "max_tokens = True: must be an integer"),
-        ({"prompt": "x", "reference": 7}, "references = 7: must be a list"),
+        ({"prompt": "x", "reference": 7}, "field 'reference' must be a list of texts"),
+        ({"prompt": "x", "references": {"a": 1}}, "field 'references' must be a list of texts"),
+        ({"prompt": "x", "reference": ["a"], "references": ["b"]}, "must not both be given"),
         ({"prompt": "x", "reference": [[1, 2]]}, "field 'reference' must be a list of texts"),
     ],
     ids=str,
