@@ -92,7 +92,26 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--minutes: must be above 0")
     if args.replay is not None and not args.replay.is_dir():
         parser.error(f"--replay {args.replay}: is no folder")
+    if args.replay is not None and (missing := _missing(args.replay)):
+        parser.error(f"--replay {args.replay}: {missing}")
     return args
+
+
+def _missing(replay: Path) -> str | None:
+    """What keeps recorded answers from being read, said before any minute is spent."""
+    from batchserve.bench.tokenizer import MISTRAL_V1, load_encoder
+    from batchserve.errors import ConfigError
+    from benchmarks.gpu.answers import SETS
+
+    if any((replay / f"{name}.tokens.json").exists() for name in SETS):
+        return None
+    if not any(path for name in SETS for path in replay.glob(f"{name}.*jsonl")):
+        return f"has none of the sets {', '.join(SETS)}"
+    try:
+        load_encoder(MISTRAL_V1)
+    except ConfigError as error:
+        return f"{error}; `python -m benchmarks.gpu.answers` makes of it, elsewhere, a folder that needs no tokenizer"
+    return None
 
 
 def _parts(text: str) -> tuple[str, ...]:

@@ -256,6 +256,24 @@ def write(folder: Path, name: str, data: dict[str, Any]) -> None:
     (folder / f"{name}.json").write_text(json.dumps({"left_out": [], **data}))
 
 
+def test_answers_that_cannot_be_read_are_refused_before_any_minute_is_spent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    command = ["--out", str(tmp_path / "out"), "--replay", str(tmp_path)]
+
+    def refusal() -> str:
+        with pytest.raises(SystemExit):
+            run._arguments(command)
+        return capsys.readouterr().err
+
+    assert "has none of the sets llma_rag" in refusal()
+    (tmp_path / "llma_rag.jsonl").write_text("{}")
+    monkeypatch.setitem(sys.modules, "mistral_common", None)
+    assert "needs mistral_common" in refusal()
+    (tmp_path / "gsm_qwen2_7b.tokens.json").write_text("[]")
+    assert run._arguments(command).replay == tmp_path
+
+
 @pytest.mark.parametrize("arguments", [["--minutes", "0"], ["--parts", "speed"], ["--replay", "nowhere"]])
 def test_wrong_options_are_refused(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
