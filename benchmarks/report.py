@@ -129,7 +129,7 @@ def huge_pages_table() -> str:
 
 
 PERFORMANCE = ("batch_bundled", "batch_90m", "lossless_float32", "lossless_bfloat16", "attention", "huge_pages")
-ADAPTIVE = ("regret", "gain", "never_slower", "overhead", "budget", "prefill", "prefix")
+ADAPTIVE = ("regret", "gain", "ceiling", "never_slower", "overhead", "budget", "prefill", "prefix")
 TABLES = {
     "load": load_table,
     "huge pages": huge_pages_table,
