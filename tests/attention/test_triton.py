@@ -30,7 +30,7 @@ from batchserve.attention.triton import Tile, TritonTreeKernel, choose_splits, c
 from batchserve.errors import ConfigError
 from tests.attention.test_mask import ancestors, random_parents
 
-# Of rounding. In what order sums are taken in float32 is the processor's matter: 5e-6 was seen with AVX2, less than 2e-6
+# Of rounding. In what order sums are taken in float32 is the processor's matter: 5e-6 was seen with AVX2, below 2e-6
 # with AVX-512; a row that sees one key too many or too few is off by thousands of times that.
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3}
 
