@@ -312,9 +312,8 @@ async def _show(events: AsyncGenerator[Started | Delta, None]) -> None:
 
 def _tune(arguments: argparse.Namespace) -> int:
     # What is checked against the number of requests is checked against the largest that is tried.
-    arguments.max_num_seqs = max(1, *arguments.sizes)
-    config: EngineConfig = make_config(EngineConfig, arguments)
-    del arguments.max_num_seqs
+    largest = argparse.Namespace(**vars(arguments), max_num_seqs=max(1, *arguments.sizes))
+    config: EngineConfig = make_config(EngineConfig, largest)
     return run_tune_command(arguments, config, given_flags(arguments))
 
 

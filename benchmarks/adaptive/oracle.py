@@ -24,7 +24,17 @@ if TYPE_CHECKING:
 Bundle = tuple[float, list[int]]  # tokens, and the nodes that are run for them
 
 
-class Oracle(AdaptiveDrafting):
+class AsksAll(AdaptiveDrafting):
+    """Every drafter, in every step, for all that it has."""
+
+    def asks(self, request_id: str) -> bool:
+        return True
+
+    def bounds(self, request_ids: Sequence[str]) -> tuple[IntArray, FloatArray]:
+        return np.full(len(request_ids), MOST_DRAFT_TOKENS), np.zeros(len(request_ids))
+
+
+class Oracle(AsksAll):
     """Knows which proposed nodes will be accepted, and buys of them what is worth its rows.
 
     Its aim is only the batch's speed: no request's share, no bound on a step's stretch. is_paying_for_misses: nodes
@@ -45,12 +55,6 @@ class Oracle(AdaptiveDrafting):
 
     def end(self, request_id: str) -> None:
         """Nothing to forget."""
-
-    def asks(self, request_id: str) -> bool:
-        return True
-
-    def bounds(self, request_ids: Sequence[str]) -> tuple[IntArray, FloatArray]:
-        return _no_bounds(request_ids)
 
     def choose(
         self, forest: Forest, request_ids: Sequence[str], decoding: Sequence[Decoding], max_rows: int
@@ -85,7 +89,7 @@ class Tally:
         return self.tokens / self.seconds
 
 
-class KnownOdds(AdaptiveDrafting):
+class KnownOdds(AsksAll):
     """Chooses as ever; in each step an outcome is drawn from its calibrated probabilities, once, for two others.
 
     Both choose a decoding length for each request, of the same trees, for the batch's speed alone. `hindsight` knows
@@ -102,12 +106,6 @@ class KnownOdds(AdaptiveDrafting):
         self._prices = prices
         self._beside_s = beside_s
         self._rng = random.Random(0)
-
-    def asks(self, request_id: str) -> bool:
-        return True
-
-    def bounds(self, request_ids: Sequence[str]) -> tuple[IntArray, FloatArray]:
-        return _no_bounds(request_ids)
 
     def choose(
         self, forest: Forest, request_ids: Sequence[str], decoding: Sequence[Decoding], max_rows: int
@@ -149,10 +147,6 @@ class KnownOdds(AdaptiveDrafting):
         tally.tokens += tokens
         load = self._market.load.floats()
         tally.seconds += seconds_at(self._truth.arrays(), load, float(rows), float(attended)) + self._beside_s
-
-
-def _no_bounds(request_ids: Sequence[str]) -> tuple[IntArray, FloatArray]:
-    return np.full(len(request_ids), MOST_DRAFT_TOKENS), np.zeros(len(request_ids))
 
 
 def buy(
