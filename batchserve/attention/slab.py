@@ -43,7 +43,7 @@ class SlabAllocator:
     copied, so for that moment memory exceeds the budget by at most that request's own part.
 
     Slabs of ended requests may be kept as a cache of prefixes: memory that nobody owns, given up when it is needed, the
-    least recently used first. A hit copies what it takes over.
+    least recently used first. A hit copies what it takes over, and so does a fork.
     """
 
     def __init__(self, layers: Sequence[LayerShape], dtype: torch.dtype, total_tokens: int) -> None:
@@ -140,19 +140,31 @@ class SlabAllocator:
         for old in gone:
             self._cached -= self._kept.pop(old).capacity
 
+    def cached_prefix(self, scope: Hashable, token_ids: Sequence[int]) -> int:
+        return self._prefixes.match(scope, token_ids[:-1])[1]
+
     def match_prefix(self, request_id: str, scope: Hashable, token_ids: Sequence[int]) -> int | None:
-        handle, length = self._prefixes.match(scope, token_ids[:-1])
-        kept = self._kept.get(handle)
-        # What is matched was used last: it goes only where nothing else is left, and stays alive here until copied.
-        if not self.reserve(request_id, len(token_ids)):
+        if len(token_ids) > self.reservable_tokens(request_id):
             return None
-        if kept is None:
-            return 0
-        slab = self._slabs[request_id]
-        for stack, source in zip(slab.stacks, kept.stacks, strict=True):
-            stack[:, :, :length] = source[:, :, :length]
-        slab.num_committed = length
+        handle, length = self._prefixes.match(scope, token_ids[:-1])
+        # What is matched was used last: it goes only where nothing else is left, and stays alive here until copied.
+        self._begin_with(request_id, self._kept.get(handle), length, len(token_ids))
         return length
+
+    def fork(self, request_id: str, source_id: str, num_shared: int, num_tokens: int) -> bool:
+        if num_tokens > self.reservable_tokens(request_id):
+            return False
+        self._begin_with(request_id, self._slabs[source_id], num_shared, num_tokens)
+        return True
+
+    def _begin_with(self, request_id: str, source: _Slab | None, num_shared: int, num_tokens: int) -> None:
+        """Reserve, and commit a copy of what another slab begins with."""
+        self.reserve(request_id, num_tokens)
+        slab = self._slabs[request_id]
+        if source is not None:
+            for stack, others in zip(slab.stacks, source.stacks, strict=True):
+                stack[:, :, :num_shared] = others[:, :, :num_shared]
+        slab.num_committed = num_shared
 
     def forget_prefixes(self, scope: Hashable) -> None:
         for handle in self._prefixes.of_scope(scope):

@@ -1,7 +1,7 @@
 """K/V memory of the GPU path: one slot a token, counted references, a table of each request's slots.
 
 Torch-free: slots are numbers, the memory behind them is the backend's. Nothing is ever moved: accepted rows keep their
-slots, a prefix hit shares the slots of the text that it begins like.
+slots, a prefix hit shares the slots of the text that it begins like, and a fork those of the request.
 """
 
 from __future__ import annotations
@@ -164,20 +164,30 @@ class SlotAllocator:
                 self._let_go(old)
         self.release(request_id)
 
+    def cached_prefix(self, scope: Hashable, token_ids: Sequence[int]) -> int:
+        return self._prefixes.match(scope, token_ids[:-1])[1]
+
     def match_prefix(self, request_id: str, scope: Hashable, token_ids: Sequence[int]) -> int | None:
         handle, length = self._prefixes.match(scope, token_ids[:-1])
         shared = self._kept[handle][:length] if handle else np.zeros(0, np.int32)
+        return length if self._begin_with(request_id, shared, len(token_ids)) else None
+
+    def fork(self, request_id: str, source_id: str, num_shared: int, num_tokens: int) -> bool:
+        return self._begin_with(request_id, self.slots(source_id)[:num_shared].copy(), num_tokens)
+
+    def _begin_with(self, request_id: str, shared: np.ndarray, num_tokens: int) -> bool:
+        """Reserve so many tokens, the first of them in slots that others have, committed; False when memory is out."""
         newly_owned = int(np.count_nonzero(self._request_refs[shared] == 0))
-        missing = len(token_ids) - length
-        if missing + newly_owned > self.free_tokens or len(token_ids) > self._table.shape[1]:
-            return None
-        request = self._begin(request_id, len(token_ids))
-        self._table[request.row, :length] = shared
+        missing = num_tokens - len(shared)
+        if missing + newly_owned > self.free_tokens or num_tokens > self._table.shape[1]:
+            return False
+        request = self._begin(request_id, num_tokens)
+        self._table[request.row, : len(shared)] = shared
         self._request_refs[shared] += 1
         self._owned += newly_owned
-        request.owned = request.committed = length
+        request.owned = request.committed = len(shared)
         self._extend(request, missing)
-        return length
+        return True
 
     def forget_prefixes(self, scope: Hashable) -> None:
         for handle in self._prefixes.of_scope(scope):

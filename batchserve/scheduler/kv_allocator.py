@@ -43,6 +43,16 @@ class KVAllocator(Protocol):
         now; None (and no change) when memory is out.
         """
 
+    def cached_prefix(self, scope: Hashable, token_ids: Sequence[int]) -> int:
+        """How many of these tokens match_prefix() would commit at once, if there is memory."""
+
+    def fork(self, request_id: str, source_id: str, num_shared: int, num_tokens: int) -> bool:
+        """Begin a request that owns nothing: make room for num_tokens, and commit the first num_shared of another's.
+
+        They must be committed there; the source goes on, or ends, as if nothing had been. False (and no change) when
+        memory is out.
+        """
+
     def retire(self, request_id: str, scope: Hashable, token_ids: Sequence[int]) -> None:
         """Instead of release: keep what is committed as a cached prefix of the scope; it is of these tokens."""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from batchserve.request import Request, RequestStatus
 from batchserve.scheduler.policy import prefill_rows, prompt_rank, rank
+from batchserve.scheduler.sharing import Source, best_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 
 DRAFT_ROWS_RATE = 0.2
+LOOKED_AT = 2  # times max_num_seqs: waiting requests that are looked at, some of which may wait for another's prompt
 
 
 class ScheduledRequest(NamedTuple):
@@ -56,7 +59,8 @@ class Scheduler:
     """Higher priority first, then first come, first served, under max_num_seqs, max_num_batched_tokens and K/V memory.
 
     Prompts are computed in chunks that leave running requests their inter-token latency, where step times are known; of
-    those that are let in, the one with the fewest tokens left comes first.
+    those that are let in, the one with the fewest tokens left comes first. What running requests have computed of a
+    prompt is not computed again: whoever begins alike is let in when it is there.
     When memory runs out whoever comes last is preempted: his K/V is freed and recomputed later, from the prompt and the
     tokens that he has already given.
     """
@@ -182,12 +186,16 @@ class Scheduler:
 
         Returns the rows left.
         """
-        while self.waiting and rows > 0 and len(self.running) < self._config.max_num_seqs:
-            request = min(self.waiting, key=self._rank)
+        for request in self._candidates():
+            if rows < 1 or len(self.running) >= self._config.max_num_seqs:
+                break
             if before is not None and self._prompt_rank(request) >= self._prompt_rank(before):
                 break
+            source = best_source(request, self.running)
+            if source is not None and self._waits_for(source, request):
+                continue
             # Room for all of its tokens, not only the first chunk: half a prompt in memory helps nobody.
-            if not self._begin(request):
+            if not self._begin(request, source):
                 break
             self.waiting.remove(request)
             request.move_to(RequestStatus.RUNNING)
@@ -197,17 +205,32 @@ class Scheduler:
             rows -= chunk
         return rows
 
-    def _begin(self, request: Request) -> bool:
-        """Reserve memory for all that a waiting request has to compute; what is cached of it is computed already."""
-        scope, num_tokens = request.prefix_scope, request.num_pending_tokens
-        if scope is None or num_tokens > self._allocator.reservable_tokens(request.request_id):
-            return self._allocator.reserve(request.request_id, num_tokens)
-        cached = self._allocator.match_prefix(request.request_id, scope, request.token_ids)
-        if cached is None:
+    def _candidates(self) -> list[Request]:
+        """Those who might be let in now, the first in line first."""
+        if not self.waiting or len(self.running) >= self._config.max_num_seqs:
+            return []
+        return heapq.nsmallest(LOOKED_AT * self._config.max_num_seqs, self.waiting, key=self._rank)
+
+    def _waits_for(self, source: Source, request: Request) -> bool:
+        """Whether it is let in when more of the source's prompt is computed; never for one that comes after it."""
+        is_before = self._rank(source.request) <= self._rank(request)
+        return is_before and source.is_worth_waiting_for(len(request.token_ids))
+
+    def _begin(self, request: Request, source: Source | None) -> bool:
+        """Reserve memory for all tokens of a waiting request; what others have left or have is computed already."""
+        name, scope, tokens = request.request_id, request.prefix_scope, request.token_ids
+        if scope is None:
+            return self._allocator.reserve(name, request.num_pending_tokens)
+        if source is not None and source.num_shared > self._allocator.cached_prefix(scope, tokens):
+            is_forked = self._allocator.fork(name, source.request.request_id, source.num_shared, len(tokens))
+            known = source.num_shared if is_forked else None
+        else:
+            known = self._allocator.match_prefix(name, scope, tokens)
+        if known is None:
             return False
-        request.num_computed_tokens = cached
+        request.num_computed_tokens = known
         if request.num_preemptions == 0:
-            request.num_cached_tokens = cached
+            request.num_cached_tokens = known
         return True
 
     def _reserve(self, request: Request, num_tokens: int, preempted: list[Request]) -> bool:

@@ -127,7 +127,9 @@ class SlabMachine(RuleBasedStateMachine):
         base = data.draw(st.sampled_from(known))
         prompt = base[: data.draw(st.integers(0, len(base)))] + [next(self.tokens) for _ in range(more)]
         free = self.free
+        expected = self.allocator.cached_prefix(scope, prompt)
         cached = self.allocator.match_prefix(request_id, scope, prompt)
+        assert cached in (None, expected)
         assert self.may_begin(prompt, free, cached)
         if cached is None:
             return
@@ -137,6 +139,25 @@ class SlabMachine(RuleBasedStateMachine):
         self.committed[request_id] = prompt[:cached]
         self.owned[request_id] = self.rounded(len(prompt))
         self.reserved[request_id] = len(prompt) - cached
+
+    @precondition(lambda self: 0 < len(self.committed) < 4)
+    @rule(data=st.data(), more=st.integers(1, 260))
+    def fork(self, data: st.DataObject, more: int) -> None:
+        """A request begins with what another one has computed; both go on as if they were alone."""
+        request_id = next(name for name in "abcd" if name not in self.committed)
+        source = data.draw(st.sampled_from(sorted(self.committed)))
+        shared = self.committed[source][: data.draw(st.integers(0, len(self.committed[source])))]
+        num_tokens, free = len(shared) + more, self.free
+        is_forked = self.allocator.fork(request_id, source, len(shared), num_tokens)
+        assert is_forked == (self.rounded(num_tokens - self.num_shared_by_fork(len(shared))) <= free)
+        if is_forked:
+            self.began(request_id, num_tokens)
+            self.committed[request_id], self.reserved[request_id] = shared, more
+            self.owned[request_id] = self.rounded(num_tokens)
+
+    def num_shared_by_fork(self, num_tokens: int) -> int:
+        """How many of the tokens that a fork begins with take no memory of their own."""
+        return 0
 
     @rule(scope=st.sampled_from(["s", "t"]))
     def forget(self, scope: str) -> None:

@@ -52,6 +52,9 @@ class SlotMachine(SlabMachine):
         """Nothing that was reserved for rows which were not kept, but what was there for the prompt."""
         return max(len(self.committed[request_id]), self.promised[request_id])
 
+    def num_shared_by_fork(self, num_tokens: int) -> int:
+        return num_tokens
+
     def may_begin(self, prompt: list[int], free: int, cached: int | None) -> bool:
         """What is shared with a running request takes no memory, so more may begin than would fit alone."""
         return cached is not None or len(prompt) > free
@@ -179,6 +182,21 @@ def test_what_is_shared_with_a_running_request_takes_no_memory() -> None:
     assert allocator.match_prefix("d", "s", [*text, *range(50, 58)]) is None, "one more than is free"
     assert allocator.match_prefix("d", "s", [*text, *range(50, 57)]) == 40
     allocator.check_integrity({"b", "c", "d"})
+
+
+def test_a_fork_takes_memory_for_its_own_tokens_only_and_outlives_its_source() -> None:
+    allocator = make(50)
+    assert allocator.reserve("a", 40)
+    allocator.commit("a", range(30))
+    assert allocator.fork("b", "a", 30, 35)
+    assert allocator.slots("b")[:30].tolist() == allocator.slots("a")[:30].tolist()
+    assert allocator.free_tokens == 50 - 40 - 5
+    assert not allocator.fork("c", "a", 20, 26), "one more than is free"
+    allocator.release("a")
+    assert allocator.free_tokens == 50 - 35
+    allocator.check_integrity({"b"})
+    allocator.release("b")
+    assert allocator.free_tokens == 50
 
 
 def test_prefixes_go_when_memory_is_needed_but_not_the_one_that_is_hit() -> None:
