@@ -120,7 +120,7 @@ class FlashInferKernel:
                 self._planned.add(kind)
             wrapper = self._wrappers[kind].wrapper
         more = variant_run_arguments(metadata, params) if is_variant else ()
-        caches = key_cache.unsqueeze(1), value_cache.unsqueeze(1)  # [slots, page_size, num_kv_heads, dim]
+        caches = self._in_pages(key_cache), self._in_pages(value_cache)
         out: torch.Tensor = wrapper.run(query.contiguous(), caches, *more)
         return out
 
@@ -189,13 +189,10 @@ class FlashInferKernel:
         window_left = kind.sliding_window - 1 if kind.is_causal and kind.sliding_window is not None else -1
         return {
             "qo_indptr": metadata.qo_indptr_cpu,
-            "paged_kv_indptr": metadata.kv_indptr_cpu,
-            "paged_kv_indices": metadata.kv_indices,
-            "paged_kv_last_page_len": torch.ones(metadata.num_requests, dtype=torch.int32),
+            **self._pages(metadata),
             "num_qo_heads": kind.num_heads,
             "num_kv_heads": kind.num_kv_heads,
             "head_dim_qk": kind.key_dim,
-            "page_size": PAGE_SIZE,
             "head_dim_vo": kind.value_dim,
             "packed_custom_mask": packed,
             "causal": kind.is_causal,
@@ -207,6 +204,19 @@ class FlashInferKernel:
             "seq_lens": metadata.kv_lens_cpu,
             "max_token_per_sequence": metadata.max_rows,
         }
+
+    def _pages(self, metadata: TreeMetadata) -> dict[str, Any]:
+        """Arguments of plan(): where each request's pages are."""
+        return {
+            "paged_kv_indptr": metadata.kv_indptr_cpu,
+            "paged_kv_indices": metadata.kv_indices,
+            "paged_kv_last_page_len": torch.ones(metadata.num_requests, dtype=torch.int32),
+            "page_size": PAGE_SIZE,
+        }
+
+    def _in_pages(self, cache: torch.Tensor) -> torch.Tensor:
+        """[slots, num_kv_heads, dim] -> [pages, page_size, num_kv_heads, dim]"""
+        return cache.unsqueeze(1)
 
     def _fit_workspace(self, wrapper: Any, arguments: dict[str, Any]) -> None:
         """Give every wrapper a float workspace that this plan fits into; the documented 128 MB do not always do."""

@@ -21,7 +21,10 @@ FAR = 6  # a row's parent is one of the last so many rows
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """contexts and rows by request; a negative number of rows is a chain, such as a prompt."""
+    """contexts and rows by request; a negative number of rows is a chain, such as a prompt.
+
+    page_size: slots that lie behind each other; what of a request's last page is not its own must not be seen.
+    """
 
     name: str
     contexts: tuple[int, ...]
@@ -31,6 +34,7 @@ class Case:
     head_dim: int = 128
     window: int | None = None
     softcap: float | None = None
+    page_size: int = 1
 
     @property
     def params(self) -> AttentionParams:
@@ -56,8 +60,8 @@ def make_step(case: Case, device: torch.device, dtype: torch.dtype, seed: int = 
     rng = random.Random(f"{case.name} {seed}")
     generator = torch.Generator(device).manual_seed(seed)
     parents = [list(range(-1, -n - 1)) if n < 0 else random_parents(rng, n) for n in case.rows]
-    metadata = make_metadata(parents, case.contexts, device, generator)
-    num_slots = int(metadata.kv_indices.max()) + 2
+    metadata = make_metadata(parents, case.contexts, device, generator, case.page_size)
+    num_slots = (int(metadata.kv_indices.max()) // case.page_size + 2) * case.page_size
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32)
@@ -65,7 +69,8 @@ def make_step(case: Case, device: torch.device, dtype: torch.dtype, seed: int = 
     query = normal(metadata.num_rows, case.heads, case.head_dim)
     keys, values = (normal(num_slots, case.kv_heads, case.head_dim) for _ in range(2))
     query[..., 0] = 4.0
-    keys[..., 0] = 0.0
+    keys[..., 0] = math.log(int(metadata.kv_lens_cpu.max()) + 2) / (4.0 * case.params.scaling)  # nobody's are seen, too
+    keys[metadata.kv_indices.long(), :, 0] = 0.0
     kv = metadata.kv_indptr_cpu.tolist()
     for i, context in enumerate(case.contexts):
         slots = metadata.kv_indices[kv[i] : kv[i + 1]].long()
@@ -79,7 +84,11 @@ def make_step(case: Case, device: torch.device, dtype: torch.dtype, seed: int = 
 
 
 def make_metadata(
-    parents: list[list[int]], contexts: tuple[int, ...], device: torch.device, generator: torch.Generator
+    parents: list[list[int]],
+    contexts: tuple[int, ...],
+    device: torch.device,
+    generator: torch.Generator,
+    page_size: int = 1,
 ) -> TreeMetadata:
     counts = [len(rows) for rows in parents]
     kv_lens = [context + count for context, count in zip(contexts, counts, strict=True)]
@@ -87,7 +96,7 @@ def make_metadata(
     flat = [np.array(rows, dtype=np.int32) for rows in parents]
     bits, is_causal = ancestor_bits(np.concatenate(flat), qo_indptr)
     positions = np.concatenate([tree_positions(rows, c) for rows, c in zip(flat, contexts, strict=True)])
-    slots = torch.randperm(sum(kv_lens), generator=generator, device=device).int() + 1  # slot 0 is nobody's
+    slots = _slots(kv_lens, page_size, device, generator)
     last = [slots[end - count : end] for end, count in zip(kv_indptr[1:].tolist(), counts, strict=True)]
     return TreeMetadata(
         qo_indptr=torch.from_numpy(qo_indptr).to(device),
@@ -102,6 +111,15 @@ def make_metadata(
         max_rows=max(counts),
         is_causal=is_causal,
     )
+
+
+def _slots(kv_lens: list[int], page_size: int, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+    """int32 [sum of kv_lens]: every request's, in pages anywhere; page 0 is nobody's."""
+    counts = [-(-length // page_size) for length in kv_lens]
+    pages = torch.randperm(sum(counts), generator=generator, device=device).int() + 1
+    slots = pages[:, None] * page_size + torch.arange(page_size, dtype=torch.int32, device=device)
+    each = slots.split(counts)
+    return torch.cat([mine.flatten()[:length] for mine, length in zip(each, kv_lens, strict=True)])
 
 
 def reference(step: Step, params: AttentionParams) -> torch.Tensor:

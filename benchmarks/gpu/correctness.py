@@ -20,10 +20,12 @@ from benchmarks.gpu.cases import Case, Step, compare, make_step, reference
 from benchmarks.gpu.graph_replay import check_replays
 from benchmarks.gpu.kit import Kit, Report
 from benchmarks.gpu.modules import Module, is_installed, is_ready, stock, variant
+from benchmarks.gpu.pages import PagedKernel
 
 LONGEST = 16_384
 SEEDS = 3
 TREES = tuple(range(1, 33))
+PAGE_SIZES = (16, 5)
 
 
 def cases(kit: Kit) -> list[Case]:
@@ -34,6 +36,7 @@ def cases(kit: Kit) -> list[Case]:
             Case("mixed", (0, 5, 40, 17), (3, -4, 9, 1), **small),
             Case("window", (0, 30, 80), (7, 5, 12), window=16, **small),
             Case("softcap", (3, 20), (6, 4), softcap=30.0, **small),
+            Case("pages of 16", (0, 5, 40, 17), (3, -4, 9, 1), page_size=16, **small),
         ]
     rng = random.Random(0)
 
@@ -62,6 +65,9 @@ def cases(kit: Kit) -> list[Case]:
         dataclasses.replace(shapes[1], name="one K/V head", heads=8, kv_heads=1),
         dataclasses.replace(shapes[1], name="28 heads over 4", heads=28, kv_heads=4),
     ]
+    for page_size in PAGE_SIZES:
+        paged = [every[i] for i in (0, 1, 2, 8)]  # short, long, empty contexts, window
+        every += [dataclasses.replace(c, name=f"{c.name}, pages of {page_size}", page_size=page_size) for c in paged]
     for head_dim in (64, 256):
         every += [dataclasses.replace(case, name=f"{case.name}, d{head_dim}", head_dim=head_dim) for case in every[:2]]
     narrow = dataclasses.replace(shapes[0], name="window, d64", head_dim=64, window=128)
@@ -82,13 +88,19 @@ def graph_cases(kit: Kit) -> list[Case]:
 
 
 def kernels(kit: Kit) -> dict[str, Callable[[Case, torch.dtype], TreeKernel]]:
-    """What makes each kernel that is there, by name."""
+    """What makes each kernel that is there, by name; FlashInfer's read a case's pages, the others slots."""
 
     def layers(case: Case) -> list[LayerShape]:
         return [LayerShape(case.kv_heads, case.head_dim, case.head_dim)]
 
     def flashinfer(mask: str) -> Callable[[Case, torch.dtype], TreeKernel]:
-        return lambda case, dtype: FlashInferKernel(layers(case), case.heads, dtype, kit.device, mask=mask)
+        def make(case: Case, dtype: torch.dtype) -> TreeKernel:
+            of_model = (layers(case), case.heads, dtype, kit.device)
+            if case.page_size > 1:
+                return PagedKernel(*of_model, mask=mask, page_size=case.page_size)
+            return FlashInferKernel(*of_model, mask=mask)
+
+        return make
 
     if kit.is_dry:
         return {"torch": lambda case, dtype: TorchKernel()}

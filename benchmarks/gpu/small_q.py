@@ -28,6 +28,7 @@ from benchmarks.gpu.modules import decode, is_ready, stock
 CONTEXTS = (2048, 512, 8192)
 BATCHES = (1, 16, 4)
 ROWS = (1, 2, 4, 8)
+LARGE_PAGE = 16
 MAX_NUM_SEQS = 32  # as in the other parts
 CACHE_BYTES = 256 << 20  # several times what a device keeps of its memory at hand
 FEWEST_CALLS = 4
@@ -51,14 +52,15 @@ def measure(kit: Kit, bandwidth: float, shape: str, batch: int, context: int) ->
     found: dict[str, Any] = {"kv_bytes": num_bytes, "copy_us": round(floor_us, 3), "us": {}, "tile": {}}
     for rows in kit.pick(ROWS, ROWS[:3]):
         case = Case("small q", (context,) * batch, (rows,) * batch, **heads)
-        step = make_step(case, kit.device, dtype)
-        caches = several(step, num_bytes)
-        for name, kernel, metadata in contenders(kit, case, step.metadata, dtype):
-            us = call_us(kit, kernel, step.query, caches, metadata, case.params)
-            found["us"].setdefault(name, {})[str(rows)] = round(us, 3)
-            tile = query_tile(kernel)
-            if tile is not None:
-                found["tile"].setdefault(name, {})[str(rows)] = tile
+        for each in (case, dataclasses.replace(case, page_size=LARGE_PAGE)):
+            step = make_step(each, kit.device, dtype)
+            caches = several(step, num_bytes)
+            for name, kernel, metadata in contenders(kit, each, step.metadata, dtype):
+                us = call_us(kit, kernel, step.query, caches, metadata, each.params)
+                found["us"].setdefault(name, {})[str(rows)] = round(us, 3)
+                tile = query_tile(kernel)
+                if tile is not None:
+                    found["tile"].setdefault(name, {})[str(rows)] = tile
     found["over_copy"] = {
         name: {rows: round(us / floor_us, 3) for rows, us in by_rows.items()} for name, by_rows in found["us"].items()
     }
@@ -82,7 +84,8 @@ def contenders(
 
     `graph` is as the engine captures the bucket; `graph, all` has all requests in it, `graph, fitting` those that there
     are, and `graph, tile of one row` as many as it has rows, so that the tile is the smallest. Where two of them have
-    the same number of requests, the first of their names stands for both.
+    the same number of requests, the first of their names stands for both. Of larger pages, which the engine does not
+    have, there are eager steps of FlashInfer's.
     """
     total = metadata.num_rows
     trees = dataclasses.replace(metadata, is_causal=False)  # also of single rows, and of trees that happen to be chains
@@ -99,11 +102,15 @@ def contenders(
     for kernel_name, make in makers.items():
         if missing_module(kit, kernel_name, tree_case, dtype) is not None:
             continue
+        if case.page_size > 1:
+            if kernel_name.startswith("flashinfer"):
+                yield f"{kernel_name}, eager, pages of {case.page_size}", make(case, dtype), trees
+            continue
         yield f"{kernel_name}, eager", make(case, dtype), trees
         for requests, name in graphs.items():
             if name == "graph" or kernel_name.startswith("flashinfer"):
                 yield f"{kernel_name}, {name}", make(case, dtype), as_graph(trees, requests)
-    if "flashinfer_custom" not in makers:
+    if "flashinfer_custom" not in makers or case.page_size > 1:
         return
     chains = dataclasses.replace(metadata, is_causal=True)
     if is_ready(kit, stock(case.head_dim, dtype)):

@@ -43,6 +43,8 @@ from batchserve.attention.torch_paged import TorchKernel
 from batchserve.attention.torch_reference import attend_span
 from batchserve.attention.tree_metadata import TreeMetadata
 from batchserve.errors import ConfigError, UnsupportedModelError
+from benchmarks.gpu.cases import Case, compare, make_step, reference
+from benchmarks.gpu.pages import PagedKernel
 from tests.attention.test_paged import Recording, make_spans, random_step, reserved
 from tests.factories import examples
 
@@ -65,7 +67,7 @@ def flashinfer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 class FakeWrapper:
-    """BatchPrefillWithPagedKVCacheWrapper in torch, one token a page."""
+    """BatchPrefillWithPagedKVCacheWrapper in torch."""
 
     def __init__(self, real: type, jit_args: list[Any] | None, workspace: torch.Tensor, needed: int = 0) -> None:
         self.real, self.jit_args, self.needed = real, jit_args, needed
@@ -93,8 +95,9 @@ class FakeWrapper:
         assert len(self._float_workspace_buffer) >= self.needed, "the workspace overflows"
         for name in ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"):
             assert plan[name].dtype == torch.int32, name
-        rows, kv_lens = plan["qo_indptr"].diff(), plan["paged_kv_indptr"].diff()
-        assert torch.equal(plan["seq_lens"], kv_lens)
+        rows, pages = plan["qo_indptr"].diff(), plan["paged_kv_indptr"].diff()
+        kv_lens = (pages - 1) * plan["page_size"] + plan["paged_kv_last_page_len"]
+        assert torch.equal(plan["seq_lens"], torch.where(pages > 0, kv_lens, 0))
         assert plan["max_token_per_sequence"] == rows.max()
         self._mask_indptr_buf = None
         if plan["packed_custom_mask"] is not None:  # in bits, as the real one leaves it
@@ -111,14 +114,15 @@ class FakeWrapper:
         assert caches[0].shape[1:] == (plan["page_size"], plan["num_kv_heads"], plan["head_dim_qk"])
         out = q.new_zeros(*q.shape[:2], plan["head_dim_vo"])
         for i in range(len(qo) - 1):
-            slots, rows = plan["paged_kv_indices"][kv[i] : kv[i + 1]].long(), slice(qo[i], qo[i + 1])
-            keys, values = (cache[slots, 0].transpose(0, 1) for cache in caches)
+            pages, rows = plan["paged_kv_indices"][kv[i] : kv[i + 1]].long(), slice(qo[i], qo[i + 1])
+            kv_len = max(0, (len(pages) - 1) * plan["page_size"] + int(plan["paged_kv_last_page_len"][i]))
+            keys, values = (cache[pages].flatten(0, 1)[:kv_len].transpose(0, 1) for cache in caches)
             if self.jit_args is None:
-                mask, params = self._stock_mask(i, qo[i + 1] - qo[i], kv[i + 1] - kv[i]), self._stock_params()
+                mask, params = self._stock_mask(i, qo[i + 1] - qo[i], kv_len), self._stock_params()
             else:
                 given = dict(zip([*self.jit_args[7], *self.jit_args[9]], more, strict=True))
                 assert plan["packed_custom_mask"] is not None, "the variant would be asked about the last keys only"
-                mask = literal_variant(given, qo[i], qo[i + 1] - qo[i], kv[i + 1] - kv[i])
+                mask = literal_variant(given, qo[i], qo[i + 1] - qo[i], kv_len)
                 params = AttentionParams(given["sm_scale"], softcap=given["softcap"] or None)
             out[rows] = attend_span(q[rows].transpose(0, 1), keys, values, mask, params)
         return out
@@ -285,6 +289,32 @@ def test_both_masks_ask_for_what_the_reference_does(flashinfer: Any, mask: str) 
         assert [len(wrapper.plans) for wrapper in made] == [1] * (2 if is_variant else 4)
 
     check()
+
+
+@pytest.mark.parametrize("mask", ["custom", "tree"])
+@pytest.mark.parametrize("page_size", [2, 5, 16])
+def test_larger_pages_are_told_as_flashinfer_wants_them(flashinfer: Any, mask: str, page_size: int) -> None:
+    case = Case("pages", (0, 33, 16, 5), (3, -4, 16, 1), heads=4, kv_heads=2, head_dim=64, page_size=page_size)
+    step = make_step(case, CPU, torch.bfloat16)
+    shape = [LayerShape(case.kv_heads, case.head_dim, case.head_dim)]
+    made: list[FakeWrapper] = []
+
+    def make(jit_args: list[Any] | None, workspace: torch.Tensor) -> FakeWrapper:
+        made.append(FakeWrapper(flashinfer.BatchPrefillWithPagedKVCacheWrapper, jit_args, workspace))
+        return made[-1]
+
+    kernel = PagedKernel(shape, case.heads, torch.bfloat16, CPU, mask=mask, page_size=page_size, make_wrapper=make)
+    exact = reference(step, case.params)
+
+    def found() -> dict[str, object]:
+        kernel.plan(step.metadata)
+        out = kernel.run(step.query, step.key_cache, step.value_cache, step.metadata, case.params)
+        return compare(out, exact, torch.bfloat16)
+
+    assert found()["is_right"]
+    assert made[0].plans[0]["page_size"] == page_size
+    step.metadata.kv_indices[int(step.metadata.kv_indptr_cpu[1])] += page_size
+    assert not found()["is_right"], "another page in place of a context's first"
 
 
 GRAPH_ROWS, GRAPH_REQUESTS = 512, 6

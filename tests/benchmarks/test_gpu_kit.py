@@ -114,6 +114,17 @@ def test_a_window_off_by_one_is_seen():
         assert not compare(other, exact, torch.bfloat16)["is_right"]
 
 
+def test_what_a_last_page_has_beside_the_requests_own_is_seen():
+    case = Case("pages", (300, 40), (9, 14), heads=2, kv_heads=2, head_dim=64, page_size=16)
+    step = make_step(case, CPU, torch.bfloat16)
+    exact = reference(step, case.params)
+    assert compare(exact.to(torch.bfloat16), exact, torch.bfloat16)["is_right"]
+    # The last page's next slot in place of the context's second: one key too many, where one was that weighs nothing.
+    begin, end = step.metadata.kv_indptr_cpu[:2].tolist()
+    step.metadata.kv_indices[begin + 1] = step.metadata.kv_indices[end - 1] + 1
+    assert not compare(reference(step, case.params), exact, torch.bfloat16)["is_right"]
+
+
 class SeesAll(TorchKernel):
     """Takes every row to see all rows before it."""
 
