@@ -100,7 +100,8 @@ class EngineConfig:
     Drafts of a fixed length are bounded by neither.
     max_priority_wait_s: a request that has waited so long comes before all of higher priority.
     tpot_target_ms: favour requests while their time per output token is above this; they may name their own.
-    prefix_cache: keep K/V of ended requests, where memory is free, for prompts of the same scope that begin alike.
+    prefix_cache: prompts of the same scope that begin alike share K/V: that of requests that are running, and of ended
+    ones, which is kept where memory is free.
     cache_dir: where measured step times are kept.
     branch_length: the most draft tokens in one line of descent; None: the drafter's own.
     default_draft_scope: whose answers requests draft from that name no scope; "request" shares nothing.

@@ -54,10 +54,12 @@ class PrefixIndex:
         for handle, entry in self._entries.items():
             if entry.scope == scope and (found := common_length(entry.token_ids, tokens)) > length:
                 best, length = handle, found
-        if length < FEWEST_TOKENS:
-            return 0, 0
-        self._entries[best] = self._entries.pop(best)
-        return best, length
+        return (best, length) if length >= FEWEST_TOKENS else (0, 0)
+
+    def use(self, handle: int) -> None:
+        """The entry was used last, if there is one."""
+        if handle:
+            self._entries[handle] = self._entries.pop(handle)
 
     def remove(self, handle: int) -> None:
         del self._entries[handle]

@@ -140,21 +140,26 @@ class SlabAllocator:
         for old in gone:
             self._cached -= self._kept.pop(old).capacity
 
-    def cached_prefix(self, scope: Hashable, token_ids: Sequence[int]) -> int:
-        return self._prefixes.match(scope, token_ids[:-1])[1]
-
-    def match_prefix(self, request_id: str, scope: Hashable, token_ids: Sequence[int]) -> int | None:
+    def match_prefix(
+        self, request_id: str, scope: Hashable, token_ids: Sequence[int], source_id: str = "", num_shared: int = 0
+    ) -> int | None:
         if len(token_ids) > self.reservable_tokens(request_id):
             return None
         handle, length = self._prefixes.match(scope, token_ids[:-1])
-        # What is matched was used last: it goes only where nothing else is left, and stays alive here until copied.
+        if num_shared > length:
+            return num_shared if self.fork(request_id, source_id, num_shared, len(token_ids)) else None
+        # What is used now goes last, if others are not enough: and stays alive here until it is copied.
+        self._prefixes.use(handle)
         self._begin_with(request_id, self._kept.get(handle), length, len(token_ids))
         return length
 
     def fork(self, request_id: str, source_id: str, num_shared: int, num_tokens: int) -> bool:
+        source = self._slabs[source_id]
+        if num_shared > source.num_committed:
+            raise ValueError(f"num_shared = {num_shared}: {source_id!r} has committed {source.num_committed} tokens")
         if num_tokens > self.reservable_tokens(request_id):
             return False
-        self._begin_with(request_id, self._slabs[source_id], num_shared, num_tokens)
+        self._begin_with(request_id, source, num_shared, num_tokens)
         return True
 
     def _begin_with(self, request_id: str, source: _Slab | None, num_shared: int, num_tokens: int) -> None:

@@ -164,15 +164,20 @@ class SlotAllocator:
                 self._let_go(old)
         self.release(request_id)
 
-    def cached_prefix(self, scope: Hashable, token_ids: Sequence[int]) -> int:
-        return self._prefixes.match(scope, token_ids[:-1])[1]
-
-    def match_prefix(self, request_id: str, scope: Hashable, token_ids: Sequence[int]) -> int | None:
+    def match_prefix(
+        self, request_id: str, scope: Hashable, token_ids: Sequence[int], source_id: str = "", num_shared: int = 0
+    ) -> int | None:
         handle, length = self._prefixes.match(scope, token_ids[:-1])
+        if num_shared > length:
+            return num_shared if self.fork(request_id, source_id, num_shared, len(token_ids)) else None
+        self._prefixes.use(handle)
         shared = self._kept[handle][:length] if handle else np.zeros(0, np.int32)
         return length if self._begin_with(request_id, shared, len(token_ids)) else None
 
     def fork(self, request_id: str, source_id: str, num_shared: int, num_tokens: int) -> bool:
+        committed = self._requests[source_id].committed
+        if num_shared > committed:
+            raise ValueError(f"num_shared = {num_shared}: {source_id!r} has committed {committed} tokens")
         return self._begin_with(request_id, self.slots(source_id)[:num_shared].copy(), num_tokens)
 
     def _begin_with(self, request_id: str, shared: np.ndarray, num_tokens: int) -> bool:

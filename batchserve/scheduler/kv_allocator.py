@@ -36,21 +36,21 @@ class KVAllocator(Protocol):
     def commit(self, request_id: str, rows: Sequence[int]) -> None:
         """Keep these rows (indices into the step's rows of this request, ascending) as the next committed tokens."""
 
-    def match_prefix(self, request_id: str, scope: Hashable, token_ids: Sequence[int]) -> int | None:
+    def match_prefix(
+        self, request_id: str, scope: Hashable, token_ids: Sequence[int], source_id: str = "", num_shared: int = 0
+    ) -> int | None:
         """Begin a request that owns nothing: make room for all these tokens, and commit the longest cached prefix.
 
-        Only what was retired under the same scope is a hit, and never all of the tokens. Returns how many are committed
-        now; None (and no change) when memory is out.
+        Only what was retired under the same scope is a hit, and never all of the tokens. Where a running request has
+        more of them, num_shared, the new one is a fork of that. Returns how many are committed now; None (and no
+        change) when memory is out.
         """
-
-    def cached_prefix(self, scope: Hashable, token_ids: Sequence[int]) -> int:
-        """How many of these tokens match_prefix() would commit at once, if there is memory."""
 
     def fork(self, request_id: str, source_id: str, num_shared: int, num_tokens: int) -> bool:
         """Begin a request that owns nothing: make room for num_tokens, and commit the first num_shared of another's.
 
-        They must be committed there; the source goes on, or ends, as if nothing had been. False (and no change) when
-        memory is out.
+        The source goes on, or ends, as if nothing had been. False (and no change) when memory is out. Raises ValueError
+        where the source has not committed so many.
         """
 
     def retire(self, request_id: str, scope: Hashable, token_ids: Sequence[int]) -> None:

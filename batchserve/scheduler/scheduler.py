@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from batchserve.request import Request, RequestStatus
 from batchserve.scheduler.policy import prefill_rows, prompt_rank, rank
-from batchserve.scheduler.sharing import Source, best_source
+from batchserve.scheduler.sharing import best_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
 
 DRAFT_ROWS_RATE = 0.2
-LOOKED_AT = 2  # times max_num_seqs: waiting requests that are looked at, some of which may wait for another's prompt
 
 
 class ScheduledRequest(NamedTuple):
@@ -59,8 +57,8 @@ class Scheduler:
     """Higher priority first, then first come, first served, under max_num_seqs, max_num_batched_tokens and K/V memory.
 
     Prompts are computed in chunks that leave running requests their inter-token latency, where step times are known; of
-    those that are let in, the one with the fewest tokens left comes first. What running requests have computed of a
-    prompt is not computed again: whoever begins alike is let in when it is there.
+    those that are let in, the one with the fewest tokens left comes first. Whoever is let in begins with what is cached
+    of its tokens, or with what a running request has computed of them.
     When memory runs out whoever comes last is preempted: his K/V is freed and recomputed later, from the prompt and the
     tokens that he has already given.
     """
@@ -78,6 +76,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._now_s = 0.0
         self._draft_rows = 0.0  # of a step, smoothed
+        self._refused = "", 0  # who was last, and with so much memory free
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -186,16 +185,12 @@ class Scheduler:
 
         Returns the rows left.
         """
-        for request in self._candidates():
-            if rows < 1 or len(self.running) >= self._config.max_num_seqs:
-                break
+        while self.waiting and rows > 0 and len(self.running) < self._config.max_num_seqs:
+            request = min(self.waiting, key=self._rank)
             if before is not None and self._prompt_rank(request) >= self._prompt_rank(before):
                 break
-            source = best_source(request, self.running)
-            if source is not None and self._waits_for(source, request):
-                continue
             # Room for all of its tokens, not only the first chunk: half a prompt in memory helps nobody.
-            if not self._begin(request, source):
+            if not self._begin(request):
                 break
             self.waiting.remove(request)
             request.move_to(RequestStatus.RUNNING)
@@ -205,28 +200,16 @@ class Scheduler:
             rows -= chunk
         return rows
 
-    def _candidates(self) -> list[Request]:
-        """Those who might be let in now, the first in line first."""
-        if not self.waiting or len(self.running) >= self._config.max_num_seqs:
-            return []
-        return heapq.nsmallest(LOOKED_AT * self._config.max_num_seqs, self.waiting, key=self._rank)
-
-    def _waits_for(self, source: Source, request: Request) -> bool:
-        """Whether it is let in when more of the source's prompt is computed; never for one that comes after it."""
-        is_before = self._rank(source.request) <= self._rank(request)
-        return is_before and source.is_worth_waiting_for(len(request.token_ids))
-
-    def _begin(self, request: Request, source: Source | None) -> bool:
+    def _begin(self, request: Request) -> bool:
         """Reserve memory for all tokens of a waiting request; what others have left or have is computed already."""
-        name, scope, tokens = request.request_id, request.prefix_scope, request.token_ids
+        name, scope, free_tokens = request.request_id, request.prefix_scope, self._allocator.free_tokens
         if scope is None:
             return self._allocator.reserve(name, request.num_pending_tokens)
-        if source is not None and source.num_shared > self._allocator.cached_prefix(scope, tokens):
-            is_forked = self._allocator.fork(name, source.request.request_id, source.num_shared, len(tokens))
-            known = source.num_shared if is_forked else None
-        else:
-            known = self._allocator.match_prefix(name, scope, tokens)
+        if self._refused[0] == name and free_tokens <= self._refused[1]:
+            return False  # to look again in every step would take as long as some drafts
+        known = self._allocator.match_prefix(name, scope, request.token_ids, *best_source(request, self.running))
         if known is None:
+            self._refused = name, free_tokens
             return False
         request.num_computed_tokens = known
         if request.num_preemptions == 0:

@@ -192,6 +192,8 @@ def test_a_fork_takes_memory_for_its_own_tokens_only_and_outlives_its_source() -
     assert allocator.slots("b")[:30].tolist() == allocator.slots("a")[:30].tolist()
     assert allocator.free_tokens == 50 - 40 - 5
     assert not allocator.fork("c", "a", 20, 26), "one more than is free"
+    with pytest.raises(ValueError, match="num_shared = 31: 'a' has committed 30"):
+        allocator.fork("c", "a", 31, 32)
     allocator.release("a")
     assert allocator.free_tokens == 50 - 35
     allocator.check_integrity({"b"})

@@ -25,6 +25,8 @@ ALWAYS = (
     "test_every_family_under_every_drafter[torch-deepseek_v3]",
     "test_many_at_once_under_every_drafter_in_scopes_and_with_preemption[torch-mistral]",
     "test_one_after_the_other_each_hits_the_longest_beginning_there_is[torch-7-llama]",
+    "test_who_begins_like_one_that_is_running_takes_over_what_it_has_computed[torch-7-llama]",
+    "test_who_begins_like_one_that_is_running_takes_over_what_it_has_computed[graphs-None-llama]",
     "test_coverage_of_the_suite[torch-5]",
     "test_seeded_faults_turn_it_red[torch-",
     "test_tokens_are_the_same_whatever_is_chosen[torch-llama-mixed]",
@@ -36,6 +38,7 @@ ALWAYS = (
 AS_GRAPHS = (
     "test_every_family_under_every_drafter",
     "test_many_at_once_under_every_drafter_in_scopes_and_with_preemption",
+    "test_who_begins_like_one_that_is_running_takes_over_what_it_has_computed",
     "test_coverage_of_the_suite",
     "test_seeded_faults_turn_it_red",
     "test_a_prompt_that_overflows_harms_nobody_else",

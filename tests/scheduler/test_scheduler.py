@@ -47,12 +47,13 @@ class FakeAllocator:
         self.committed[request_id] += len(rows)
         assert self.committed[request_id] <= self.owned[request_id], "more rows than were reserved"
 
-    def match_prefix(self, request_id: str, scope: Hashable, token_ids: Sequence[int]) -> int | None:
-        cached = self.cached_prefix(scope, token_ids)
+    def match_prefix(
+        self, request_id: str, scope: Hashable, token_ids: Sequence[int], source_id: str = "", num_shared: int = 0
+    ) -> int | None:
+        cached = min(self.kept.get(scope, 0), len(token_ids) - 1)
+        if num_shared > cached:
+            return num_shared if self.fork(request_id, source_id, num_shared, len(token_ids)) else None
         return cached if self._begin(request_id, cached, len(token_ids)) else None
-
-    def cached_prefix(self, scope: Hashable, token_ids: Sequence[int]) -> int:
-        return min(self.kept.get(scope, 0), len(token_ids) - 1)
 
     def fork(self, request_id: str, source_id: str, num_shared: int, num_tokens: int) -> bool:
         assert num_shared <= self.committed[source_id], "shared before it is there"
@@ -175,23 +176,13 @@ class Traffic:
             assert running[: len(running_before)] == running_before
         if admitted:
             assert admitted == sorted(admitted, key=self.place)
-            passed_over = [request for request in waiting if self.place(request) < self.place(admitted[-1])]
-            assert all(self.is_computed_for_another(request) for request in passed_over), "not the first in line"
+            assert all(self.place(admitted[-1]) < self.place(request) for request in waiting), "not the first in line"
         for request in plan.preempted:
             assert request.status is RequestStatus.WAITING
             assert request.num_computed_tokens == 0
         for request in admitted:
             assert request.num_cached_tokens < request.num_prompt_tokens
             assert request.num_cached_tokens == 0 or request.prefix_scope is not None
-
-    def is_computed_for_another(self, request: Request) -> bool:
-        """Whether most of what a waiting request lacks is about to be there, by somebody who comes before it."""
-        return any(
-            other.prefix_scope == request.prefix_scope is not None
-            and self.place(other) < self.place(request)
-            and _is_mostly_coming(request.token_ids, other.token_ids, other.num_computed_tokens)
-            for other in self.scheduler.running
-        )
 
     def check_item(self, item: ScheduledRequest) -> None:
         request, config = item.request, self.config
@@ -231,13 +222,6 @@ class Traffic:
 
 def _or(value: int | None, default: int) -> int:
     return default if value is None else value
-
-
-def _is_mostly_coming(wanted: list[int], tokens: list[int], num_computed: int) -> bool:
-    common = next((i for i, (a, b) in enumerate(zip(wanted[:-1], tokens, strict=False)) if a != b), None)
-    common = min(len(wanted) - 1, len(tokens)) if common is None else common
-    known = min(common, num_computed)
-    return 2 * (common - known) > len(wanted) - known
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -457,57 +441,51 @@ def test_who_was_preempted_begins_again_with_what_is_cached() -> None:
     traffic.run_to_the_end()
 
 
-PLAIN = SpeculationParams(is_enabled=False)
+def sharing_traffic(memory: int = 4000) -> Traffic:
+    return Traffic(EngineConfig(max_num_seqs=4, max_num_batched_tokens=64), FakeAllocator(memory, 1), 1000)
 
 
-def sharing_traffic(**config: Any) -> Traffic:
-    allocator = FakeAllocator(4000, 1)
-    return Traffic(EngineConfig(**{"max_num_seqs": 4, "max_num_batched_tokens": 64} | config), allocator, 1000)
-
-
-def test_a_prompt_that_begins_like_one_under_way_is_not_computed_twice() -> None:
-    traffic = sharing_traffic(prefill_chunk_size=32)
-    first, second, stranger = (traffic.add(40, 3, PLAIN, scope=scope) for scope in ("s", "s", "t"))
-    other = traffic.add(35, 3, PLAIN)
-    for request in (second, stranger, other):
-        request.token_ids[-1] = 9
+def test_what_a_running_request_has_computed_is_not_computed_again() -> None:
+    traffic = sharing_traffic()
+    traffic.add(20, 30, scope="s")
+    traffic.add(50, 30, scope="s")
     traffic.step()
-    assert second not in traffic.scheduler.running, "its tokens are being computed already"
-    assert stranger in traffic.scheduler.running, "another scope's is no business of it"
+    late, stranger, private = (traffic.add(200, 3, scope=scope) for scope in ("s", "t", None))
+    late.token_ids[30:] = [9] * 170
     traffic.step()
-    assert second not in traffic.scheduler.running
-    traffic.step()
-    assert second in traffic.scheduler.running
-    assert [each.num_cached_tokens for each in (first, second, stranger, other)] == [0, 39, 0, 0]
+    assert [request.num_cached_tokens for request in (late, stranger, private)] == [30, 0, 0]
     traffic.run_to_the_end()
 
 
-def test_what_is_there_of_a_prompt_under_way_is_taken_where_most_is_still_missing() -> None:
+def test_the_longer_of_what_is_cached_and_what_is_running_is_taken() -> None:
     traffic = sharing_traffic()
-    first = traffic.add(50, 30, scope="s")
+    traffic.add(100, 1, scope="s")
+    traffic.run_to_the_end()
+    running, late = traffic.add(50, 30, scope="s"), traffic.add(200, 3, scope="s")
     traffic.step()
-    late = traffic.add(200, 3, scope="s")
-    late.token_ids[30:] = [9] * 170
-    plan = traffic.step()
-    assert late.num_cached_tokens == 30
-    assert {item.request for item in plan.scheduled} == {first, late}
-    cached = sharing_traffic()
-    cached.add(100, 1, scope="s")
-    cached.run_to_the_end()
-    running, late = cached.add(50, 30, scope="s"), cached.add(200, 3, scope="s")
-    cached.step()
-    assert running.num_cached_tokens == 49
-    assert late.num_cached_tokens == 100, "more is cached than is under way"
+    assert (running.num_cached_tokens, late.num_cached_tokens) == (49, 100)
+    traffic.allocator.kept.clear()
+    later = traffic.add(200, 3, scope="s")
+    later.token_ids[40:] = [9] * 160
+    while later in traffic.scheduler.waiting:
+        traffic.step()
+    assert later.num_cached_tokens == 40
 
 
-def test_nobody_waits_for_a_prompt_that_comes_after_his_own() -> None:
-    traffic = sharing_traffic(max_num_batched_tokens=32)
-    traffic.add(400, 3, scope="s")
+def test_who_was_refused_is_looked_at_again_when_memory_has_come_free() -> None:
+    traffic = sharing_traffic(memory=100)
+    first = traffic.add(60, 10, SpeculationParams(is_enabled=False), scope="s")
     traffic.step()
-    urgent = traffic.add(400, 3, priority=1, scope="s")
-    traffic.step()
-    assert urgent in traffic.scheduler.running
-    assert urgent.num_cached_tokens > 0
+    refused = traffic.add(60, 3, SpeculationParams(is_enabled=False), scope="s")
+    looked = []
+    match_prefix = traffic.allocator.match_prefix
+    traffic.allocator.match_prefix = lambda *args: (looked.append(args), match_prefix(*args))[1]  # type: ignore[func-returns-value, method-assign]
+    for _ in range(8):
+        traffic.step()
+    assert len(looked) == 1, "as often as it was refused"
+    traffic.run_to_the_end()
+    assert first.is_finished
+    assert refused.num_cached_tokens == 59
 
 
 def test_prompts_are_computed_in_the_order_of_their_priorities() -> None:
