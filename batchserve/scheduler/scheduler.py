@@ -76,7 +76,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._now_s = 0.0
         self._draft_rows = 0.0  # of a step, smoothed
-        self._refused = "", 0  # who was last, and with so much memory free
+        self._refused = ("", 0), 0  # who was last, beside how many that decode; and how much memory was free
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -205,11 +205,13 @@ class Scheduler:
         name, scope, free_tokens = request.request_id, request.prefix_scope, self._allocator.free_tokens
         if scope is None:
             return self._allocator.reserve(name, request.num_pending_tokens)
-        if self._refused[0] == name and free_tokens <= self._refused[1]:
-            return False  # to look again in every step would take as long as some drafts
+        # To look again in every step would take as long as some drafts: only if more is free, or a prompt was computed.
+        state = name, sum(other.num_pending_tokens == 1 for other in self.running)
+        if state == self._refused[0] and free_tokens <= self._refused[1]:
+            return False
         known = self._allocator.match_prefix(name, scope, request.token_ids, *best_source(request, self.running))
         if known is None:
-            self._refused = name, free_tokens
+            self._refused = state, free_tokens
             return False
         request.num_computed_tokens = known
         if request.num_preemptions == 0:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from batchserve.attention.slots import SlotAllocator
 from batchserve.config import DRAFTERS, EngineConfig
 from batchserve.draft.factory import draft_limits
 from batchserve.request import Request, RequestStatus
@@ -486,6 +487,25 @@ def test_who_was_refused_is_looked_at_again_when_memory_has_come_free() -> None:
     traffic.run_to_the_end()
     assert first.is_finished
     assert refused.num_cached_tokens == 59
+
+
+def test_who_fits_only_beside_a_request_that_it_begins_like_is_let_in_when_that_is_computed() -> None:
+    allocator = SlotAllocator(100, max_requests=4, max_tokens=100, bytes_per_token=1)
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, prefill_chunk_size=30)
+    scheduler = Scheduler(config, allocator, 100)
+    source, late = (make_request(name, [5] * 60, max_tokens=30) for name in "ab")
+    source.prefix_scope = late.prefix_scope = "s"
+    for request in (source, late):
+        scheduler.add(request)
+    for _ in range(3):
+        assert late in scheduler.waiting
+        for item in scheduler.schedule().scheduled:
+            allocator.commit(item.request.request_id, range(item.num_scheduled_tokens))
+            item.request.num_computed_tokens += item.num_scheduled_tokens
+            item.request.token_ids += [7] * item.is_sampled
+    assert late in scheduler.running
+    assert late.num_cached_tokens == 59
+    assert source in scheduler.running
 
 
 def test_prompts_are_computed_in_the_order_of_their_priorities() -> None:
