@@ -107,7 +107,7 @@ ENGINE_OPTIONS = {
     "max_num_batched_tokens": Option("the most rows of one step: prefill chunks, drafts and plain rows together"),
     "prefill_chunk_size": Option("the most prompt tokens of one request in one step", default_text="the step's bound"),
     "prefix_cache": Option(
-        "prompts of the same draft scope that begin alike share K/V; that of ended requests stays in memory nobody needs"
+        "prompts of the same draft scope that begin alike share K/V, also with ended requests while memory is free"
     ),
     "max_waiting": Option("the most requests that wait; further ones get RESOURCE_EXHAUSTED"),
     "max_model_len": Option(
