@@ -21,11 +21,15 @@ from batchserve.attention.slab import SlabAllocator
 from batchserve.attention.torch_reference import attend_span, store, stored
 
 # Up to so many queries of a K/V head, or so many rows and so much work (see _work), a span is cheaper in the compiled
-# kernel (benchmarks/attention.py). Only SDPA knows instructions for bfloat16, those for whole matrices most of all.
+# kernel (benchmarks/attention.py). Only SDPA has instructions for whole matrices; in bfloat16 without them it loses to
+# vectors of 16 whatever the span.
 SMALL_QUERIES = {torch.float32: 32, torch.bfloat16: 24}
-SMALL_QUERIES_BESIDE_AMX = 10
+SMALL_QUERIES_BESIDE_AMX, ANY_QUERIES = 10, 1 << 40
 SMALL_ROWS, SMALL_SPAN = 32, 10_000
 ALONE = 1_000  # work that one thread has done before another one has begun
+PART_ROWS = (
+    8  # of a span, that a thread takes at once: more are no faster, fewer heads than threads would leave some idle
+)
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -49,6 +53,7 @@ class _Spans:
 
         job = np.zeros(kernel.JOB_SIZE, np.int64)
         job[kernel.NUM_SPANS], job[kernel.LONGEST] = len(self.rows), (self.rows[:, 1] + self.rows[:, 2]).max()
+        job[kernel.MOST_ROWS], job[kernel.PART_ROWS] = self.rows[:, 1].max(), PART_ROWS
         arrays = (self.addresses, self.capacities, self.rows, self.parents)
         job[[kernel.ADDRESSES, kernel.CAPACITIES, kernel.SPANS, kernel.PARENTS]] = [a.ctypes.data for a in arrays]
         return job
@@ -64,6 +69,8 @@ def _small_queries(dtype: torch.dtype) -> int:
     has_matrices = hasattr(torch.cpu, "get_capabilities") and torch.cpu.get_capabilities().get("amx_bf16", False)
     if dtype == torch.bfloat16 and has_matrices:
         return SMALL_QUERIES_BESIDE_AMX
+    if dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() == "AVX512":
+        return ANY_QUERIES
     return SMALL_QUERIES.get(dtype, 0)
 
 

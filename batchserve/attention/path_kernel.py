@@ -135,16 +135,19 @@ def _attend_block(count, planes, context, first, paths, depths, work, softcap): 
 
 
 @njit(nogil=True, cache=True)
-def _attend_head(query, planes, span, head, group, parents, out, window, scales, work, parts):  # type: ignore[no-untyped-def]
-    """Attend with one span's rows over one K/V head: span is (row start, rows, context length)."""
+def _attend_head(query, planes, span, part, head, group, parents, out, window, scales, work, parts):  # type: ignore[no-untyped-def]
+    """Attend with some of a span's rows over one K/V head.
+
+    span: (row start, rows, context length); part: (first, end) of its rows.
+    """
     start, rows, context = span
     paths, depths, block = work
     queries, sums, _, inverse = block
     if context + rows <= window:  # it hides nothing yet
         window = 0
     # Under a window every row has a first key of its own, so a block holds heads of one row only.
-    width = group if window > 0 else rows * group
-    for begin in range(0, rows * group, width):
+    width = group if window > 0 else (part[1] - part[0]) * group
+    for begin in range(part[0] * group, part[1] * group, width):
         for at in range(begin, begin + width, LANES):
             first, count = 0, min(LANES, begin + width - at)
             for lane in range(count):
@@ -165,18 +168,19 @@ def _attend_head(query, planes, span, head, group, parents, out, window, scales,
 
 # What attend_loop is given, as an int64 array: sizes, addresses of arrays, and two float32 in the place of one number.
 NUM_TOKENS, NUM_HEADS, DIM, NUM_SPANS, GROUP, WINDOW, LONGEST, SCALES = range(8)
-QUERY, OUT, ADDRESSES, CAPACITIES, SPANS, PARENTS, NEXT, JOB_SIZE = range(8, 16)
+QUERY, OUT, ADDRESSES, CAPACITIES, SPANS, PARENTS, MOST_ROWS, PART_ROWS, NEXT, JOB_SIZE = range(8, 18)
 
 
 @functools.cache
 def attend_loop(element: type[np.generic]) -> CFunc[Any]:
-    """The compiled loop over all (span, K/V head) of a layer, for planes of uint16 (bfloat16) or float32.
+    """The compiled loop over all (span, K/V head, part of its rows), for planes of uint16 (bfloat16) or float32.
 
     It takes the address of a job: NUM_TOKENS, NUM_HEADS, DIM of QUERY and OUT, float32 [num_tokens, num_heads, dim], of
     which the spans' rows are written; NUM_SPANS of ADDRESSES [num_spans, 2], CAPACITIES and SPANS, as store_rows takes
     them; PARENTS int32 [num_tokens], counted inside the span; GROUP: heads of a K/V head; WINDOW 0: none; LONGEST: the
     most keys of a row; SCALES: scale and softcap (0: none). K and V have the same dim. Threads that are given the same
-    job share it: NEXT, 0 at first, is what nobody has begun yet.
+    job share it, at most PART_ROWS of a span's rows at once, of which it has MOST_ROWS at most: NEXT, 0 at first, is
+    what nobody has begun yet.
     """
 
     parts = 4 // np.dtype(element).itemsize
@@ -200,17 +204,21 @@ def attend_loop(element: type[np.generic]) -> CFunc[Any]:
         lanes = (np.zeros((LANES, size), np.float32), np.zeros((LANES, size), np.float32))
         block = (lanes[0], lanes[1], np.zeros((LANES, longest + WIDTH), np.float32), np.zeros(LANES, np.float32))
         work = (np.zeros((LANES, longest), np.int64), np.zeros(LANES, np.int64), block)
+        num_parts = (job[MOST_ROWS] + job[PART_ROWS] - 1) // job[PART_ROWS]
         while True:
             unit = _claim(job.ctypes.data + NEXT * job.itemsize)
-            if unit >= job[NUM_SPANS] * num_kv_heads:
+            if unit >= job[NUM_SPANS] * num_kv_heads * num_parts:
                 break
-            s, head = unit // num_kv_heads, unit % num_kv_heads
+            s, head = unit // num_parts // num_kv_heads, unit // num_parts % num_kv_heads
+            first_row = unit % num_parts * job[PART_ROWS]
+            if first_row >= spans[s, 1]:
+                continue
             plane_shape = (num_kv_heads, capacities[s], dim)
             keys = carray(as_pointer(addresses[s, 0]), plane_shape, element)
             values = carray(as_pointer(addresses[s, 1]), plane_shape, element)
             span = (spans[s, 0], spans[s, 1], spans[s, 2])
-            planes = (keys[head], values[head])
-            _attend_head(query, planes, span, head, group, parents, out, job[WINDOW], scales, work, parts)
+            planes, part = (keys[head], values[head]), (first_row, min(first_row + job[PART_ROWS], spans[s, 1]))
+            _attend_head(query, planes, span, part, head, group, parents, out, job[WINDOW], scales, work, parts)
 
     compiled: CFunc[Any] = loop
     return compiled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchserve.attention import cpu
 from batchserve.attention.base import AttentionBackend, AttentionParams, LayerShape, Span
 from batchserve.attention.cpu import CpuBackend, kernel_supports
 from batchserve.attention.paged import PagedBackend
@@ -193,6 +195,18 @@ def test_every_backend_equals_the_reference(kind: str, dtype: torch.dtype) -> No
         check_against_reference(seed, dtype, (kind,))
 
     check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_do_not_depend_on_how_a_spans_rows_are_shared_out(dtype: torch.dtype) -> None:
+    for seed in range(12):
+        case, outputs = random_case(seed, dtype), []
+        if not kernel_supports(case.shapes, dtype):
+            continue
+        for part_rows in (1, 3, 8, 1000):
+            with mock.patch.object(cpu, "PART_ROWS", part_rows):
+                outputs.append(run_case(case, "batch_invariant"))
+        assert all(torch.equal(a, b) for other in outputs[1:] for a, b in zip(outputs[0], other, strict=True))
 
 
 @pytest.mark.slow
