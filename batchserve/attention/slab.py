@@ -121,6 +121,10 @@ class SlabAllocator:
                 stack[:, :, start + moved : start + len(rows)] = stack.index_select(2, source)
         slab.num_committed = start + len(rows)
 
+    def touch(self, request_id: str) -> None:
+        for stack in self._slabs[request_id].stacks:
+            stack.zero_()
+
     def release(self, request_id: str) -> None:
         slab = self._slabs.pop(request_id, None)
         if slab is not None:

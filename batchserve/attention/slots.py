@@ -140,6 +140,9 @@ class SlotAllocator:
         self._free[self._num_free : self._num_free + len(slots)] = slots[::-1]
         self._num_free += len(slots)
 
+    def touch(self, request_id: str) -> None:
+        """Nothing: a device's memory is there from the start."""
+
     def release(self, request_id: str) -> None:
         request = self._requests.pop(request_id, None)
         if request is None:

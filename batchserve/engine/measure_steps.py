@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +17,7 @@ from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable, grid
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from batchserve.runner.model_runner import ModelRunner
 
@@ -63,7 +64,8 @@ def measure(runner: ModelRunner, max_rows: int, max_requests: int, max_context: 
     if context >= 64:
         probes += [_Case((rows_each,) * readers, context) for rows_each in (FEW_ROWS, MORE_ROWS)]
     sizes = [_Case(_split(n, max_context), is_prefill=n > MOST_DRAFT) for n in rows]
-    seconds = _time_all(runner, sizes, probes)
+    with _requests(runner, probes[-1] if probes[-1].context else _Case(())) as names:
+        seconds = _time_all(runner, sizes, probes, names)
     return _table([case for case in sizes if case in seconds], probes, seconds)
 
 
@@ -97,7 +99,9 @@ def time_decoding(runner: ModelRunner, max_requests: int, max_context: int) -> f
     free = runner.backend.allocator.free_tokens // 2
     requests = max(1, min(MANY_REQUESTS, max_requests, free // 64))
     context = max(0, min(SHORT_CONTEXT, max_context, free // requests) - 1)
-    return _time(runner, _Case((1,) * requests, context))
+    case = _Case((1,) * requests, context)
+    with _requests(runner, case) as names:
+        return _time(runner, case, names)
 
 
 def _split(rows: int, most: int) -> tuple[int, ...]:
@@ -137,41 +141,56 @@ def _table(sizes: list[_Case], probes: list[_Case], seconds: dict[_Case, float])
     )
 
 
-def _time_all(runner: ModelRunner, sizes: list[_Case], probes: list[_Case]) -> dict[_Case, float]:
-    """Seconds of each case, the lower quartile of some rounds: noise only ever adds."""
+def _time_all(runner: ModelRunner, sizes: list[_Case], probes: list[_Case], names: Sequence[str]) -> dict[_Case, float]:
+    """Seconds of each case, the lower quartile of some rounds: noise only ever adds.
+
+    names: requests that have the context of the probes with one.
+    """
     started = time.perf_counter()
-    samples = {case: [_time(runner, case)] for case in probes}
+
+    def sample(case: _Case) -> float:
+        if case.context:
+            return _time(runner, case, names)
+        with _requests(runner, case) as new_names:
+            return _time(runner, case, new_names)
+
+    samples = {case: [sample(case)] for case in probes}
     for case in sizes:
-        samples[case] = [_time(runner, case)]
+        samples[case] = [sample(case)]
         if samples[case][0] > LONG_STEP_S:
             break
     for number in range(1, MOST_ROUNDS):
         if number >= FEWEST_ROUNDS and time.perf_counter() - started > MOST_SECONDS:
             break
         for case, times in samples.items():
-            times.append(_time(runner, case))
+            times.append(sample(case))
     return {case: sorted(times)[len(times) // 4] for case, times in samples.items()}
 
 
-def _time(runner: ModelRunner, case: _Case) -> float:
-    names = [f"measure-{i}" for i in range(len(case.rows))]
+@contextmanager
+def _requests(runner: ModelRunner, case: _Case) -> Iterator[list[str]]:
+    """As many as the case has, with its context, and room for its rows."""
+    names = [f"measure-{case.context}-{i}" for i in range(len(case.rows))]
     allocator = runner.backend.allocator
     try:
         for name, rows in zip(names, case.rows, strict=True):
             if not allocator.reserve(name, case.context + rows):
                 raise RuntimeError(f"no K/V memory to measure a step of {case}")
+            if not case.is_prefill:  # whose tokens are the first to write to their memory
+                allocator.touch(name)
             # What stands in a context does not change how long it takes to read: nothing is computed for it.
             allocator.commit(name, range(case.context))
-        batch = build_batch([_rows(name, rows, case) for name, rows in zip(names, case.rows, strict=True)])
-        # Memory that nobody has touched is no memory yet: who comes first waits for it. Of a prompt that is part of it.
-        if not case.is_prefill:
-            runner.launch(batch).wait()
-        start = time.perf_counter()
-        runner.launch(batch).wait()
-        return time.perf_counter() - start
+        yield names
     finally:
         for name in names:
             allocator.release(name)
+
+
+def _time(runner: ModelRunner, case: _Case, names: Sequence[str]) -> float:
+    batch = build_batch([_rows(name, rows, case) for name, rows in zip(names, case.rows, strict=True)])
+    start = time.perf_counter()
+    runner.launch(batch).wait()
+    return time.perf_counter() - start
 
 
 def _rows(name: str, rows: int, case: _Case) -> RequestRows:

@@ -59,6 +59,11 @@ class KVAllocator(Protocol):
     def forget_prefixes(self, scope: Hashable) -> None:
         """Give up what is cached under a scope."""
 
+    def touch(self, request_id: str) -> None:
+        """Write to all that is reserved for a request, for measurements: memory that was never written takes no time to
+        read, and the first to write it waits for it. Its contents are lost.
+        """
+
     def release(self, request_id: str) -> None:
         """Free everything of this request; nothing happens if it has nothing."""
 

@@ -21,14 +21,18 @@ FIRST_TOUCH_S = 0.5
 
 
 class Machine:
-    """A runner whose clock is set forward by what a step takes; contexts that nobody has read take longer once."""
+    """A runner whose clock is set forward by what a step takes; a row of a draft is late where its memory is untouched,
+    and a context that nobody has written takes no time to read.
+    """
 
     def __init__(self, total_tokens: int = 1 << 16, bucket_sizes: tuple[int, ...] = ()) -> None:
         self.now_s = 0.0
         self.num_steps = 0
         self.graphs = SimpleNamespace(sizes=list(bucket_sizes)) if bucket_sizes else None
         self.backend = SimpleNamespace(allocator=SlabAllocator([LayerShape(1, 1, 1)], torch.float32, total_tokens))
-        self._last: RaggedBatch | None = None
+        self._touched: set[str] = set()
+        allocator = self.backend.allocator
+        allocator.touch, allocator.release = self._touch, self._release  # type: ignore[method-assign]
 
     def seconds(self, load: StepLoad) -> float:
         rows = load.num_rows
@@ -48,11 +52,20 @@ class Machine:
         context, attended = sum(c for c, _ in spans), sum(c * n for c, n in spans)
         num_rows = sum(n for _, n in spans)
         num_logits = sum(1 + rows.num_draft_tokens for rows in batch.requests)
+        untouched = [rows for rows in batch.requests if rows.request_id not in self._touched]
+        context -= sum(rows.context_len for rows in untouched)
         seconds = self.seconds(StepLoad(num_rows, num_logits, len(spans), context, attended))
-        if context and batch is not self._last:
-            seconds += FIRST_TOUCH_S
-        self._last, self.num_steps = batch, self.num_steps + 1
+        seconds += FIRST_TOUCH_S * any(rows.num_pending == 1 for rows in untouched)
+        self.num_steps += 1
         return SimpleNamespace(wait=lambda: self._advance(seconds))
+
+    def _touch(self, request_id: str) -> None:
+        assert self.backend.allocator.planes(request_id, 0), "nothing is reserved"
+        self._touched.add(request_id)
+
+    def _release(self, request_id: str) -> None:
+        self._touched.discard(request_id)
+        SlabAllocator.release(self.backend.allocator, request_id)
 
     def _advance(self, seconds: float) -> None:
         self.now_s += seconds
