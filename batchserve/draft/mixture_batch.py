@@ -87,7 +87,7 @@ def grow_all(table, slots, bounds, branch_length, nodes, scratch, starts, links,
 
 
 @njit(cache=True, nogil=True)
-def accept_all(table, slots, starts, token_ids, first, nodes, scratch):  # type: ignore[no-untyped-def]
+def accept_all(table, slots, starts, token_ids, most_learned, first, nodes, scratch):  # type: ignore[no-untyped-def]
     """Learn, from request `first` on, the tokens of the requests at `slots`: those from starts[i] to starts[i + 1].
 
     Returns the first request whose text has no room for them, or the number of requests; see
@@ -101,9 +101,8 @@ def accept_all(table, slots, starts, token_ids, first, nodes, scratch):  # type:
             return i
         noise = (request.noise_bin, request.seed, request.next_position)
         is_root_known = request.is_root_known != 0
-        accept_tokens(
-            own, scope, common, tokens, request.num_output, noise, weights, seen, root, is_root_known, nodes, scratch
-        )
+        what = (own, scope, common, tokens, request.num_output, noise, weights, seen, root, is_root_known)
+        accept_tokens(*what, nodes, scratch, most_learned)
         if len(tokens):
             request.is_root_known = 0
         request.num_output += len(tokens)
@@ -123,6 +122,6 @@ def compile_kernels() -> None:
     table, slots, starts = np.zeros(1, REQUEST), np.zeros(1, np.int64), np.array([0, 1])
     noise_bin, seed = noise_bin_of(1.0, NUM_WEIGHTS), np.uint64(0)
     table[0] = (index.address.ctypes.data, card.ctypes.data, root.ctypes.data, 0, 0, 5, noise_bin, seed)
-    accept_all(table, slots, starts, tokens[:1], 0, nodes, scratch)
+    accept_all(table, slots, starts, tokens[:1], 1, 0, nodes, scratch)
     links, probs = np.zeros((3, 2), np.int64), np.zeros(2)
     grow_all(table, slots, (np.array([[2, 2, 2]]), np.zeros(1)), 2, nodes, scratch, starts, links, probs)

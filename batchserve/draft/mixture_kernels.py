@@ -312,17 +312,21 @@ def read_recent(own, num_output, recent):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def accept_tokens(  # type: ignore[no-untyped-def]
-    own, scope, common, token_ids, num_output, noise, weights, seen, root, is_root_known, nodes, scratch
+    own, scope, common, token_ids, num_output, noise, weights, seen, root, is_root_known, nodes, scratch, most_learned
 ):
-    """Learn from token_ids (int32), and append them to the own text, whose last num_output tokens are the answer.
+    """Learn from token_ids (int32), weights from the last most_learned of them.
 
+    They are appended to the own text, whose last num_output tokens are the answer.
     root: NODE [1]; where is_root_known, what a draft has found for the end of the text as it is now, so that the first
     token is learned from the evidence that it was drafted by. Work memory: nodes NODE [at least 1], scratch SCRATCH
     [1], zeros at first.
     """
     noise_bin, seed, position = noise
     node, work = root[0], scratch[0]
-    for i in range(token_ids.shape[0]):
+    skipped = max(0, token_ids.shape[0] - most_learned)
+    if skipped > 0:
+        append_tokens(own[0], own[1], own[2], own[3], token_ids[:skipped], 0)
+    for i in range(skipped, token_ids.shape[0]):
         if i > 0 or not is_root_known:
             node = nodes[0]
             read_recent(own, num_output + i, work.recent)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from batchserve.scheduler.scheduler import ScheduledRequest, SchedulerOutput
     from batchserve.scheduler.step_time import StepTimeModel
 
+LAST_HEARD = 8  # tokens, of an answer that ends: more would take longer than what can be learned from them is worth
 TENANT = "default"  # there is no authentication: all callers are one
 
 
@@ -201,6 +202,9 @@ class DraftStage:
 
     def end(self, request: Request) -> None:
         if request.request_id in self._started:
+            unheard = self._started[request.request_id]
+            if len(unheard.accepted) > LAST_HEARD:  # its drafter was not asked any more
+                unheard.accepted.clear()
             self._tell([request.request_id])
             del self._started[request.request_id]
             self.drafter.end(request.request_id)

@@ -29,6 +29,7 @@ CONTEXT, SHORT_CONTEXT = 1024, 256
 MOST_DRAFT = 64  # steps of more rows are mostly a prompt's
 MANY_REQUESTS = 16
 FEW_ROWS, MORE_ROWS = 1, 4  # of each request: two steps at the same context tell reading K/V from attending to it
+EXTENT = 64  # tokens that may be reserved for a request beyond what it asks for
 GREEDY = ResolvedSampling(0.0, 0, 1.0, 0, 1, frozenset())
 VERSION = 5
 
@@ -80,11 +81,13 @@ class _Extent(NamedTuple):
 
 
 def _extent(runner: ModelRunner, max_rows: int, max_requests: int, max_context: int) -> _Extent:
-    free = runner.backend.allocator.free_tokens // 2
+    free = (
+        runner.backend.allocator.free_tokens // 2
+    )  # half of it for contexts, which stay while other cases come and go
     rows = max(1, min(max_rows, free))
     requests = max(1, min(MANY_REQUESTS, max_requests, free // 64))
     readers = max(1, min(requests, rows // MORE_ROWS))
-    context = min(CONTEXT, max_context - MORE_ROWS, free // readers - MORE_ROWS)
+    context = min(CONTEXT, max_context - MORE_ROWS, free // 2 // readers - MORE_ROWS - EXTENT)
     return _Extent(rows, requests, readers, context, min(max_context, rows))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from batchserve.scheduler.acceptance import AcceptanceModel, Trees
 from batchserve.scheduler.draft_budget import Bidders, DraftOffer, Market, choose_drafts
 from batchserve.scheduler.price import MOST_SURPRISE, SpeedUp
-from batchserve.scheduler.probing import PATIENCE, Probe
+from batchserve.scheduler.probing import PATIENCE, WATCHED, Probe
 from batchserve.scheduler.standing import STANDING, UNKNOWN, bound_queries, grown, make_bids, note_steps, settle
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ MARGIN = 0.5  # nodes this much less likely than what is worth a row are still p
 WINDOW_PRIOR, WINDOW_MEMORY = 2.0, 64.0  # windows that are believed to earn a token each; that are remembered
 UNDRAFTED = "none"
 MOST_HEARD = 8  # steps without drafts
+HOPELESS = 8  # steps in which requests gave up on a drafter since it last paid: from then on new ones wait at once
 LONGEST_WINDOW_WAIT = 4096  # a window earns nothing unless its rows are computed: looking at it costs them
 
 
@@ -153,7 +154,7 @@ class AdaptiveDrafting:
         self._drafters[request_id] = drafter
         # Where nobody has gained for a while a new request has to show at once that it is another matter.
         if given_up := self._given_up.get(drafter, 0):
-            self._probes[request_id] = Probe(min(PATIENCE, given_up))
+            self._probes[request_id] = Probe(min(PATIENCE, given_up) if given_up < HOPELESS else PATIENCE + WATCHED)
 
     def _new_slot(self, request_id: str, drafter: str) -> int:
         slot = self._slots[request_id] = self.acceptance.start(drafter)
@@ -325,7 +326,10 @@ class AdaptiveDrafting:
         heard, self._heard = self._heard, []
         slot_of = self._slots  # requests that nothing is known of are left out
         given = [{each: tokens for each, tokens in token_ids.items() if each in slot_of} for _, token_ids in heard]
-        times = [self._learn_times(outcome, token_ids) for outcome, token_ids in heard]
+        times = [(outcome.step_s, 1.0) for outcome, _ in heard]
+        # Of several steps without drafts the machine's pace is learned from the median one.
+        middle = sorted(range(len(heard)), key=lambda place: heard[place][0].step_s)[len(heard) // 2]
+        times[middle] = self._learn_times(*heard[middle], num_steps=len(heard))
         noted: list[float] = []
         for step, token_ids in zip(times, given, strict=True):
             for each, tokens in token_ids.items():
@@ -334,31 +338,34 @@ class AdaptiveDrafting:
             note_steps(self._standing, np.array(noted, np.float64))
         # While trees are open every step is learned from at once: there is but one.
         self.acceptance.arrive([slot_of[each] for each in given[-1]], list(given[-1].values()))
-        for token_ids in given:
-            self._arrive(token_ids)
+        self._arrive(given)
 
-    def _learn_times(self, outcome: StepOutcome, token_ids: Mapping[str, Sequence[int]]) -> tuple[float, float]:
-        """(seconds of the step, how many times as long it was as without drafts)."""
+    def _learn_times(
+        self, outcome: StepOutcome, token_ids: Mapping[str, Sequence[int]], num_steps: int
+    ) -> tuple[float, float]:
+        """(seconds of the step, how many times as long it was as without drafts); there were num_steps like it."""
         predicted_s = without_s = decoding_s = self.step_time.predict(outcome.decoding)
         if outcome.load != outcome.decoding:
             predicted_s, without_s = self.step_time.predict(outcome.load), self.step_time.predict(outcome.without)
         # What the drafter takes is no part of the forward's time: the table knows nothing of it.
         forward_s = outcome.step_s - outcome.draft_s
-        self.step_time.observe(outcome.load, forward_s)
+        self.step_time.observe(outcome.load, forward_s, num_steps)
         if outcome.num_asked:
             self._draft_s += 0.1 * (outcome.propose_s / outcome.num_asked - self._draft_s)
         num_tokens = sum(map(len, token_ids.values()))
         if num_tokens:
             surprise = min(MOST_SURPRISE, max(1.0 / MOST_SURPRISE, forward_s / predicted_s))
             decode_s = max(decoding_s, predicted_s - (without_s - decoding_s)) * surprise + outcome.draft_s
-            self._speed_up.observe(outcome.decoding.num_requests, num_tokens, decode_s, decoding_s)
+            for _ in range(num_steps):
+                self._speed_up.observe(outcome.decoding.num_requests, num_tokens, decode_s, decoding_s)
         self.last.step_s, self.last.predicted_s = outcome.step_s, predicted_s
         return outcome.step_s, 1.0 + (predicted_s - without_s) / decoding_s
 
-    def _arrive(self, token_ids: Mapping[str, Sequence[int]]) -> None:
+    def _arrive(self, given: Sequence[Mapping[str, Sequence[int]]]) -> None:
         for request_id, probe in self._probes.items():
-            if tokens := token_ids.get(request_id):
-                probe.arrive(tokens)
+            if probe.is_watching:
+                probe.arrive([token for token_ids in given for token in token_ids.get(request_id, ())])
         for request_id, window in self._windows.items():
-            if tokens := token_ids.get(request_id):
-                window.note(len(tokens) - 1)
+            for token_ids in given:
+                if tokens := token_ids.get(request_id):
+                    window.note(len(tokens) - 1)

@@ -55,16 +55,21 @@ class Probe:
         self.wait = min(longest_wait, 1 << min(30, self.num_failures - PATIENCE))
         if self.wait == longest_wait:
             self.wait -= step % longest_wait
-        if self.num_failures == PATIENCE + WATCHED:
+        if self.is_watching and not self._pairs:
             recent = text[-RECENT:]
             self._pairs = set(pairwise(recent))
             self._last = recent[-1] if recent else -1
             self._repeats = 0.0
         self._repeats_then = self._repeats
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether the text is looked at."""
+        return self.num_failures >= PATIENCE + WATCHED
+
     def arrive(self, token_ids: Sequence[int]) -> None:
         """New tokens: text that begins or ceases to repeat itself is worth a look now."""
-        if self.num_failures < PATIENCE + WATCHED:
+        if not self.is_watching:
             return
         for token_id in token_ids:
             pair = (self._last, token_id)

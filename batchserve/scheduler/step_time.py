@@ -134,13 +134,13 @@ class StepTimeModel:
         most = self.table.rows[-1]
         return next((rows - 1 for rows in range(2, most + 1) if self.predict(StepLoad(rows, rows, 1)) > bound_s), most)
 
-    def observe(self, load: StepLoad, seconds: float) -> None:
-        """Learn from a step that took so long."""
+    def observe(self, load: StepLoad, seconds: float, num_steps: int = 1) -> None:
+        """Learn from a step that took so long, or from one that stands for several."""
         if not 0 < seconds < math.inf:
             return
         error = math.log(seconds / self.predict(load))
         self._known.clear()
-        self.log_factor += FACTOR_RATE * max(-1.0, min(1.0, error))
+        self.log_factor += (1.0 - (1.0 - FACTOR_RATE) ** num_steps) * max(-1.0, min(1.0, error))
         if abs(error) > OUTLIER:
             return
         high = min(max(bisect.bisect_left(self._rows, load.num_rows), 1), len(self._rows) - 1)
@@ -148,7 +148,7 @@ class StepTimeModel:
         span = self._rows[high] - self._rows[low]
         share = min(1.0, max(0.0, (load.num_rows - self._rows[low]) / span)) if span else 1.0
         for knot, weight in ((low, 1.0 - share), (high, share)):
-            moved = self._shape[knot] + SHAPE_RATE * weight * error
+            moved = self._shape[knot] + min(1.0, SHAPE_RATE * num_steps) * weight * error
             self._shape[knot] = max(-MOST_CORRECTION, min(MOST_CORRECTION, moved))
 
 
