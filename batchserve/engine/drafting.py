@@ -71,6 +71,7 @@ class DraftStage:
         self._step_time = step_time
         self._started: dict[str, _Unheard] = {}  # requests that have draft state
         self._step: _Step | None = None
+        self._reported: object = None
 
     def propose(self, plan: SchedulerOutput) -> dict[str, DraftTree]:
         """The drafts of one step by request id, with K/V reserved for their rows."""
@@ -115,7 +116,7 @@ class DraftStage:
 
     def asks(self, request: Request) -> bool:
         """Whether a decoding request's drafter is to be called in this step; once a step and request."""
-        if not self._ensure_state(request):
+        if request.request_id not in self._started and not self._begin(request):
             return False
         return self.adaptive is None or self.adaptive.asks(request.request_id)
 
@@ -138,10 +139,8 @@ class DraftStage:
         np.minimum(bounds[:, 0], most, out=bounds[:, 0])
         return DraftQueries(request_ids, bounds, min_probs)
 
-    def _ensure_state(self, request: Request) -> bool:
+    def _begin(self, request: Request) -> bool:
         """Whether it can be drafted now; its state begins when its drafter is ready, with all that it has by then."""
-        if request.request_id in self._started:
-            return True
         name = request.speculation.drafter
         if not self.drafter.is_ready_for(name):
             return False
@@ -155,10 +154,11 @@ class DraftStage:
 
     def accept(self, request: Request, token_ids: Sequence[int], unverified_token_ids: Sequence[int]) -> None:
         """A request's new tokens, and the argmax of its rows that were not verified."""
-        if request.request_id in self._started:
+        unheard = self._started.get(request.request_id)
+        if unheard is not None:
             if unverified_token_ids:
                 self.drafter.observe(request.request_id, unverified_token_ids)
-            self._started[request.request_id].accepted += token_ids
+            unheard.accepted += token_ids
 
     def step_done(self, token_ids: Mapping[str, Sequence[int]], step_s: float) -> None:
         """The step took so long, from its beginning to its commit, and gave its decoding requests these tokens."""
@@ -180,8 +180,9 @@ class DraftStage:
 
     def report(self, metrics: EngineMetrics) -> None:
         """Tell what the adaptive decoding length went by in the last step."""
-        if self.adaptive is not None:
+        if self.adaptive is not None and self.adaptive.last is not self._reported:
             last, factor = self.adaptive.last, self.adaptive.step_time.factor
+            self._reported = last
             metrics.adapted(price=last.price, predicted_s=last.predicted_s, actual_s=last.step_s, factor=factor)
 
     def acceptance(self) -> dict[str, Acceptance]:
@@ -197,8 +198,9 @@ class DraftStage:
 
     def share(self, request: Request, token_ids: Sequence[int]) -> None:
         """Tokens that the client was given."""
-        if request.request_id in self._started:
-            self._started[request.request_id].shared += token_ids
+        unheard = self._started.get(request.request_id)
+        if unheard is not None:
+            unheard.shared += token_ids
 
     def end(self, request: Request) -> None:
         if request.request_id in self._started:

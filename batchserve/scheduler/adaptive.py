@@ -108,9 +108,8 @@ class StepOutcome(NamedTuple):
     num_asked: int
 
 
-@dataclass(slots=True)
-class Introspection:
-    """The last step's figures, for metrics."""
+class Introspection(NamedTuple):
+    """Figures of the last step that was learned from, for metrics."""
 
     price: float = 0.0
     predicted_s: float = 0.0
@@ -154,7 +153,7 @@ class AdaptiveDrafting:
         self._drafters[request_id] = drafter
         # Where nobody has gained for a while a new request has to show at once that it is another matter.
         if given_up := self._given_up.get(drafter, 0):
-            self._probes[request_id] = Probe(min(PATIENCE, given_up) if given_up < HOPELESS else PATIENCE + WATCHED)
+            self._probes[request_id] = Probe(min(PATIENCE, given_up) if given_up < HOPELESS else PATIENCE + WATCHED + 1)
 
     def _new_slot(self, request_id: str, drafter: str) -> int:
         slot = self._slots[request_id] = self.acceptance.start(drafter)
@@ -193,7 +192,7 @@ class AdaptiveDrafting:
     def asks(self, request_id: str) -> bool:
         """Whether the request's drafter is to be called in this step; once a step and request."""
         probe = self._probes.get(request_id)
-        return probe is None or probe.is_due()
+        return probe is None or probe.wait == 0 or probe.is_due()
 
     def begin_step(self, load: StepLoad, alone: StepLoad) -> bool:
         """A step is to be drafted that is `load` without any drafts; `alone` are its decoding rows only.
@@ -206,7 +205,7 @@ class AdaptiveDrafting:
         price = self._speed_up.price(alone.num_requests, alone_s)
         longest_s = self._max_inflation * alone_s
         self._market = Market.open(self.step_time, load, alone, price, longest_s, self._max_step_s)
-        self.last.price = price
+        self.last = self.last._replace(price=price)
         return self._market.without_s + self._market.least_row_s <= self._max_step_s
 
     def bounds(self, request_ids: Sequence[str]) -> tuple[IntArray, FloatArray]:
@@ -358,7 +357,7 @@ class AdaptiveDrafting:
             decode_s = max(decoding_s, predicted_s - (without_s - decoding_s)) * surprise + outcome.draft_s
             for _ in range(num_steps):
                 self._speed_up.observe(outcome.decoding.num_requests, num_tokens, decode_s, decoding_s)
-        self.last.step_s, self.last.predicted_s = outcome.step_s, predicted_s
+        self.last = Introspection(self.last.price, predicted_s, outcome.step_s)
         return outcome.step_s, 1.0 + (predicted_s - without_s) / decoding_s
 
     def _arrive(self, given: Sequence[Mapping[str, Sequence[int]]]) -> None:
