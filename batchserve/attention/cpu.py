@@ -27,9 +27,8 @@ SMALL_QUERIES = {torch.float32: 32, torch.bfloat16: 24}
 SMALL_QUERIES_BESIDE_AMX, ANY_QUERIES = 10, 1 << 40
 SMALL_ROWS, SMALL_SPAN = 32, 10_000
 ALONE = 1_000  # work that one thread has done before another one has begun
-PART_ROWS = (
-    8  # of a span, that a thread takes at once: more are no faster, fewer heads than threads would leave some idle
-)
+# Of a span, that a thread takes at once: more are no faster, fewer heads than threads would leave some idle.
+PART_ROWS, MOST_PARTS = 8, 16
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -53,7 +52,8 @@ class _Spans:
 
         job = np.zeros(kernel.JOB_SIZE, np.int64)
         job[kernel.NUM_SPANS], job[kernel.LONGEST] = len(self.rows), (self.rows[:, 1] + self.rows[:, 2]).max()
-        job[kernel.MOST_ROWS], job[kernel.PART_ROWS] = self.rows[:, 1].max(), PART_ROWS
+        most_rows = self.rows[:, 1].max()
+        job[kernel.MOST_ROWS], job[kernel.PART_ROWS] = most_rows, max(PART_ROWS, -(-most_rows // MOST_PARTS))
         arrays = (self.addresses, self.capacities, self.rows, self.parents)
         job[[kernel.ADDRESSES, kernel.CAPACITIES, kernel.SPANS, kernel.PARENTS]] = [a.ctypes.data for a in arrays]
         return job

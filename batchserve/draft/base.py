@@ -171,6 +171,10 @@ class Drafter(Protocol):
         for request_id, tokens in token_ids.items():
             self.accept(request_id, tokens)
 
+    def catch_up(self, token_ids: Mapping[str, Sequence[int]]) -> None:
+        """accept_all() of requests whose drafter was not asked for some steps: it may make less of their tokens."""
+        self.accept_all(token_ids)
+
     def share(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Published tokens; a drafter that shares nothing ignores them."""
         return None

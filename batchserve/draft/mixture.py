@@ -34,7 +34,7 @@ SHARED_AT_ONCE = 32  # published tokens of one request that wait for being writt
 CONTEXT = 8  # tokens repeated before such a piece, so that its beginning has a context, too
 SCOPE_BYTES = 16 << 10  # what a scope is counted for beside its text: weights, the commonest tokens
 MIN_SCOPE_BYTES = MIN_CAPACITY * BYTES_PER_TOKEN + SCOPE_BYTES
-LATE = 16  # more tokens of a request in one step come behind a wait; weights are learned from few of them
+LATE_LEARNED = 2  # tokens
 UNBOUNDED = 1 << 40  # a request's own text is bounded by its context
 FORMAT, VERSION = "batchserve-drafts", 1
 
@@ -163,18 +163,22 @@ class MixtureDrafter(Drafter):
         return np.array([self._requests[request_id].slot for request_id in request_ids], np.int64)
 
     def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
-        self._accept({request_id: token_ids}, len(token_ids))
+        self.accept_all({request_id: token_ids})
 
     def accept_all(self, token_ids: Mapping[str, Sequence[int]]) -> None:
-        self._accept(token_ids, LATE)
+        self._accept(token_ids, UNBOUNDED)
 
-    def _accept(self, token_ids: Mapping[str, Sequence[int]], late: int) -> None:
+    def catch_up(self, token_ids: Mapping[str, Sequence[int]]) -> None:
+        """All of it is text to draft from; weights are learned from the last few tokens only, for that takes longer."""
+        self._accept(token_ids, LATE_LEARNED)
+
+    def _accept(self, token_ids: Mapping[str, Sequence[int]], most_learned: int) -> None:
         slots = self._slots(token_ids)
         starts = np.array([0, *accumulate(map(len, token_ids.values()))])
         tokens = np.array(list(chain.from_iterable(token_ids.values())), np.int32)
         learned, request_ids = 0, list(token_ids)
         while learned < len(slots):
-            rest = (late, learned, self._nodes, self._scratch)
+            rest = (most_learned, learned, self._nodes, self._scratch)
             learned = accept_all(self._table, slots, starts, tokens, *rest)
             if learned < len(slots):
                 name = request_ids[learned]

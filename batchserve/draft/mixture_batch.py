@@ -87,7 +87,7 @@ def grow_all(table, slots, bounds, branch_length, nodes, scratch, starts, links,
 
 
 @njit(cache=True, nogil=True)
-def accept_all(table, slots, starts, token_ids, late, first, nodes, scratch):  # type: ignore[no-untyped-def]
+def accept_all(table, slots, starts, token_ids, most_learned, first, nodes, scratch):  # type: ignore[no-untyped-def]
     """Learn, from request `first` on, the tokens of the requests at `slots`: those from starts[i] to starts[i + 1].
 
     Returns the first request whose text has no room for them, or the number of requests; see
@@ -102,7 +102,7 @@ def accept_all(table, slots, starts, token_ids, late, first, nodes, scratch):  #
         noise = (request.noise_bin, request.seed, request.next_position)
         is_root_known = request.is_root_known != 0
         what = (own, scope, common, tokens, request.num_output, noise, weights, seen, root, is_root_known)
-        accept_tokens(*what, nodes, scratch, late)
+        accept_tokens(*what, nodes, scratch, most_learned)
         if len(tokens):
             request.is_root_known = 0
         request.num_output += len(tokens)

@@ -44,7 +44,6 @@ FEWEST_VISITS = 64  # occurrences of a short context that are looked at; the lat
 LONG_VISITS = 24  # of the longest contexts that have a chain
 MIN_SHARE, MAX_SHARE = 0.005, 0.995
 SLOWEST_RATE, FIRST_RATE = 0.006, 12.0
-LATE_LEARNED = 2
 PATH = 2  # tokens at the end of a node's path that are kept: enough to tell a context of one token from a longer one
 
 # Work memory is arrays of records, not tuples of arrays: Numba counts references to each array of a tuple wherever it
@@ -313,9 +312,9 @@ def read_recent(own, num_output, recent):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def accept_tokens(  # type: ignore[no-untyped-def]
-    own, scope, common, token_ids, num_output, noise, weights, seen, root, is_root_known, nodes, scratch, late
+    own, scope, common, token_ids, num_output, noise, weights, seen, root, is_root_known, nodes, scratch, most_learned
 ):
-    """Learn from token_ids (int32); where they are more than `late`, weights from the last LATE_LEARNED only.
+    """Learn from token_ids (int32), weights from the last most_learned of them.
 
     They are appended to the own text, whose last num_output tokens are the answer.
     root: NODE [1]; where is_root_known, what a draft has found for the end of the text as it is now, so that the first
@@ -324,7 +323,7 @@ def accept_tokens(  # type: ignore[no-untyped-def]
     """
     noise_bin, seed, position = noise
     node, work = root[0], scratch[0]
-    skipped = max(0, token_ids.shape[0] - LATE_LEARNED) if token_ids.shape[0] > late else 0
+    skipped = max(0, token_ids.shape[0] - most_learned)
     if skipped > 0:
         append_tokens(own[0], own[1], own[2], own[3], token_ids[:skipped], 0)
     for i in range(skipped, token_ids.shape[0]):

@@ -100,11 +100,18 @@ class RoutingDrafter(Drafter):
         self._chosen[request_id].accept(request_id, token_ids)
 
     def accept_all(self, token_ids: Mapping[str, Sequence[int]]) -> None:
+        for drafter, those in self._by_drafter(token_ids).items():
+            drafter.accept_all(those)
+
+    def catch_up(self, token_ids: Mapping[str, Sequence[int]]) -> None:
+        for drafter, those in self._by_drafter(token_ids).items():
+            drafter.catch_up(those)
+
+    def _by_drafter(self, token_ids: Mapping[str, Sequence[int]]) -> dict[Drafter, dict[str, Sequence[int]]]:
         mine: dict[Drafter, dict[str, Sequence[int]]] = {}
         for request_id, tokens in token_ids.items():
             mine.setdefault(self._chosen[request_id], {})[request_id] = tokens
-        for drafter, those in mine.items():
-            drafter.accept_all(those)
+        return mine
 
     def share(self, request_id: str, token_ids: Sequence[int]) -> None:
         self._chosen[request_id].share(request_id, token_ids)

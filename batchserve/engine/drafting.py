@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from batchserve.scheduler.scheduler import ScheduledRequest, SchedulerOutput
     from batchserve.scheduler.step_time import StepTimeModel
 
-LAST_HEARD = 8  # tokens, of an answer that ends: more would take longer than what can be learned from them is worth
+LATE_STEPS = 4  # whoever was not asked for more of them is told what has happened since in one piece
 TENANT = "default"  # there is no authentication: all callers are one
 
 
@@ -48,6 +48,7 @@ class _Unheard:
 
     accepted: list[int] = dataclasses.field(default_factory=list)
     shared: list[int] = dataclasses.field(default_factory=list)
+    num_steps: int = 0  # in which they were accepted
 
 
 class DraftStage:
@@ -123,13 +124,16 @@ class DraftStage:
     def _tell(self, request_ids: Iterable[str]) -> None:
         """Let the drafter hear what it has missed. A drafter that is not asked costs nothing, not even to listen."""
         unheard = [(request_id, self._started[request_id]) for request_id in request_ids]
-        accepted = {request_id: each.accepted for request_id, each in unheard if each.accepted}
+        accepted = {name: each.accepted for name, each in unheard if each.accepted and each.num_steps <= LATE_STEPS}
+        late = {name: each.accepted for name, each in unheard if each.num_steps > LATE_STEPS and each.accepted}
         if accepted:
             self.drafter.accept_all(accepted)
+        if late:
+            self.drafter.catch_up(late)
         for request_id, each in unheard:
             if each.shared:
                 self.drafter.share(request_id, each.shared)
-            each.accepted, each.shared = [], []
+            each.accepted, each.shared, each.num_steps = [], [], 0
 
     def _queries(self, asked: Sequence[ScheduledRequest], request_ids: Sequence[str]) -> DraftQueries:
         bounds = np.array([(s.max_draft_tokens, s.max_draft_depth, s.max_row_depth) for s in asked], np.int64)
@@ -159,6 +163,7 @@ class DraftStage:
             if unverified_token_ids:
                 self.drafter.observe(request.request_id, unverified_token_ids)
             unheard.accepted += token_ids
+            unheard.num_steps += 1
 
     def step_done(self, token_ids: Mapping[str, Sequence[int]], step_s: float) -> None:
         """The step took so long, from its beginning to its commit, and gave its decoding requests these tokens."""
@@ -205,7 +210,7 @@ class DraftStage:
     def end(self, request: Request) -> None:
         if request.request_id in self._started:
             unheard = self._started[request.request_id]
-            if len(unheard.accepted) > LAST_HEARD:  # its drafter was not asked any more
+            if unheard.num_steps > LATE_STEPS:  # its drafter was not asked any more: nobody will draft from this text
                 unheard.accepted.clear()
             self._tell([request.request_id])
             del self._started[request.request_id]

@@ -29,7 +29,7 @@ CONTEXT, SHORT_CONTEXT = 1024, 256
 MOST_DRAFT = 64  # steps of more rows are mostly a prompt's
 MANY_REQUESTS = 16
 FEW_ROWS, MORE_ROWS = 1, 4  # of each request: two steps at the same context tell reading K/V from attending to it
-EXTENT = 64  # tokens that may be reserved for a request beyond what it asks for
+EXTENT = 64  # tokens that memory may be reserved in
 GREEDY = ResolvedSampling(0.0, 0, 1.0, 0, 1, frozenset())
 VERSION = 5
 
@@ -107,6 +107,11 @@ def time_decoding(runner: ModelRunner, max_requests: int, max_context: int) -> f
         return _time(runner, case, names)
 
 
+def _reserved(case: _Case) -> int:
+    """Tokens of memory that its rows may take."""
+    return sum(-(-(case.context + rows) // EXTENT) * EXTENT for rows in case.rows)
+
+
 def _split(rows: int, most: int) -> tuple[int, ...]:
     """So many rows over as few requests as can have them."""
     full, rest = divmod(rows, most)
@@ -159,6 +164,8 @@ def _time_all(runner: ModelRunner, sizes: list[_Case], probes: list[_Case], name
 
     samples = {case: [sample(case)] for case in probes}
     for case in sizes:
+        if _reserved(case) > runner.backend.allocator.free_tokens:
+            break  # what memory has no room for is extrapolated, too
         samples[case] = [sample(case)]
         if samples[case][0] > LONG_STEP_S:
             break

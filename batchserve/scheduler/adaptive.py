@@ -314,8 +314,10 @@ class AdaptiveDrafting:
         caches as a forward leaves them.
         """
         self._num_steps += 1
-        self._heard.append((outcome, token_ids))
         has_prompt = outcome.without != outcome.decoding
+        if has_prompt:
+            self._learn()  # of those before, which are of another kind
+        self._heard.append((outcome, token_ids))
         if outcome.num_asked or has_prompt or self.acceptance.is_any_open or len(self._heard) == MOST_HEARD:
             self._learn()
 
@@ -327,7 +329,7 @@ class AdaptiveDrafting:
         given = [{each: tokens for each, tokens in token_ids.items() if each in slot_of} for _, token_ids in heard]
         times = [(outcome.step_s, 1.0) for outcome, _ in heard]
         # Of several steps without drafts the machine's pace is learned from the median one.
-        middle = sorted(range(len(heard)), key=lambda place: heard[place][0].step_s)[len(heard) // 2]
+        middle = sorted(range(len(heard)), key=lambda place: heard[place][0].step_s)[(len(heard) - 1) // 2]
         times[middle] = self._learn_times(*heard[middle], num_steps=len(heard))
         noted: list[float] = []
         for step, token_ids in zip(times, given, strict=True):

@@ -23,6 +23,7 @@ class Probe:
 
     num_failures: int = 0
     wait: int = 0  # steps until it is asked again
+    _is_read: bool = False  # the text, since it is looked at
     _pairs: set[tuple[int, int]] = field(default_factory=set)
     _last: int = -1
     _repeats: float = 0.0
@@ -55,7 +56,8 @@ class Probe:
         self.wait = min(longest_wait, 1 << min(30, self.num_failures - PATIENCE))
         if self.wait == longest_wait:
             self.wait -= step % longest_wait
-        if self.is_watching and not self._pairs:
+        if self.is_watching and not self._is_read:
+            self._is_read = True
             recent = text[-RECENT:]
             self._pairs = set(pairwise(recent))
             self._last = recent[-1] if recent else -1
@@ -69,7 +71,7 @@ class Probe:
 
     def arrive(self, token_ids: Sequence[int]) -> None:
         """New tokens: text that begins or ceases to repeat itself is worth a look now."""
-        if not self.is_watching:
+        if not self.is_watching or not self._is_read:
             return
         for token_id in token_ids:
             pair = (self._last, token_id)
@@ -77,5 +79,5 @@ class Probe:
             self._pairs.add(pair)
             self._last = token_id
         if abs(self._repeats - self._repeats_then) > CHANGE:
-            self.num_failures, self.wait = PATIENCE, 0
+            self.num_failures, self.wait, self._is_read = PATIENCE, 0, False
             self._repeats_then = self._repeats

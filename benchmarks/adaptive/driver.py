@@ -108,6 +108,9 @@ class WarmDrafter(Drafter):
     def accept_all(self, token_ids: Mapping[str, Sequence[int]]) -> None:
         self._inner.accept_all(token_ids)
 
+    def catch_up(self, token_ids: Mapping[str, Sequence[int]]) -> None:
+        self._inner.catch_up(token_ids)
+
     def end(self, request_id: str) -> None:
         self._inner.end(request_id)
 

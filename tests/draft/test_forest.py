@@ -72,12 +72,12 @@ def test_of_nobody_nothing_is_drafted_and_who_is_refused_leaves_nothing_behind()
     assert drafter.memory_bytes() == 0
 
 
-def test_of_many_tokens_at_once_all_are_text_and_the_last_are_learned_from() -> None:
+def test_of_late_tokens_all_are_text_and_the_last_are_learned_from() -> None:
     late, always = MixtureDrafter(), MixtureDrafter()
     text = [*range(10, 60), 3, 4, 10, 11, 12]  # begins again at its end
     for drafter in (late, always):
         drafter.start(DraftRequest("a", [1, 2]))
-    late.accept_all({"a": text})
+    late.catch_up({"a": text})
     always.accept("a", text)
     for drafter in (late, always):
         assert drafter.propose([DraftQuery("a", 4, 4)])[0].token_ids == [13, 14, 15, 16]
@@ -124,7 +124,7 @@ def test_requests_that_are_drafted_together_get_what_each_gets_alone() -> None:
         given = {name: [rng.choice(text) for _ in range(rng.randint(0, 90))] for name in rng.sample(names, 4)}
         together.accept_all(given)
         for name, tokens in given.items():
-            alone.accept_all({name: tokens})
+            alone.accept(name, tokens)
         for name, tokens in given.items():
             together.share(name, tokens)
             alone.share(name, tokens)

@@ -108,6 +108,20 @@ def test_where_little_fits_that_is_measured(
     assert time_decoding(machine, max_requests, max_context) < 2 * FIXED_S  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("max_rows", "max_requests", "max_context", "total"), [(1024, 16, 16, 1024), (4352, 68, 68, 8704)]
+)
+def test_what_memory_has_no_room_for_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, max_rows: int, max_requests: int, max_context: int, total: int
+) -> None:
+    """Requests of few tokens take whole extents."""
+    machine = Machine(total)
+    monkeypatch.setattr(measure_steps.time, "perf_counter", lambda: machine.now_s)
+    table = measure(machine, max_rows, max_requests, max_context)  # type: ignore[arg-type]
+    assert 64 <= table.rows[-1] < max_rows
+    machine.backend.allocator.check_integrity(())
+
+
 def test_buckets_are_flat_inside_and_rise_at_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(bucket_sizes=(1, 2, 4, 8, 24, 40, 64))
     monkeypatch.setattr(measure_steps.time, "perf_counter", lambda: machine.now_s)

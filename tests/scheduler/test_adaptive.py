@@ -514,7 +514,7 @@ def test_what_was_offered_before_a_preemption_is_not_held_against_what_comes_lat
 
 def test_what_was_not_learned_from_yet_is_before_anything_is_chosen() -> None:
     machine = Machine([Text("a", hit=0.0, claim=0.02)], DEAR)
-    while "a" in machine.step().asked:
+    while "a" in machine.step(slowness=2.0).asked:
         pass
     machine.step(slowness=2.0)  # it waits for one step more
     before = machine.adaptive.step_time.factor
