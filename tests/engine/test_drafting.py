@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from batchserve.engine.drafting import DraftStage, depth_labels
+from batchserve.draft.base import DraftTree
+from batchserve.draft.forest import DraftForest, DraftQueries
+from batchserve.engine.drafting import LATE_STEPS, DraftStage, depth_labels
 from batchserve.metrics import GAUGES
 from batchserve.scheduler.acceptance import NUM_DEPTHS
 from batchserve.scheduler.adaptive import AdaptiveDrafting
@@ -65,6 +67,26 @@ def test_without_it_only_what_was_drafted_is_shown() -> None:
     metrics = engine.core.metrics
     assert set(metrics.gauges) == {"draft_rows_per_request"}
     assert not metrics.acceptance()
+
+
+def test_a_drafter_that_is_seldom_asked_hears_in_one_piece_what_it_has_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = adaptive_engine()
+    drafter, told = engine.drafter, []
+    assert drafter is not None
+
+    def propose_nothing(queries: DraftQueries) -> DraftForest:
+        told.append(("asked", 0))
+        return DraftForest.of([DraftTree()] * len(queries.request_ids))
+
+    monkeypatch.setattr(drafter, "propose_all", propose_nothing)
+    for how in ("accept_all", "catch_up"):
+        monkeypatch.setattr(drafter, how, lambda tokens, how=how: told.append((how, len(tokens["a"]))))
+    add(engine, "a", ANSWER, max_tokens=len(ANSWER))
+    engine.run()
+    missed = [count for how, count in told if how == "catch_up"]
+    assert missed, "it was asked in every step"
+    assert min(missed) > LATE_STEPS
+    assert all(count <= LATE_STEPS for how, count in told if how == "accept_all")
 
 
 def test_a_request_without_speculation_decodes_beside_one_that_drafts() -> None:
