@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from batchserve.attention.prefix_index import FEWEST_TOKENS
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from batchserve.request import Request
 
-FEWEST_TOKENS = 16  # less is computed as quickly as it is found
 BLOCK = 256  # tokens that are compared at once
 
 

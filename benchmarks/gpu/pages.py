@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from batchserve.attention.base import LayerShape
-from batchserve.attention.flashinfer import FlashInferKernel, WrapperFactory
+from batchserve.attention.flashinfer import FlashInferKernel
 from batchserve.attention.tree_metadata import TreeMetadata
 
 
@@ -18,18 +16,8 @@ class PagedKernel(FlashInferKernel):
 
     can_be_captured = False
 
-    def __init__(
-        self,
-        layers: Sequence[LayerShape],
-        num_heads: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        mask: str,
-        page_size: int,
-        make_wrapper: WrapperFactory | None = None,
-    ) -> None:
-        super().__init__(layers, num_heads, dtype, device, mask=mask, make_wrapper=make_wrapper)
+    def __init__(self, *arguments: Any, page_size: int, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._page_size = page_size
 
     def _pages(self, metadata: TreeMetadata) -> dict[str, Any]:

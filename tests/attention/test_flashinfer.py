@@ -31,8 +31,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchserve.attention import flashinfer as kernels
+from batchserve.attention import flashinfer_mask
 from batchserve.attention.base import AttentionParams, LayerShape
-from batchserve.attention.flashinfer import VERSIONS, FlashInferKernel, load_wrapper, packed_mask
+from batchserve.attention.flashinfer import VERSIONS, FlashInferKernel, load_wrapper
+from batchserve.attention.flashinfer_mask import packed_mask
 from batchserve.attention.flashinfer_variant import SCALARS, TENSORS, variant_arguments, variant_run_arguments
 from batchserve.attention.mask import visible_keys
 from batchserve.attention.paged import PagedBackend
@@ -449,7 +451,7 @@ def test_the_custom_mask_is_numpys_bits_from_a_new_byte_for_each_request(
     spans, allocator, _ = random_step(seed)
     kernel = Recording()
     PagedBackend(LAYERS, torch.bfloat16, CPU, kernel, allocator).begin(spans)
-    with mock.patch.object(kernels, "MASK_BLOCK", block):
+    with mock.patch.object(flashinfer_mask, "MASK_BLOCK", block):
         packed, offsets = packed_mask(kernel.planned[0], window)
     assert (packed.dtype, offsets.dtype, int(offsets[-1])) == (torch.uint8, torch.int32, len(packed))
     for i, span in enumerate(spans):

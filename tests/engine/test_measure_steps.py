@@ -73,7 +73,10 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    made = Machine()
+    return timed_by(Machine(), monkeypatch)
+
+
+def timed_by(made: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(measure_steps.time, "perf_counter", lambda: made.now_s)
     return made
 
@@ -100,8 +103,7 @@ def test_the_table_says_what_steps_take(machine: Machine, load: StepLoad) -> Non
 def test_where_little_fits_that_is_measured(
     monkeypatch: pytest.MonkeyPatch, max_rows: int, max_requests: int, max_context: int, total: int
 ) -> None:
-    machine = Machine(total)
-    monkeypatch.setattr(measure_steps.time, "perf_counter", lambda: machine.now_s)
+    machine = timed_by(Machine(total), monkeypatch)
     table = measure(machine, max_rows, max_requests, max_context)  # type: ignore[arg-type]
     assert table.rows == tuple(grid(max_rows))
     assert StepTimeModel(table).predict(StepLoad(1, 1, 1)) == pytest.approx(machine.seconds(StepLoad(1, 1, 1)), rel=0.2)
@@ -115,16 +117,14 @@ def test_what_memory_has_no_room_for_is_left_out(
     monkeypatch: pytest.MonkeyPatch, max_rows: int, max_requests: int, max_context: int, total: int
 ) -> None:
     """Requests of few tokens take whole extents."""
-    machine = Machine(total)
-    monkeypatch.setattr(measure_steps.time, "perf_counter", lambda: machine.now_s)
+    machine = timed_by(Machine(total), monkeypatch)
     table = measure(machine, max_rows, max_requests, max_context)  # type: ignore[arg-type]
     assert 64 <= table.rows[-1] < max_rows
     machine.backend.allocator.check_integrity(())
 
 
 def test_buckets_are_flat_inside_and_rise_at_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(bucket_sizes=(1, 2, 4, 8, 24, 40, 64))
-    monkeypatch.setattr(measure_steps.time, "perf_counter", lambda: machine.now_s)
+    machine = timed_by(Machine(bucket_sizes=(1, 2, 4, 8, 24, 40, 64)), monkeypatch)
     model = StepTimeModel(measure(machine, 64, 16, 1024))  # type: ignore[arg-type]
     for rows in range(4, 65):
         load = StepLoad(rows, rows, 1)
