@@ -6,27 +6,30 @@ one tensor, so that growing a slab and moving accepted rows cost one operation a
 
 from __future__ import annotations
 
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from batchserve.attention.prefix_index import FEWEST_TOKENS, PrefixIndex
+from batchserve.attention.row_moves import UNIT, move_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Sequence
+    from collections.abc import Collection, Hashable, Mapping, Sequence
 
     from batchserve.attention.base import LayerShape
 
 EXTENT = 64  # tokens
-# Each time a slab grows it is copied: so by half of what it has, unless that is more than an 8th of what is free.
-GROWTH, PLENTY = 2, 8
+# Each time a slab grows it is copied: so it gets room for so many tokens more than it needs, or half of what it has,
+# unless that is more than an 8th of what is free.
+SLACK, GROWTH, PLENTY = 4 * EXTENT, 2, 8
 
 
 class _Slab:
     """The memory of one request. planes[layer] is (K, V), each [num_kv_heads, capacity, dim]."""
 
-    __slots__ = ("addresses", "capacity", "num_committed", "planes", "stacks")
+    __slots__ = ("addresses", "addresses_at", "capacity", "num_committed", "planes", "stacks")
 
     def __init__(self) -> None:
         self.capacity = 0
@@ -34,6 +37,7 @@ class _Slab:
         self.stacks: list[torch.Tensor] = []  # [num_planes, num_kv_heads, capacity, dim]
         self.planes: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.addresses = np.zeros((0, 2), dtype=np.int64)  # of the planes, for compiled kernels
+        self.addresses_at = 0  # where these are
 
 
 class SlabAllocator:
@@ -55,6 +59,9 @@ class SlabAllocator:
         self._kept: dict[int, _Slab] = {}  # by handle of the index
         self._cached = 0  # tokens that kept slabs hold
         self._stack_shapes, self._plane_index = _plan_stacks(layers)
+        units = dtype.itemsize // UNIT.itemsize
+        sizes = [(s.num_kv_heads, dim * units) for s in layers for dim in (s.key_dim, s.value_dim)]
+        self._plane_sizes = np.array(sizes, np.int64)  # heads and units of a token, as move_rows has them
         self.bytes_per_token = bytes_per_token(layers, dtype)
         self.num_kv_heads = max(layer.num_kv_heads for layer in layers)
         self.fewest_kv_heads = min(layer.num_kv_heads for layer in layers)
@@ -84,9 +91,9 @@ class SlabAllocator:
         wanted = -(-(committed + num_tokens) // EXTENT) * EXTENT
         if wanted - owned > self.free_tokens:
             return False
-        more = owned // GROWTH // EXTENT * EXTENT
-        if owned + more > wanted and more <= self.free_tokens // PLENTY:
-            wanted = owned + more
+        slack = max(SLACK, owned // GROWTH // EXTENT * EXTENT)
+        if slack <= (self.free_tokens - (wanted - owned)) // PLENTY:
+            wanted += slack
         self._make_room(wanted - owned)
         if slab is None:
             slab = self._slabs[request_id] = _Slab()
@@ -109,17 +116,21 @@ class SlabAllocator:
             (slab.stacks[k_stack][k], slab.stacks[v_stack][v]) for (k_stack, k), (v_stack, v) in self._plane_index
         ]
         slab.addresses = np.array([[k.data_ptr(), v.data_ptr()] for k, v in slab.planes], dtype=np.int64)
+        slab.addresses_at = slab.addresses.ctypes.data
 
     def commit(self, request_id: str, rows: Sequence[int]) -> None:
-        slab = self._slabs[request_id]
-        start = slab.num_committed
-        if rows and rows[-1] != len(rows) - 1:  # they ascend: otherwise they are in place
-            moved = next(i for i, row in enumerate(rows) if row != i)
-            source = torch.tensor([start + row for row in rows[moved:]])
-            for stack in slab.stacks:
-                # Gathered before it is scattered: a row may move onto the place of another one that moves.
-                stack[:, :, start + moved : start + len(rows)] = stack.index_select(2, source)
-        slab.num_committed = start + len(rows)
+        self.commit_all({request_id: rows})
+
+    def commit_all(self, rows: Mapping[str, Sequence[int]]) -> None:
+        # They ascend: where the last one is in its place, all are.
+        moved = {each: kept for each, kept in rows.items() if len(kept) and kept[-1] != len(kept) - 1}
+        if moved:
+            slabs = [self._slabs[each] for each in moved]
+            where = [(slab.addresses_at, slab.capacity, slab.num_committed) for slab in slabs]
+            starts = np.array([0, *accumulate(map(len, moved.values()))])
+            move_rows(np.array(where), self._plane_sizes, starts, np.array([*chain.from_iterable(moved.values())]))
+        for each, kept in rows.items():
+            self._slabs[each].num_committed += len(kept)
 
     def touch(self, request_id: str) -> None:
         for stack in self._slabs[request_id].stacks:

@@ -14,7 +14,7 @@ import numpy as np
 from batchserve.attention.prefix_index import FEWEST_TOKENS, PrefixIndex
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Sequence
+    from collections.abc import Collection, Hashable, Mapping, Sequence
 
 DUMMY_SLOT = 0  # nobody's: where padding rows write
 
@@ -111,6 +111,10 @@ class SlotAllocator:
         self._request_refs[slots] = 1
         self._owned += count
         request.owned += count
+
+    def commit_all(self, rows: Mapping[str, Sequence[int]]) -> None:
+        for request_id, kept in rows.items():
+            self.commit(request_id, kept)
 
     def commit(self, request_id: str, rows: Sequence[int]) -> None:
         request = self._requests[request_id]

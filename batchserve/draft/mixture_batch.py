@@ -11,18 +11,22 @@ import numpy as np
 from numba import carray, njit
 
 from batchserve.addresses import as_pointer
-from batchserve.draft.mixture_growth import grow
+from batchserve.draft.mixture_growth import grow, root_visits
 from batchserve.draft.mixture_kernels import (
     NODE,
     NUM_COMMON,
+    OWN,
+    SCOPE,
     SCRATCH,
-    accept_tokens,
     count_common,
     initial_weights,
     make_common,
+    read_recent,
 )
+from batchserve.draft.mixture_learning import accept_tokens
 from batchserve.draft.mixture_noise import noise_bin_of
-from batchserve.draft.text_index import FILLED, TextIndex, source_at
+from batchserve.draft.mixture_reading import follow_chains, open_chains
+from batchserve.draft.text_index import FILLED, NUM_ORDERS, TextIndex, source_at
 
 REQUEST = np.dtype(  # a request; own, scope and root are addresses: of TextIndex.address, a scope_card, a NODE
     [
@@ -63,6 +67,22 @@ def _open(request):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
+def _read_ahead(table, slots, sizes, scratch):  # type: ignore[no-untyped-def]
+    """Fetch what grow_all will look up for the ends of the requests' texts."""
+    chains, recent = np.empty((2 * NUM_ORDERS * len(slots), 3), np.int64), scratch[0].recent
+    count, visits = 0, 0
+    for i in range(len(slots)):
+        request = table[slots[i]]
+        if sizes[i, 0] > 0 and sizes[i, 1] > 0:
+            own, scope, _, _, _, _ = _open(request)
+            read_recent(own, request.num_output, recent)
+            count = open_chains(own, recent[OWN], chains, count)
+            count = open_chains(scope, recent[SCOPE], chains, count)
+            visits = max(visits, root_visits(sizes[i, 0]))
+    scratch[0].read = follow_chains(chains, count, visits)
+
+
+@njit(cache=True, nogil=True)
 def grow_all(table, slots, bounds, branch_length, nodes, scratch, starts, links, probs):  # type: ignore[no-untyped-def]
     """Grow the trees of the requests at `slots` of the table, node behind node; see mixture_growth.grow.
 
@@ -70,6 +90,7 @@ def grow_all(table, slots, bounds, branch_length, nodes, scratch, starts, links,
     probs.
     """
     sizes, least = bounds
+    _read_ahead(table, slots, sizes, scratch)
     end = 0
     for i in range(len(slots)):
         request = table[slots[i]]
@@ -91,7 +112,7 @@ def accept_all(table, slots, starts, token_ids, most_learned, first, nodes, scra
     """Learn, from request `first` on, the tokens of the requests at `slots`: those from starts[i] to starts[i + 1].
 
     Returns the first request whose text has no room for them, or the number of requests; see
-    mixture_kernels.accept_tokens.
+    mixture_learning.accept_tokens.
     """
     for i in range(first, len(slots)):
         request = table[slots[i]]

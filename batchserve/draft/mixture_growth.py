@@ -31,6 +31,12 @@ CUT, NOISY_CUT = 0.4, 0.02  # experts are asked until they have left less than t
 CANDIDATE = np.dtype([("prob", np.float64), ("parent", np.int64), ("token", np.int64)])
 
 
+@njit(cache=True, nogil=True, inline="always")
+def root_visits(max_tokens):  # type: ignore[no-untyped-def]
+    """How many occurrences of each context are looked at for the root of a tree of so many nodes."""
+    return min(MOST_VISITS, max(FEWEST_VISITS, 8 * max_tokens))
+
+
 @njit(cache=True, nogil=True)
 def _go_on(source, s, token, parent, node):  # type: ignore[no-untyped-def]
     """The occurrences of a node's parent in source s that go on with its `token`, in their order."""
@@ -104,7 +110,7 @@ def grow(own, scope, common, num_output, noise, bounds, weights, root, nodes, sc
     min_prob = max(MIN_PROB, min_prob)
     frontier, work = np.empty(max_tokens + 1, CANDIDATE), scratch[0]
     tree_tokens, tree_parents, tree_depths = links[0], links[1], links[2]
-    visits = min(MOST_VISITS, max(FEWEST_VISITS, 8 * max_tokens))
+    visits = root_visits(max_tokens)
     node_visits = min(MOST_NODE_VISITS, max(FEWEST_NODE_VISITS, max_tokens))
     count, num_waiting, node, path_prob, depth = 0, 0, -1, 1.0, 0
     read_recent(own, num_output, work.recent)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from batchserve.draft.mixture_noise import NUM_NOISE_BINS, merit_of_noise, stream_key
+from batchserve.draft.mixture_noise import NUM_NOISE_BINS
 from batchserve.draft.text_index import (
     FILLED,
     MAX_MATCH,
@@ -25,7 +25,6 @@ from batchserve.draft.text_index import (
     RUN,
     SEPARATOR,
     START,
-    append_tokens,
     find_occurrences,
 )
 
@@ -43,7 +42,6 @@ NUM_COMMON, NUM_PROPOSED = 256, 64  # tokens whose frequency is tracked; those o
 FEWEST_VISITS = 64  # occurrences of a short context that are looked at; the latest ones count
 LONG_VISITS = 24  # of the longest contexts that have a chain
 MIN_SHARE, MAX_SHARE = 0.005, 0.995
-SLOWEST_RATE, FIRST_RATE = 0.006, 12.0
 PATH = 2  # tokens at the end of a node's path that are kept: enough to tell a context of one token from a longer one
 
 # Work memory is arrays of records, not tuples of arrays: Numba counts references to each array of a tuple wherever it
@@ -78,6 +76,7 @@ SCRATCH = np.dtype(
         ("probs", np.float64, (MAX_FOLLOWERS,)),
         ("at", np.int32, (MAX_FOLLOWERS,)),
         ("places", np.int32, (2 * MAX_FOLLOWERS,)),
+        ("read", np.int64),  # a sum of what was read ahead: what nobody uses is not read
     ],
     align=True,
 )
@@ -308,73 +307,6 @@ def read_recent(own, num_output, recent):  # type: ignore[no-untyped-def]
         slot = slot - 1 if slot > 0 else text.shape[0] - 1
     if num_output < MAX_MATCH:
         recent[SCOPE, num_output] = START
-
-
-@njit(cache=True, nogil=True)
-def accept_tokens(  # type: ignore[no-untyped-def]
-    own, scope, common, token_ids, num_output, noise, weights, seen, root, is_root_known, nodes, scratch, most_learned
-):
-    """Learn from token_ids (int32), weights from the last most_learned of them.
-
-    They are appended to the own text, whose last num_output tokens are the answer.
-    root: NODE [1]; where is_root_known, what a draft has found for the end of the text as it is now, so that the first
-    token is learned from the evidence that it was drafted by. Work memory: nodes NODE [at least 1], scratch SCRATCH
-    [1], zeros at first.
-    """
-    noise_bin, seed, position = noise
-    node, work = root[0], scratch[0]
-    skipped = max(0, token_ids.shape[0] - most_learned)
-    if skipped > 0:
-        append_tokens(own[0], own[1], own[2], own[3], token_ids[:skipped], 0)
-    for i in range(skipped, token_ids.shape[0]):
-        if i > 0 or not is_root_known:
-            node = nodes[0]
-            read_recent(own, num_output + i, work.recent)
-            find_at_root(own, FEWEST_VISITS, node, OWN, work)
-            find_at_root(scope, FEWEST_VISITS, node, SCOPE, work)
-        _learn(common, token_ids[i], weights, seen, node, work)
-        if noise_bin >= 0:
-            key = stream_key(seed, position + i)
-            _learn_noise(noise_bin, key, token_ids[i], weights, seen, node, work)
-        append_tokens(own[0], own[1], own[2], own[3], token_ids[i : i + 1], 0)
-
-
-@njit(cache=True, nogil=True)
-def _learn(common, target, weights, seen, node, work):  # type: ignore[no-untyped-def]
-    """One step of expectation-maximisation: how much of the probability of `target` was each expert's merit?"""
-    begin(work)
-    weigh(node, work, weights, 0.0, target)
-    if common[2][1] > 0:
-        add_common(common, work, 1.0, target)
-    prob = 1e-5  # of a token that no expert knows
-    for i in range(work.num_experts - 1, -1, -1):
-        work.below[i] = prob
-        share = weights[work.bins[i]]
-        prob = share * work.target_probs[i] + (1.0 - share) * prob
-    left = 1.0
-    for i in range(work.num_experts):
-        at = work.bins[i]
-        share = weights[at]
-        merit = share * work.target_probs[i] / (share * work.target_probs[i] + (1.0 - share) * work.below[i])
-        seen[at] += 1
-        rate = max(SLOWEST_RATE, 1.0 / (seen[at] + FIRST_RATE - 1.0))
-        weights[at] = min(MAX_SHARE, max(MIN_SHARE, share + rate * left * (merit - share)))
-        left *= 1.0 - merit
-        if left < 1e-3:
-            break
-
-
-@njit(cache=True, nogil=True)
-def _learn_noise(noise_bin, key, target, weights, seen, node, work):  # type: ignore[no-untyped-def]
-    """The same for the weight of the noise, from the experts that _learn has just asked."""
-    clear(work)
-    spread(node, work)
-    merit = merit_of_noise(work, key, weights[noise_bin], target)
-    clear(work)
-    if merit >= 0.0:
-        seen[noise_bin] += 1
-        rate = max(SLOWEST_RATE, 1.0 / (seen[noise_bin] + FIRST_RATE - 1.0))
-        weights[noise_bin] = min(MAX_SHARE, max(MIN_SHARE, weights[noise_bin] + rate * (merit - weights[noise_bin])))
 
 
 def initial_weights() -> np.ndarray:

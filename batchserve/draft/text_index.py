@@ -5,7 +5,7 @@ a context are found by walking a chain, a token costs a few writes, eviction is 
 number of bytes a token whatever the text is. A trie of the same text takes several times as much and has to be pruned.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN201
 from __future__ import annotations
 
 import math
@@ -52,7 +52,7 @@ def hash_step(key, token):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _bucket(key, head, meta):  # type: ignore[no-untyped-def]
+def bucket_of(key, head, meta):  # type: ignore[no-untyped-def]
     """Where linear hashing puts it: buckets that are not in use yet are still part of those half the table before."""
     bucket = np.int64((key >> np.uint64(7)) & np.uint64(head.shape[0] - 1))
     return bucket if bucket < meta[BUCKETS] else bucket - head.shape[0] // 2
@@ -80,7 +80,7 @@ def split_buckets(text, prev, head, meta, count):  # type: ignore[no-untyped-def
                     key = hash_step(key, text[slot])
                     slot = slot - 1 if slot > 0 else capacity - 1
                 prev[end, o] = 0
-                if _bucket(key, head, meta) == bucket:
+                if bucket_of(key, head, meta) == bucket:
                     if last_moved < 0:
                         head[bucket, o] = end + 1
                     else:
@@ -119,7 +119,7 @@ def append_tokens(text, prev, head, meta, token_ids, first_indexed):  # type: ig
                 key = hash_step(key, text[slot])
                 slot = slot - 1 if slot > 0 else capacity - 1
                 length += 1
-            bucket = _bucket(key, head, meta)
+            bucket = bucket_of(key, head, meta)
             prev[newest, o] = head[bucket, o]
             head[bucket, o] = newest + 1
     meta[NEWEST], meta[FILLED], meta[RUN] = newest, filled, run
@@ -155,7 +155,7 @@ def find_occurrences(  # type: ignore[no-untyped-def]
     key = np.uint64(0)
     for i in range(_ORDERS[order]):
         key = hash_step(key, recent[i])
-    end = head[_bucket(key, head, meta), order] - 1
+    end = head[bucket_of(key, head, meta), order] - 1
     last_age = -1
     for _ in range(most_visits):
         if end < 0 or count == slots.shape[0]:

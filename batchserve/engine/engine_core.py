@@ -144,7 +144,7 @@ class EngineCore:
         for request in stopped:
             self._end(request)
         overflowed, self._overflowed = self._overflowed, []
-        self._fail([(request, _overflow(request)) for request in overflowed])
+        self._fail([(request, _no_logits(request)) for request in overflowed])
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if memory, requests and drafts disagree."""
@@ -181,29 +181,38 @@ class EngineCore:
         """
         now_s = self._clock()
         given: dict[str, list[int]] = {}
+        kept: dict[str, list[int]] = {}
+        going_on = []
         for item, rows, verified in zip(scheduled, batch.requests, results, strict=True):
-            request = item.request
-            if request.finish_reason is not None:  # a stop string was found while the step was under way
+            if item.request.finish_reason is not None:  # a stop string was found while the step was under way
                 continue
             if verified is not None and verified.token_ids[-1] == NO_TOKEN:
-                if rows.num_draft_tokens:
-                    # A draft's K/V may have spoilt the other rows: kernels multiply by zero what a row does not see.
-                    request.speculation = replace(request.speculation, max_draft_tokens=0)
-                else:
-                    request.prefix_scope = None  # nobody shall begin with its K/V
-                    self._overflowed.append(request)
+                self._overflow(item.request, rows)
                 continue
             accepted = verified.rows if verified is not None else []
-            kept = [*range(rows.num_pending), *accepted]
-            self.runner.backend.allocator.commit(request.request_id, kept)
-            request.num_computed_tokens += len(kept)
+            kept[item.request.request_id] = [*range(rows.num_pending), *accepted]
+            going_on.append((item, rows, verified))
+        self.runner.backend.allocator.commit_all(kept)
+        for item, rows, verified in going_on:
+            request = item.request
+            request.num_computed_tokens += len(kept[request.request_id])
             if verified is None:
                 continue
-            request.num_draft_tokens += rows.num_verified
-            tokens = self._append(request, verified, rows.num_verified, now_s)
+            num_verified = rows.num_verified
+            request.num_draft_tokens += num_verified
+            tokens = self._append(request, verified, num_verified, now_s)
             if item.is_decoding:
                 given[request.request_id] = tokens
         return given
+
+    def _overflow(self, request: Request, rows: RequestRows) -> None:
+        """The logits behind the request's last token say nothing."""
+        if rows.num_draft_tokens:
+            # A draft's K/V may have spoilt the other rows: kernels multiply by zero what a row does not see.
+            request.speculation = replace(request.speculation, max_draft_tokens=0)
+        else:
+            request.prefix_scope = None  # nobody shall begin with its K/V
+            self._overflowed.append(request)
 
     def _append(self, request: Request, verified: VerifiedTokens, num_drafted: int, now_s: float) -> list[int]:
         """Give the request its new tokens, up to its end, and end it there; returns them."""
@@ -284,7 +293,7 @@ def _expiry(request: Request) -> DeadlineExceededError:
     return DeadlineExceededError(f"deadline passed {what}")
 
 
-def _overflow(request: Request) -> NonFiniteLogitsError:
+def _no_logits(request: Request) -> NonFiniteLogitsError:
     where = f"request_id = {request.request_id!r}, after {request.num_output_tokens} tokens"
     return NonFiniteLogitsError(f"{where}: the model's logits are NaN or infinite; a wider dtype may hold its numbers")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Sequence
+    from collections.abc import Collection, Hashable, Mapping, Sequence
 
 
 class KVAllocator(Protocol):
@@ -35,6 +35,9 @@ class KVAllocator(Protocol):
 
     def commit(self, request_id: str, rows: Sequence[int]) -> None:
         """Keep these rows (indices into the step's rows of this request, ascending) as the next committed tokens."""
+
+    def commit_all(self, rows: Mapping[str, Sequence[int]]) -> None:
+        """commit() of several requests, by id, at once."""
 
     def match_prefix(
         self, request_id: str, scope: Hashable, token_ids: Sequence[int], source_id: str = "", num_shared: int = 0

@@ -20,6 +20,7 @@ from batchserve.draft import mixture_noise
 from batchserve.draft.base import DraftQuery, DraftRequest, DraftScope, DraftTree
 from batchserve.draft.mixture import MIN_SCOPE_BYTES, SHARED_AT_ONCE, MixtureDrafter
 from batchserve.draft.mixture_kernels import count_common, initial_weights, make_common
+from batchserve.draft.mixture_learning import RIPE
 from batchserve.errors import ConfigError
 from batchserve.sampling import noise
 from tests.draft.scope_machine import OTHER_SCOPES, SCOPE, ScopeMachine, check_tree, first_chain, say
@@ -228,6 +229,24 @@ def test_probabilities_are_calibrated_after_some_learning() -> None:
         say(drafter, "a", [token])
     assert accepted > 0.85 * steps
     assert abs(promised - accepted) < 0.05 * steps
+
+
+def test_weights_that_have_settled_are_learned_from_less_and_every_token_is_still_drafted() -> None:
+    learned = []
+    for num_tokens in (RIPE // 2, RIPE):
+        drafter = MixtureDrafter()
+        drafter.start(DraftRequest("before", [1], scope=SCOPE))
+        say(drafter, "before", PATTERN * (num_tokens // len(PATTERN)))
+        drafter.start(DraftRequest("r", [1, 2, 3], scope=SCOPE))
+        drafter.accept("r", PATTERN[:4])
+        propose(drafter, "r")
+        seen = drafter._scopes[SCOPE].experience.seen
+        before = int(seen.sum())
+        drafter.accept("r", [*PATTERN[4:], 61, 62, 63])
+        learned.append(int(seen.sum()) - before)
+        drafter.accept("r", [*PATTERN, 61])
+        assert has_path(propose(drafter, "r"), [62, 63]), "what is only in its own text"
+    assert 0 < learned[1] < learned[0] / 2, learned
 
 
 def test_the_samplers_noise_is_the_same_here() -> None:

@@ -1,0 +1,94 @@
+"""The mixture's compiled part, continued: what the tokens that came say of the experts that were asked for them."""
+
+# ruff: noqa: ANN001, ANN201, ANN202
+from __future__ import annotations
+
+from numba import njit
+
+from batchserve.draft.mixture_kernels import (
+    FEWEST_VISITS,
+    MAX_SHARE,
+    MIN_SHARE,
+    OWN,
+    SCOPE,
+    add_common,
+    begin,
+    clear,
+    find_at_root,
+    read_recent,
+    spread,
+    weigh,
+)
+from batchserve.draft.mixture_noise import merit_of_noise, stream_key
+from batchserve.draft.text_index import append_tokens
+
+SLOWEST_RATE, FIRST_RATE = 0.006, 12.0
+# From a scope of so many tokens on, whose weights have settled, only one in so many is learned from, and the first of
+# each step, for which all is known that a draft has looked up: to look it up for the others takes longer than the rest.
+RIPE, ONE_IN = 4096, 8
+
+
+@njit(cache=True, nogil=True)
+def accept_tokens(  # type: ignore[no-untyped-def]
+    own, scope, common, token_ids, num_output, noise, weights, seen, root, is_root_known, nodes, scratch, most_learned
+):
+    """Learn from token_ids (int32), weights from the last most_learned of them.
+
+    They are appended to the own text, whose last num_output tokens are the answer.
+    root: NODE [1]; where is_root_known, what a draft has found for the end of the text as it is now, so that the first
+    token is learned from the evidence that it was drafted by. Work memory: nodes NODE [at least 1], scratch SCRATCH
+    [1], zeros at first.
+    """
+    noise_bin, seed, position = noise
+    node, work = root[0], scratch[0]
+    is_ripe, count = is_root_known and common[2][1] >= RIPE, token_ids.shape[0]
+    for i in range(count):
+        if i >= count - most_learned and (i == 0 or not is_ripe or (num_output + i) % ONE_IN == 0):
+            if i > 0 or not is_root_known:
+                node = nodes[0]
+                read_recent(own, num_output + i, work.recent)
+                find_at_root(own, FEWEST_VISITS, node, OWN, work)
+                find_at_root(scope, FEWEST_VISITS, node, SCOPE, work)
+            _learn(common, token_ids[i], weights, seen, node, work)
+            if noise_bin >= 0:
+                key = stream_key(seed, position + i)
+                _learn_noise(noise_bin, key, token_ids[i], weights, seen, node, work)
+        append_tokens(own[0], own[1], own[2], own[3], token_ids[i : i + 1], 0)
+
+
+@njit(cache=True, nogil=True)
+def _learn(common, target, weights, seen, node, work):  # type: ignore[no-untyped-def]
+    """One step of expectation-maximisation: how much of the probability of `target` was each expert's merit?"""
+    begin(work)
+    weigh(node, work, weights, 0.0, target)
+    if common[2][1] > 0:
+        add_common(common, work, 1.0, target)
+    prob = 1e-5  # of a token that no expert knows
+    for i in range(work.num_experts - 1, -1, -1):
+        work.below[i] = prob
+        share = weights[work.bins[i]]
+        prob = share * work.target_probs[i] + (1.0 - share) * prob
+    left = 1.0
+    for i in range(work.num_experts):
+        at = work.bins[i]
+        share = weights[at]
+        merit = share * work.target_probs[i] / (share * work.target_probs[i] + (1.0 - share) * work.below[i])
+        seen[at] += 1
+        rate = max(SLOWEST_RATE, 1.0 / (seen[at] + FIRST_RATE - 1.0))
+        weights[at] = min(MAX_SHARE, max(MIN_SHARE, share + rate * left * (merit - share)))
+        left *= 1.0 - merit
+        if left < 1e-3:
+            break
+
+
+@njit(cache=True, nogil=True)
+def _learn_noise(noise_bin, key, target, weights, seen, node, work):  # type: ignore[no-untyped-def]
+    """The same for the weight of the noise, from the experts that _learn has just asked."""
+    clear(work)
+    spread(node, work)
+    merit = merit_of_noise(work, key, weights[noise_bin], target)
+    clear(work)
+    if merit >= 0.0:
+        seen[noise_bin] += 1
+        rate = max(SLOWEST_RATE, 1.0 / (seen[noise_bin] + FIRST_RATE - 1.0))
+        weights[noise_bin] = min(MAX_SHARE, max(MIN_SHARE, weights[noise_bin] + rate * (merit - weights[noise_bin])))

@@ -1,0 +1,63 @@
+"""The mixture's compiled part, continued: what the drafts of a step will read, fetched for all requests side by side.
+
+A forward leaves little of a text in the caches, and whoever follows a chain waits for memory at every link. One chain's
+links come one after the other, but those of many chains do not: a processor fetches a dozen at once.
+"""
+
+# ruff: noqa: ANN001, ANN201
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, njit
+
+from batchserve.addresses import as_pointer
+from batchserve.draft.text_index import NUM_ORDERS, ORDERS, SEPARATOR, bucket_of, hash_step
+
+CELL = 1 + NUM_ORDERS  # int32 of a token: itself, its links
+CELLS, ORDER, END = range(3)  # of a chain: where the text's cells are, which links it goes by, and where it stands
+_ORDERS = np.array(ORDERS, np.int64)
+
+
+@njit(cache=True, nogil=True)
+def open_chains(source, recent, chains, count):  # type: ignore[no-untyped-def]
+    """Add the chains of one source that a text leads to, which ends with `recent`, the newest token first.
+
+    chains int64 [any, 3]; returns how many there are now.
+    """
+    text, _, head, meta = source
+    key, length = np.uint64(0), 0
+    for order in range(NUM_ORDERS):
+        if recent[_ORDERS[order] - 1] == SEPARATOR:
+            break
+        while length < _ORDERS[order]:
+            key = hash_step(key, recent[length])
+            length += 1
+        end = head[bucket_of(key, head, meta), order] - 1
+        if end >= 0:
+            chains[count, CELLS], chains[count, ORDER], chains[count, END] = text.ctypes.data, order, end
+            count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)
+def follow_chains(chains, count, most_links):  # type: ignore[no-untyped-def]
+    """Follow all chains, one link of each at a time. Returns a sum of what was read, for what nobody uses is not read.
+
+    Links that were overwritten lead anywhere in the text; that is no matter here.
+    """
+    total = 0
+    for _ in range(most_links):
+        left = 0
+        for i in range(count):
+            cells, order, end = chains[i, CELLS], chains[i, ORDER], chains[i, END]
+            before = max(0, end - 2)  # what came before is compared with
+            cell = carray(as_pointer(cells + 4 * CELL * before), CELL * (end - before + 1), np.int32)
+            total += cell[0]
+            behind = cell[CELL * (end - before) + 1 + order] - 1
+            if behind >= 0:
+                chains[left, CELLS], chains[left, ORDER], chains[left, END] = cells, order, behind
+                left += 1
+        count = left
+        if count == 0:
+            break
+    return total
