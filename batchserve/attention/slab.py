@@ -27,15 +27,14 @@ SLACK, GROWTH, PLENTY = 4 * EXTENT, 2, 8
 
 
 class _Slab:
-    """The memory of one request. planes[layer] is (K, V), each [num_kv_heads, capacity, dim]."""
+    """The memory of one request."""
 
-    __slots__ = ("addresses", "addresses_at", "capacity", "num_committed", "planes", "stacks")
+    __slots__ = ("addresses", "addresses_at", "capacity", "num_committed", "stacks")
 
     def __init__(self) -> None:
         self.capacity = 0
         self.num_committed = 0
         self.stacks: list[torch.Tensor] = []  # [num_planes, num_kv_heads, capacity, dim]
-        self.planes: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.addresses = np.zeros((0, 2), dtype=np.int64)  # of the planes, for compiled kernels
         self.addresses_at = 0  # where these are
 
@@ -112,10 +111,11 @@ class SlabAllocator:
             else:
                 slab.stacks.append(grown)
         slab.capacity = capacity
-        slab.planes = [
-            (slab.stacks[k_stack][k], slab.stacks[v_stack][v]) for (k_stack, k), (v_stack, v) in self._plane_index
-        ]
-        slab.addresses = np.array([[k.data_ptr(), v.data_ptr()] for k, v in slab.planes], dtype=np.int64)
+        # Not asked of the planes one by one: a model may have hundreds, and a step waits for this.
+        begins = np.array([stack.data_ptr() for stack in slab.stacks], np.int64)
+        plane_bytes = np.array([stack.nbytes // len(stack) for stack in slab.stacks], np.int64)
+        stack, place = self._plane_index[..., 0], self._plane_index[..., 1]
+        slab.addresses = begins[stack] + place * plane_bytes[stack]
         slab.addresses_at = slab.addresses.ctypes.data
 
     def commit(self, request_id: str, rows: Sequence[int]) -> None:
@@ -200,7 +200,8 @@ class SlabAllocator:
 
     def planes(self, request_id: str, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(K, V) of one layer, each [num_kv_heads, capacity, dim]."""
-        return self._slabs[request_id].planes[layer]
+        stacks, ((k_stack, k), (v_stack, v)) = self._slabs[request_id].stacks, self._plane_index[layer].tolist()
+        return stacks[k_stack][k], stacks[v_stack][v]
 
     def addresses(self, request_id: str) -> tuple[np.ndarray, int]:
         """(int64 [num_layers, 2] addresses of the K and V planes, capacity); valid until the next reserve."""
@@ -233,8 +234,10 @@ def bytes_per_token(layers: Sequence[LayerShape], dtype: torch.dtype) -> int:
 
 def _plan_stacks(
     layers: Sequence[LayerShape],
-) -> tuple[list[tuple[int, int, int]], list[tuple[tuple[int, int], tuple[int, int]]]]:
-    """(count, heads, dim) of each stack, and for each layer where its K and V planes are: (stack, index)."""
+) -> tuple[list[tuple[int, int, int]], np.ndarray]:
+    """(count, heads, dim) of each stack; and where K and V planes are, int64 [num_layers, 2, 2]: the stack, the place
+    in it.
+    """
     stacks: dict[tuple[int, int], int] = {}
     counts: list[int] = []
 
@@ -246,4 +249,4 @@ def _plan_stacks(
         return stack, counts[stack] - 1
 
     index = [(place(s.num_kv_heads, s.key_dim), place(s.num_kv_heads, s.value_dim)) for s in layers]
-    return [(counts[i], heads, dim) for (heads, dim), i in stacks.items()], index
+    return [(counts[i], heads, dim) for (heads, dim), i in stacks.items()], np.array(index, np.int64).reshape(-1, 2, 2)

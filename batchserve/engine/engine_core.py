@@ -305,7 +305,7 @@ def _request_rows(item: ScheduledRequest, draft: DraftTree | None) -> RequestRow
     parents = [-1] if count == 1 else list(range(-1, count - 1))
     if draft is not None:
         token_ids = token_ids + draft.token_ids
-        parents += [count - 1 if parent < 0 else count + parent for parent in draft.parents]
+        parents += [count + parent for parent in draft.parents]  # the first ones hang from the last pending row
     sampling = request.sampling if item.is_sampled else None
     is_verified = draft.is_verified if draft is not None else ()
     return RequestRows(request.request_id, start, token_ids, parents, count, sampling, is_verified)

@@ -99,10 +99,12 @@ def verify_request(rows: RequestRows, sampler: RowSampler, first: int, recorded:
     if rows.sampling is None:
         raise ValueError(f"{rows.request_id!r}: nothing is sampled")
     sampling, root = rows.sampling, rows.root
-    next_position = rows.context_len + rows.num_pending
+    next_position, first_at = rows.context_len + rows.num_pending, first - root
+    # A walk asks for every accepted token: what is known of all rows by then is not worked out one by one.
+    greedy = sampler.greedy() if sampling.temperature == 0.0 else None
 
     def target(row: int, depth: int) -> int:
-        return sampler.token_at(first + row - root, next_position + depth, sampling)
+        return greedy[first_at + row] if greedy else sampler.token_at(first_at + row, next_position + depth, sampling)
 
     def forced(row: int, depth: int) -> int:
         token, position = target(row, depth), next_position + depth

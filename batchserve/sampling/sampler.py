@@ -33,10 +33,14 @@ class RowSampler:
     def token_at(self, row: int, position: int, sampling: ResolvedSampling) -> int:
         """The token at absolute `position`, given the row before it; NO_TOKEN where the logits say nothing."""
         if sampling.temperature == 0.0:
-            if not self._greedy:
-                self._find_best()
-            return self._greedy[row]
+            return self.greedy()[row]
         return sample_row(self._logits[row].float().numpy(), position, sampling)
+
+    def greedy(self) -> list[int]:
+        """Of every row token_at's token at temperature 0."""
+        if not self._greedy:
+            self._find_best()
+        return self._greedy
 
     def argmax_at(self, row: int) -> int:
         """The likeliest token, whatever the sampling."""
