@@ -245,7 +245,8 @@ class AdaptiveDrafting:
         settle(*who, items.owners, items.gains, items.rows, least_gain, chosen, is_paying)
         pays = is_paying[places]
         if self._probes or self._given_up or not pays.all():
-            self._note(request_ids, pays.tolist(), [decoding[place].token_ids for place in places.tolist()])
+            failing = {request_ids[i]: decoding[places[i]].token_ids for i in np.flatnonzero(~pays).tolist()}
+            self._note(failing, [request_ids[i] for i in np.flatnonzero(pays).tolist()])
         return chosen if offer.nodes is None else self._unbundled(offer, offer.nodes, chosen)
 
     def _unbundled(self, offer: _Offer, nodes: IntArray, chosen: BoolArray) -> BoolArray:
@@ -258,21 +259,19 @@ class AdaptiveDrafting:
                 window.missed()
         return keep
 
-    def _note(self, request_ids: Sequence[str], is_paying: Sequence[bool], texts: Sequence[Sequence[int]]) -> None:
-        """Who was asked, and whether it paid."""
+    def _note(self, failing: Mapping[str, Sequence[int]], paying: Iterable[str]) -> None:
+        """Whose drafter was asked for nothing, with their texts, and for whom it paid."""
         given_up = set()
-        for request_id, pays, text in zip(request_ids, is_paying, texts, strict=True):
-            if pays:
-                self._probes.pop(request_id, None)
-                continue
+        for request_id, text in failing.items():
             probe = self._probes.setdefault(request_id, Probe())
             probe.note(False, text, step=self._num_steps)
             if probe.num_failures == PATIENCE + 1:
                 given_up.add(self._drafters[request_id])
         for drafter in given_up:
             self._given_up[drafter] = self._given_up.get(drafter, 0) + 1
-        for request_id, pays in zip(request_ids, is_paying, strict=True):
-            if pays:
+        if self._probes or self._given_up:
+            for request_id in paying:
+                self._probes.pop(request_id, None)
                 self._given_up.pop(self._drafters[request_id], None)
 
     def _offer(self, forest: Forest, request_ids: Sequence[str], places: IntArray, slots: IntArray) -> _Offer:

@@ -239,18 +239,20 @@ class Scheduler:
     def _with_drafts(
         self, running: list[Request], planned: dict[str, int], rows_left: int, is_drafted: Callable[[Request], bool]
     ) -> list[ScheduledRequest]:
-        scheduled, drafting = [], []
-        for place, request in enumerate(running):
-            tokens = planned[request.request_id]
-            scheduled.append(ScheduledRequest(request, tokens, tokens == request.num_pending_tokens))
-            if scheduled[-1].is_decoding and request.speculation.max_draft_tokens > 0 and is_drafted(request):
-                drafting.append(place)
+        is_drafting = [
+            planned[r.request_id] == 1
+            and r.num_pending_tokens == 1
+            and r.speculation.max_draft_tokens > 0
+            and is_drafted(r)
+            for r in running
+        ]
         # Where rows are chosen by their worth, each request may be offered all of them.
-        is_shared = drafting and not self._config.is_adaptive
-        most = rows_left // len(drafting) if is_shared else rows_left
-        for place in drafting:
-            request = running[place]
-            scheduled[place] = ScheduledRequest(request, 1, True, *self._draft_budget(request, most))
+        num_sharing = 1 if self._config.is_adaptive else max(1, sum(is_drafting))
+        scheduled = []
+        for request, is_offered in zip(running, is_drafting, strict=True):
+            tokens = planned[request.request_id]
+            budget = self._draft_budget(request, rows_left // num_sharing) if is_offered else (0, 0, 0)
+            scheduled.append(ScheduledRequest(request, tokens, tokens == request.num_pending_tokens, *budget))
         return scheduled
 
     def _draft_budget(self, request: Request, most: int) -> tuple[int, int, int]:
