@@ -25,7 +25,7 @@ from batchserve.draft.text_index import append_tokens
 SLOWEST_RATE, FIRST_RATE = 0.006, 12.0
 # From a scope of so many tokens on, whose weights have settled, only one in so many is learned from, and the first of
 # each step, for which all is known that a draft has looked up: to look it up for the others takes longer than the rest.
-RIPE, ONE_IN = 4096, 32
+RIPE, ONE_IN = 2048, 32
 
 
 @njit(cache=True, nogil=True)

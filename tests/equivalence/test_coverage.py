@@ -104,10 +104,10 @@ def accepted_kv_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rows are kept instead of the accepted ones."""
 
     def first_rows(right: Callable[..., None]) -> Callable[..., None]:
-        return lambda allocator, request_id, rows: right(allocator, request_id, range(len(rows)))
+        return lambda allocator, rows: right(allocator, {name: range(len(kept)) for name, kept in rows.items()})
 
     for allocator in (SlabAllocator, SlotAllocator):
-        monkeypatch.setattr(allocator, "commit", first_rows(allocator.commit))
+        monkeypatch.setattr(allocator, "commit_all", first_rows(allocator.commit_all))
 
 
 def bonus_lost(monkeypatch: pytest.MonkeyPatch) -> None:
