@@ -142,15 +142,18 @@ class EngineMetrics:
     def verified(self, requests: Sequence[Verification]) -> None:
         """What one step verified."""
         with self.lock:
-            self._add(
-                verify_steps_total=len(requests),
-                draft_tokens_total=sum(each.num_draft_tokens for each in requests),
-                accepted_draft_tokens_total=sum(each.num_accepted for each in requests),
-            )
+            num_drafted = num_accepted = 0
             latency = self.histograms["inter_token_latency_seconds"]
             for each in requests:
+                num_drafted += each.num_draft_tokens
+                num_accepted += each.num_accepted
                 if each.since_last_s is not None and each.num_given:
                     latency.add(each.since_last_s / each.num_given, each.num_given)
+            self._add(
+                verify_steps_total=len(requests),
+                draft_tokens_total=num_drafted,
+                accepted_draft_tokens_total=num_accepted,
+            )
 
     def looked_up(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """A request was begun whose prompt was looked for in the prefix cache."""

@@ -31,3 +31,11 @@ def move_rows(slabs, planes, starts, rows):  # type: ignore[no-untyped-def]
                     if source != target:
                         for k in range(size):
                             plane[h, target, k] = plane[h, source, k]
+
+
+def compile_kernels() -> None:
+    """Compile move_rows, or load it from the cache on disk."""
+    plane = np.zeros(2, UNIT)
+    addresses = np.array([plane.ctypes.data])
+    slab, shape = np.array([[addresses.ctypes.data, 2, 0]]), np.ones((1, 2), np.int64)
+    move_rows(slab, shape, np.array([0, 1]), np.array([1]))

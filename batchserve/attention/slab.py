@@ -1,7 +1,8 @@
 """K/V memory of the CPU path: one contiguous head-major slab per request, grown by extents.
 
 A slab holds, for every layer, K and V as planes [num_kv_heads, capacity, dim]; planes of equal shape are stacked in
-one tensor, so that growing a slab and moving accepted rows cost one operation a shape, not one a layer.
+one tensor, so that growing a slab costs one operation a shape, not one a layer. Accepted rows of all requests move in
+one compiled call.
 """
 
 from __future__ import annotations
@@ -21,20 +22,21 @@ if TYPE_CHECKING:
     from batchserve.attention.base import LayerShape
 
 EXTENT = 64  # tokens
-# Each time a slab grows it is copied: so it gets room for so many tokens more than it needs, or half of what it has,
-# unless that is more than an 8th of what is free.
-SLACK, GROWTH, PLENTY = 4 * EXTENT, 2, 8
+# Each time a slab grows it is copied: so by half of what it has or one extent more than it needs, unless that is more
+# than an 8th of what is free.
+GROWTH, PLENTY = 2, 8
 
 
 class _Slab:
     """The memory of one request."""
 
-    __slots__ = ("addresses", "addresses_at", "capacity", "num_committed", "stacks")
+    __slots__ = ("addresses", "addresses_at", "capacity", "num_committed", "planes", "stacks")
 
     def __init__(self) -> None:
         self.capacity = 0
         self.num_committed = 0
         self.stacks: list[torch.Tensor] = []  # [num_planes, num_kv_heads, capacity, dim]
+        self.planes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (K, V) of layers that were asked for
         self.addresses = np.zeros((0, 2), dtype=np.int64)  # of the planes, for compiled kernels
         self.addresses_at = 0  # where these are
 
@@ -90,9 +92,9 @@ class SlabAllocator:
         wanted = -(-(committed + num_tokens) // EXTENT) * EXTENT
         if wanted - owned > self.free_tokens:
             return False
-        slack = max(SLACK, owned // GROWTH // EXTENT * EXTENT)
-        if slack <= (self.free_tokens - (wanted - owned)) // PLENTY:
-            wanted += slack
+        roomy = max(wanted + EXTENT, owned + owned // GROWTH // EXTENT * EXTENT)
+        if slab is not None and roomy - owned <= self.free_tokens // PLENTY:
+            wanted = roomy
         self._make_room(wanted - owned)
         if slab is None:
             slab = self._slabs[request_id] = _Slab()
@@ -111,6 +113,7 @@ class SlabAllocator:
             else:
                 slab.stacks.append(grown)
         slab.capacity = capacity
+        slab.planes.clear()
         # Not asked of the planes one by one: a model may have hundreds, and a step waits for this.
         begins = np.array([stack.data_ptr() for stack in slab.stacks], np.int64)
         plane_bytes = np.array([stack.nbytes // len(stack) for stack in slab.stacks], np.int64)
@@ -126,6 +129,9 @@ class SlabAllocator:
         moved = {each: kept for each, kept in rows.items() if len(kept) and kept[-1] != len(kept) - 1}
         if moved:
             slabs = [self._slabs[each] for each in moved]
+            for slab, (request_id, kept) in zip(slabs, moved.items(), strict=True):
+                if slab.num_committed + kept[-1] >= slab.capacity:  # compiled code would not notice
+                    raise IndexError(f"rows of {request_id!r}: {kept[-1]} was not reserved")
             where = [(slab.addresses_at, slab.capacity, slab.num_committed) for slab in slabs]
             starts = np.array([0, *accumulate(map(len, moved.values()))])
             move_rows(np.array(where), self._plane_sizes, starts, np.array([*chain.from_iterable(moved.values())]))
@@ -200,8 +206,11 @@ class SlabAllocator:
 
     def planes(self, request_id: str, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(K, V) of one layer, each [num_kv_heads, capacity, dim]."""
-        stacks, ((k_stack, k), (v_stack, v)) = self._slabs[request_id].stacks, self._plane_index[layer].tolist()
-        return stacks[k_stack][k], stacks[v_stack][v]
+        slab = self._slabs[request_id]
+        if layer not in slab.planes:
+            (k_stack, k), (v_stack, v) = self._plane_index[layer].tolist()
+            slab.planes[layer] = slab.stacks[k_stack][k], slab.stacks[v_stack][v]
+        return slab.planes[layer]
 
     def addresses(self, request_id: str) -> tuple[np.ndarray, int]:
         """(int64 [num_layers, 2] addresses of the K and V planes, capacity); valid until the next reserve."""

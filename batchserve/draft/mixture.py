@@ -19,7 +19,7 @@ import numpy as np
 
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
 from batchserve.draft.forest import DraftForest, DraftQueries
-from batchserve.draft.mixture_batch import NUM_WEIGHTS, REQUEST, accept_all, grow_all, scope_card
+from batchserve.draft.mixture_batch import NUM_WEIGHTS, REQUEST, accept_all, begin_request, grow_all, scope_card
 from batchserve.draft.mixture_batch import compile_kernels as compile_kernels
 from batchserve.draft.mixture_kernels import NODE, SCRATCH, count_common, initial_weights, make_common
 from batchserve.draft.mixture_noise import noise_bin_of
@@ -123,8 +123,7 @@ class MixtureDrafter(Drafter):
         position, seed = len(request.prompt_token_ids), np.uint64(request.seed)
         scope = self._open(request.scope) if request.scope is not None else _Scope(TextIndex(1))
         state = _RequestState(self._new_slot(), own, scope, request.scope is not None)
-        addresses = (own.address.ctypes.data, scope.card.ctypes.data, state.root.ctypes.data)
-        self._table[state.slot] = (*addresses, 0, 0, position, noise_bin, seed)
+        begin_request(self._table, state.slot, own.address, scope.card, state.root, position, noise_bin, seed)
         self._requests[request.request_id] = state
 
     def _new_slot(self) -> int:
@@ -214,7 +213,7 @@ class MixtureDrafter(Drafter):
         index.max_tokens = self._max_scope_tokens
         wanted = index.capacity_for(num_tokens) * BYTES_PER_TOKEN - index.nbytes
         if wanted > 0 and not self._is_room_for(wanted):
-            index.max_tokens = len(index.text)
+            index.max_tokens = index.capacity
 
     def _is_room_for(self, num_bytes: int) -> bool:
         """Whether so much more may be taken; drops scopes that nobody uses, the longest unused first, if need be."""

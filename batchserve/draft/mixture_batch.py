@@ -51,6 +51,15 @@ def scope_card(
     return tuple(array.ctypes.data for array in (index.address, *common, weights, seen))
 
 
+@njit(cache=True, nogil=True)
+def begin_request(table, slot, own, card, root, position, noise_bin, seed):  # type: ignore[no-untyped-def]
+    """Fill a row of the table: of a request whose answer begins at `position`, and whose arrays these are."""
+    request = table[slot]
+    request.own, request.scope, request.root = own.ctypes.data, card.ctypes.data, root.ctypes.data
+    request.is_root_known, request.num_output, request.next_position = 0, 0, position
+    request.noise_bin, request.seed = noise_bin, seed
+
+
 @njit(cache=True, nogil=True, inline="always")
 def _open(request):  # type: ignore[no-untyped-def]
     """(own source, the scope's source, common, weights, seen, root) of a row of the table."""
@@ -69,17 +78,17 @@ def _open(request):  # type: ignore[no-untyped-def]
 @njit(cache=True, nogil=True)
 def _read_ahead(table, slots, sizes, scratch):  # type: ignore[no-untyped-def]
     """Fetch what grow_all will look up for the ends of the requests' texts."""
-    chains, recent = np.empty((2 * NUM_ORDERS * len(slots), 3), np.int64), scratch[0].recent
-    count, visits = 0, 0
+    chains, recent = np.empty((2 * NUM_ORDERS * len(slots), 4), np.int64), scratch[0].recent
+    count = 0
     for i in range(len(slots)):
         request = table[slots[i]]
         if sizes[i, 0] > 0 and sizes[i, 1] > 0:
             own, scope, _, _, _, _ = _open(request)
             read_recent(own, request.num_output, recent)
-            count = open_chains(own, recent[OWN], chains, count)
-            count = open_chains(scope, recent[SCOPE], chains, count)
-            visits = max(visits, root_visits(sizes[i, 0]))
-    scratch[0].read = follow_chains(chains, count, visits)
+            visits = root_visits(sizes[i, 0])
+            count = open_chains(own, recent[OWN], visits, chains, count)
+            count = open_chains(scope, recent[SCOPE], visits, chains, count)
+    scratch[0].read = follow_chains(chains, count)
 
 
 @njit(cache=True, nogil=True)
@@ -142,7 +151,7 @@ def compile_kernels() -> None:
     card = np.array(scope_card(index, common, weights, seen))
     table, slots, starts = np.zeros(1, REQUEST), np.zeros(1, np.int64), np.array([0, 1])
     noise_bin, seed = noise_bin_of(1.0, NUM_WEIGHTS), np.uint64(0)
-    table[0] = (index.address.ctypes.data, card.ctypes.data, root.ctypes.data, 0, 0, 5, noise_bin, seed)
+    begin_request(table, 0, index.address, card, root, 5, noise_bin, seed)
     accept_all(table, slots, starts, tokens[:1], 1, 0, nodes, scratch)
     links, probs = np.zeros((3, 2), np.int64), np.zeros(2)
     grow_all(table, slots, (np.array([[2, 2, 2]]), np.zeros(1)), 2, nodes, scratch, starts, links, probs)

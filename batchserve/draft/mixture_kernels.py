@@ -1,12 +1,12 @@
 """The mixture's compiled part: contexts as experts, their blend, and the growth of a draft tree by path probability.
 
 There are two sources: a request's own text, and the answers of its scope. For every length l that makes a difference,
-the latest occurrences in one source that match at least l tokens are an expert: it says how often which token followed.
-Experts are asked from the longest match down, and each takes a share of the probability that those before it have left;
-behind them all stand the scope's commonest tokens. The shares are learned online, one step of expectation-maximisation
-for every token, in bins of source, match length, number of occurrences and number of distinct followers. This is a
-variable-order Markov model with mixing weights (as in context-tree weighting; Willems et al., 1995), over the texts
-that Lookahead (KDD'24, section 4.2) drafts from.
+the latest occurrences in one source that match at least l tokens are an expert: it says how often which token
+followed. Experts are asked from the longest match down, and each takes a share of the probability that those before it
+have left; behind them all stand the scope's commonest tokens. The shares are learned online (mixture_learning.py), in
+bins of source, match length, number of occurrences and number of distinct followers. This is a variable-order Markov
+model with mixing weights (as in context-tree weighting; Willems et al., 1995), over the texts that Lookahead (KDD'24,
+section 4.2) drafts from.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202

@@ -23,25 +23,26 @@ from batchserve.draft.mixture_noise import merit_of_noise, stream_key
 from batchserve.draft.text_index import append_tokens
 
 SLOWEST_RATE, FIRST_RATE = 0.006, 12.0
-# From a scope of so many tokens on, whose weights have settled, only one in so many is learned from, and the first of
-# each step, for which all is known that a draft has looked up: to look it up for the others takes longer than the rest.
-RIPE, ONE_IN = 2048, 32
+# Weights that were moved so often together have settled: of a step that was drafted they are learned from the first
+# token, for which all is known that the draft has looked up, and from one in so many of the others, for which it would
+# have to be looked up: that takes longer than all the rest.
+RIPE, ONE_IN = 8192, 32
 
 
 @njit(cache=True, nogil=True)
 def accept_tokens(  # type: ignore[no-untyped-def]
     own, scope, common, token_ids, num_output, noise, weights, seen, root, is_root_known, nodes, scratch, most_learned
 ):
-    """Learn from token_ids (int32), weights from the last most_learned of them.
+    """Learn from token_ids (int32), weights from some of them: at most the last most_learned.
 
-    They are appended to the own text, whose last num_output tokens are the answer.
+    All are appended to the own text, whose last num_output tokens are the answer.
     root: NODE [1]; where is_root_known, what a draft has found for the end of the text as it is now, so that the first
     token is learned from the evidence that it was drafted by. Work memory: nodes NODE [at least 1], scratch SCRATCH
     [1], zeros at first.
     """
     noise_bin, seed, position = noise
     node, work = root[0], scratch[0]
-    is_ripe, count = is_root_known and common[2][1] >= RIPE, token_ids.shape[0]
+    is_ripe, count = is_root_known and seen.sum() >= RIPE, token_ids.shape[0]
     for i in range(count):
         if i >= count - most_learned and (i == 0 or not is_ripe or (num_output + i) % ONE_IN == 0):
             if i > 0 or not is_root_known:

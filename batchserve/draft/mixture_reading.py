@@ -11,18 +11,20 @@ import numpy as np
 from numba import carray, njit
 
 from batchserve.addresses import as_pointer
+from batchserve.draft.mixture_kernels import LONG_VISITS
 from batchserve.draft.text_index import NUM_ORDERS, ORDERS, SEPARATOR, bucket_of, hash_step
 
 CELL = 1 + NUM_ORDERS  # int32 of a token: itself, its links
-CELLS, ORDER, END = range(3)  # of a chain: where the text's cells are, which links it goes by, and where it stands
+# Of a chain: where the text's cells are, which links it goes by, where it stands, how many links may be followed.
+CELLS, ORDER, END, LINKS = range(4)
 _ORDERS = np.array(ORDERS, np.int64)
 
 
 @njit(cache=True, nogil=True)
-def open_chains(source, recent, chains, count):  # type: ignore[no-untyped-def]
-    """Add the chains of one source that a text leads to, which ends with `recent`, the newest token first.
+def open_chains(source, recent, visits, chains, count):  # type: ignore[no-untyped-def]
+    """Add the chains of one source that find_at_root will follow for a text that ends with `recent`, newest first.
 
-    chains int64 [any, 3]; returns how many there are now.
+    chains int64 [any, 4]; returns how many there are now.
     """
     text, _, head, meta = source
     key, length = np.uint64(0), 0
@@ -34,30 +36,31 @@ def open_chains(source, recent, chains, count):  # type: ignore[no-untyped-def]
             length += 1
         end = head[bucket_of(key, head, meta), order] - 1
         if end >= 0:
-            chains[count, CELLS], chains[count, ORDER], chains[count, END] = text.ctypes.data, order, end
+            links = visits if order < NUM_ORDERS - 1 else LONG_VISITS
+            chains[count, CELLS], chains[count, ORDER] = text.ctypes.data, order
+            chains[count, END], chains[count, LINKS] = end, links
             count += 1
     return count
 
 
 @njit(cache=True, nogil=True)
-def follow_chains(chains, count, most_links):  # type: ignore[no-untyped-def]
+def follow_chains(chains, count):  # type: ignore[no-untyped-def]
     """Follow all chains, one link of each at a time. Returns a sum of what was read, for what nobody uses is not read.
 
     Links that were overwritten lead anywhere in the text; that is no matter here.
     """
     total = 0
-    for _ in range(most_links):
+    while count > 0:
         left = 0
         for i in range(count):
-            cells, order, end = chains[i, CELLS], chains[i, ORDER], chains[i, END]
+            cells, order, end, links = chains[i, CELLS], chains[i, ORDER], chains[i, END], chains[i, LINKS]
             before = max(0, end - 2)  # what came before is compared with
             cell = carray(as_pointer(cells + 4 * CELL * before), CELL * (end - before + 1), np.int32)
             total += cell[0]
             behind = cell[CELL * (end - before) + 1 + order] - 1
-            if behind >= 0:
-                chains[left, CELLS], chains[left, ORDER], chains[left, END] = cells, order, behind
+            if behind >= 0 and links > 1:
+                chains[left, CELLS], chains[left, ORDER] = cells, order
+                chains[left, END], chains[left, LINKS] = behind, links - 1
                 left += 1
         count = left
-        if count == 0:
-            break
     return total

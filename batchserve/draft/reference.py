@@ -110,10 +110,8 @@ class ReferenceDrafter(Drafter):
         most = min(query.max_tokens, query.max_depth, self._copy_length)
         if most < 1:
             return DraftTree()
-        index = state.sources
-        source = (index.text, index.prev, index.head, index.meta)
         count, state.copied_from, length = find_copy(
-            source, self._min_match, state.read_at, most, self._places, self._lengths, self._copied
+            state.sources.source, self._min_match, state.read_at, most, self._places, self._lengths, self._copied
         )
         state.copied = self._copied[:count].tolist()
         return DraftTree(list(state.copied), list(range(-1, count - 1)), _path_probs(length, count))

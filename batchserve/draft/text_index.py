@@ -176,6 +176,20 @@ def find_occurrences(  # type: ignore[no-untyped-def]
     return count
 
 
+@njit(cache=True, nogil=True)
+def append_to(address, token_ids, first_indexed):  # type: ignore[no-untyped-def]
+    """append_tokens to the index that `address` describes."""
+    text, prev, head, meta = source_at(address.ctypes.data)
+    append_tokens(text, prev, head, meta, token_ids, first_indexed)
+
+
+@njit(cache=True, nogil=True)
+def note_addresses(address, cells, heads, meta, capacity, num_buckets):  # type: ignore[no-untyped-def]
+    """Describe an index by where its arrays are, for source_at."""
+    address[0], address[1], address[2] = cells.ctypes.data, capacity, heads.ctypes.data
+    address[3], address[4] = num_buckets, meta.ctypes.data
+
+
 class TextIndex:
     """Texts behind each other with their occurrence chains; at `max_tokens` the oldest text is overwritten.
 
@@ -191,30 +205,34 @@ class TextIndex:
 
     def _allocate(self, capacity: int) -> None:
         reserved = capacity if capacity < RESERVED_FROM else min(RESERVED * capacity, self.max_tokens)
-        self._reserved = (
-            _zeros(reserved, 1 + NUM_ORDERS),
-            _zeros(_num_buckets(reserved), NUM_ORDERS),
-        )
+        # A token lies beside its links: whoever follows a chain reads both, and waits for memory once.
+        self._cells, self._heads = _zeros(reserved, 1 + NUM_ORDERS), _zeros(_num_buckets(reserved), NUM_ORDERS)
         self.meta = np.array([-1, 0, 0, _num_buckets(capacity)], dtype=np.int64)
         self._use(capacity)
 
     def _use(self, capacity: int) -> None:
-        cells, head = self._reserved
-        # A token lies beside its links: whoever follows a chain reads both, and waits for memory once.
-        self.text, self.prev, self.head = cells[:capacity, 0], cells[:capacity, 1:], head[: _num_buckets(capacity)]
-        self.address[:] = cells.ctypes.data, capacity, head.ctypes.data, len(self.head), self.meta.ctypes.data
+        self.capacity = capacity
+        self._views: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None = None
+        note_addresses(self.address, self._cells, self._heads, self.meta, capacity, _num_buckets(capacity))
 
     def __len__(self) -> int:
         return int(self.meta[FILLED])
 
     @property
     def nbytes(self) -> int:
-        return (1 + NUM_ORDERS) * self.text.nbytes + self.head.nbytes
+        return 4 * ((1 + NUM_ORDERS) * self.capacity + NUM_ORDERS * _num_buckets(self.capacity))
 
     @property
     def source(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """(text, prev, head, meta), as kernels take it; stale after the next `append` or `reserve`."""
-        return self.text, self.prev, self.head, self.meta
+        if self._views is None:
+            cells, head = self._cells[: self.capacity], self._heads[: _num_buckets(self.capacity)]
+            self._views = cells[:, 0], cells[:, 1:], head, self.meta
+        return self._views
+
+    @property
+    def text(self) -> np.ndarray:
+        return self.source[0]
 
     @property
     def run(self) -> int:
@@ -225,7 +243,7 @@ class TextIndex:
         """Go on with the open text; tokens before `first_indexed` are only context of those behind them."""
         tokens = np.asarray(token_ids, dtype=np.int32)
         self.reserve(len(tokens))
-        append_tokens(self.text, self.prev, self.head, self.meta, tokens, first_indexed)
+        append_to(self.address, tokens, first_indexed)
 
     def separate(self) -> None:
         """End the open text."""
@@ -236,35 +254,34 @@ class TextIndex:
         """The latest `most` tokens (all that are kept), oldest first, int32."""
         count = len(self) if most is None else min(most, len(self))
         slots = np.arange(self.meta[NEWEST] - count + 1, self.meta[NEWEST] + 1)
-        kept: np.ndarray = self.text[slots % len(self.text)]
+        kept: np.ndarray = self.text[slots % self.capacity]
         return kept
 
     def capacity_for(self, count: int) -> int:
         """How many tokens there would be room for with `count` more."""
-        wanted, capacity = len(self) + count, len(self.text)
+        wanted, capacity = len(self) + count, self.capacity
         while capacity < min(wanted, self.max_tokens):
             capacity = min(2 * capacity, self.max_tokens)
         return capacity
 
     def reserve(self, count: int) -> None:
         """Make room for so many tokens."""
-        capacity, before = self.capacity_for(count), len(self.text)
+        capacity, before = self.capacity_for(count), self.capacity
         if capacity <= before:
             return
         is_straight = self.meta[NEWEST] + 1 == len(self)
         if capacity > 2 * before or not is_straight:  # more comes than there is; or slots change, which is rare
             kept = self.tokens()
             self._allocate(capacity)
-            append_tokens(self.text, self.prev, self.head, self.meta, kept, 0)
+            append_to(self.address, kept, 0)
             return
-        split_buckets(*self.source, len(self.head))
-        if capacity <= len(self._reserved[0]):
+        split_buckets(*self.source, _num_buckets(before))
+        if capacity <= len(self._cells):
             self._use(capacity)
             return
-        text, prev, head, meta = self.source
+        cells, heads, meta = self._cells[:before], self._heads[: _num_buckets(before)], self.meta
         self._allocate(capacity)
-        self.text[:before], self.prev[:before], self.head[: len(head)] = text, prev, head
-        self.meta[:] = meta
+        self._cells[:before], self._heads[: len(heads)], self.meta[:] = cells, heads, meta
 
 
 def _num_buckets(capacity: int) -> int:

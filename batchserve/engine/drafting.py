@@ -16,7 +16,7 @@ from batchserve.scheduler.adaptive import UNDRAFTED, StepOutcome
 from batchserve.scheduler.step_time import StepLoad
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from batchserve.draft.base import Drafter
     from batchserve.metrics import EngineMetrics
@@ -121,16 +121,20 @@ class DraftStage:
             return False
         return self.adaptive is None or self.adaptive.asks(request.request_id)
 
-    def _tell(self, request_ids: Iterable[str]) -> None:
+    def _tell(self, request_ids: Collection[str]) -> None:
         """Let the drafter hear what it has missed. A drafter that is not asked costs nothing, not even to listen."""
-        unheard = [(request_id, self._started[request_id]) for request_id in request_ids]
-        accepted = {name: each.accepted for name, each in unheard if each.accepted and each.num_steps <= LATE_STEPS}
-        late = {name: each.accepted for name, each in unheard if each.num_steps > LATE_STEPS and each.accepted}
+        accepted: dict[str, list[int]] = {}
+        late: dict[str, list[int]] = {}
+        for request_id in request_ids:
+            each = self._started[request_id]
+            if each.accepted:
+                (late if each.num_steps > LATE_STEPS else accepted)[request_id] = each.accepted
         if accepted:
             self.drafter.accept_all(accepted)
         if late:
             self.drafter.catch_up(late)
-        for request_id, each in unheard:
+        for request_id in request_ids:
+            each = self._started[request_id]
             if each.shared:
                 self.drafter.share(request_id, each.shared)
             each.accepted, each.shared, each.num_steps = [], [], 0

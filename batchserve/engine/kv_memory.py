@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from batchserve.attention import row_moves
 from batchserve.attention.cpu import CpuBackend, compile_kernels, kernel_supports
 from batchserve.attention.paged import PagedBackend
 from batchserve.attention.slab import EXTENT, SlabAllocator, bytes_per_token
@@ -88,6 +89,7 @@ def _cpu_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tu
     budget = config.kv_cache_memory or int(free_memory_bytes() * KV_SHARE_OF_FREE_MEMORY)
     total_tokens, max_model_len = _capacity(config, loaded, budget, unit=EXTENT)
     allocator = SlabAllocator(loaded.layers, loaded.dtype, total_tokens)
+    row_moves.compile_kernels()
     has_kernel = kernel_supports(loaded.layers, loaded.dtype)
     if config.batch_invariant:
         check_batch_invariant(loaded, has_kernel)

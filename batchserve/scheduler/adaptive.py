@@ -29,6 +29,7 @@ LEAST_GAIN = 0.1  # expected tokens
 MARGIN = 0.5  # nodes this much less likely than what is worth a row are still proposed: odds are learned from them
 WINDOW_PRIOR, WINDOW_MEMORY = 2.0, 64.0  # windows that are believed to earn a token each; that are remembered
 UNDRAFTED = "none"
+NOBODY = np.zeros(0, np.int64)
 MOST_HEARD = 8  # steps without drafts
 HOPELESS = 8  # steps in which requests gave up on a drafter since it last paid: from then on new ones wait at once
 LONGEST_WINDOW_WAIT = 4096  # a window earns nothing unless its rows are computed: looking at it costs them
@@ -132,6 +133,7 @@ class AdaptiveDrafting:
         self._max_step_s = max_step_s
         self._speed_up = SpeedUp()
         self._slots: dict[str, int] = {}  # by request id; of `acceptance`, and of the next
+        self._found: tuple[list[str], IntArray] = [], NOBODY  # asked for last: most steps are of the same
         self._standing = np.zeros(0, STANDING)
         self._drafters: dict[str, str] = {}  # by request id
         self._probes: dict[str, Probe] = {}  # of requests whose drafter has failed them lately
@@ -157,20 +159,24 @@ class AdaptiveDrafting:
 
     def _new_slot(self, request_id: str, drafter: str) -> int:
         slot = self._slots[request_id] = self.acceptance.start(drafter)
+        self._found = [], NOBODY
         self._standing = grown(self._standing, slot + 1) if slot >= len(self._standing) else self._standing
         self._standing[slot] = UNKNOWN
         return slot
 
-    def _slots_of(self, request_ids: Iterable[str]) -> IntArray:
+    def _slots_of(self, request_ids: Sequence[str]) -> IntArray:
         """Requests that are not drafted have one, too: they must not pay for those that are."""
-        slots = self._slots
-        found = [slots[each] if each in slots else self._new_slot(each, UNDRAFTED) for each in request_ids]
-        return np.array(found, np.int64)
+        names, slots = list(request_ids), self._slots
+        if names != self._found[0]:
+            found = [slots[each] if each in slots else self._new_slot(each, UNDRAFTED) for each in names]
+            self._found = names, np.array(found, np.int64)
+        return self._found[1]
 
     def end(self, request_id: str) -> None:
         slot = self._slots.get(request_id)
         if slot is not None:
             self._learn()  # while the name is this one's
+            self._found = [], NOBODY
             del self._slots[request_id]
             self.acceptance.end(slot)
             self._drafters.pop(request_id, None)

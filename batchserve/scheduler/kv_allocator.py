@@ -34,7 +34,9 @@ class KVAllocator(Protocol):
         """The most rows that reserve() would grant to this request now."""
 
     def commit(self, request_id: str, rows: Sequence[int]) -> None:
-        """Keep these rows (indices into the step's rows of this request, ascending) as the next committed tokens."""
+        """Keep these rows as the next committed tokens: indices into the step's rows of this request, each larger than
+        the one before.
+        """
 
     def commit_all(self, rows: Mapping[str, Sequence[int]]) -> None:
         """commit() of several requests, by id, at once."""

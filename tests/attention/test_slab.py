@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import count
 from typing import Any
 
@@ -278,6 +279,16 @@ def test_memory_is_reserved_by_the_extent_and_never_for_the_whole_context() -> N
     assert allocator.free_tokens == 8 * EXTENT
 
 
+def test_to_begin_takes_no_more_than_is_needed_and_to_grow_a_little_more() -> None:
+    allocator = SlabAllocator(LAYERS, torch.float32, 100 * EXTENT)
+    assert all(allocator.reserve(str(i), EXTENT) for i in range(50))
+    assert allocator.free_tokens == 50 * EXTENT
+    assert allocator.reserve("0", EXTENT + 1)
+    assert allocator.free_tokens == 48 * EXTENT
+    assert all(allocator.reserve(str(i), EXTENT) for i in range(50, 98))
+    allocator.check_integrity({str(i) for i in range(98)})
+
+
 def test_bytes_per_token_are_those_of_k_and_v_in_all_layers() -> None:
     assert bytes_per_token(LAYERS, torch.bfloat16) == 2 * (2 * 8 + 1 * 12 + 2 * 8)
     assert bytes_per_token(LAYERS, torch.float32) == 2 * bytes_per_token(LAYERS, torch.bfloat16)
@@ -300,3 +311,35 @@ def test_check_integrity_finds_leaked_and_lost_memory() -> None:
     with pytest.raises(RuntimeError, match="lost"):
         allocator.check_integrity({"leaked", "lost"})
     allocator.check_integrity({"leaked"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_many_requests_move_in_one_call(dtype: torch.dtype) -> None:
+    """Layers of different shapes, slabs of different sizes, some requests of which nothing moves or nothing is kept."""
+    rng, rows = random.Random(5), 24
+    allocator = SlabAllocator(LAYERS, dtype, 100 * EXTENT)
+    kept, expected = {}, {}
+    for i in range(8):
+        name = f"r{i}"
+        assert allocator.reserve(name, 1 + 40 * i + rows)
+        allocator.commit(name, range(1 + 40 * i))
+        planes = [plane for layer in range(len(LAYERS)) for plane in allocator.planes(name, layer)]
+        for plane in planes:
+            plane.copy_(torch.randn(plane.shape))
+        kept[name] = [range(rows), []][i] if i < 2 else sorted(rng.sample(range(rows), 1 + 2 * i))
+        start = allocator._slabs[name].num_committed
+        places = [*range(start), *(start + row for row in kept[name])]
+        expected[name] = [plane[:, places].clone() for plane in planes]
+    allocator.commit_all(kept)
+    for name, contents in expected.items():
+        planes = [plane for layer in range(len(LAYERS)) for plane in allocator.planes(name, layer)]
+        for plane, content in zip(planes, contents, strict=True):
+            assert torch.equal(plane[:, : content.shape[1]], content)
+    allocator.check_integrity(kept)
+
+
+def test_a_row_that_was_not_reserved_is_refused() -> None:
+    allocator = SlabAllocator(LAYERS, torch.float32, 4 * EXTENT)
+    assert allocator.reserve("a", EXTENT)
+    with pytest.raises(IndexError, match=f"'a': {EXTENT} was not reserved"):
+        allocator.commit("a", [0, EXTENT])

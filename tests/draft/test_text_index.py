@@ -109,13 +109,13 @@ def test_no_append_waits_for_a_text_to_be_indexed_again() -> None:
     text, index, growths = rng.integers(0, 300, 4 * RESERVED_FROM).astype(np.int32), TextIndex(1 << 20), 0
     index.append(text[:RESERVED_FROM])
     for at in range(RESERVED_FROM, len(text), 32):
-        capacity, buckets, memory = len(index.text), index.meta[BUCKETS], index.prev
+        capacity, buckets, memory = len(index.text), index.meta[BUCKETS], index.source[1]
         index.append(text[at : at + 32])
         assert index.meta[BUCKETS] - buckets <= 64
-        assert np.shares_memory(index.prev, memory)
+        assert np.shares_memory(index.source[1], memory)
         growths += len(index.text) > capacity
     assert growths == 2
-    assert index.meta[BUCKETS] == len(index.head)
+    assert index.meta[BUCKETS] == len(index.source[2])
     whole, context = text.tolist(), text[1000:1008].tolist()
     assert occurrences(index, context, 3) == plain_search(whole, context, 3)
     assert occurrences(index, context, 0)[:50] == plain_search(whole[-30_000:], context, 0)[:50]
