@@ -21,6 +21,7 @@ from batchserve.runner.cuda_graphs import GREEDY
 from batchserve.runner.invariant import fix_activations
 from batchserve.runner.loader import LoadedModel, has_cpu_backend
 from batchserve.runner.model_runner import ModelRunner
+from batchserve.runner.packed import split_linears
 from batchserve.runner.probe import is_row_invariant
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 
@@ -261,11 +262,15 @@ def profiled_budget(
 
 
 def check_batch_invariant(loaded: LoadedModel, has_kernel: bool) -> None:
-    """Raises ConfigError where bitwise equality cannot be promised; changes the model's activations for its sake."""
+    """Raises ConfigError where bitwise equality cannot be promised; changes the model's activations for its sake, and,
+    where that is not enough, how many rows a linear multiplies at once.
+    """
     name = type(loaded.model).__name__
     fix_activations(loaded.model)
     if not has_kernel:
         raise ConfigError(f"batch_invariant: {name} in {loaded.dtype} has no attention kernel with a fixed order")
+    if not is_row_invariant(loaded.model):
+        split_linears(loaded.model)
     if not is_row_invariant(loaded.model):
         raise ConfigError(
             f"batch_invariant: {name} gives a row other bits in another batch (matmuls that are not packed, "

@@ -12,11 +12,18 @@ from transformers.pytorch_utils import Conv1D
 ROWS_HINT = 16  # rows that the packed layout is chosen for; any number works afterwards
 
 
+SAME_ORDER_ROWS = 32  # up to so many rows oneDNN sums every element in the same order, beside AMX too
+
+
 class PackedLinear(torch.nn.Module):
     """A linear layer over weights in oneDNN's blocked layout: bit-identical rows for any number of rows >= 2.
 
-    In bfloat16 beside AMX some rows of a large batch were once seen to differ in it; nobody knows why yet.
+    Not so in bfloat16 beside AMX: beyond SAME_ORDER_ROWS the order in which an element is summed depends on the number
+    of rows, and one in some thousands is rounded otherwise. Where is_split is set, they are multiplied in pieces of at
+    most so many rows: the bits are the same then, and weights are read once a piece.
     """
+
+    is_split = False
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -26,8 +33,28 @@ class PackedLinear(torch.nn.Module):
         self._apply_packed = torch.ops.mkldnn._linear_pointwise.default
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_split and x.shape[-2] > SAME_ORDER_ROWS:
+            return torch.cat([self._multiply(piece) for piece in x.split(piece_sizes(x.shape[-2]), dim=-2)], dim=-2)
+        return self._multiply(x)
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self._apply_packed(x, self.packed, self.bias, "none", [], "")
         return out
+
+
+def piece_sizes(num_rows: int) -> list[int]:
+    """Rows of each piece, of more than SAME_ORDER_ROWS in all: none has a single row, which takes another kernel."""
+    full, rest = divmod(num_rows, SAME_ORDER_ROWS)
+    if rest == 1:
+        return [SAME_ORDER_ROWS] * (full - 1) + [SAME_ORDER_ROWS - 1, 2]
+    return [SAME_ORDER_ROWS] * full + [rest] * (rest > 0)
+
+
+def split_linears(model: torch.nn.Module) -> None:
+    """From now on no packed linear's bits depend on the number of rows; the model is changed in place."""
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            module.is_split = True
 
 
 class FusedRMSNorm(torch.nn.Module):
