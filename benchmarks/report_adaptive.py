@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.report_drafting import read, table
 
 LENGTHS = ("off", "2", "4", "8", "16")
+HOST_FIGURES = ("host_ms", "scheduler_and_drafts_ms", "commit_to_launch_ms")
 PARTS = (
     "schedule",
     "drafter",
@@ -115,6 +116,15 @@ def overhead_table() -> str:
     return table(["model", "drafts", "host ms", "of it scheduler and drafts", *PARTS], rows)
 
 
+def warm_overhead_table() -> str:
+    rows = [
+        [model, name, *(f"{cell['caches_left_alone'][each]:.2f}" for each in HOST_FIGURES)]
+        for model, part in result("overhead")["models"].items()
+        for name, cell in part["contenders"].items()
+    ]
+    return table(["model", "drafts", "host ms", "of it scheduler and drafts", "commit to launch"], rows)
+
+
 def budget_table() -> str:
     found = result("budget")
     rows = [
@@ -174,6 +184,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ceiling": ceiling_table,
     "never slower": never_slower_table,
     "overhead": overhead_table,
+    "overhead warm": warm_overhead_table,
     "budget": budget_table,
     "prefill": prefill_table,
     "prefix": prefix_table,

@@ -2,10 +2,12 @@
 
     python -m benchmarks.adaptive.overhead FOLDER [--quick]
 
-Real steps: the bundled model's own answers, and recorded answers forced through a random Llama of about 90M parameters.
-One compute thread. Every part is timed in place, between forwards that leave the caches as forwards do. "host" is all
-of a step but the forward and the sampling (the argmax over the logits, which plain decoding pays too); of it, what
-schedules, drafts, chooses and learns is shown by itself, too.
+Real steps: the bundled model's own answers, and recorded answers forced through a random Llama of about 90M
+parameters. One compute thread. Every part is timed in place, between forwards that leave the caches as forwards do.
+"host" is all of a step but the forward and the sampling (the argmax over the logits, which plain decoding pays too);
+of it, what schedules, drafts, chooses and learns is shown by itself, too, and what stands between the commit of a
+step and the launch of the next. The same once more while the forward is only waited for, as long as it took: so the
+caches are left alone, as they are where the forward runs on a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
+
 from batchserve.runner import model_runner
+from batchserve.runner.ragged_batch import RaggedBatch
 from batchserve.sampling.sampler import RowSampler
 from benchmarks.adaptive.driver import Contender, fixed
 from benchmarks.adaptive.workloads import (
@@ -40,6 +45,7 @@ SIZE = 16
 STEPS = 150
 RECORDED = "gsm_qwen2_7b"
 SHOWN = 25  # functions of the profile
+LAUNCHING = ("schedule", "drafter", "choose", "draft stage", "drafter learns", "build")
 DECIDING = ("schedule", "drafter", "choose", "draft stage", "drafter learns", "adaptive learns")
 
 
@@ -104,33 +110,56 @@ def instrumented(bench: Lab, parts: Parts) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def waiting(bench: Lab, forward_s: float) -> Iterator[None]:
+    """No forward runs: it is waited for, as long as it takes. Tokens are those of the recorded answers anyway."""
+    runner = bench.engine.core.runner
+
+    def wait(batch: RaggedBatch) -> torch.Tensor:
+        until_s = time.perf_counter() + forward_s
+        while time.perf_counter() < until_s:
+            pass
+        return torch.zeros(len(batch.logit_rows), 2)
+
+    with mock.patch.object(runner, "forward", wait):
+        yield
+
+
 def measure(bench: Lab, workload: Workload, contender: Contender, options: Options) -> dict[str, Any]:
     load = [(SIZE, SIZE * (4 if options.is_quick else STEPS))]
     bench.driver.run(workload.records, [(SIZE, SIZE * 8)], contender)  # warms up
-    parts = Parts()
     core = bench.engine.core
     core.drafts.adaptive = contender.adaptive
+    found = timed_parts(bench, workload, contender, load)
+    with waiting(bench, found["median_ms_by_part"]["forward"] / 1e3):
+        found["caches_left_alone"] = timed_parts(bench, workload, contender, load)
+    say(f"{workload.name}, {contender.name}: {found}")
+    return found
+
+
+def timed_parts(bench: Lab, workload: Workload, contender: Contender, load: list[tuple[int, int]]) -> dict[str, Any]:
+    parts = Parts()
     with instrumented(bench, parts):
         run = bench.driver.run(workload.records, load, contender)
     names = sorted({name for step in parts.steps for name in step})
     beside = [sum(s for name, s in step.items() if name not in ("forward", "sampling")) for step in parts.steps]
-    deciding = [sum(step.get(name, 0.0) for name in DECIDING) for step in parts.steps]
-    found = {
+
+    def median_ms(chosen: tuple[str, ...]) -> float:
+        return round(statistics.median(sum(step.get(name, 0.0) for name in chosen) for step in parts.steps) * 1e3, 4)
+
+    return {
         "steps": len(parts.steps),
         "host_ms": round(statistics.median(beside) * 1e3, 4),
-        "scheduler_and_drafts_ms": round(statistics.median(deciding) * 1e3, 4),
+        "scheduler_and_drafts_ms": median_ms(DECIDING),
+        "commit_to_launch_ms": median_ms(LAUNCHING),
         "host_ms_p90": round(statistics.quantiles(beside, n=10)[-1] * 1e3, 4),
         "mean_ms_by_part": {
             name: round(statistics.mean(step.get(name, 0.0) for step in parts.steps) * 1e3, 4) for name in names
         },
-        "median_ms_by_part": {
-            name: round(statistics.median(step.get(name, 0.0) for step in parts.steps) * 1e3, 4) for name in names
-        },
+        "median_ms_by_part": {name: median_ms((name,)) for name in names},
         "acceptance_length": round(run.tokens_per_step, 3),
         "draft_rows_per_step": round(run.draft_rows / len(run.step_s), 2),
     }
-    say(f"{workload.name}, {contender.name}: {found}")
-    return found
 
 
 def profile(bench: Lab, workload: Workload, contender: Contender, options: Options) -> list[str]:
