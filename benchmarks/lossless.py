@@ -3,8 +3,8 @@
     python -m benchmarks.lossless [--prompts 600] [--rounds 5] [--parts count price]
 
 Speculation on (16 requests at once) against off (4 at once) on the bundled model's own tasks, greedy and sampled, in
-fp32 and bf16. A request is compared up to its first difference; there the plain transformers forward says
-whether the token is a near-tie (batchserve/sampling/near_tie.py) or wrong. Under `batch_invariant` there must be none.
+fp32 and bf16. A request is compared up to its first difference; there a plain transformers forward in fp32 says whether
+the token is a near-tie (batchserve/sampling/near_tie.py) or wrong. Under `batch_invariant` there must be none.
 """
 
 from __future__ import annotations
@@ -43,11 +43,14 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
 
 
 class Judge:
-    """Says whether a token that differs could be rounding's fault."""
+    """Says whether a token that differs could be rounding's fault.
+
+    By logits in fp32, whatever the engine's dtype: those of a bf16 forward are rounded themselves, by nearly the bound.
+    """
 
     def __init__(self, llm: LLM) -> None:
         self.llm, self.dtype = llm, llm.info.dtype
-        self.model = AutoModelForCausalLM.from_pretrained(resolve_model("bundled"), dtype=getattr(torch, self.dtype))
+        self.model = AutoModelForCausalLM.from_pretrained(resolve_model("bundled"), dtype=torch.float32)
 
     @torch.inference_mode()
     def is_near_tie(self, output: RequestOutput, place: int, params: SamplingParams) -> bool:
