@@ -3,8 +3,9 @@
     python -m benchmarks.lossless [--prompts 600] [--rounds 5] [--parts count price]
 
 Speculation on (16 requests at once) against off (4 at once) on the bundled model's own tasks, greedy and sampled, in
-fp32 and bf16. A request is compared up to its first difference; there a plain transformers forward in fp32 says whether
-the token is a near-tie (batchserve/sampling/near_tie.py) or wrong. Under `batch_invariant` there must be none.
+fp32 and bf16. A request is compared up to its first difference; there plain transformers forwards, one in fp32 and
+one in the engine's dtype, say whether the token is a near-tie (batchserve/sampling/near_tie.py) or wrong: both counts
+are kept, for a forward in bf16 is rounded itself. Under `batch_invariant` there must be none.
 """
 
 from __future__ import annotations
@@ -43,40 +44,46 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
 
 
 class Judge:
-    """Says whether a token that differs could be rounding's fault.
+    """Says whether a token that differs could be rounding's fault, by the logits of a forward in `dtype`."""
 
-    By logits in fp32, whatever the engine's dtype: those of a bf16 forward are rounded themselves, by nearly the bound.
-    """
-
-    def __init__(self, llm: LLM) -> None:
-        self.llm, self.dtype = llm, llm.info.dtype
-        self.model = AutoModelForCausalLM.from_pretrained(resolve_model("bundled"), dtype=torch.float32)
+    def __init__(self, llm: LLM, dtype: str) -> None:
+        self.llm = llm
+        self.model = AutoModelForCausalLM.from_pretrained(resolve_model("bundled"), dtype=getattr(torch, dtype))
 
     @torch.inference_mode()
-    def is_near_tie(self, output: RequestOutput, place: int, params: SamplingParams) -> bool:
+    def judge(self, output: RequestOutput, place: int, params: SamplingParams) -> dict[str, Any]:
+        """The bound is that of the engine's dtype; the loss is in logits, before any noise."""
         ids = output.prompt_token_ids + output.token_ids[:place]
         logits = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].float().numpy()
         token = output.token_ids[place] if place < len(output.token_ids) else self.llm.info.eos_token_ids[0]
         sampling = self.llm._processor.resolve(params, len(output.prompt_token_ids))
-        return is_near_tie(logits, token, len(ids), sampling, rounding_bound(self.dtype, logits))
+        bound = rounding_bound(self.llm.info.dtype, logits)
+        return {
+            "is_near_tie": is_near_tie(logits, token, len(ids), sampling, bound),
+            "loss": round(float(logits.max() - logits[token]), 4),
+            "bound": round(bound, 4),
+        }
 
 
 def compare(
     llm: LLM, on: list[RequestOutput], off: list[RequestOutput], params: list[SamplingParams]
 ) -> dict[str, Any]:
-    judge = Judge(llm)
-    tokens = near_ties = wrong = 0
-    for a, b, param in zip(on, off, params, strict=True):
+    in_fp32, in_dtype = Judge(llm, "float32"), Judge(llm, llm.info.dtype)
+    tokens, differences = 0, []
+    for number, (a, b, param) in enumerate(zip(on, off, params, strict=True)):
         place = first_difference(a.token_ids, b.token_ids)
         tokens += len(a.token_ids) if place is None else place + 1
         if place is not None:
-            is_fine = judge.is_near_tie(a, place, param)
-            near_ties, wrong = near_ties + is_fine, wrong + (not is_fine)
+            by = {"fp32": in_fp32.judge(a, place, param), "dtype": in_dtype.judge(a, place, param)}
+            differences.append({"prompt": number, "place": place, **by})
+    near_ties = sum(each["fp32"]["is_near_tie"] for each in differences)
     return {
         "tokens_compared": tokens,
         "near_ties": near_ties,
         "near_ties_per_million": round(near_ties / tokens * 1e6, 1),
-        "wrong_tokens": wrong,
+        "wrong_tokens": len(differences) - near_ties,
+        "wrong_by_a_forward_in_its_dtype": sum(not each["dtype"]["is_near_tie"] for each in differences),
+        "differences": differences,
     }
 
 

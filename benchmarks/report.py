@@ -71,8 +71,11 @@ def lossless_table() -> str:
                 counts = [
                     str(cell[n]) for n in ("tokens_compared", "near_ties", "near_ties_per_million", "wrong_tokens")
                 ]
+                # In fp32 there is but one judge.
+                counts.append(str(cell.get("wrong_by_a_forward_in_its_dtype", cell["wrong_tokens"])))
                 rows.append([dtype, level, mode, *counts])
-    return table(["dtype", "level", "sampling", "tokens", "near-ties", "per million", "wrong"], rows)
+    by = ("near-ties", "per million", "wrong", "wrong by a forward in its dtype")
+    return table(["dtype", "level", "sampling", "tokens", *by], rows)
 
 
 def price_table() -> str:

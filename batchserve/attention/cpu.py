@@ -65,9 +65,14 @@ def kernel_supports(layers: list[LayerShape], dtype: torch.dtype) -> bool:
     return dtype in KERNEL_DTYPES and is_whole and all(shape.key_dim == shape.value_dim for shape in layers)
 
 
+def has_matrix_instructions(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies this dtype with instructions for whole matrices: bfloat16 beside AMX."""
+    has_amx = hasattr(torch.cpu, "get_capabilities") and torch.cpu.get_capabilities().get("amx_bf16", False)
+    return dtype == torch.bfloat16 and bool(has_amx)
+
+
 def _small_queries(dtype: torch.dtype) -> int:
-    has_matrices = hasattr(torch.cpu, "get_capabilities") and torch.cpu.get_capabilities().get("amx_bf16", False)
-    if dtype == torch.bfloat16 and has_matrices:
+    if has_matrix_instructions(dtype):
         return SMALL_QUERIES_BESIDE_AMX
     if dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() == "AVX512":
         return ANY_QUERIES

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from batchserve.attention import row_moves
-from batchserve.attention.cpu import CpuBackend, compile_kernels, kernel_supports
+from batchserve.attention.cpu import CpuBackend, compile_kernels, has_matrix_instructions, kernel_supports
 from batchserve.attention.paged import PagedBackend
 from batchserve.attention.slab import EXTENT, SlabAllocator, bytes_per_token
 from batchserve.attention.slots import SlotAllocator
@@ -262,14 +262,15 @@ def profiled_budget(
 
 
 def check_batch_invariant(loaded: LoadedModel, has_kernel: bool) -> None:
-    """Raises ConfigError where bitwise equality cannot be promised; changes the model's activations for its sake, and,
-    where that is not enough, how many rows a linear multiplies at once.
+    """Raises ConfigError where bitwise equality cannot be promised.
+
+    For its sake the model's activations are changed, and how many rows a linear multiplies at once.
     """
     name = type(loaded.model).__name__
     fix_activations(loaded.model)
     if not has_kernel:
         raise ConfigError(f"batch_invariant: {name} in {loaded.dtype} has no attention kernel with a fixed order")
-    if not is_row_invariant(loaded.model):
+    if has_matrix_instructions(loaded.dtype):
         split_linears(loaded.model)
     if not is_row_invariant(loaded.model):
         raise ConfigError(

@@ -19,7 +19,7 @@ class PackedLinear(torch.nn.Module):
     """A linear layer over weights in oneDNN's blocked layout: bit-identical rows for any number of rows >= 2.
 
     Not so in bfloat16 beside AMX: beyond SAME_ORDER_ROWS the order in which an element is summed depends on the number
-    of rows, and one in some thousands is rounded otherwise. Where is_split is set, they are multiplied in pieces of at
+    of rows, and a few are rounded otherwise. Where is_split is set, they are multiplied in pieces of at
     most so many rows: the bits are the same then, and weights are read once a piece.
     """
 

@@ -11,6 +11,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
+from batchserve.attention.cpu import has_matrix_instructions
 from batchserve.runner.packed import (
     SAME_ORDER_ROWS,
     FusedRMSNorm,
@@ -53,17 +54,34 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(
     """
     packed = PackedLinear(rows(out_features, in_features, dtype), None)
     x = rows(130, in_features, dtype, 3)
-    has_amx = dtype == torch.bfloat16 and torch.cpu.get_capabilities().get("amx_bf16", False)
+    has_amx = has_matrix_instructions(dtype)
     few = packed(x[:SAME_ORDER_ROWS])
     for start, count in ((0, 2), (1, 3), (5, 4), (0, 7), (3, 16), (0, 31)):
         assert torch.equal(packed(x[start : start + count]), few[start : start + count]), (start, count)
-    split_linears(packed)
-    for is_split in [True] if has_amx else [False, True]:
-        packed.is_split = is_split
+    for is_split in (False, True):
+        if is_split:
+            split_linears(packed)
         whole = packed(x)
         for start, count in ((0, 2), (1, 3), (5, 4), (0, 7), (60, 16), (3, 33), (64, 64), (0, 129)):
-            assert torch.equal(packed(x[start : start + count]), whole[start : start + count]), (start, count)
+            found, expected = packed(x[start : start + count]), whole[start : start + count]
+            torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+            assert torch.equal(found, expected) or (has_amx and not is_split), (start, count)
     assert torch.equal(packed(x[None])[0], whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_threads", [1, 2, 4])
+def test_up_to_32_rows_have_the_same_bits_on_any_number_of_threads(num_threads: int, dtype: torch.dtype) -> None:
+    packed, x = PackedLinear(rows(512, 2048, dtype), None), rows(64, 2048, dtype, 3)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        expected = torch.cat([packed(piece) for piece in x.split(2)])
+        for count in (4, 8, 16, 31, SAME_ORDER_ROWS):
+            found = torch.cat([packed(piece) for piece in x[: 2 * count].split(count)])
+            assert torch.equal(found, expected[: 2 * count]), count
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("num_rows", [33, 34, 63, 64, 65, 96, 97, 512])
