@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from batchserve.attention.slab import EXTENT
 from batchserve.request import ResolvedSampling
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable, grid
@@ -29,7 +30,6 @@ CONTEXT, SHORT_CONTEXT = 1024, 256
 MOST_DRAFT = 64  # steps of more rows are mostly a prompt's
 MANY_REQUESTS = 16
 FEW_ROWS, MORE_ROWS = 1, 4  # of each request: two steps at the same context tell reading K/V from attending to it
-EXTENT = 64  # tokens that memory may be reserved in
 GREEDY = ResolvedSampling(0.0, 0, 1.0, 0, 1, frozenset())
 VERSION = 5
 
@@ -81,11 +81,10 @@ class _Extent(NamedTuple):
 
 
 def _extent(runner: ModelRunner, max_rows: int, max_requests: int, max_context: int) -> _Extent:
-    free = (
-        runner.backend.allocator.free_tokens // 2
-    )  # half of it for contexts, which stay while other cases come and go
+    # Half of it for contexts, which stay while other cases come and go.
+    free = runner.backend.allocator.free_tokens // 2
     rows = max(1, min(max_rows, free))
-    requests = max(1, min(MANY_REQUESTS, max_requests, free // 64))
+    requests = max(1, min(MANY_REQUESTS, max_requests, free // EXTENT))
     readers = max(1, min(requests, rows // MORE_ROWS))
     context = min(CONTEXT, max_context - MORE_ROWS, free // 2 // readers - MORE_ROWS - EXTENT)
     return _Extent(rows, requests, readers, context, min(max_context, rows))
@@ -100,7 +99,7 @@ def rows_to_time(max_rows: int, bucket_sizes: Sequence[int]) -> list[int]:
 def time_decoding(runner: ModelRunner, max_requests: int, max_context: int) -> float:
     """Seconds of a step in which requests decode behind a short context, as many and as short as memory allows."""
     free = runner.backend.allocator.free_tokens // 2
-    requests = max(1, min(MANY_REQUESTS, max_requests, free // 64))
+    requests = max(1, min(MANY_REQUESTS, max_requests, free // EXTENT))
     context = max(0, min(SHORT_CONTEXT, max_context, free // requests) - 1)
     case = _Case((1,) * requests, context)
     with _requests(runner, case) as names:
