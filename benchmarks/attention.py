@@ -15,7 +15,7 @@ from benchmarks.common import spread, write_results
 import numpy as np  # isort: skip
 import torch  # isort: skip
 
-from batchserve.attention.base import AttentionParams, LayerShape, Span
+from batchserve.attention.base import AttentionParams, LayerShape, Span, Spans
 from batchserve.attention.cpu import CpuBackend
 from batchserve.attention.slab import SlabAllocator
 from batchserve.attention.tiles import LANES
@@ -45,7 +45,7 @@ def contender(
             plane.normal_()
         allocator.commit(str(i), range(context))
         spans.append(Span(str(i), i * rows, context, parents, context + np.arange(rows), is_chain=True))
-    backend.begin(spans)
+    backend.begin(Spans.of(spans))
     query = torch.randn(1, requests * rows, num_heads, DIM).to(dtype).transpose(1, 2)
     key, value = (torch.randn(1, requests * rows, num_kv_heads, DIM).to(dtype).transpose(1, 2) for _ in range(2))
     params = AttentionParams(DIM**-0.5)

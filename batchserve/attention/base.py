@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     import torch
 
     from batchserve.scheduler.kv_allocator import KVAllocator
@@ -58,6 +60,51 @@ class Span:
         return len(self.parents)
 
 
+@dataclass(slots=True, eq=False)
+class Spans:
+    """All spans of a step as a few arrays, in the order of their rows; one by one they are made when asked for.
+
+    rows int64 [num_requests, 3]: first row, rows, context length; is_chain bool [num_requests]. parents int32 and
+    positions int64 [num_rows] are those of all spans, one behind the other.
+    """
+
+    request_ids: Sequence[str]
+    rows: np.ndarray
+    is_chain: np.ndarray
+    parents: np.ndarray
+    positions: np.ndarray
+    _each: list[Span] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, spans: Sequence[Span]) -> Spans:
+        """Raises ValueError if rows belong to nobody, or to two."""
+        ends = [0, *(span.row_start + span.num_rows for span in spans)]
+        if any(span.row_start != end for span, end in zip(spans, ends, strict=False)):
+            raise ValueError("spans do not follow each other")
+        return cls(
+            [span.request_id for span in spans],
+            np.array([(s.row_start, s.num_rows, s.context_len) for s in spans], np.int64).reshape(-1, 3),
+            np.array([span.is_chain for span in spans], np.bool_),
+            np.concatenate([np.zeros(0, np.int32), *(span.parents for span in spans)]),
+            np.concatenate([np.zeros(0, np.int64), *(span.positions for span in spans)]),
+            list(spans),
+        )
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    def __iter__(self) -> Iterator[Span]:
+        return iter(self.each())
+
+    def each(self) -> list[Span]:
+        if not self._each:
+            heads = zip(self.request_ids, self.rows.tolist(), self.is_chain.tolist(), strict=True)
+            for name, (start, count, context), is_chain in heads:
+                rows = slice(start, start + count)
+                self._each.append(Span(name, start, context, self.parents[rows], self.positions[rows], is_chain))
+        return self._each
+
+
 class AttentionBackend(Protocol):
     """Owns the K/V memory and attends over it under tree masks."""
 
@@ -67,7 +114,7 @@ class AttentionBackend(Protocol):
     @property
     def allocator(self) -> KVAllocator: ...
 
-    def begin(self, spans: list[Span]) -> None:
+    def begin(self, spans: Spans) -> None:
         """Prepare one step; every span has its rows reserved."""
 
     def attend(

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from batchserve.attention import openmp
-from batchserve.attention.base import AttentionParams, LayerShape, Span
+from batchserve.attention.base import AttentionParams, LayerShape, Span, Spans
 from batchserve.attention.mask import visible_keys
 from batchserve.attention.slab import SlabAllocator
 from batchserve.attention.torch_reference import attend_span, store, stored
@@ -41,7 +41,7 @@ class _Spans:
     rows: np.ndarray  # int64 [num_spans, 3]: row start, rows, context length
     parents: np.ndarray  # int32 [num_tokens]
 
-    def take(self, places: list[int]) -> _Spans:
+    def take(self, places: np.ndarray) -> _Spans:
         """Some of them."""
         addresses = np.ascontiguousarray(self.addresses[:, places])
         return _Spans(addresses, self.capacities[places], self.rows[places], self.parents)
@@ -94,49 +94,48 @@ class CpuBackend:
         self._small_queries = _small_queries(allocator.dtype)
         self._has_kernel = has_kernel
         self._is_invariant = batch_invariant
-        self._spans: list[Span] = []
+        self._spans = Spans.of([])
         self._large: list[Span] = []
         self._stored: _Spans | None = None  # all, where kernels store them
         self._small: _Spans | None = None
         self._job = np.zeros(0, np.int64)  # of the small ones
         self._num_threads = 1
 
-    def begin(self, spans: list[Span]) -> None:
-        self._spans = self._large = spans
+    def begin(self, spans: Spans) -> None:
+        self._spans, self._large = spans, spans.each() if not self._has_kernel else []
         self._stored = self._small = None
         if not self._has_kernel:
             return
         self._stored = self._gather(spans)
-        works = [self._work(span) for span in spans]
-        small = [place for place, span in enumerate(spans) if self._is_small(span, works[place])]
-        if not small:
-            return
-        self._small = self._stored if len(small) == len(spans) else self._stored.take(small)
-        self._large = [span for place, span in enumerate(spans) if place not in small]
+        works = self._works(spans.rows)
+        is_small = self._are_small(spans.rows[:, 1], works)
+        if not is_small.all():
+            self._large = [span for span, each in zip(spans.each(), is_small.tolist(), strict=True) if not each]
+            if not is_small.any():
+                return
+        self._small = self._stored if not self._large else self._stored.take(np.flatnonzero(is_small))
         self._job = self._small.job()
-        total = sum(works[place] for place in small)
-        self._num_threads = torch.get_num_threads() if total > ALONE else 1
+        self._num_threads = torch.get_num_threads() if works[is_small].sum() > ALONE else 1
 
-    def _is_small(self, span: Span, work: int) -> bool:
-        if self._is_invariant or (span.num_rows <= SMALL_ROWS and work <= SMALL_SPAN):
-            return True
-        return span.num_rows * self._group <= self._small_queries
+    def _are_small(self, counts: np.ndarray, works: np.ndarray) -> np.ndarray:
+        if self._is_invariant:
+            return np.ones(len(counts), np.bool_)
+        is_little: np.ndarray = (counts <= SMALL_ROWS) & (works <= SMALL_SPAN)
+        return is_little | (counts * self._group <= self._small_queries)
 
-    def _work(self, span: Span) -> int:
-        """What the compiled kernel has to do for a span: tiles of up to four queries, times keys."""
-        tiles = -(-span.num_rows * self._group // 4)
-        return tiles * self.allocator.num_kv_heads * (span.context_len + span.num_rows)
+    def _works(self, rows: np.ndarray) -> np.ndarray:
+        """What the compiled kernel has to do for each span: tiles of up to four queries, times keys."""
+        tiles = -(-rows[:, 1] * self._group // 4)
+        works: np.ndarray = tiles * self.allocator.num_kv_heads * (rows[:, 2] + rows[:, 1])
+        return works
 
-    def _gather(self, spans: list[Span]) -> _Spans:
-        found = [self.allocator.addresses(span.request_id) for span in spans]
-        parents = np.full(spans[-1].row_start + spans[-1].num_rows, -1, dtype=np.int32)
-        for span in spans:
-            parents[span.row_start : span.row_start + span.num_rows] = span.parents
+    def _gather(self, spans: Spans) -> _Spans:
+        found = [self.allocator.addresses(request_id) for request_id in spans.request_ids]
         return _Spans(
             addresses=np.ascontiguousarray(np.stack([addresses for addresses, _ in found], axis=1)),
             capacities=np.array([capacity for _, capacity in found], dtype=np.int64),
-            rows=np.array([[s.row_start, s.num_rows, s.context_len] for s in spans], dtype=np.int64),
-            parents=parents,
+            rows=spans.rows,
+            parents=spans.parents,
         )
 
     def attend(
@@ -146,7 +145,7 @@ class CpuBackend:
         self._store(layer, key, value)
         small, large = self._small, self._large
         if params.sinks is not None:
-            small, large = None, self._spans
+            small, large = None, self._spans.each()
         out = query.new_zeros(num_tokens, num_heads, value.shape[-1], dtype=torch.float32 if small else None)
         if small is not None:
             self._attend_small(layer, query, key.shape[1], params, out)
@@ -238,6 +237,6 @@ def compile_kernels(dtype: torch.dtype) -> None:
     allocator.reserve("warm-up", 1)
     backend = CpuBackend(allocator, 1)
     none = np.array([-1], dtype=np.int32)
-    backend.begin([Span("warm-up", 0, 0, none, np.zeros(1, dtype=np.int64), is_chain=True)])
+    backend.begin(Spans.of([Span("warm-up", 0, 0, none, np.zeros(1, dtype=np.int64), is_chain=True)]))
     token = torch.ones(1, 1, 1, 16, dtype=dtype)
     backend.attend(0, token, token, token, AttentionParams(scaling=1.0))

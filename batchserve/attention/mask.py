@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from batchserve.attention.base import Span
 
 
@@ -21,14 +19,6 @@ def ancestor_mask(parents: np.ndarray) -> np.ndarray:
             mask[i] = mask[parent]
         mask[i, i] = True
     return mask
-
-
-def tree_positions(parents: Sequence[int], context_len: int) -> list[int]:
-    """The absolute position of every row, from its depth below the context."""
-    positions: list[int] = []
-    for parent in parents:
-        positions.append(context_len if parent < 0 else positions[parent] + 1)
-    return positions
 
 
 def key_positions(span: Span) -> np.ndarray:

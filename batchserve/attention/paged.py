@@ -14,7 +14,7 @@ from batchserve.attention.tree_metadata import TreeKernel, TreeMetadata, ancesto
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from batchserve.attention.base import AttentionParams, LayerShape, Span
+    from batchserve.attention.base import AttentionParams, LayerShape, Spans
     from batchserve.attention.static_step import StaticStep
 
 
@@ -47,7 +47,7 @@ class PagedBackend:
         self._table = torch.zeros(allocator.table_shape, dtype=torch.int32, device=device)
         self._metadata: TreeMetadata | None = None
 
-    def begin(self, spans: list[Span]) -> None:
+    def begin(self, spans: Spans) -> None:
         arrays, is_causal = step_arrays(spans, self.allocator)
         tensors = upload(arrays, self.device)
         self.update_table(tensors["changed_places"], tensors["changed_slots"])
@@ -62,7 +62,7 @@ class PagedBackend:
             qo_indptr_cpu=torch.from_numpy(arrays["qo_indptr"]),
             kv_indptr_cpu=torch.from_numpy(arrays["kv_indptr"]),
             kv_lens_cpu=torch.from_numpy(kv_lens),
-            max_rows=max(span.num_rows for span in spans),
+            max_rows=int(spans.rows[:, 1].max()),
             is_causal=is_causal,
         )
         self.kernel.plan(self._metadata)
@@ -121,7 +121,7 @@ class PagedBackend:
 
 
 def step_arrays(
-    spans: Sequence[Span], allocator: SlotAllocator, num_rows: int | None = None, words: int | None = None
+    spans: Spans, allocator: SlotAllocator, num_rows: int | None = None, words: int | None = None
 ) -> tuple[dict[str, np.ndarray], bool]:
     """What the device is told of a step, and whether every request of it is a chain; see TreeMetadata for the shapes.
 
@@ -129,20 +129,21 @@ def step_arrays(
     SlotAllocator.changes() as changed_places and changed_slots, which count as uploaded now. num_rows: pad slot_mapping
     to so many; words: as of ancestor_bits().
     """
-    counts = np.array([span.num_rows for span in spans])
+    counts, contexts = spans.rows[:, 1], spans.rows[:, 2]
     qo_indptr = _indptr(counts)
-    ancestors, is_causal = ancestor_bits(np.concatenate([span.parents for span in spans]), qo_indptr, words)
-    written = [allocator.slots(s.request_id)[s.context_len : s.context_len + s.num_rows] for s in spans]
+    ancestors, is_causal = ancestor_bits(spans.parents, qo_indptr, words)
+    heads = zip(spans.request_ids, contexts.tolist(), (contexts + counts).tolist(), strict=True)
+    written = [allocator.slots(name)[start:end] for name, start, end in heads]
     padding = np.full(max(0, (num_rows or 0) - int(qo_indptr[-1])), DUMMY_SLOT)
-    places, slots = allocator.changes([span.request_id for span in spans])
+    places, slots = allocator.changes(spans.request_ids)
     return {
         "slot_mapping": np.concatenate([*written, padding]).astype(np.int64),
         "changed_places": places,
         "changed_slots": slots,
         "qo_indptr": qo_indptr,
-        "kv_indptr": _indptr(np.array([span.context_len for span in spans]) + counts),
-        "table_rows": np.array([allocator.row(span.request_id) for span in spans], np.int32),
-        "positions": np.concatenate([span.positions for span in spans]).astype(np.int32),
+        "kv_indptr": _indptr(contexts + counts),
+        "table_rows": np.array([allocator.row(name) for name in spans.request_ids], np.int32),
+        "positions": spans.positions.astype(np.int32),
         "ancestors": ancestors,
     }, is_causal
 

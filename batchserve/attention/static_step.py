@@ -11,9 +11,9 @@ from batchserve.attention.paged import step_arrays
 from batchserve.attention.tree_metadata import WORD_BITS, TreeMetadata
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from batchserve.attention.base import Span
+    from batchserve.attention.base import Spans
     from batchserve.attention.slots import SlotAllocator
 
 # Entries of the table of slots that travel with a step; a prompt's first step may have more, which go on their own.
@@ -62,7 +62,7 @@ class StaticStep:
             bucket=self.num_rows,
         )
 
-    def arrays(self, spans: Sequence[Span], allocator: SlotAllocator) -> dict[str, np.ndarray]:
+    def arrays(self, spans: Spans, allocator: SlotAllocator) -> dict[str, np.ndarray]:
         """The fields of one step, padded; only changes of the table are as many as there are."""
         arrays, _ = step_arrays(spans, allocator, self.num_rows, self.words)
         last = self.max_requests + 1

@@ -9,7 +9,7 @@ import torch
 from batchserve.attention.mask import visible_keys
 
 if TYPE_CHECKING:
-    from batchserve.attention.base import AttentionParams, Span
+    from batchserve.attention.base import AttentionParams, Span, Spans
     from batchserve.attention.slab import SlabAllocator
 
 
@@ -45,8 +45,8 @@ class TorchReferenceBackend:
         self.allocator = allocator
         self._spans: list[Span] = []
 
-    def begin(self, spans: list[Span]) -> None:
-        self._spans = spans
+    def begin(self, spans: Spans) -> None:
+        self._spans = spans.each()
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams

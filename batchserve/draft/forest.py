@@ -67,6 +67,9 @@ def _is_sound(starts, token_ids, parents, is_verified, bounds):  # type: ignore[
     return True
 
 
+_NO_NODES = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.bool_)
+
+
 class DraftQueries(NamedTuple):
     """What the trees of one step may be, tree by tree: see DraftQuery.
 
@@ -125,6 +128,17 @@ class DraftForest(NamedTuple):
             np.fromiter(chain.from_iterable(tree.probs for tree in trees), np.float64, size),
             np.fromiter(chain.from_iterable(tree.is_verified for tree in trees), np.bool_, size),
         )
+
+    @classmethod
+    def empty(cls, num_trees: int) -> DraftForest:
+        """Trees without nodes."""
+        return cls(np.zeros(num_trees + 1, np.int64), *_NO_NODES)
+
+    def spread(self, places: Sequence[int], num_trees: int) -> DraftForest:
+        """The same trees at ascending `places` among more of them; the others are empty."""
+        sizes = np.zeros(num_trees + 1, np.int64)
+        sizes[1:][list(places)] = np.diff(self.starts)
+        return self._replace(starts=np.cumsum(sizes))
 
     def trees(self) -> list[DraftTree]:
         token_ids, parents, probs = self.token_ids.tolist(), self.parents.tolist(), self.probs.tolist()

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from batchserve.draft.base import DraftRequest, DraftScope, DraftTree
-from batchserve.draft.forest import DraftQueries
+from batchserve.draft.base import DraftRequest, DraftScope
+from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.metrics import Acceptance
 from batchserve.scheduler.acceptance import DEPTH_OF_BIN
 from batchserve.scheduler.adaptive import UNDRAFTED, StepOutcome
@@ -74,15 +74,17 @@ class DraftStage:
         self._step: _Step | None = None
         self._reported: object = None
 
-    def propose(self, plan: SchedulerOutput) -> dict[str, DraftTree]:
-        """The drafts of one step by request id, with K/V reserved for their rows."""
+    def propose(self, plan: SchedulerOutput) -> DraftForest:
+        """The drafts of one step, a tree for every scheduled request, with K/V reserved for their rows."""
         decoding = [s for s in plan.scheduled if s.is_decoding]
         without = _load(plan.scheduled)
         alone = without if len(decoding) == len(plan.scheduled) else _load(decoding)
         self._step = step = _Step(without, alone, without)
-        asked = [s for s in decoding if s.max_draft_tokens > 0]
-        if not asked or (self.adaptive is not None and not self.adaptive.begin_step(without, alone)):
-            return {}
+        none = DraftForest.empty(len(plan.scheduled))
+        places = [place for place, s in enumerate(plan.scheduled) if s.max_draft_tokens > 0]
+        if not places or (self.adaptive is not None and not self.adaptive.begin_step(without, alone)):
+            return none
+        asked = [plan.scheduled[place] for place in places]
         request_ids = [s.request.request_id for s in asked]
         began_s = self._clock()
         self._tell(request_ids)
@@ -97,23 +99,34 @@ class DraftStage:
             requests = [s.request for s in decoding]
             forest = forest.take(self.adaptive.choose(forest, request_ids, requests, plan.max_draft_rows))
         if not len(forest.token_ids):
-            return {}
+            return none
         forest.check(queries)
-        trees = self._with_memory(
-            {key: tree for key, tree in zip(request_ids, forest.trees(), strict=True) if len(tree)}
-        )
-        if trees:
-            step.load = _with_drafts(without, asked, trees)
-        return trees
+        forest, attended = self._with_memory(asked, forest)
+        rows = len(forest.token_ids)
+        more = without.num_rows + rows, without.num_logit_rows + rows, without.attended_tokens + attended
+        step.load = without._replace(num_rows=more[0], num_logit_rows=more[1], attended_tokens=more[2])
+        return forest if len(places) == len(plan.scheduled) else forest.spread(places, len(plan.scheduled))
 
-    def _with_memory(self, chosen: dict[str, DraftTree]) -> dict[str, DraftTree]:
-        """Those whose rows there is memory for: two requests may have been promised the same last of it."""
-        refused = [key for key, tree in chosen.items() if not self._allocator.reserve(key, 1 + len(tree))]
-        for key in refused:
-            del chosen[key]
-            if self.adaptive is not None:
-                self.adaptive.refused(key)
-        return chosen
+    def _with_memory(self, asked: Sequence[ScheduledRequest], forest: DraftForest) -> tuple[DraftForest, int]:
+        """The trees whose rows there is memory for, and the pairs of a row and a K/V entry that they are.
+
+        Two requests may have been promised the same last of it.
+        """
+        attended, refused = 0, []
+        sizes = np.diff(forest.starts)
+        for place, size in enumerate(sizes.tolist()):
+            request = asked[place].request
+            if size == 0 or self._allocator.reserve(request.request_id, 1 + size):
+                attended += size * request.num_computed_tokens
+            else:
+                refused.append(place)
+                if self.adaptive is not None:
+                    self.adaptive.refused(request.request_id)
+        if not refused:
+            return forest, attended
+        has_room = np.ones(len(asked), np.bool_)
+        has_room[refused] = False
+        return forest.take(np.repeat(has_room, sizes)), attended
 
     def asks(self, request: Request) -> bool:
         """Whether a decoding request's drafter is to be called in this step; once a step and request."""
@@ -243,20 +256,6 @@ def _load(scheduled: Iterable[ScheduledRequest]) -> StepLoad:
         context += computed
         attended += computed * count
     return StepLoad(rows, logit_rows, requests, context, attended)
-
-
-def _with_drafts(load: StepLoad, decoding: Iterable[ScheduledRequest], trees: Mapping[str, DraftTree]) -> StepLoad:
-    rows = attended = 0
-    for item in decoding:
-        tree = trees.get(item.request.request_id)
-        if tree is not None:
-            rows += len(tree)
-            attended += len(tree) * item.request.num_computed_tokens
-    return load._replace(
-        num_rows=load.num_rows + rows,
-        num_logit_rows=load.num_logit_rows + rows,
-        attended_tokens=load.attended_tokens + attended,
-    )
 
 
 def _draft_request(request: Request) -> DraftRequest:

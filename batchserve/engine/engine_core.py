@@ -9,16 +9,18 @@ from batchserve.engine.detokenizer import Decoder, IncrementalDetokenizer
 from batchserve.errors import BatchserveError, DeadlineExceededError, NonFiniteLogitsError
 from batchserve.metrics import Verification
 from batchserve.request import Request
-from batchserve.runner.ragged_batch import RaggedBatch, RequestRows, build_batch
+from batchserve.runner.ragged_batch import RaggedBatch, flatten
 from batchserve.sampling.sampler import NO_TOKEN
 from batchserve.types import Delta, FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from batchserve.draft.base import Drafter, DraftTree
+    from batchserve.draft.base import Drafter
+    from batchserve.draft.forest import DraftForest
     from batchserve.engine.drafting import DraftStage
     from batchserve.metrics import EngineMetrics
+    from batchserve.request import ResolvedSampling
     from batchserve.runner.model_runner import ModelRunner
     from batchserve.sampling.verify import VerifiedTokens
     from batchserve.scheduler.scheduler import ScheduledRequest, Scheduler
@@ -131,7 +133,7 @@ class EngineCore:
             handle = self.runner.launch(batch)
             self._publish()
             results = handle.wait()
-            num_drafted, forward_s = sum(map(len, drafts.values())), self._clock() - started_s
+            num_drafted, forward_s = len(drafts.token_ids), self._clock() - started_s
             given = self._commit(plan.scheduled, batch, results)
             self.drafts.step_done(given, self._clock() - began_s)
             self.scheduler.step_done(num_drafted)
@@ -160,17 +162,27 @@ class EngineCore:
         self.runner.backend.allocator.forget_prefixes(name)
         self.drafts.clear_scope(name)
 
-    def _build(self, scheduled: list[ScheduledRequest], drafts: dict[str, DraftTree]) -> RaggedBatch:
-        now_s = self._clock()
-        rows = []
+    def _build(self, scheduled: list[ScheduledRequest], drafts: DraftForest) -> RaggedBatch:
+        """drafts: a tree for every scheduled request, empty ones included."""
+        names: list[str] = []
+        samplings: list[ResolvedSampling | None] = []
+        heads: list[int] = []
+        pending: list[int] = []
         for item in scheduled:
-            request = item.request
+            request, count = item.request, item.num_scheduled_tokens
             if request.first_scheduled_s is None:
-                request.first_scheduled_s = now_s
-                if request.prefix_scope is not None:
-                    self.metrics.looked_up(request.num_prompt_tokens, request.num_cached_tokens)
-            rows.append(_request_rows(item, drafts.get(request.request_id)))
-        return build_batch(rows)
+                self._begun(request)
+            start = request.num_computed_tokens
+            names.append(request.request_id)
+            samplings.append(request.sampling if item.is_sampled else None)
+            heads += (start, count, item.is_sampled)
+            pending += request.token_ids[start : start + count]
+        return flatten(names, samplings, heads, pending, drafts)
+
+    def _begun(self, request: Request) -> None:
+        request.first_scheduled_s = self._clock()
+        if request.prefix_scope is not None:
+            self.metrics.looked_up(request.num_prompt_tokens, request.num_cached_tokens)
 
     def _commit(
         self, scheduled: list[ScheduledRequest], batch: RaggedBatch, results: list[VerifiedTokens | None]
@@ -183,31 +195,34 @@ class EngineCore:
         given: dict[str, list[int]] = {}
         kept: dict[str, list[int]] = {}
         going_on = []
-        for item, rows, verified in zip(scheduled, batch.requests, results, strict=True):
-            if item.request.finish_reason is not None:  # a stop string was found while the step was under way
+        counts = batch.num_pending.tolist(), batch.spans.rows[:, 1].tolist(), batch.num_verified.tolist()
+        for item, verified, num_pending, num_rows, num_verified in zip(scheduled, results, *counts, strict=True):
+            request = item.request
+            if request.finish_reason is not None:  # a stop string was found while the step was under way
                 continue
-            if verified is not None and verified.token_ids[-1] == NO_TOKEN:
-                self._overflow(item.request, rows)
+            if verified is None:
+                kept[request.request_id] = [*range(num_pending)]
+            elif verified.token_ids[-1] == NO_TOKEN:
+                self._overflow(request, num_rows > num_pending)
                 continue
-            accepted = verified.rows if verified is not None else []
-            kept[item.request.request_id] = [*range(rows.num_pending), *accepted]
-            going_on.append((item, rows, verified))
+            else:
+                kept[request.request_id] = [*range(num_pending), *verified.rows]
+            going_on.append((item, num_verified, verified))
         self.runner.backend.allocator.commit_all(kept)
-        for item, rows, verified in going_on:
+        for item, num_verified, verified in going_on:
             request = item.request
             request.num_computed_tokens += len(kept[request.request_id])
             if verified is None:
                 continue
-            num_verified = rows.num_verified
             request.num_draft_tokens += num_verified
             tokens = self._append(request, verified, num_verified, now_s)
             if item.is_decoding:
                 given[request.request_id] = tokens
         return given
 
-    def _overflow(self, request: Request, rows: RequestRows) -> None:
+    def _overflow(self, request: Request, has_drafts: bool) -> None:
         """The logits behind the request's last token say nothing."""
-        if rows.num_draft_tokens:
+        if has_drafts:
             # A draft's K/V may have spoilt the other rows: kernels multiply by zero what a row does not see.
             request.speculation = replace(request.speculation, max_draft_tokens=0)
         else:
@@ -296,16 +311,3 @@ def _expiry(request: Request) -> DeadlineExceededError:
 def _no_logits(request: Request) -> NonFiniteLogitsError:
     where = f"request_id = {request.request_id!r}, after {request.num_output_tokens} tokens"
     return NonFiniteLogitsError(f"{where}: the model's logits are NaN or infinite; a wider dtype may hold its numbers")
-
-
-def _request_rows(item: ScheduledRequest, draft: DraftTree | None) -> RequestRows:
-    request = item.request
-    start, count = request.num_computed_tokens, item.num_scheduled_tokens
-    token_ids = request.token_ids[start : start + count]
-    parents = [-1] if count == 1 else list(range(-1, count - 1))
-    if draft is not None:
-        token_ids = token_ids + draft.token_ids
-        parents += [count + parent for parent in draft.parents]  # the first ones hang from the last pending row
-    sampling = request.sampling if item.is_sampled else None
-    is_verified = draft.is_verified if draft is not None else ()
-    return RequestRows(request.request_id, start, token_ids, parents, count, sampling, is_verified)

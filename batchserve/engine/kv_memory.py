@@ -17,6 +17,7 @@ from batchserve.attention.torch_paged import TorchKernel
 from batchserve.config import EngineConfig, MiB
 from batchserve.errors import ConfigError
 from batchserve.request import ResolvedSampling
+from batchserve.runner import row_layout
 from batchserve.runner.cuda_graphs import GREEDY
 from batchserve.runner.invariant import fix_activations
 from batchserve.runner.loader import LoadedModel, has_cpu_backend
@@ -24,6 +25,7 @@ from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.packed import split_linears
 from batchserve.runner.probe import is_row_invariant
 from batchserve.runner.ragged_batch import RequestRows, build_batch
+from batchserve.sampling import device_columns, walk_kernel
 
 if TYPE_CHECKING:
     from batchserve.attention.base import AttentionBackend
@@ -79,6 +81,7 @@ class CudaMemory:
 
 def build_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tuple[AttentionBackend, int]:
     """(backend, longest request in tokens). Raises ConfigError."""
+    row_layout.compile_kernels()
     if has_cpu_backend(config, loaded.device):
         return _cpu_backend(config, loaded, say)
     if config.batch_invariant:
@@ -91,6 +94,7 @@ def _cpu_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tu
     total_tokens, max_model_len = _capacity(config, loaded, budget, unit=EXTENT)
     allocator = SlabAllocator(loaded.layers, loaded.dtype, total_tokens)
     row_moves.compile_kernels()
+    walk_kernel.compile_kernels()
     has_kernel = kernel_supports(loaded.layers, loaded.dtype)
     if config.batch_invariant:
         check_batch_invariant(loaded, has_kernel)
@@ -104,6 +108,7 @@ def _cpu_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tu
 
 def _paged_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tuple[AttentionBackend, int]:
     kernel = create_kernel(config, loaded, say)
+    device_columns.compile_kernels()
     budget = config.kv_cache_memory
     if budget is None and loaded.device.type == "cuda":
         say(f"measuring the memory of a step of {config.max_num_batched_tokens} rows")

@@ -20,6 +20,7 @@ from batchserve.request import ResolvedSampling
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.runner.step_handle import QueuedStep
 from batchserve.sampling.device import DeviceSampler, SamplingKind
+from batchserve.sampling.recordings import Recordings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -193,7 +194,7 @@ class StepGraphs:
             allocator.reserve(names[-1], count)
             requests.append(RequestRows(names[-1], 0, [0] * count, list(range(-1, count - 1)), 1, GREEDY))
         try:
-            self._fill(layout, step, build_batch(requests), {})
+            self._fill(layout, step, build_batch(requests), Recordings())
             run()  # here kernels are compiled and planned, and take the memory that they keep
             tokens, replay = capturer.capture(run)
         finally:
@@ -202,7 +203,7 @@ class StepGraphs:
         return _Graph(layout, step, inputs, tokens, replay)
 
     @torch.inference_mode()
-    def launch(self, batch: RaggedBatch, forced: Mapping[str, Sequence[int]]) -> QueuedStep | None:
+    def launch(self, batch: RaggedBatch, forced: Recordings) -> QueuedStep | None:
         """Start a step, `forced` being ModelRunner's; None where no graph has room for it."""
         bucket = self._bucket_for(batch)
         if bucket is None:
@@ -219,15 +220,12 @@ class StepGraphs:
 
     def _bucket_for(self, batch: RaggedBatch) -> tuple[int, int] | None:
         """The smallest with room for the step; a linear search, for they are few."""
-        rows, requests = batch.num_rows, len(batch.requests)
+        rows, requests = batch.num_rows, len(batch.request_ids)
         return next((bucket for bucket in self.buckets if bucket[0] >= rows and bucket[1] >= requests), None)
 
-    def _fill(
-        self, layout: StepLayout, step: StaticStep, batch: RaggedBatch, forced: Mapping[str, Sequence[int]]
-    ) -> SamplingKind:
+    def _fill(self, layout: StepLayout, step: StaticStep, batch: RaggedBatch, forced: Recordings) -> SamplingKind:
         """Say everything of a step to the device, and plan its kernels."""
         sampling = self._sampler.build_metadata(batch, step.num_rows, forced)
-        num_logits = sum(1 + rows.num_draft_tokens for rows in batch.requests if rows.sampling is not None)
         arrays = step.arrays(batch.spans, self._backend.allocator)
         if len(arrays["changed_places"]) > MAX_CHANGES:
             names = ("changed_places", "changed_slots")
@@ -235,7 +233,7 @@ class StepGraphs:
             arrays.update({name: arrays[name][:0] for name in names})
         arrays["ids"] = extended(batch.input_ids[: batch.num_rows], step.num_rows, 0)
         arrays["position_ids"] = extended(batch.position_ids[: batch.num_rows], step.num_rows, 0)
-        arrays["keep"] = extended(batch.logit_rows[:num_logits], step.num_rows, 0)
+        arrays["keep"] = extended(batch.logit_rows[: batch.num_logits], step.num_rows, 0)
         arrays["sampling"] = sampling.blob
         host = self._ring.take()
         layout.pack(arrays, host)

@@ -12,10 +12,9 @@ from batchserve.attention.step_buffer import upload
 from batchserve.runner.forward import logits_of
 from batchserve.runner.step_handle import QueuedStep, StepHandle, verify_batch
 from batchserve.sampling.device import DeviceSampler
+from batchserve.sampling.recordings import Recordings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from batchserve.attention.base import AttentionBackend
     from batchserve.runner.cuda_graphs import StepGraphs
     from batchserve.runner.loader import LoadedModel
@@ -46,7 +45,7 @@ class ModelRunner:
 
     def __init__(self, loaded: LoadedModel, backend: AttentionBackend) -> None:
         self.backend = backend
-        self.forced: dict[str, Sequence[int]] = {}
+        self.forced = Recordings()
         self.num_threads = torch.get_num_threads()
         self._model = loaded.model
         self._device = loaded.device
@@ -75,7 +74,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _launch_eager(self, batch: RaggedBatch) -> QueuedStep:
-        logits, sampler = self.forward(batch), DeviceSampler(len(batch.requests))
+        logits, sampler = self.forward(batch), DeviceSampler(len(batch.request_ids))
         tokens = None
         if len(batch.logit_rows):
             metadata = sampler.build_metadata(batch, len(logits), self.forced)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from batchserve.attention.base import Span
-from batchserve.attention.mask import tree_positions
+from batchserve.attention.base import Spans
+from batchserve.runner.row_layout import lay_out
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from batchserve.request import ResolvedSampling
+
+    IntArray = np.ndarray[Any, np.dtype[np.int64]]
+    BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
 MIN_ROWS = 4  # packed matmuls run 4 rows faster than 1, and are row-invariant from 2 rows on
 
@@ -44,69 +48,116 @@ class RequestRows:
     def num_draft_tokens(self) -> int:
         return len(self.token_ids) - self.num_pending
 
+
+class Trees(Protocol):
+    """The draft trees of a step, one a request (draft/forest.py: DraftForest): parents count inside of their tree."""
+
     @property
-    def num_verified(self) -> int:
-        """Draft tokens that may be accepted."""
-        return sum(self.is_verified) if self.is_verified else self.num_draft_tokens
+    def starts(self) -> IntArray: ...
+    @property
+    def token_ids(self) -> IntArray: ...
+    @property
+    def parents(self) -> IntArray: ...
+    @property
+    def is_verified(self) -> BoolArray: ...
+
+
+class _Trees(NamedTuple):
+    starts: IntArray
+    token_ids: IntArray
+    parents: IntArray
+    is_verified: BoolArray
 
 
 @dataclass(slots=True)
 class RaggedBatch:
-    """The flattened step. Filled here: ids, positions, spans, and the rows whose logits are needed.
+    """The flattened step, request behind request.
 
-    input_ids and position_ids are int64 [num_rows]; padding rows come last and belong to no span. logit_rows are the
-    rows that the head runs on; first_logit[i] is where request i's root row stands among them (-1: not sampled).
+    input_ids and position_ids are int64 [num_rows], padded to MIN_ROWS; padding rows belong to no span. num_pending
+    and num_verified int64 [num_requests]: of each request the rows that are no draft, and those that may be accepted;
+    is_verified bool [num_rows] is true for both.
+    logit_rows are the rows that the head runs on, num_logits and padding; first_logit[i] is where request i's root row
+    stands among them (-1: not sampled).
     """
 
-    requests: list[RequestRows]
-    input_ids: np.ndarray
-    position_ids: np.ndarray
-    spans: list[Span]
-    logit_rows: np.ndarray
-    first_logit: list[int]
-    num_rows: int = field(default=0)  # without padding
+    request_ids: list[str]
+    samplings: list[ResolvedSampling | None]
+    spans: Spans
+    num_pending: IntArray
+    num_verified: IntArray
+    input_ids: IntArray
+    position_ids: IntArray
+    is_verified: BoolArray
+    logit_rows: IntArray
+    num_logits: int
+    first_logit: IntArray
+    num_rows: int  # without padding
+    _requests: list[RequestRows] = field(default_factory=list)
+
+    @property
+    def requests(self) -> list[RequestRows]:
+        """The rows request by request: for whom a step need not be fast."""
+        if not self._requests:
+            ids, parents, verified = self.input_ids.tolist(), self.spans.parents.tolist(), self.is_verified.tolist()
+            places, counts = self.spans.rows.tolist(), self.num_pending.tolist()
+            each = zip(self.request_ids, self.samplings, places, counts, strict=True)
+            for name, sampling, (start, size, context), count in each:
+                rows, end = slice(start, start + size), start + size
+                what = (ids[rows], parents[rows], count, sampling, verified[start + count : end])
+                self._requests.append(RequestRows(name, context, *what))
+        return self._requests
 
 
-def build_batch(requests: list[RequestRows]) -> RaggedBatch:
-    """Lay the rows of all requests behind each other, padded to MIN_ROWS."""
-    input_ids: list[int] = []
-    positions: list[int] = []
-    parents: list[int] = []
-    logit_rows: list[int] = []
-    first_logit: list[int] = []
-    starts: list[int] = []
-    for rows in requests:
-        start, count = len(input_ids), len(rows.token_ids)
-        starts.append(start)
-        input_ids += rows.token_ids
-        parents += rows.parents
-        if rows.num_draft_tokens:
-            positions += tree_positions(rows.parents, rows.context_len)
-        else:
-            positions += range(rows.context_len, rows.context_len + count)
-        first_logit.append(len(logit_rows) if rows.sampling is not None else -1)
-        if rows.sampling is not None:
-            logit_rows.extend(range(start + rows.root, start + count))
-    num_rows = len(input_ids)
-    padding = [0] * max(0, MIN_ROWS - num_rows)
-    position_ids, all_parents = np.array(positions + padding, np.int64), np.array(parents, np.int32)
-    spans = []
-    for rows, start, end in zip(requests, starts, [*starts[1:], num_rows], strict=True):
-        where = all_parents[start:end], position_ids[start:end]
-        spans.append(Span(rows.request_id, start, rows.context_len, *where, rows.num_draft_tokens == 0))
+def build_batch(requests: Sequence[RequestRows]) -> RaggedBatch:
+    """The ragged batch of these rows."""
+    nodes = [rows.parents[rows.num_pending :] for rows in requests]
+    trees = _Trees(
+        np.array([0, *accumulate(map(len, nodes))]),
+        np.array([token for rows in requests for token in rows.token_ids[rows.num_pending :]], np.int64),
+        np.array([p - rows.num_pending for rows, own in zip(requests, nodes, strict=True) for p in own], np.int64),
+        np.array([v for rows in requests for v in rows.is_verified or [True] * rows.num_draft_tokens], np.bool_),
+    )
+    pending = list(chain.from_iterable(rows.token_ids[: rows.num_pending] for rows in requests))
+    heads = [(rows.context_len, rows.num_pending, rows.sampling is not None) for rows in requests]
+    names, samplings = [rows.request_id for rows in requests], [rows.sampling for rows in requests]
+    return flatten(names, samplings, list(chain.from_iterable(heads)), pending, trees)
+
+
+def flatten(
+    request_ids: list[str],
+    samplings: list[ResolvedSampling | None],
+    heads: Sequence[int],
+    pending_ids: Sequence[int],
+    trees: Trees,
+) -> RaggedBatch:
+    """Lay the rows of all requests behind each other.
+
+    heads: of each request its context length, its pending tokens, and whether something is sampled, one behind the
+    other; pending_ids: those tokens of all requests.
+    """
+    head = np.array(heads, np.int64).reshape(-1, 3)
+    pending, count = np.array(pending_ids, np.int64), len(request_ids)
+    num_rows = len(pending_ids) + int(trees.starts[-1])
+    padded = max(num_rows, MIN_ROWS)
+    input_ids, position_ids, logit_rows = np.empty((3, padded), np.int64)
+    (num_verified, first_logit), rows = np.empty((2, count), np.int64), np.empty((count, 3), np.int64)
+    parents, is_verified = np.empty(num_rows, np.int32), np.empty(num_rows, np.bool_)
+    is_chain = np.empty(count, np.bool_)
+    out = (rows, is_chain, num_verified, input_ids, position_ids, parents, is_verified, logit_rows, first_logit)
+    num_logits = lay_out(head, pending, trees.starts, trees.token_ids, trees.parents, trees.is_verified, out)
+    # The head, too, needs MIN_ROWS rows to be row-invariant and fast; where nothing is sampled it needs none.
+    num_kept = max(num_logits, MIN_ROWS) if num_logits else 0
     return RaggedBatch(
-        requests=requests,
-        input_ids=np.array(input_ids + padding, np.int64),
+        request_ids=request_ids,
+        samplings=samplings,
+        spans=Spans(request_ids, rows, is_chain, parents, position_ids[:num_rows]),
+        num_pending=head[:, 1],
+        num_verified=num_verified,
+        input_ids=input_ids,
         position_ids=position_ids,
-        spans=spans,
-        logit_rows=_padded(logit_rows),
+        is_verified=is_verified,
+        logit_rows=logit_rows[:num_kept],
+        num_logits=num_logits,
         first_logit=first_logit,
         num_rows=num_rows,
     )
-
-
-def _padded(logit_rows: list[int]) -> np.ndarray:
-    """The head, too, needs MIN_ROWS rows to be row-invariant and fast; where nothing is sampled it needs none."""
-    if not logit_rows:
-        return np.zeros(0, dtype=np.int64)
-    return np.array(logit_rows + [logit_rows[-1]] * max(0, MIN_ROWS - len(logit_rows)), dtype=np.int64)

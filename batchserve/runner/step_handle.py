@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 
 from batchserve.sampling.sampler import RowSampler
 from batchserve.sampling.verify import VerifiedTokens, walk_tree
+from batchserve.sampling.walk_kernel import walk_trees
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import numpy as np
+    from collections.abc import Sequence
 
     from batchserve.runner.ragged_batch import RaggedBatch, RequestRows
     from batchserve.sampling.device import DeviceSampler
+    from batchserve.sampling.recordings import Recordings
 
 
 class StepHandle(Protocol):
@@ -40,7 +40,7 @@ class QueuedStep:
         sampler: DeviceSampler,
         logits: torch.Tensor,
         tokens: torch.Tensor | None,
-        forced: Mapping[str, Sequence[int]],
+        forced: Recordings,
     ) -> None:
         self._batch = batch
         self._sampler = sampler
@@ -53,11 +53,11 @@ class QueuedStep:
     def wait(self) -> list[VerifiedTokens | None]:
         rows = self._copy.wait()
         if not self._is_sampled:
-            return [None] * len(self._batch.requests)
+            return [None] * len(self._batch.request_ids)
         return self._sampler.to_verified(rows, self._batch, self._verify_on_host)
 
     def _verify_on_host(self, index: int) -> VerifiedTokens:
-        rows, first = self._batch.requests[index], self._batch.first_logit[index]
+        rows, first = self._batch.requests[index], int(self._batch.first_logit[index])
         logits = self._logits[first : first + 1 + rows.num_draft_tokens].cpu()
         return verify_request(rows, RowSampler(logits), 0, self._forced.get(rows.request_id, ()))
 
@@ -83,15 +83,47 @@ class HostCopy:
         return self._host.numpy()
 
 
-def verify_batch(
-    batch: RaggedBatch, logits: torch.Tensor, forced: Mapping[str, Sequence[int]]
-) -> list[VerifiedTokens | None]:
+def verify_batch(batch: RaggedBatch, logits: torch.Tensor, forced: Recordings) -> list[VerifiedTokens | None]:
     """Walk every request's tree; logits are those of batch.logit_rows, forced is ModelRunner's."""
     sampler = RowSampler(logits)
-    return [
-        None if first < 0 else verify_request(rows, sampler, first, forced.get(rows.request_id, ()))
-        for rows, first in zip(batch.requests, batch.first_logit, strict=True)
-    ]
+    results: list[VerifiedTokens | None] = [None] * len(batch.request_ids)
+    if any(sampling is not None and sampling.temperature == 0.0 for sampling in batch.samplings):
+        results = _walk_greedy(batch, sampler, forced)
+    for i, sampling in enumerate(batch.samplings):
+        if sampling is not None and sampling.temperature > 0.0:
+            # Drawing takes longer than the walk: only the rows that it reaches are paid for.
+            rows, first = batch.requests[i], int(batch.first_logit[i])
+            results[i] = verify_request(rows, sampler, first, forced.get(rows.request_id, ()))
+    return results
+
+
+def _walk_greedy(batch: RaggedBatch, sampler: RowSampler, forced: Recordings) -> list[VerifiedTokens | None]:
+    """verify_batch of greedy requests; of others it makes nothing that is right."""
+    spans, count = batch.spans, len(batch.request_ids)
+    paths, emitted, lengths = np.empty((3, batch.num_rows), np.int64)
+    drafts = (batch.input_ids, spans.parents, batch.is_verified)
+    where = (spans.rows, batch.num_pending, batch.first_logit)
+    walk_trees(*where, sampler.greedy(), forced.places(batch.request_ids), drafts, paths, emitted, lengths)
+    rows, tokens, row, token = paths.tolist(), emitted.tolist(), 0, 0
+    results: list[VerifiedTokens | None] = []
+    for first, length in zip(batch.first_logit.tolist(), lengths[:count].tolist(), strict=True):
+        if first < 0:
+            results.append(None)
+            continue
+        results.append(VerifiedTokens(tokens[token : token + length + 1], rows[row : row + length]))
+        row += length
+        token += length + 1
+    if not batch.is_verified.all():
+        for each, own, first in zip(results, batch.requests, batch.first_logit.tolist(), strict=True):
+            if each is not None:
+                each.unverified_token_ids = _unverified(own, sampler, first)
+    return results
+
+
+def _unverified(rows: RequestRows, sampler: RowSampler, first: int) -> list[int]:
+    """The argmax behind each row that only the drafter wants to know of."""
+    argmax = sampler.argmax()[first + 1 :].tolist()
+    return [argmax[i] for i, is_verified in enumerate(rows.is_verified) if not is_verified]
 
 
 def verify_request(rows: RequestRows, sampler: RowSampler, first: int, recorded: Sequence[int]) -> VerifiedTokens:
@@ -100,21 +132,16 @@ def verify_request(rows: RequestRows, sampler: RowSampler, first: int, recorded:
         raise ValueError(f"{rows.request_id!r}: nothing is sampled")
     sampling, root = rows.sampling, rows.root
     next_position, first_at = rows.context_len + rows.num_pending, first - root
-    # A walk asks for every accepted token: what is known of all rows by then is not worked out one by one.
-    greedy = sampler.greedy() if sampling.temperature == 0.0 else None
 
     def target(row: int, depth: int) -> int:
-        return greedy[first_at + row] if greedy else sampler.token_at(first_at + row, next_position + depth, sampling)
+        return sampler.token_at(first_at + row, next_position + depth, sampling)
 
     def forced(row: int, depth: int) -> int:
         token, position = target(row, depth), next_position + depth
-        return recorded[position] if position < len(recorded) else token
+        return int(recorded[position]) if position < len(recorded) else token
 
-    token_of = forced if recorded else target
-    if not rows.num_draft_tokens:
-        return VerifiedTokens([token_of(root, 0)], [])
+    token_of = forced if len(recorded) else target
     verified = walk_tree(rows.token_ids, rows.parents, root, token_of, rows.is_verified)
     if not all(rows.is_verified):
-        tokens = [sampler.argmax_at(first + 1 + i) for i, is_verified in enumerate(rows.is_verified) if not is_verified]
-        verified = dataclasses.replace(verified, unverified_token_ids=tokens)
+        verified.unverified_token_ids = _unverified(rows, sampler, first)
     return verified

@@ -8,30 +8,27 @@ shapes follow from the padded number of rows and max_num_seqs.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from batchserve.sampling.device_columns import NOT_FORCED, ROW_COLUMNS, UNVERIFIED, describe_rows
 from batchserve.sampling.device_noise import stream_keys
 from batchserve.sampling.device_rows import NEEDS_HOST, RowParams, sample_rows
 from batchserve.sampling.sampler import NO_TOKEN
 from batchserve.sampling.verify import VerifiedTokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
 
     from batchserve.runner.ragged_batch import RaggedBatch
-
-# In the column of draft tokens: rows that no walk may enter. No row's token is ever one of them.
-NOT_A_CHILD = -3
-UNVERIFIED = -4
-NOT_FORCED = -1
+    from batchserve.sampling.recordings import Recordings
 
 REQUEST_COLUMNS = 4  # seed, top_k; temperature and top_p as the bits of a float64
-ROW_COLUMNS = 5  # parent, draft token, forced token, position of the row's own token, request
 
 
 class SamplingKind(Enum):
@@ -70,7 +67,7 @@ class DeviceSampler:
         self,
         batch: RaggedBatch,
         num_rows: int,
-        forced: Mapping[str, Sequence[int]],
+        forced: Recordings,
         out: np.ndarray | None = None,
     ) -> SamplingMetadata:
         """Describe a step whose logits are padded to `num_rows` rows; forced is ModelRunner's.
@@ -78,25 +75,17 @@ class DeviceSampler:
         `out` (int64 [blob_size(num_rows)], for example pinned memory) is filled and used; None: a new array.
         ValueError where the step does not fit.
         """
-        rows = _TreeRows.of(batch)
-        count = len(rows.request)
-        if count > num_rows:
-            raise ValueError(f"rows with logits = {count}: at most num_rows = {num_rows}")
-        if len(batch.requests) > self.max_num_seqs:
-            raise ValueError(f"requests = {len(batch.requests)}: at most max_num_seqs = {self.max_num_seqs}")
+        if batch.num_logits > num_rows:
+            raise ValueError(f"rows with logits = {batch.num_logits}: at most num_rows = {num_rows}")
+        if len(batch.request_ids) > self.max_num_seqs:
+            raise ValueError(f"requests = {len(batch.request_ids)}: at most max_num_seqs = {self.max_num_seqs}")
         blob = np.empty(self.blob_size(num_rows), dtype=np.int64) if out is None else out
         of_requests, of_rows = self._split(blob, num_rows)
-        kind = _fill_requests(of_requests, batch)
-        of_rows[:, count:] = np.array([[0], [NOT_A_CHILD], [NOT_FORCED], [0], [self.max_num_seqs]])
-        of_rows[0, count:] = np.arange(count, num_rows)
-        of_rows[0, :count] = rows.parents
-        of_rows[1, :count] = rows.draft_tokens
-        of_rows[2, :count] = NOT_FORCED
-        of_rows[3, :count] = batch.position_ids[batch.logit_rows[:count]] + 1
-        of_rows[4, :count] = rows.request
-        if forced:
-            _fill_forced(of_rows[:, :count], batch, forced)
-        return SamplingMetadata(blob, kind)
+        where = (batch.spans.rows, batch.num_pending, batch.first_logit)
+        drafts = (batch.input_ids, batch.spans.parents, batch.is_verified)
+        recorded = forced.places(batch.request_ids)
+        describe_rows(*where, drafts, batch.position_ids, recorded, self.max_num_seqs, of_rows)
+        return SamplingMetadata(blob, _fill_requests(of_requests, batch))
 
     def _split(self, blob: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
         border = REQUEST_COLUMNS * (self.max_num_seqs + 1)
@@ -148,29 +137,34 @@ class DeviceSampler:
         came to a row that the device could not decide: with a rare tie, or a very wide top_k or top_p.
         """
         tokens: list[int] = rows[0].tolist()
-        reached: list[int] = np.flatnonzero(rows[1]).tolist()
+        is_reached = np.flatnonzero(rows[1][: batch.num_logits])
+        reached: list[int] = is_reached.tolist()
+        drafted: list[int] = batch.input_ids[batch.logit_rows[is_reached]].tolist()
+        roots = batch.num_pending - 1
+        ends = batch.first_logit + batch.spans.rows[:, 1] - roots
         place = 0
         results: list[VerifiedTokens | None] = []
-        for index, (request, first) in enumerate(zip(batch.requests, batch.first_logit, strict=True)):
-            if request.sampling is None:
+        where = zip(batch.first_logit.tolist(), ends.tolist(), roots.tolist(), strict=True)
+        for index, (first, end, root) in enumerate(where):
+            if first < 0:
                 results.append(None)
                 continue
-            end = first + 1 + request.num_draft_tokens
-            path: list[int] = []  # the root itself is always reached
-            place += 1
-            while place < len(reached) and reached[place] < end:
-                path.append(reached[place] - first + request.root)
-                place += 1
+            start = place + 1  # the root itself is always reached
+            place = bisect_left(reached, end, start)
             bonus = tokens[reached[place - 1]]
             if bonus == NEEDS_HOST:
                 results.append(verify_on_host(index))
                 continue
-            accepted = [request.token_ids[row] for row in path]
-            unverified = [tokens[first + 1 + i] for i, is_verified in enumerate(request.is_verified) if not is_verified]
+            path, accepted = [row - first + root for row in reached[start:place]], drafted[start:place]
             if bonus == NO_TOKEN and path:  # like walk_tree: found again in the next step
-                results.append(VerifiedTokens(accepted, path[:-1], unverified))
+                results.append(VerifiedTokens(accepted, path[:-1]))
             else:
-                results.append(VerifiedTokens([*accepted, bonus], path, unverified))
+                results.append(VerifiedTokens([*accepted, bonus], path))
+        if not batch.is_verified.all():
+            for verified, request, first in zip(results, batch.requests, batch.first_logit.tolist(), strict=True):
+                if verified is not None:
+                    behind = zip(tokens[first + 1 :], request.is_verified, strict=False)
+                    verified.unverified_token_ids = [token for token, is_verified in behind if not is_verified]
         return results
 
 
@@ -189,45 +183,13 @@ def _reached(tokens: torch.Tensor, parents: torch.Tensor, draft_tokens: torch.Te
     return goal[:num_rows] < num_rows
 
 
-class _TreeRows(NamedTuple):
-    """The rows that have logits, one entry each: parents as indices among them (a root is its own)."""
-
-    parents: np.ndarray
-    draft_tokens: np.ndarray
-    request: np.ndarray
-
-    @classmethod
-    def of(cls, batch: RaggedBatch) -> _TreeRows:
-        parents: list[int] = []
-        draft_tokens: list[int] = []
-        is_verified: list[bool] = []
-        counts: list[int] = []
-        offsets: list[int] = []
-        for rows, first in zip(batch.requests, batch.first_logit, strict=True):
-            if rows.sampling is None:
-                counts.append(0)
-                offsets.append(0)
-                continue
-            counts.append(1 + rows.num_draft_tokens)
-            offsets.append(first - rows.root)
-            parents.append(rows.root)
-            parents += rows.parents[rows.num_pending :]
-            draft_tokens.append(NOT_A_CHILD)
-            draft_tokens += rows.token_ids[rows.num_pending :]
-            is_verified.append(True)
-            is_verified += rows.is_verified or [True] * rows.num_draft_tokens
-        return cls(
-            np.array(parents, dtype=np.int64) + np.repeat(offsets, counts),
-            np.where(np.array(is_verified, dtype=bool), np.array(draft_tokens, dtype=np.int64), UNVERIFIED),
-            np.repeat(np.arange(len(counts)), counts),
-        )
-
-
 def _fill_requests(columns: np.ndarray, batch: RaggedBatch) -> SamplingKind:
     """columns [REQUEST_COLUMNS, max_num_seqs + 1]; those of no request, or of one without samples, are greedy."""
-    all_sampling = [rows.sampling for rows in batch.requests]
-    count = len(all_sampling)
     columns[:] = 0
+    all_sampling = batch.samplings
+    if not any(s is not None and s.temperature > 0.0 for s in all_sampling):
+        return SamplingKind.GREEDY
+    count = len(all_sampling)
     temperature = np.array([s.temperature if s else 0.0 for s in all_sampling])
     top_k = np.array([s.top_k if s else 0 for s in all_sampling], dtype=np.int64)
     top_p = np.array([s.top_p if s else 1.0 for s in all_sampling])
@@ -235,17 +197,5 @@ def _fill_requests(columns: np.ndarray, batch: RaggedBatch) -> SamplingKind:
     columns[1, :count] = top_k
     columns[2, :count] = temperature.view(np.int64)
     columns[3, :count] = top_p.view(np.int64)
-    is_sampled = temperature > 0
-    if not is_sampled.any():
-        return SamplingKind.GREEDY
-    is_truncated = is_sampled & ((top_k > 0) | (top_p < 1.0))
+    is_truncated = (temperature > 0) & ((top_k > 0) | (top_p < 1.0))
     return SamplingKind.TRUNCATED if is_truncated.any() else SamplingKind.SAMPLED
-
-
-def _fill_forced(columns: np.ndarray, batch: RaggedBatch, forced: Mapping[str, Sequence[int]]) -> None:
-    """The recorded token of every row that may be walked and that a recording reaches to."""
-    for row, index in enumerate(columns[4].tolist()):
-        recorded = forced.get(batch.requests[index].request_id, ())
-        position = int(columns[3, row])
-        if position < len(recorded) and columns[1, row] != UNVERIFIED:
-            columns[2, row] = recorded[position]

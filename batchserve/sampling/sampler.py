@@ -27,33 +27,32 @@ class RowSampler:
 
     def __init__(self, logits: torch.Tensor) -> None:
         self._logits = logits
-        self._argmax: list[int] = []
-        self._greedy: list[int] = []  # NO_TOKEN where it is not finite
+        self._argmax = np.zeros(0, np.int64)
+        self._greedy = self._argmax  # NO_TOKEN where it is not finite
 
     def token_at(self, row: int, position: int, sampling: ResolvedSampling) -> int:
         """The token at absolute `position`, given the row before it; NO_TOKEN where the logits say nothing."""
         if sampling.temperature == 0.0:
-            return self.greedy()[row]
+            return int(self.greedy()[row])
         return sample_row(self._logits[row].float().numpy(), position, sampling)
 
-    def greedy(self) -> list[int]:
-        """Of every row token_at's token at temperature 0."""
-        if not self._greedy:
+    def greedy(self) -> np.ndarray:
+        """int64 [num_rows]: of every row token_at's token at temperature 0."""
+        if not len(self._greedy):
             self._find_best()
         return self._greedy
 
-    def argmax_at(self, row: int) -> int:
-        """The likeliest token, whatever the sampling."""
-        if not self._argmax:
+    def argmax(self) -> np.ndarray:
+        """int64 [num_rows]: of every row the likeliest token, whatever the sampling."""
+        if not len(self._argmax):
             self._find_best()
-        return self._argmax[row]
+        return self._argmax
 
     def _find_best(self) -> None:
         rows = self._logits.float().numpy()  # in bf16 the same takes many times as long
         best = rows.argmax(axis=-1)  # a NaN is above all numbers
-        self._argmax = best.tolist()
         is_finite = np.isfinite(rows[np.arange(len(rows)), best])
-        self._greedy = self._argmax if is_finite.all() else np.where(is_finite, best, NO_TOKEN).tolist()
+        self._argmax, self._greedy = best, best if is_finite.all() else np.where(is_finite, best, NO_TOKEN)
 
 
 def sample_row(logits: np.ndarray, position: int, sampling: ResolvedSampling) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from batchserve.attention.base import AttentionParams
-from batchserve.attention.mask import tree_positions
+from batchserve.attention.mask import ancestor_mask
 from batchserve.attention.torch_paged import TorchKernel
 from batchserve.attention.tree_metadata import TreeMetadata, ancestor_bits
 
@@ -95,7 +95,8 @@ def make_metadata(
     qo_indptr, kv_indptr = (np.cumsum([0, *numbers], dtype=np.int32) for numbers in (counts, kv_lens))
     flat = [np.array(rows, dtype=np.int32) for rows in parents]
     bits, is_causal = ancestor_bits(np.concatenate(flat), qo_indptr)
-    positions = np.concatenate([tree_positions(rows, c) for rows, c in zip(flat, contexts, strict=True)])
+    depths = [ancestor_mask(rows).sum(1) - 1 for rows in flat]
+    positions = np.concatenate([c + depth for c, depth in zip(contexts, depths, strict=True)])
     slots = _slots(kv_lens, page_size, device, generator)
     last = [slots[end - count : end] for end, count in zip(kv_indptr[1:].tolist(), counts, strict=True)]
     return TreeMetadata(

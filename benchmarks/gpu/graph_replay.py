@@ -23,6 +23,7 @@ from batchserve.attention.tree_metadata import TreeKernel
 from batchserve.request import ResolvedSampling
 from batchserve.runner.cuda_graphs import Capturer, CudaCapturer, StepGraphs
 from batchserve.runner.ragged_batch import RaggedBatch, RequestRows, build_batch
+from batchserve.sampling.recordings import Recordings
 from benchmarks.gpu.cases import Case, compare, random_parents
 from benchmarks.gpu.kit import Kit
 
@@ -86,7 +87,7 @@ def check_replays(kit: Kit, kernel: TreeKernel, case: Case, dtype: torch.dtype) 
     rng, results, buckets = random.Random(0), [], set()
     for number in range(kit.pick(STEPS, 6)):
         batch = _random_step(rng, layer, allocator, number, longest, most_rows)
-        queued = graphs.launch(batch, {})
+        queued = graphs.launch(batch, Recordings())
         if queued is None:
             raise RuntimeError(f"no graph has room for {batch.num_rows} rows")
         buckets.add(graphs._bucket_for(batch))

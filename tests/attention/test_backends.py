@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchserve.attention import cpu
-from batchserve.attention.base import AttentionBackend, AttentionParams, LayerShape, Span
+from batchserve.attention.base import AttentionBackend, AttentionParams, LayerShape, Span, Spans
 from batchserve.attention.cpu import CpuBackend, kernel_supports
 from batchserve.attention.paged import PagedBackend
 from batchserve.attention.slab import SlabAllocator
@@ -126,7 +126,7 @@ def attend(backend: AttentionBackend, case: Case, step: Step) -> list[torch.Tens
     for span in step.spans:
         span.cache.clear()
         assert backend.allocator.reserve(span.request_id, span.num_rows)
-    backend.begin(step.spans)
+    backend.begin(Spans.of(step.spans))
     outputs = []
     for layer, (tensors, params) in enumerate(zip(step.layers, case.params, strict=True)):
         query, key, value = (t.to(case.dtype) for t in tensors)
@@ -230,7 +230,7 @@ class Sequence:
     def feed(self, parents: list[int], tokens: list[int], kept: list[int]) -> torch.Tensor:
         """Rows with these tokens behind what is committed; outputs of both layers, [num_rows, heads, 2 * dim]."""
         assert self.backend.allocator.reserve("r", len(parents))
-        self.backend.begin([make_span(parents, self.length, request_id="r")])
+        self.backend.begin(Spans.of([make_span(parents, self.length, request_id="r")]))
         query, key, value = (torch.cat([self.tokens[t][i] for t in tokens], dim=2) for i in range(3))
         outputs = [self.backend.attend(layer, query, key, value, self.params)[0] for layer in range(2)]
         self.backend.allocator.commit("r", kept)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchserve.attention.base import Span
-from batchserve.attention.mask import ancestor_mask, tree_positions, visible_keys
+from batchserve.attention.mask import ancestor_mask, visible_keys
 from tests.factories import examples
 
 
@@ -25,6 +25,14 @@ def ancestors(parents: list[int], row: int) -> list[int]:
         path.append(row)
         row = parents[row]
     return path
+
+
+def tree_positions(parents: list[int], context_len: int) -> list[int]:
+    """The absolute position of every row, from its depth below the context."""
+    positions: list[int] = []
+    for parent in parents:
+        positions.append(context_len if parent < 0 else positions[parent] + 1)
+    return positions
 
 
 def make_span(parents: list[int], context_len: int, *, row_start: int = 0, request_id: str = "r") -> Span:

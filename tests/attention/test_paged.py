@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchserve.attention.base import AttentionParams, LayerShape, Span
+from batchserve.attention.base import AttentionParams, LayerShape, Spans
 from batchserve.attention.mask import ancestor_mask, visible_keys
 from batchserve.attention.paged import PagedBackend, step_arrays
 from batchserve.attention.slots import DUMMY_SLOT, SlotAllocator
@@ -85,10 +85,10 @@ def test_a_chain_of_a_thousand_rows_sees_all_before_it() -> None:
     np.testing.assert_array_equal(unpacked(bits, 1024), np.tri(1024, dtype=bool))
 
 
-def make_spans(contexts: list[int], trees: list[list[int]]) -> list[Span]:
+def make_spans(contexts: list[int], trees: list[list[int]]) -> Spans:
     starts = indptr([len(tree) for tree in trees])
-    return [make_span(tree, context, row_start=int(start), request_id=f"r{i}")
-            for i, (tree, context, start) in enumerate(zip(trees, contexts, starts, strict=False))]  # fmt: skip
+    places = enumerate(zip(trees, contexts, starts, strict=False))
+    return Spans.of([make_span(tree, c, row_start=int(start), request_id=f"r{i}") for i, (tree, c, start) in places])
 
 
 def reserved(contexts: list[int], trees: list[list[int]], rng: random.Random) -> SlotAllocator:
@@ -102,7 +102,7 @@ def reserved(contexts: list[int], trees: list[list[int]], rng: random.Random) ->
     return allocator
 
 
-def random_step(seed: int) -> tuple[list[Span], SlotAllocator, list[list[int]]]:
+def random_step(seed: int) -> tuple[Spans, SlotAllocator, list[list[int]]]:
     rng = random.Random(seed)
     trees = random_trees(rng, rng.randint(1, 5))
     contexts = [rng.choice([0, 1, rng.randint(0, 300)]) for _ in trees]
@@ -155,7 +155,7 @@ def test_the_devices_table_grows_with_the_requests_and_keeps_what_it_had() -> No
     kernel = Recording()
     backend = PagedBackend([LayerShape(1, 4, 4)], torch.float32, CPU, kernel, allocator)
     spans = make_spans([3] * 5, trees)
-    backend.begin(spans[:2])
+    backend.begin(make_spans([3] * 2, trees[:2]))
     for i in range(5, 9):
         allocator.reserve(f"r{i}", 4)
     assert allocator.table_shape[0] == 16

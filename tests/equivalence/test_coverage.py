@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 from batchserve.attention import mask, paged
-from batchserve.attention.base import Span
+from batchserve.attention.base import Spans
 from batchserve.attention.cpu import CpuBackend
 from batchserve.attention.slab import SlabAllocator
 from batchserve.attention.slots import SlotAllocator
-from batchserve.runner import ragged_batch, step_handle
-from batchserve.sampling import verify
+from batchserve.runner import model_runner, ragged_batch
 from batchserve.sampling.device import DeviceSampler
 from batchserve.sampling.verify import VerifiedTokens
 from tests.drafters import OracleDrafter
@@ -79,12 +78,9 @@ def wrong_parent(monkeypatch: pytest.MonkeyPatch) -> None:
         starts = np.repeat(qo_indptr[:-1], np.diff(qo_indptr))
         return right_bits(moved(parents, np.arange(len(parents)) - starts), qo_indptr, *more)
 
-    def faulty_spans(backend: CpuBackend, spans: list[Span]) -> Any:
-        found = right_spans(backend, spans)
-        for span in spans:
-            rows = slice(span.row_start, span.row_start + span.num_rows)
-            found.parents[rows] = moved(span.parents, np.arange(span.num_rows))
-        return found
+    def faulty_spans(backend: CpuBackend, spans: Spans) -> Any:
+        parents = [moved(span.parents, np.arange(span.num_rows)) for span in spans]
+        return dataclasses.replace(right_spans(backend, spans), parents=np.concatenate(parents))
 
     monkeypatch.setattr(mask, "ancestor_mask", faulty_mask)
     monkeypatch.setattr(CpuBackend, "_gather", faulty_spans)
@@ -94,10 +90,16 @@ def wrong_parent(monkeypatch: pytest.MonkeyPatch) -> None:
 def wrong_position(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every branching row is one position too late, as if positions followed rows, not depth."""
 
-    def faulty(parents: Sequence[int], context_len: int) -> list[int]:
-        return list(range(context_len, context_len + len(parents)))
+    right = ragged_batch.lay_out
 
-    monkeypatch.setattr(ragged_batch, "tree_positions", faulty)
+    def faulty(*arguments: Any) -> int:
+        num_logits = right(*arguments)
+        rows, is_chain, _, _, positions, *_ = arguments[-1]
+        for start, count, context in rows[~is_chain].tolist():
+            positions[start : start + count] = context + np.arange(count)
+        return num_logits
+
+    monkeypatch.setattr(ragged_batch, "lay_out", faulty)
 
 
 def accepted_kv_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,14 +114,14 @@ def accepted_kv_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def bonus_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """After an accepted path the bonus token is dropped; the path is kept."""
-    right_walk, right_reading = verify.walk_tree, DeviceSampler.to_verified
+    right_walk, right_reading = model_runner.verify_batch, DeviceSampler.to_verified
 
     def cut(verified: VerifiedTokens | None) -> VerifiedTokens | None:
         if verified is None or not verified.rows:
             return verified
         return dataclasses.replace(verified, token_ids=verified.token_ids[:-1])
 
-    monkeypatch.setattr(step_handle, "walk_tree", lambda *arguments: cut(right_walk(*arguments)))
+    monkeypatch.setattr(model_runner, "verify_batch", lambda *arguments: list(map(cut, right_walk(*arguments))))
     monkeypatch.setattr(DeviceSampler, "to_verified", lambda *arguments: list(map(cut, right_reading(*arguments))))
 
 

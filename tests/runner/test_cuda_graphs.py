@@ -28,6 +28,7 @@ from batchserve.engine.build import BuiltEngine
 from batchserve.runner.cuda_graphs import StepGraphs, bucket_sizes, buckets, choose_capturer
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RequestRows, build_batch
+from batchserve.sampling.recordings import Recordings
 from batchserve.types import SamplingParams
 from tests.attention.test_paged import CPU, Recording, random_step
 from tests.drafters import RandomTreeDrafter
@@ -225,7 +226,7 @@ def launch(graphs: StepGraphs, allocator: Any, counts: list[int]) -> list[Any] |
     ]
     for request in requests:
         allocator.reserve(request.request_id, len(request.token_ids))
-    handle = graphs.launch(build_batch(requests), {})
+    handle = graphs.launch(build_batch(requests), Recordings())
     said = handle and handle.wait()
     for request in requests:
         allocator.release(request.request_id)

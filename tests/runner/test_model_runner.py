@@ -16,6 +16,8 @@ from batchserve.runner import step_handle
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.runner.step_handle import HostCopy, QueuedStep, verify_batch
 from batchserve.sampling.device import DeviceSampler
+from batchserve.sampling.recordings import Recordings
+from batchserve.sampling.sampler import RowSampler
 from batchserve.types import SamplingParams
 from tests.drafters import RandomTreeDrafter
 from tests.equivalence.harness import Coverage, Job, build, run
@@ -52,7 +54,7 @@ def test_what_the_device_cannot_decide_the_host_does_from_the_requests_own_rows(
         rng = random.Random(seed)
         batch = random_batch(rng, 60)
         logits = random_logits(rng, batch, 60, torch.float32)
-        forced = random_forced(rng, batch, 60) if has_forced else {}
+        forced = random_forced(rng, batch, 60) if has_forced else Recordings()
         expected = verify_batch(batch, logits, forced)
         num_requests += len(batch.requests)
         with monkeypatch.context() as patch:
@@ -68,7 +70,7 @@ def test_recorded_answers_come_out_of_the_gpu_path(tiny_model: dict[str, Path], 
     rng = random.Random(5)
     recorded = [[rng.randrange(3, VOCAB_SIZE) for _ in range(30)] for _ in range(4)]
     built = build(tiny_model["llama"], RandomTreeDrafter(VOCAB_SIZE, 5), attention_backend="torch", max_num_seqs=3)
-    built.core.runner.forced = {str(i): text for i, text in enumerate(recorded)}
+    built.core.runner.forced.update({str(i): text for i, text in enumerate(recorded)})
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=20, ignore_eos=True)
     answers = run(built, [Job(text[:10], params) for text in recorded], Coverage())
     assert [answers[i].token_ids for i in range(4)] == [text[10:] for text in recorded]
@@ -103,3 +105,20 @@ def test_on_the_gpu_path_the_forward_runs_at_launch_and_on_the_cpus_own_when_wai
         assert verified is not None
         assert len(verified.token_ids) == 1
         assert log == expected
+
+
+@examples(100)
+@given(st.integers(0, 2**32), st.booleans())
+def test_all_trees_of_a_step_are_walked_as_each_would_be_alone(seed: int, has_forced: bool) -> None:
+    """Compiled code walks the greedy ones at once, verify_request any one row by row."""
+    rng = random.Random(seed)
+    batch = random_batch(rng, 60)
+    logits = random_logits(rng, batch, 60, torch.float32)
+    forced = random_forced(rng, batch, 60) if has_forced else Recordings()
+    verified = verify_batch(batch, logits, forced)
+    for rows, first, found in zip(batch.requests, batch.first_logit.tolist(), verified, strict=True):
+        if rows.sampling is None:
+            assert found is None
+            continue
+        sampler = RowSampler(logits[first : first + 1 + rows.num_draft_tokens])
+        assert found == verify_request(rows, sampler, 0, forced.get(rows.request_id, ()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from batchserve.sampling.device import DeviceSampler, SamplingKind
 from batchserve.sampling.device_noise import stream_keys
 from batchserve.sampling.device_rows import NEEDS_HOST, RowParams, sample_rows
 from batchserve.sampling.noise import gumbel, stream_key
+from batchserve.sampling.recordings import Recordings
 from batchserve.sampling.sampler import NO_TOKEN, sample_row
 from batchserve.sampling.verify import VerifiedTokens
 from tests.factories import examples, make_sampling, random_tree
@@ -83,7 +83,7 @@ def random_logits(rng: random.Random, batch: RaggedBatch, vocab_size: int, dtype
     return torch.from_numpy(logits).to(dtype)
 
 
-def random_forced(rng: random.Random, batch: RaggedBatch, vocab_size: int) -> dict[str, list[int]]:
+def random_forced(rng: random.Random, batch: RaggedBatch, vocab_size: int) -> Recordings:
     """Recordings that end before, among or behind the rows; now and then they follow a draft."""
     forced = {}
     for rows in batch.requests:
@@ -93,7 +93,7 @@ def random_forced(rng: random.Random, batch: RaggedBatch, vocab_size: int) -> di
             for place, token in enumerate(rows.token_ids[rows.num_pending :], rows.context_len + rows.num_pending):
                 if place < length and rng.random() < 0.7:
                     forced[rows.request_id][place] = token
-    return forced
+    return Recordings(forced)
 
 
 def on_device(
@@ -107,7 +107,7 @@ def on_device(
     def verify_on_host(index: int) -> VerifiedTokens:
         on_host.append(index)
         rows, first = batch.requests[index], batch.first_logit[index]
-        alone = dataclasses.replace(batch, requests=[rows], first_logit=[0])
+        alone = build_batch([rows])
         (verified,) = verify_batch(alone, logits[first : first + 1 + rows.num_draft_tokens], forced)
         assert verified is not None
         return verified
@@ -128,7 +128,7 @@ def test_a_step_is_verified_like_on_the_host(dtype: torch.dtype, vocab_size: int
         rng = random.Random(seed)
         batch = random_batch(rng, vocab_size)
         logits = random_logits(rng, batch, vocab_size, dtype)
-        forced = random_forced(rng, batch, vocab_size) if has_forced else {}
+        forced = random_forced(rng, batch, vocab_size) if has_forced else Recordings()
         sampler = DeviceSampler(MAX_NUM_SEQS, num_candidates, rows_at_once=40)
         _, verified, on_host = on_device(sampler, batch, logits, forced)
         assert verified == verify_batch(batch, logits, forced)
@@ -260,8 +260,8 @@ def test_a_request_is_left_to_the_host_only_if_its_walk_comes_to_an_undecided_ro
     for said in (1, 3):
         logits = torch.zeros(4, 50)
         logits[0, said] = logits[2, 5] = logits[3, 7] = 100.0
-        _, verified, on_host = on_device(sampler, batch, logits, {})
-        assert verified == verify_batch(batch, logits, {})
+        _, verified, on_host = on_device(sampler, batch, logits, Recordings())
+        assert verified == verify_batch(batch, logits, Recordings())
         assert on_host == ([0] if said == 1 else [])
         assert verified[1] == VerifiedTokens([7], [])
 
@@ -270,9 +270,9 @@ def test_metadata_that_does_not_fit_is_refused() -> None:
     sampler = DeviceSampler(max_num_seqs=2)
     batch = build_batch([plain_row(f"r{i}", 5, make_sampling()) for i in range(3)])
     with pytest.raises(ValueError, match="requests = 3: at most max_num_seqs = 2"):
-        sampler.build_metadata(batch, 8, {})
+        sampler.build_metadata(batch, 8, Recordings())
     with pytest.raises(ValueError, match="rows with logits = 3: at most num_rows = 2"):
-        DeviceSampler(max_num_seqs=3).build_metadata(batch, 2, {})
+        DeviceSampler(max_num_seqs=3).build_metadata(batch, 2, Recordings())
 
 
 def test_metadata_is_written_where_it_is_to_be_copied_from() -> None:
@@ -281,8 +281,8 @@ def test_metadata_is_written_where_it_is_to_be_copied_from() -> None:
     buffer = np.random.default_rng(0).integers(-(2**62), 2**62, sampler.blob_size(NUM_ROWS))
     for seed in range(20):
         batch = random_batch(random.Random(seed), 30)
-        fresh = sampler.build_metadata(batch, NUM_ROWS, {})
-        again = sampler.build_metadata(batch, NUM_ROWS, {}, out=buffer)
+        fresh = sampler.build_metadata(batch, NUM_ROWS, Recordings())
+        again = sampler.build_metadata(batch, NUM_ROWS, Recordings(), out=buffer)
         assert again.blob is buffer
         assert again.kind == fresh.kind
         np.testing.assert_array_equal(again.blob, fresh.blob)
@@ -306,7 +306,7 @@ def test_a_step_runs_the_least_program_that_its_requests_need(
     batch = build_batch([random_rows(rng, f"r{i}", 40, make_sampling(**one)) for i, one in enumerate(options * 3)])
     logits = random_logits(rng, batch, 40, torch.float32)
     sampler = DeviceSampler(MAX_NUM_SEQS)
-    metadata = sampler.build_metadata(batch, NUM_ROWS, {})
+    metadata = sampler.build_metadata(batch, NUM_ROWS, Recordings())
     assert metadata.kind is kind
     blob = torch.from_numpy(metadata.blob)
     kinds = list(SamplingKind)
@@ -355,7 +355,7 @@ def test_nothing_waits_for_the_device() -> None:
     rng = random.Random(5)
     batch = random_batch(rng, 60)
     sampler = DeviceSampler(MAX_NUM_SEQS, num_candidates=8)
-    blob = torch.from_numpy(sampler.build_metadata(batch, NUM_ROWS, {}).blob)
+    blob = torch.from_numpy(sampler.build_metadata(batch, NUM_ROWS, Recordings()).blob)
     for kind in SamplingKind:
         with Waits() as waits:
             sampler.sample(torch.randn(NUM_ROWS, 60), blob, kind)
@@ -370,7 +370,7 @@ def test_float64_over_the_vocabulary_is_only_for_the_nucleus() -> None:
     batch = build_batch([random_rows(rng, "a", 777, make_sampling(temperature=0.7))])
     logits = random_logits(rng, batch, 777, torch.bfloat16)
     sampler = DeviceSampler(MAX_NUM_SEQS, num_candidates=32)
-    blob = torch.from_numpy(sampler.build_metadata(batch, NUM_ROWS, {}).blob)
+    blob = torch.from_numpy(sampler.build_metadata(batch, NUM_ROWS, Recordings()).blob)
     seen = {}
     for kind in SamplingKind:
         with WideDoubles(777) as wide:
