@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from batchserve.runner import step_handle
 from batchserve.runner.ragged_batch import RequestRows, build_batch
-from batchserve.runner.step_handle import HostCopy, QueuedStep, verify_batch
+from batchserve.runner.step_handle import HostCopy, QueuedStep, verify_batch, verify_request
 from batchserve.sampling.device import DeviceSampler
 from batchserve.sampling.recordings import Recordings
 from batchserve.sampling.sampler import RowSampler
