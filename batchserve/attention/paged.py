@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from batchserve.attention.slots import DUMMY_SLOT, SlotAllocator
+from batchserve.attention.slot_kernels import describe_rows
+from batchserve.attention.slots import SlotAllocator
 from batchserve.attention.step_buffer import upload
-from batchserve.attention.tree_metadata import TreeKernel, TreeMetadata, ancestor_bits
+from batchserve.attention.tree_metadata import TreeKernel, TreeMetadata, num_words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -121,32 +122,36 @@ class PagedBackend:
 
 
 def step_arrays(
-    spans: Spans, allocator: SlotAllocator, num_rows: int | None = None, words: int | None = None
+    spans: Spans, allocator: SlotAllocator, out: Mapping[str, np.ndarray] | None = None
 ) -> tuple[dict[str, np.ndarray], bool]:
     """What the device is told of a step, and whether every request of it is a chain; see TreeMetadata for the shapes.
 
     Besides its fields there are table_rows int32 [num_requests], where in the table each request's slots are, and
-    SlotAllocator.changes() as changed_places and changed_slots, which count as uploaded now. num_rows: pad slot_mapping
-    to so many; words: as of ancestor_bits().
+    SlotAllocator.changes() as changed_places and changed_slots, which count as uploaded now.
+
+    out: buffers that are filled instead of new arrays, and padded (StaticStep); of the changes only the beginning, and
+    where they are too short for them the arrays that are returned are others.
     """
-    counts, contexts = spans.rows[:, 1], spans.rows[:, 2]
-    qo_indptr = _indptr(counts)
-    ancestors, is_causal = ancestor_bits(spans.parents, qo_indptr, words)
-    heads = zip(spans.request_ids, contexts.tolist(), (contexts + counts).tolist(), strict=True)
-    written = [allocator.slots(name)[start:end] for name, start, end in heads]
-    padding = np.full(max(0, (num_rows or 0) - int(qo_indptr[-1])), DUMMY_SLOT)
-    places, slots = allocator.changes(spans.request_ids)
+    counts = spans.rows[:, 1]
+    arrays = dict(out) if out is not None else _new_arrays(len(spans), len(spans.parents), num_words(counts))
+    rows, table = allocator.rows(spans.request_ids)
+    filled = tuple(arrays[name] for name in STEP_FIELDS)
+    bits = arrays["ancestors"].view(np.uint32)
+    is_causal = describe_rows(spans.rows, spans.parents, spans.positions, rows, table, (*filled, bits))
+    room = None if out is None else (arrays["changed_places"], arrays["changed_slots"])
+    arrays["changed_places"], arrays["changed_slots"] = allocator.changes(spans.request_ids, room)
+    return arrays, bool(is_causal)
+
+
+STEP_FIELDS = ("slot_mapping", "qo_indptr", "kv_indptr", "table_rows", "positions")
+
+
+def _new_arrays(num_requests: int, num_rows: int, words: int) -> dict[str, np.ndarray]:
     return {
-        "slot_mapping": np.concatenate([*written, padding]).astype(np.int64),
-        "changed_places": places,
-        "changed_slots": slots,
-        "qo_indptr": qo_indptr,
-        "kv_indptr": _indptr(contexts + counts),
-        "table_rows": np.array([allocator.row(name) for name in spans.request_ids], np.int32),
-        "positions": spans.positions.astype(np.int32),
-        "ancestors": ancestors,
-    }, is_causal
-
-
-def _indptr(counts: np.ndarray) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        "slot_mapping": np.empty(num_rows, np.int64),
+        "qo_indptr": np.empty(num_requests + 1, np.int32),
+        "kv_indptr": np.empty(num_requests + 1, np.int32),
+        "table_rows": np.empty(num_requests, np.int32),
+        "positions": np.empty(num_rows, np.int32),
+        "ancestors": np.empty((num_rows, words), np.int32),
+    }

@@ -102,6 +102,9 @@ class SlabAllocator:
         self._owned += wanted - owned
         return True
 
+    def reserve_all(self, request_ids: Sequence[str], num_tokens: Sequence[int]) -> bool:
+        return all(map(self.reserve, request_ids, num_tokens))
+
     def _grow(self, slab: _Slab, capacity: int) -> None:
         kept = slab.num_committed
         for i, (count, heads, dim) in enumerate(self._stack_shapes):

@@ -6,32 +6,27 @@ slots, a prefix hit shares the slots of the text that it begins like, and a fork
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from batchserve.attention.prefix_index import FEWEST_TOKENS, PrefixIndex
+from batchserve.attention.slot_kernels import (
+    COMMITTED,
+    DUMMY_SLOT,
+    NUM_FREE,
+    NUM_OWNED,
+    OWNED,
+    PROMISED,
+    commit_rows,
+    count_changes,
+    reserve_rows,
+    take_changes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping, Sequence
-
-DUMMY_SLOT = 0  # nobody's: where padding rows write
-
-
-@dataclass(slots=True)
-class _Request:
-    """One row of the table: `owned` slots, the first `committed` of them written for good.
-
-    promised: what was reserved when the request began; it is kept until it is used. uploaded: leading entries of the
-    row that the device has.
-    """
-
-    row: int
-    promised: int
-    owned: int = 0
-    committed: int = 0
-    uploaded: int = 0
 
 
 class SlotAllocator:
@@ -45,13 +40,13 @@ class SlotAllocator:
     def __init__(self, total_tokens: int, max_requests: int, max_tokens: int, bytes_per_token: int) -> None:
         self.bytes_per_token = bytes_per_token
         self._total = total_tokens
-        self._owned = 0
-        self._requests: dict[str, _Request] = {}
+        self._rows: dict[str, int] = {}  # of requests, in the table and the books
+        self._books = np.zeros((max_requests, 4), np.int64)
         self._table = np.zeros((max_requests, min(max_tokens, total_tokens)), np.int32)
         self._free_rows = list(range(max_requests))[::-1]
         # A stack: the lowest slots are on top at first, and what was given back last is taken first.
         self._free = np.arange(total_tokens, 0, -1, dtype=np.int32)
-        self._num_free = total_tokens
+        self._numbers = np.array([total_tokens, 0])
         self._request_refs = np.zeros(total_tokens + 1, np.int32)
         self._prefix_refs = np.zeros(total_tokens + 1, np.int32)
         self._prefixes = PrefixIndex()
@@ -74,96 +69,96 @@ class SlotAllocator:
 
     @property
     def free_tokens(self) -> int:
-        return self._total - self._owned
+        return self._total - int(self._numbers[NUM_OWNED])
 
     @property
     def cached_tokens(self) -> int:
-        return self._total - self._owned - self._num_free
+        return self.free_tokens - int(self._numbers[NUM_FREE])
 
     def reservable_tokens(self, request_id: str) -> int:
-        request = self._requests.get(request_id)
-        owned, committed = (request.owned, request.committed) if request else (0, 0)
-        return min(owned + self.free_tokens, self._table.shape[1]) - committed
+        row = self._rows.get(request_id)
+        owned, committed = (0, 0) if row is None else self._books[row, [OWNED, COMMITTED]].tolist()
+        return int(min(owned + self.free_tokens, self._table.shape[1]) - committed)
 
     def reserve(self, request_id: str, num_tokens: int) -> bool:
-        if num_tokens > self.reservable_tokens(request_id):
-            return False
-        request = self._requests.get(request_id) or self._begin(request_id, num_tokens)
-        missing = request.committed + num_tokens - request.owned
-        if missing > 0:
-            self._extend(request, missing)
-        return True
+        if request_id not in self._rows:
+            if num_tokens > self.reservable_tokens(request_id):
+                return False
+            self._begin(request_id, num_tokens)
+        return self._reserve(np.array([self._rows[request_id]]), np.array([num_tokens]))
 
-    def _begin(self, request_id: str, num_tokens: int) -> _Request:
+    def reserve_all(self, request_ids: Sequence[str], num_tokens: Sequence[int]) -> bool:
+        if all(request_id in self._rows for request_id in request_ids):
+            rows = self._rows_of(request_ids)
+            if self._reserve(rows, np.array(num_tokens, np.int64)):
+                return True
+        return all(map(self.reserve, request_ids, num_tokens))
+
+    def _reserve(self, rows: np.ndarray, counts: np.ndarray) -> bool:
+        """Whether there was memory for all of them; otherwise nothing has changed."""
+        what = (self._books, self._table, self._free, self._request_refs, self._numbers, rows, counts)
+        missing = reserve_rows(*what)
+        if missing > 0 and missing <= self.cached_tokens:
+            self._make_room(int(self._numbers[NUM_FREE]) + missing)
+            missing = reserve_rows(*what)
+        return bool(missing == 0)
+
+    def _rows_of(self, request_ids: Sequence[str]) -> np.ndarray:
+        return np.array([self._rows[request_id] for request_id in request_ids], np.int64)
+
+    def _begin(self, request_id: str, num_tokens: int) -> int:
+        """A row for a new request, that owns nothing yet."""
         if not self._free_rows:
-            rows = len(self._table)
+            count = len(self._table)
             self._table = np.concatenate([self._table, np.zeros_like(self._table)])
-            self._free_rows = list(range(rows, 2 * rows))[::-1]
-        request = self._requests[request_id] = _Request(self._free_rows.pop(), num_tokens)
-        return request
+            self._books = np.concatenate([self._books, np.zeros_like(self._books)])
+            self._free_rows = list(range(count, 2 * count))[::-1]
+        row = self._rows[request_id] = self._free_rows.pop()
+        self._books[row] = 0
+        self._books[row, PROMISED] = num_tokens
+        return row
 
-    def _extend(self, request: _Request, count: int) -> None:
-        while self._num_free < count:
+    def _make_room(self, num_tokens: int) -> None:
+        """Drop prefixes, the least recently used first, until so many slots are free."""
+        while self._numbers[NUM_FREE] < num_tokens:
             self._drop(next(iter(self._prefixes)))
-        self._num_free -= count
-        slots = self._free[self._num_free : self._num_free + count][::-1]
-        self._table[request.row, request.owned : request.owned + count] = slots
-        self._request_refs[slots] = 1
-        self._owned += count
-        request.owned += count
-
-    def commit_all(self, rows: Mapping[str, Sequence[int]]) -> None:
-        for request_id, kept in rows.items():
-            self.commit(request_id, kept)
 
     def commit(self, request_id: str, rows: Sequence[int]) -> None:
-        request = self._requests[request_id]
-        start, count = request.committed, len(rows)
-        step = self._table[request.row, start : request.owned]
-        moved = next((i for i, row in enumerate(rows) if row != i), count)
-        if moved < count:
-            others = np.delete(step, rows)
-            step[:count] = step[rows]
-            step[count:] = others
-            request.uploaded = min(request.uploaded, start + moved)
-        request.committed = start + count
-        self._shrink(request, max(request.committed, request.promised))
+        self.commit_all({request_id: rows})
 
-    def _shrink(self, request: _Request, count: int) -> None:
-        """Give up all but the first `count` slots; the others were reserved for rows and are nobody else's."""
-        if count >= request.owned:
-            return
-        slots = self._table[request.row, count : request.owned]
-        self._request_refs[slots] = 0
-        self._owned -= len(slots)
-        self._push(slots)
-        request.owned = count
-        request.uploaded = min(request.uploaded, count)
+    def commit_all(self, rows: Mapping[str, Sequence[int]]) -> None:
+        request_ids = list(rows)
+        starts = np.array([0, *accumulate(map(len, rows.values()))])
+        kept = np.array([*chain.from_iterable(rows.values())], np.int64)
+        books = (self._books, self._table, self._free, self._request_refs, self._numbers)
+        wrong = commit_rows(*books, self._rows_of(request_ids), starts, kept)
+        if wrong < len(request_ids):
+            raise IndexError(f"rows of {request_ids[wrong]!r}: {rows[request_ids[wrong]][-1]} was not reserved")
 
     def _push(self, slots: np.ndarray) -> None:
-        self._free[self._num_free : self._num_free + len(slots)] = slots[::-1]
-        self._num_free += len(slots)
+        num_free = self._numbers[NUM_FREE]
+        self._free[num_free : num_free + len(slots)] = slots[::-1]
+        self._numbers[NUM_FREE] += len(slots)
 
     def touch(self, request_id: str) -> None:
         """Nothing: a device's memory is there from the start."""
 
     def release(self, request_id: str) -> None:
-        request = self._requests.pop(request_id, None)
-        if request is None:
+        row = self._rows.pop(request_id, None)
+        if row is None:
             return
-        slots = self._table[request.row, : request.owned]
+        slots = self._table[row, : self._books[row, OWNED]]
         refs = self._request_refs[slots] - 1
         self._request_refs[slots] = refs
         unowned = slots[refs == 0]
-        self._owned -= len(unowned)
+        self._numbers[NUM_OWNED] -= len(unowned)
         self._push(unowned[self._prefix_refs[unowned] == 0])
-        self._free_rows.append(request.row)
+        self._free_rows.append(row)
 
     def retire(self, request_id: str, scope: Hashable, token_ids: Sequence[int]) -> None:
-        request = self._requests[request_id]
-        count = min(len(token_ids), request.committed)
+        count = min(len(token_ids), int(self._books[self._rows[request_id], COMMITTED]))
         if count >= FEWEST_TOKENS:
-            slots = self._table[request.row, :count].copy()
+            slots = self.slots(request_id)[:count].copy()
             self._prefix_refs[slots] += 1
             handle, gone = self._prefixes.add(scope, token_ids[:count])
             self._kept[handle] = slots
@@ -182,7 +177,7 @@ class SlotAllocator:
         return length if self._begin_with(request_id, shared, len(token_ids)) else None
 
     def fork(self, request_id: str, source_id: str, num_shared: int, num_tokens: int) -> bool:
-        committed = self._requests[source_id].committed
+        committed = int(self._books[self._rows[source_id], COMMITTED])
         if num_shared > committed:
             raise ValueError(f"num_shared = {num_shared}: {source_id!r} has committed {committed} tokens")
         return self._begin_with(request_id, self.slots(source_id)[:num_shared].copy(), num_tokens)
@@ -193,13 +188,12 @@ class SlotAllocator:
         missing = num_tokens - len(shared)
         if missing + newly_owned > self.free_tokens or num_tokens > self._table.shape[1]:
             return False
-        request = self._begin(request_id, num_tokens)
-        self._table[request.row, : len(shared)] = shared
+        row = self._begin(request_id, num_tokens)
+        self._table[row, : len(shared)] = shared
         self._request_refs[shared] += 1
-        self._owned += newly_owned
-        request.owned = request.committed = len(shared)
-        self._extend(request, missing)
-        return True
+        self._numbers[NUM_OWNED] += newly_owned
+        self._books[row, [OWNED, COMMITTED]] = len(shared)
+        return self._reserve(np.array([row]), np.array([missing]))
 
     def forget_prefixes(self, scope: Hashable) -> None:
         for handle in self._prefixes.of_scope(scope):
@@ -217,52 +211,57 @@ class SlotAllocator:
 
     def row(self, request_id: str) -> int:
         """The request's row in the table; it keeps it until it is released."""
-        return self._requests[request_id].row
+        return self._rows[request_id]
+
+    def rows(self, request_ids: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """(int64 [num_requests] row() of each, the table of slots int32 [rows, columns]); valid until the next call."""
+        return self._rows_of(request_ids), self._table
 
     def slots(self, request_id: str) -> np.ndarray:
         """int32: the request's slots in the order of its tokens, reserved ones included; valid until the next call."""
-        request = self._requests[request_id]
-        return self._table[request.row, : request.owned]
+        row = self._rows[request_id]
+        return self._table[row, : self._books[row, OWNED]]
 
-    def changes(self, request_ids: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def changes(
+        self, request_ids: Sequence[str], room: tuple[np.ndarray, np.ndarray] | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """What the device's copy of the table lacks of these requests; from now on it is taken to have it.
 
-        (int64 places in the flattened table, int32 slots), both [num_changes].
+        (int64 places in the flattened table, int32 slots), both [num_changes]; inside of `room` if there is enough.
         """
-        places, slots, width = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)], self._table.shape[1]
-        for request_id in request_ids:
-            request = self._requests[request_id]
-            if request.uploaded < request.owned:
-                first = request.row * width
-                places.append(np.arange(first + request.uploaded, first + request.owned))
-                slots.append(self._table[request.row, request.uploaded : request.owned])
-                request.uploaded = request.owned
-        return np.concatenate(places), np.concatenate(slots)
+        rows = self._rows_of(request_ids)
+        count = count_changes(self._books, rows)
+        if room is None or count > len(room[0]):
+            room = np.empty(count, np.int64), np.empty(count, np.int32)
+        take_changes(self._books, self._table, rows, *room)
+        return room[0][:count], room[1][:count]
 
     def check_integrity(self, request_ids: Collection[str]) -> None:
-        if set(self._requests) != set(request_ids):
-            raise RuntimeError(f"K/V is owned by {sorted(self._requests)}, the requests are {sorted(request_ids)}")
+        if set(self._rows) != set(request_ids):
+            raise RuntimeError(f"K/V is owned by {sorted(self._rows)}, the requests are {sorted(request_ids)}")
         if set(self._kept) != set(self._prefixes):
             raise RuntimeError(f"K/V is kept of {sorted(self._kept)}, the index has {sorted(self._prefixes)}")
-        rows = sorted([request.row for request in self._requests.values()] + self._free_rows)
+        rows = sorted([*self._rows.values(), *self._free_rows])
         if rows != list(range(len(self._table))):
             raise RuntimeError(f"rows of the table of slots, used and free: {rows} of {len(self._table)}")
-        owners = [self.slots(request_id) for request_id in self._requests]
-        free = self._free[: self._num_free]
+        num_free, num_owned = self._numbers.tolist()
+        owners = [self.slots(request_id) for request_id in self._rows]
+        free = self._free[:num_free]
         request_refs = self._count("requests own", owners, self._request_refs)
         prefix_refs = self._count("prefixes keep", list(self._kept.values()), self._prefix_refs)
         unused = (request_refs == 0) & (prefix_refs == 0)
         unused[DUMMY_SLOT] = False
         if not np.array_equal(np.sort(free), np.flatnonzero(unused)):
-            raise RuntimeError(f"{self._num_free} K/V slots are free, {np.count_nonzero(unused)} are unused")
-        if np.count_nonzero(request_refs) != self._owned:
-            raise RuntimeError(f"requests own {np.count_nonzero(request_refs)} K/V slots, the books say {self._owned}")
+            raise RuntimeError(f"{num_free} K/V slots are free, {np.count_nonzero(unused)} are unused")
+        if np.count_nonzero(request_refs) != num_owned:
+            raise RuntimeError(f"requests own {np.count_nonzero(request_refs)} K/V slots, the books say {num_owned}")
         for handle, slots in self._kept.items():
             if self._prefixes.num_tokens(handle) != len(slots):
                 raise RuntimeError(f"prefix {handle} has {len(slots)} slots for its tokens")
-        for request_id, request in self._requests.items():
-            if not max(request.committed, request.uploaded) <= request.owned <= self._table.shape[1]:
-                raise RuntimeError(f"{request_id!r} committed {request.committed} of {request.owned} slots")
+        for request_id, row in self._rows.items():
+            _, owned, committed, uploaded = self._books[row].tolist()
+            if not max(committed, uploaded) <= owned <= self._table.shape[1]:
+                raise RuntimeError(f"{request_id!r} committed {committed} of {owned} slots")
 
     def _count(self, what: str, holders: list[np.ndarray], booked: np.ndarray) -> np.ndarray:
         """References to every slot, counted anew; raises RuntimeError where the books or the holders are wrong."""

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from batchserve.attention.paged import step_arrays
-from batchserve.attention.tree_metadata import WORD_BITS, TreeMetadata
+from batchserve.attention.slot_kernels import WORD_BITS
+from batchserve.attention.tree_metadata import TreeMetadata
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from batchserve.attention.base import Spans
-    from batchserve.attention.slots import SlotAllocator
 
 # Entries of the table of slots that travel with a step; a prompt's first step may have more, which go on their own.
 MAX_CHANGES = 2048
@@ -62,29 +60,8 @@ class StaticStep:
             bucket=self.num_rows,
         )
 
-    def arrays(self, spans: Spans, allocator: SlotAllocator) -> dict[str, np.ndarray]:
-        """The fields of one step, padded; only changes of the table are as many as there are."""
-        arrays, _ = step_arrays(spans, allocator, self.num_rows, self.words)
-        last = self.max_requests + 1
-        for name, length, rest in (
-            ("qo_indptr", last, arrays["qo_indptr"][-1]),
-            ("kv_indptr", last, arrays["kv_indptr"][-1]),
-            ("table_rows", self.max_requests, 0),
-            ("positions", self.num_rows, 0),
-            ("ancestors", self.num_rows, 0),
-        ):
-            arrays[name] = extended(arrays[name], length, rest)
-        return arrays
-
     def describe(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Put the step that arrays() gave into those tensors of the metadata that are on the CPU."""
+        """Put a step (step_arrays(), in this one's fields) into those tensors of the metadata that are on the CPU."""
         for name in ("qo_indptr", "kv_indptr"):
             getattr(self.metadata, f"{name}_cpu").numpy()[:] = arrays[name]
         self.metadata.kv_lens_cpu.numpy()[:] = np.diff(arrays["kv_indptr"])
-
-
-def extended(array: np.ndarray, length: int, value: int) -> np.ndarray:
-    """The array with `value` behind it, [length, ...]."""
-    out = np.full((length, *array.shape[1:]), value, array.dtype)
-    out[: len(array)] = array
-    return out

@@ -53,6 +53,14 @@ class StepLayout:
                 raise ValueError(f"{name}: {array.nbytes} bytes of {array.dtype}, the buffer has {size} of {dtype}")
             memory[start : start + array.nbytes].view(dtype)[:] = array.reshape(-1)
 
+    def arrays(self, host: torch.Tensor) -> dict[str, np.ndarray]:
+        """The arrays inside of `host`, as pack() takes it, to be filled there."""
+        memory = host.numpy()
+        return {
+            name: memory[start : start + size].view(dtype).reshape(shape)
+            for name, (start, size, dtype, shape) in self._fields.items()
+        }
+
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """The arrays as tensors inside of `buffer`, uint8 [num_bytes] on any device."""
         return {
@@ -72,24 +80,24 @@ class BufferRing:
         self, num_bytes: int, device: torch.device, count: int = 3, make_event: Callable[[], Event] | None = None
     ) -> None:
         is_cuda = device.type == "cuda"
-        self._buffers = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(count)]
+        self.buffers = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(count)]
         self._make_event = make_event or (torch.cuda.Event if is_cuda else None)
         self._events: list[Event | None] = [None] * count
-        self._turn = 0
+        self.turn = 0
 
     def take(self) -> torch.Tensor:
-        """The next buffer, uint8 [num_bytes], once all copies out of it are done."""
-        event = self._events[self._turn]
+        """The next of the buffers, uint8 [num_bytes], number `turn` of them, once all copies out of it are done."""
+        event = self._events[self.turn]
         if event is not None:
             event.synchronize()
-        return self._buffers[self._turn]
+        return self.buffers[self.turn]
 
     def sent(self) -> None:
         """All copies out of the buffer that was taken last are queued."""
         if self._make_event is not None:
-            event = self._events[self._turn] = self._events[self._turn] or self._make_event()
+            event = self._events[self.turn] = self._events[self.turn] or self._make_event()
             event.record()
-        self._turn = (self._turn + 1) % len(self._buffers)
+        self.turn = (self.turn + 1) % len(self.buffers)
 
 
 def upload(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:

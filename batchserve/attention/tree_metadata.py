@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from batchserve.attention.slot_kernels import WORD_BITS, fill_ancestors
+
 if TYPE_CHECKING:
     from batchserve.attention.base import AttentionParams
-
-WORD_BITS = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,40 +92,19 @@ class TreeKernel(Protocol):
         """
 
 
-def ancestor_bits(parents: np.ndarray, qo_indptr: np.ndarray, words: int | None = None) -> tuple[np.ndarray, bool]:
+def ancestor_bits(parents: np.ndarray, qo_indptr: np.ndarray) -> tuple[np.ndarray, bool]:
     """TreeMetadata.ancestors of all requests' rows, and whether every request is a chain.
 
     parents int32 [num_rows] count inside of their own request, -1 is the context; a parent comes before its children.
-    words: more of them than the rows need, where a buffer's shape is fixed.
     """
-    counts = np.diff(qo_indptr)
-    starts = np.repeat(qo_indptr[:-1], counts)
-    local = np.arange(len(parents)) - starts
-    words = words or -(-int(counts.max(initial=1)) // WORD_BITS)
-    # A row of a chain sees all rows before it: the lowest local + 1 bits.
-    seen = np.clip((local + 1)[:, None] - WORD_BITS * np.arange(words), 0, WORD_BITS).astype(np.uint64)
-    bits = ((np.uint64(1) << seen) - np.uint64(1)).astype(np.uint32)
-    breaks = np.concatenate([[0], np.cumsum(parents != local - 1)])
-    in_tree = np.flatnonzero(breaks[1:] > breaks[starts])
-    if len(in_tree):
-        _fill_tree_rows(bits, parents, starts, local, in_tree)
-    return bits.view(np.int32), not len(in_tree)
+    bits = np.empty((len(parents), num_words(np.diff(qo_indptr))), np.uint32)
+    is_causal = fill_ancestors(parents, qo_indptr, bits)
+    return bits.view(np.int32), bool(is_causal)
 
 
-def _fill_tree_rows(
-    bits: np.ndarray, parents: np.ndarray, starts: np.ndarray, local: np.ndarray, rows: np.ndarray
-) -> None:
-    """The bits of rows behind the first branching of their request, by pointer jumping: log2(depth) rounds for all."""
-    none = len(parents)
-    above = np.full(none + 1, none)  # rows of a chain are complete: nothing above them is asked for
-    above[rows] = np.where(parents[rows] < 0, none, starts[rows] + parents[rows])
-    known = np.concatenate([bits, np.zeros((1, bits.shape[1]), np.uint32)])
-    known[rows] = 0
-    known[rows, local[rows] // WORD_BITS] = np.uint32(1) << (local[rows] % WORD_BITS).astype(np.uint32)
-    while (above[rows] != none).any():
-        known[rows] |= known[above[rows]]
-        above[rows] = above[above[rows]]
-    bits[:] = known[:-1]
+def num_words(counts: np.ndarray) -> int:
+    """Of ancestors, for requests of so many rows."""
+    return -(-int(counts.max(initial=1)) // WORD_BITS)
 
 
 def visible_slots(metadata: TreeMetadata, request: int, sliding_window: int | None) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from batchserve.attention import row_moves
+from batchserve.attention import row_moves, slot_kernels
 from batchserve.attention.cpu import CpuBackend, compile_kernels, has_matrix_instructions, kernel_supports
 from batchserve.attention.paged import PagedBackend
 from batchserve.attention.slab import EXTENT, SlabAllocator, bytes_per_token
@@ -109,6 +109,7 @@ def _cpu_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tu
 def _paged_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tuple[AttentionBackend, int]:
     kernel = create_kernel(config, loaded, say)
     device_columns.compile_kernels()
+    slot_kernels.compile_kernels()
     budget = config.kv_cache_memory
     if budget is None and loaded.device.type == "cuda":
         say(f"measuring the memory of a step of {config.max_num_batched_tokens} rows")

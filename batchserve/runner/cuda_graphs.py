@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from batchserve.attention.static_step import MAX_CHANGES, StaticStep, extended
+from batchserve.attention.paged import step_arrays
+from batchserve.attention.static_step import MAX_CHANGES, StaticStep
 from batchserve.attention.step_buffer import BufferRing, StepLayout, upload
 from batchserve.request import ResolvedSampling
 from batchserve.runner.ragged_batch import RequestRows, build_batch
@@ -106,9 +107,13 @@ def buckets(
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """inputs: everything that the host says of a step, on the device; tokens: DeviceSampler.sample's of greedy rows."""
+    """inputs: everything that the host says of a step, on the device; tokens: DeviceSampler.sample's of greedy rows.
+
+    hosts: the same as arrays in each of the buffers that take turns.
+    """
 
     layout: StepLayout
+    hosts: list[dict[str, np.ndarray]]
     step: StaticStep
     inputs: Mapping[str, torch.Tensor]
     tokens: torch.Tensor
@@ -175,6 +180,7 @@ class StepGraphs:
     @torch.inference_mode()
     def _capture(self, capturer: Capturer, layout: StepLayout, step: StaticStep) -> _Graph:
         inputs = layout.views(self._blob[: layout.num_bytes])
+        hosts = [layout.arrays(buffer) for buffer in self._ring.buffers]
         columns = self._backend.allocator.table_shape[1]
         step.bind(inputs, self._kv_indices[: step.max_requests * columns])
 
@@ -194,13 +200,13 @@ class StepGraphs:
             allocator.reserve(names[-1], count)
             requests.append(RequestRows(names[-1], 0, [0] * count, list(range(-1, count - 1)), 1, GREEDY))
         try:
-            self._fill(layout, step, build_batch(requests), Recordings())
+            self._fill(layout, hosts, step, build_batch(requests), Recordings())
             run()  # here kernels are compiled and planned, and take the memory that they keep
             tokens, replay = capturer.capture(run)
         finally:
             for name in names:
                 allocator.release(name)
-        return _Graph(layout, step, inputs, tokens, replay)
+        return _Graph(layout, hosts, step, inputs, tokens, replay)
 
     @torch.inference_mode()
     def launch(self, batch: RaggedBatch, forced: Recordings) -> QueuedStep | None:
@@ -209,7 +215,7 @@ class StepGraphs:
         if bucket is None:
             return None
         graph = self._graphs[bucket]
-        kind = self._fill(graph.layout, graph.step, batch, forced)
+        kind = self._fill(graph.layout, graph.hosts, graph.step, batch, forced)
         graph.replay()
         if self._logits is None:
             raise RuntimeError("a graph without logits")
@@ -223,21 +229,31 @@ class StepGraphs:
         rows, requests = batch.num_rows, len(batch.request_ids)
         return next((bucket for bucket in self.buckets if bucket[0] >= rows and bucket[1] >= requests), None)
 
-    def _fill(self, layout: StepLayout, step: StaticStep, batch: RaggedBatch, forced: Recordings) -> SamplingKind:
+    def _fill(
+        self,
+        layout: StepLayout,
+        hosts: Sequence[dict[str, np.ndarray]],
+        step: StaticStep,
+        batch: RaggedBatch,
+        forced: Recordings,
+    ) -> SamplingKind:
         """Say everything of a step to the device, and plan its kernels."""
-        sampling = self._sampler.build_metadata(batch, step.num_rows, forced)
-        arrays = step.arrays(batch.spans, self._backend.allocator)
+        buffer = self._ring.take()
+        host = hosts[self._ring.turn]
+        kind = self._sampler.build_metadata(batch, step.num_rows, forced, out=host["sampling"]).kind
+        arrays, _ = step_arrays(batch.spans, self._backend.allocator, out=host)
         if len(arrays["changed_places"]) > MAX_CHANGES:
             names = ("changed_places", "changed_slots")
             self._backend.update_table(*upload({n: arrays[n] for n in names}, self._backend.device).values())
             arrays.update({name: arrays[name][:0] for name in names})
-        arrays["ids"] = extended(batch.input_ids[: batch.num_rows], step.num_rows, 0)
-        arrays["position_ids"] = extended(batch.position_ids[: batch.num_rows], step.num_rows, 0)
-        arrays["keep"] = extended(batch.logit_rows[: batch.num_logits], step.num_rows, 0)
-        arrays["sampling"] = sampling.blob
-        host = self._ring.take()
-        layout.pack(arrays, host)
-        self._blob[: layout.num_bytes].copy_(host[: layout.num_bytes], non_blocking=True)
+        for name, filled in (
+            ("ids", batch.input_ids[: batch.num_rows]),
+            ("position_ids", batch.position_ids[: batch.num_rows]),
+            ("keep", batch.logit_rows[: batch.num_logits]),
+        ):
+            host[name][: len(filled)] = filled
+            host[name][len(filled) :] = 0
+        self._blob[: layout.num_bytes].copy_(buffer[: layout.num_bytes], non_blocking=True)
         self._ring.sent()
         self._backend.begin_static(step, arrays)
-        return sampling.kind
+        return kind

@@ -30,6 +30,9 @@ class KVAllocator(Protocol):
     def reserve(self, request_id: str, num_tokens: int) -> bool:
         """Make room for `num_tokens` rows behind the committed ones; False (and no change) when memory is out."""
 
+    def reserve_all(self, request_ids: Sequence[str], num_tokens: Sequence[int]) -> bool:
+        """reserve() of several requests in turn, until one is refused; whether none was."""
+
     def reservable_tokens(self, request_id: str) -> int:
         """The most rows that reserve() would grant to this request now."""
 

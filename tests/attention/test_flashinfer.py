@@ -37,7 +37,7 @@ from batchserve.attention.flashinfer import VERSIONS, FlashInferKernel, load_wra
 from batchserve.attention.flashinfer_mask import packed_mask
 from batchserve.attention.flashinfer_variant import SCALARS, TENSORS, variant_arguments, variant_run_arguments
 from batchserve.attention.mask import visible_keys
-from batchserve.attention.paged import PagedBackend
+from batchserve.attention.paged import PagedBackend, step_arrays
 from batchserve.attention.slots import SlotAllocator
 from batchserve.attention.static_step import StaticStep
 from batchserve.attention.step_buffer import StepLayout
@@ -338,8 +338,7 @@ def attend_static(kernel: FlashInferKernel, seeds: Sequence[int], bucket: Bucket
     for seed in seeds:
         spans, allocator, _ = random_step(seed)
         backend, states = filled_backend(kernel, allocator, seed)
-        arrays = static.arrays(spans, allocator)
-        bucket.layout.pack(arrays, bucket.blob)
+        arrays, _ = step_arrays(spans, allocator, bucket.layout.arrays(bucket.blob))
         backend.begin_static(static, arrays)
         num_rows = sum(span.num_rows for span in spans)
         outputs = []

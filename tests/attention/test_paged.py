@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from batchserve.attention.base import AttentionParams, LayerShape, Spans
 from batchserve.attention.mask import ancestor_mask, visible_keys
 from batchserve.attention.paged import PagedBackend, step_arrays
-from batchserve.attention.slots import DUMMY_SLOT, SlotAllocator
+from batchserve.attention.slot_kernels import DUMMY_SLOT, fill_ancestors
+from batchserve.attention.slots import SlotAllocator
+from batchserve.attention.static_step import StaticStep
 from batchserve.attention.step_buffer import ALIGNMENT, StepLayout, upload
 from batchserve.attention.torch_paged import TorchKernel
 from batchserve.attention.tree_metadata import TreeMetadata, ancestor_bits, visible_slots
@@ -75,7 +77,8 @@ def test_ancestor_bits_are_those_of_the_mask(seed: int, count: int) -> None:
 
 
 def test_words_can_be_fixed() -> None:
-    bits, _ = ancestor_bits(np.array([-1, 0, 0], np.int32), indptr([3]), words=4)
+    bits = np.full((3, 4), 77, np.uint32)
+    assert not fill_ancestors(np.array([-1, 0, 0], np.int32), indptr([3]), bits)
     np.testing.assert_array_equal(bits, [[0b1, 0, 0, 0], [0b11, 0, 0, 0], [0b101, 0, 0, 0]])
 
 
@@ -143,10 +146,13 @@ def test_a_step_is_described_once_and_as_the_spans_say(seed: int) -> None:
 def test_padding_is_written_to_the_dummy_slot() -> None:
     spans, allocator, trees = random_step(1)
     num_rows = sum(map(len, trees))
-    arrays, _ = step_arrays(spans, allocator, num_rows=num_rows + 3, words=8)
+    layout = StepLayout(StaticStep(num_rows + 3, 8).fields)
+    out = layout.arrays(torch.full((layout.num_bytes,), 77, dtype=torch.uint8))
+    arrays, _ = step_arrays(spans, allocator, out)
+    assert arrays["slot_mapping"] is out["slot_mapping"]
     assert arrays["slot_mapping"][num_rows:].tolist() == [DUMMY_SLOT] * 3
     assert DUMMY_SLOT not in arrays["slot_mapping"][:num_rows]
-    assert arrays["ancestors"].shape == (num_rows, 8)
+    assert not arrays["ancestors"][num_rows:].any()
 
 
 def test_the_devices_table_grows_with_the_requests_and_keeps_what_it_had() -> None:

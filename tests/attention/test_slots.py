@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from batchserve.attention.prefix_index import FEWEST_TOKENS
-from batchserve.attention.slots import DUMMY_SLOT, SlotAllocator
+from batchserve.attention.slot_kernels import DUMMY_SLOT, NUM_FREE, NUM_OWNED
+from batchserve.attention.slots import SlotAllocator
 from tests.attention.test_slab import LAYERS, TOTAL, SlabMachine
 from tests.factories import examples
 
@@ -229,7 +230,7 @@ def test_too_little_is_not_kept() -> None:
 
 
 def lose_a_slot(allocator: SlotAllocator) -> None:
-    allocator._num_free -= 1
+    allocator._numbers[NUM_FREE] -= 1
 
 
 def give_out_twice(allocator: SlotAllocator) -> None:
@@ -247,7 +248,7 @@ def forget_a_reference(allocator: SlotAllocator) -> None:
 
 
 def miscount(allocator: SlotAllocator) -> None:
-    allocator._owned += 1
+    allocator._numbers[NUM_OWNED] += 1
 
 
 @pytest.mark.parametrize("fault", [lose_a_slot, give_out_twice, give_out_the_dummy, forget_a_reference, miscount])

@@ -65,7 +65,7 @@ def test_coverage_of_the_suite(tiny_model: dict[str, Path], chunk: int | None) -
 
 def wrong_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the mask, deeper nodes hang from their grandparent's child before: the previous row."""
-    right_mask, right_bits, right_spans = mask.ancestor_mask, paged.ancestor_bits, CpuBackend._gather
+    right_mask, right_rows, right_spans = mask.ancestor_mask, paged.describe_rows, CpuBackend._gather
 
     def moved(parents: np.ndarray, local: np.ndarray) -> np.ndarray:
         is_wrong = (parents != local - 1) & (parents > 0) & (local > 1)
@@ -74,9 +74,9 @@ def wrong_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty_mask(parents: np.ndarray) -> np.ndarray:
         return right_mask(moved(parents, np.arange(len(parents))))
 
-    def faulty_bits(parents: np.ndarray, qo_indptr: np.ndarray, *more: Any) -> Any:
-        starts = np.repeat(qo_indptr[:-1], np.diff(qo_indptr))
-        return right_bits(moved(parents, np.arange(len(parents)) - starts), qo_indptr, *more)
+    def faulty_rows(spans: np.ndarray, parents: np.ndarray, *more: Any) -> Any:
+        starts = np.repeat(spans[:, 0], spans[:, 1])
+        return right_rows(spans, moved(parents, np.arange(len(parents)) - starts), *more)
 
     def faulty_spans(backend: CpuBackend, spans: Spans) -> Any:
         parents = [moved(span.parents, np.arange(span.num_rows)) for span in spans]
@@ -84,7 +84,7 @@ def wrong_parent(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(mask, "ancestor_mask", faulty_mask)
     monkeypatch.setattr(CpuBackend, "_gather", faulty_spans)
-    monkeypatch.setattr(paged, "ancestor_bits", faulty_bits)
+    monkeypatch.setattr(paged, "describe_rows", faulty_rows)
 
 
 def wrong_position(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import dataclasses
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchserve.attention.base import AttentionParams, LayerShape
-from batchserve.attention.paged import PagedBackend
-from batchserve.attention.slots import DUMMY_SLOT
+from batchserve.attention.paged import PagedBackend, step_arrays
+from batchserve.attention.slot_kernels import DUMMY_SLOT, UPLOADED, WORD_BITS
 from batchserve.attention.static_step import MAX_CHANGES, StaticStep
 from batchserve.attention.step_buffer import BufferRing, StepLayout
 from batchserve.attention.torch_paged import TorchKernel
-from batchserve.attention.tree_metadata import WORD_BITS, visible_slots
+from batchserve.attention.tree_metadata import visible_slots
 from batchserve.attention.triton import TritonTreeKernel
 from batchserve.config import EngineConfig
 from batchserve.engine import build as build_module
@@ -105,12 +106,10 @@ def test_a_padded_step_says_what_the_eager_one_does(seed: int) -> None:
     static.bind(layout.views(host), torch.full((REQUESTS * 500,), 77, dtype=torch.int32))
     for these_spans, theirs in ((other_spans, other_allocator), (spans, allocator)):
         static_backend = PagedBackend([LayerShape(1, 4, 4)], torch.float32, CPU, kernel, theirs)
-        arrays = static.arrays(these_spans, theirs)
-        layout.pack(arrays, host)
+        arrays, _ = step_arrays(these_spans, theirs, layout.arrays(host))
         static_backend.begin_static(static, arrays)
     eager_kernel = Recording()
-    for request in allocator._requests.values():
-        request.uploaded = 0
+    allocator._books[:, UPLOADED] = 0
     eager_backend = PagedBackend([LayerShape(1, 4, 4)], torch.float32, CPU, eager_kernel, allocator)
     eager_backend.begin(spans)
     padded, eager = kernel.planned[-1], eager_kernel.planned[-1]
@@ -261,7 +260,7 @@ def wrapped(graph: Any, first: Callable[[], None]) -> Any:
         first()
         graph.replay()
 
-    return type(graph)(graph.layout, graph.step, graph.inputs, graph.tokens, replay)
+    return dataclasses.replace(graph, replay=replay)
 
 
 def test_a_prompts_many_slots_travel_on_their_own(tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
