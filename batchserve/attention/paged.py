@@ -46,6 +46,7 @@ class PagedBackend:
             for layer, shape in zip(layers, shapes, strict=True)
         ]
         self._table = torch.zeros(allocator.table_shape, dtype=torch.int32, device=device)
+        self._places = torch.arange(0, dtype=torch.int32, device=device)  # grown with the longest kv_indices
         self._metadata: TreeMetadata | None = None
 
     def begin(self, spans: Spans) -> None:
@@ -56,7 +57,7 @@ class PagedBackend:
         self._metadata = TreeMetadata(
             qo_indptr=tensors["qo_indptr"],
             kv_indptr=tensors["kv_indptr"],
-            kv_indices=self.gather_slots(tensors["table_rows"], tensors["kv_indptr"], int(arrays["kv_indptr"][-1])),
+            kv_indices=self.gather_slots(tensors["kv_indptr"], tensors["table_offsets"], int(arrays["kv_indptr"][-1])),
             ancestors=tensors["ancestors"],
             positions=tensors["positions"],
             slot_mapping=tensors["slot_mapping"],
@@ -73,8 +74,8 @@ class PagedBackend:
         num_changes = len(arrays["changed_places"])
         self.update_table(step.views["changed_places"][:num_changes], step.views["changed_slots"][:num_changes])
         num_indices = int(arrays["kv_indptr"][-1])
-        slots = self.gather_slots(step.views["table_rows"], step.views["kv_indptr"], num_indices)
-        step.metadata.kv_indices[:num_indices] = slots
+        where = step.views["kv_indptr"], step.views["table_offsets"]
+        self.gather_slots(*where, num_indices, out=step.metadata.kv_indices[:num_indices])
         step.describe(arrays)
         self._metadata = step.metadata
         self.kernel.plan(step.metadata)
@@ -87,12 +88,15 @@ class PagedBackend:
             self._table = grown
         self._table.view(-1).index_copy_(0, changed_places, changed_slots)
 
-    def gather_slots(self, table_rows: torch.Tensor, kv_indptr: torch.Tensor, num_indices: int) -> torch.Tensor:
+    def gather_slots(
+        self, kv_indptr: torch.Tensor, table_offsets: torch.Tensor, num_indices: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """TreeMetadata.kv_indices from the table; num_indices is kv_indptr[-1], which would be slow to read here."""
-        numbers = torch.arange(len(table_rows), device=self.device)
-        request = torch.repeat_interleave(numbers, kv_indptr.diff(), output_size=num_indices)
-        column = torch.arange(num_indices, device=self.device) - kv_indptr[request]
-        return self._table[table_rows[request], column]
+        if len(self._places) < num_indices:
+            self._places = torch.arange(2 * num_indices, dtype=torch.int32, device=self.device)
+        places = self._places[:num_indices]
+        request = torch.searchsorted(kv_indptr[1:], places, right=True)
+        return torch.index_select(self._table.view(-1), 0, places + table_offsets[request], out=out)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
@@ -126,8 +130,8 @@ def step_arrays(
 ) -> tuple[dict[str, np.ndarray], bool]:
     """What the device is told of a step, and whether every request of it is a chain; see TreeMetadata for the shapes.
 
-    Besides its fields there are table_rows int32 [num_requests], where in the table each request's slots are, and
-    SlotAllocator.changes() as changed_places and changed_slots, which count as uploaded now.
+    Besides its fields there are table_offsets int64 [num_requests], from a place in kv_indices to that of its slot in
+    the flattened table, and SlotAllocator.changes() as changed_places and changed_slots, which count as uploaded now.
 
     out: buffers that are filled instead of new arrays, and padded (StaticStep); of the changes only the beginning, and
     where they are too short for them the arrays that are returned are others.
@@ -143,7 +147,7 @@ def step_arrays(
     return arrays, bool(is_causal)
 
 
-STEP_FIELDS = ("slot_mapping", "qo_indptr", "kv_indptr", "table_rows", "positions")
+STEP_FIELDS = ("slot_mapping", "qo_indptr", "kv_indptr", "table_offsets", "positions")
 
 
 def _new_arrays(num_requests: int, num_rows: int, words: int) -> dict[str, np.ndarray]:
@@ -151,7 +155,7 @@ def _new_arrays(num_requests: int, num_rows: int, words: int) -> dict[str, np.nd
         "slot_mapping": np.empty(num_rows, np.int64),
         "qo_indptr": np.empty(num_requests + 1, np.int32),
         "kv_indptr": np.empty(num_requests + 1, np.int32),
-        "table_rows": np.empty(num_requests, np.int32),
+        "table_offsets": np.empty(num_requests, np.int64),
         "positions": np.empty(num_rows, np.int32),
         "ancestors": np.empty((num_rows, words), np.int32),
     }

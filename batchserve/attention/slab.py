@@ -41,6 +41,9 @@ class _Slab:
         self.addresses_at = 0  # where these are
 
 
+_NO_SLAB = _Slab()
+
+
 class SlabAllocator:
     """KVAllocator over slabs. The budget is in tokens; extents are reserved whole, so nothing is hidden by rounding.
 
@@ -79,10 +82,10 @@ class SlabAllocator:
     def cached_tokens(self) -> int:
         return self._cached
 
-    def reservable_tokens(self, request_id: str) -> int:
-        slab = self._slabs.get(request_id)
-        owned, committed = (slab.capacity, slab.num_committed) if slab else (0, 0)
-        return owned - committed + self.free_tokens // EXTENT * EXTENT
+    def reservable_tokens(self, request_ids: Sequence[str]) -> list[int]:
+        free = self.free_tokens // EXTENT * EXTENT
+        slabs = (self._slabs.get(request_id, _NO_SLAB) for request_id in request_ids)
+        return [slab.capacity - slab.num_committed + free for slab in slabs]
 
     def reserve(self, request_id: str, num_tokens: int) -> bool:
         slab = self._slabs.get(request_id)
@@ -167,7 +170,7 @@ class SlabAllocator:
     def match_prefix(
         self, request_id: str, scope: Hashable, token_ids: Sequence[int], source_id: str = "", num_shared: int = 0
     ) -> int | None:
-        if len(token_ids) > self.reservable_tokens(request_id):
+        if len(token_ids) > self.reservable_tokens([request_id])[0]:
             return None
         handle, length = self._prefixes.match(scope, token_ids[:-1])
         if num_shared > length:
@@ -181,7 +184,7 @@ class SlabAllocator:
         source = self._slabs[source_id]
         if num_shared > source.num_committed:
             raise ValueError(f"num_shared = {num_shared}: {source_id!r} has committed {source.num_committed} tokens")
-        if num_tokens > self.reservable_tokens(request_id):
+        if num_tokens > self.reservable_tokens([request_id])[0]:
             return False
         self._begin_with(request_id, source, num_shared, num_tokens)
         return True

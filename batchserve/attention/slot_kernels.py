@@ -123,19 +123,19 @@ def describe_rows(spans, parents, positions, rows, table, out):  # type: ignore[
 
     spans, parents and positions are those of attention.base.Spans, rows where in the table each request's slots are.
     """
-    slot_mapping, qo_indptr, kv_indptr, table_rows, positions_out, ancestors = out
+    slot_mapping, qo_indptr, kv_indptr, table_offsets, positions_out, ancestors = out
     count, num_rows = len(spans), len(positions)
     qo_indptr[0] = kv_indptr[0] = 0
     for i in range(count):
         start, size, context = spans[i]
         qo_indptr[i + 1], kv_indptr[i + 1] = start + size, kv_indptr[i] + context + size
-        table_rows[i] = rows[i]
+        table_offsets[i] = rows[i] * table.shape[1] - kv_indptr[i]
         for k in range(size):
             slot_mapping[start + k], positions_out[start + k] = table[rows[i], context + k], positions[start + k]
     is_causal = fill_ancestors(parents, qo_indptr[: count + 1], ancestors)
     qo_indptr[count + 1 :] = qo_indptr[count]
     kv_indptr[count + 1 :] = kv_indptr[count]
-    table_rows[count:] = 0
+    table_offsets[count:] = 0
     slot_mapping[num_rows:] = DUMMY_SLOT
     positions_out[num_rows:] = 0
     ancestors[num_rows:] = 0
@@ -152,5 +152,5 @@ def compile_kernels() -> None:
     count_changes(books, rows)
     take_changes(books, table, rows, np.zeros(2, np.int64), np.zeros(2, np.int32))
     indptr, ancestors = np.zeros(2, np.int32), np.zeros((1, 1), np.uint32)
-    out = (one.copy(), indptr, indptr.copy(), indptr[:1].copy(), indptr[:1].copy(), ancestors)
+    out = (one.copy(), indptr, indptr.copy(), one.copy(), indptr[:1].copy(), ancestors)
     describe_rows(np.array([[0, 1, 0]]), np.full(1, -1, np.int32), one - 1, rows, table, out)

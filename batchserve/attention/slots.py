@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping, Sequence
 
 
+NO_ROW = -1
+
+
 class SlotAllocator:
     """KVAllocator over slots 1 to total_tokens.
 
@@ -41,7 +44,7 @@ class SlotAllocator:
         self.bytes_per_token = bytes_per_token
         self._total = total_tokens
         self._rows: dict[str, int] = {}  # of requests, in the table and the books
-        self._books = np.zeros((max_requests, 4), np.int64)
+        self._books = np.zeros((max_requests + 1, 4), np.int64)  # the last row stays zeros: nobody's
         self._table = np.zeros((max_requests, min(max_tokens, total_tokens)), np.int32)
         self._free_rows = list(range(max_requests))[::-1]
         # A stack: the lowest slots are on top at first, and what was given back last is taken first.
@@ -75,14 +78,14 @@ class SlotAllocator:
     def cached_tokens(self) -> int:
         return self.free_tokens - int(self._numbers[NUM_FREE])
 
-    def reservable_tokens(self, request_id: str) -> int:
-        row = self._rows.get(request_id)
-        owned, committed = (0, 0) if row is None else self._books[row, [OWNED, COMMITTED]].tolist()
-        return int(min(owned + self.free_tokens, self._table.shape[1]) - committed)
+    def reservable_tokens(self, request_ids: Sequence[str]) -> list[int]:
+        free, width = self.free_tokens, self._table.shape[1]
+        books = self._books[[self._rows.get(request_id, NO_ROW) for request_id in request_ids]]
+        return [min(owned + free, width) - committed for _, owned, committed, _ in books.tolist()]
 
     def reserve(self, request_id: str, num_tokens: int) -> bool:
         if request_id not in self._rows:
-            if num_tokens > self.reservable_tokens(request_id):
+            if num_tokens > self.reservable_tokens([request_id])[0]:
                 return False
             self._begin(request_id, num_tokens)
         return self._reserve(np.array([self._rows[request_id]]), np.array([num_tokens]))
@@ -111,7 +114,7 @@ class SlotAllocator:
         if not self._free_rows:
             count = len(self._table)
             self._table = np.concatenate([self._table, np.zeros_like(self._table)])
-            self._books = np.concatenate([self._books, np.zeros_like(self._books)])
+            self._books = np.concatenate([self._books[:count], np.zeros((count + 1, 4), np.int64)])
             self._free_rows = list(range(count, 2 * count))[::-1]
         row = self._rows[request_id] = self._free_rows.pop()
         self._books[row] = 0

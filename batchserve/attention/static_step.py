@@ -34,7 +34,7 @@ class StaticStep:
             "slot_mapping": (INT64, (num_rows,)),
             "qo_indptr": (INT32, (max_requests + 1,)),
             "kv_indptr": (INT32, (max_requests + 1,)),
-            "table_rows": (INT32, (max_requests,)),
+            "table_offsets": (INT64, (max_requests,)),
             "positions": (INT32, (num_rows,)),
             "ancestors": (INT32, (num_rows, self.words)),
             "changed_places": (INT64, (MAX_CHANGES,)),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from itertools import pairwise
+from itertools import compress, pairwise
+from operator import not_
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -112,21 +113,19 @@ class DraftStage:
 
         Two requests may have been promised the same last of it.
         """
-        attended, refused = 0, []
         sizes = np.diff(forest.starts)
-        for place, size in enumerate(sizes.tolist()):
-            request = asked[place].request
-            if size == 0 or self._allocator.reserve(request.request_id, 1 + size):
-                attended += size * request.num_computed_tokens
-            else:
-                refused.append(place)
+        drafted = [(s.request, size) for s, size in zip(asked, sizes.tolist(), strict=True) if size]
+        names, rows = [request.request_id for request, _ in drafted], [1 + size for _, size in drafted]
+        if not self._allocator.reserve_all(names, rows):
+            has_room = [self._allocator.reserve(*each) for each in zip(names, rows, strict=True)]
+            for name in compress(names, map(not_, has_room)):
                 if self.adaptive is not None:
-                    self.adaptive.refused(request.request_id)
-        if not refused:
-            return forest, attended
-        has_room = np.ones(len(asked), np.bool_)
-        has_room[refused] = False
-        return forest.take(np.repeat(has_room, sizes)), attended
+                    self.adaptive.refused(name)
+            kept = sizes > 0
+            kept[kept] = has_room
+            forest = forest.take(np.repeat(kept, sizes))
+            drafted = list(compress(drafted, has_room))
+        return forest, sum(size * request.num_computed_tokens for request, size in drafted)
 
     def asks(self, request: Request) -> bool:
         """Whether a decoding request's drafter is to be called in this step; once a step and request."""

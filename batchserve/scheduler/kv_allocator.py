@@ -33,8 +33,8 @@ class KVAllocator(Protocol):
     def reserve_all(self, request_ids: Sequence[str], num_tokens: Sequence[int]) -> bool:
         """reserve() of several requests in turn, until one is refused; whether none was."""
 
-    def reservable_tokens(self, request_id: str) -> int:
-        """The most rows that reserve() would grant to this request now."""
+    def reservable_tokens(self, request_ids: Sequence[str]) -> list[int]:
+        """The most rows that reserve() would grant to each of these requests now, if to no other."""
 
     def commit(self, request_id: str, rows: Sequence[int]) -> None:
         """Keep these rows as the next committed tokens: indices into the step's rows of this request, each larger than

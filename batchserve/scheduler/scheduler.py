@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
 
 from batchserve.request import Request, RequestStatus
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 
 DRAFT_ROWS_RATE = 0.2
+NONE = (0, 0, 0)  # what _draft_budget says of who gets no draft
 
 
 class ScheduledRequest(NamedTuple):
@@ -120,11 +122,8 @@ class Scheduler:
         self._now_s = now_s
         preempted: list[Request] = []
         rows_left = self._config.max_num_batched_tokens
-        planned: dict[str, int] = {}
-        for request in list(self.running):
-            if request.num_pending_tokens == 1 and self._reserve(request, 1, preempted):
-                planned[request.request_id] = 1
-                rows_left -= 1
+        planned = self._plan_decoding(preempted)
+        rows_left -= len(planned)
         # Rows kept for drafts while prompts are waiting to be computed: what they ask for, at most half.
         wanted = sum(r.speculation.max_draft_tokens for r in self.running if r.request_id in planned)
         chunk_rows = self._bounded(planned, rows_left - min(rows_left // 2, wanted))
@@ -143,6 +142,14 @@ class Scheduler:
     def step_done(self, num_draft_rows: int) -> None:
         """The step that was planned last ran with so many draft rows."""
         self._draft_rows += DRAFT_ROWS_RATE * (num_draft_rows - self._draft_rows)
+
+    def _plan_decoding(self, preempted: list[Request]) -> dict[str, int]:
+        """A row for everyone who decodes, by request id."""
+        decoding = [request for request in self.running if request.num_pending_tokens == 1]
+        names = [request.request_id for request in decoding]
+        if self._allocator.reserve_all(names, [1] * len(names)):
+            return dict.fromkeys(names, 1)
+        return {request.request_id: 1 for request in decoding if self._reserve(request, 1, preempted)}
 
     def _rank(self, request: Request) -> tuple[bool, int, float]:
         return rank(request, self._now_s, self._config.max_priority_wait_s)
@@ -248,11 +255,14 @@ class Scheduler:
         ]
         # Where rows are chosen by their worth, each request may be offered all of them.
         num_sharing = 1 if self._config.is_adaptive else max(1, sum(is_drafting))
+        # Drafts take what memory is free; nobody is preempted for a guess.
+        room = iter(self._allocator.reservable_tokens([r.request_id for r in compress(running, is_drafting)]))
         scheduled = []
         for request, is_offered in zip(running, is_drafting, strict=True):
             tokens = planned[request.request_id]
-            budget = self._draft_budget(request, rows_left // num_sharing) if is_offered else (0, 0, 0)
-            scheduled.append(ScheduledRequest(request, tokens, tokens == request.num_pending_tokens, *budget))
+            is_sampled = tokens == request.num_pending_tokens
+            budget = self._draft_budget(request, min(rows_left // num_sharing, next(room) - 1)) if is_offered else NONE
+            scheduled.append(ScheduledRequest(request, tokens, is_sampled, *budget))
         return scheduled
 
     def _draft_budget(self, request: Request, most: int) -> tuple[int, int, int]:
@@ -261,8 +271,6 @@ class Scheduler:
         row_depth = self._max_model_len - len(request.token_ids) - 1
         depth = min(request.sampling.max_tokens - request.num_output_tokens - 1, row_depth)
         budget = min(request.speculation.max_draft_tokens, most)
-        # Drafts take what memory is free; nobody is preempted for a guess.
-        budget = min(budget, self._allocator.reservable_tokens(request.request_id) - 1)
         if depth < 1 or budget < 1:
-            return 0, 0, 0
+            return NONE
         return budget, min(depth, request.speculation.branch_length), row_depth

@@ -73,7 +73,7 @@ class SlabMachine(RuleBasedStateMachine):
     def reserve(self, request_id: str, rows: int) -> None:
         wanted = self.rounded(len(self.committed.get(request_id, [])) + rows)
         fits = wanted - self.owned.get(request_id, 0) <= self.free
-        reservable = self.allocator.reservable_tokens(request_id)
+        reservable = self.allocator.reservable_tokens([request_id])[0]
         assert (rows <= reservable) == fits
         assert self.allocator.reserve(request_id, rows) == fits
         if fits:

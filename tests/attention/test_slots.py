@@ -217,7 +217,7 @@ def test_a_request_is_never_given_more_than_its_row_of_the_table_holds() -> None
     allocator = make(max_tokens=30)
     assert allocator.reserve("a", 20)
     allocator.commit("a", range(20))
-    assert allocator.reservable_tokens("a") == 10
+    assert allocator.reservable_tokens(["a"]) == [10]
     assert not allocator.reserve("a", 11)
     assert allocator.match_prefix("b", "s", list(range(31))) is None
     allocator.check_integrity({"a"})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path

@@ -34,11 +34,14 @@ class FakeAllocator:
     def free_tokens(self) -> int:
         return self.total_tokens - sum(self.owned.values())
 
-    def reservable_tokens(self, request_id: str) -> int:
-        return self.owned.get(request_id, 0) - self.committed.get(request_id, 0) + self.free_tokens
+    def reservable_tokens(self, request_ids: Sequence[str]) -> list[int]:
+        return [self.owned.get(each, 0) - self.committed.get(each, 0) + self.free_tokens for each in request_ids]
+
+    def reserve_all(self, request_ids: Sequence[str], num_tokens: Sequence[int]) -> bool:
+        return all(map(self.reserve, request_ids, num_tokens))
 
     def reserve(self, request_id: str, num_tokens: int) -> bool:
-        if num_tokens > self.reservable_tokens(request_id):
+        if num_tokens > self.reservable_tokens([request_id])[0]:
             return False
         wanted = self.committed.setdefault(request_id, 0) + num_tokens
         self.owned[request_id] = max(self.owned.get(request_id, 0), -(-wanted // self.extent) * self.extent)
