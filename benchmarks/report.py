@@ -19,6 +19,7 @@ PAGES = (
     ROOT / "docs" / "performance.md",
     ROOT / "docs" / "drafting.md",
     ROOT / "docs" / "adaptive.md",
+    ROOT / "docs" / "gpu.md",
 )
 
 

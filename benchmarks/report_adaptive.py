@@ -125,6 +125,17 @@ def warm_overhead_table() -> str:
     return table(["model", "drafts", "host ms", "of it scheduler and drafts", "commit to launch"], rows)
 
 
+def device_host_table() -> str:
+    found = result("device_host")
+    rows = []
+    for name, cell in found["contenders"].items():
+        parts = [f"{cell[each]:.2f}" for each in ("reading_ms", "gap_ms", "launch_ms", "publish_ms")]
+        drafter = f"{cell['median_ms_by_part'].get('drafter', 0.0):.2f}"
+        rows.append([name, cell["draft_rows_per_step"], f"{cell['acceptance_length']:.2f}", *parts, drafter])
+    head = ["drafts", "draft rows a step", "acceptance length", "reading ms", "commit to launch", "launch", "publish"]
+    return table([*head, "of commit to launch the drafter"], [list(map(str, row)) for row in rows])
+
+
 def budget_table() -> str:
     found = result("budget")
     rows = [
@@ -185,6 +196,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "never slower": never_slower_table,
     "overhead": overhead_table,
     "overhead warm": warm_overhead_table,
+    "device host": device_host_table,
     "budget": budget_table,
     "prefill": prefill_table,
     "prefix": prefix_table,

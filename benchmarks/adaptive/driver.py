@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, cycle, islice
 from math import comb
 
+from batchserve.attention.paged import PagedBackend
 from batchserve.bench.replay import SCOPE, ReplayRecord
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
 from batchserve.draft.forest import DraftForest, DraftQueries
@@ -243,6 +244,8 @@ class Driver:
         if not backend.allocator.reserve(name, num_tokens + 1):
             raise RuntimeError(f"no K/V memory for a context of {num_tokens} tokens")
         backend.allocator.commit(name, range(num_tokens))
+        if isinstance(backend, PagedBackend):  # its caches are there from the start
+            return
         for layer in count():
             try:
                 planes = backend.allocator.planes(name, layer)  # type: ignore[attr-defined]

@@ -1,0 +1,127 @@
+"""What the host does for a step of the GPU path at 16 requests, measured where there is no GPU.
+
+    python -m benchmarks.adaptive.device_host FOLDER [--quick]
+
+The path is the real one, with graphs, slots, pinned buffers and the device's sampler, but for the device: a graph's
+replay does nothing, and what a step would have given is made up from the recorded answers while it is waited for, for
+as long as a step of a 7B model takes on a large GPU, however many rows it has. So rows look free, and drafts become as
+large as they would be there. The device has nothing to do while the host reads what came back, in the gap from wait()'s
+end to launch() (benchmarks/gpu/gap.py has the same), and in the launch itself, up to the replay; answers are published
+behind that. One core for everything.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from batchserve.bench.replay import ReplayRecord
+from batchserve.engine import build as build_module
+from batchserve.runner.step_handle import QueuedStep
+from batchserve.sampling.device import DeviceSampler
+from batchserve.sampling.verify import VerifiedTokens
+from benchmarks.adaptive.driver import Contender, fixed
+from benchmarks.adaptive.overhead import Parts, instrumented
+from benchmarks.adaptive.workloads import Lab, Options, lab, new_drafter, read_options, recorded, say, write
+
+SIZE, STEPS = 16, 200
+RECORDED = "gsm_qwen2_7b"
+FORWARD_S = 5e-3
+MOST_ROWS = 512  # of a graph, and of a step: none is eager
+OUTSIDE = ("launch", "reading", "publish")  # of the gap
+
+
+class IdleCapturer:
+    """A Capturer whose replays do nothing."""
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+        return run(), lambda: None
+
+
+def wait(step: QueuedStep) -> list[VerifiedTokens | None]:
+    """QueuedStep.wait in a device's stead."""
+    return step._sampler.to_verified(made_up(step), step._batch, step._verify_on_host)
+
+
+def made_up(step: QueuedStep) -> np.ndarray:
+    """The device's part of a step: takes its time, and gives what the sampler would have sent back."""
+    until_s = time.perf_counter() + FORWARD_S
+    while time.perf_counter() < until_s:
+        pass
+    sampler, batch = step._sampler, step._batch
+    metadata = sampler.build_metadata(batch, len(step._logits), step._forced)
+    logits = torch.zeros(len(step._logits), 2)  # the recorded answers say what is behind each row
+    return sampler.sample(logits, torch.from_numpy(metadata.blob), metadata.kind).numpy()
+
+
+@contextmanager
+def pretended() -> Iterator[None]:
+    with (
+        mock.patch.object(build_module, "choose_capturer", return_value=IdleCapturer()),
+        mock.patch.object(QueuedStep, "wait", wait),
+    ):
+        yield
+
+
+@contextmanager
+def watched(bench: Lab, parts: Parts) -> Iterator[None]:
+    """Beside overhead's parts the launch, the device's own, and what wait() makes of what came back."""
+    launch = parts.timed("launch", bench.engine.core.runner.launch)
+    device, reading = parts.timed("device", made_up), parts.timed("reading", DeviceSampler.to_verified)
+    with (
+        instrumented(bench, parts),
+        mock.patch.object(bench.engine.core.runner, "launch", launch),
+        mock.patch.object(sys.modules[__name__], "made_up", device),
+        mock.patch.object(DeviceSampler, "to_verified", lambda *arguments: reading(*arguments)),
+    ):
+        yield
+
+
+def measure(bench: Lab, records: Sequence[ReplayRecord], contender: Contender, options: Options) -> dict[str, Any]:
+    bench.driver.run(records, [(SIZE, SIZE * 8)], contender)  # warms up
+    bench.engine.core.drafts.adaptive = contender.adaptive
+    parts = Parts()
+    with watched(bench, parts):
+        run = bench.driver.run(records, [(SIZE, SIZE * (6 if options.is_quick else STEPS))], contender)
+
+    def median_ms(*names: str) -> float:
+        return round(statistics.median(sum(step.get(name, 0.0) for name in names) for step in parts.steps) * 1e3, 4)
+
+    names = sorted({name for step in parts.steps for name in step} - {"device"})
+    found = {
+        "steps": len(run.step_s),
+        "reading_ms": median_ms("reading"),
+        "gap_ms": median_ms(*(name for name in names if name not in OUTSIDE)),
+        "launch_ms": median_ms("launch"),
+        "publish_ms": median_ms("publish"),
+        "median_ms_by_part": {name: median_ms(name) for name in names},
+        "draft_rows_per_step": round(run.draft_rows / len(run.step_s), 1),
+        "acceptance_length": round(run.tokens_per_step, 3),
+    }
+    say(f"{contender.name}: {found}")
+    return found
+
+
+def main() -> None:
+    started_s = time.perf_counter()
+    options = read_options(__doc__, has_folder=True)
+    workload = recorded(options, RECORDED)
+    changes = {"attention_backend": "torch", "dtype": "float32", "max_num_batched_tokens": MOST_ROWS}
+    with pretended(), lab("90m", num_threads=1, **changes) as bench:
+        bench.use(new_drafter(options.drafter), workload.warm)
+        contenders = (fixed(0), fixed(4), bench.adaptive())
+        cells = {each.name: measure(bench, workload.records, each, options) for each in contenders}
+    about = {"requests": SIZE, "forward_ms": FORWARD_S * 1e3, "workload": workload.name}
+    write(options, "device_host", {**about, "contenders": cells}, started_s)
+
+
+if __name__ == "__main__":
+    main()
