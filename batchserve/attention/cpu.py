@@ -8,6 +8,7 @@ their positions, whatever else is in the batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import compress
 from typing import cast
 
 import numpy as np
@@ -20,7 +21,7 @@ from batchserve.attention.mask import visible_keys
 from batchserve.attention.slab import SlabAllocator
 from batchserve.attention.torch_reference import attend_span, store, stored
 
-# Up to so many queries of a K/V head, or so many rows and so much work (see _work), a span is cheaper in the compiled
+# Up to so many queries of a K/V head, or so many rows and so much work (gather_spans), a span is cheaper in the compiled
 # kernel (benchmarks/attention.py). Only SDPA has instructions for whole matrices; in bfloat16 without them it is no
 # faster than vectors of 16 for any span that was measured, give or take a few per cent.
 SMALL_QUERIES = {torch.float32: 32, torch.bfloat16: 24}
@@ -34,17 +35,26 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class _Spans:
-    """Spans as the compiled kernels take them. addresses int64 [num_layers, num_spans, 2]."""
+    """Spans as the compiled kernels take them. addresses int64 [num_layers, num_spans, 2].
+
+    is_small bool [num_spans]: those that are cheaper in the compiled kernel; work: what it has to do for all of them.
+    """
 
     addresses: np.ndarray
     capacities: np.ndarray  # int64 [num_spans]
     rows: np.ndarray  # int64 [num_spans, 3]: row start, rows, context length
     parents: np.ndarray  # int32 [num_tokens]
+    is_small: np.ndarray
+    work: int
 
-    def take(self, places: np.ndarray) -> _Spans:
-        """Some of them."""
-        addresses = np.ascontiguousarray(self.addresses[:, places])
-        return _Spans(addresses, self.capacities[places], self.rows[places], self.parents)
+    def small(self) -> _Spans:
+        """The small ones."""
+        is_small = self.is_small
+        if is_small.all():
+            return self
+        addresses = np.ascontiguousarray(self.addresses[:, is_small])
+        small = is_small[is_small]
+        return _Spans(addresses, self.capacities[is_small], self.rows[is_small], self.parents, small, self.work)
 
     def job(self) -> np.ndarray:
         """What path_kernel.attend_loop takes, but for what a layer adds; ADDRESSES are those of the first one."""
@@ -91,9 +101,9 @@ class CpuBackend:
         self.allocator = allocator
         self.name = "cpu_batch_invariant" if batch_invariant else "cpu"
         self._group = num_heads // allocator.fewest_kv_heads  # where layers differ, the most that one has to do
-        self._small_queries = _small_queries(allocator.dtype)
+        most_queries = ANY_QUERIES if batch_invariant else _small_queries(allocator.dtype)
+        self._limits = SMALL_ROWS, SMALL_SPAN, most_queries
         self._has_kernel = has_kernel
-        self._is_invariant = batch_invariant
         self._spans = Spans.of([])
         self._large: list[Span] = []
         self._stored: _Spans | None = None  # all, where kernels store them
@@ -102,41 +112,28 @@ class CpuBackend:
         self._num_threads = 1
 
     def begin(self, spans: Spans) -> None:
-        self._spans, self._large = spans, spans.each() if not self._has_kernel else []
-        self._stored = self._small = None
+        self._spans, self._large, self._stored, self._small = spans, [], None, None
         if not self._has_kernel:
+            self._large = spans.each()
             return
         self._stored = self._gather(spans)
-        works = self._works(spans.rows)
-        is_small = self._are_small(spans.rows[:, 1], works)
+        is_small = self._stored.is_small
         if not is_small.all():
-            self._large = [span for span, each in zip(spans.each(), is_small.tolist(), strict=True) if not each]
-            if not is_small.any():
-                return
-        self._small = self._stored if not self._large else self._stored.take(np.flatnonzero(is_small))
-        self._job = self._small.job()
-        self._num_threads = torch.get_num_threads() if works[is_small].sum() > ALONE else 1
-
-    def _are_small(self, counts: np.ndarray, works: np.ndarray) -> np.ndarray:
-        if self._is_invariant:
-            return np.ones(len(counts), np.bool_)
-        is_little: np.ndarray = (counts <= SMALL_ROWS) & (works <= SMALL_SPAN)
-        return is_little | (counts * self._group <= self._small_queries)
-
-    def _works(self, rows: np.ndarray) -> np.ndarray:
-        """What the compiled kernel has to do for each span: tiles of up to four queries, times keys."""
-        tiles = -(-rows[:, 1] * self._group // 4)
-        works: np.ndarray = tiles * self.allocator.num_kv_heads * (rows[:, 2] + rows[:, 1])
-        return works
+            self._large = list(compress(spans.each(), (~is_small).tolist()))
+        if is_small.any():
+            self._small = self._stored.small()
+            self._job = self._small.job()
+            self._num_threads = torch.get_num_threads() if self._small.work > ALONE else 1
 
     def _gather(self, spans: Spans) -> _Spans:
-        found = [self.allocator.addresses(request_id) for request_id in spans.request_ids]
-        return _Spans(
-            addresses=np.ascontiguousarray(np.stack([addresses for addresses, _ in found], axis=1)),
-            capacities=np.array([capacity for _, capacity in found], dtype=np.int64),
-            rows=spans.rows,
-            parents=spans.parents,
-        )
+        from batchserve.attention.path_kernel import gather_spans
+
+        slabs, count = self.allocator.slabs(spans.request_ids), len(spans)
+        addresses = np.empty((self.allocator.num_layers, count, 2), np.int64)
+        capacities, is_small = np.empty(count, np.int64), np.empty(count, np.bool_)
+        size = (self._group, self.allocator.num_kv_heads, self._limits)
+        work = gather_spans(slabs, spans.rows, *size, addresses, capacities, is_small)
+        return _Spans(addresses, capacities, spans.rows, spans.parents, is_small, work)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams

@@ -39,6 +39,28 @@ def _claim(typing_context, address):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
+def gather_spans(slabs, spans, group, num_kv_heads, limits, addresses, capacities, is_small):  # type: ignore[no-untyped-def]
+    """Fill addresses int64 [num_layers, num_spans, 2] and capacities [num_spans] from SlabAllocator.slabs().
+
+    is_small bool [num_spans]: whether a span, rows and keys of spans as store_rows has them, is within `limits`: on its
+    rows and its work (tiles of up to four queries, times keys) or on its queries of a K/V head, `group` of them a row.
+    Returns the work of those that are.
+    """
+    most_rows, most_work, most_queries = limits
+    total = 0
+    for s in range(len(spans)):
+        rows, keys = spans[s, 1], spans[s, 1] + spans[s, 2]
+        own = carray(as_pointer(slabs[s, 0]), (addresses.shape[0], 2), np.int64)
+        for layer in range(addresses.shape[0]):
+            addresses[layer, s, 0], addresses[layer, s, 1] = own[layer, 0], own[layer, 1]
+        capacities[s] = slabs[s, 1]
+        work = (rows * group + 3) // 4 * num_kv_heads * keys
+        is_small[s] = (rows <= most_rows and work <= most_work) or rows * group <= most_queries
+        total += work if is_small[s] else 0
+    return total
+
+
+@njit(nogil=True, cache=True)
 def store_rows(keys, values, addresses, capacities, spans):  # type: ignore[no-untyped-def]
     """Copy every span's new K and V behind its context.
 

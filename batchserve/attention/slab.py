@@ -66,6 +66,7 @@ class SlabAllocator:
         units = dtype.itemsize // UNIT.itemsize
         sizes = [(s.num_kv_heads, dim * units) for s in layers for dim in (s.key_dim, s.value_dim)]
         self._plane_sizes = np.array(sizes, np.int64)  # heads and units of a token, as move_rows has them
+        self.num_layers = len(layers)
         self.bytes_per_token = bytes_per_token(layers, dtype)
         self.num_kv_heads = max(layer.num_kv_heads for layer in layers)
         self.fewest_kv_heads = min(layer.num_kv_heads for layer in layers)
@@ -218,10 +219,12 @@ class SlabAllocator:
             slab.planes[layer] = slab.stacks[k_stack][k], slab.stacks[v_stack][v]
         return slab.planes[layer]
 
-    def addresses(self, request_id: str) -> tuple[np.ndarray, int]:
-        """(int64 [num_layers, 2] addresses of the K and V planes, capacity); valid until the next reserve."""
-        slab = self._slabs[request_id]
-        return slab.addresses, slab.capacity
+    def slabs(self, request_ids: Sequence[str]) -> np.ndarray:
+        """int64 [num_requests, 2]: where the addresses of each request's planes are (int64 [num_layers, 2], K and V),
+        and its capacity; valid until the next reserve.
+        """
+        slabs = [self._slabs[request_id] for request_id in request_ids]
+        return np.array([(slab.addresses_at, slab.capacity) for slab in slabs], np.int64).reshape(-1, 2)
 
     def check_integrity(self, request_ids: Collection[str]) -> None:
         if set(self._slabs) != set(request_ids):
