@@ -21,9 +21,9 @@ from batchserve.attention.mask import visible_keys
 from batchserve.attention.slab import SlabAllocator
 from batchserve.attention.torch_reference import attend_span, store, stored
 
-# Up to so many queries of a K/V head, or so many rows and so much work (gather_spans), a span is cheaper in the compiled
-# kernel (benchmarks/attention.py). Only SDPA has instructions for whole matrices; in bfloat16 without them it is no
-# faster than vectors of 16 for any span that was measured, give or take a few per cent.
+# Up to so many queries of a K/V head, or so many rows and so much work (gather_spans), a span is cheaper in the
+# compiled kernel (benchmarks/attention.py). Only SDPA has instructions for whole matrices; in bfloat16 without them it
+# is no faster than vectors of 16 for any span that was measured, give or take a few per cent.
 SMALL_QUERIES = {torch.float32: 32, torch.bfloat16: 24}
 SMALL_QUERIES_BESIDE_AMX, ANY_QUERIES = 10, 1 << 40
 SMALL_ROWS, SMALL_SPAN = 32, 10_000

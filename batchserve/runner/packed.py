@@ -6,8 +6,9 @@ Nothing here knows a model: a module is swapped by what it is (a Linear, a Conv1
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from transformers.pytorch_utils import Conv1D
+
+from batchserve.runner.norm_kernel import rms_norm
 
 ROWS_HINT = 16  # rows that the packed layout is chosen for; any number works afterwards
 
@@ -62,12 +63,11 @@ class FusedRMSNorm(torch.nn.Module):
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         super().__init__()
-        self.weight = weight.detach()
+        self.weight = weight.detach().float().contiguous()
         self.eps = eps
-        self._shape = (weight.shape[0],)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self._shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -116,7 +116,7 @@ def _fused_norm(module: torch.nn.Module) -> FusedRMSNorm | None:
     expected = module(x).float()
     tolerance = 1e-5 if weight.dtype == torch.float32 else 2e-2
     for scale in (weight, 1.0 + weight.float()):
-        fused = FusedRMSNorm(scale.to(weight.dtype), eps)
+        fused = FusedRMSNorm(scale, eps)
         if torch.allclose(fused(x).float(), expected, rtol=tolerance, atol=tolerance):
             return fused
     return None

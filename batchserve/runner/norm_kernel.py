@@ -1,0 +1,95 @@
+"""RMS norm of a step's rows in compiled code: torch's is several kernels, which at few rows is a tenth of a small step.
+
+A row's sum is taken in the same order whatever other rows there are, so its bits do not depend on them.
+"""
+
+# ruff: noqa: ANN001, ANN202
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numba import carray, cfunc, njit, types
+
+from batchserve.addresses import as_pointer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# Sums in lanes: the order differs from the written one, but is the same for every row.
+LANES = {"reassoc", "contract"}
+_NAN = np.uint32(0x7FC0)
+
+
+@njit(cache=True, nogil=True, fastmath=LANES)
+def _normalise_floats(x, weight, eps, out):  # type: ignore[no-untyped-def]
+    """x and out float32 [num_rows, dim]; weight float32 [dim]."""
+    dim = x.shape[1]
+    for i in range(x.shape[0]):
+        total = np.float32(0.0)
+        for j in range(dim):
+            total += x[i, j] * x[i, j]
+        scale = np.float32(1.0) / np.sqrt(total / np.float32(dim) + eps)
+        for j in range(dim):
+            out[i, j] = x[i, j] * scale * weight[j]
+
+
+@njit(cache=True, nogil=True, fastmath=LANES)
+def _normalise_bfloats(x, weight, eps, out):  # type: ignore[no-untyped-def]
+    """The same over the bits of bfloat16 (uint16): computed in float32, and rounded once, to nearest even."""
+    dim = x.shape[1]
+    bits = np.empty(dim, np.uint32)
+    values = bits.view(np.float32)
+    for i in range(x.shape[0]):
+        for j in range(dim):
+            bits[j] = np.uint32(x[i, j]) << np.uint32(16)
+        total = np.float32(0.0)
+        for j in range(dim):
+            total += values[j] * values[j]
+        scale = np.float32(1.0) / np.sqrt(total / np.float32(dim) + eps)
+        for j in range(dim):
+            values[j] = values[j] * scale * weight[j]
+        for j in range(dim):
+            rounded = (bits[j] + np.uint32(0x7FFF) + ((bits[j] >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+            is_nan = (bits[j] & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+            out[i, j] = np.uint16(_NAN if is_nan else rounded)
+
+
+# Of addresses: x and out [num_rows, dim], the weight; num_rows, dim, eps. Numba's own way from arrays into compiled
+# code takes twice as long as the norm of a few rows. Made when they are needed, as compiling takes a moment.
+_SIGNATURE = types.void(*[types.int64] * 5, types.float32)
+
+
+@functools.cache
+def _on_floats() -> Callable[..., None]:
+    @cfunc(_SIGNATURE, nopython=True, cache=True)
+    def normalise(x_at, out_at, weight_at, num_rows, dim, eps):  # type: ignore[no-untyped-def]
+        x = carray(as_pointer(x_at), (num_rows, dim), np.float32)
+        out = carray(as_pointer(out_at), (num_rows, dim), np.float32)
+        _normalise_floats(x, carray(as_pointer(weight_at), dim, np.float32), eps, out)
+
+    compiled: Any = normalise
+    return compiled.ctypes  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _on_bfloats() -> Callable[..., None]:
+    @cfunc(_SIGNATURE, nopython=True, cache=True)
+    def normalise(x_at, out_at, weight_at, num_rows, dim, eps):  # type: ignore[no-untyped-def]
+        x = carray(as_pointer(x_at), (num_rows, dim), np.uint16)
+        out = carray(as_pointer(out_at), (num_rows, dim), np.uint16)
+        _normalise_bfloats(x, carray(as_pointer(weight_at), dim, np.float32), eps, out)
+
+    compiled: Any = normalise
+    return compiled.ctypes  # type: ignore[no-any-return]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * weight over the last dimension; x float32 or bfloat16 on a CPU, weight float32 and contiguous."""
+    x, dim = x.contiguous(), len(weight)
+    out = torch.empty_like(x)
+    normalise = _on_bfloats() if x.dtype == torch.bfloat16 else _on_floats()
+    normalise(x.data_ptr(), out.data_ptr(), weight.data_ptr(), x.numel() // dim, dim, eps)
+    return out
