@@ -70,7 +70,7 @@ class PagedBackend:
         self.kernel.plan(self._metadata)
 
     def begin_static(self, step: StaticStep, arrays: Mapping[str, np.ndarray]) -> None:
-        """Prepare a step of a CUDA graph: `arrays` are step.arrays(), and are in step.views by now."""
+        """Prepare a step of a CUDA graph: `arrays` are step_arrays() in its fields, and are in step.views by now."""
         num_changes = len(arrays["changed_places"])
         self.update_table(step.views["changed_places"][:num_changes], step.views["changed_slots"][:num_changes])
         num_indices = int(arrays["kv_indptr"][-1])

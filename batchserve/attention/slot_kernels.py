@@ -16,7 +16,7 @@ NUM_FREE, NUM_OWNED = range(2)  # of `numbers`
 
 @njit(cache=True, nogil=True)
 def reserve_rows(books, table, free, request_refs, numbers, rows, counts):  # type: ignore[no-untyped-def]
-    """Give the requests at `rows` slots for counts[i] tokens behind their committed ones.
+    """Give the requests at `rows`, each of them once, slots for counts[i] tokens behind their committed ones.
 
     Where there are too few free slots, or too few places in the table, nothing is done. Returns how many slots are
     missing, -1 for places.
@@ -44,13 +44,15 @@ def reserve_rows(books, table, free, request_refs, numbers, rows, counts):  # ty
 def commit_rows(books, table, free, request_refs, numbers, rows, starts, kept):  # type: ignore[no-untyped-def]
     """Keep, of the request at rows[i], those of its step's rows that are kept[starts[i]] to kept[starts[i + 1] - 1].
 
-    The other slots are free again, but for what was promised. Returns the first request one of whose rows was not
-    reserved, and does nothing then; the number of requests otherwise.
+    The other slots are free again, but for what was promised. Returns the first request whose rows do not ascend or
+    were not all reserved, and does nothing then; the number of requests otherwise.
     """
     for i in range(len(rows)):
-        book = books[rows[i]]
-        if starts[i + 1] > starts[i] and kept[starts[i + 1] - 1] >= book[OWNED] - book[COMMITTED]:
-            return i
+        book, last = books[rows[i]], -1
+        for j in range(starts[i], starts[i + 1]):
+            if not last < kept[j] < book[OWNED] - book[COMMITTED]:
+                return i
+            last = kept[j]
     for i in range(len(rows)):
         book, slots, own = books[rows[i]], table[rows[i]], kept[starts[i] : starts[i + 1]]
         start, count, moved = book[COMMITTED], len(own), 0

@@ -136,7 +136,8 @@ class SlotAllocator:
         books = (self._books, self._table, self._free, self._request_refs, self._numbers)
         wrong = commit_rows(*books, self._rows_of(request_ids), starts, kept)
         if wrong < len(request_ids):
-            raise IndexError(f"rows of {request_ids[wrong]!r}: {rows[request_ids[wrong]][-1]} was not reserved")
+            name = request_ids[wrong]
+            raise IndexError(f"rows of {name!r}: {list(rows[name])} do not ascend, or are not all reserved")
 
     def _push(self, slots: np.ndarray) -> None:
         num_free = self._numbers[NUM_FREE]
@@ -212,12 +213,11 @@ class SlotAllocator:
         self._prefix_refs[slots] = refs
         self._push(slots[(refs == 0) & (self._request_refs[slots] == 0)])
 
-    def row(self, request_id: str) -> int:
-        """The request's row in the table; it keeps it until it is released."""
-        return self._rows[request_id]
-
     def rows(self, request_ids: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """(int64 [num_requests] row() of each, the table of slots int32 [rows, columns]); valid until the next call."""
+        """(int64 [num_requests], the row that each has until it is released; the table of slots int32 [rows, columns]).
+
+        The table is valid until the next call.
+        """
         return self._rows_of(request_ids), self._table
 
     def slots(self, request_id: str) -> np.ndarray:

@@ -46,6 +46,8 @@ def _take(starts, token_ids, parents, probs, is_verified, keep, taken):  # type:
 def _is_sound(starts, token_ids, parents, is_verified, bounds):  # type: ignore[no-untyped-def]
     """Whether all trees keep DraftTree's contract; bounds [num_trees, 3]: most nodes, deepest verified, deepest row."""
     depths = np.empty(len(parents), np.int64)
+    if starts[0] != 0 or starts[-1] != len(parents):
+        return False
     for tree in range(len(starts) - 1):
         start, end = starts[tree], starts[tree + 1]
         if end - start > bounds[tree, 0]:

@@ -41,7 +41,6 @@ class _Step:
     draft_s: float = 0.0
     propose_s: float = 0.0
     num_asked: int = 0
-    num_nodes: int = 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -96,8 +95,7 @@ class DraftStage:
         if forest.num_trees != len(asked):
             raise ValueError(f"drafter {self.drafter.name!r}: {forest.num_trees} trees for {len(asked)} queries")
         ended_s = self._clock()
-        step.draft_s, step.propose_s = ended_s - began_s, ended_s - started_s
-        step.num_asked, step.num_nodes = len(asked), len(forest.token_ids)
+        step.draft_s, step.propose_s, step.num_asked = ended_s - began_s, ended_s - started_s, len(asked)
         if self.adaptive is not None:
             requests = [s.request for s in decoding]
             forest = forest.take(self.adaptive.choose(forest, request_ids, requests, plan.max_draft_rows))
@@ -192,7 +190,7 @@ class DraftStage:
             if self._step_time is not None:
                 self._step_time.observe(step.load, step_s - step.draft_s)
             return
-        drafting = (step.draft_s, step.propose_s, step.num_asked, step.num_nodes)
+        drafting = (step.draft_s, step.propose_s, step.num_asked)
         self.adaptive.step_done(StepOutcome(step.without, step.decoding, step.load, step_s, *drafting), token_ids)
 
     def preempted(self, requests: Iterable[Request]) -> None:

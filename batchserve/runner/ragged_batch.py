@@ -133,7 +133,7 @@ def flatten(
     """Lay the rows of all requests behind each other.
 
     heads: of each request its context length, its pending tokens, and whether something is sampled, one behind the
-    other; pending_ids: those tokens of all requests.
+    other; pending_ids: those tokens of all requests. Raises ValueError where a parent does not come before its node.
     """
     head = np.array(heads, np.int64).reshape(-1, 3)
     pending, count = np.array(pending_ids, np.int64), len(request_ids)
@@ -145,13 +145,15 @@ def flatten(
     is_chain = np.empty(count, np.bool_)
     out = (rows, is_chain, num_verified, input_ids, position_ids, parents, is_verified, logit_rows, first_logit)
     num_logits = lay_out(head, pending, trees.starts, trees.token_ids, trees.parents, trees.is_verified, out)
+    if num_logits < 0:
+        raise ValueError("a draft node's parent does not come before it")
     # The head, too, needs MIN_ROWS rows to be row-invariant and fast; where nothing is sampled it needs none.
     num_kept = max(num_logits, MIN_ROWS) if num_logits else 0
     return RaggedBatch(
         request_ids=request_ids,
         samplings=samplings,
         spans=Spans(request_ids, rows, is_chain, parents, position_ids[:num_rows]),
-        num_pending=head[:, 1],
+        num_pending=head[:, 1].copy(),  # in one piece, as kernels were compiled for it
         num_verified=num_verified,
         input_ids=input_ids,
         position_ids=position_ids,

@@ -14,7 +14,8 @@ def lay_out(heads, pending_ids, starts, tree_ids, tree_parents, tree_verified, o
     heads int64 [num_requests, 3]: context length, pending rows, whether something is sampled. The pending tokens are
     behind each other, too, and so are the trees: that of request i are the nodes from starts[i] to starts[i + 1], whose
     parents count inside of it (-1: the last pending row). `out` are the arrays of RaggedBatch that are filled, with as
-    many input_ids, position_ids and logit_rows as there are rows with padding. Returns the number of logit rows.
+    many input_ids, position_ids and logit_rows as there are rows with padding. Returns the number of logit rows, -1
+    where a parent does not come before its node.
     """
     rows, is_chain, num_verified, input_ids, positions, parents, is_verified, logit_rows, first_logit = out
     row, pending, logit = 0, 0, 0
@@ -29,6 +30,8 @@ def lay_out(heads, pending_ids, starts, tree_ids, tree_parents, tree_verified, o
         for k in range(count, size):
             node = starts[i] + k - count
             parent = count + tree_parents[node]
+            if not 0 <= parent < k:
+                return -1
             input_ids[row + k], positions[row + k] = tree_ids[node], positions[row + parent] + 1
             parents[row + k], is_verified[row + k] = parent, tree_verified[node]
             num_verified[i] += tree_verified[node]

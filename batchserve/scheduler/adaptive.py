@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
 LEAST_GAIN = 0.1  # expected tokens
-DRAFT_TIME_RATE = 0.1
 MARGIN = 0.5  # nodes this much less likely than what is worth a row are still proposed: odds are learned from them
 WINDOW_PRIOR, WINDOW_MEMORY = 2.0, 64.0  # windows that are believed to earn a token each; that are remembered
 UNDRAFTED = "none"
@@ -98,7 +97,7 @@ class StepOutcome(NamedTuple):
     """What a step was and took: its load without drafts, that of its decoding rows alone, and what was run.
 
     step_s: from its beginning to its commit; draft_s: the part of it in which drafters were told and asked, propose_s:
-    the part in which num_nodes were proposed for num_asked requests.
+    the part in which num_asked requests were drafted.
     """
 
     without: StepLoad
@@ -108,7 +107,6 @@ class StepOutcome(NamedTuple):
     draft_s: float
     propose_s: float
     num_asked: int
-    num_nodes: int
 
 
 class Introspection(NamedTuple):
@@ -143,7 +141,7 @@ class AdaptiveDrafting:
         self._windows: dict[str, _Window] = {}  # of requests whose drafter has one
         self._market: Market
         self._num_steps = 0
-        self._draft_s, self._node_s = 0.0, 0.0  # what a proposal for one request takes, and one of a node; smoothed
+        self._draft_s = 0.0  # what a proposal for one request takes, smoothed
         self._heard: list[tuple[StepOutcome, Mapping[str, Sequence[int]]]] = []  # steps that are not learned from yet
 
     def start(self, request_id: str, drafter: str, tpot_target_s: float | None = None) -> None:
@@ -222,8 +220,7 @@ class AdaptiveDrafting:
         Neither bound limits what is worth its row; both leave some room for odds to be learned.
         """
         most, least = np.empty(len(request_ids), np.int64), np.empty(len(request_ids))
-        # Where rows cost next to nothing, as on a GPU, what a node takes is the time to find it.
-        worth_a_row = MARGIN * self._market.price * (self._market.row_s + self._node_s)
+        worth_a_row = MARGIN * self._market.price * self._market.row_s
         slots = self._slots_of(request_ids)
         bound_queries(self._standing, self.acceptance.records, slots, worth_a_row, most, least)
         return most, least
@@ -360,8 +357,7 @@ class AdaptiveDrafting:
         forward_s = outcome.step_s - outcome.draft_s
         self.step_time.observe(outcome.load, forward_s, num_steps)
         if outcome.num_asked:
-            self._draft_s += DRAFT_TIME_RATE * (outcome.propose_s / outcome.num_asked - self._draft_s)
-            self._node_s += DRAFT_TIME_RATE * (outcome.propose_s / max(1, outcome.num_nodes) - self._node_s)
+            self._draft_s += 0.1 * (outcome.propose_s / outcome.num_asked - self._draft_s)
         num_tokens = sum(map(len, token_ids.values()))
         if num_tokens:
             surprise = min(MOST_SURPRISE, max(1.0 / MOST_SURPRISE, forward_s / predicted_s))

@@ -31,7 +31,7 @@ class KVAllocator(Protocol):
         """Make room for `num_tokens` rows behind the committed ones; False (and no change) when memory is out."""
 
     def reserve_all(self, request_ids: Sequence[str], num_tokens: Sequence[int]) -> bool:
-        """reserve() of several requests in turn, until one is refused; whether none was."""
+        """reserve() of several requests in turn, each named once, until one is refused; whether none was."""
 
     def reservable_tokens(self, request_ids: Sequence[str]) -> list[int]:
         """The most rows that reserve() would grant to each of these requests now, if to no other."""

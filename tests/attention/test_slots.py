@@ -71,7 +71,7 @@ class SlotMachine(SlabMachine):
             self.table = grown
         self.table.reshape(-1)[places] = slots
         for request_id in chosen:
-            row = self.table[self.allocator.row(request_id), : self.owned[request_id]]
+            row = self.table[self.allocator.rows([request_id])[0][0], : self.owned[request_id]]
             np.testing.assert_array_equal(row, self.allocator.slots(request_id))
         assert all(len(changed) == 0 for changed in self.allocator.changes(chosen)), "uploaded twice"
 
@@ -234,12 +234,12 @@ def lose_a_slot(allocator: SlotAllocator) -> None:
 
 
 def give_out_twice(allocator: SlotAllocator) -> None:
-    allocator._table[allocator.row("b"), 0] = allocator.slots("a")[0]
+    allocator._table[allocator.rows(["b"])[0][0], 0] = allocator.slots("a")[0]
 
 
 def give_out_the_dummy(allocator: SlotAllocator) -> None:
     allocator._request_refs[allocator.slots("a")[0]] -= 1
-    allocator._table[allocator.row("a"), 0] = DUMMY_SLOT
+    allocator._table[allocator.rows(["a"])[0][0], 0] = DUMMY_SLOT
     allocator._request_refs[DUMMY_SLOT] += 1
 
 
@@ -263,3 +263,15 @@ def test_check_integrity_finds_what_went_wrong(fault: Callable[[SlotAllocator], 
     fault(allocator)
     with pytest.raises(RuntimeError, match=r"K/V slot"):
         allocator.check_integrity({"a", "b"})
+
+
+@pytest.mark.parametrize("rows", [[3], [0, 3], [1, 0], [0, 0], [-1, 0]])
+def test_rows_that_were_not_reserved_or_do_not_ascend_are_refused_and_nothing_changes(rows: list[int]) -> None:
+    allocator = make()
+    allocator.reserve("a", 3)
+    allocator.reserve("b", 3)
+    before = [allocator.slots(name).tolist() for name in "ab"]
+    with pytest.raises(IndexError, match="rows of 'b'"):
+        allocator.commit_all({"a": [1, 2], "b": rows})
+    assert [allocator.slots(name).tolist() for name in "ab"] == before
+    allocator.check_integrity({"a", "b"})

@@ -5,10 +5,17 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchserve.runner import row_layout
 from batchserve.runner.ragged_batch import MIN_ROWS, RequestRows, build_batch
+from batchserve.runner.step_handle import verify_batch
+from batchserve.sampling import device_columns, walk_kernel
+from batchserve.sampling.device import DeviceSampler
+from batchserve.sampling.recordings import Recordings
 from tests.factories import examples, make_sampling, random_tree
 
 
@@ -66,3 +73,23 @@ def test_padding_belongs_to_nobody() -> None:
     assert (batch.num_rows, len(batch.input_ids)) == (1, MIN_ROWS)
     assert sum(span.num_rows for span in batch.spans) == 1
     assert batch.logit_rows.tolist() == [0] * MIN_ROWS
+
+
+@pytest.mark.parametrize("parents", [[-1, 2, 0], [-1, 1, 0], [-1, -1, 0], [-1, 9, 0]])
+def test_a_parent_has_to_come_before_its_child(parents: list[int]) -> None:
+    with pytest.raises(ValueError, match="parent does not come before"):
+        build_batch([RequestRows("a", 5, [1, 2, 3], parents, 1, make_sampling())])
+
+
+def test_kernels_are_compiled_before_the_first_step() -> None:
+    """For one request and for several: compiling takes long, and somebody would wait for it."""
+    for module in (row_layout, walk_kernel, device_columns):
+        module.compile_kernels()
+    kernels = (row_layout.lay_out, walk_kernel.walk_trees, device_columns.describe_rows)
+    before = [len(kernel.signatures) for kernel in kernels]
+    for count in (1, 2, 5):
+        rng = random.Random(count)
+        batch = build_batch([random_rows(rng, f"r{i}") for i in range(count)])
+        verify_batch(batch, torch.zeros(len(batch.logit_rows), 9), Recordings({"r0": [1] * 400}))
+        DeviceSampler(8).build_metadata(batch, 256, Recordings())
+    assert [len(kernel.signatures) for kernel in kernels] == before

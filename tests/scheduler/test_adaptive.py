@@ -152,7 +152,7 @@ class Machine:
             attended_tokens=context + attended,
         )
         seconds = slowness * self._truth.predict(load)
-        adaptive.step_done(StepOutcome(without, alone, load, seconds, 0.0, 0.0, len(asked), len(asked)), given)
+        adaptive.step_done(StepOutcome(without, alone, load, seconds, 0.0, 0.0, len(asked)), given)
         for text in texts:
             text.tokens += given[text.name]
         window = {n: sum(not trees[n].is_verified[node] for node in nodes) for n, nodes in chosen.items()}
