@@ -122,6 +122,15 @@ def load_table() -> str:
     return table([*head, "acceptance length", "failed"], rows)
 
 
+def norm_table() -> str:
+    rows = [
+        [model, case, middle(cell["torchs_ms"], 2), middle(cell["with_ms"], 2), between(cell["ratio"])]
+        for model, part in read("norm")["models"].items()
+        for case, cell in part["cases"].items()
+    ]
+    return table(["model", "step", "forward ms with torch's", "with ours", "ours / torch's"], rows)
+
+
 def huge_pages_table() -> str:
     rows = []
     for model, part in read("huge_pages")["models"].items():
@@ -137,6 +146,7 @@ ADAPTIVE = ("regret", "gain", "ceiling", "never_slower", "overhead", "budget", "
 TABLES = {
     "load": load_table,
     "huge pages": huge_pages_table,
+    "norm": norm_table,
     "machines": lambda: machines(*PERFORMANCE),
     "adaptive machines": lambda: machines(*(f"adaptive/{name}" for name in ADAPTIVE)),
     "batch bundled": lambda: batch_table("bundled"),
