@@ -1,4 +1,4 @@
-"""What the compiled RMS norm (runner/norm_kernel.py) is worth: forwards with it and with torch's, in turn, in one process.
+"""What the compiled RMS norm (runner/norm_kernel.py) is worth: forwards with it and with torch's, in turn.
 
 python -m benchmarks.norm [--pairs 200]
 """
