@@ -58,7 +58,8 @@ def _normalise_bfloats(x, weight, eps, out):  # type: ignore[no-untyped-def]
 
 
 # Of addresses: x and out [num_rows, dim], the weight; num_rows, dim, eps. Numba's own way from arrays into compiled
-# code takes twice as long as the norm of a few rows. Made when they are needed, as compiling takes a moment.
+# code takes twice as long as the norm of a few rows. Made when they are needed, as compiling takes a moment; and one by
+# one, for a kernel that is a variable of the function around it would be compiled anew by every process.
 _SIGNATURE = types.void(*[types.int64] * 5, types.float32)
 
 
