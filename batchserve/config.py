@@ -18,6 +18,7 @@ DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "cpu", "flashinfer", "triton", "torch")
 FLASHINFER_MASKS = ("custom", "tree")
 MIN_TARGET_MS = 0.001
+ITL_INFLATION = 1.25  # of a running request's inter-token latency, by what others have in its steps
 MAX_RECEIVE_BYTES = (1 << 31) - 1  # gRPC counts them in an int
 MiB = 1 << 20
 
@@ -95,7 +96,8 @@ class EngineConfig:
     decoding_length: so many draft tokens of each request in every step, not adaptive; None: as many as pay, or the
     drafter's own number where `adaptive` is False; 0: none for anybody.
     max_itl_inflation: drafts, and each prompt that is computed beside them, stretch the steps of running requests to at
-    most so many times their length; drafts further where everybody gains or is even (docs/adaptive.md).
+    most so many times their length; drafts further where everybody gains or is even (docs/adaptive.md). None:
+    ITL_INFLATION, but for prompts no bound beside max_itl_ms.
     max_itl_ms: the longest step beside running requests that prompts and drafts may make; None: as max_itl_inflation.
     Drafts of a fixed length are bounded by neither.
     max_priority_wait_s: a request that has waited so long comes before all of higher priority.
@@ -118,7 +120,7 @@ class EngineConfig:
     drafter: str = "mixture"
     adaptive: bool = True
     decoding_length: int | None = None
-    max_itl_inflation: float = 1.25
+    max_itl_inflation: float | None = None
     max_itl_ms: float | None = None
     max_priority_wait_s: float = 10.0
     tpot_target_ms: float | None = None
@@ -149,6 +151,17 @@ class EngineConfig:
         """Whether drafts are chosen by what they are worth in each step."""
         return self.adaptive and self.decoding_length is None
 
+    @property
+    def draft_inflation(self) -> float:
+        """How far drafts may stretch a step."""
+        return ITL_INFLATION if self.max_itl_inflation is None else self.max_itl_inflation
+
+    @property
+    def prompt_inflation(self) -> float:
+        """How far a prompt may stretch a step: whoever bounds steps in milliseconds alone means these to be used."""
+        is_bound_otherwise = self.max_itl_inflation is None and self.max_itl_ms is not None
+        return float("inf") if is_bound_otherwise else self.draft_inflation
+
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_graph_rows"):
             _at_least(name, getattr(self, name), 1)
@@ -169,7 +182,8 @@ class EngineConfig:
                 raise ConfigError(f"{name} = {getattr(self, name)!r}: must be True or False")
         if self.max_model_len == 1:
             raise ConfigError("max_model_len = 1: must be at least 2, a token of the prompt and one of the answer")
-        _number("max_itl_inflation", self.max_itl_inflation, 1.0)
+        if self.max_itl_inflation is not None:
+            _number("max_itl_inflation", self.max_itl_inflation, 1.0)
         _number("max_priority_wait_s", self.max_priority_wait_s, 0.0)
         for name in ("max_itl_ms", "tpot_target_ms"):
             if getattr(self, name) is not None:

@@ -36,11 +36,11 @@ GAUGES = {  # of the last step that decoded; all but the first are the adaptive 
     "actual_step_seconds": "What that step took, from its beginning to its commit, drafting included.",
     "step_time_factor": "How much slower than when it was measured the machine is: the fast correction of step times.",
 }
-EDGES = {  # counters by drafter and depth
+EDGES = {  # counters by drafter and depth; the adaptive decoding length's, and absent without it
     "tested_edges_total": "Draft edges scored against the tokens that came, verified or not.",
     "accepted_edges_total": "Draft edges that came true.",
 }
-CALIBRATION = {  # a gauge by drafter
+CALIBRATION = {  # a gauge by drafter; absent without the adaptive decoding length, too
     "calibration_error": "Mean distance of an edge's probability and how often such edges come true.",
 }
 HISTOGRAMS = {  # upper bounds in seconds

@@ -17,6 +17,7 @@ from batchserve.config import (
     DRAFTERS,
     DTYPES,
     FLASHINFER_MASKS,
+    ITL_INFLATION,
     PRIVATE_SCOPE,
     TRIE_MODES,
     DraftConfig,
@@ -78,7 +79,8 @@ ENGINE_OPTIONS = {
     ),
     "max_itl_inflation": Option(
         "drafts, and each prompt that is computed or waits for it, stretch the steps of running requests to at most so "
-        "many times their length (drafts: unless nobody loses by it); at least 1"
+        "many times their length (drafts: unless nobody loses by it); at least 1",
+        default_text=f"{ITL_INFLATION}; prompts beside --max-itl-ms: that alone bounds them",
     ),
     "max_itl_ms": Option(
         "the longest step beside running requests that prompts and drafts may make, in milliseconds",
@@ -92,7 +94,7 @@ ENGINE_OPTIONS = {
     ),
     "branch_length": Option(
         "the most draft tokens in one line of descent",
-        default_text="the drafter's own: mixture 32, trie 12, reference --reference-copy-length, jacobi N-1",
+        default_text="the drafter's own: mixture 64, trie 12, reference --reference-copy-length, jacobi N-1",
     ),
     "default_draft_scope": Option(
         "the draft scope of requests that name none: they draft from each other's answers, and timing tells a caller "
@@ -148,7 +150,9 @@ DRAFT_OPTIONS = {
     "jacobi_ngram": Option("jacobi: N, tokens of an n-gram; the window has N-1 levels"),
     "jacobi_guesses": Option("jacobi: G, the most n-grams verified in one step", default_text="W"),
     "max_scope_bytes": Option("memory for the shared texts of one draft scope, such as 64MiB", is_size=True),
-    "max_draft_bytes": Option("the same for all scopes of one drafter", is_size=True),
+    "max_draft_bytes": Option(
+        "the same for all scopes of all drafters, of which the default one has twice another's part", is_size=True
+    ),
     "draft_cache": Option(
         "a file that shared drafts are loaded from at start and saved to at the end; batchserve warm-drafts makes one",
         default_text="none",

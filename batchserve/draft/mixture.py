@@ -53,6 +53,7 @@ class _Scope:
     def __init__(self, index: TextIndex, experience: _Experience | None = None) -> None:
         self.writer = ""  # the request whose text is open
         self.num_requests = 0
+        self.counted_bytes = 0  # of nbytes, by the drafter
         self.card = np.zeros(6, np.int64)  # where its arrays are, for compiled code
         self.begin(index, experience or _Experience())
 
@@ -105,6 +106,7 @@ class MixtureDrafter(Drafter):
         self._max_total_bytes = max_total_bytes
         self._requests: dict[str, _RequestState] = {}
         self._scopes: dict[DraftScope, _Scope] = {}  # the one that was used last comes last
+        self._scope_bytes = 0  # of all of them
         self._table = np.zeros(0, REQUEST)
         self._free: list[int] = []  # rows of the table
         self._nodes, self._scratch = np.zeros(1, NODE), np.zeros(1, SCRATCH)
@@ -136,6 +138,7 @@ class MixtureDrafter(Drafter):
     def _open(self, key: DraftScope) -> _Scope:
         scope = self._scopes.pop(key, None) or self._new_scope()
         self._scopes[key] = scope
+        self._count(scope)
         scope.num_requests += 1
         return scope
 
@@ -202,6 +205,7 @@ class MixtureDrafter(Drafter):
             scope.index.append(state.context + tokens, first_indexed=len(state.context))
         else:
             scope.index.append([START, *tokens])
+        self._count(scope)
         scope.writer = request_id
         count_common(scope.common, np.array(tokens, np.int32))
         state.context = (state.context + tokens)[-CONTEXT:]
@@ -217,12 +221,20 @@ class MixtureDrafter(Drafter):
 
     def _is_room_for(self, num_bytes: int) -> bool:
         """Whether so much more may be taken; drops scopes that nobody uses, the longest unused first, if need be."""
-        total = num_bytes + sum(scope.nbytes for scope in self._scopes.values())
-        for key in [key for key, scope in self._scopes.items() if scope.num_requests == 0]:
-            if total <= self._max_total_bytes:
-                break
-            total -= self._scopes.pop(key).nbytes
-        return total <= self._max_total_bytes
+        while self._scope_bytes + num_bytes > self._max_total_bytes:
+            unused = next((key for key, scope in self._scopes.items() if scope.num_requests == 0), None)
+            if unused is None:
+                return False
+            self._drop(unused)
+        return True
+
+    def _count(self, scope: _Scope) -> None:
+        """Bring the sum up to date: there may be thousands of scopes, and every request would wait for all of them."""
+        self._scope_bytes += scope.nbytes - scope.counted_bytes
+        scope.counted_bytes = scope.nbytes
+
+    def _drop(self, key: DraftScope) -> None:
+        self._scope_bytes -= self._scopes.pop(key).counted_bytes
 
     def end(self, request_id: str) -> None:
         state = self._requests.pop(request_id, None)
@@ -236,6 +248,7 @@ class MixtureDrafter(Drafter):
         if scope.writer == request_id:
             scope.writer = ""
             scope.index.separate()
+            self._count(scope)
 
     def clear_scope(self, scope: DraftScope) -> None:
         cleared = self._scopes.get(scope)
@@ -247,8 +260,9 @@ class MixtureDrafter(Drafter):
                 self._table["is_root_known"][state.slot] = 0
         cleared.begin(TextIndex(self._max_scope_tokens), _Experience())
         cleared.writer = ""
+        self._count(cleared)
         if cleared.num_requests == 0:
-            del self._scopes[scope]
+            self._drop(scope)
 
     def memory_bytes(self) -> int:
         own = sum(state.own.nbytes + NODE.itemsize for state in self._requests.values())
@@ -284,7 +298,8 @@ class MixtureDrafter(Drafter):
         another tokenizer or version.
         """
         for key, text, experience in _read(path, fingerprint, vocab_size, self._max_total_bytes):
-            self._scopes.pop(key, None)
+            if key in self._scopes:
+                self._drop(key)
             scope = self._new_scope()
             scope.begin(scope.index, experience)
             self._make_room(scope, len(text))
@@ -292,6 +307,7 @@ class MixtureDrafter(Drafter):
             scope.index.separate()
             count_common(scope.common, text)
             self._scopes[key] = scope
+            self._count(scope)
 
 
 def _read(

@@ -100,7 +100,7 @@ def build_engine(
     scheduler = Scheduler(config, backend.allocator, max_model_len, step_time)
     used_drafter = drafter or _build_drafter(config, num_parameters, processor, is_serving, say)
     max_step_s = math.inf if config.max_itl_ms is None else config.max_itl_ms / 1e3
-    adaptive = AdaptiveDrafting(step_time, config.max_itl_inflation, max_step_s) if config.is_adaptive else None
+    adaptive = AdaptiveDrafting(step_time, config.draft_inflation, max_step_s) if config.is_adaptive else None
     drafts = DraftStage(used_drafter, adaptive, backend.allocator, clock, step_time)
     core = EngineCore(scheduler, drafts, runner, decoder_of(loaded.tokenizer), EngineMetrics(), clock)
     info = ModelInfo(

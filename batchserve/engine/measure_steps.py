@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -214,16 +215,19 @@ def _read(path: Path) -> StepTimeTable | None:
         return StepTimeTable(tuple(fields.pop("rows")), tuple(fields.pop("seconds")), **fields)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+    # What json and Python make of contents that are nobody's table.
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError, OverflowError) as error:
         logger.warning("%s is measured anew: %s", path, error)
         return None
 
 
 def _write(path: Path, table: StepTimeTable) -> None:
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
         partial.write_text(json.dumps(dataclasses.asdict(table)))
         os.replace(partial, path)
     except OSError as error:
         logger.info("step times are not kept: %s", error)
+        with contextlib.suppress(OSError):
+            partial.unlink()

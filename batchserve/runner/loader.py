@@ -122,7 +122,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         logger.warning("not applied, though generation_config.json asks for it: %s", ", ".join(unapplied))
     return LoadedModel(
         model=model,
-        tokenizer=_load_tokenizer(source, config),
+        tokenizer=load_tokenizer(source, config),
         name=config.served_model_name or config.model,
         dtype=dtype,
         layers=layers,
@@ -187,8 +187,8 @@ def _known_architecture(source: str, config: EngineConfig) -> str | None:
     return str(getattr(read, "model_type", "unknown"))
 
 
-def _load_tokenizer(source: str, config: EngineConfig) -> PreTrainedTokenizerBase | None:
-    """None for a folder without a tokenizer: the model then takes token ids only."""
+def load_tokenizer(source: str, config: EngineConfig) -> PreTrainedTokenizerBase | None:
+    """None for a folder without a tokenizer: the model then takes token ids only. Raises ConfigError."""
     folder = Path(source)
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
     if folder.is_dir() and not any((folder / name).exists() for name in names):

@@ -78,7 +78,8 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._now_s = 0.0
         self._draft_rows = 0.0  # of a step, smoothed
-        self._refused = ("", 0), 0  # who was last, beside how many that decode; and how much memory was free
+        # Who was last, beside how many that decode; and how much memory was free.
+        self._refused: tuple[tuple[Request | None, int], int] = (None, 0), 0
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -95,6 +96,8 @@ class Scheduler:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
+        if request is self._refused[0][0]:
+            self._refused = (None, 0), 0
         scope = request.prefix_scope
         if scope is not None and request.num_computed_tokens > 0:
             # An answer's end may have been inside an accepted run: what was computed behind it is nobody's text.
@@ -176,7 +179,7 @@ class Scheduler:
             num_prompts,
             computing[0].num_computed_tokens if computing else 0,
             rows,
-            self._config.max_itl_inflation,
+            self._config.prompt_inflation,
             None if max_itl_ms is None else max_itl_ms / 1e3,
         )
 
@@ -213,7 +216,7 @@ class Scheduler:
         if scope is None:
             return self._allocator.reserve(name, request.num_pending_tokens)
         # To look again in every step would take as long as some drafts: only if more is free, or a prompt was computed.
-        state = name, sum(other.num_pending_tokens == 1 for other in self.running)
+        state = request, sum(other.num_pending_tokens == 1 for other in self.running)
         if state == self._refused[0] and free_tokens <= self._refused[1]:
             return False
         known = self._allocator.match_prefix(name, scope, request.token_ids, *best_source(request, self.running))

@@ -62,9 +62,11 @@ class StepTimeTable:
         numbers = (*self.seconds, self.per_request, self.per_logit_row, self.per_context_token, self.per_attended_token)
         if not self.rows or len(self.rows) != len(self.seconds):
             raise ValueError(f"a step time for each number of rows: got {len(self.rows)} and {len(self.seconds)}")
+        if any(type(rows) is not int for rows in self.rows):
+            raise ValueError(f"numbers of rows must be integers: got {self.rows}")
         if list(self.rows) != sorted(set(self.rows)) or self.rows[0] < 1:
             raise ValueError(f"numbers of rows must rise from 1: got {self.rows}")
-        if not all(math.isfinite(number) and number >= 0 for number in numbers) or self.seconds[0] <= 0:
+        if not all(math.isfinite(number) and number >= 0 for number in numbers) or min(self.seconds) <= 0:
             raise ValueError(f"step times must be finite and positive: got {numbers}")
 
 

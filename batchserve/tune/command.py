@@ -153,15 +153,11 @@ def _counter(config: EngineConfig) -> Count:
     def count(text: str) -> int:
         nonlocal tokenizer
         if tokenizer is None:
-            from transformers import AutoTokenizer
+            from batchserve.runner.loader import load_tokenizer, resolve_model
 
-            from batchserve.runner.loader import resolve_model
-
-            source = resolve_model(config.model)
-            try:
-                tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-            except (OSError, ValueError, KeyError) as error:
-                raise ConfigError(f"model = {config.model!r}: its tokenizer cannot be loaded: {error}") from error
+            tokenizer = load_tokenizer(resolve_model(config.model), config)
+            if tokenizer is None:
+                raise ConfigError(f"model = {config.model!r}: has no tokenizer to read the workload's texts with")
         return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     return count

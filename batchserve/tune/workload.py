@@ -82,6 +82,8 @@ def _max_tokens(fields: dict[str, Any], count_tokens: Count, where: str) -> Any:
         return fields["max_tokens"]
     if fields.get("response") is None:
         return None
+    if fields["response"] == "":  # a model may have answered nothing
+        return 1
     return max(1, count_tokens(_text(fields, "response", where)))
 
 

@@ -101,7 +101,7 @@ def measure(table: StepTimeTable, steps: int, between: Callable[[], object], see
     rng, model = random.Random(seed), StepTimeModel(table)
     confidences = [rng.uniform(0.3, 0.95) for _ in range(REQUESTS)]
     trees = [grown_tree(rng, CANDIDATES, confidences[i % REQUESTS]) for i in range(TREES)]
-    adaptive = AdaptiveDrafting(StepTimeModel(table), EngineConfig().max_itl_inflation)
+    adaptive = AdaptiveDrafting(StepTimeModel(table), EngineConfig().draft_inflation)
     names = [f"bench-{i}" for i in range(REQUESTS)]
     for name in names:
         adaptive.start(name, "mixture")

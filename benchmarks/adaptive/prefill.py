@@ -75,7 +75,7 @@ class Scene:
         self._driver = bench.driver
         core = bench.engine.core
         # As in any engine, drafts and prompts go by the same step times.
-        drafting = AdaptiveDrafting(core.scheduler._step_time, EngineConfig().max_itl_inflation)
+        drafting = AdaptiveDrafting(core.scheduler._step_time, EngineConfig().draft_inflation)
         self._contender = Contender("adaptive", MOST_DRAFT_TOKENS, drafting)
         self._source = cycle(without_end(workload.records))
         self._rng, self._ids = random.Random(0), count()
@@ -119,7 +119,7 @@ class Scene:
 
 
 def measure(scene: Scene, options: Options) -> dict[str, Any]:
-    bound = EngineConfig().max_itl_inflation
+    bound = EngineConfig().draft_inflation
     prompt_tokens = 200 if options.is_quick else PROMPT_TOKENS
     cases = {"quiet": (bound, 0), "bounded": (bound, prompt_tokens), "whole": (UNBOUNDED, prompt_tokens)}
     windows: dict[str, list[Window]] = {name: [] for name in cases}

@@ -109,7 +109,7 @@ class Simulation:
         return Driver(EngineCore(scheduler, drafts, runner, None, EngineMetrics(), clock), clock)
 
     def adaptive(self) -> Contender:
-        inflation = EngineConfig().max_itl_inflation
+        inflation = EngineConfig().draft_inflation
         return Contender("adaptive", MOST_DRAFT_TOKENS, AdaptiveDrafting(StepTimeModel(self.table), inflation))
 
     def ceiling(self, driver: Driver, load: Sequence[tuple[int, int]], *, is_paying_for_misses: bool) -> Run:
@@ -127,7 +127,7 @@ class Simulation:
         prices = price, price
         for _ in range(CEILING_ROUNDS + 1):
             beside_s = HOST_S + DRAFT_S * size
-            odds = KnownOdds(self.table, EngineConfig().max_itl_inflation, prices, beside_s)
+            odds = KnownOdds(self.table, EngineConfig().draft_inflation, prices, beside_s)
             driver.run(self.records, load, Contender("known odds", MOST_DRAFT_TOKENS, odds))
             prices = odds.foresight.rate, odds.hindsight.rate
         return odds

@@ -105,13 +105,16 @@ class Workload:
 
 
 def recorded(options: Options, name: str) -> Workload:
-    """A set of the folder; answers of fewer than two tokens have nothing to draft."""
+    """A set of the folder, but for empty prompts, and answers of fewer than two tokens: there is nothing to draft."""
     assert options.folder is not None
     found = sorted(options.folder.glob(f"{name}.*jsonl"))
     if not found:
         raise SystemExit(f"{options.folder}: has no set {name}")
     warm, records = split_warm(load_records(found[0], load_encoder(MISTRAL_V1)), WARM_SHARE)
-    return Workload(name, warm, [record for record in records if len(record.response_token_ids) > 1])
+    measured = [record for record in records if record.prompt_token_ids and len(record.response_token_ids) > 1]
+    if not measured:
+        raise SystemExit(f"{found[0]}: behind the first {len(warm)} records no answer has two tokens and a prompt")
+    return Workload(name, warm, measured)
 
 
 def own_text(options: Options) -> Workload:
@@ -147,7 +150,7 @@ class Lab:
 
     def adaptive(self) -> Contender:
         """One that knows nothing but the table."""
-        inflation = EngineConfig().max_itl_inflation
+        inflation = EngineConfig().draft_inflation
         return Contender("adaptive", MOST_DRAFT_TOKENS, AdaptiveDrafting(StepTimeModel(self.table), inflation))
 
     def tokens_each(self, size: int, workload: Workload, options: Options) -> int:

@@ -78,7 +78,7 @@ class ReplayBench:
 
     def adaptive(self) -> Contender:
         """One that knows nothing but the measured step times."""
-        drafting = AdaptiveDrafting(StepTimeModel(self._table), EngineConfig().max_itl_inflation)
+        drafting = AdaptiveDrafting(StepTimeModel(self._table), EngineConfig().draft_inflation)
         return Contender("adaptive", MOST_DRAFT_TOKENS, drafting)
 
     def measure(self, name: str, size: int, with_fixed: bool) -> dict[str, Any]:

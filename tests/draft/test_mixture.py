@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from batchserve.draft import mixture_noise
 from batchserve.draft.base import DraftQuery, DraftRequest, DraftScope, DraftTree
@@ -71,6 +71,10 @@ class MixtureMachine(ScopeMachine):
 
     def check_tree(self, tree: DraftTree, query: DraftQuery) -> None:
         check_mixture(tree, query)
+
+    @invariant()
+    def scopes_are_counted(self) -> None:
+        assert self.drafter._scope_bytes == sum(scope.nbytes for scope in self.drafter._scopes.values())
 
     @precondition(lambda self: not self.known)
     @rule()

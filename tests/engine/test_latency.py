@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from batchserve.config import ITL_INFLATION
 from batchserve.engine.drafting import DraftStage
 from batchserve.runner.ragged_batch import RaggedBatch
 from batchserve.scheduler.adaptive import AdaptiveDrafting
@@ -32,7 +33,7 @@ class Steps:
         allocator = core.runner.backend.allocator
         core.scheduler = Scheduler(config, allocator, MAX_MODEL_LEN, StepTimeModel(TABLE))
         max_step_s = math.inf if config.max_itl_ms is None else config.max_itl_ms / 1e3
-        adaptive = AdaptiveDrafting(StepTimeModel(TABLE), config.max_itl_inflation, max_step_s)
+        adaptive = AdaptiveDrafting(StepTimeModel(TABLE), config.draft_inflation, max_step_s)
         core.drafts = DraftStage(core.drafter, adaptive, allocator, lambda: engine.now_s)
         self.seconds: list[float] = []
         launch = core.runner.launch
@@ -73,8 +74,10 @@ def load_of(batch: RaggedBatch) -> StepLoad:
     )
 
 
-@pytest.mark.parametrize(("max_itl_ms", "inflation"), [(14.0, 10.0), (14.0, 1.2), (None, 1.2), (25.0, 1.5)])
-def test_a_prompt_takes_what_the_tighter_bound_leaves_it(max_itl_ms: float | None, inflation: float) -> None:
+@pytest.mark.parametrize(
+    ("max_itl_ms", "inflation"), [(14.0, 10.0), (14.0, 1.2), (None, 1.2), (25.0, 1.5), (None, None), (16.0, None)]
+)
+def test_a_prompt_takes_what_the_tighter_bound_leaves_it(max_itl_ms: float | None, inflation: float | None) -> None:
     """Of its chunks each is as long as it may be, in steps of CHUNK_STEP rows: shorter the more stands before it."""
     steps = Steps(max_itl_ms=max_itl_ms, max_itl_inflation=inflation)
     engine, truth = steps.decoding(3), StepTimeModel(TABLE)
@@ -86,7 +89,9 @@ def test_a_prompt_takes_what_the_tighter_bound_leaves_it(max_itl_ms: float | Non
     for (rows, context), batch, seconds in zip(chunks, engine.runner.batches, steps.seconds, strict=False):
         seen = [each.context_len for each in batch.requests if each.num_pending == 1]
         quiet_s = truth.predict(StepLoad(3, 3, 3, 0, sum(seen)))
-        bound_s = min(quiet_s * inflation, math.inf if max_itl_ms is None else max_itl_ms / 1e3)
+        by_default = ITL_INFLATION if max_itl_ms is None else math.inf
+        stretch = by_default if inflation is None else inflation
+        bound_s = min(quiet_s * stretch, math.inf if max_itl_ms is None else max_itl_ms / 1e3)
         assert seconds <= bound_s
         more = StepLoad(3 + rows + CHUNK_STEP, 3, 4, 0, sum(seen) + (rows + CHUNK_STEP) * context)
         is_last = context + rows >= len(PROMPT) - 1

@@ -141,3 +141,39 @@ def test_what_was_measured_is_read_again_for_the_same_key_only(machine: Machine,
         steps = machine.num_steps
         measured_table(machine, rows, requests, context, tmp_path, [name])  # type: ignore[arg-type]
         assert machine.num_steps > steps
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[" * 100_000,
+        '{"rows": [1, 2], "seconds": [1%s, 1.0]}' % ("0" * 400),
+        '{"rows": [1.5, 2], "seconds": [0.1, 0.2]}',
+        '{"rows": [true, 2], "seconds": [0.1, 0.2]}',
+        '{"rows": [1, 2], "seconds": [0.1, 0.0]}',
+        '{"rows": [1, 2], "seconds": [0.1, "0.2"]}',
+        '{"rows": [], "seconds": []}',
+        "null",
+        "",
+    ],
+    ids=lambda content: content[:30],
+)
+def test_a_damaged_file_is_measured_anew(machine: Machine, tmp_path: Path, content: str) -> None:
+    first = measured_table(machine, 16, 4, 512, tmp_path, ["a"])  # type: ignore[arg-type]
+    (path,) = [each for each in tmp_path.rglob("*") if each.is_file()]
+    path.write_text(content)
+    anew = measured_table(machine, 16, 4, 512, tmp_path, ["a"])  # type: ignore[arg-type]
+    assert anew.rows == first.rows
+    assert anew.seconds == pytest.approx(first.seconds)
+    steps = machine.num_steps
+    assert measured_table(machine, 16, 4, 512, tmp_path, ["a"]) == anew  # type: ignore[arg-type]
+    assert machine.num_steps == steps, "and kept"
+
+
+def test_where_nothing_can_be_kept_nothing_is_left(machine: Machine, tmp_path: Path) -> None:
+    measured_table(machine, 16, 4, 512, tmp_path, ["a"])  # type: ignore[arg-type]
+    (path,) = [each for each in tmp_path.rglob("*") if each.is_file()]
+    path.unlink()
+    path.mkdir()
+    measured_table(machine, 16, 4, 512, tmp_path, ["a"])  # type: ignore[arg-type]
+    assert [each for each in tmp_path.rglob("*") if each.is_file()] == []

@@ -492,6 +492,21 @@ def test_who_was_refused_is_looked_at_again_when_memory_has_come_free() -> None:
     assert refused.num_cached_tokens == 59
 
 
+def test_a_name_that_was_refused_may_come_again_with_less() -> None:
+    traffic = sharing_traffic(memory=100)
+    traffic.add(60, 10, SpeculationParams(is_enabled=False), scope="s")
+    traffic.step()
+    refused = traffic.add(60, 3, SpeculationParams(is_enabled=False), scope="s")
+    traffic.step()
+    assert refused.status is RequestStatus.WAITING
+    traffic.scheduler.finish(refused)
+    again = make_request(refused.request_id, [1] * 20, max_tokens=3)
+    again.prefix_scope = "s"
+    traffic.scheduler.add(again)
+    traffic.scheduler.schedule()
+    assert again.status is RequestStatus.RUNNING
+
+
 def test_who_fits_only_beside_a_request_that_it_begins_like_is_let_in_when_that_is_computed() -> None:
     allocator = SlotAllocator(100, max_requests=4, max_tokens=100, bytes_per_token=1)
     config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, prefill_chunk_size=30)

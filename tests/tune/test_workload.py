@@ -30,13 +30,14 @@ def test_answers_are_as_long_as_asked_for_or_as_the_recorded_ones(tmp_path: Path
         "",
         {"prompt": "c", "max_tokens": None, "reference": None, "references": ["doc"]},
         {"prompt": "d", "response": "   "},
+        {"prompt": "e", "response": ""},
         {"prompt": "never read", "max_tokens": -1},
     )
-    requests = load_workload(path, count_words, limit=4)
-    assert [request.prompt for request in requests] == ["a", "b", "c", "d"]
-    assert [request.max_tokens for request in requests] == [7, 3, DEFAULT_MAX_TOKENS, 1]
-    assert [request.references for request in requests] == [(), ("doc one", "doc two"), ("doc",), ()]
-    assert len({request.seed for request in requests}) == 4
+    requests = load_workload(path, count_words, limit=5)
+    assert [request.prompt for request in requests] == ["a", "b", "c", "d", "e"]
+    assert [request.max_tokens for request in requests] == [7, 3, DEFAULT_MAX_TOKENS, 1, 1]
+    assert [request.references for request in requests] == [(), ("doc one", "doc two"), ("doc",), (), ()]
+    assert len({request.seed for request in requests}) == 5
     assert requests[2].where.endswith("line 4"), "empty lines count"
 
 
@@ -50,7 +51,7 @@ def test_answers_are_as_long_as_asked_for_or_as_the_recorded_ones(tmp_path: Path
         ({"prompt": ""}, "field 'prompt' must be a text that is not empty"),
         ({"prompt": 3}, "field 'prompt' must be a text"),
         ({"prompt": "\ud800"}, "field 'prompt' must be a text"),
-        ({"prompt": "x", "response": ""}, "field 'response' must be a text"),
+        ({"prompt": "x", "response": 0}, "field 'response' must be a text"),
         ({"prompt": "x", "max_tokens": 0}, "max_tokens = 0: must be >= 1"),
         ({"prompt": "x", "max_tokens": 2.5}, "max_tokens = 2.5: must be an integer"),
         ({"prompt": "x", "max_tokens": True}, "max_tokens = True: must be an integer"),
