@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from batchserve.sampling.argmax_kernel import best_tokens
 from batchserve.sampling.logits import allowed_tokens
 from batchserve.sampling.noise import NOISE_RANGE, gumbel, stream_key
 
@@ -49,9 +50,7 @@ class RowSampler:
         return self._argmax
 
     def _find_best(self) -> None:
-        rows = self._logits.float().numpy()  # in bf16 the same takes many times as long
-        best = rows.argmax(axis=-1)  # a NaN is above all numbers
-        is_finite = np.isfinite(rows[np.arange(len(rows)), best])
+        best, is_finite = best_tokens(self._logits)
         self._argmax, self._greedy = best, best if is_finite.all() else np.where(is_finite, best, NO_TOKEN)
 
 
