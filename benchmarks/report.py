@@ -131,6 +131,25 @@ def norm_table() -> str:
     return table(["model", "step", "forward ms with torch's", "with ours", "ours / torch's"], rows)
 
 
+def sampling_table() -> str:
+    rows = [
+        [vocab_size, setting, middle(cell["plain_ms"], 2), middle(cell["ours_ms"], 2), between(cell["ratio"])]
+        for vocab_size, settings in read("sampling")["vocabularies"].items()
+        for setting, cell in settings.items()
+    ]
+    return table(["vocabulary", "sampling", "40 rows by NumPy, ms", "ours", "ours / NumPy's"], rows)
+
+
+def sampled_table() -> str:
+    engine = read("sampling")["engine"]
+
+    def shown(cell: dict[str, Any]) -> str:
+        return f"{middle(cell['tokens_per_s'], 0)}, {between(cell['over_greedy'])}"
+
+    rows = [[setting, *(shown(engine[drafts][setting]) for drafts in engine)] for setting in engine["off"]]
+    return table(["sampling", *(f"{drafts}: tokens/s, of greedy's" for drafts in engine)], rows)
+
+
 def huge_pages_table() -> str:
     rows = []
     for model, part in read("huge_pages")["models"].items():
@@ -147,6 +166,8 @@ TABLES = {
     "load": load_table,
     "huge pages": huge_pages_table,
     "norm": norm_table,
+    "sampling": sampling_table,
+    "sampled": sampled_table,
     "machines": lambda: machines(*PERFORMANCE),
     "adaptive machines": lambda: machines(*(f"adaptive/{name}" for name in ADAPTIVE)),
     "batch bundled": lambda: batch_table("bundled"),

@@ -25,7 +25,7 @@ from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.packed import split_linears
 from batchserve.runner.probe import is_row_invariant
 from batchserve.runner.ragged_batch import RequestRows, build_batch
-from batchserve.sampling import argmax_kernel, device_columns, walk_kernel
+from batchserve.sampling import argmax_kernel, device_columns, draw_kernel, walk_kernel
 
 if TYPE_CHECKING:
     from batchserve.attention.base import AttentionBackend
@@ -83,6 +83,7 @@ def build_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> t
     """(backend, longest request in tokens). Raises ConfigError."""
     row_layout.compile_kernels()
     argmax_kernel.compile_kernels()
+    draw_kernel.compile_kernels()
     if has_cpu_backend(config, loaded.device):
         return _cpu_backend(config, loaded, say)
     if config.batch_invariant:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from batchserve.sampling.argmax_kernel import best_tokens
-from batchserve.sampling.logits import allowed_tokens
-from batchserve.sampling.noise import NOISE_RANGE, gumbel, stream_key
+from batchserve.sampling.draw_kernel import draw_token
+from batchserve.sampling.logits import LOWEST_TEMPERATURE, least_allowed
+from batchserve.sampling.noise import stream_key
 
 if TYPE_CHECKING:
     import torch
@@ -61,9 +62,9 @@ def sample_row(logits: np.ndarray, position: int, sampling: ResolvedSampling) ->
     """
     if not np.isfinite(logits.max()):
         return NO_TOKEN
-    token_ids, processed = allowed_tokens(logits, sampling.temperature, sampling.top_k, sampling.top_p)
-    # The noise is bounded: a token further below the top than its range cannot win, so it needs no draw.
-    reachable = processed >= processed.max() - NOISE_RANGE
-    token_ids, processed = token_ids[reachable], processed[reachable]
-    scores = processed + gumbel(stream_key(sampling.seed, position), token_ids)
-    return int(token_ids[int(scores.argmax())])
+    temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
+    # Noise is bounded: without the other two nothing is ruled out that could win.
+    is_cut = top_k > 0 or top_p < 1.0
+    least = least_allowed(logits, temperature, top_k, top_p) if is_cut else -np.inf
+    key = np.uint64(stream_key(sampling.seed, position))
+    return int(draw_token(logits, max(temperature, LOWEST_TEMPERATURE), least, key))

@@ -8,7 +8,7 @@ import torch
 
 from batchserve.request import ResolvedSampling
 from batchserve.sampling import sampler
-from batchserve.sampling.logits import allowed_tokens
+from batchserve.sampling.logits import NEGLIGIBLE_NATS, allowed_tokens
 from batchserve.sampling.noise import HIGHEST_NOISE, MASK64, gumbel, stream_key
 from batchserve.sampling.sampler import NO_TOKEN, RowSampler, sample_row
 from tests.factories import make_sampling
@@ -97,6 +97,31 @@ def test_pruning_by_the_noise_range_never_changes_the_winner() -> None:
         sampling = make_sampling(temperature=float(rng.choice([0.2, 1.0, 3.0])), seed=position)
         scores = logits.astype(np.float64) / sampling.temperature + gumbel(stream_key(position, position), everyone)
         assert sample_row(logits, position, sampling) == scores.argmax()
+
+
+@pytest.mark.parametrize("vocab_size", [1, 63, 64, 65, 3000, 20_000])
+@pytest.mark.parametrize("temperature", [0.05, 0.7, 1.5, 30.0])
+def test_a_draw_is_that_of_noise_for_every_allowed_token(vocab_size: int, temperature: float) -> None:
+    """By the literal definition, in float64; peaked and flat, masked, tied, with all of top_k and top_p."""
+    rng = np.random.default_rng(vocab_size)
+    for position in range(60):
+        logits = rng.standard_normal(vocab_size) * rng.choice([0.0, 0.3, 3.0])
+        logits[rng.integers(vocab_size, size=5)] += rng.choice([0.0, 4.0, 15.0])
+        logits[rng.random(vocab_size) < rng.choice([0.0, 0.3])] = -np.inf
+        logits[rng.integers(vocab_size)] = 1.0
+        row = torch.from_numpy(logits).to(torch.bfloat16).float().numpy()
+        top_k, top_p = int(rng.choice([0, 0, 1, 5, 40, 1000])), float(rng.choice([1.0, 1.0, 0.2, 0.9, 0.999]))
+        scaled = row.astype(np.float64) / temperature
+        kept = scaled >= scaled.max() - NEGLIGIBLE_NATS
+        if 0 < top_k < kept.sum():
+            kept &= scaled >= np.sort(scaled[kept])[-top_k]
+        if top_p < 1.0:
+            ordered = np.sort(scaled[kept])[::-1]
+            cumulative = np.cumsum(np.exp(ordered - ordered[0]))
+            kept &= scaled >= ordered[np.searchsorted(cumulative, top_p * cumulative[-1])]
+        scores = np.where(kept, scaled + gumbel(stream_key(9, position), np.arange(vocab_size)), -np.inf)
+        sampling = make_sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=9)
+        assert sample_row(row, position, sampling) == scores.argmax(), (position, top_k, top_p)
 
 
 @pytest.mark.parametrize(("margin", "winner"), [(1e-3, 1), (-1e-3, 0)])

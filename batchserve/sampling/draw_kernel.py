@@ -1,0 +1,146 @@
+"""The winner of one row's draw, without noise for most of its tokens, and what top_k and top_p look for, unsorted.
+
+Noise is two logarithms of 32 bits that a hash gives. A token so far below another that is known can only win by a draw
+so near the top that its bits alone rule it out, nearly always: the hash of a vocabulary takes a tenth of its noise.
+"""
+
+# ruff: noqa: ANN001, ANN201, ANN202
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+from batchserve.sampling.noise import GOLDEN
+
+BLOCK = 64  # logits of which the greatest is kept
+SLACK = 4.0  # of 2^32 draws, for the rounding of an exponential
+LOG2_E, LN_2_HIGH, LN_2_LOW = math.log2(math.e), 6.93147180369123816490e-01, 1.90821492927058770002e-10
+T = tuple(1.0 / math.factorial(n) for n in range(14))
+_GOLDEN = np.uint64(GOLDEN)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _mix(x):  # type: ignore[no-untyped-def]
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@njit(cache=True, nogil=True)
+def _draw(first, key, draws):  # type: ignore[no-untyped-def]
+    """Fill in the 32 bits that noise.gumbel makes of each token from `first` on."""
+    for i in range(draws.shape[0]):
+        draws[i] = _mix((first + np.uint64(i + 1)) * _GOLDEN + key) >> np.uint64(32)
+
+
+@njit(cache=True, nogil=True)
+def _greatest(block):  # type: ignore[no-untyped-def]
+    most = np.float32(-np.inf)
+    for i in range(block.shape[0]):
+        most = max(most, block[i])
+    return most
+
+
+@njit(cache=True, nogil=True)
+def block_tops(logits):  # type: ignore[no-untyped-def]
+    """float32 [ceil(vocab_size / BLOCK)]: the greatest of each block of logits float32 [vocab_size], no NaN in it."""
+    tops = np.empty(-(-logits.shape[0] // BLOCK), np.float32)
+    for b in range(tops.shape[0]):
+        tops[b] = _greatest(logits[b * BLOCK : (b + 1) * BLOCK])
+    return tops
+
+
+@njit(cache=True, nogil=True)
+def at_least(logits, tops, least):  # type: ignore[no-untyped-def]
+    """float32: all logits from `least` up, in their order; tops are theirs."""
+    found = np.empty(256, np.float32)
+    count = 0
+    for b in range(tops.shape[0]):
+        if tops[b] < least:
+            continue
+        for logit in logits[b * BLOCK : (b + 1) * BLOCK]:
+            if logit >= least:
+                if count == found.shape[0]:
+                    found = np.concatenate((found, found))
+                found[count] = logit
+                count += 1
+    return found[:count]
+
+
+@njit(cache=True, nogil=True)
+def _weigh(block, temperature, top, least, parts, powers):  # type: ignore[no-untyped-def]
+    """Fill parts and powers, float64 and the bits of float64, whose products are the terms of `mass`.
+
+    exp(x) is 2^n exp(r), with n the whole number that leaves r within half a log 2 of zero; of r a Taylor series, which
+    is as exact there as float64. A processor computes many at once, other than of math.exp.
+    """
+    for i in range(block.shape[0]):
+        processed = np.float64(block[i]) / temperature
+        x = max(processed - top, -50.0)
+        whole = math.floor(x * LOG2_E + 0.5)
+        r = (x - whole * LN_2_HIGH) - whole * LN_2_LOW
+        series = T[11] + r * (T[12] + r * T[13])
+        series = T[8] + r * (T[9] + r * (T[10] + r * series))
+        series = T[5] + r * (T[6] + r * (T[7] + r * series))
+        series = T[2] + r * (T[3] + r * (T[4] + r * series))
+        series = T[0] + r * (T[1] + r * series)
+        parts[i] = series if processed >= least else 0.0
+        powers[i] = (np.int64(whole) + 1023) << 52
+
+
+@njit(cache=True, nogil=True)
+def mass(logits, tops, temperature, least):  # type: ignore[no-untyped-def]
+    """The sum of exp(p - the greatest p), over all p = logit / temperature from `least` up, at most 50 below that."""
+    top, sums = np.float64(tops.max()) / temperature, np.zeros(BLOCK)
+    parts, powers = np.empty(BLOCK), np.empty(BLOCK, np.int64)
+    factors = powers.view(np.float64)
+    for b in range(tops.shape[0]):
+        if np.float64(tops[b]) / temperature < least:
+            continue
+        block = logits[b * BLOCK : (b + 1) * BLOCK]
+        _weigh(block, temperature, top, least, parts, powers)
+        for i in range(block.shape[0]):
+            sums[i] += parts[i] * factors[i]
+    return sums.sum()
+
+
+@njit(cache=True, nogil=True)
+def draw_token(logits, temperature, least, key):  # type: ignore[no-untyped-def]
+    """The token with the largest processed logit + noise, of those whose processed logit is `least` or more.
+
+    logits float32 [vocab_size], whose greatest is finite; key: noise.stream_key. Of equals the first.
+    """
+    tops = block_tops(logits)
+    likeliest, draws = tops.argmax(), np.empty(BLOCK, np.uint64)
+    best, winner = -np.inf, -1
+    for turn in range(-1, tops.shape[0]):
+        b = likeliest if turn < 0 else turn
+        highest = np.float64(tops[b]) / temperature
+        if turn == likeliest or highest < least:
+            continue
+        # Noise is g or more with probability 1 - exp(-exp(-g)), which is below exp(-g): so many of all draws may win.
+        fewest = 2.0**32 * (1.0 - math.exp(min(0.0, highest - best))) - SLACK
+        block = logits[b * BLOCK : (b + 1) * BLOCK]
+        _draw(np.uint64(b * BLOCK), key, draws[: block.shape[0]])
+        bound = np.uint64(max(0.0, fewest))
+        for i in range(block.shape[0]):
+            if draws[i] < bound:
+                continue
+            processed = np.float64(block[i]) / temperature
+            if processed < least:
+                continue
+            score = processed - math.log(-math.log((np.float64(draws[i]) + 0.5) * 2.0**-32))
+            if score > best or (score == best and b * BLOCK + i < winner):
+                best, winner = score, b * BLOCK + i
+    return winner
+
+
+def compile_kernels() -> None:
+    """Compile every kernel, or load it from the cache on disk."""
+    logits = np.zeros(1, np.float32)
+    tops = block_tops(logits)
+    at_least(logits, tops, tops[0])
+    mass(logits, tops, 1.0, 0.0)
+    draw_token(logits, 1.0, 0.0, np.uint64(1))

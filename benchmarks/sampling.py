@@ -1,0 +1,140 @@
+"""What choosing tokens costs on a CPU: rows of logits by the sampler, and by NumPy as the definition is written.
+
+    python -m benchmarks.sampling [--rounds 30]
+
+Logits are made up, bfloat16, of vocabularies as models have them: five tokens stand out of a bell curve. Milliseconds
+for 40 rows, as 16 requests with drafts reach in a step, the two in turn, on one thread. And tokens a second of the
+bundled model at 16 requests, over those of greedy requests in the same rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+from batchserve import LLM, SamplingParams, SpeculationParams
+from benchmarks.common import chat_prompts, spread, write_results
+
+import numpy as np  # isort: skip
+import torch  # isort: skip
+
+from batchserve.request import ResolvedSampling
+from batchserve.sampling.argmax_kernel import compile_kernels as compile_argmax
+from batchserve.sampling.draw_kernel import compile_kernels as compile_draws
+from batchserve.sampling.noise import gumbel, stream_key
+from batchserve.sampling.sampler import RowSampler
+
+ROWS, SIZES = 40, (8192, 32000, 128256)
+SETTINGS = {
+    "greedy": (0.0, 0, 1.0),
+    "temperature 0.7": (0.7, 0, 1.0),
+    "top_k 40": (0.7, 40, 1.0),
+    "top_p 0.9": (0.7, 0, 0.9),
+    "top_k 40, top_p 0.9": (0.7, 40, 0.9),
+}
+REQUESTS, ANSWERS, TOKENS = 16, 48, 64
+
+
+def by_definition(row: np.ndarray, position: int, sampling: ResolvedSampling) -> int:
+    """Temperature, top_k, top_p, and noise for all that is left."""
+    scaled = row.astype(np.float64) / sampling.temperature
+    kept = scaled >= scaled.max() - 30.0
+    if sampling.top_k:
+        kept &= scaled >= np.partition(scaled, -sampling.top_k)[-sampling.top_k]
+    if sampling.top_p < 1.0:
+        ordered = np.sort(scaled[kept])[::-1]
+        cumulative = np.cumsum(np.exp(ordered - ordered[0]))
+        kept &= scaled >= ordered[np.searchsorted(cumulative, sampling.top_p * cumulative[-1])]
+    token_ids = np.flatnonzero(kept)
+    scores = scaled[token_ids] + gumbel(stream_key(sampling.seed, position), token_ids)
+    return int(token_ids[scores.argmax()])
+
+
+def plain(logits: torch.Tensor, sampling: ResolvedSampling) -> list[int]:
+    if sampling.temperature == 0.0:
+        tokens: list[int] = logits.float().numpy().argmax(axis=-1).tolist()
+        return tokens
+    return [by_definition(logits[row].float().numpy(), row, sampling) for row in range(len(logits))]
+
+
+def ours(logits: torch.Tensor, sampling: ResolvedSampling) -> list[int]:
+    sampler = RowSampler(logits)
+    return [sampler.token_at(row, row, sampling) for row in range(len(logits))]
+
+
+def rows(vocab_size: int, rounds: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    found: dict[str, Any] = {}
+    for name, (temperature, top_k, top_p) in SETTINGS.items():
+        sampling = ResolvedSampling(temperature, top_k, top_p, 3, 1, frozenset())
+        times: dict[Callable[..., list[int]], list[float]] = {ours: [], plain: []}
+        for _ in range(rounds):
+            logits = 2.5 * torch.randn(ROWS, vocab_size, generator=generator)
+            logits[:, torch.randint(vocab_size, (5,), generator=generator)] += 12.0
+            halves = logits.to(torch.bfloat16)
+            given = []
+            for contender, taken in times.items():
+                began_s = time.perf_counter()
+                given.append(contender(halves, sampling))
+                taken.append(1e3 * (time.perf_counter() - began_s))
+            if given[0] != given[1]:
+                raise RuntimeError(f"{name}, {vocab_size} tokens: {given}")
+        ratios = [a / b for a, b in zip(times[ours], times[plain], strict=True)]
+        found[name] = {"ours_ms": spread(times[ours]), "plain_ms": spread(times[plain]), "ratio": spread(ratios)}
+        print(vocab_size, name, {part: round(cell["median"], 3) for part, cell in found[name].items()}, flush=True)
+    return found
+
+
+def engine(rounds: int) -> dict[str, Any]:
+    """Tokens a second of every setting over greedy ones, with drafts and without."""
+    llm, prompts = LLM(max_num_seqs=REQUESTS), chat_prompts(ANSWERS, seed=11)
+    rates: dict[tuple[str, str], list[float]] = {}
+    for number in range(rounds + 1):
+        for drafts in ("off", "adaptive"):
+            for name, (temperature, top_k, top_p) in SETTINGS.items():
+                params = [
+                    SamplingParams(
+                        temperature=temperature, top_k=top_k, top_p=top_p, seed=i, max_tokens=TOKENS, ignore_eos=True
+                    )
+                    for i in range(len(prompts))
+                ]
+                speculation = SpeculationParams(drafts == "adaptive")
+                began_s = time.perf_counter()
+                llm.generate(prompts, params, speculation=speculation, show_progress=False)
+                if number:  # the first round warms up
+                    rate = ANSWERS * TOKENS / (time.perf_counter() - began_s)
+                    rates.setdefault((drafts, name), []).append(rate)
+    return {
+        drafts: {
+            name: {
+                "tokens_per_s": spread(rates[drafts, name]),
+                "over_greedy": spread(
+                    [a / b for a, b in zip(rates[drafts, name], rates[drafts, "greedy"], strict=True)]
+                ),
+            }
+            for name in SETTINGS
+        }
+        for drafts in ("off", "adaptive")
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30)
+    args = parser.parse_args()
+    compile_argmax()
+    compile_draws()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    cells = {str(size): rows(size, args.rounds) for size in SIZES}
+    torch.set_num_threads(threads)
+    found = engine(max(1, args.rounds // 6))
+    for drafts, settings in found.items():
+        print(drafts, {name: round(cell["over_greedy"]["median"], 3) for name, cell in settings.items()}, flush=True)
+    write_results("sampling", {"rows": ROWS, "vocabularies": cells, "requests": REQUESTS, "engine": found})
+
+
+if __name__ == "__main__":
+    main()
