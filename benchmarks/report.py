@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from benchmarks import report_adaptive, report_drafting
 from benchmarks.report_drafting import read, table

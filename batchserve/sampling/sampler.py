@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from batchserve.sampling.argmax_kernel import best_tokens
-from batchserve.sampling.draw_kernel import draw_token
+from batchserve.sampling.draw_kernel import block_tops, draw_token
 from batchserve.sampling.logits import LOWEST_TEMPERATURE, least_allowed
 from batchserve.sampling.noise import stream_key
 
@@ -62,9 +62,9 @@ def sample_row(logits: np.ndarray, position: int, sampling: ResolvedSampling) ->
     """
     if not np.isfinite(logits.max()):
         return NO_TOKEN
-    temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
+    temperature, top_k, top_p, tops = sampling.temperature, sampling.top_k, sampling.top_p, block_tops(logits)
     # Noise is bounded: without the other two nothing is ruled out that could win.
     is_cut = top_k > 0 or top_p < 1.0
-    least = least_allowed(logits, temperature, top_k, top_p) if is_cut else -np.inf
+    least = least_allowed(logits, tops, temperature, top_k, top_p) if is_cut else -np.inf
     key = np.uint64(stream_key(sampling.seed, position))
-    return int(draw_token(logits, max(temperature, LOWEST_TEMPERATURE), least, key))
+    return int(draw_token(logits, tops, max(temperature, LOWEST_TEMPERATURE), least, key))
