@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from batchserve.sampling.draw_kernel import mix
 from batchserve.sampling.noise import GOLDEN
 
 TEMPERATURE_BINS = (0.3, 0.7, 1.2, float("inf"))  # upper ends
@@ -29,25 +30,18 @@ def noise_bin_of(temperature: float, num_weights: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def _mix(x):  # type: ignore[no-untyped-def]
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-@njit(cache=True, nogil=True)
 def stream_key(seed, position):  # type: ignore[no-untyped-def]
     """sampling.noise.stream_key, compiled."""
     golden = np.uint64(GOLDEN)
-    key = _mix(seed + golden)
-    key = _mix(key + np.uint64(position) * golden)
-    return _mix(key + golden)
+    key = mix(seed + golden)
+    key = mix(key + np.uint64(position) * golden)
+    return mix(key + golden)
 
 
 @njit(cache=True, nogil=True)
 def gumbel(key, token):  # type: ignore[no-untyped-def]
     """sampling.noise.gumbel, compiled, of one token."""
-    x = _mix((np.uint64(token) + np.uint64(1)) * np.uint64(GOLDEN) + key)
+    x = mix((np.uint64(token) + np.uint64(1)) * np.uint64(GOLDEN) + key)
     return -np.log(-np.log((np.float64(x >> np.uint64(32)) + 0.5) * 2.0**-32))
 
 

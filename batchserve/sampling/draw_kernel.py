@@ -23,7 +23,8 @@ _GOLDEN = np.uint64(GOLDEN)
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _mix(x):  # type: ignore[no-untyped-def]
+def mix(x):  # type: ignore[no-untyped-def]
+    """noise.mix, of uint64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -33,7 +34,7 @@ def _mix(x):  # type: ignore[no-untyped-def]
 def _draw(first, key, draws):  # type: ignore[no-untyped-def]
     """Fill in the 32 bits that noise.gumbel makes of each token from `first` on."""
     for i in range(draws.shape[0]):
-        draws[i] = _mix((first + np.uint64(i + 1)) * _GOLDEN + key) >> np.uint64(32)
+        draws[i] = mix((first + np.uint64(i + 1)) * _GOLDEN + key) >> np.uint64(32)
 
 
 @njit(cache=True, nogil=True)

@@ -9,7 +9,6 @@ GOLDEN = 0x9E3779B97F4A7C15
 # Draws have 32 bits, so the noise is bounded: -log(-log(u)) for u in [2^-33, 1 - 2^-33].
 LOWEST_NOISE = -3.1300
 HIGHEST_NOISE = 22.8739
-NOISE_RANGE = HIGHEST_NOISE - LOWEST_NOISE
 
 
 def mix(x: int) -> int:
