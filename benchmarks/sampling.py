@@ -2,8 +2,8 @@
 
     python -m benchmarks.sampling [--rounds 30]
 
-Logits are made up, bfloat16, of vocabularies as models have them: five tokens stand out of a bell curve. Milliseconds
-for 40 rows, as 16 requests with drafts reach in a step, the two in turn, on one thread. And tokens a second of the
+Logits are made up, bfloat16, of vocabularies as models have them: five tokens stand out of a bell curve, but in the
+last setting, whose nucleus has a good part of the vocabulary. Milliseconds for 40 rows, as 16 requests with drafts reach in a step, the two in turn, on one thread. And tokens a second of the
 bundled model at 16 requests, over those of greedy requests in the same rounds.
 """
 
@@ -34,6 +34,7 @@ SETTINGS = {
     "top_p 0.9": (0.7, 0, 0.9),
     "top_k 40, top_p 0.9": (0.7, 40, 0.9),
 }
+FLAT = "top_p 0.9, nothing stands out"
 REQUESTS, ANSWERS, TOKENS = 16, 48, 64
 
 
@@ -67,12 +68,13 @@ def ours(logits: torch.Tensor, sampling: ResolvedSampling) -> list[int]:
 def rows(vocab_size: int, rounds: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     found: dict[str, Any] = {}
-    for name, (temperature, top_k, top_p) in SETTINGS.items():
+    for name, (temperature, top_k, top_p) in {**SETTINGS, FLAT: (0.7, 0, 0.9)}.items():
         sampling = ResolvedSampling(temperature, top_k, top_p, 3, 1, frozenset())
         times: dict[Callable[..., list[int]], list[float]] = {ours: [], plain: []}
         for _ in range(rounds):
             logits = 2.5 * torch.randn(ROWS, vocab_size, generator=generator)
-            logits[:, torch.randint(vocab_size, (5,), generator=generator)] += 12.0
+            if name != FLAT:
+                logits[:, torch.randint(vocab_size, (5,), generator=generator)] += 12.0
             halves = logits.to(torch.bfloat16)
             given = []
             for contender, taken in times.items():

@@ -245,7 +245,7 @@ class MixtureDrafter(Drafter):
         self._free.append(state.slot)
         scope = state.scope
         scope.num_requests -= 1
-        if scope.writer == request_id:
+        if state.is_sharing and scope.writer == request_id:
             scope.writer = ""
             scope.index.separate()
             self._count(scope)

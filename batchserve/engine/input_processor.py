@@ -156,14 +156,13 @@ class InputProcessor:
         drafter = params.drafter or self._default_drafter
         limits = self._limits[drafter]
         references = self._tokenize_references(params.references)
-        if not params.is_enabled or limits.max_draft_tokens == 0:
-            if params.tpot_target_ms is not None:
-                raise InvalidRequestError(
-                    "INVALID_TPOT_TARGET_MS",
-                    "speculation.tpot_target_ms",
-                    params.tpot_target_ms,
-                    "unset: the request has no drafts that could be preferred",
-                )
+        has_drafts = params.is_enabled and limits.max_draft_tokens > 0 and params.max_draft_tokens != 0
+        if params.tpot_target_ms is not None and not has_drafts:
+            must_be = "unset: the request has no drafts that could be preferred"
+            raise InvalidRequestError(
+                "INVALID_TPOT_TARGET_MS", "speculation.tpot_target_ms", params.tpot_target_ms, must_be
+            )
+        if not has_drafts:
             return ResolvedSpeculation()
         tokens, length = params.max_draft_tokens, params.branch_length
         target_ms = self._default_tpot_target_ms if params.tpot_target_ms is None else params.tpot_target_ms

@@ -81,6 +81,7 @@ class CudaMemory:
 
 def build_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tuple[AttentionBackend, int]:
     """(backend, longest request in tokens). Raises ConfigError."""
+    say("preparing kernels (compiled at the first start, some seconds)")
     row_layout.compile_kernels()
     argmax_kernel.compile_kernels()
     draw_kernel.compile_kernels()
@@ -101,7 +102,6 @@ def _cpu_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tu
     if config.batch_invariant:
         check_batch_invariant(loaded, has_kernel)
     if has_kernel:
-        say("preparing attention kernels (compiled at the first start, some seconds)")
         compile_kernels(loaded.dtype)
     say(_described(config, total_tokens, allocator.bytes_per_token, max_model_len))
     backend = CpuBackend(allocator, _num_heads(loaded), has_kernel=has_kernel, batch_invariant=config.batch_invariant)

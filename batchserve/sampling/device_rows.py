@@ -104,7 +104,8 @@ def _edge(logits: torch.Tensor, params: RowParams, num_candidates: int) -> tuple
     everyone = logits.float()
     total = masses(everyone, everyone.double() / temperature).sum(dim=-1, keepdim=True)
     cumulative = masses(largest, processed).cumsum(dim=-1)
-    # Sums of the same numbers in another order differ by at most this: two edges that far apart must be one.
+    # Sums of the same exponentials in another order, by other means, differ by at most this: two edges that far apart
+    # must be one.
     slack = total * (vocab_size * 2.0**-52)
     first = (cumulative < top_p * total - slack).sum(dim=-1, keepdim=True)
     last = (cumulative < top_p * total + slack).sum(dim=-1, keepdim=True)

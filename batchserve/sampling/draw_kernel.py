@@ -162,11 +162,12 @@ def least_of_top_k(logits, tops, temperature, least, top_k):  # type: ignore[no-
 @njit(cache=True, nogil=True)
 def least_of_nucleus(logits, tops, temperature, least, top_p):  # type: ignore[no-untyped-def]
     """The least processed logit of the smallest set of the greatest, of those from `least` up, whose mass is top_p of
-    all of it. NaN where it is not among the MOST_SORTED greatest.
+    all of it. NaN where the set is so large that NumPy, whose sort is faster, should look for it.
     """
     reached, top = top_p * mass(logits, tops, temperature, least), np.float64(tops.max()) / temperature
     number = FEWEST_SORTED
-    while number <= MOST_SORTED:
+    # More than there are blocks would be all of them.
+    while number <= MOST_SORTED and (number <= tops.shape[0] or logits.shape[0] <= MOST_SORTED):
         ordered, total = np.sort(_processed(_likeliest(logits, tops, number), temperature, least)), 0.0
         for i in range(ordered.shape[0] - 1, -1, -1):
             total += math.exp(ordered[i] - top)

@@ -31,7 +31,7 @@ def process(logits: np.ndarray, temperature: float) -> np.ndarray:
 def least_allowed(logits: np.ndarray, tops: np.ndarray, temperature: float, top_k: int, top_p: float) -> float:
     """The least processed logit that may be sampled; see allowed_tokens. tops: draw_kernel.block_tops.
 
-    The vocabulary is sorted whole only where a nucleus has thousands of tokens.
+    Much of the vocabulary is sorted only where a nucleus has hundreds of tokens.
     """
     temperature = max(temperature, LOWEST_TEMPERATURE)
     least = float(tops.max()) / temperature - NEGLIGIBLE_NATS

@@ -227,7 +227,7 @@ def test_a_target_that_nothing_could_reach_for_is_refused(options: dict[str, Any
         EngineConfig(tpot_target_ms=20.0, **options)
 
 
-@pytest.mark.parametrize("options", [{"is_enabled": False}, {"drafter": "none"}])
+@pytest.mark.parametrize("options", [{"is_enabled": False}, {"drafter": "none"}, {"max_draft_tokens": 0}])
 def test_a_target_of_a_request_without_drafts_is_refused(options: dict[str, Any]) -> None:
     processor = make_processor(config=EngineConfig(drafter="trie", tpot_target_ms=40.0))
     assert submit(processor, **options).speculation.tpot_target_s is None, "the server's is for those who have drafts"

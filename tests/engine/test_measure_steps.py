@@ -148,6 +148,7 @@ def test_what_was_measured_is_read_again_for_the_same_key_only(machine: Machine,
     [
         "[" * 100_000,
         '{"rows": [1, 2], "seconds": [1%s, 1.0]}' % ("0" * 400),
+        '{"rows": [1, 1%s], "seconds": [0.1, 0.2]}' % ("0" * 400),
         '{"rows": [1.5, 2], "seconds": [0.1, 0.2]}',
         '{"rows": [true, 2], "seconds": [0.1, 0.2]}',
         '{"rows": [1, 2], "seconds": [0.1, 0.0]}',

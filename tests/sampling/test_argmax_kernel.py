@@ -35,7 +35,7 @@ def test_the_greatest_is_found_wherever_it_is(dtype: torch.dtype, vocab_size: in
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_pair_of_kinds_of_bits_is_ordered_as_the_numbers_are(dtype: torch.dtype) -> None:
-    """All exponents and signs with three mantissas, zeros, infinities and NaNs of both signs among them."""
+    """All exponents and signs with a few mantissas, zeros, infinities and NaNs of both signs among them."""
     bits = np.unique(np.arange(1 << 16, dtype=np.uint16) & np.uint16(0xFFC1)).view(np.int16)
     first, second = np.repeat(bits, len(bits)), np.tile(bits, len(bits))
     check(torch.from_numpy(np.stack([first, second], axis=1)).view(dtype))

@@ -88,7 +88,7 @@ def test_a_row_is_sampled_the_same_in_any_batch(dtype: torch.dtype) -> None:
         assert RowSampler(logits[row : row + 1]).token_at(0, 50 + row, params[row]) == expected[row]
 
 
-def test_pruning_by_the_noise_range_never_changes_the_winner() -> None:
+def test_leaving_out_what_cannot_win_never_changes_the_winner() -> None:
     """Over steep and flat distributions, against noise on the whole vocabulary."""
     rng = np.random.default_rng(5)
     everyone = np.arange(500)
@@ -99,12 +99,14 @@ def test_pruning_by_the_noise_range_never_changes_the_winner() -> None:
         assert sample_row(logits, position, sampling) == scores.argmax()
 
 
-@pytest.mark.parametrize("vocab_size", [1, 63, 64, 65, 3000, 20_000])
+@pytest.mark.parametrize(
+    ("vocab_size", "count"), [(1, 60), (63, 60), (64, 60), (65, 60), (3000, 60), (20_000, 60), (70_000, 12)]
+)
 @pytest.mark.parametrize("temperature", [0.05, 0.7, 1.5, 30.0])
-def test_a_draw_is_that_of_noise_for_every_allowed_token(vocab_size: int, temperature: float) -> None:
+def test_a_draw_is_that_of_noise_for_every_allowed_token(vocab_size: int, count: int, temperature: float) -> None:
     """By the literal definition, in float64; peaked and flat, masked, tied, with all of top_k and top_p."""
     rng = np.random.default_rng(vocab_size)
-    for position in range(60):
+    for position in range(count):
         logits = rng.standard_normal(vocab_size) * rng.choice([0.0, 0.3, 3.0])
         logits[rng.integers(vocab_size, size=5)] += rng.choice([0.0, 4.0, 15.0])
         logits[rng.random(vocab_size) < rng.choice([0.0, 0.3])] = -np.inf
