@@ -3,8 +3,9 @@
     python -m benchmarks.sampling [--rounds 30]
 
 Logits are made up, bfloat16, of vocabularies as models have them: five tokens stand out of a bell curve, but in the
-last setting, whose nucleus has a good part of the vocabulary. Milliseconds for 40 rows, as 16 requests with drafts reach in a step, the two in turn, on one thread. And tokens a second of the
-bundled model at 16 requests, over those of greedy requests in the same rounds.
+last setting, whose nucleus has a good part of the vocabulary. Milliseconds for 40 rows, as 16 requests with drafts
+reach in a step, the two in turn, on one thread. And tokens a second of the bundled model at 16 requests, over those of
+greedy requests in the same rounds.
 """
 
 from __future__ import annotations
