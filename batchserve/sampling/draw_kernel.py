@@ -18,7 +18,7 @@ BLOCK = 64  # logits of which the greatest is kept
 FEWEST_SORTED, MOST_SORTED = 16, 1024  # of the greatest logits, among which a nucleus is looked for
 SLACK = 4.0  # of 2^32 draws, for the rounding of an exponential
 LOG2_E, LN_2_HIGH, LN_2_LOW = math.log2(math.e), 6.93147180369123816490e-01, 1.90821492927058770002e-10
-T = tuple(1.0 / math.factorial(n) for n in range(14))
+TAYLOR = tuple(1.0 / math.factorial(n) for n in range(14))
 _GOLDEN = np.uint64(GOLDEN)
 
 
@@ -112,11 +112,11 @@ def _weigh(block, temperature, top, least, parts, powers):  # type: ignore[no-un
         x = max(processed - top, -50.0)
         whole = math.floor(x * LOG2_E + 0.5)
         r = (x - whole * LN_2_HIGH) - whole * LN_2_LOW
-        series = T[11] + r * (T[12] + r * T[13])
-        series = T[8] + r * (T[9] + r * (T[10] + r * series))
-        series = T[5] + r * (T[6] + r * (T[7] + r * series))
-        series = T[2] + r * (T[3] + r * (T[4] + r * series))
-        series = T[0] + r * (T[1] + r * series)
+        series = TAYLOR[11] + r * (TAYLOR[12] + r * TAYLOR[13])
+        series = TAYLOR[8] + r * (TAYLOR[9] + r * (TAYLOR[10] + r * series))
+        series = TAYLOR[5] + r * (TAYLOR[6] + r * (TAYLOR[7] + r * series))
+        series = TAYLOR[2] + r * (TAYLOR[3] + r * (TAYLOR[4] + r * series))
+        series = TAYLOR[0] + r * (TAYLOR[1] + r * series)
         parts[i] = series if processed >= least else 0.0
         powers[i] = (np.int64(whole) + 1023) << 52
 
