@@ -119,14 +119,18 @@ def test_nothing_of_a_step_stays_behind_on_the_host_or_waits(family: str) -> Non
     check_on_device(runner.launch(step_of(runner, "truncated", "sampled")))
 
 
-def test_what_waits_or_mixes_is_seen() -> None:
-    tensor = torch.zeros(3, device=META)
-    for mistake in (
-        lambda: tensor + torch.zeros(3),
-        lambda: tensor.index_copy_(0, torch.tensor([1]), torch.zeros(1)),
-        lambda: tensor.sum().item(),
-        lambda: bool((tensor > 0).any()),
-        lambda: torch.nonzero(tensor),
-    ):
-        with pytest.raises((RuntimeError, NotImplementedError)):
-            mistake()
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (lambda tensor: tensor + torch.zeros(3), "not on the expected device"),
+        (lambda tensor: torch.cat([tensor, torch.zeros(2)]), "not on the expected device"),
+        (lambda tensor: tensor.index_copy_(0, torch.tensor([1]), torch.zeros(1)), "in the same device"),
+        (lambda tensor: tensor.sum().item(), "cannot be called on meta tensors"),
+        (lambda tensor: bool((tensor > 0).any()), "cannot be called on meta tensors"),
+        (lambda tensor: torch.nonzero(tensor), "nonzero"),
+    ],
+    ids=["sum", "concatenation", "index", "item", "condition", "nonzero"],
+)
+def test_what_waits_or_mixes_is_seen(mistake: Callable[[torch.Tensor], Any], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        mistake(torch.zeros(3, device=META))

@@ -14,11 +14,18 @@ from tests.factories import examples
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-def check(logits: torch.Tensor) -> None:
+Found = tuple[list[int], list[bool]]
+
+
+def found(logits: torch.Tensor) -> Found:
     best, is_finite = best_tokens(logits)
+    return best.tolist(), is_finite.tolist()
+
+
+def expected(logits: torch.Tensor) -> Found:
     rows = logits.float().numpy()
-    assert best.tolist() == rows.argmax(axis=-1).tolist()
-    assert is_finite.tolist() == np.isfinite(rows[np.arange(len(rows)), best]).tolist()
+    best = rows.argmax(axis=-1)
+    return best.tolist(), np.isfinite(rows[np.arange(len(rows)), best]).tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -26,11 +33,12 @@ def check(logits: torch.Tensor) -> None:
 def test_the_greatest_is_found_wherever_it_is(dtype: torch.dtype, vocab_size: int) -> None:
     for seed in range(20):
         logits = torch.randn(7, vocab_size, generator=torch.Generator().manual_seed(seed)) * 10.0 - 8.0 * (seed % 3)
-        check(logits.to(dtype))
+        rows = logits.to(dtype)
+        assert found(rows) == expected(rows)
     for place in {0, vocab_size // 2, vocab_size - 1}:
         logits = torch.full((1, vocab_size), -3.0)
         logits[0, place] = -2.0
-        check(logits.to(dtype))
+        assert found(logits.to(dtype)) == ([place], [True])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -38,7 +46,8 @@ def test_every_pair_of_kinds_of_bits_is_ordered_as_the_numbers_are(dtype: torch.
     """All exponents and signs with a few mantissas, zeros, infinities and NaNs of both signs among them."""
     bits = np.unique(np.arange(1 << 16, dtype=np.uint16) & np.uint16(0xFFC1)).view(np.int16)
     first, second = np.repeat(bits, len(bits)), np.tile(bits, len(bits))
-    check(torch.from_numpy(np.stack([first, second], axis=1)).view(dtype))
+    pairs = torch.from_numpy(np.stack([first, second], axis=1)).view(dtype)
+    assert found(pairs) == expected(pairs)
 
 
 @examples(300)
@@ -53,12 +62,12 @@ def test_of_equals_the_first_and_nothing_that_is_no_number(
 ) -> None:
     logits = torch.full((2, 2 * BLOCK + 6), rest)
     logits[1, start : start + len(values)] = torch.tensor(values)
-    check(logits.to(dtype))
+    rows = logits.to(dtype)
+    assert found(rows) == expected(rows)
 
 
 def test_rows_that_do_not_lie_one_behind_the_other() -> None:
     logits = torch.randn(6, 3000).to(torch.bfloat16)
-    check(logits[::2])
-    check(logits[:, 100:2000])
-    check(logits[:, ::3])
+    for rows in (logits[::2], logits[:, 100:2000], logits[:, ::3]):
+        assert found(rows) == expected(rows)
     assert best_tokens(logits[:0])[0].shape == (0,)
