@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +22,7 @@ MIN_TARGET_MS = 0.001
 ITL_INFLATION = 1.25  # of a running request's inter-token latency, by what others have in its steps
 MAX_RECEIVE_BYTES = (1 << 31) - 1  # gRPC counts them in an int
 MiB = 1 << 20
+MAX_THREADS = 4 * (os.cpu_count() or 1)  # OpenMP ends the process where it cannot start as many as it is told to
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class DraftConfig:
             _at_least(name, getattr(self, name), 1)
         _at_least("jacobi_ngram", self.jacobi_ngram, 2)
         weight = self.trie_prompt_weight
-        if weight is not None and not (isinstance(weight, int | float) and 0 < weight < float("inf")):
+        if weight is not None and not (isinstance(weight, int | float) and 0 < weight <= sys.float_info.max):
             raise ConfigError(f"trie_prompt_weight = {weight!r}: must be a finite number > 0")
         if self.max_draft_bytes < self.max_scope_bytes:
             raise ConfigError(
@@ -168,6 +170,10 @@ class EngineConfig:
         for name in ("branch_length", "prefill_chunk_size", "max_model_len", "kv_cache_memory", "num_threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
+        if self.num_threads is not None and self.num_threads > MAX_THREADS:
+            raise ConfigError(f"num_threads = {self.num_threads}: must be at most {MAX_THREADS}, 4 for each processor")
+        if not isinstance(self.draft, DraftConfig):
+            raise ConfigError(f"draft = {self.draft!r}: must be a DraftConfig")
         if self.decoding_length is not None:
             _at_least("decoding_length", self.decoding_length, 0)
         if not is_scope_name(self.default_draft_scope):
@@ -277,7 +283,7 @@ def _at_least(name: str, value: object, bound: int) -> None:
 def _number(name: str, value: object, bound: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{name} = {value!r}: must be a number")
-    if not bound <= value < float("inf"):
+    if not bound <= value <= sys.float_info.max:
         raise ConfigError(f"{name} = {value}: must be finite and at least {bound:g}")
 
 

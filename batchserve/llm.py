@@ -103,7 +103,9 @@ class LLM:
     ) -> list[Request]:
         params = _one_each("sampling_params", sampling_params, SamplingParams, len(prompts))
         speculations = _one_each("speculation", speculation, SpeculationParams, len(prompts))
-        shared = int(priority) if isinstance(priority, numbers.Integral) else priority  # NumPy's are integers, too
+        shared = priority
+        if isinstance(priority, numbers.Integral) and not isinstance(priority, bool):  # NumPy's are integers, too
+            shared = int(priority)
         priorities = _one_each("priority", shared, int, len(prompts))
         requests = []
         for prompt, param, drafting, first in zip(prompts, params, speculations, priorities, strict=True):
@@ -117,7 +119,7 @@ class LLM:
 
 def _one_each(field: str, value: T | Sequence[T] | None, kind: type[T], count: int) -> list[T]:
     if value is None or isinstance(value, kind):
-        return [value or kind()] * count
+        return [kind() if value is None else value] * count
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise InvalidRequestError(
             f"INVALID_{field.upper()}", field, value, f"one {kind.__name__}, or one for each prompt"
@@ -135,7 +137,9 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
         raise InvalidRequestError("INVALID_PROMPT", "prompts", prompts, "text, token ids, or a list of these")
     # NumPy's arrays and PyTorch's tensors have elements that are no integers to isinstance.
-    items: list[Any] = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
+    items: Any = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
+    if not isinstance(items, list):  # an array without a dimension
+        raise InvalidRequestError("INVALID_PROMPT", "prompts", prompts, "text, token ids, or a list of these")
     if items and isinstance(items[0], numbers.Integral):
         return [items]
     return items

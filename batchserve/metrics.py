@@ -20,7 +20,7 @@ COUNTERS = {
     "decoding_requests_total": "Requests that decoded, summed over steps; draft rows over these is the mean K.",
     "step_seconds_total": "Time in forward and verification.",
     "draft_tokens_total": "Draft tokens verified.",
-    "accepted_draft_tokens_total": "Draft tokens accepted.",
+    "accepted_draft_tokens_total": "Draft tokens accepted, before stop strings are searched for.",
     "verify_steps_total": "Verifications of one request in one step.",
     "prefix_queried_tokens_total": "Prompt tokens of requests that were begun and may share a prefix's K/V.",
     "prefix_hit_tokens_total": "Those of them whose K/V was cached.",
@@ -35,6 +35,12 @@ GAUGES = {  # of the last step that decoded; all but the first are the adaptive 
     "predicted_step_seconds": "What a step was predicted to take without drafting; the last that was learned from.",
     "actual_step_seconds": "What that step took, from its beginning to its commit, drafting included.",
     "step_time_factor": "How much slower than when it was measured the machine is: the fast correction of step times.",
+}
+LOAD = {  # gauges, read when they are asked for
+    "requests_running": "Requests that have K/V memory.",
+    "requests_waiting": "Requests that wait for a place or for K/V memory, those that were preempted included.",
+    "kv_used_tokens": "Tokens that running requests have K/V memory for; cached prefixes give way to them.",
+    "kv_total_tokens": "Tokens that there is K/V memory for.",
 }
 EDGES = {  # counters by drafter and depth; the adaptive decoding length's, and absent without it
     "tested_edges_total": "Draft edges scored against the tokens that came, verified or not.",
@@ -53,7 +59,8 @@ HISTOGRAMS = {  # upper bounds in seconds
         (0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0),
     ),
     "inter_token_latency_seconds": (
-        "Time since a request's step before; n tokens of one step count as n of an n-th each.",
+        "Time since a request's step before; n tokens of one step count as n of an n-th each. Before stop strings are "
+        "searched for: tokens behind one count, too.",
         (0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0),
     ),
 }
@@ -98,12 +105,13 @@ class Histogram:
 class EngineMetrics:
     """Figures of one engine, written by its thread, read by anyone who holds the lock.
 
-    acceptance: by drafter; a function, as what it returns is asked for far less often than it changes.
+    acceptance (by drafter) and load are functions, as what they return is asked for far less often than it changes.
     """
 
     values: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0.0))
     gauges: dict[str, float] = field(default_factory=dict)
     acceptance: Callable[[], dict[str, Acceptance]] = dict
+    load: Callable[[], dict[str, float]] = dict
     histograms: dict[str, Histogram] = field(
         default_factory=lambda: {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
     )
@@ -112,7 +120,7 @@ class EngineMetrics:
     def snapshot(self) -> dict[str, float]:
         """Counters, and gauges that have been set."""
         with self.lock:
-            return {**self.values, **self.gauges}
+            return {**self.values, **self.gauges, **self.load()}
 
     def _add(self, **amounts: float) -> None:
         for name, amount in amounts.items():

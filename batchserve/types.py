@@ -61,7 +61,10 @@ def _tuple_of(path: str, values: object, kind: type) -> tuple[Any, ...]:
         return ()
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise InvalidRequestError(f"INVALID_{path.split('.')[-1].upper()}", path, values, "a list")
-    items = tuple(values)
+    try:
+        items = tuple(values)
+    except TypeError:  # arrays without a dimension say that they can be gone through
+        raise InvalidRequestError(f"INVALID_{path.split('.')[-1].upper()}", path, values, "a list") from None
     if set(map(type, items)) <= {kind}:  # ten times as fast, and references are long
         return items
     for i, item in enumerate(items):
@@ -181,10 +184,10 @@ class SpeculationParams:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InvalidRequestError(f"INVALID_{name.upper()}", path, value, f">= {least}")
-        if self.drafter not in ("", *DRAFTERS):
+        if not isinstance(self.drafter, str) or self.drafter not in ("", *DRAFTERS):
             names = ", ".join(DRAFTERS)
             raise InvalidRequestError("UNKNOWN_DRAFTER", "speculation.drafter", self.drafter, f"one of {names}")
-        if self.draft_scope != "" and not is_scope_name(self.draft_scope):
+        if not isinstance(self.draft_scope, str) or (self.draft_scope and not is_scope_name(self.draft_scope)):
             raise InvalidRequestError("INVALID_DRAFT_SCOPE", "draft_scope", self.draft_scope, SCOPE_NAME_BOUND)
         object.__setattr__(self, "references", _references(self.references))
 
@@ -194,7 +197,10 @@ def _references(values: object) -> tuple[str | tuple[int, ...], ...]:
         return () if values is None else (values,)
     if isinstance(values, bytes) or not isinstance(values, Iterable):
         raise InvalidRequestError("INVALID_REFERENCES", "references", values, "a list of texts or token ids")
-    items = tuple(values)
+    try:
+        items = tuple(values)
+    except TypeError:  # see _tuple_of
+        raise InvalidRequestError("INVALID_REFERENCES", "references", values, "a list of texts or token ids") from None
     if len(items) > MAX_REFERENCES:
         raise InvalidRequestError("TOO_MANY_REFERENCES", "references", len(items), f"at most {MAX_REFERENCES}")
     references = tuple(_reference(i, item) for i, item in enumerate(items))

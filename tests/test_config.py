@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from batchserve.config import MAX_SCOPE_CHARS, DraftConfig, EngineConfig, ServerConfig
+from batchserve.config import MAX_SCOPE_CHARS, MAX_THREADS, DraftConfig, EngineConfig, ServerConfig
 from batchserve.errors import ConfigError
 
 
@@ -53,6 +53,10 @@ from batchserve.errors import ConfigError
         {"adaptive": "no"},
         {"batch_invariant": "no"},
         {"prefix_cache": 1},
+        {"num_threads": MAX_THREADS + 1},
+        {"max_itl_ms": 10**400},
+        {"draft": None},
+        {"draft": {}},
         {"trust_remote_code": 0},
         {"wait_for_drafter": None},
         {"max_num_seqs": 64, "max_num_batched_tokens": 64},  # prefill would stand still while all decode
@@ -91,6 +95,7 @@ def test_the_bounds_themselves_are_inside(options: dict[str, Any]) -> None:
         {"trie_prompt_weight": 0.0},
         {"trie_prompt_weight": float("nan")},
         {"trie_prompt_weight": "much"},
+        {"trie_prompt_weight": 10**400},
         {"trie_min_retrieved_tokens": 0},
         {"reference_min_match": 0},
         {"reference_copy_length": 0},

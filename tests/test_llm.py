@@ -133,7 +133,7 @@ def test_every_prompt_may_have_its_own_priority(llm: LLM, answers: list[RequestO
     assert len(generate(llm, prompts[:2], priority=np.int64(5))) == 2
 
 
-@pytest.mark.parametrize("priority", ["high", 1.5, [0, 1001], [0, True], [1], [[1], [2]]], ids=str)
+@pytest.mark.parametrize("priority", ["high", 1.5, True, [0, 1001], [0, True], [1], [[1], [2]]], ids=str)
 def test_what_is_no_priority_is_refused_by_name(llm: LLM, priority: object) -> None:
     with pytest.raises(InvalidRequestError, match="priority = "):
         generate(llm, TEXTS[:2], priority=priority)
@@ -219,13 +219,15 @@ def test_one_invalid_prompt_among_valid_ones_runs_nothing(llm: LLM, bad: object)
     assert not llm._core.has_work
 
 
-@pytest.mark.parametrize("prompts", [None, 5, 1.5, b"text", [b"text"], {"prompt": "text"}, [None], [[5, [6]]]])
+@pytest.mark.parametrize(
+    "prompts", [None, 5, 1.5, b"text", [b"text"], {"prompt": "text"}, [None], [[5, [6]]], np.array(5), torch.tensor(5)]
+)
 def test_what_is_no_prompt_is_refused_by_name(llm: LLM, prompts: object) -> None:
     with pytest.raises(InvalidRequestError, match=r"prompts|token_ids"):
         generate(llm, prompts)
 
 
-@pytest.mark.parametrize("wrong", [5, "greedy", {"temperature": 0}, [None], [{"temperature": 0}]])
+@pytest.mark.parametrize("wrong", [0, 5, "greedy", {"temperature": 0}, [None], [{"temperature": 0}]])
 @pytest.mark.parametrize("field", ["sampling_params", "speculation"])
 def test_what_are_no_parameters_is_refused_by_name(llm: LLM, field: str, wrong: object) -> None:
     with pytest.raises(InvalidRequestError, match=field):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from batchserve.attention.cuda_toolkit import name_toolkit
 from batchserve.attention.flashinfer_mask import packed_mask
 from batchserve.attention.flashinfer_variant import variant_arguments, variant_run_arguments
 from batchserve.attention.step_buffer import BufferRing
@@ -337,6 +338,7 @@ def load_wrapper() -> WrapperFactory:
         needed = ", ".join(f"{name} {version}" for name, version in VERSIONS.items())
         found = ", ".join(f"{name} {version}" for name, version in installed.items())
         raise ConfigError(f"FlashInfer attention needs {needed} (pip install 'batchserve[cuda]'); installed: {found}")
+    name_toolkit()
     try:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
     except (ImportError, OSError, RuntimeError) as error:  # a library that is missing, a GPU that is not known

@@ -21,7 +21,15 @@ from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope,
 from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.draft.mixture_batch import NUM_WEIGHTS, REQUEST, accept_all, begin_request, grow_all, scope_card
 from batchserve.draft.mixture_batch import compile_kernels as compile_kernels
-from batchserve.draft.mixture_kernels import NODE, SCRATCH, count_common, initial_weights, make_common
+from batchserve.draft.mixture_kernels import (
+    NODE,
+    OCCURRENCE,
+    ROOM,
+    SCRATCH,
+    count_common,
+    initial_weights,
+    make_common,
+)
 from batchserve.draft.mixture_noise import noise_bin_of
 from batchserve.draft.text_index import BYTES_PER_TOKEN, MIN_CAPACITY, START, TextIndex
 from batchserve.errors import ConfigError
@@ -34,6 +42,7 @@ SHARED_AT_ONCE = 32  # published tokens of one request that wait for being writt
 CONTEXT = 8  # tokens repeated before such a piece, so that its beginning has a context, too
 SCOPE_BYTES = 16 << 10  # what a scope is counted for beside its text: weights, the commonest tokens
 MIN_SCOPE_BYTES = MIN_CAPACITY * BYTES_PER_TOKEN + SCOPE_BYTES
+REQUEST_BYTES = NODE.itemsize + ROOM * OCCURRENCE.itemsize  # what a request takes beside its text
 LATE_LEARNED = 2  # tokens
 UNBOUNDED = 1 << 40  # a request's own text is bounded by its context
 FORMAT, VERSION = "batchserve-drafts", 1
@@ -74,6 +83,7 @@ class _RequestState:
     scope: _Scope  # nobody else's, and never written to, where nothing is shared
     is_sharing: bool
     root: np.ndarray = field(default_factory=lambda: np.zeros(1, NODE))
+    found: np.ndarray = field(default_factory=lambda: np.empty(ROOM, OCCURRENCE))  # the root's occurrences
     published: list[int] = field(default_factory=list)  # not yet written to the scope
     context: list[int] = field(default_factory=list)  # the last CONTEXT tokens that were
 
@@ -83,7 +93,7 @@ class MixtureDrafter(Drafter):
 
     A scope takes at most max_scope_bytes; there its oldest text is overwritten. All scopes together take at most
     max_total_bytes (and, for a new scope of a request that runs, some tens of kilobytes): scopes that nobody uses go
-    first, then none grows. A request's own text takes BYTES_PER_TOKEN a token, and NODE beside, until it ends.
+    first, then none grows. A request's own text takes BYTES_PER_TOKEN a token, and REQUEST_BYTES beside, until it ends.
     is_using_noise=False drafts sampled requests as if they were greedy (to measure what the noise gains).
     """
 
@@ -109,8 +119,14 @@ class MixtureDrafter(Drafter):
         self._scope_bytes = 0  # of all of them
         self._table = np.zeros(0, REQUEST)
         self._free: list[int] = []  # rows of the table
-        self._nodes, self._scratch = np.zeros(1, NODE), np.zeros(1, SCRATCH)
-        self._is_verified = np.ones(1, np.bool_)  # as many as nodes
+        self._scratch = np.zeros(1, SCRATCH)
+        self._is_verified = np.zeros(0, np.bool_)
+        self._make_nodes(1)
+
+    def _make_nodes(self, count: int) -> None:
+        """Work memory of the largest tree; what is not used of it is address space only."""
+        self._nodes, self._room = np.zeros(count, NODE), np.empty(count * ROOM, OCCURRENCE)
+        self._scratch["room"] = self._room.ctypes.data
 
     def start(self, request: DraftRequest) -> None:
         if request.request_id in self._requests:
@@ -120,12 +136,14 @@ class MixtureDrafter(Drafter):
         for text in texts:
             own.separate()
             own.append(text)
+        own.begin_answer()
         # What may be refused comes before anything is taken.
         noise_bin = noise_bin_of(request.temperature if self._is_using_noise else 0.0, NUM_WEIGHTS)
         position, seed = len(request.prompt_token_ids), np.uint64(request.seed)
         scope = self._open(request.scope) if request.scope is not None else _Scope(TextIndex(1))
         state = _RequestState(self._new_slot(), own, scope, request.scope is not None)
-        begin_request(self._table, state.slot, own.address, scope.card, state.root, position, noise_bin, seed)
+        where = (own.address, scope.card, state.root, state.found)
+        begin_request(self._table, state.slot, *where, position, noise_bin, seed)
         self._requests[request.request_id] = state
 
     def _new_slot(self) -> int:
@@ -153,9 +171,12 @@ class MixtureDrafter(Drafter):
     def propose_all(self, queries: DraftQueries) -> DraftForest:
         slots = self._slots(queries.request_ids)
         starts = np.zeros(len(slots) + 1, np.int64)
-        size = sum(max(0, most) for most in queries.bounds[:, 0].tolist())
-        if len(self._nodes) < size:
-            self._nodes, self._is_verified = np.zeros(size, NODE), np.ones(size, np.bool_)
+        wanted = [max(0, most) for most in queries.bounds[:, 0].tolist()]
+        size = sum(wanted)
+        if len(self._nodes) < (largest := max(wanted, default=0)):
+            self._make_nodes(largest)
+        if len(self._is_verified) < size:
+            self._is_verified = np.ones(size, np.bool_)
         links, probs, bounds = np.empty((3, size), np.int64), np.empty(size), (queries.bounds, queries.min_probs)
         grow_all(self._table, slots, bounds, self._branch_length, self._nodes, self._scratch, starts, links, probs)
         end = int(starts[-1])
@@ -265,7 +286,7 @@ class MixtureDrafter(Drafter):
             self._drop(scope)
 
     def memory_bytes(self) -> int:
-        own = sum(state.own.nbytes + NODE.itemsize for state in self._requests.values())
+        own = sum(state.own.nbytes + REQUEST_BYTES for state in self._requests.values())
         return own + sum(scope.nbytes for scope in self._scopes.values())
 
     def save(self, path: Path, fingerprint: str) -> None:

@@ -15,7 +15,9 @@ from batchserve.draft.mixture_growth import grow, root_visits
 from batchserve.draft.mixture_kernels import (
     NODE,
     NUM_COMMON,
+    OCCURRENCE,
     OWN,
+    ROOM,
     SCOPE,
     SCRATCH,
     count_common,
@@ -52,9 +54,13 @@ def scope_card(
 
 
 @njit(cache=True, nogil=True)
-def begin_request(table, slot, own, card, root, position, noise_bin, seed):  # type: ignore[no-untyped-def]
-    """Fill a row of the table: of a request whose answer begins at `position`, and whose arrays these are."""
+def begin_request(table, slot, own, card, root, found, position, noise_bin, seed):  # type: ignore[no-untyped-def]
+    """Fill a row of the table: of a request whose answer begins at `position`, and whose arrays these are.
+
+    found: ROOM OCCURRENCEs, the root's.
+    """
     request = table[slot]
+    root[0].at[OWN] = found.ctypes.data
     request.own, request.scope, request.root = own.ctypes.data, card.ctypes.data, root.ctypes.data
     request.is_root_known, request.num_output, request.next_position = 0, 0, position
     request.noise_bin, request.seed = noise_bin, seed
@@ -148,10 +154,12 @@ def compile_kernels() -> None:
     index.append(tokens)
     count_common(common, tokens)
     root, nodes, scratch = np.zeros(1, NODE), np.zeros(2, NODE), np.zeros(1, SCRATCH)
+    found, room = np.zeros(ROOM, OCCURRENCE), np.zeros(2 * ROOM, OCCURRENCE)
+    scratch["room"] = room.ctypes.data
     card = np.array(scope_card(index, common, weights, seen))
     table, slots, starts = np.zeros(1, REQUEST), np.zeros(1, np.int64), np.array([0, 1])
     noise_bin, seed = noise_bin_of(1.0, NUM_WEIGHTS), np.uint64(0)
-    begin_request(table, 0, index.address, card, root, 5, noise_bin, seed)
+    begin_request(table, 0, index.address, card, root, found, 5, noise_bin, seed)
     accept_all(table, slots, starts, tokens[:1], 1, 0, nodes, scratch)
     links, probs = np.zeros((3, 2), np.int64), np.zeros(2)
     grow_all(table, slots, (np.array([[2, 2, 2]]), np.zeros(1)), 2, nodes, scratch, starts, links, probs)

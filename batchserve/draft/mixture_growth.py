@@ -7,7 +7,9 @@ import numpy as np
 from numba import njit
 
 from batchserve.draft.mixture_kernels import (
+    BYTES,
     FEWEST_VISITS,
+    MAX_OCCURRENCES,
     OWN,
     PATH,
     SCOPE,
@@ -16,12 +18,13 @@ from batchserve.draft.mixture_kernels import (
     clear,
     find_at_root,
     find_followers,
+    occurrence,
     read_recent,
     spread,
     weigh,
 )
 from batchserve.draft.mixture_noise import stream_key, tilt
-from batchserve.draft.text_index import MAX_MATCH, NEWEST
+from batchserve.draft.text_index import ANSWER, MAX_MATCH, NEWEST
 
 MIN_PROB = 1e-4  # a less likely node is not worth its row on any machine
 # Occurrences that are looked at: many once a tree, for its root, where most is decided; fewer for each of its nodes,
@@ -42,14 +45,15 @@ def _go_on(source, s, token, parent, node):  # type: ignore[no-untyped-def]
     """The occurrences of a node's parent in source s that go on with its `token`, in their order."""
     text, _, _, meta = source
     capacity, newest, count = text.shape[0], meta[NEWEST], 0
+    at, above = node.at[s], parent.at[s]
     for i in range(parent.num[s]):
-        slot = parent.slots[s, i]
-        if parent.followers[s, i] != token or slot == newest:
+        known = occurrence(above, i)
+        if known.follower != token or known.slot == newest:
             continue
-        behind = slot + 1 if slot + 1 < capacity else 0
-        if text[behind] >= 0:
-            node.slots[s, count], node.followers[s, count] = behind, text[behind]
-            node.lengths[s, count] = min(parent.lengths[s, i] + 1, MAX_MATCH)
+        behind = known.slot + 1 if known.slot + 1 < capacity else 0
+        if text[behind] >= 0 and behind != meta[ANSWER]:
+            each = occurrence(at, count)
+            each.slot, each.follower, each.length = behind, text[behind], min(known.length + 1, MAX_MATCH)
             count += 1
     node.num[s] = count
 
@@ -79,20 +83,24 @@ def _expand_root(own, scope, visits, weights, cut, node, work):  # type: ignore[
 
 
 @njit(cache=True, nogil=True)
-def _expand_node(own, scope, node, parent, token, visits, weights, cut, work):  # type: ignore[no-untyped-def]
+def _expand_node(own, scope, node, parent, token, visits, weights, cut, work, room):  # type: ignore[no-untyped-def]
     """Ask the experts of the path that ends with `token`: what went on from its parent's occurrences, and, if that
     leaves enough, other occurrences of the token alone, which the parent could not know of.
+
+    Occurrences go to address `room`; returns the address behind them.
     """
     node.path[:, 0] = token
     node.path[:, 1:] = parent.path[:, :-1]
+    node.at[OWN] = room
     _go_on(own, OWN, token, parent, node)
+    node.at[SCOPE] = room + BYTES * min(node.num[OWN] + visits, MAX_OCCURRENCES)
     _go_on(scope, SCOPE, token, parent, node)
     weigh(node, work, weights, cut, -1)
-    if work.left < cut:
-        return
-    find_followers(own, node.path[OWN], 0, 2, visits, node, OWN)
-    find_followers(scope, node.path[SCOPE], 0, 2, visits, node, SCOPE)
-    weigh(node, work, weights, cut, -1)
+    if work.left >= cut:
+        find_followers(own, node.path[OWN], 0, 2, visits, node, OWN)
+        find_followers(scope, node.path[SCOPE], 0, 2, visits, node, SCOPE)
+        weigh(node, work, weights, cut, -1)
+    return node.at[SCOPE] + BYTES * node.num[SCOPE]
 
 
 @njit(cache=True, nogil=True)
@@ -109,6 +117,7 @@ def grow(own, scope, common, num_output, noise, bounds, weights, root, nodes, sc
     max_tokens, max_depth, min_prob = bounds
     min_prob = max(MIN_PROB, min_prob)
     frontier, work = np.empty(max_tokens + 1, CANDIDATE), scratch[0]
+    room = work.room
     tree_tokens, tree_parents, tree_depths = links[0], links[1], links[2]
     visits = root_visits(max_tokens)
     node_visits = min(MOST_NODE_VISITS, max(FEWEST_NODE_VISITS, max_tokens))
@@ -128,7 +137,7 @@ def grow(own, scope, common, num_output, noise, bounds, weights, root, nodes, sc
             else:
                 above = root[0] if tree_parents[node] < 0 else nodes[tree_parents[node]]
                 token = tree_tokens[node]
-                _expand_node(own, scope, here, above, token, node_visits, weights, cut, work)
+                room = _expand_node(own, scope, here, above, token, node_visits, weights, cut, work, room)
             spread(here, work)
             if work.left >= cut and common[2][1] > 0:
                 add_common(common, work, cut, -1)

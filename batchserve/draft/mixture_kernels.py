@@ -13,8 +13,9 @@ section 4.2) drafts from.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+from numba import carray, njit
 
+from batchserve.addresses import as_pointer
 from batchserve.draft.mixture_noise import NUM_NOISE_BINS
 from batchserve.draft.text_index import (
     FILLED,
@@ -47,18 +48,24 @@ PATH = 2  # tokens at the end of a node's path that are kept: enough to tell a c
 # Work memory is arrays of records, not tuples of arrays: Numba counts references to each array of a tuple wherever it
 # is handed on, which took a third of a draft's time. It does not count those to records: whoever calls a kernel owns
 # their array, for one that is made in a kernel may be freed while a record of it is still used.
-NODE = np.dtype(  # what is known of one node of a tree; [source, ...]
+OCCURRENCE = np.dtype(  # of a path: where the token behind it is, that token, and how long the match is
+    [("slot", np.int32), ("follower", np.int32), ("length", np.int32)]
+)
+# What is known of one node of a tree; [source, ...]. Most have few occurrences: those of all nodes lie behind each
+# other, so that a tree stays within the first caches.
+NODE = np.dtype(
     [
-        ("slots", np.int32, (2, MAX_OCCURRENCES)),  # of the tokens behind the occurrences of its path, longest first
-        ("lengths", np.int32, (2, MAX_OCCURRENCES)),  # of these matches
-        ("followers", np.int32, (2, MAX_OCCURRENCES)),  # the tokens
+        ("at", np.int64, (2,)),  # address of the first of its occurrences, longest first; at most MAX_OCCURRENCES
         ("num", np.int64, (2,)),
         ("path", np.int32, (2, PATH)),  # its last tokens, the newest first
     ],
     align=True,
 )
+BYTES = OCCURRENCE.itemsize
+ROOM = 2 * MAX_OCCURRENCES  # occurrences that one node may have
 SCRATCH = np.dtype(
     [
+        ("room", np.int64),  # address of ROOM occurrences for each node of the largest tree
         ("recent", np.int32, (2, MAX_MATCH)),
         ("spare", np.int32, (2, MAX_OCCURRENCES)),
         # The experts of a node (see weigh), and what they have left of the probability.
@@ -106,6 +113,12 @@ def _count_bin(count):  # type: ignore[no-untyped-def]
     return 4 if count <= 29 else 5
 
 
+@njit(cache=True, nogil=True, inline="always")
+def occurrence(at, i):  # type: ignore[no-untyped-def]
+    """The i-th of the occurrences from address `at` on."""
+    return carray(as_pointer(at + BYTES * i), 1, OCCURRENCE)[0]
+
+
 @njit(cache=True, nogil=True)
 def _sort_by_length(slots, lengths, count, spare):  # type: ignore[no-untyped-def]
     """Stable, longest first."""
@@ -133,28 +146,32 @@ def _sort_by_length(slots, lengths, count, spare):  # type: ignore[no-untyped-de
 def find_followers(source, recent, order, longest, visits, node, s):  # type: ignore[no-untyped-def]
     """Add what find_occurrences finds in source s to a node, with the tokens behind, which are looked at repeatedly."""
     text, prev, head, meta = source
-    known = node.num[s]
-    count = find_occurrences(
-        text, prev, head, meta, recent, order, longest, visits, node.slots[s], node.lengths[s], known
-    )
+    known, at = node.num[s], node.at[s]
+    found = carray(as_pointer(at), MAX_OCCURRENCES, OCCURRENCE)
+    count = find_occurrences(text, prev, head, meta, recent, order, longest, visits, found.slot, found.length, known)
     for i in range(known, count):
-        node.followers[s, i] = text[node.slots[s, i]]
+        each = occurrence(at, i)
+        each.follower = text[each.slot]
     node.num[s] = count
 
 
 @njit(cache=True, nogil=True)
 def find_at_root(source, visits, node, s, work):  # type: ignore[no-untyped-def]
-    """The occurrences of the text's end (work.recent) in source s, longest first."""
+    """The occurrences of the text's end (work.recent) in source s, longest first; SCOPE's lie behind those of OWN."""
     text, prev, head, meta = source
-    slots, lengths, recent = node.slots[s], node.lengths[s], work.recent[s]
+    if s == SCOPE:
+        node.at[SCOPE] = node.at[OWN] + BYTES * node.num[OWN]
+    at, recent = node.at[s], work.recent[s]
+    found = carray(as_pointer(at), MAX_OCCURRENCES, OCCURRENCE)
     count, longest = 0, MAX_MATCH + 1
     for o in range(NUM_ORDERS - 1, -1, -1):
         most = visits if o < NUM_ORDERS - 1 else LONG_VISITS
-        count = find_occurrences(text, prev, head, meta, recent, o, longest, most, slots, lengths, count)
+        count = find_occurrences(text, prev, head, meta, recent, o, longest, most, found.slot, found.length, count)
         longest = ORDERS[o]
-    _sort_by_length(slots, lengths, count, work.spare)
+    _sort_by_length(found.slot, found.length, count, work.spare)
     for i in range(count):
-        node.followers[s, i] = text[slots[i]]
+        each = occurrence(at, i)
+        each.follower = text[each.slot]
     node.num[s] = count
 
 
@@ -195,13 +212,13 @@ def weigh(node, work, weights, least, target):  # type: ignore[no-untyped-def]
         s = OWN
         if state[OWN, AT] >= node.num[OWN] or (
             state[SCOPE, AT] < node.num[SCOPE]
-            and node.lengths[SCOPE, state[SCOPE, AT]] > node.lengths[OWN, state[OWN, AT]]
+            and occurrence(node.at[SCOPE], state[SCOPE, AT]).length > occurrence(node.at[OWN], state[OWN, AT]).length
         ):
             s = SCOPE
-        at = state[s, AT]
-        length = node.lengths[s, at]
-        while at < node.num[s] and node.lengths[s, at] == length:
-            token = node.followers[s, at]
+        at, begin, num = state[s, AT], node.at[s], node.num[s]
+        length = occurrence(begin, at).length
+        while at < num and occurrence(begin, at).length == length:
+            token = occurrence(begin, at).follower
             # More than two distinct followers are all the same to the bins.
             if state[s, DISTINCT] == 0 or (state[s, DISTINCT] == 1 and token != state[s, FIRST]):
                 state[s, SECOND if state[s, DISTINCT] else FIRST] = token
@@ -228,16 +245,16 @@ def weigh(node, work, weights, least, target):  # type: ignore[no-untyped-def]
 def spread(node, work):  # type: ignore[no-untyped-def]
     """Give every follower its part of the experts' shares: one pass over the occurrences, the weakest expert first."""
     for s in range(2):
-        share, end = 0.0, 0
+        share, end, at = 0.0, 0, node.at[s]
         for i in range(work.num_experts - 1, -1, -1):
             if work.spans[i, 0] != s:
                 continue
             for j in range(work.spans[i, 1], end):
-                add_prob(work, node.followers[s, j], share)
+                add_prob(work, occurrence(at, j).follower, share)
             share += work.shares[i]
             end = work.spans[i, 1]
         for j in range(end):
-            add_prob(work, node.followers[s, j], share)
+            add_prob(work, occurrence(at, j).follower, share)
 
 
 @njit(cache=True, nogil=True)

@@ -47,6 +47,7 @@ def accept_tokens(  # type: ignore[no-untyped-def]
         if i >= count - most_learned and (i == 0 or not is_ripe or (num_output + i) % ONE_IN == 0):
             if i > 0 or not is_root_known:
                 node = nodes[0]
+                node.at[OWN] = work.room
                 read_recent(own, num_output + i, work.recent)
                 find_at_root(own, FEWEST_VISITS, node, OWN, work)
                 find_at_root(scope, FEWEST_VISITS, node, SCOPE, work)

@@ -27,8 +27,9 @@ SEPARATOR = -1  # stands between texts: no context crosses it
 START = -2  # begins a text: a context may reach back to it, not beyond
 BYTES_PER_TOKEN = 4 + NUM_ORDERS * (4 + 4)
 MIN_CAPACITY = 1024
-# Slots of `meta`: newest slot, filled slots, tokens since the last separator, buckets of each order that are in use.
-NEWEST, FILLED, RUN, BUCKETS = range(4)
+# Slots of `meta`: newest slot, filled slots, tokens since the last separator, buckets of each order that are in use,
+# the slot that an answer begins at (-1: none).
+NEWEST, FILLED, RUN, BUCKETS, ANSWER = range(5)
 RESERVED, RESERVED_FROM = 32, 1 << 16  # from so many tokens on, so many times as much address space is taken
 SPLITS = 2  # buckets that come into use for every token after the table has grown: all of them before it grows again
 
@@ -41,7 +42,7 @@ def source_at(address):  # type: ignore[no-untyped-def]
     at = carray(as_pointer(address), 5, np.int64)
     cells = carray(as_pointer(at[0]), (at[1], 1 + NUM_ORDERS), np.int32)
     head = carray(as_pointer(at[2]), (at[3], NUM_ORDERS), np.int32)
-    return cells[:, 0], cells[:, 1:], head, carray(as_pointer(at[4]), 4, np.int64)
+    return cells[:, 0], cells[:, 1:], head, carray(as_pointer(at[4]), ANSWER + 1, np.int64)
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -167,7 +168,7 @@ def find_occurrences(  # type: ignore[no-untyped-def]
             break
         last_age = age
         behind = end + 1 if end + 1 < capacity else 0
-        if age > 0 and text[behind] >= 0:
+        if age > 0 and text[behind] >= 0 and behind != meta[ANSWER]:
             length = match_length(text, meta, end, recent)
             if _ORDERS[order] <= length < longest:
                 slots[count], lengths[count] = behind, length
@@ -207,7 +208,7 @@ class TextIndex:
         reserved = capacity if capacity < RESERVED_FROM else min(RESERVED * capacity, self.max_tokens)
         # A token lies beside its links: whoever follows a chain reads both, and waits for memory once.
         self._cells, self._heads = _zeros(reserved, 1 + NUM_ORDERS), _zeros(_num_buckets(reserved), NUM_ORDERS)
-        self.meta = np.array([-1, 0, 0, _num_buckets(capacity)], dtype=np.int64)
+        self.meta = np.array([-1, 0, 0, _num_buckets(capacity), -1], dtype=np.int64)
         self._use(capacity)
 
     def _use(self, capacity: int) -> None:
@@ -250,6 +251,13 @@ class TextIndex:
         if self.run:
             self.append((SEPARATOR,))
 
+    def begin_answer(self) -> None:
+        """What comes next is the answer to what is open: a context of both, but no occurrence goes on from one to the
+        other. Whoever copies a prompt to its end does not go on with how the answer began. Of a text that is never
+        overwritten.
+        """
+        self.meta[ANSWER] = self.meta[NEWEST] + 1
+
     def tokens(self, most: int | None = None) -> np.ndarray:
         """The latest `most` tokens (all that are kept), oldest first, int32."""
         count = len(self) if most is None else min(most, len(self))
@@ -271,8 +279,9 @@ class TextIndex:
             return
         is_straight = self.meta[NEWEST] + 1 == len(self)
         if capacity > 2 * before or not is_straight:  # more comes than there is; or slots change, which is rare
-            kept = self.tokens()
+            kept, answer = self.tokens(), self.meta[ANSWER]
             self._allocate(capacity)
+            self.meta[ANSWER] = answer
             append_to(self.address, kept, 0)
             return
         split_buckets(*self.source, _num_buckets(before))

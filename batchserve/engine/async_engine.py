@@ -127,8 +127,7 @@ class AsyncEngine:
         arrival_s = time.monotonic()
         if not isinstance(request_id, str):
             raise InvalidRequestError("INVALID_REQUEST_ID", "request_id", request_id, "a string")
-        if deadline_s is not None and not isinstance(deadline_s, numbers.Real):
-            raise InvalidRequestError("INVALID_DEADLINE", "deadline_s", deadline_s, "a number of seconds")
+        deadline_s = _seconds(deadline_s)
         request_id = request_id or uuid.uuid4().hex
         self._check_door(request_id, model)
         stream = self._streams[request_id] = _Stream()  # taken before the first await: no one else gets this id
@@ -141,8 +140,8 @@ class AsyncEngine:
             request = await self._make_request(
                 request_id,
                 token_ids,
-                params or SamplingParams(),
-                speculation or SpeculationParams(),
+                SamplingParams() if params is None else params,
+                SpeculationParams() if speculation is None else speculation,
                 arrival_s,
                 deadline_s,
                 priority,
@@ -376,3 +375,13 @@ class AsyncEngine:
         with suppress(RuntimeError):  # the loop was closed without shutdown(): nobody listens any more
             self._loop.call_soon_threadsafe(self._end_streams, error, is_consistent)
         return is_consistent
+
+
+def _seconds(deadline_s: object) -> float | None:
+    """A deadline as a float, which may be infinite. Raises InvalidRequestError for what is no number, or too large."""
+    if deadline_s is None:
+        return None
+    with suppress(OverflowError):
+        if isinstance(deadline_s, numbers.Real):
+            return float(deadline_s)
+    raise InvalidRequestError("INVALID_DEADLINE", "deadline_s", deadline_s, "a number of seconds")

@@ -150,7 +150,14 @@ def _capture_graphs(
             max_model_len=max_model_len,
             say=say,
         )
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"gpu_memory_utilization = {config.gpu_memory_utilization}: leaves no memory for CUDA graphs; lower it, or "
+            f"max_graph_rows = {max_rows}, or set enforce_eager"
+        ) from error
     except RuntimeError as error:  # models that read what they computed cannot be captured
+        if isinstance(error, torch.AcceleratorError) and "captur" not in str(error):
+            raise  # a fault of the device is no matter of graphs
         say(f"all steps are eager: {type(loaded.model).__name__} cannot be captured: {error}")
 
 

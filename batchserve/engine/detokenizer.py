@@ -50,9 +50,11 @@ class TextPiece:
 class IncrementalDetokenizer:
     """Text of one growing answer.
 
-    Concatenated pieces equal decoding all tokens at once. Text is held back while its last character is incomplete or
-    while it could still become a stop string. Without a tokenizer every piece is empty. A token costs the same however
-    long the answer is, and however many tokens before it had no text or were bytes that make no character.
+    Concatenated pieces are the same however tokens are spread over steps. They equal decoding all tokens at once, but
+    for this: around bytes that make no character some tokenizers lose whole characters, and what is out stays out; and
+    those that clean up spaces look further back than is looked here. Text is held back while its last character is
+    incomplete or while it could still become a stop string. Without a tokenizer every piece is empty. A token costs the
+    same however long the answer is, and however many tokens before it had no text or were bytes that make no character.
     """
 
     decoder: Decoder | None
@@ -69,9 +71,22 @@ class IncrementalDetokenizer:
         if self.decoder is None:
             return TextPiece("", list(token_ids))
         if not self.stop:
-            self._token_ids.extend(token_ids)
-            return TextPiece(self._new_text(is_last=is_last), list(token_ids))
+            return TextPiece(self._text_of(token_ids, is_last=is_last), list(token_ids))
         return self._feed_until_stop(token_ids, is_last=is_last)
+
+    def _text_of(self, token_ids: Sequence[int], *, is_last: bool) -> str:
+        """Of all tokens at once where no character is torn, else of one after the other."""
+        if len(token_ids) > 1 and len(self._token_ids) - self._read <= MAX_PENDING:
+            before = self._decode(self._token_ids[self._prefix : self._read])
+            after = self._decode([*self._token_ids[self._prefix :], *token_ids])
+            if REPLACEMENT not in after:
+                self._token_ids.extend(token_ids)
+                return self._take(before, after)
+        text = "" if token_ids else self._new_text(is_last=is_last)
+        for left, token_id in zip(reversed(range(len(token_ids))), token_ids, strict=True):
+            self._token_ids.append(token_id)
+            text += self._new_text(is_last=is_last and not left)
+        return text
 
     def _feed_until_stop(self, token_ids: Sequence[int], *, is_last: bool) -> TextPiece:
         shown = ""
@@ -99,7 +114,15 @@ class IncrementalDetokenizer:
             return ""
         before = self._decode(self._token_ids[self._prefix : self._read])
         after = self._decode(self._token_ids[self._prefix :])
-        if (after.endswith(REPLACEMENT) and not is_last) or len(after) <= len(before):
+        if after.endswith(REPLACEMENT) and not is_last:
+            return ""
+        if REPLACEMENT in after and not after.startswith(before):  # what is out was torn together with what is new
+            before, after = "", self._decode(self._token_ids[self._read :])
+        return self._take(before, after)
+
+    def _take(self, before: str, after: str) -> str:
+        """What is behind `before`, which is out; nothing if that is no text."""
+        if len(after) <= len(before):
             return ""
         self._prefix, self._read = self._read, len(self._token_ids)
         return after[len(before) :]

@@ -75,6 +75,7 @@ class EngineCore:
         self.runner = runner
         self.metrics = metrics
         metrics.acceptance = lambda: self.drafts.acceptance()  # the stage may be exchanged
+        metrics.load = self._load
         self.emit: Callable[[list[Event]], None] = lambda events: None
         self._decoder = decoder
         self._clock = clock
@@ -156,6 +157,16 @@ class EngineCore:
         unpublished = {c.request.request_id for c in self._unpublished}
         if not queued <= known or known - queued - unpublished:
             raise RuntimeError(f"requests in flight {sorted(known)}, scheduled {sorted(queued)}")
+
+    def _load(self) -> dict[str, float]:
+        """metrics.LOAD; any thread may ask."""
+        allocator, scheduler = self.runner.backend.allocator, self.scheduler
+        return {
+            "requests_running": len(scheduler.running),
+            "requests_waiting": len(scheduler.waiting),
+            "kv_used_tokens": allocator.total_tokens - allocator.free_tokens,
+            "kv_total_tokens": allocator.total_tokens,
+        }
 
     def clear_draft_scope(self, name: str) -> None:
         """Forget what the scope's requests have shared, drafts and K/V; those in flight go on, and on sharing."""

@@ -7,7 +7,9 @@ chunks, trees and plain rows together. Steps beyond the largest bucket are eager
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -59,8 +61,9 @@ class CudaCapturer:
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
         before = torch.cuda.current_stream()
         self._stream.wait_stream(before)
-        with torch.cuda.stream(self._stream):  # libraries set up per stream what must not be set up while capturing
-            run()
+        with torch.cuda.stream(self._stream):
+            run()  # libraries set up per stream what must not be set up while capturing
+            run_without_waiting(run)
         before.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
@@ -69,6 +72,31 @@ class CudaCapturer:
         finally:  # torch leaves its capturing stream in place where capturing has failed
             torch.cuda.set_stream(before)
         return output, graph.replay
+
+
+def run_without_waiting(run: Callable[[], torch.Tensor]) -> None:
+    """Run it once; raises RuntimeError if it waits for the device.
+
+    A capture would, too, but where it fails torch's allocator believes for good that it is under way.
+    """
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """No garbage is collected in here: a graph that goes away while another one is captured spoils that one."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def choose_capturer(config: EngineConfig, device: torch.device, kernel: TreeKernel) -> Capturer | None:
@@ -162,11 +190,13 @@ class StepGraphs:
         self._kv_indices = torch.zeros(max_num_seqs * columns, dtype=torch.int32, device=backend.device)
         self._logits: torch.Tensor | None = None
         self._graphs: dict[tuple[int, int], _Graph] = {}
-        # The largest first: memory that it needed serves all others.
-        for number, bucket in enumerate(reversed(self.buckets), 1):
-            rows, requests = bucket
-            say(f"capturing a CUDA graph of {rows} rows, {requests} requests ({number} of {len(self.buckets)})")
-            self._graphs[bucket] = self._capture(capturer, layouts[bucket], steps[bucket])
+        gc.collect()  # of engines that were here before
+        with nothing_collected():
+            # The largest first: memory that it needed serves all others.
+            for number, bucket in enumerate(reversed(self.buckets), 1):
+                rows, requests = bucket
+                say(f"capturing a CUDA graph of {rows} rows, {requests} requests ({number} of {len(self.buckets)})")
+                self._graphs[bucket] = self._capture(capturer, layouts[bucket], steps[bucket])
 
     def _fields(self, step: StaticStep) -> dict[str, tuple[np.dtype[np.generic], tuple[int, ...]]]:
         return {

@@ -35,7 +35,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 FALLBACK_MAX_MODEL_LEN = 2048
 APPLIED_OR_HARMLESS = frozenset(
     "temperature top_k top_p do_sample eos_token_id bos_token_id pad_token_id decoder_start_token_id max_length "
-    "max_new_tokens transformers_version use_cache output_attentions output_hidden_states return_dict_in_generate "
+    "transformers_version use_cache output_attentions output_hidden_states return_dict_in_generate "
     "cache_implementation chat_format max_window_size trust_remote_code".split()
 )
 
@@ -128,7 +128,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         layers=layers,
         vocab_size=int(text_config.vocab_size),
         max_model_len=max_model_len,
-        eos_token_ids=_eos_token_ids(model.generation_config.eos_token_id, text_config),
+        eos_token_ids=_eos_token_ids(model.generation_config.eos_token_id, text_config, text_config.vocab_size),
         default_temperature=0.0 if sampling.temperature is None else sampling.temperature,
         default_top_k=sampling.top_k or 0,
         default_top_p=1.0 if sampling.top_p is None else sampling.top_p,
@@ -232,8 +232,14 @@ def _model_limit(text_config: object) -> int:
     return FALLBACK_MAX_MODEL_LEN
 
 
-def _eos_token_ids(from_generation: int | list[int] | None, text_config: object) -> tuple[int, ...]:
+def _eos_token_ids(from_generation: object, text_config: object, vocab_size: int) -> tuple[int, ...]:
+    """Raises ConfigError for what are no token ids; those of no token are named in a warning: some mean none by -1."""
     found = from_generation if from_generation is not None else getattr(text_config, "eos_token_id", None)
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, list) else (int(found),)
+    given = found if isinstance(found, list) else [] if found is None else [found]
+    ids = [each for each in given if isinstance(each, int) and not isinstance(each, bool)]
+    if len(ids) < len(given):
+        raise ConfigError(f"eos_token_id = {found!r}: must be a token id, or a list of them")
+    known = tuple(each for each in ids if 0 <= each < vocab_size)
+    if len(known) < len(ids):
+        logger.warning("eos_token_id = %s: only ids in 0..%d end an answer", found, vocab_size - 1)
+    return known

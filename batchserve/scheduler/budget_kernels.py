@@ -9,7 +9,8 @@ import numpy as np
 from numba import njit
 
 LEAST_PROB, MOST_PROB = 1e-4, 0.995  # nothing is certain
-REQUEST_PRIOR = 8.0  # edges
+REQUEST_PRIOR = 6.0  # edges
+CHANCE = 0.5  # what is so many variances off what was expected is half believed
 MEMORY, REQUEST_MEMORY = 1000.0, 64.0  # edges that are remembered of a drafter's claim, and of a request
 CLOSED = -2  # of a tree that the truth has left
 # Whoever is less behind than so many steps without drafts counts as even. Everybody is new once, and in a large batch
@@ -22,6 +23,16 @@ LEAST_ROW_COST = 0.01  # of a step without drafts, over its requests: no row is 
 def log_odds(prob):  # type: ignore[no-untyped-def]
     bounded = min(MOST_PROB, max(LEAST_PROB, prob))
     return math.log(bounded / (1.0 - bounded))
+
+
+@njit(cache=True, nogil=True)
+def evident(count, prob, hits):  # type: ignore[no-untyped-def]
+    """How much of the difference between `hits` of `count` edges and what was expected of them is not chance, 0 to 1.
+
+    A drafter that knows its odds is not corrected by noise, and one that does not is found out in a few edges.
+    """
+    squared = (hits - count * prob) ** 2
+    return squared / (squared + CHANCE * count * prob * (1.0 - prob))
 
 
 @njit(cache=True, nogil=True)
@@ -41,7 +52,8 @@ def correct(sums, prior, shifts, is_stale):  # type: ignore[no-untyped-def]
                 if counted > 0.0:
                     claim = log_odds(claimed / counted)
                     expected = 1.0 / (1.0 + math.exp(-(claim + above)))
-                    above = log_odds((hits + prior * expected) / (counted + prior)) - claim
+                    found = log_odds((hits + prior * expected) / (counted + prior)) - claim
+                    above += evident(counted, expected, hits) * (found - above)
                 shifts[drafter, depth, i] = above
 
 
@@ -55,7 +67,8 @@ def own_shift(record):  # type: ignore[no-untyped-def]
     if count == 0.0:
         return 0.0
     mean = min(MOST_PROB, max(LEAST_PROB, expected / count))
-    return log_odds((hits + REQUEST_PRIOR * mean) / (count + REQUEST_PRIOR)) - log_odds(mean)
+    shift = log_odds((hits + REQUEST_PRIOR * mean) / (count + REQUEST_PRIOR)) - log_odds(mean)
+    return evident(count, mean, hits) * shift
 
 
 @njit(cache=True, nogil=True)

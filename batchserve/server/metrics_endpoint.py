@@ -16,6 +16,7 @@ from batchserve.metrics import (
     EDGES,
     GAUGES,
     HISTOGRAMS,
+    LOAD,
     PREFIX,
     EngineMetrics,
     Histogram,
@@ -64,6 +65,8 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(PREFIX + name, COUNTERS[name], value=value)
         for name, value in metrics.gauges.items():
             yield GaugeMetricFamily(PREFIX + name, GAUGES[name], value=value)
+        for name, value in metrics.load().items():
+            yield GaugeMetricFamily(PREFIX + name, LOAD[name], value=value)
         tested, accepted = (
             CounterMetricFamily(PREFIX + name, text, labels=("drafter", "depth")) for name, text in EDGES.items()
         )

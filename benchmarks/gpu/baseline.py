@@ -17,7 +17,7 @@ from benchmarks.gpu import answers
 from benchmarks.gpu.kit import Kit, Report
 from benchmarks.gpu.models import random_llama, shape_names
 
-TOKENS = 64
+TOKENS, TIMED_RUNS = 64, 3
 LOOKUP_TOKENS = 10  # transformers' own default
 
 
@@ -43,14 +43,15 @@ def run(kit: Kit, report: Report) -> None:
         return
     report.about(shape=shape, set=name, tokens=bench.tokens, mean_prompt_tokens=bench.mean_prompt)
     static, plain = "generate, static and compiled", "generate"
-    for kind, cache, some in ((plain, None, sizes[:3]), (static, "static", sizes[:1])):
-        for size in some:
-            report.cell(f"{kind}/b{size}", partial(bench.generate, size, cache))
+    for size in sizes[:3]:
+        report.cell(f"{plain}/b{size}", partial(bench.generate, size))
     report.cell("prompt lookup/b1", bench.prompt_lookup)
     # On a CPU it would take most of the memory there is for its K/V.
     continuous: tuple[int, ...] = kit.pick((32, 1, 4, 16, 8, 2), ())
     for size in continuous[:1]:
         report.cell(f"continuous batching/b{size}", partial(bench.continuous, size))
+    # Nobody knows how long compiling takes: what is behind it may be left out.
+    report.cell(f"{static}/b{sizes[0]}", partial(bench.generate, sizes[0], "static"))
     for kind, cache, some in ((plain, None, sizes[3:]), (static, "static", sizes[1:])):
         for size in some:
             report.cell(f"{kind}/b{size}", partial(bench.generate, size, cache))
@@ -124,13 +125,16 @@ class Baseline:
         if warm_up:
             answer(warm_up)
         warm_up_s = time.perf_counter() - began_s
-        seconds, tokens = {}, {}
-        for count in (1, self.tokens):
+        # A compiled model may record its graphs again in the midst of an answer: the fastest of several counts.
+        tokens: dict[int, int] = {}
+        runs: dict[int, list[float]] = {1: [], self.tokens: []}
+        for count in (1, self.tokens) * self._kit.pick(TIMED_RUNS, 1):
             self._kit.sync()
             began_s = time.perf_counter()
             tokens[count] = answer(count)
             self._kit.sync()
-            seconds[count] = time.perf_counter() - began_s
+            runs[count].append(time.perf_counter() - began_s)
+        seconds = {count: min(times) for count, times in runs.items()}
         decode_s = seconds[self.tokens] - seconds[1]
         if decode_s <= 0:
             raise RuntimeError(f"{self.tokens} tokens took no longer than one: {seconds}")
@@ -138,6 +142,7 @@ class Baseline:
             "tokens_per_s": round((tokens[self.tokens] - tokens[1]) / decode_s, 2),
             "first_token_s": round(seconds[1], 4),
             "whole_s": round(seconds[self.tokens], 4),
+            "whole_s_of_each": [round(each, 4) for each in runs[self.tokens]],
             "warm_up_s": round(warm_up_s, 2),
         }
 

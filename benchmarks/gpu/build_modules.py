@@ -53,30 +53,17 @@ def _prepare(arch: str, jobs: int, stub: Path) -> None:
     """The environment that FlashInfer's import and its linker read; the caller's own settings are left alone."""
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", arch)
     os.environ.setdefault("MAX_JOBS", str(jobs))
-    if "CUDA_HOME" not in os.environ:
-        nvcc = shutil.which("nvcc")
-        if nvcc is None:
-            raise SystemExit("nvcc is not on the path")
-        os.environ["CUDA_HOME"] = str(_toolkit(Path(nvcc)))
+    from batchserve.attention.cuda_toolkit import name_toolkit
+
+    name_toolkit()
+    if not {"CUDA_HOME", "CUDA_PATH"} & os.environ.keys():
+        raise SystemExit("CUDA_HOME: no nvcc on the path with a libcudart.so beside it; set it")
     if ctypes.util.find_library("cuda") is None:
         # Modules are linked against the driver's library, which only a machine with a GPU has.
         command = ["g++", "-shared", "-x", "c++", "-o", str(stub / "libcuda.so"), os.devnull]
         subprocess.run(command, check=True)
         flags = os.environ.get("FLASHINFER_EXTRA_LDFLAGS", "")
         os.environ["FLASHINFER_EXTRA_LDFLAGS"] = f"{flags} -L{stub}".strip()
-
-
-def _toolkit(nvcc: Path) -> Path:
-    """The folder of nvcc that also has the runtime library: where it lies, or what its wrapper starts."""
-    said = subprocess.run(
-        [nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, check=False
-    ).stderr
-    tops = [Path(line.split("TOP=", 1)[1].strip()) for line in said.splitlines() if line.startswith("#$ TOP=")]
-    places = [*tops, nvcc.resolve().parent.parent]
-    for place in places:
-        if any((place / lib / "libcudart.so").exists() for lib in ("lib64", "lib")):
-            return place.resolve()
-    raise SystemExit(f"CUDA_HOME: no libcudart.so beside {nvcc}; set it")
 
 
 if __name__ == "__main__":

@@ -17,8 +17,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from batchserve.runner.cuda_graphs import nothing_collected
+
 FAULTS = ("CUDA error", "device-side assert", "illegal memory access", "misaligned address", "unspecified launch")
-MOST_ERROR_CHARS = 2000
+# A capture that has failed leaves torch's allocator believing that it is under way: what comes next is done elsewhere.
+FAILED_CAPTURES = ("graph capture", "capturing")
+MOST_ERROR_CHARS, MOST_CHARS_OF_ONE = 2000, 300
 # A part begins nothing new behind this share of its time: what is under way must end before it is stopped.
 SOFT_SHARE = 0.85
 T = TypeVar("T")
@@ -58,6 +62,18 @@ class Kit:
 
 class DeviceFaultError(Exception):
     """The device does nothing more in this process: the part goes on in another one, behind the cell at fault."""
+
+
+def is_fault(error: Exception) -> bool:
+    """Whether nothing that this process does on the device counts any more."""
+    return any(fault in str(error) for fault in (*FAULTS, *FAILED_CAPTURES))
+
+
+def tolerated(error: Exception) -> str:
+    """What to say of a contender that failed, for the others to go on; raises what they could not go on after."""
+    if is_fault(error):
+        raise error
+    return f"{type(error).__name__}: {error}"[:MOST_CHARS_OF_ONE]
 
 
 class Report:
@@ -110,7 +126,12 @@ class Report:
                 self._write()
 
     def build(self, name: str, make: Callable[[], T]) -> T | None:
-        """What make() gives, for several cells to use; where it fails, None and a cell of that name that says why."""
+        """What make() gives, for several cells to use; where it fails, None and a cell of that name that says why.
+
+        None, too, where an earlier process failed in it.
+        """
+        if name in self.cells:
+            return None
         self._data["under_way"] = name
         self._write()
         try:
@@ -118,7 +139,7 @@ class Report:
         except Exception as error:  # whatever it is belongs to this cell; the next ones are to be run
             text = "".join(traceback.format_exception(error))
             self.cells[name] = {"error": text[-MOST_ERROR_CHARS:]}
-            if any(fault in str(error) for fault in FAULTS):
+            if is_fault(error):
                 raise DeviceFaultError(str(error)) from error
             return None
         finally:
@@ -196,7 +217,7 @@ def kernel_ms(kit: Kit, call: Callable[[], Any], repeats: int = 20) -> float:
     call()
     kit.sync()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with nothing_collected(), torch.cuda.graph(graph):
         for _ in range(repeats):
             call()
     return timed_ms(kit, graph.replay, 5) / repeats

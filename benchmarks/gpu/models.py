@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from batchserve.attention.paged import PagedBackend
 from batchserve.config import EngineConfig
 from batchserve.draft.base import NullDrafter
 from batchserve.engine.build import BuiltEngine, build_engine
@@ -88,7 +89,23 @@ def engine_on(
     with mock.patch.object(loader, "_load_weights", return_value=model):
         config = EngineConfig(model=str(folder), dtype=kit.pick("bfloat16", "float32"), **{**defaults, **options})
         drafter = NullDrafter() if config.drafter == "none" else None
-        return build_engine(config, lambda text: print(text, flush=True), drafter=drafter, clock=clock)
+        engine = build_engine(config, lambda text: print(text, flush=True), drafter=drafter, clock=clock)
+    check_graphs(engine, config.enforce_eager)
+    return engine
+
+
+def num_graphs(engine: BuiltEngine) -> int:
+    """Buckets that were captured; 0: all steps are eager."""
+    graphs = engine.core.runner.graphs
+    return 0 if graphs is None else len(graphs.buckets)
+
+
+def check_graphs(engine: BuiltEngine, is_eager: bool) -> None:
+    """Raises RuntimeError where there are no graphs though there should be: eager steps must not pass for them."""
+    backend = engine.core.runner.backend
+    can_be = isinstance(backend, PagedBackend) and backend.device.type == "cuda" and backend.kernel.can_be_captured
+    if can_be and not is_eager and not num_graphs(engine):
+        raise RuntimeError("graph capture failed: the engine's steps are eager (what it said at start has the reason)")
 
 
 def backend_options(kit: Kit, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from benchmarks.adaptive.driver import (
 from benchmarks.adaptive.workloads import WARM_SHARE, new_drafter
 from benchmarks.gpu import answers
 from benchmarks.gpu.kit import Kit, Report
-from benchmarks.gpu.models import engine_on, random_llama, shape_names
+from benchmarks.gpu.models import engine_on, num_graphs, random_llama, shape_names
 
 SIZES = (1, 2, 4, 8, 16, 32)
 FIXED = (8, 32)
@@ -124,7 +124,8 @@ def run(kit: Kit, report: Report) -> None:
     bench = report.build(shape, partial(ReplayBench, kit, shape))
     if bench is None:
         return
-    report.about(attention=bench.engine.info.attention_backend, drafter="mixture", warm_share=WARM_SHARE)
+    about = {"attention": bench.engine.info.attention_backend, "graphs": num_graphs(bench.engine)}
+    report.about(**about, drafter="mixture", warm_share=WARM_SHARE)
     for cell, (name, size) in cells.items():
         report.cell(cell, partial(bench.measure, name, size, with_fixed=name == sets[0]))
 

@@ -21,7 +21,7 @@ from batchserve.attention.slot_kernels import WORD_BITS
 from batchserve.attention.tree_metadata import TreeKernel, TreeMetadata
 from benchmarks.gpu.cases import Case, Step, make_step
 from benchmarks.gpu.correctness import kernels, missing_module
-from benchmarks.gpu.kit import Kit, Report, kernel_ms
+from benchmarks.gpu.kit import Kit, Report, kernel_ms, tolerated
 from benchmarks.gpu.models import SHAPES, shape_names
 from benchmarks.gpu.modules import decode, is_ready, stock
 
@@ -57,7 +57,11 @@ def measure(kit: Kit, bandwidth: float, shape: str, batch: int, context: int) ->
             step = make_step(each, kit.device, dtype)
             caches = several(step, num_bytes)
             for name, kernel, metadata in contenders(kit, each, step.metadata, dtype):
-                us = call_us(kit, kernel, step.query, caches, metadata, each.params)
+                try:
+                    us = call_us(kit, kernel, step.query, caches, metadata, each.params)
+                except Exception as error:  # the others are to be measured
+                    found.setdefault("failed", {})[name] = tolerated(error)
+                    continue
                 found["us"].setdefault(name, {})[str(rows)] = round(us, 3)
                 tile = query_tile(kernel)
                 if tile is not None:

@@ -14,7 +14,7 @@ from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.scheduler.step_time import CRITICAL_RATIO
 from benchmarks.gpu.cases import random_parents
 from benchmarks.gpu.kit import Kit
-from benchmarks.gpu.models import engine_on, random_llama, weight_bytes
+from benchmarks.gpu.models import engine_on, num_graphs, random_llama, weight_bytes
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 GREEDY = ResolvedSampling(0.0, 0, 1.0, 0, 1, frozenset())
@@ -37,6 +37,7 @@ class StepBench:
         model = self._core.drafts.adaptive.step_time
         return {
             "attention": self.engine.info.attention_backend,
+            "graphs": num_graphs(self.engine),
             "weight_bytes": self._weight_bytes,
             "kv_bytes_per_token": self._bytes_per_token,
             "kv_tokens": self.runner.backend.allocator.total_tokens,

@@ -44,7 +44,10 @@ def summary(folder: Path) -> str:
 
 def _tell_of(tell_part: Callable[[Data], list[str]], data: Data) -> list[str]:
     """A dry run keeps and misses nothing."""
-    lines = tell_part(data)
+    try:
+        lines = tell_part(data)
+    except (KeyError, IndexError, ValueError, TypeError, ZeroDivisionError) as error:  # the other parts are to be read
+        lines = [f"cannot be summed up: {type(error).__name__}: {error}"]
     if _is_dry(data):
         lines = [re.sub(r" \((kept|MISSED)\)", "", line) for line in lines]
     return [f"  {line}" for line in lines]
@@ -151,7 +154,11 @@ def _small_q(cells: dict[str, Data]) -> list[str]:
             kernel, _, way = each.partition(", ")
             if way != "graph":
                 continue
-            ratio, rows = max((us[each][rows] / eager, rows) for rows, eager in us[f"{kernel}, eager"].items())
+            eager_us = us.get(f"{kernel}, eager", {})
+            ratios = [(us[each][rows] / eager, rows) for rows, eager in eager_us.items() if rows in us[each]]
+            if not ratios:
+                continue
+            ratio, rows = max(ratios)
             text = f"{kernel} as a graph at most {ratio:.2f}x eager ({rows} rows each"
             pair = [tiles.get(f"{kernel}, {kind}", {}).get(rows) for kind in ("graph", "eager")]
             parts.append(text + (f", tile {pair[0]} for {pair[1]})" if all(pair) else ")"))
@@ -181,6 +188,8 @@ def _tree_over_causal(cells: dict[str, Data]) -> list[str]:
         if not name.startswith("attention/"):
             continue
         for kernel, kinds in cell.items():
+            if not {"tree", "causal"} <= kinds.keys():
+                continue
             ratios = {rows: ms / kinds["causal"][rows] for rows, ms in kinds["tree"].items() if rows in kinds["causal"]}
             most = max(ratios.values())
             lines.append(f"{name}, {kernel}: trees at most {most:.2f}x causal ({_mark(most <= MOST_TREE_OVER_CAUSAL)})")

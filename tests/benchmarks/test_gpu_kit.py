@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 import torch
 
+from batchserve.attention.paged import PagedBackend
 from batchserve.attention.torch_paged import TorchKernel
 from benchmarks.gpu import answers, run
 from benchmarks.gpu.baseline import continuous_rate
 from benchmarks.gpu.cases import Case, compare, make_step, reference
 from benchmarks.gpu.correctness import as_chains
 from benchmarks.gpu.graph_replay import check_replays
-from benchmarks.gpu.kit import DeviceFaultError, Kit, Report
+from benchmarks.gpu.kit import DeviceFaultError, Kit, Report, tolerated
+from benchmarks.gpu.models import check_graphs, engine_on, num_graphs, random_llama, shape_names
 from benchmarks.gpu.summary import summary
 
 ROOT = Path(__file__).parents[2]
@@ -192,6 +194,38 @@ def test_a_part_goes_on_behind_the_cell_that_ended_its_process(tmp_path: Path):
     assert "illegal memory access" in cells["b"]["error"]
     assert cells["d"] == {"error": "the process ended in it"}
     assert cells["e"] == {"x": 2}
+
+
+def test_what_ended_a_process_while_it_was_made_is_not_made_again(tmp_path: Path):
+    """An engine whose building loses the device would do so at every start."""
+    path = tmp_path / "part.json"
+    with pytest.raises(DeviceFaultError):
+        make_report(path).build("engine", lambda: fail("CUDA error: an illegal memory access was encountered"))
+    made: list[int] = []
+    assert make_report(path).build("engine", lambda: made.append(1)) is None
+    assert not made
+    assert make_report(path).build("other", lambda: 5) == 5
+
+
+@pytest.mark.parametrize("message", ["CUDA error: misaligned address", "Cannot copy during CUDA graph capture"])
+def test_a_contender_that_fails_is_named_unless_the_others_are_of_no_use_behind_it(message: str):
+    assert tolerated(ValueError("no such tile")) == "ValueError: no such tile"
+    with pytest.raises(RuntimeError, match=message):
+        tolerated(RuntimeError(message))
+
+
+def test_eager_steps_do_not_pass_for_graphs(tmp_path: Path):
+    kit = Kit(is_dry=True, scratch=tmp_path)
+    engine = engine_on(kit, random_llama(kit, shape_names(kit)[0]), "tiny")
+    assert num_graphs(engine) == 0
+    check_graphs(engine, is_eager=False)  # on a CPU there are none
+    backend = engine.core.runner.backend
+    assert isinstance(backend, PagedBackend)
+    backend.device = torch.device("cuda")
+    backend.kernel.can_be_captured = True
+    with pytest.raises(RuntimeError, match="graph capture failed"):
+        check_graphs(engine, is_eager=False)
+    check_graphs(engine, is_eager=True)
 
 
 def test_nothing_begins_behind_the_deadline_and_what_was_left_out_is_named(tmp_path: Path):

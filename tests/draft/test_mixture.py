@@ -106,6 +106,18 @@ def test_repeated_text_of_the_prompt_is_found() -> None:
     assert first_chain(propose(drafter, "a", 5)) == PATTERN[3:8]
 
 
+def test_a_copy_ends_where_the_prompt_does() -> None:
+    """What comes behind it there is how the answer began, which nobody goes on with; elsewhere copies run on."""
+    drafter = MixtureDrafter()
+    drafter.start(DraftRequest("a", [90, *PATTERN]))
+    drafter.accept("a", [70, 71, 72, *PATTERN[:4]])
+    assert first_chain(propose(drafter, "a", 6)) == PATTERN[4:]
+    drafter.accept("a", PATTERN[4:])
+    assert not {70, 71} & set(propose(drafter, "a", 8).token_ids)
+    drafter.accept("a", [80, 71])  # both were in the answer, behind each other's like
+    assert first_chain(propose(drafter, "a", 1)) == [72]
+
+
 def test_references_are_drafted_though_the_model_does_not_read_them() -> None:
     drafter = MixtureDrafter()
     drafter.start(DraftRequest("a", [1, *PATTERN[:2]], [[5, *PATTERN], [6, 7]]))

@@ -94,6 +94,17 @@ def test_context_only_tokens_are_not_found_but_extend_matches() -> None:
     assert occurrences(index, [1, 2, 3], 0) == [(0, 3), (6, 3)]
 
 
+def test_nothing_goes_on_into_an_answer_and_contexts_reach_back_over_its_beginning() -> None:
+    index = TextIndex(1 << 30, capacity=8)
+    index.append([5, 1, 2, 3])
+    index.begin_answer()
+    index.append([4, 6, 3, 4, 7])
+    assert occurrences(index, [2, 3], 0) == [(1, 1)]  # behind the answer's own 3, not behind the prompt's
+    assert occurrences(index, [3, 4], 0) == [(0, 2), (3, 2)]
+    index.append([9] * 2000)  # grows
+    assert occurrences(index, [2, 3], 0) == [(2001, 1)]
+
+
 @pytest.mark.parametrize("max_tokens", [1, 7, 1024, 100_000])
 def test_memory_stays_within_its_bound(max_tokens: int) -> None:
     index = TextIndex(max_tokens)

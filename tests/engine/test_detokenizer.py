@@ -104,6 +104,59 @@ def byte_fallback() -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=rust, clean_up_tokenization_spaces=False)
 
 
+def fallback_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """A token for each character that has one, bytes of the others."""
+    known = tokenizer.get_vocab()
+    return [
+        token
+        for character in text.replace(" ", "\u2581")
+        for token in ([known[character]] if character in known else byte_ids(tokenizer, character.encode()))
+    ]
+
+
+def byte_ids(tokenizer: PreTrainedTokenizerBase, some: bytes) -> list[int]:
+    return [tokenizer.get_vocab()[f"<0x{byte:02X}>"] for byte in some]
+
+
+some_bytes = st.one_of(st.sampled_from([0xF0, 0x9F, 0x98, 0x80, 0xE2, 0x82, 0xAC, 0x41]), st.integers(0, 255))
+
+
+@examples(200)
+@given(st.data(), sizes, sizes, st.booleans())
+def test_text_does_not_depend_on_how_tokens_fell_into_steps(
+    byte_fallback: PreTrainedTokenizerBase,
+    data: st.DataObject,
+    sizes: list[int],
+    others: list[int],
+    has_end_token: bool,
+) -> None:
+    """Nor on whether a stop string is looked for; bytes that make no character included."""
+    words = st.sampled_from(["😀", "€", "a", " é", "漢", "\n"]).map(lambda text: fallback_ids(byte_fallback, text))
+    torn = st.lists(some_bytes, min_size=1, max_size=4).map(lambda some: byte_ids(byte_fallback, bytes(some)))
+    token_ids = [token for part in data.draw(st.lists(st.one_of(words, torn), max_size=14)) for token in part]
+    plain, other, stopping = (
+        joined(
+            feed_in_pieces(IncrementalDetokenizer(byte_fallback, stop), token_ids, some, has_end_token=has_end_token)
+        )
+        for some, stop in ((sizes, ()), (others, ()), (sizes, ("\x00never",)))
+    )
+    assert plain == other == stopping
+    whole = byte_fallback.decode(token_ids)
+    if "\ufffd" not in whole:
+        assert plain == whole
+
+
+@pytest.mark.parametrize("sizes", [[1], [6], [4, 2], [5, 1], [2]])
+def test_a_whole_character_outlives_a_torn_one_beside_it(
+    byte_fallback: PreTrainedTokenizerBase, sizes: list[int]
+) -> None:
+    """Decoded together they are six characters that are none."""
+    token_ids = fallback_ids(byte_fallback, "😀😀")[:6]
+    assert byte_fallback.decode(token_ids) == 6 * "\ufffd"
+    pieces = feed_in_pieces(IncrementalDetokenizer(byte_fallback), token_ids, sizes, has_end_token=False)
+    assert joined(pieces) == "😀\ufffd\ufffd"
+
+
 @examples(100)
 @given(st.data(), st.lists(st.integers(1, 9), min_size=1, max_size=5), st.booleans())
 def test_long_runs_without_text_lose_nothing_between_them(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import random
 from collections.abc import Callable
@@ -26,7 +27,8 @@ from batchserve.attention.triton import TritonTreeKernel
 from batchserve.config import EngineConfig
 from batchserve.engine import build as build_module
 from batchserve.engine.build import BuiltEngine
-from batchserve.runner.cuda_graphs import StepGraphs, bucket_sizes, buckets, choose_capturer
+from batchserve.errors import ConfigError
+from batchserve.runner.cuda_graphs import StepGraphs, bucket_sizes, buckets, choose_capturer, run_without_waiting
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.sampling.recordings import Recordings
@@ -283,6 +285,63 @@ def test_graphs_are_for_gpus_and_can_be_turned_off(
     assert choose_capturer(EngineConfig(enforce_eager=True), gpu, kernel) is None
     assert choose_capturer(EngineConfig(), gpu, TorchKernel()) is None, "it would repeat the step that it was made of"
     assert isinstance(choose_capturer(EngineConfig(), gpu, kernel), RerunCapturer)
+
+
+def test_no_garbage_is_collected_while_steps_are_captured(
+    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph of an engine that is gone would spoil the one that is being captured."""
+    was_enabled: list[bool] = []
+
+    class Watching(RerunCapturer):
+        def capture(self, run: Any) -> Any:
+            was_enabled.append(gc.isenabled())
+            return super().capture(run)
+
+    monkeypatch.setattr(build_module, "choose_capturer", lambda config, device, kernel: Watching())
+    assert build(tiny_model["llama"], None, attention_backend="torch").core.runner.graphs is not None
+    assert was_enabled
+    assert not any(was_enabled)
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "message"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), ConfigError, "gpu_memory_utilization = 0.9: leaves no memory"),
+        (torch.AcceleratorError("CUDA error: an illegal memory access"), torch.AcceleratorError, "illegal memory"),
+    ],
+)
+def test_want_of_memory_and_faults_are_not_taken_for_models_that_cannot_be_captured(
+    tiny_model: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    raised: type[Exception],
+    message: str,
+) -> None:
+    class Failing(RerunCapturer):
+        def capture(self, run: Any) -> Any:
+            raise error
+
+    monkeypatch.setattr(build_module, "choose_capturer", lambda config, device, kernel: Failing())
+    with pytest.raises(raised, match=message):
+        build(tiny_model["llama"], None, attention_backend="torch")
+    assert gc.isenabled()
+
+
+def test_a_step_is_run_where_waiting_is_an_error_before_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[object] = ["default"]
+    seen: list[object] = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def run() -> torch.Tensor:
+        seen.append(modes[-1])
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        run_without_waiting(run)
+    assert (seen, modes[-1]) == (["error"], "default")
 
 
 def test_a_model_that_cannot_be_captured_is_served_eagerly_and_says_so(

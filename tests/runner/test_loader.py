@@ -143,6 +143,24 @@ def test_sampling_defaults_are_the_models_where_it_samples(tmp_path: Path) -> No
     assert greedy.default_temperature == 0.0
 
 
+@pytest.mark.parametrize(("given", "kept"), [(-1, ()), ([2, 99999, -1], (2,)), (None, (2,)), (0, (0,))])
+def test_an_end_token_of_no_vocabulary_is_named_and_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, given: object, kept: tuple[int, ...]
+) -> None:
+    folder = save_tiny_model("llama", tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({} if given is None else {"eos_token_id": given}))
+    assert load_model(config(folder)).eos_token_ids == kept
+    assert ("eos_token_id" in caplog.text) == (given not in (None, 0))
+
+
+@pytest.mark.parametrize("given", ["x", [2, 1.5], [[1]], True])
+def test_what_is_no_end_token_is_refused_by_name(tmp_path: Path, given: object) -> None:
+    folder = save_tiny_model("llama", tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
+    with pytest.raises(ConfigError, match="eos_token_id = "):
+        load_model(config(folder))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

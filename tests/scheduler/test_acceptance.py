@@ -81,6 +81,20 @@ def test_probabilities_become_what_comes_true(truth: float) -> None:
     assert calibrated(model, model.start("b"), [-1], [0.6])[0] == pytest.approx(0.6)
 
 
+def test_a_drafter_that_knows_its_odds_is_hardly_corrected() -> None:
+    """After any few edges there is some difference, mostly by chance."""
+    rng, off = np.random.default_rng(7), []
+    for _ in range(200):
+        model = AcceptanceModel()
+        request = model.start("a")
+        for _ in range(12):
+            propose(model, request, [7], [-1], [0.6])
+            arrive(model, request, [7 if rng.random() < 0.6 else 8])
+        off.append(calibrated(model, model.start("a"), [-1], [0.6])[0] - 0.6)
+    assert np.abs(off).mean() < 0.6 * np.sqrt(0.6 * 0.4 / 12), "of what is seen less than two thirds is believed"
+    assert abs(np.mean(off)) < 0.02
+
+
 def test_one_request_s_record_moves_its_own_odds_only() -> None:
     model = AcceptanceModel()
     unlucky = model.start("a")

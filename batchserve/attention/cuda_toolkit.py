@@ -1,0 +1,36 @@
+"""Where CUDA's compiler and its runtime library are, for kernels that are compiled at the first start."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+
+def name_toolkit() -> None:
+    """Set CUDA_HOME to it, unless the caller has set that, or nothing is found.
+
+    FlashInfer would take the folder above that of nvcc, where a wrapper script has no library to link with.
+    """
+    if "CUDA_HOME" in os.environ or "CUDA_PATH" in os.environ:
+        return
+    nvcc = shutil.which("nvcc")
+    toolkit = None if nvcc is None else find_toolkit(Path(nvcc))
+    if toolkit is not None:
+        os.environ["CUDA_HOME"] = str(toolkit)
+
+
+def find_toolkit(nvcc: Path) -> Path | None:
+    """The folder of nvcc that also has the runtime library: what its wrapper starts, or where it lies."""
+    try:
+        said = subprocess.run(
+            [nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, check=False
+        ).stderr
+    except OSError:
+        return None
+    tops = [Path(line.split("TOP=", 1)[1].strip()) for line in said.splitlines() if line.startswith("#$ TOP=")]
+    for place in (*tops, nvcc.resolve().parent.parent):
+        if any((place / lib / "libcudart.so").exists() for lib in ("lib64", "lib")):
+            return place.resolve()
+    return None
