@@ -13,7 +13,7 @@ def name_toolkit() -> None:
 
     FlashInfer would take the folder above that of nvcc, where a wrapper script has no library to link with.
     """
-    if "CUDA_HOME" in os.environ or "CUDA_PATH" in os.environ:
+    if os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
         return
     nvcc = shutil.which("nvcc")
     toolkit = None if nvcc is None else find_toolkit(Path(nvcc))
@@ -25,7 +25,7 @@ def find_toolkit(nvcc: Path) -> Path | None:
     """The folder of nvcc that also has the runtime library: what its wrapper starts, or where it lies."""
     try:
         said = subprocess.run(
-            [nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, check=False
+            [nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, errors="replace", check=False
         ).stderr
     except OSError:
         return None

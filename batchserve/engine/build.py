@@ -151,9 +151,11 @@ def _capture_graphs(
             say=say,
         )
     except torch.OutOfMemoryError as error:
+        is_asked_for = config.kv_cache_memory is not None
+        what = "kv_cache_memory" if is_asked_for else "gpu_memory_utilization"
         raise ConfigError(
-            f"gpu_memory_utilization = {config.gpu_memory_utilization}: leaves no memory for CUDA graphs; lower it, or "
-            f"max_graph_rows = {max_rows}, or set enforce_eager"
+            f"{what} = {getattr(config, what)}: leaves no memory for CUDA graphs; lower it, or max_graph_rows = "
+            f"{max_rows}, or set enforce_eager"
         ) from error
     except RuntimeError as error:  # models that read what they computed cannot be captured
         if isinstance(error, torch.AcceleratorError) and "captur" not in str(error):

@@ -28,13 +28,26 @@ class Decoder(Protocol):
 def decoder_of(tokenizer: PreTrainedTokenizerBase | None) -> Decoder | None:
     """What decodes like the tokenizer: its compiled part, where the Python around that would change nothing.
 
-    It is asked twice for every piece of text, and the way through Python takes four times as long.
+    It is asked twice for every piece of text, and the way through Python takes four times as long. Nobody cleans up
+    spaces: what a client was sent cannot be joined with what comes.
     """
-    if tokenizer is None or tokenizer.clean_up_tokenization_spaces:
-        return tokenizer
-    is_plain = all(getattr(type(tokenizer), name) is getattr(FastTokenizer, name) for name in ("decode", "_decode"))
-    decoder: Decoder = tokenizer.backend_tokenizer if is_plain else tokenizer
-    return decoder
+    if tokenizer is None:
+        return None
+    if all(getattr(type(tokenizer), name) is getattr(FastTokenizer, name) for name in ("decode", "_decode")):
+        decoder: Decoder = tokenizer.backend_tokenizer
+        return decoder
+    return _Uncleaned(tokenizer) if tokenizer.clean_up_tokenization_spaces else tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Uncleaned:
+    """A tokenizer that would clean up spaces, without that."""
+
+    tokenizer: PreTrainedTokenizerBase
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
+        more = {**options, "clean_up_tokenization_spaces": False}
+        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, **more)
 
 
 @dataclass(slots=True)
@@ -51,10 +64,10 @@ class IncrementalDetokenizer:
     """Text of one growing answer.
 
     Concatenated pieces are the same however tokens are spread over steps. They equal decoding all tokens at once, but
-    for this: around bytes that make no character some tokenizers lose whole characters, and what is out stays out; and
-    those that clean up spaces look further back than is looked here. Text is held back while its last character is
-    incomplete or while it could still become a stop string. Without a tokenizer every piece is empty. A token costs the
-    same however long the answer is, and however many tokens before it had no text or were bytes that make no character.
+    for this: around bytes that make no character some tokenizers lose whole characters, and what is out stays out.
+    Text is held back while its last character is incomplete or while it could still become a stop string. Without a
+    tokenizer every piece is empty. A token costs the same however long the answer is, and however many tokens before it
+    had no text or were bytes that make no character.
     """
 
     decoder: Decoder | None
@@ -116,7 +129,8 @@ class IncrementalDetokenizer:
         after = self._decode(self._token_ids[self._prefix :])
         if after.endswith(REPLACEMENT) and not is_last:
             return ""
-        if REPLACEMENT in after and not after.startswith(before):  # what is out was torn together with what is new
+        # What is out was torn together with what is new; or is a space alone, which some tokenizers drop.
+        if REPLACEMENT in after and not (before and after.startswith(before)):
             before, after = "", self._decode(self._token_ids[self._read :])
         return self._take(before, after)
 

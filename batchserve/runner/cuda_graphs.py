@@ -61,10 +61,12 @@ class CudaCapturer:
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
         before = torch.cuda.current_stream()
         self._stream.wait_stream(before)
-        with torch.cuda.stream(self._stream):
-            run()  # libraries set up per stream what must not be set up while capturing
-            run_without_waiting(run)
-        before.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                run()  # libraries set up per stream what must not be set up while capturing
+                run_without_waiting(run)
+        finally:  # what has failed may still be running, with memory that others are given
+            before.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
@@ -75,7 +77,7 @@ class CudaCapturer:
 
 
 def run_without_waiting(run: Callable[[], torch.Tensor]) -> None:
-    """Run it once; raises RuntimeError if it waits for the device.
+    """Run it once; raises RuntimeError if it waits for the device, as whatever else of the process does meanwhile will.
 
     A capture would, too, but where it fails torch's allocator believes for good that it is under way.
     """

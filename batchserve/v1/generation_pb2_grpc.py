@@ -27,8 +27,9 @@ if _version_not_supported:
 
 class GenerationServiceStub:
     """Text generation. Failures never travel in band: a call ends in its message(s) or in a non-OK status that carries
-    google.rpc.ErrorInfo {domain: "batchserve"} and, for a bad field, google.rpc.BadRequest. The deadline of the call is
-    the deadline of the request; cancelling the call frees the request's memory within one step.
+    google.rpc.ErrorInfo {domain: "batchserve"} and, for a bad field, google.rpc.BadRequest; but for what gRPC refuses by
+    itself: messages over the server's bound (16 MiB), metadata over 16 KiB, methods that do not exist. The deadline of the
+    call is the deadline of the request; cancelling the call frees the request's memory within one step.
     """
 
     def __init__(self, channel):
@@ -81,8 +82,9 @@ def add_GenerationServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class GenerationService:
     """Text generation. Failures never travel in band: a call ends in its message(s) or in a non-OK status that carries
-    google.rpc.ErrorInfo {domain: "batchserve"} and, for a bad field, google.rpc.BadRequest. The deadline of the call is
-    the deadline of the request; cancelling the call frees the request's memory within one step.
+    google.rpc.ErrorInfo {domain: "batchserve"} and, for a bad field, google.rpc.BadRequest; but for what gRPC refuses by
+    itself: messages over the server's bound (16 MiB), metadata over 16 KiB, methods that do not exist. The deadline of the
+    call is the deadline of the request; cancelling the call frees the request's memory within one step.
     """
 
     @staticmethod

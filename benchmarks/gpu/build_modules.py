@@ -56,7 +56,7 @@ def _prepare(arch: str, jobs: int, stub: Path) -> None:
     from batchserve.attention.cuda_toolkit import name_toolkit
 
     name_toolkit()
-    if not {"CUDA_HOME", "CUDA_PATH"} & os.environ.keys():
+    if not (os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")):
         raise SystemExit("CUDA_HOME: no nvcc on the path with a libcudart.so beside it; set it")
     if ctypes.util.find_library("cuda") is None:
         # Modules are linked against the driver's library, which only a machine with a GPU has.

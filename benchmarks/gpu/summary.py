@@ -75,6 +75,7 @@ def _failures(data: Data) -> list[str]:
     for name, cell in data["cells"].items():
         if "error" in cell:
             lines.append(f"  FAILED {name}: {cell['error'].strip().splitlines()[-1][:200]}")
+        lines += [f"  FAILED {name}, {each}: {str(why)[:200]}" for each, why in cell.get("failed", {}).items()]
     skipped = [name for name, cell in data["cells"].items() if "skipped" in cell]
     if skipped:
         lines.append(f"  skipped {len(skipped)}: {skipped[0]}: {data['cells'][skipped[0]]['skipped'][:120]}")
@@ -162,6 +163,8 @@ def _small_q(cells: dict[str, Data]) -> list[str]:
             text = f"{kernel} as a graph at most {ratio:.2f}x eager ({rows} rows each"
             pair = [tiles.get(f"{kernel}, {kind}", {}).get(rows) for kind in ("graph", "eager")]
             parts.append(text + (f", tile {pair[0]} for {pair[1]})" if all(pair) else ")"))
+        if not cell["over_copy"]:
+            continue
         least, which = min((min(by_rows.values()), each) for each, by_rows in cell["over_copy"].items())
         lines.append(f"{name}: {'; '.join(parts)}; least {least:.2f}x a copy of the K/V ({which})")
     return lines
@@ -191,8 +194,12 @@ def _tree_over_causal(cells: dict[str, Data]) -> list[str]:
             if not {"tree", "causal"} <= kinds.keys():
                 continue
             ratios = {rows: ms / kinds["causal"][rows] for rows, ms in kinds["tree"].items() if rows in kinds["causal"]}
+            if not ratios:
+                continue
             most = max(ratios.values())
-            lines.append(f"{name}, {kernel}: trees at most {most:.2f}x causal ({_mark(most <= MOST_TREE_OVER_CAUSAL)})")
+            # Of what has failed in part nothing is kept.
+            is_kept = most <= MOST_TREE_OVER_CAUSAL and kernel not in cell.get("failed", {})
+            lines.append(f"{name}, {kernel}: trees at most {most:.2f}x causal ({_mark(is_kept)})")
     return lines
 
 

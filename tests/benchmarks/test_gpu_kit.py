@@ -71,6 +71,7 @@ def test_every_part_runs_without_the_packages_that_only_serving_needs(tmp_path: 
         data = json.loads((out / f"{name}.json").read_text())
         failed = {cell: found["error"] for cell, found in data["cells"].items() if "error" in found}
         assert not failed, (name, failed)
+        assert not {cell: found["failed"] for cell, found in data["cells"].items() if "failed" in found}, name
         assert data["cells"], (name, data.get("error"))
         assert "error" not in data, (name, data["error"])
         assert not data["left_out"], name

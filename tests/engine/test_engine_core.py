@@ -32,6 +32,19 @@ def test_max_tokens_is_exact(engine: ScriptedEngine, max_tokens: int) -> None:
     assert (usage.prompt_tokens, usage.completion_tokens) == (6, max_tokens)
 
 
+def test_load_is_told_while_requests_run_and_wait_and_when_they_are_gone() -> None:
+    engine = scripted_engine(max_num_seqs=1, total_tokens=1024)
+    for name in ("a", "b", "c"):
+        add(engine, name, "text", max_tokens=5)
+    engine.core.step()
+    told = engine.core.metrics.snapshot()
+    assert (told["requests_running"], told["requests_waiting"]) == (1, 2)
+    assert 0 < told["kv_used_tokens"] < told["kv_total_tokens"] == 1024
+    engine.run()
+    told = engine.core.metrics.snapshot()
+    assert (told["requests_running"], told["requests_waiting"], told["kv_used_tokens"]) == (0, 0, 0)
+
+
 @pytest.mark.parametrize("length", range(12))
 def test_an_end_token_ends_the_answer_wherever_it_falls_in_an_accepted_run(engine: ScriptedEngine, length: int) -> None:
     """It is neither shown nor counted, and what was accepted behind it is gone."""

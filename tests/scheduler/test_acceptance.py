@@ -81,18 +81,21 @@ def test_probabilities_become_what_comes_true(truth: float) -> None:
     assert calibrated(model, model.start("b"), [-1], [0.6])[0] == pytest.approx(0.6)
 
 
-def test_a_drafter_that_knows_its_odds_is_hardly_corrected() -> None:
-    """After any few edges there is some difference, mostly by chance."""
-    rng, off = np.random.default_rng(7), []
-    for _ in range(200):
+@pytest.mark.parametrize("prob", [0.05, 0.3, 0.6, 0.95])
+def test_a_drafter_that_knows_its_odds_is_hardly_corrected(prob: float) -> None:
+    """After any few edges there is some difference, all of it chance; what is rare weighs a little too much."""
+    rng, seen, believed = np.random.default_rng(7), [], []
+    for _ in range(300):
         model = AcceptanceModel()
         request = model.start("a")
-        for _ in range(12):
-            propose(model, request, [7], [-1], [0.6])
-            arrive(model, request, [7 if rng.random() < 0.6 else 8])
-        off.append(calibrated(model, model.start("a"), [-1], [0.6])[0] - 0.6)
-    assert np.abs(off).mean() < 0.6 * np.sqrt(0.6 * 0.4 / 12), "of what is seen less than two thirds is believed"
-    assert abs(np.mean(off)) < 0.02
+        hits = rng.random(12) < prob
+        for is_hit in hits:
+            propose(model, request, [7], [-1], [prob])
+            arrive(model, request, [7 if is_hit else 8])
+        seen.append(abs(hits.mean() - prob))
+        believed.append(calibrated(model, model.start("a"), [-1], [prob])[0] - prob)
+    assert np.abs(believed).mean() < 0.8 * np.mean(seen)
+    assert abs(np.mean(believed)) < 0.02
 
 
 def test_one_request_s_record_moves_its_own_odds_only() -> None:
