@@ -110,7 +110,7 @@ class EngineConfig:
     branch_length: the most draft tokens in one line of descent; None: the drafter's own.
     default_draft_scope: whose answers requests draft from that name no scope; "request" shares nothing.
     wait_for_drafter: do not serve before drafts are ready (the first start ever compiles them); False: serve without.
-    num_threads: compute threads on a CPU; None takes what measures fastest at start.
+    num_threads: compute threads on a CPU, at most MAX_THREADS; None takes what measures fastest at start.
     huge_pages: on a CPU, put the weights and all else in memory into huge pages at start, where Linux gives any.
     """
 

@@ -94,6 +94,8 @@ def _other_value(name: str, default: Any, option: cli.Option) -> Any:
         return "other"
     if name == "gpu_memory_utilization":
         return 0.5
+    if name == "num_threads":  # bounded by the processors that there are
+        return 2
     return 2048 if default is None else default + 1
 
 
