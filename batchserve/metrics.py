@@ -129,13 +129,12 @@ class EngineMetrics:
     def step_done(self, num_rows: int, num_draft_rows: int, num_decoding: int, seconds: float) -> None:
         """A step ran so many rows, num_draft_rows of them drafts of num_decoding requests."""
         with self.lock:
-            self._add(
-                steps_total=1,
-                rows_total=num_rows,
-                draft_rows_total=num_draft_rows,
-                decoding_requests_total=num_decoding,
-                step_seconds_total=seconds,
-            )
+            values = self.values
+            values["steps_total"] += 1
+            values["rows_total"] += num_rows
+            values["draft_rows_total"] += num_draft_rows
+            values["decoding_requests_total"] += num_decoding
+            values["step_seconds_total"] += seconds
             if num_decoding:
                 self.gauges["draft_rows_per_request"] = num_draft_rows / num_decoding
 
@@ -150,18 +149,13 @@ class EngineMetrics:
     def verified(self, requests: Sequence[Verification]) -> None:
         """What one step verified."""
         with self.lock:
-            num_drafted = num_accepted = 0
-            latency = self.histograms["inter_token_latency_seconds"]
-            for each in requests:
-                num_drafted += each.num_draft_tokens
-                num_accepted += each.num_accepted
-                if each.since_last_s is not None and each.num_given:
-                    latency.add(each.since_last_s / each.num_given, each.num_given)
-            self._add(
-                verify_steps_total=len(requests),
-                draft_tokens_total=num_drafted,
-                accepted_draft_tokens_total=num_accepted,
-            )
+            values, latency = self.values, self.histograms["inter_token_latency_seconds"]
+            values["verify_steps_total"] += len(requests)
+            for num_drafted, num_accepted, num_given, since_last_s in requests:
+                values["draft_tokens_total"] += num_drafted
+                values["accepted_draft_tokens_total"] += num_accepted
+                if since_last_s is not None and num_given:
+                    latency.add(since_last_s / num_given, num_given)
 
     def looked_up(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """A request was begun whose prompt was looked for in the prefix cache."""

@@ -62,8 +62,8 @@ _LEGAL = {
 class Request:
     """State of one request. The scheduler moves it; the engine core appends to it; nobody else writes.
 
-    token_ids: the prompt, then the answer so far. num_computed_tokens: how many of them have K/V; at least one never
-    has. Times are seconds of the engine's clock.
+    token_ids: the prompt, then the answer so far, at most max_total_tokens. num_computed_tokens: how many of them have
+    K/V; at least one never has. Times are seconds of the engine's clock.
     """
 
     request_id: str
@@ -75,6 +75,7 @@ class Request:
     priority: int = 0  # higher comes first
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(init=False)
+    max_total_tokens: int = field(init=False)
     num_computed_tokens: int = 0
     prefix_scope: str | None = None  # whose cached K/V it may begin with, and leaves its own to; None: nobody's
     num_cached_tokens: int = 0  # of the prompt, whose K/V was there
@@ -89,6 +90,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+        self.max_total_tokens = len(self.prompt_token_ids) + self.sampling.max_tokens
 
     @property
     def num_prompt_tokens(self) -> int:

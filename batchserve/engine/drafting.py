@@ -81,10 +81,9 @@ class DraftStage:
         without = _load(plan.scheduled)
         alone = without if len(decoding) == len(plan.scheduled) else _load(decoding)
         self._step = step = _Step(without, alone, without)
-        none = DraftForest.empty(len(plan.scheduled))
         places = [place for place, s in enumerate(plan.scheduled) if s.max_draft_tokens > 0]
         if not places or (self.adaptive is not None and not self.adaptive.begin_step(without, alone)):
-            return none
+            return DraftForest.empty(len(plan.scheduled))
         asked = [plan.scheduled[place] for place in places]
         request_ids = [s.request.request_id for s in asked]
         began_s = self._clock()
@@ -100,7 +99,7 @@ class DraftStage:
             requests = [s.request for s in decoding]
             forest = forest.take(self.adaptive.choose(forest, request_ids, requests, plan.max_draft_rows))
         if not len(forest.token_ids):
-            return none
+            return DraftForest.empty(len(plan.scheduled))
         forest.check(queries)
         forest, attended = self._with_memory(asked, forest)
         rows = len(forest.token_ids)
@@ -113,17 +112,15 @@ class DraftStage:
 
         Two requests may have been promised the same last of it.
         """
-        sizes = np.diff(forest.starts)
-        drafted = [(s.request, size) for s, size in zip(asked, sizes.tolist(), strict=True) if size]
+        sizes = [end - start for start, end in pairwise(forest.starts.tolist())]
+        drafted = [(s.request, size) for s, size in zip(asked, sizes, strict=True) if size]
         names, rows = [request.request_id for request, _ in drafted], [1 + size for _, size in drafted]
         if not self._allocator.reserve_all(names, rows):
             has_room = [self._allocator.reserve(*each) for each in zip(names, rows, strict=True)]
             for name in compress(names, map(not_, has_room)):
                 if self.adaptive is not None:
                     self.adaptive.refused(name)
-            kept = sizes > 0
-            kept[kept] = has_room
-            forest = forest.take(np.repeat(kept, sizes))
+            forest = forest.take(np.repeat(has_room, [size for _, size in drafted]))
             drafted = list(compress(drafted, has_room))
         return forest, sum(size * request.num_computed_tokens for request, size in drafted)
 
@@ -152,12 +149,13 @@ class DraftStage:
             each.accepted, each.shared, each.num_steps = [], [], 0
 
     def _queries(self, asked: Sequence[ScheduledRequest], request_ids: Sequence[str]) -> DraftQueries:
-        bounds = np.array([(s.max_draft_tokens, s.max_draft_depth, s.max_row_depth) for s in asked], np.int64)
+        flat: list[int] = []
+        for item in asked:
+            flat += item[3:]  # the most draft tokens, the deepest draft, the deepest row
+        bounds = np.array(flat, np.int64).reshape(-1, 3)
         if self.adaptive is None:
             return DraftQueries(request_ids, bounds, np.zeros(len(asked)))
-        most, min_probs = self.adaptive.bounds(request_ids)
-        np.minimum(bounds[:, 0], most, out=bounds[:, 0])
-        return DraftQueries(request_ids, bounds, min_probs)
+        return DraftQueries(request_ids, bounds, self.adaptive.bound(request_ids, bounds))
 
     def _begin(self, request: Request) -> bool:
         """Whether it can be drafted now; its state begins when its drafter is ready, with all that it has by then."""

@@ -211,18 +211,18 @@ class EngineCore:
             request = item.request
             if request.finish_reason is not None:  # a stop string was found while the step was under way
                 continue
-            if verified is None:
-                kept[request.request_id] = [*range(num_pending)]
-            elif verified.token_ids[-1] == NO_TOKEN:
-                self._overflow(request, num_rows > num_pending)
-                continue
-            else:
-                kept[request.request_id] = [*range(num_pending), *verified.rows]
-            going_on.append((item, num_verified, verified))
+            rows = [*range(num_pending)]
+            if verified is not None:
+                if verified.token_ids[-1] == NO_TOKEN:
+                    self._overflow(request, num_rows > num_pending)
+                    continue
+                rows += verified.rows
+            kept[request.request_id] = rows
+            going_on.append((item, num_verified, verified, len(rows)))
         self.runner.backend.allocator.commit_all(kept)
-        for item, num_verified, verified in going_on:
+        for item, num_verified, verified, num_kept in going_on:
             request = item.request
-            request.num_computed_tokens += len(kept[request.request_id])
+            request.num_computed_tokens += num_kept
             if verified is None:
                 continue
             request.num_draft_tokens += num_verified
@@ -242,28 +242,29 @@ class EngineCore:
 
     def _append(self, request: Request, verified: VerifiedTokens, num_drafted: int, now_s: float) -> list[int]:
         """Give the request its new tokens, up to its end, and end it there; returns them."""
-        room = request.sampling.max_tokens - request.num_output_tokens
+        room = request.max_total_tokens - len(request.token_ids)
         given = verified.token_ids[:room]
         ends = request.sampling.end_token_ids
         if not ends.isdisjoint(given):
             given = given[: next(i for i, token in enumerate(given) if token in ends)]
             request.finish_reason = FinishReason.STOP
-        elif len(verified.token_ids) >= room:
+        elif len(given) >= room:
             request.finish_reason = FinishReason.LENGTH
         # What was accepted behind the answer's end helped nobody.
-        num_accepted = min(len(verified.rows), len(given))
+        num_given = len(given)
+        num_accepted = min(len(verified.rows), num_given)
         request.num_accepted_draft_tokens += num_accepted
         since_last_s = None if request.last_token_s is None else now_s - request.last_token_s
         if request.first_token_s is None:
             request.first_token_s = now_s
         request.last_token_s = now_s
-        request.token_ids.extend(given)
+        request.token_ids += given
         self._unpublished.append(_Commit(request, given, num_accepted))
         if request.finish_reason is not None:
             self.scheduler.finish(request)
         else:
             self.drafts.accept(request, given, verified.unverified_token_ids)
-        self._verified.append(Verification(num_drafted, num_accepted, len(given), since_last_s))
+        self._verified.append(Verification(num_drafted, num_accepted, num_given, since_last_s))
         return given
 
     def _publish(self) -> None:

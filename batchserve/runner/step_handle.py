@@ -100,20 +100,21 @@ def verify_batch(batch: RaggedBatch, logits: torch.Tensor, forced: Recordings) -
 def _walk_greedy(batch: RaggedBatch, sampler: RowSampler, forced: Recordings) -> list[VerifiedTokens | None]:
     """verify_batch of greedy requests; of others it makes nothing that is right."""
     spans, count = batch.spans, len(batch.request_ids)
-    paths, emitted, lengths = np.empty((3, batch.num_rows), np.int64)
+    walked = np.empty((3, batch.num_rows), np.int64)
     drafts = (batch.input_ids, spans.parents, batch.is_verified)
     where = (spans.rows, batch.num_pending, batch.first_logit)
-    walk_trees(*where, sampler.greedy(), forced.places(batch.request_ids), drafts, paths, emitted, lengths)
-    rows, tokens, row, token = paths.tolist(), emitted.tolist(), 0, 0
+    walk_trees(*where, sampler.greedy(), forced.places(batch.request_ids), drafts, walked)
+    rows, tokens, lengths = walked.tolist()
+    row = token = 0
     results: list[VerifiedTokens | None] = []
-    for first, length in zip(batch.first_logit.tolist(), lengths[:count].tolist(), strict=True):
+    for first, length in zip(batch.first_logit.tolist(), lengths[:count], strict=True):
         if first < 0:
             results.append(None)
             continue
         results.append(VerifiedTokens(tokens[token : token + length + 1], rows[row : row + length]))
         row += length
         token += length + 1
-    if not batch.is_verified.all():
+    if 0 in batch.is_verified.tobytes():
         for each, own, first in zip(results, batch.requests, batch.first_logit.tolist(), strict=True):
             if each is not None:
                 each.unverified_token_ids = _unverified(own, sampler, first)

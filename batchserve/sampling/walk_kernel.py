@@ -11,16 +11,17 @@ from batchserve.sampling.sampler import NO_TOKEN
 
 
 @njit(cache=True, nogil=True)
-def walk_trees(spans, num_pending, first_logit, tokens, recorded, drafts, paths, emitted, lengths):  # type: ignore[no-untyped-def]
+def walk_trees(spans, num_pending, first_logit, tokens, recorded, drafts, walked):  # type: ignore[no-untyped-def]
     """Walk every tree; where first_logit is negative there is none.
 
     spans, num_pending and first_logit are those of RaggedBatch (spans: its rows), drafts its (input_ids, parents,
     is_verified). tokens int64: behind every logit row; but where a request has a recorded text (Recordings.places),
     that says what is at each position, as far as it reaches.
 
-    Fills, request behind request, paths with the accepted rows (counted inside of the request), emitted with their
-    tokens and the one behind them, and lengths [num_requests] with the number of accepted rows.
+    Fills walked [3, num_rows], request behind request: the accepted rows (counted inside of the request); their tokens
+    and the one behind them; and of each request the number of accepted rows.
     """
+    paths, emitted, lengths = walked[0], walked[1], walked[2]
     token_ids, parents, is_verified = drafts
     num_paths, num_emitted = 0, 0
     for i in range(len(spans)):
@@ -51,4 +52,4 @@ def compile_kernels() -> None:
     """Compile walk_trees, or load it from the cache on disk."""
     numbers, flags, one = np.zeros((5, 1), np.int64), np.ones(1, np.bool_), np.ones(1, np.int64)
     drafts, recorded = (one, np.zeros(1, np.int32), flags), np.zeros((1, 2), np.int64)
-    walk_trees(np.array([[0, 1, 0]]), one, numbers[0], numbers[1], recorded, drafts, *numbers[2:])
+    walk_trees(np.array([[0, 1, 0]]), one, numbers[0], numbers[1], recorded, drafts, numbers[2:])

@@ -45,19 +45,18 @@ class Trees(Protocol):
 class Offered(NamedTuple):
     """All trees of one step, node behind node, and how far the truth has followed each; see budget_kernels.py."""
 
-    slots: IntArray  # of the requests [num_trees]
+    trees: IntArray  # [2, num_trees]: the slots of their requests, and what is reached of them
     starts: IntArray  # [num_trees + 1]
     token_ids: IntArray
     parents: IntArray
-    links: IntArray  # [3, num_nodes]: places in the books, trees, ones
+    links: IntArray  # [3, num_nodes]: columns of the books, owners, ones
     results: FloatArray  # [3, num_nodes]: claims, edges, paths
-    reached: IntArray  # [num_trees]
 
     @property
-    def trees(self) -> IntArray:
-        """Which tree each node is of [num_nodes]."""
-        trees: IntArray = self.links[1]
-        return trees
+    def owners(self) -> IntArray:
+        """The place of each node's request among those of the step [num_nodes]."""
+        owners: IntArray = self.links[1]
+        return owners
 
     @property
     def ones(self) -> IntArray:
@@ -70,6 +69,19 @@ class Offered(NamedTuple):
         """Calibrated path probabilities [num_nodes]."""
         paths: FloatArray = self.results[2]
         return paths
+
+
+class Given(NamedTuple):
+    """The tokens of one step: the request at slots[i] was given those from starts[i] to starts[i + 1]."""
+
+    slots: IntArray
+    starts: IntArray
+    token_ids: IntArray
+
+    @classmethod
+    def of(cls, slots: Sequence[int], token_ids: Sequence[Sequence[int]]) -> Given:
+        starts = np.array([0, *accumulate(map(len, token_ids))])
+        return cls(np.array(slots, np.int64), starts, np.array(list(chain.from_iterable(token_ids)), np.int64))
 
 
 class _Books:
@@ -139,10 +151,10 @@ class AcceptanceModel:
     def close(self, slot: int) -> None:
         """What was offered to this request and has not arrived never will."""
         for offered in self._open:
-            offered.reached[offered.slots == slot] = CLOSED
+            offered.trees[1, offered.trees[0] == slot] = CLOSED
 
-    def calibrate(self, trees: Trees, slots: IntArray) -> Offered:
-        """Calibrated trees; tree i is that of the request at slots[i].
+    def calibrate(self, trees: Trees, slots: IntArray, places: IntArray) -> Offered:
+        """Calibrated trees. `slots` are of all requests of a step; tree i is of the one at slots[places[i]].
 
         Raises ValueError if a parent does not come before its node.
         """
@@ -154,13 +166,12 @@ class AcceptanceModel:
             self._is_stale = False
         starts, parents = trees.starts, trees.parents
         links, results = np.empty((3, len(parents)), np.int64), np.empty((3, len(parents)))
-        reached = np.empty(len(slots), np.int64)
-        who = (slots, self._drafter_of, self.records)
-        bins = (_DEPTH_BIN, PROB_BINS, self._books.shifts)
-        wrong = weigh_nodes(starts, parents, trees.probs, *bins, *who, links, results, reached)
+        of_trees = np.empty((2, len(places)), np.int64)
+        bins, who = (_DEPTH_BIN, PROB_BINS, self._books.shifts), (slots, places, self._drafter_of, self.records)
+        wrong = weigh_nodes(starts, parents, trees.probs, bins, who, links, results, of_trees)
         if wrong >= 0:
             raise ValueError(f"draft node {wrong}: its parent does not come before it")
-        return Offered(slots, starts, trees.token_ids, parents, links, results, reached)
+        return Offered(of_trees, starts, trees.token_ids, parents, links, results)
 
     def remember(self, offered: Offered) -> None:
         """Hold these trees against what arrives, until it is known how much of them was right."""
@@ -173,16 +184,14 @@ class AcceptanceModel:
     @property
     def num_open(self) -> int:
         """Trees that are still held against what arrives."""
-        return sum(int((offered.reached != CLOSED).sum()) for offered in self._open)
+        return sum(int((offered.trees[1] != CLOSED).sum()) for offered in self._open)
 
-    def arrive(self, slots: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
-        """Score what was proposed to the requests at these slots against the next tokens of each."""
-        if not self._open or not token_ids:
+    def arrive(self, given: Given) -> None:
+        """Score what was proposed to these requests against the next tokens of each."""
+        if not self._open or not len(given.slots):
             return
-        starts = np.array([0, *accumulate(map(len, token_ids))])
-        tokens = np.array(list(chain.from_iterable(token_ids)), np.int64)
         books = (self._books.sums, self._books.tallies, self._books.tested, self._books.is_stale)
-        arrived = (np.array(slots), starts, tokens, self._drafter_of, self.records, books)
+        arrived = (*given, self._drafter_of, self.records, books)
         self._open = [each for each in self._open if score_trees(*each, *arrived)]
         self._is_stale = True
 

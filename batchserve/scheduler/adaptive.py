@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from batchserve.scheduler.acceptance import AcceptanceModel, Trees
+from batchserve.scheduler.acceptance import AcceptanceModel, Given, Trees
 from batchserve.scheduler.draft_budget import Bidders, DraftOffer, Market, choose_drafts
 from batchserve.scheduler.price import MOST_SURPRISE, SpeedUp
 from batchserve.scheduler.probing import PATIENCE, WATCHED, Probe
-from batchserve.scheduler.standing import STANDING, UNKNOWN, bound_queries, grown, make_bids, note_steps, settle
+from batchserve.scheduler.standing import STANDING, UNKNOWN, bound_queries, grown, make_bids, note_step, settle
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -206,24 +206,21 @@ class AdaptiveDrafting:
         Whether there is room for any: where prompts fill all of a step nobody's drafter is to blame.
         """
         self._learn()
-        alone_s = self.step_time.predict(alone)
-        # A prompt in the same step does not make time cheap: what counts is what decoding brings.
-        price = self._speed_up.price(alone.num_requests, alone_s)
-        longest_s = self._max_inflation * alone_s
-        self._market = Market.open(self.step_time, load, alone, price, longest_s, self._max_step_s)
-        self.last = self.last._replace(price=price)
-        return self._market.without_s + self._market.least_row_s <= self._max_step_s
+        gain = self._speed_up.ratio(alone.num_requests)
+        self._market = market = Market.open(self.step_time, load, alone, gain, self._max_inflation, self._max_step_s)
+        return market.without_s + market.least_row_s <= self._max_step_s
 
-    def bounds(self, request_ids: Sequence[str]) -> tuple[IntArray, FloatArray]:
-        """What to ask of each drafter: the most nodes, and the path probability, as it claims it, of the least likely.
+    def bound(self, request_ids: Sequence[str], bounds: IntArray) -> FloatArray:
+        """What to ask of each drafter: lowers the most nodes, bounds[:, 0] (forest.py: DraftQueries), and returns the
+        path probability, as it claims it, of the least likely.
 
-        Neither bound limits what is worth its row; both leave some room for odds to be learned.
+        Neither limits what is worth its row; both leave some room for odds to be learned.
         """
-        most, least = np.empty(len(request_ids), np.int64), np.empty(len(request_ids))
+        least = np.empty(len(request_ids))
         worth_a_row = MARGIN * self._market.price * self._market.row_s
         slots = self._slots_of(request_ids)
-        bound_queries(self._standing, self.acceptance.records, slots, worth_a_row, most, least)
-        return most, least
+        bound_queries(self._standing, self.acceptance.records, slots, worth_a_row, bounds, least)
+        return least
 
     def choose(
         self, forest: Forest, request_ids: Sequence[str], decoding: Sequence[Decoding], max_rows: int
@@ -236,23 +233,22 @@ class AdaptiveDrafting:
         if not request_ids:
             return np.zeros(len(forest.token_ids), np.bool_)
         names, market = [each.request_id for each in decoding], self._market
-        slots, places = self._slots_of(names), np.arange(len(names))
-        if names != list(request_ids):
+        slots, places = self._slots_of(names), [*range(len(names))]
+        if names != request_ids:
             place_of = {name: place for place, name in enumerate(names)}
-            places = np.array([place_of[request_id] for request_id in request_ids])
-        offer = self._offer(forest, request_ids, places, slots)
+            places = [place_of[request_id] for request_id in request_ids]
+        of_trees = np.array(places, np.int64)
+        offer = self._offer(forest, request_ids, of_trees, slots)
         items, bids = offer.items, np.empty((3, len(names)))
         make_bids(self._standing, slots, market.alone_s, bids)
-        bidders = Bidders(np.array([each.num_computed_tokens for each in decoding], np.float64), *bids)
+        bidders = Bidders(np.array([each.num_computed_tokens for each in decoding], np.int64), bids)
         chosen = choose_drafts(items, bidders, self.step_time, market, max_rows)
         # So little is not worth asking for, let alone its rows.
-        least_gain, is_paying = max(LEAST_GAIN, market.price * self._draft_s), np.zeros(len(decoding), np.bool_)
-        who = (self._standing, slots, places)
+        least_gain, is_paying = max(LEAST_GAIN, market.price * self._draft_s), np.zeros(len(names), np.bool_)
+        who = (self._standing, slots, of_trees)
         settle(*who, items.owners, items.gains, items.rows, least_gain, chosen, is_paying)
-        pays = is_paying[places]
-        if self._probes or self._given_up or not pays.all():
-            failing = {request_ids[i]: decoding[places[i]].token_ids for i in np.flatnonzero(~pays).tolist()}
-            self._note(failing, [request_ids[i] for i in np.flatnonzero(pays).tolist()])
+        pays = is_paying.tolist()
+        self._note([(decoding[place], pays[place]) for place in places])
         return chosen if offer.nodes is None else self._unbundled(offer, offer.nodes, chosen)
 
     def _unbundled(self, offer: _Offer, nodes: IntArray, chosen: BoolArray) -> BoolArray:
@@ -265,12 +261,19 @@ class AdaptiveDrafting:
                 window.missed()
         return keep
 
-    def _note(self, failing: Mapping[str, Sequence[int]], paying: Iterable[str]) -> None:
-        """Whose drafter was asked for nothing, with their texts, and for whom it paid."""
+    def _note(self, drafted: Iterable[tuple[Decoding, int]]) -> None:
+        """For whom his drafter paid, and who was asked for nothing: then his text is looked at."""
         given_up = set()
-        for request_id, text in failing.items():
-            probe = self._probes.setdefault(request_id, Probe())
-            probe.note(False, text, step=self._num_steps)
+        paying = []
+        for each, is_paying in drafted:
+            request_id = each.request_id
+            if is_paying:
+                paying.append(request_id)
+                continue
+            probe = self._probes.get(request_id)
+            if probe is None:
+                probe = self._probes[request_id] = Probe()
+            probe.note(False, each.token_ids, step=self._num_steps)
             if probe.num_failures == PATIENCE + 1:
                 given_up.add(self._drafters[request_id])
         for drafter in given_up:
@@ -283,12 +286,12 @@ class AdaptiveDrafting:
     def _offer(self, forest: Forest, request_ids: Sequence[str], places: IntArray, slots: IntArray) -> _Offer:
         """What the trees offer; remembers them, to be scored."""
         nodes, verified, bundles = None, forest, []
-        if np.count_nonzero(forest.is_verified) < len(forest.is_verified):
+        if 0 in forest.is_verified.tobytes():
             bundles = self._windows_of(forest, request_ids, places)
             verified, nodes = forest.take(forest.is_verified), np.flatnonzero(forest.is_verified)
-        offered = self.acceptance.calibrate(verified, slots[places])
+        offered = self.acceptance.calibrate(verified, slots, places)
         self.acceptance.remember(offered)
-        owners, gains, sizes = places[offered.trees], offered.paths, offered.ones
+        owners, gains, sizes = offered.owners, offered.paths, offered.ones
         if bundles:
             owners = np.concatenate((owners, [place for place, _, _ in bundles]))
             gains = np.concatenate((gains, [window.value for _, window, _ in bundles]))
@@ -330,32 +333,28 @@ class AdaptiveDrafting:
         if not self._heard:
             return
         heard, self._heard = self._heard, []
+        middle = 0
+        if len(heard) > 1:  # without drafts: the machine's pace is learned from the median one
+            middle = sorted(range(len(heard)), key=lambda place: heard[place][0].step_s)[(len(heard) - 1) // 2]
+        stretch = self._learn_times(*heard[middle], num_steps=len(heard))
         slot_of = self._slots  # requests that nothing is known of are left out
-        given = [{each: tokens for each, tokens in token_ids.items() if each in slot_of} for _, token_ids in heard]
-        times = [(outcome.step_s, 1.0) for outcome, _ in heard]
-        # Of several steps without drafts the machine's pace is learned from the median one.
-        middle = sorted(range(len(heard)), key=lambda place: heard[place][0].step_s)[(len(heard) - 1) // 2]
-        times[middle] = self._learn_times(*heard[middle], num_steps=len(heard))
-        noted: list[float] = []
-        for step, token_ids in zip(times, given, strict=True):
-            for each, tokens in token_ids.items():
-                noted += (slot_of[each], len(tokens), *step)
-        if noted:
-            note_steps(self._standing, np.array(noted, np.float64))
-        # While trees are open every step is learned from at once: there is but one.
-        self.acceptance.arrive([slot_of[each] for each in given[-1]], list(given[-1].values()))
-        self._arrive(given)
+        for place, (outcome, token_ids) in enumerate(heard):
+            known = [each for each in token_ids if each in slot_of]
+            given = Given.of([slot_of[each] for each in known], [token_ids[each] for each in known])
+            times = outcome.step_s, stretch if place == middle else 1.0
+            note_step(self._standing, given.slots, given.starts, *times)
+            # While trees are open every step is learned from at once: there is but one.
+            self.acceptance.arrive(given)
+        self._arrive([token_ids for _, token_ids in heard])
 
-    def _learn_times(
-        self, outcome: StepOutcome, token_ids: Mapping[str, Sequence[int]], num_steps: int
-    ) -> tuple[float, float]:
-        """(seconds of the step, how many times as long it was as without drafts); there were num_steps like it."""
-        predicted_s = without_s = decoding_s = self.step_time.predict(outcome.decoding)
-        if outcome.load != outcome.decoding:
-            predicted_s, without_s = self.step_time.predict(outcome.load), self.step_time.predict(outcome.without)
+    def _learn_times(self, outcome: StepOutcome, token_ids: Mapping[str, Sequence[int]], num_steps: int) -> float:
+        """How many times as long the step was as without drafts; there were num_steps like it."""
+        num_requests, gain = outcome.decoding.num_requests, self._speed_up.ratio(outcome.decoding.num_requests)
         # What the drafter takes is no part of the forward's time: the table knows nothing of it.
         forward_s = outcome.step_s - outcome.draft_s
-        self.step_time.observe(outcome.load, forward_s, num_steps)
+        predicted_s, without_s, decoding_s = self.step_time.observe(
+            outcome.load, forward_s, num_steps, without=outcome.without, decoding=outcome.decoding
+        )
         if outcome.num_asked:
             self._draft_s += 0.1 * (outcome.propose_s / outcome.num_asked - self._draft_s)
         num_tokens = sum(map(len, token_ids.values()))
@@ -363,9 +362,9 @@ class AdaptiveDrafting:
             surprise = min(MOST_SURPRISE, max(1.0 / MOST_SURPRISE, forward_s / predicted_s))
             decode_s = max(decoding_s, predicted_s - (without_s - decoding_s)) * surprise + outcome.draft_s
             for _ in range(num_steps):
-                self._speed_up.observe(outcome.decoding.num_requests, num_tokens, decode_s, decoding_s)
-        self.last = Introspection(self.last.price, predicted_s, outcome.step_s)
-        return outcome.step_s, 1.0 + (predicted_s - without_s) / decoding_s
+                self._speed_up.observe(num_requests, num_tokens, decode_s, decoding_s)
+        self.last = Introspection(gain * num_requests / decoding_s, predicted_s, outcome.step_s)
+        return 1.0 + (predicted_s - without_s) / decoding_s
 
     def _arrive(self, given: Sequence[Mapping[str, Sequence[int]]]) -> None:
         for request_id, probe in self._probes.items():

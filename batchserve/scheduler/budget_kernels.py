@@ -8,6 +8,9 @@ import math
 import numpy as np
 from numba import njit
 
+from batchserve.scheduler import time_kernels
+from batchserve.scheduler.time_kernels import ATTENDED, LOG_FACTOR, seconds_at
+
 LEAST_PROB, MOST_PROB = 1e-4, 0.995  # nothing is certain
 REQUEST_PRIOR = 6.0  # edges
 CHANCE = 0.5  # what is so many variances off what was expected is half believed
@@ -17,6 +20,7 @@ CLOSED = -2  # of a tree that the truth has left
 # there is always one who has not been drafted well yet: all others would wait for him.
 EVEN_STEPS = 4.0
 LEAST_ROW_COST = 0.01  # of a step without drafts, over its requests: no row is quite free, whatever a flat table says
+SPAN = 16  # draft rows whose mean is what one costs
 
 
 @njit(cache=True, nogil=True)
@@ -72,28 +76,27 @@ def own_shift(record):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def weigh_nodes(  # type: ignore[no-untyped-def]
-    starts, parents, probs, depth_bins, prob_bounds, shifts, slots, drafter_of, records, links, results, reached
-):
-    """Calibrate all trees of a step; tree i has the nodes from starts[i] to starts[i + 1], and its request slots[i].
+def weigh_nodes(starts, parents, probs, bins, who, links, results, trees):  # type: ignore[no-untyped-def]
+    """Calibrate all trees of a step; tree i has the nodes from starts[i] to starts[i + 1].
 
-    parents: inside the tree, -1 for its root; probs: path probabilities as claimed; depth_bins: the bin of each depth
-    (the last for all beyond); prob_bounds: of the bins of claims; shifts [num_drafters, num depth bins, num claim
-    bins]: corrections in log odds; by slot, drafter_of and records [num_slots, 3] (see own_shift). Fills links [3,
-    num_nodes]: places (depth bin * num claim bins + claim bin), trees, ones; results [3, num_nodes]: claims and edges
-    (of a node given its parent, as claimed and calibrated), paths (calibrated); reached [num_trees] (see score_trees).
-    Returns -1, or a node whose parent does not come before.
+    parents: inside the tree, -1 for its root; probs: path probabilities as claimed. bins: the depth bin of each depth
+    (the last for all beyond), the bounds of the bins of claims, and shifts [num_drafters, num depth bins, num claim
+    bins], corrections in log odds. who: the slots of all requests of the step, the place of each tree's among them, and
+    by slot drafter_of and records [num_slots, 3] (see own_shift). Fills links [3, num_nodes]: columns (depth bin * num
+    claim bins + claim bin), owners (places), ones; results [3, num_nodes]: claims and edges (of a node given its
+    parent, as claimed and calibrated), paths (calibrated); trees [2, num_trees]: slots, and what is reached (see
+    score_trees). Returns -1, or a node whose parent does not come before.
     """
-    places, trees = links[0], links[1]
+    depth_bins, prob_bounds, shifts = bins
+    slots, places, drafter_of, records = who
     claims, edges, paths = results[0], results[1], results[2]
     num_probs = len(prob_bounds) + 1
     depths = np.empty(len(parents), np.int64)
-    for i in range(len(starts) - 1):
-        start, drafter = starts[i], drafter_of[slots[i]]
-        own = own_shift(records[slots[i]])
-        reached[i] = -1 if start < starts[i + 1] else CLOSED
+    for i in range(len(places)):
+        start, slot = starts[i], slots[places[i]]
+        drafter, own = drafter_of[slot], own_shift(records[slot])
+        trees[0, i], trees[1, i] = slot, -1 if start < starts[i + 1] else CLOSED
         for node in range(start, starts[i + 1]):
-            trees[node], links[2, node] = i, 1
             if not -1 <= parents[node] < node - start:
                 return node - start
             parent = parents[node] + start if parents[node] >= 0 else -1
@@ -104,7 +107,7 @@ def weigh_nodes(  # type: ignore[no-untyped-def]
             prob_bin = np.searchsorted(prob_bounds, claim)
             odds = log_odds(claim) + shifts[drafter, depth_bin, prob_bin] + own
             edge = 1.0 / (1.0 + math.exp(-odds))
-            places[node] = depth_bin * num_probs + prob_bin
+            links[0, node], links[1, node], links[2, node] = depth_bin * num_probs + prob_bin, places[i], 1
             claims[node], edges[node] = claim, edge
             paths[node] = edge * (paths[parent] if parent >= 0 else 1.0)
     return -1
@@ -112,44 +115,45 @@ def weigh_nodes(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def score_trees(  # type: ignore[no-untyped-def]
-    slots, starts, token_ids, parents, links, results, reached, given, token_starts, tokens, drafter_of, records, books
+    trees, starts, token_ids, parents, links, results, given, token_starts, tokens, drafter_of, records, books
 ):
     """Walk every open tree on along the tokens that its request was given; returns how many trees are open still.
 
-    The first seven are what was offered in one step: see weigh_nodes, and reached [num_trees], the node (inside the
-    tree) that the truth has come to: -1 its root, CLOSED when there is nothing more to come. given [num_requests]: the
-    slots that were given tokens, those from token_starts[i] to token_starts[i + 1]. Every child of a node on the way
-    counts into the books: sums [num_drafters, 3, num places] (edges, their claims, hits), tallies [num_drafters, 3, 10]
-    (the same by tenths of calibrated probability) and tested [num_drafters, 2, num depth bins]; and into records. What
-    sums have changed is marked in is_stale [num_drafters, num claim bins].
+    The first six are what was offered in one step: see weigh_nodes. trees[1] is the node (inside the tree) that the
+    truth has come to: -1 its root, CLOSED when there is nothing more to come. given [num_requests]: the slots that were
+    given tokens, those from token_starts[i] to token_starts[i + 1]. Every child of a node on the way counts into the
+    books: sums [num_drafters, 3, num columns] (edges, their claims, hits), tallies [num_drafters, 3, 10] (the same by
+    tenths of calibrated probability) and tested [num_drafters, 2, num depth bins]; and into records. What sums have
+    changed is marked in is_stale [num_drafters, num claim bins].
     """
     sums, tallies, tested, is_stale = books
-    places = links[0]
-    num_probs = sums.shape[2] // tested.shape[2]
+    slots, reached, columns = trees[0], trees[1], links[0]
+    num_probs, own = is_stale.shape[1], records.reshape(len(records), 3, 1)
     where = np.full(len(records), -1)
     for i in range(len(given)):
         where[given[i]] = i
     num_open = 0
     for tree in range(len(slots)):
-        at, place = reached[tree], where[slots[tree]]
+        at, slot, start, end = reached[tree], slots[tree], starts[tree], starts[tree + 1]
+        place = where[slot]
         if at != CLOSED and place >= 0:
-            drafter, record = drafter_of[slots[tree]], records[slots[tree]]
+            drafter = drafter_of[slot]
             for k in range(token_starts[place], token_starts[place + 1]):
                 above, at, has_children = at, CLOSED, False
-                for node in range(starts[tree] + above + 1, starts[tree + 1]):
+                for node in range(start + above + 1, end):
                     if parents[node] != above:
                         has_children = has_children or (at != CLOSED and parents[node] == at)
                         continue
-                    is_hit = 1.0 if token_ids[node] == tokens[k] else 0.0
-                    column, edge = places[node], results[1, node]
+                    is_hit = token_ids[node] == tokens[k]
+                    column, edge = columns[node], results[1, node]
                     is_stale[drafter, column % num_probs] = True
-                    _count(sums[drafter], column, results[0, node], is_hit, MEMORY)
-                    _count(record.reshape(3, 1), 0, edge, is_hit, REQUEST_MEMORY)
-                    _count(tallies[drafter], min(9, int(edge * 10)), edge, is_hit, np.inf)
+                    _count(sums, drafter, column, results[0, node], is_hit, MEMORY)
+                    _count(own, slot, 0, edge, is_hit, REQUEST_MEMORY)
+                    _count(tallies, drafter, min(9, int(edge * 10)), edge, is_hit, np.inf)
                     tested[drafter, 0, column // num_probs] += 1
-                    tested[drafter, 1, column // num_probs] += int(is_hit)
+                    tested[drafter, 1, column // num_probs] += is_hit
                     if is_hit:
-                        at = node - starts[tree]
+                        at = node - start
                 if not has_children:
                     at = CLOSED
                     break
@@ -158,47 +162,37 @@ def score_trees(  # type: ignore[no-untyped-def]
     return num_open
 
 
-@njit(cache=True, nogil=True)
-def _count(book, column, prob, is_hit, memory):  # type: ignore[no-untyped-def]
-    """One more edge in a book [3, num columns]: edges, their probabilities, hits; what is old counts less."""
-    book[0, column] += 1.0
-    book[1, column] += prob
-    book[2, column] += is_hit
-    if book[0, column] > memory:
-        book[:, column] *= 0.5
+@njit(cache=True, nogil=True, inline="always")
+def _count(books, book, column, prob, is_hit, memory):  # type: ignore[no-untyped-def]
+    """One more edge in a book of books [num_books, 3, num columns]: edges, their probabilities, hits.
 
-
-@njit(cache=True, nogil=True)
-def seconds_at(table, load, more_rows, more_attended):  # type: ignore[no-untyped-def]
-    """Seconds of a step that has so many more sampled rows and attended pairs; see step_time.py for both tuples.
-
-    Python runs it, too (py_func, with lists for arrays): there is one formula, and no step waits for a compiler.
+    What is old counts less.
     """
-    knots, seconds, shape, per_request, per_logit_row, per_context, per_attended, log_factor = table
+    books[book, 0, column] += 1.0
+    books[book, 1, column] += prob
+    books[book, 2, column] += is_hit
+    if books[book, 0, column] > memory:
+        for i in range(3):
+            books[book, i, column] *= 0.5
+
+
+@njit(cache=True, nogil=True)
+def quote(table, load, alone):  # type: ignore[no-untyped-def]
+    """Seconds of a step without drafts, of its decoding rows alone, and of one more row: draft_budget.Market.open."""
+    without_s, alone_s = seconds_at(table, load, 0.0, 0.0), seconds_at(table, alone, 0.0, 0.0)
     num_rows, num_logit_rows, num_requests, context, attended = load
-    rows = num_rows + more_rows
-    last = len(knots) - 1
-    high = min(1, last)
-    while high < last and knots[high] < rows:
-        high += 1
-    low = max(0, high - 1)
-    if last == 0:
-        share, rise, bend = rows / knots[0] - 1.0, seconds[0], 0.0
-    else:
-        share = (rows - knots[low]) / (knots[high] - knots[low])
-        rise, bend = seconds[high] - seconds[low], shape[high] - shape[low]
-    share = max(0.0, share)
-    base = max(seconds[low] + share * rise - per_logit_row * (num_rows - num_logit_rows), seconds[0])
-    fixed = per_request * max(0.0, num_requests - 1.0) + per_context * context
-    total = base + fixed + per_attended * (attended + more_attended)
-    return total * math.exp(log_factor + shape[low] + min(1.0, share) * bend)
+    more = (num_rows + SPAN, num_logit_rows + SPAN, num_requests, context, attended)
+    least_row_s = LEAST_ROW_COST * alone_s / alone[2]
+    return without_s, alone_s, max((seconds_at(table, more, 0.0, 0.0) - without_s) / SPAN, least_row_s), least_row_s
 
 
 @njit(cache=True, nogil=True)
 def buy(owners, gains, rows, bidders, table, load, market, chosen):  # type: ignore[no-untyped-def]
     """Mark in `chosen` the items to buy; see draft_budget.choose_drafts, whose arguments these are, as tuples."""
-    contexts, urgency, ahead_s, grace_s = bidders
-    price, row_s, least_row_s, attended_s, max_rows, prompts_s, longest_s, never_longer_s = market
+    contexts, bids = bidders
+    urgency, ahead_s, grace_s = bids[0], bids[1], bids[2]
+    price, row_s, least_row_s, max_rows, prompts_s, longest_s, never_longer_s = market
+    attended_s = table[3][ATTENDED] * math.exp(table[3][LOG_FACTOR])
     num_items, num_requests = len(owners), len(contexts)
     values = np.empty(num_items)
     order_by = np.empty(num_items)
@@ -239,17 +233,20 @@ def buy(owners, gains, rows, bidders, table, load, market, chosen):  # type: ign
 
 
 def compile_kernels() -> None:
-    """Compile every kernel, or load it from the cache on disk."""
+    """Compile every kernel, those of the step times too, or load them from the cache on disk."""
+    time_kernels.compile_kernels()
     one, zeros = np.ones(1), np.zeros(1)
     indices = np.zeros(1, np.int64)
     shifts, results, records = np.zeros((1, 1, 2)), np.zeros((3, 1)), np.zeros((1, 3))
-    links, reached = np.zeros((3, 1), np.int64), indices.copy()
+    links = np.zeros((3, 1), np.int64)
     correct(np.zeros((1, 3, 2)), 1.0, shifts, np.ones((1, 2), np.bool_))
-    starts = np.array([0, 1])
-    weigh_nodes(starts, indices - 1, one, indices, one, shifts, indices, indices, records, links, results, reached)
+    starts, trees = np.array([0, 1]), np.zeros((2, 1), np.int64)
+    who = (indices, indices, indices, records)
+    weigh_nodes(starts, indices - 1, one, (indices, one, shifts), who, links, results, trees)
     books = np.zeros((1, 3, 2)), np.zeros((1, 3, 10)), np.zeros((1, 2, 1), np.int64), np.zeros((1, 2), np.bool_)
-    offered = (indices, starts, indices, indices - 1, links, results, reached)
+    offered = (trees, starts, indices, indices - 1, links, results)
     score_trees(*offered, indices, starts, indices, indices, records, books)
-    table = (one, one, zeros, 0.0, 0.0, 0.0, 0.0, 0.0)
-    load, market = (1.0, 1.0, 1.0, 0.0, 0.0), (1.0, 1.0, 1.0, 0.0, 1, 0.0, 1.0, 1.0)
-    buy(indices, one, np.ones(1, np.int64), (zeros, one, zeros, one), table, load, market, np.zeros(1, np.bool_))
+    table, load = (one, one, zeros, np.zeros(5)), (1.0, 1.0, 1.0, 0.0, 0.0)
+    quote(table, load, load)
+    bidders, market = (indices, np.ones((3, 1))), (1.0, 1.0, 1.0, 1, 0.0, 1.0, 1.0)
+    buy(indices, one, np.ones(1, np.int64), bidders, table, load, market, np.zeros(1, np.bool_))

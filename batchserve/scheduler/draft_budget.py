@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from batchserve.scheduler.budget_kernels import LEAST_ROW_COST, buy
+from batchserve.scheduler.budget_kernels import buy, quote
 
 if TYPE_CHECKING:
     from batchserve.scheduler.step_time import StepLoad, StepTimeModel
@@ -30,16 +30,15 @@ class DraftOffer(NamedTuple):
 
 
 class Bidders(NamedTuple):
-    """The decoding requests of the step, by place; all arrays [num_requests].
+    """The decoding requests of the step, by place.
 
-    contexts: K/V entries that a row of the request attends to. urgency: what one of its tokens counts. ahead_s: how
-    many seconds drafts have gained it so far; grace_s: how far behind it may fall for the sake of others.
+    contexts int64 [num_requests]: K/V entries that a row of the request attends to. bids float64 [3, num_requests]:
+    urgency, what one of its tokens counts; how many seconds drafts have gained it so far; and its grace, how many it
+    may fall behind for the sake of others.
     """
 
-    contexts: FloatArray
-    urgency: FloatArray
-    ahead_s: FloatArray
-    grace_s: FloatArray
+    contexts: IntArray
+    bids: FloatArray
 
 
 class Market(NamedTuple):
@@ -67,14 +66,16 @@ class Market(NamedTuple):
         step_time: StepTimeModel,
         load: StepLoad,
         alone: StepLoad,
-        price: float,
-        longest_s: float,
+        speed_up: float,
+        max_inflation: float,
         never_longer_s: float = math.inf,
     ) -> Market:
-        """`alone` are the step's decoding rows: a prompt beside them makes no draft dearer."""
-        without_s, alone_s = step_time.predict(load), step_time.predict(alone)
-        least_row_s = LEAST_ROW_COST * alone_s / alone.num_requests
-        row_s = max(step_time.row_cost(load), least_row_s)
+        """`alone` are the step's decoding rows: a prompt beside them makes no draft dearer, and time no cheaper.
+
+        speed_up: how much faster than without drafts tokens come (price.py); max_inflation: longest_s over alone_s.
+        """
+        without_s, alone_s, row_s, least_row_s = quote(step_time.arrays, load.floats(), alone.floats())
+        price, longest_s = speed_up * alone.num_requests / alone_s, max_inflation * alone_s
         return cls(load, without_s, alone_s, price, row_s, least_row_s, longest_s, never_longer_s)
 
 
@@ -90,9 +91,8 @@ def choose_drafts(
     chosen = np.zeros(len(offer.owners), np.bool_)
     if not len(chosen) or max_rows < 1:
         return chosen
-    attended_s = step_time.attended_cost()
-    costs = (market.price, market.row_s, market.least_row_s, attended_s)
-    terms = (*costs, max_rows, market.without_s - market.alone_s, market.longest_s, market.never_longer_s)
-    who = (bidders.contexts, bidders.urgency, bidders.ahead_s, bidders.grace_s)
-    buy(offer.owners, offer.gains, offer.rows, who, step_time.arrays(), market.load.floats(), terms, chosen)
+    prompts_s = market.without_s - market.alone_s
+    terms = (market.price, market.row_s, market.least_row_s, max_rows, prompts_s, market.longest_s)
+    what = (offer.owners, offer.gains, offer.rows, (bidders.contexts, bidders.bids))
+    buy(*what, step_time.arrays, market.load.floats(), (*terms, market.never_longer_s), chosen)
     return chosen

@@ -109,7 +109,8 @@ class Scheduler:
 
     def expired(self, now_s: float) -> list[Request]:
         """Requests whose deadline has passed, waiting or running."""
-        return [r for r in self.requests() if r.deadline_s is not None and r.deadline_s <= now_s]
+        late = [r for r in self.running if r.deadline_s is not None and r.deadline_s <= now_s]
+        return late + [r for r in self.waiting if r.deadline_s is not None and r.deadline_s <= now_s]
 
     def requests(self) -> Iterable[Request]:
         yield from self.running
@@ -148,7 +149,7 @@ class Scheduler:
 
     def _plan_decoding(self, preempted: list[Request]) -> dict[str, int]:
         """A row for everyone who decodes, by request id."""
-        decoding = [request for request in self.running if request.num_pending_tokens == 1]
+        decoding = [r for r in self.running if len(r.token_ids) == r.num_computed_tokens + 1]
         names = [request.request_id for request in decoding]
         if self._allocator.reserve_all(names, [1] * len(names)):
             return dict.fromkeys(names, 1)
@@ -251,7 +252,7 @@ class Scheduler:
     ) -> list[ScheduledRequest]:
         is_drafting = [
             planned[r.request_id] == 1
-            and r.num_pending_tokens == 1
+            and len(r.token_ids) == r.num_computed_tokens + 1
             and r.speculation.max_draft_tokens > 0
             and is_drafted(r)
             for r in running
@@ -263,7 +264,7 @@ class Scheduler:
         scheduled = []
         for request, is_offered in zip(running, is_drafting, strict=True):
             tokens = planned[request.request_id]
-            is_sampled = tokens == request.num_pending_tokens
+            is_sampled = tokens == len(request.token_ids) - request.num_computed_tokens
             budget = self._draft_budget(request, min(rows_left // num_sharing, next(room) - 1)) if is_offered else NONE
             scheduled.append(ScheduledRequest(request, tokens, is_sampled, *budget))
         return scheduled
@@ -272,7 +273,7 @@ class Scheduler:
         """(most draft tokens, deepest draft, deepest row): no draft deeper than could still be given to the client."""
         # The bonus token comes on top of the accepted ones, so the last place is never drafted.
         row_depth = self._max_model_len - len(request.token_ids) - 1
-        depth = min(request.sampling.max_tokens - request.num_output_tokens - 1, row_depth)
+        depth = min(request.max_total_tokens - len(request.token_ids) - 1, row_depth)
         budget = min(request.speculation.max_draft_tokens, most)
         if depth < 1 or budget < 1:
             return NONE

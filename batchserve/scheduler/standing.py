@@ -59,20 +59,22 @@ def _weight(request):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def bound_queries(table, records, slots, least, most_nodes, least_probs):  # type: ignore[no-untyped-def]
-    """Fill, for the requests at `slots`, the most nodes to ask for and the least path probability, as it is claimed.
+def bound_queries(table, records, slots, least, bounds, least_probs):  # type: ignore[no-untyped-def]
+    """Lower bounds[:, 0], the most nodes to ask for, and fill the least path probability, as it is claimed.
 
-    records: see budget_kernels.own_shift; least: the calibrated probability that is worth a row.
+    For the requests at `slots`; records: see budget_kernels.own_shift; least: the calibrated probability that is worth
+    a row.
     """
     for i in range(len(slots)):
         request, shift = table[slots[i]], own_shift(records[slots[i]])
-        most_nodes[i] = MOST_NODES if request.has_window else int(FEW_NODES + GROWTH * request.num_chosen)
+        most = MOST_NODES if request.has_window else int(FEW_NODES + GROWTH * request.num_chosen)
+        bounds[i, 0] = min(bounds[i, 0], most)
         least_probs[i] = min(0.5, least / _weight(request) * math.exp(-max(0.0, shift)))
 
 
 @njit(cache=True, nogil=True)
 def make_bids(table, slots, alone_s, bids):  # type: ignore[no-untyped-def]
-    """Fill bids [3, num_requests]: urgency, ahead_s and grace_s of draft_budget.Bidders, of the requests at `slots`.
+    """Fill bids [3, num_requests] of draft_budget.Bidders, for the requests at `slots`.
 
     alone_s: of the step without drafts. A request with a target that it misses is urgent beside others only: where all
     are, or there is but one, what is best for all is best for each, and rows hardly ever right would slow everybody.
@@ -108,12 +110,12 @@ def settle(table, slots, places, owners, gains, rows, least_gain, chosen, is_pay
 
 
 @njit(cache=True, nogil=True)
-def note_steps(table, noted):  # type: ignore[no-untyped-def]
-    """What steps gave to requests: noted [4 * any number], the slot of one, its tokens, the step's seconds, and how
-    many times as long it was as without drafts.
+def note_step(table, slots, token_starts, step_s, stretch):  # type: ignore[no-untyped-def]
+    """What a step of step_s seconds, `stretch` times as long as without drafts, gave to the requests at `slots`: as
+    many tokens as token_starts [num_requests + 1] rises.
     """
-    for slot, num_tokens, step_s, stretch in noted.reshape(-1, 4):
-        request = table[int(slot)]
+    for i in range(len(slots)):
+        request, num_tokens = table[slots[i]], token_starts[i + 1] - token_starts[i]
         request.num_steps += 1
         request.ahead += num_tokens - stretch
         rate = 1.0 if request.num_steps == 1 else TPOT_RATE
@@ -129,8 +131,8 @@ def compile_kernels() -> None:
     """Compile every kernel of the adaptive choice, those of budget_kernels too, or load them from the cache on disk."""
     budget_kernels.compile_kernels()
     table, slots, one = grown(np.zeros(0, STANDING), 1), np.zeros(1, np.int64), np.ones(1)
-    bound_queries(table, np.zeros((1, 3)), slots, 0.5, slots.copy(), one.copy())
+    bound_queries(table, np.zeros((1, 3)), slots, 0.5, np.ones((1, 3), np.int64), one.copy())
     make_bids(table, slots, 1.0, np.zeros((3, 1)))
     flag = np.zeros(1, np.bool_)
     settle(table, slots, slots, slots, one, slots + 1, 0.0, flag, flag.copy())
-    note_steps(table, np.array([0.0, 1.0, 1.0, 1.0]))
+    note_step(table, slots, np.array([0, 1]), 1.0, 1.0)

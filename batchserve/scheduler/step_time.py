@@ -5,24 +5,18 @@ The price list that the adaptive decoding length buys rows from; engine/measure_
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from batchserve.scheduler.budget_kernels import seconds_at
+from batchserve.scheduler.time_kernels import LOG_FACTOR, learn_step, seconds_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-FACTOR_RATE = 0.2  # of the fast factor: a noisy neighbour is followed within some five steps
-SHAPE_RATE = 0.02  # of the slow shape
-OUTLIER = math.log(1.3)  # a step further off than this says something of the machine's moment, nothing of the shape
-MOST_CORRECTION = math.log(4.0)
-MOST_KNOWN = 64  # predictions
 MOST_ROWS = 1 << 31  # of a table
 CRITICAL_RATIO = 1.25  # up to here rows count as free (Lookahead, KDD'24, definition 2 and its figure 1)
 
@@ -80,53 +74,22 @@ class StepTimeModel:
 
     def __init__(self, table: StepTimeTable) -> None:
         self.table = table
-        self.log_factor = 0.0
-        self._rows = [float(rows) for rows in table.rows]
         # More rows never take less, and noise only ever adds: what is not below all that follows was disturbed.
-        lowest = itertools.accumulate(reversed(table.seconds), min)
-        self._seconds = list(lowest)[::-1]
-        self._shape = [0.0] * len(table.rows)  # log corrections at the table's numbers of rows
-        self._arrays = np.array(self._rows), np.array(self._seconds)
-        self._known: dict[StepLoad, float] = {}  # predicted since something was learned: a step asks again and again
+        lowest = list(itertools.accumulate(reversed(table.seconds), min))[::-1]
+        knots = [float(rows) for rows in table.rows]
+        slopes = table.per_request, table.per_logit_row, table.per_context_token, table.per_attended_token
+        self._slopes = np.array([*slopes, 0.0])
+        # What `seconds_at` takes; `learn_step` changes the shape and the factor in place.
+        self.arrays = np.array(knots), np.array(lowest), np.zeros(len(knots)), self._slopes
 
     @property
     def factor(self) -> float:
         """How much slower than at warm-up the machine is at the moment."""
-        return math.exp(self.log_factor)
+        return math.exp(self._slopes[LOG_FACTOR])
 
     def predict(self, load: StepLoad) -> float:
         """Seconds of such a step."""
-        seconds = self._known.get(load)
-        if seconds is None:
-            if len(self._known) == MOST_KNOWN:
-                self._known.clear()
-            seconds = seconds_at.py_func((self._rows, self._seconds, self._shape, *self._slopes), load, 0.0, 0.0)
-            self._known[load] = seconds
-        return seconds
-
-    def arrays(self) -> tuple[Any, ...]:
-        """What `seconds_at` needs in compiled code."""
-        return (*self._arrays, np.array(self._shape), *self._slopes)
-
-    @property
-    def _slopes(self) -> tuple[float, ...]:
-        table = self.table
-        return (
-            table.per_request,
-            table.per_logit_row,
-            table.per_context_token,
-            table.per_attended_token,
-            self.log_factor,
-        )
-
-    def row_cost(self, load: StepLoad, span: int = 16) -> float:
-        """Seconds of one more draft row with an empty context: the mean slope over the next `span` rows."""
-        more = load._replace(num_rows=load.num_rows + span, num_logit_rows=load.num_logit_rows + span)
-        return (self.predict(more) - self.predict(load)) / span
-
-    def attended_cost(self) -> float:
-        """Seconds for one more pair of a row and a K/V entry."""
-        return self.table.per_attended_token * self.factor
+        return seconds_at(self.arrays, load.floats(), 0.0, 0.0)  # type: ignore[no-any-return]
 
     def critical_length(self, ratio: float = CRITICAL_RATIO) -> int:
         """The most rows that one step runs in `ratio` times the time of the fewest.
@@ -137,22 +100,21 @@ class StepTimeModel:
         most = self.table.rows[-1]
         return next((rows - 1 for rows in range(2, most + 1) if self.predict(StepLoad(rows, rows, 1)) > bound_s), most)
 
-    def observe(self, load: StepLoad, seconds: float, num_steps: int = 1) -> None:
-        """Learn from a step that took so long, or from one that stands for several."""
-        if not 0 < seconds < math.inf:
-            return
-        error = math.log(seconds / self.predict(load))
-        self._known.clear()
-        self.log_factor += (1.0 - (1.0 - FACTOR_RATE) ** num_steps) * max(-1.0, min(1.0, error))
-        if abs(error) > OUTLIER:
-            return
-        high = min(max(bisect.bisect_left(self._rows, load.num_rows), 1), len(self._rows) - 1)
-        low = max(0, high - 1)
-        span = self._rows[high] - self._rows[low]
-        share = min(1.0, max(0.0, (load.num_rows - self._rows[low]) / span)) if span else 1.0
-        for knot, weight in ((low, 1.0 - share), (high, share)):
-            moved = self._shape[knot] + min(1.0, SHAPE_RATE * num_steps) * weight * error
-            self._shape[knot] = max(-MOST_CORRECTION, min(MOST_CORRECTION, moved))
+    def observe(
+        self,
+        load: StepLoad,
+        seconds: float,
+        num_steps: int = 1,
+        *,
+        without: StepLoad | None = None,
+        decoding: StepLoad | None = None,
+    ) -> tuple[float, float, float]:
+        """Learn from a step that took so long, or from one that stands for several.
+
+        Returns what it, and the others that are given, were predicted to take before.
+        """
+        loads = (load.floats(), (without or load).floats(), (decoding or load).floats())
+        return learn_step(self.arrays, *loads, seconds, num_steps)  # type: ignore[no-any-return]
 
 
 def grid(most_rows: int) -> list[int]:

@@ -12,8 +12,8 @@ import numpy as np
 from batchserve.draft.base import DraftTree
 from batchserve.draft.forest import DraftForest
 from batchserve.scheduler.adaptive import AdaptiveDrafting, Decoding, Forest, StepOutcome
-from batchserve.scheduler.budget_kernels import seconds_at
 from batchserve.scheduler.step_time import StepTimeModel, StepTimeTable
+from batchserve.scheduler.time_kernels import seconds_at
 from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS
 
 if TYPE_CHECKING:
@@ -30,8 +30,9 @@ class AsksAll(AdaptiveDrafting):
     def asks(self, request_id: str) -> bool:
         return True
 
-    def bounds(self, request_ids: Sequence[str]) -> tuple[IntArray, FloatArray]:
-        return np.full(len(request_ids), MOST_DRAFT_TOKENS), np.zeros(len(request_ids))
+    def bound(self, request_ids: Sequence[str], bounds: IntArray) -> FloatArray:
+        np.minimum(bounds[:, 0], MOST_DRAFT_TOKENS, out=bounds[:, 0])
+        return np.zeros(len(request_ids))
 
 
 class Oracle(AsksAll):
@@ -112,7 +113,8 @@ class KnownOdds(AsksAll):
     ) -> BoolArray:
         assert isinstance(forest, DraftForest)
         keep = super().choose(forest, request_ids, decoding, max_rows)
-        calibrated = self.acceptance.calibrate(forest, self._slots_of(request_ids))
+        slots = self._slots_of(request_ids)
+        calibrated = self.acceptance.calibrate(forest, slots, np.arange(len(slots)))
         by_name = {each.request_id: each for each in decoding}
         drawn: list[tuple[Decoding, list[int]]] = []
         likely: list[tuple[Decoding, list[Bundle]]] = []
@@ -146,7 +148,7 @@ class KnownOdds(AsksAll):
             attended += len(nodes) * each.num_computed_tokens
         tally.tokens += tokens
         load = self._market.load.floats()
-        tally.seconds += seconds_at(self._truth.arrays(), load, float(rows), float(attended)) + self._beside_s
+        tally.seconds += seconds_at(self._truth.arrays, load, float(rows), float(attended)) + self._beside_s
 
 
 def buy(
@@ -168,7 +170,7 @@ def buy(
     rows = rows[: len(bundles)].astype(np.float64)
     tokens = np.cumsum([tokens for _, _, tokens, _ in bundles])
     attended = np.cumsum([float(len(nodes) * each.num_computed_tokens) for _, each, _, nodes in bundles])
-    table, alone = step_time.arrays(), load.floats()
+    table, alone = step_time.arrays, load.floats()
     seconds = np.array([seconds_at(table, alone, r, a) for r, a in zip(rows, attended, strict=True)])
     seconds -= step_time.predict(load)
     worth = tokens - price * seconds

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from batchserve.draft.base import DraftTree
 from batchserve.draft.forest import DraftForest
-from batchserve.scheduler.acceptance import AcceptanceModel
+from batchserve.scheduler.acceptance import AcceptanceModel, Given
 from batchserve.scheduler.budget_kernels import MOST_PROB
 from tests.factories import examples
 
@@ -16,16 +16,21 @@ def forest(*trees: tuple[list[int], list[int], list[float]]) -> DraftForest:
     return DraftForest.of([DraftTree(*tree) for tree in trees])
 
 
+def only(slot: int) -> tuple[np.ndarray, np.ndarray]:
+    """The slots and places of a step of one request."""
+    return np.array([slot]), np.array([0])
+
+
 def calibrated(model: AcceptanceModel, slot: int, parents: list[int], probs: list[float]) -> list[float]:
-    return model.calibrate(forest(([0] * len(parents), parents, probs)), np.array([slot])).paths.tolist()
+    return model.calibrate(forest(([0] * len(parents), parents, probs)), *only(slot)).paths.tolist()
 
 
 def propose(model: AcceptanceModel, slot: int, tokens: list[int], parents: list[int], probs: list[float]) -> None:
-    model.remember(model.calibrate(forest((tokens, parents, probs)), np.array([slot])))
+    model.remember(model.calibrate(forest((tokens, parents, probs)), *only(slot)))
 
 
 def arrive(model: AcceptanceModel, slot: int, tokens: list[int]) -> None:
-    model.arrive(np.array([slot]), [tokens])
+    model.arrive(Given.of([slot], [tokens]))
 
 
 def scored(model: AcceptanceModel) -> tuple[list[int], list[int]]:
@@ -49,7 +54,12 @@ def test_trees_are_weighed_each_by_itself_whatever_stands_beside_it(data: st.Dat
         parts.append(([0] * size, parents, probs))
         expected += probs
     model = AcceptanceModel()
-    offered = model.calibrate(forest(*parts), np.array([model.start("a") for _ in parts]))
+    slots = np.array([model.start("a") for _ in parts])
+    # Whoever was not drafted stands among the others.
+    beside, places = np.concatenate(([model.start("a")], slots)), np.arange(1, len(slots) + 1)
+    offered = model.calibrate(forest(*parts), beside, places)
+    assert offered.trees[0].tolist() == slots.tolist()
+    assert offered.owners.tolist() == [place for place, each in zip(places, parts, strict=True) for _ in each[0]]
     assert offered.paths.tolist() == pytest.approx(expected)
     assert offered.parents.tolist() == [parent for _, parents, _ in parts for parent in parents]
 

@@ -22,7 +22,7 @@ from batchserve.scheduler.adaptive import (
 )
 from batchserve.scheduler.budget_kernels import EVEN_STEPS
 from batchserve.scheduler.probing import LONGEST_WAIT, PATIENCE
-from batchserve.scheduler.standing import GRACE_STEPS, MAX_LOSS, MOST_URGENCY, STANDING, grown, note_steps
+from batchserve.scheduler.standing import GRACE_STEPS, MAX_LOSS, MOST_URGENCY, STANDING, grown, note_step
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 
 STEP_S, ROW_S = 0.010, 0.001
@@ -134,7 +134,9 @@ class Machine:
         trees: dict[str, DraftTree] = {}
         chosen: dict[str, list[int]] = {}
         if asked:
-            trees = {text.name: text.propose(int(adaptive.bounds([text.name])[0][0])) for text in asked}
+            bounds = np.full((len(asked), 3), 1 << 40)
+            adaptive.bound([text.name for text in asked], bounds)
+            trees = {text.name: text.propose(most) for text, most in zip(asked, bounds[:, 0].tolist(), strict=True)}
             bidders = [Bidder(text.name, text.context, text.tokens) for text in texts]
             forest = DraftForest.of(list(trees.values()))
             keep = adaptive.choose(forest, list(trees), bidders, max_rows)
@@ -196,7 +198,7 @@ def test_time_per_token_is_that_of_all_tokens(target_s: float, is_missed: bool) 
     table = grown(np.zeros(0, STANDING), 1)
     table["tpot_target_s"] = target_s
     for num_tokens in (1, 1, 1, 9) * 50:
-        note_steps(table, np.array([0.0, num_tokens, 0.030, 1.0]))
+        note_step(table, np.zeros(1, np.int64), np.array([0, num_tokens]), 0.030, 1.0)
     assert (table["urgency"][0] > 1.5) == is_missed
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchserve.scheduler.budget_kernels import EVEN_STEPS
-from batchserve.scheduler.draft_budget import LEAST_ROW_COST, Bidders, DraftOffer, Market, choose_drafts
+from batchserve.scheduler.budget_kernels import EVEN_STEPS, LEAST_ROW_COST
+from batchserve.scheduler.draft_budget import Bidders, DraftOffer, Market, choose_drafts
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from tests.factories import examples
 
@@ -23,7 +23,8 @@ def offer(*trees: list[float], rows: list[int] | None = None) -> DraftOffer:
 
 
 def bidders(count: int, *, ahead_s: float = 0.0, grace_s: float = RICH) -> Bidders:
-    return Bidders(np.zeros(count), np.ones(count), np.full(count, ahead_s), np.full(count, grace_s))
+    bids = np.repeat([[1.0], [ahead_s], [grace_s]], count, axis=1)
+    return Bidders(np.zeros(count, np.int64), bids)
 
 
 def choose(
@@ -37,7 +38,8 @@ def choose(
 ) -> list[int]:
     count = len(who.contexts)
     load = StepLoad(count, count, count)
-    market = Market.open(model, load, load, price, inflation * model.predict(load))
+    speed_up = price * model.predict(load) / count
+    market = Market.open(model, load, load, speed_up, inflation)
     return np.flatnonzero(choose_drafts(what, who, model, market, max_rows)).tolist()
 
 
@@ -57,13 +59,15 @@ def test_a_price_draws_the_line_at_what_a_row_costs() -> None:
 
 
 def test_urgent_requests_come_first() -> None:
-    who = Bidders(np.zeros(2), np.array([1.0, 4.0]), np.zeros(2), np.full(2, RICH))
+    who = bidders(2)
+    who.bids[0] = 1.0, 4.0
     assert choose(offer([0.5], [0.3]), who, 0.0, max_rows=1) == [1]
 
 
 def test_a_long_context_makes_rows_dear() -> None:
     model = StepTimeModel(StepTimeTable((4, 32), (0.010, 0.020), per_attended_token=1e-6))
-    who = Bidders(np.array([10.0, 4000.0]), np.ones(2), np.zeros(2), np.full(2, RICH))
+    who = bidders(2)
+    who.contexts[:] = 10, 4000
     assert choose(offer([0.4], [0.5]), who, 0.0, max_rows=1, model=model) == [0]
 
 
@@ -76,7 +80,7 @@ def test_a_step_is_stretched_no_further_unless_everybody_gains_or_is_even() -> N
     assert len(choose(both, bidders(2), 0.0, inflation=1.25)) == 12
     # Whoever is ahead anyway has gained more than this step can cost.
     assert len(choose(what, bidders(2, ahead_s=1.0), 0.0, inflation=1.25)) == 13
-    market = Market.open(RISING, StepLoad(2, 2, 2), StepLoad(2, 2, 2), 0.0, 0.0125, 0.015)
+    market = Market.open(RISING, StepLoad(2, 2, 2), StepLoad(2, 2, 2), 0.0, 1.25, 0.015)
     bounded = choose_drafts(both, bidders(2), RISING, market, 64)
     assert 0 < bounded.sum() <= 10
 

@@ -5,15 +5,15 @@ import pytest
 from batchserve.scheduler.price import SpeedUp
 
 
-def test_the_price_begins_at_what_decoding_without_drafts_brings() -> None:
-    assert SpeedUp().price(4, 0.010) == pytest.approx(400.0)
+def test_nothing_is_gained_before_anything_was_drafted() -> None:
+    assert SpeedUp().ratio(4) == 1.0
 
 
-def test_the_price_becomes_the_rate_that_the_engine_reaches() -> None:
+def test_it_becomes_the_rate_that_the_engine_reaches() -> None:
     speed = SpeedUp()
     for _ in range(500):
         speed.observe(4, 10, 0.0125, 0.010)
-    assert speed.price(4, 0.010) == pytest.approx(10 / 0.0125, rel=0.05)
+    assert speed.ratio(4) * 4 / 0.010 == pytest.approx(10 / 0.0125, rel=0.05)
 
 
 def test_what_one_size_of_batch_gains_says_nothing_of_another() -> None:
@@ -24,7 +24,7 @@ def test_what_one_size_of_batch_gains_says_nothing_of_another() -> None:
     assert speed.ratio(16) == 1.0
 
 
-def test_the_price_follows_when_the_text_changes() -> None:
+def test_it_follows_when_the_text_changes() -> None:
     speed = SpeedUp()
     for _ in range(300):
         speed.observe(1, 4, 0.010, 0.010)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchserve.scheduler.budget_kernels import seconds_at
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable, grid
+from batchserve.scheduler.time_kernels import seconds_at
 from tests.factories import examples
 
 TABLE = StepTimeTable((4, 8, 16, 32), (0.010, 0.011, 0.014, 0.022), 0.001, 0.0001, 1e-6, 1e-7)
@@ -27,14 +27,14 @@ def test_a_step_is_the_table_plus_what_its_requests_and_contexts_cost() -> None:
 
 @examples(100)
 @given(st.integers(1, 80), st.integers(1, 40), st.integers(0, 500), st.lists(st.integers(1, 80), max_size=20))
-def test_compiled_code_predicts_the_same(rows: int, requests: int, context: int, seen: list[int]) -> None:
+def test_more_rows_are_as_a_step_that_has_them(rows: int, requests: int, context: int, seen: list[int]) -> None:
     for table in (TABLE, StepTimeTable((8,), (0.01,))):
         model = StepTimeModel(table)
         for i, each in enumerate(seen):
             model.observe(StepLoad(each, each, 1), 0.01 * (1 + i % 3))
         load = StepLoad(rows, max(1, rows // 2), requests, context, 3 * context)
         more = load._replace(num_rows=rows + 7, num_logit_rows=max(1, rows // 2) + 7, attended_tokens=3 * context + 70)
-        assert seconds_at(model.arrays(), load.floats(), 7.0, 70.0) == pytest.approx(model.predict(more))
+        assert seconds_at(model.arrays, load.floats(), 7.0, 70.0) == pytest.approx(model.predict(more))
 
 
 def test_more_rows_never_take_less_whatever_was_measured() -> None:

@@ -1,0 +1,79 @@
+"""The compiled part of the step times: what a step takes by the table, and how steps correct it."""
+
+# ruff: noqa: ANN001, ANN201, ANN202
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+FACTOR_RATE = 0.2  # of the fast factor: a noisy neighbour is followed within some five steps
+SHAPE_RATE = 0.02  # of the slow shape
+OUTLIER = math.log(1.3)  # a step further off than this says something of the machine's moment, nothing of the shape
+MOST_CORRECTION = math.log(4.0)
+# Of a table's slopes: seconds for one more request, row through the head, K/V entry read, pair of row and entry; and
+# the log of the factor.
+REQUEST, LOGIT_ROW, CONTEXT, ATTENDED, LOG_FACTOR = range(5)
+
+
+@njit(cache=True, nogil=True)
+def _segment(knots, rows):  # type: ignore[no-untyped-def]
+    """The two knots that a number of rows lies between, or the last two where it is beyond them."""
+    last = len(knots) - 1
+    high = min(1, last)
+    while high < last and knots[high] < rows:
+        high += 1
+    return max(0, high - 1), high
+
+
+@njit(cache=True, nogil=True)
+def seconds_at(table, load, more_rows, more_attended):  # type: ignore[no-untyped-def]
+    """Seconds of a step that has so many more sampled rows and attended pairs.
+
+    table: StepTimeModel.arrays; load: StepLoad.floats().
+    """
+    knots, seconds, shape, slopes = table
+    num_rows, num_logit_rows, num_requests, context, attended = load
+    rows = num_rows + more_rows
+    low, high = _segment(knots, rows)
+    if low == high:
+        share, rise, bend = rows / knots[0] - 1.0, seconds[0], 0.0
+    else:
+        share = (rows - knots[low]) / (knots[high] - knots[low])
+        rise, bend = seconds[high] - seconds[low], shape[high] - shape[low]
+    share = max(0.0, share)
+    base = max(seconds[low] + share * rise - slopes[LOGIT_ROW] * (num_rows - num_logit_rows), seconds[0])
+    fixed = slopes[REQUEST] * max(0.0, num_requests - 1.0) + slopes[CONTEXT] * context
+    total = base + fixed + slopes[ATTENDED] * (attended + more_attended)
+    return total * math.exp(slopes[LOG_FACTOR] + shape[low] + min(1.0, share) * bend)
+
+
+@njit(cache=True, nogil=True)
+def learn_step(table, load, without, decoding, step_s, num_steps):  # type: ignore[no-untyped-def]
+    """Move the factor and the shape towards a step that took step_s and stands for num_steps; see StepTimeModel.
+
+    Returns what it, `without` and `decoding` were predicted to take before.
+    """
+    knots, _, shape, slopes = table
+    predicted_s = seconds_at(table, load, 0.0, 0.0)
+    known = predicted_s, seconds_at(table, without, 0.0, 0.0), seconds_at(table, decoding, 0.0, 0.0)
+    if not 0.0 < step_s < math.inf:
+        return known
+    error = math.log(step_s / predicted_s)
+    slopes[LOG_FACTOR] += (1.0 - (1.0 - FACTOR_RATE) ** num_steps) * max(-1.0, min(1.0, error))
+    if abs(error) <= OUTLIER:
+        low, high = _segment(knots, load[0])
+        share = 1.0
+        if low < high:
+            share = min(1.0, max(0.0, (load[0] - knots[low]) / (knots[high] - knots[low])))
+        rate = min(1.0, SHAPE_RATE * num_steps) * error
+        shape[low] = max(-MOST_CORRECTION, min(MOST_CORRECTION, shape[low] + rate * (1.0 - share)))
+        shape[high] = max(-MOST_CORRECTION, min(MOST_CORRECTION, shape[high] + rate * share))
+    return known
+
+
+def compile_kernels() -> None:
+    """Compile every kernel, or load it from the cache on disk."""
+    table, load = (np.array([1.0, 2.0]), np.ones(2), np.zeros(2), np.zeros(5)), (1.0, 1.0, 1.0, 0.0, 0.0)
+    learn_step(table, load, load, load, seconds_at(table, load, 0.0, 0.0), 1)
