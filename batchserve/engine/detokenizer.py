@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 if TYPE_CHECKING:
@@ -39,6 +41,11 @@ def decoder_of(tokenizer: PreTrainedTokenizerBase | None) -> Decoder | None:
     return _Uncleaned(tokenizer) if tokenizer.clean_up_tokenization_spaces else tokenizer
 
 
+def needs_context(decoder: Decoder | None) -> bool:
+    """Whether a token's text may depend on those before it. Where tokens are just bytes, as in GPT-2, it does not."""
+    return not (isinstance(decoder, Tokenizer) and isinstance(decoder.decoder, ByteLevel))
+
+
 @dataclass(frozen=True, slots=True)
 class _Uncleaned:
     """A tokenizer that would clean up spaces, without that."""
@@ -67,12 +74,14 @@ class IncrementalDetokenizer:
     for this: around bytes that make no character some tokenizers lose whole characters, and what is out stays out.
     Text is held back while its last character is incomplete or while it could still become a stop string. Without a
     tokenizer every piece is empty. A token costs the same however long the answer is, and however many tokens before it
-    had no text or were bytes that make no character.
+    had no text or were bytes that make no character. needs_context=False saves decoding tokens again where the function
+    of that name says so.
     """
 
     decoder: Decoder | None
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
+    needs_context: bool = True
     _token_ids: list[int] = field(default_factory=list)
     _prefix: int = 0  # first token of the window that is decoded again
     _read: int = 0  # tokens whose text is out
@@ -138,7 +147,8 @@ class IncrementalDetokenizer:
         """What is behind `before`, which is out; nothing if that is no text."""
         if len(after) <= len(before):
             return ""
-        self._prefix, self._read = self._read, len(self._token_ids)
+        size = len(self._token_ids)
+        self._prefix, self._read = self._read if self.needs_context else size, size
         return after[len(before) :]
 
     def _is_pointless(self) -> bool:
@@ -157,7 +167,7 @@ class IncrementalDetokenizer:
         return all(self._decode(self._token_ids[-size:]).endswith(REPLACEMENT) for size in TAILS)
 
     def _decode(self, token_ids: list[int]) -> str:
-        if self.decoder is None:
+        if self.decoder is None or not token_ids:
             return ""
         return str(self.decoder.decode(token_ids, skip_special_tokens=self.skip_special_tokens))
 

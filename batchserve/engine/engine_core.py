@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from batchserve.engine.detokenizer import Decoder, IncrementalDetokenizer
+from batchserve.engine.detokenizer import Decoder, IncrementalDetokenizer, needs_context
 from batchserve.errors import BatchserveError, DeadlineExceededError, NonFiniteLogitsError
 from batchserve.metrics import Verification
 from batchserve.request import Request
@@ -77,7 +77,7 @@ class EngineCore:
         metrics.acceptance = lambda: self.drafts.acceptance()  # the stage may be exchanged
         metrics.load = self._load
         self.emit: Callable[[list[Event]], None] = lambda events: None
-        self._decoder = decoder
+        self._decoder, self._needs_context = decoder, needs_context(decoder)
         self._clock = clock
         self._answers: dict[str, _Answer] = {}  # by request id
         self._unpublished: list[_Commit] = []
@@ -98,7 +98,8 @@ class EngineCore:
         if request.request_id in self._answers:
             raise RuntimeError(f"request {request.request_id!r} is in flight already")
         sampling = request.sampling
-        detokenizer = IncrementalDetokenizer(self._decoder, sampling.stop, sampling.skip_special_tokens)
+        how = (sampling.stop, sampling.skip_special_tokens, self._needs_context)
+        detokenizer = IncrementalDetokenizer(self._decoder, *how)
         self._answers[request.request_id] = _Answer(request, detokenizer)
         self.scheduler.add(request)
 

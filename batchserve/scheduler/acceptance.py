@@ -7,7 +7,6 @@ budget which cuts a draft does not blind the estimate that it cuts by.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -79,9 +78,14 @@ class Given(NamedTuple):
     token_ids: IntArray
 
     @classmethod
-    def of(cls, slots: Sequence[int], token_ids: Sequence[Sequence[int]]) -> Given:
-        starts = np.array([0, *accumulate(map(len, token_ids))])
-        return cls(np.array(slots, np.int64), starts, np.array(list(chain.from_iterable(token_ids)), np.int64))
+    def of(cls, token_ids: Sequence[tuple[int, Sequence[int]]]) -> Given:
+        """Of slots with their tokens."""
+        slots, starts, tokens = [], [0], list[int]()
+        for slot, those in token_ids:
+            slots.append(slot)
+            tokens += those
+            starts.append(len(tokens))
+        return cls(np.array(slots, np.int64), np.array(starts), np.array(tokens, np.int64))
 
 
 class _Books:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import compress
+from operator import not_
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,7 +20,7 @@ from batchserve.scheduler.probing import PATIENCE, WATCHED, Probe
 from batchserve.scheduler.standing import STANDING, UNKNOWN, bound_queries, grown, make_bids, note_step, settle
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from batchserve.scheduler.acceptance import FloatArray, IntArray
     from batchserve.scheduler.step_time import StepLoad, StepTimeModel
@@ -248,7 +250,7 @@ class AdaptiveDrafting:
         who = (self._standing, slots, of_trees)
         settle(*who, items.owners, items.gains, items.rows, least_gain, chosen, is_paying)
         pays = is_paying.tolist()
-        self._note([(decoding[place], pays[place]) for place in places])
+        self._note([decoding[place] for place in places], [pays[place] for place in places])
         return chosen if offer.nodes is None else self._unbundled(offer, offer.nodes, chosen)
 
     def _unbundled(self, offer: _Offer, nodes: IntArray, chosen: BoolArray) -> BoolArray:
@@ -261,27 +263,22 @@ class AdaptiveDrafting:
                 window.missed()
         return keep
 
-    def _note(self, drafted: Iterable[tuple[Decoding, int]]) -> None:
+    def _note(self, drafted: Sequence[Decoding], pays: Sequence[bool]) -> None:
         """For whom his drafter paid, and who was asked for nothing: then his text is looked at."""
         given_up = set()
-        paying = []
-        for each, is_paying in drafted:
-            request_id = each.request_id
-            if is_paying:
-                paying.append(request_id)
-                continue
-            probe = self._probes.get(request_id)
+        for each in compress(drafted, map(not_, pays)):
+            probe = self._probes.get(each.request_id)
             if probe is None:
-                probe = self._probes[request_id] = Probe()
+                probe = self._probes[each.request_id] = Probe()
             probe.note(False, each.token_ids, step=self._num_steps)
             if probe.num_failures == PATIENCE + 1:
-                given_up.add(self._drafters[request_id])
+                given_up.add(self._drafters[each.request_id])
         for drafter in given_up:
             self._given_up[drafter] = self._given_up.get(drafter, 0) + 1
         if self._probes or self._given_up:
-            for request_id in paying:
-                self._probes.pop(request_id, None)
-                self._given_up.pop(self._drafters[request_id], None)
+            for each in compress(drafted, pays):
+                self._probes.pop(each.request_id, None)
+                self._given_up.pop(self._drafters[each.request_id], None)
 
     def _offer(self, forest: Forest, request_ids: Sequence[str], places: IntArray, slots: IntArray) -> _Offer:
         """What the trees offer; remembers them, to be scored."""
@@ -339,8 +336,8 @@ class AdaptiveDrafting:
         stretch = self._learn_times(*heard[middle], num_steps=len(heard))
         slot_of = self._slots  # requests that nothing is known of are left out
         for place, (outcome, token_ids) in enumerate(heard):
-            known = [each for each in token_ids if each in slot_of]
-            given = Given.of([slot_of[each] for each in known], [token_ids[each] for each in known])
+            known = [(slot_of[each], tokens) for each, tokens in token_ids.items() if each in slot_of]
+            given = Given.of(known)
             times = outcome.step_s, stretch if place == middle else 1.0
             note_step(self._standing, given.slots, given.starts, *times)
             # While trees are open every step is learned from at once: there is but one.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import bisect
+import math
 from typing import TYPE_CHECKING
 
-from batchserve.scheduler.step_time import StepLoad
+from batchserve.scheduler.time_kernels import fitting_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -58,22 +58,7 @@ def prefill_rows(
     if not contexts or max_rows <= LEAST_CHUNK:
         return max_rows
     count, context = len(contexts), sum(contexts)
-
-    def seconds(rows: int, num_drafts: int) -> float:
-        """With so many rows of a prompt; the head runs on the last at most."""
-        most = count + num_drafts
-        attended = context * most // count + rows * context_len
-        of_prompt = (1, context_len) if rows else (0, 0)
-        load = StepLoad(most + rows, most, count + of_prompt[0], context + of_prompt[1], attended)
-        return step_time.predict(load)
-
-    bound_s = seconds(0, num_draft_rows) * (1.0 + (max_inflation - 1.0) * max(1, num_prompts))
-
-    def filled(rows: int) -> float:
-        """Of its bounds; more than 1 is too much."""
-        share = seconds(rows, num_draft_rows) / bound_s
-        return share if max_step_s is None else max(share, seconds(rows, 0) / max_step_s)
-
-    sizes = range(LEAST_CHUNK, max_rows + 1, CHUNK_STEP)
-    fitting = bisect.bisect_right(sizes, 1.0, key=filled)
-    return sizes[max(0, fitting - 1)]
+    bounds = 1.0 + (max_inflation - 1.0) * max(1, num_prompts), math.inf if max_step_s is None else max_step_s
+    sizes = LEAST_CHUNK, CHUNK_STEP, max_rows
+    what = float(count), float(context), float(num_draft_rows), float(context_len)
+    return fitting_rows(step_time.arrays, what, sizes, bounds)  # type: ignore[no-any-return]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from batchserve.engine.detokenizer import IncrementalDetokenizer, TextPiece, decoder_of
+from batchserve.engine.detokenizer import IncrementalDetokenizer, TextPiece, decoder_of, needs_context
 from batchserve.runner.loader import resolve_model
 from tests.engine.scripted import Letters
 from tests.factories import examples
@@ -74,8 +75,8 @@ def test_pieces_together_are_the_text_of_all_tokens(
     else:
         text = data.draw(st.sampled_from(TEXTS) if kind == "real" else st.text(max_size=30))
         token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    for skip in (True, False):
-        detokenizer = IncrementalDetokenizer(tokenizer, stop, skip)
+    for used, skip in itertools.product((tokenizer, decoder_of(tokenizer)), (True, False)):
+        detokenizer = IncrementalDetokenizer(used, stop, skip, needs_context(used))
         pieces = feed_in_pieces(detokenizer, token_ids, sizes, has_end_token=has_end_token)
         assert joined(pieces) == tokenizer.decode(token_ids, skip_special_tokens=skip)
         assert [token for piece in pieces for token in piece.token_ids] == token_ids
@@ -102,6 +103,14 @@ def byte_fallback() -> PreTrainedTokenizerBase:
     rust.decoder = decoders.Sequence(steps)  # type: ignore[assignment]
     rust.add_special_tokens([AddedToken("<s>", special=True)])
     return PreTrainedTokenizerFast(tokenizer_object=rust, clean_up_tokenization_spaces=False)
+
+
+def test_only_tokens_that_are_just_bytes_are_decoded_without_those_before(
+    tokenizer: PreTrainedTokenizerBase, byte_fallback: PreTrainedTokenizerBase
+) -> None:
+    assert not needs_context(decoder_of(tokenizer))
+    for other in (None, Letters(), tokenizer, decoder_of(byte_fallback)):
+        assert needs_context(other)
 
 
 def fallback_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
