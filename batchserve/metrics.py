@@ -105,12 +105,14 @@ class Histogram:
 class EngineMetrics:
     """Figures of one engine, written by its thread, read by anyone who holds the lock.
 
-    acceptance (by drafter) and load are functions, as what they return is asked for far less often than it changes.
+    acceptance (by drafter), adaptive and load are functions, as what they return is asked for far less often than it
+    changes.
     """
 
     values: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0.0))
     gauges: dict[str, float] = field(default_factory=dict)
     acceptance: Callable[[], dict[str, Acceptance]] = dict
+    adaptive: Callable[[], dict[str, float]] = dict
     load: Callable[[], dict[str, float]] = dict
     histograms: dict[str, Histogram] = field(
         default_factory=lambda: {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
@@ -120,7 +122,7 @@ class EngineMetrics:
     def snapshot(self) -> dict[str, float]:
         """Counters, and gauges that have been set."""
         with self.lock:
-            return {**self.values, **self.gauges, **self.load()}
+            return {**self.values, **self.gauges, **self.adaptive(), **self.load()}
 
     def _add(self, **amounts: float) -> None:
         for name, amount in amounts.items():
@@ -137,14 +139,6 @@ class EngineMetrics:
             values["step_seconds_total"] += seconds
             if num_decoding:
                 self.gauges["draft_rows_per_request"] = num_draft_rows / num_decoding
-
-    def adapted(self, *, price: float, predicted_s: float, actual_s: float, factor: float) -> None:
-        """What the adaptive decoding length went by in a step."""
-        with self.lock:
-            self.gauges["price_tokens_per_second"] = price
-            self.gauges["predicted_step_seconds"] = predicted_s
-            self.gauges["actual_step_seconds"] = actual_s
-            self.gauges["step_time_factor"] = factor
 
     def verified(self, requests: Sequence[Verification]) -> None:
         """What one step verified."""

@@ -36,7 +36,7 @@ from batchserve.runner.loader import LoadedModel, load_model
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.packed import PackedLinear
 from batchserve.runner.ragged_batch import RequestRows, build_batch
-from batchserve.scheduler import standing
+from batchserve.scheduler import standing, time_kernels
 from batchserve.scheduler.adaptive import AdaptiveDrafting
 from batchserve.scheduler.scheduler import Scheduler
 from batchserve.scheduler.step_time import StepTimeModel
@@ -213,6 +213,7 @@ def _build_step_time(
 ) -> StepTimeModel:
     """What a step of this model takes on this machine, from the cache or measured."""
     say("step times (measured at a model's first start, some seconds)")
+    time_kernels.compile_kernels()
     key = (
         __version__,
         torch.__version__,

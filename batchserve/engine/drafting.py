@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from batchserve.draft.base import Drafter
-    from batchserve.metrics import EngineMetrics
     from batchserve.request import Request
     from batchserve.scheduler.adaptive import AdaptiveDrafting
     from batchserve.scheduler.kv_allocator import KVAllocator
@@ -73,7 +72,6 @@ class DraftStage:
         self._step_time = step_time
         self._started: dict[str, _Unheard] = {}  # requests that have draft state
         self._step: _Step | None = None
-        self._reported: object = None
 
     def propose(self, plan: SchedulerOutput) -> DraftForest:
         """The drafts of one step, a tree for every scheduled request, with K/V reserved for their rows."""
@@ -197,12 +195,17 @@ class DraftStage:
             for request in requests:
                 self.adaptive.skip(request.request_id)
 
-    def report(self, metrics: EngineMetrics) -> None:
-        """Tell what the adaptive decoding length went by in the last step."""
-        if self.adaptive is not None and self.adaptive.last is not self._reported:
-            last, factor = self.adaptive.last, self.adaptive.step_time.factor
-            self._reported = last
-            metrics.adapted(price=last.price, predicted_s=last.predicted_s, actual_s=last.step_s, factor=factor)
+    def gauges(self) -> dict[str, float]:
+        """What the adaptive decoding length went by in the last step that it learned from. Any thread may ask."""
+        last = None if self.adaptive is None else self.adaptive.last
+        if self.adaptive is None or last is None:
+            return {}
+        return {
+            "price_tokens_per_second": last.price,
+            "predicted_step_seconds": last.predicted_s,
+            "actual_step_seconds": last.step_s,
+            "step_time_factor": self.adaptive.step_time.factor,
+        }
 
     def acceptance(self) -> dict[str, Acceptance]:
         """What has come of drafts until now, by drafter. Any thread may ask."""

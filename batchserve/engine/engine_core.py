@@ -75,6 +75,7 @@ class EngineCore:
         self.runner = runner
         self.metrics = metrics
         metrics.acceptance = lambda: self.drafts.acceptance()  # the stage may be exchanged
+        metrics.adaptive = lambda: self.drafts.gauges()
         metrics.load = self._load
         self.emit: Callable[[list[Event]], None] = lambda events: None
         self._decoder, self._needs_context = decoder, needs_context(decoder)
@@ -142,7 +143,6 @@ class EngineCore:
             self.metrics.step_done(batch.num_rows, num_drafted, len(given), forward_s)
             self.metrics.verified(self._verified)
             self._verified.clear()
-            self.drafts.report(self.metrics)
         # Only now: the step under way was still using their memory.
         stopped, self._stopped = self._stopped, []
         for request in stopped:

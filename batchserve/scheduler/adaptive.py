@@ -114,9 +114,9 @@ class StepOutcome(NamedTuple):
 class Introspection(NamedTuple):
     """Figures of the last step that was learned from, for metrics."""
 
-    price: float = 0.0
-    predicted_s: float = 0.0
-    step_s: float = 0.0
+    price: float
+    predicted_s: float
+    step_s: float
 
 
 class AdaptiveDrafting:
@@ -130,7 +130,7 @@ class AdaptiveDrafting:
     def __init__(self, step_time: StepTimeModel, max_inflation: float, max_step_s: float = math.inf) -> None:
         self.step_time = step_time
         self.acceptance = AcceptanceModel()
-        self.last = Introspection()
+        self.last: Introspection | None = None
         self._max_inflation = max_inflation
         self._max_step_s = max_step_s
         self._speed_up = SpeedUp()

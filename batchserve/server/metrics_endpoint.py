@@ -63,7 +63,7 @@ class _EngineCollector(Collector):
         metrics = self._metrics
         for name, value in metrics.values.items():
             yield CounterMetricFamily(PREFIX + name, COUNTERS[name], value=value)
-        for name, value in metrics.gauges.items():
+        for name, value in (metrics.gauges | metrics.adaptive()).items():
             yield GaugeMetricFamily(PREFIX + name, GAUGES[name], value=value)
         for name, value in metrics.load().items():
             yield GaugeMetricFamily(PREFIX + name, LOAD[name], value=value)

@@ -45,7 +45,7 @@ def test_the_adaptive_decoding_length_shows_what_it_goes_by() -> None:
     engine.run()
     metrics = engine.core.metrics
     values, acceptance = metrics.snapshot(), metrics.acceptance()["mixture"]  # the requests' drafter, by name
-    assert set(metrics.gauges) == set(GAUGES)
+    assert {*metrics.gauges, *metrics.adaptive()} == set(GAUGES)
     assert 0.8 * SLOWNESS < values["step_time_factor"] <= SLOWNESS, "the neighbour was noticed"
     assert values["actual_step_seconds"] == pytest.approx(values["predicted_step_seconds"], rel=0.2)
     assert values["actual_step_seconds"] > SLOWNESS * TABLE.seconds[0]
@@ -65,7 +65,7 @@ def test_without_it_only_what_was_drafted_is_shown() -> None:
     add(engine, "a", ANSWER, max_tokens=60)
     engine.run()
     metrics = engine.core.metrics
-    assert set(metrics.gauges) == {"draft_rows_per_request"}
+    assert {*metrics.gauges, *metrics.adaptive()} == {"draft_rows_per_request"}
     assert not metrics.acceptance()
 
 

@@ -227,7 +227,12 @@ async def test_metrics_endpoint():
     metrics.looked_up(100, 64)
     metrics.looked_up(20, 0)
     metrics.step_done(num_rows=14, num_draft_rows=10, num_decoding=4, seconds=0.25)
-    metrics.adapted(price=80.0, predicted_s=0.02, actual_s=0.03, factor=1.5)
+    metrics.adaptive = lambda: {
+        "price_tokens_per_second": 80.0,
+        "predicted_step_seconds": 0.02,
+        "actual_step_seconds": 0.03,
+        "step_time_factor": 1.5,
+    }
     metrics.acceptance = lambda: {"trie": Acceptance(("1", "2+"), [8, 4], accepted=[6, 1], calibration_error=0.125)}
     metrics.load = lambda: {"requests_running": 3, "kv_used_tokens": 128}
     metrics.verified([Verification(3, 1, num_given=2, since_last_s=None), Verification(3, 1, 2, 0.008)])
