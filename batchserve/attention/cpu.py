@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from batchserve.attention import openmp
+from batchserve import openmp
 from batchserve.attention.base import AttentionParams, LayerShape, Span, Spans
 from batchserve.attention.mask import visible_keys
 from batchserve.attention.slab import SlabAllocator

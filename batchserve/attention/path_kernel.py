@@ -14,28 +14,15 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from llvmlite import ir
 from numba import carray, cfunc, njit, types
-from numba.extending import intrinsic
 
-from batchserve.addresses import as_pointer
+from batchserve.addresses import as_pointer, claim
 from batchserve.attention import tiles
 from batchserve.attention.tiles import LANES
 from batchserve.attention.vector_code import WIDTH
 
 if TYPE_CHECKING:
     from numba.core.ccallback import CFunc
-
-
-@intrinsic
-def _claim(typing_context, address):  # type: ignore[no-untyped-def]
-    """The number at an address, which is one more afterwards: no two threads get the same."""
-
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        number = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", number, ir.Constant(ir.IntType(64), 1), "monotonic")
-
-    return types.int64(address), codegen
 
 
 @njit(nogil=True, cache=True)
@@ -228,7 +215,7 @@ def attend_loop(element: type[np.generic]) -> CFunc[Any]:
         work = (np.zeros((LANES, longest), np.int64), np.zeros(LANES, np.int64), block)
         num_parts = (job[MOST_ROWS] + job[PART_ROWS] - 1) // job[PART_ROWS]
         while True:
-            unit = _claim(job.ctypes.data + NEXT * job.itemsize)
+            unit = claim(job.ctypes.data + NEXT * job.itemsize)
             if unit >= job[NUM_SPANS] * num_kv_heads * num_parts:
                 break
             s, head = unit // num_parts // num_kv_heads, unit // num_parts % num_kv_heads

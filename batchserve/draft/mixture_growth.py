@@ -23,8 +23,9 @@ from batchserve.draft.mixture_kernels import (
     spread,
     weigh,
 )
-from batchserve.draft.mixture_noise import stream_key, tilt
+from batchserve.draft.mixture_noise import tilt
 from batchserve.draft.text_index import ANSWER, MAX_MATCH, NEWEST
+from batchserve.sampling.draw_kernel import stream_key
 
 MIN_PROB = 1e-4  # a less likely node is not worth its row on any machine
 # Occurrences that are looked at: many once a tree, for its root, where most is decided; fewer for each of its nodes,

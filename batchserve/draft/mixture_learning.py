@@ -19,8 +19,9 @@ from batchserve.draft.mixture_kernels import (
     spread,
     weigh,
 )
-from batchserve.draft.mixture_noise import merit_of_noise, stream_key
+from batchserve.draft.mixture_noise import merit_of_noise
 from batchserve.draft.text_index import append_tokens
+from batchserve.sampling.draw_kernel import stream_key
 
 SLOWEST_RATE, FIRST_RATE = 0.006, 12.0
 # Weights that were moved so often together have settled: of a step that was drafted they are learned from the first

@@ -30,15 +30,6 @@ def noise_bin_of(temperature: float, num_weights: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def stream_key(seed, position):  # type: ignore[no-untyped-def]
-    """sampling.noise.stream_key, compiled."""
-    golden = np.uint64(GOLDEN)
-    key = mix(seed + golden)
-    key = mix(key + np.uint64(position) * golden)
-    return mix(key + golden)
-
-
-@njit(cache=True, nogil=True)
 def gumbel(key, token):  # type: ignore[no-untyped-def]
     """sampling.noise.gumbel, compiled, of one token."""
     x = mix((np.uint64(token) + np.uint64(1)) * np.uint64(GOLDEN) + key)

@@ -25,7 +25,7 @@ from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.packed import split_linears
 from batchserve.runner.probe import is_row_invariant
 from batchserve.runner.ragged_batch import RequestRows, build_batch
-from batchserve.sampling import argmax_kernel, device_columns, draw_kernel, walk_kernel
+from batchserve.sampling import argmax_kernel, device_columns, draw_kernel, sampled_walk, walk_kernel
 
 if TYPE_CHECKING:
     from batchserve.attention.base import AttentionBackend
@@ -98,6 +98,7 @@ def _cpu_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tu
     allocator = SlabAllocator(loaded.layers, loaded.dtype, total_tokens)
     row_moves.compile_kernels()
     walk_kernel.compile_kernels()
+    sampled_walk.compile_kernels()
     has_kernel = kernel_supports(loaded.layers, loaded.dtype)
     if config.batch_invariant:
         check_batch_invariant(loaded, has_kernel)

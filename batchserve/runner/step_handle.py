@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from batchserve import openmp
+from batchserve.sampling.draw_kernel import UNDECIDED
+from batchserve.sampling.sampled_walk import IS_BFLOAT, IS_FLOAT, Logits, Rows, SampledWalks, walk_loop
 from batchserve.sampling.sampler import RowSampler
 from batchserve.sampling.verify import VerifiedTokens, walk_tree
-from batchserve.sampling.walk_kernel import walk_trees
+from batchserve.sampling.walk_kernel import walk_greedy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,6 +20,10 @@ if TYPE_CHECKING:
     from batchserve.runner.ragged_batch import RaggedBatch, RequestRows
     from batchserve.sampling.device import DeviceSampler
     from batchserve.sampling.recordings import Recordings
+
+
+ALONE = 1 << 17  # logits, at least, that one thread has sampled from before another one has begun
+KINDS = {torch.float32: IS_FLOAT, torch.bfloat16: IS_BFLOAT}  # logits that compiled code samples from
 
 
 class StepHandle(Protocol):
@@ -87,33 +94,36 @@ def verify_batch(batch: RaggedBatch, logits: torch.Tensor, forced: Recordings) -
     """Walk every request's tree; logits are those of batch.logit_rows, forced is ModelRunner's."""
     sampler = RowSampler(logits)
     results: list[VerifiedTokens | None] = [None] * len(batch.request_ids)
-    if any(sampling is not None and sampling.temperature == 0.0 for sampling in batch.samplings):
-        results = _walk_greedy(batch, sampler, forced)
+    greedy: list[int] = []
+    sampled: list[int] = []
     for i, sampling in enumerate(batch.samplings):
-        if sampling is not None and sampling.temperature > 0.0:
-            # Drawing takes longer than the walk: only the rows that it reaches are paid for.
-            rows, first = batch.requests[i], int(batch.first_logit[i])
-            results[i] = verify_request(rows, sampler, first, forced.get(rows.request_id, ()))
-    return results
-
-
-def _walk_greedy(batch: RaggedBatch, sampler: RowSampler, forced: Recordings) -> list[VerifiedTokens | None]:
-    """verify_batch of greedy requests; of others it makes nothing that is right."""
-    spans, count = batch.spans, len(batch.request_ids)
+        if sampling is not None:
+            (sampled if sampling.temperature > 0.0 else greedy).append(i)
+    spans, recorded = batch.spans, forced.places(batch.request_ids)
+    where, drafts = (
+        (spans.rows, batch.num_pending, batch.first_logit),
+        (batch.input_ids, spans.parents, batch.is_verified),
+    )
     walked = np.empty((3, batch.num_rows), np.int64)
-    drafts = (batch.input_ids, spans.parents, batch.is_verified)
-    where = (spans.rows, batch.num_pending, batch.first_logit)
-    walk_trees(*where, sampler.greedy(), forced.places(batch.request_ids), drafts, walked)
+    if greedy:
+        walk_greedy(np.array(greedy), where, sampler.greedy(), recorded, drafts, walked)
+    if sampled:
+        walked[2, spans.rows[sampled, 0]] = UNDECIDED
+        if logits.dtype in KINDS:
+            samplings = [each for each in batch.samplings if each is not None and each.temperature > 0.0]
+            at = logits.contiguous()
+            place = Logits(at.data_ptr(), at.stride(0) * at.element_size(), KINDS[at.dtype], at.shape[1])
+            walks = SampledWalks(sampled, samplings, Rows(*where, *drafts, recorded), place, walked)
+            is_shared = len(sampled) * at.shape[1] > ALONE
+            openmp.run(walk_loop().address, walks.address, torch.get_num_threads() if is_shared else 1)
     rows, tokens, lengths = walked.tolist()
-    row = token = 0
-    results: list[VerifiedTokens | None] = []
-    for first, length in zip(batch.first_logit.tolist(), lengths[:count], strict=True):
-        if first < 0:
-            results.append(None)
-            continue
-        results.append(VerifiedTokens(tokens[token : token + length + 1], rows[row : row + length]))
-        row += length
-        token += length + 1
+    for i, (start, _, _) in enumerate(spans.rows.tolist()):
+        if batch.samplings[i] is not None and (length := lengths[start]) != UNDECIDED:
+            results[i] = VerifiedTokens(tokens[start : start + length + 1], rows[start : start + length])
+    for i in sampled:
+        if results[i] is None:
+            own, first = batch.requests[i], int(batch.first_logit[i])
+            results[i] = verify_request(own, sampler, first, forced.get(own.request_id, ()))
     if 0 in batch.is_verified.tobytes():
         for each, own, first in zip(results, batch.requests, batch.first_logit.tolist(), strict=True):
             if each is not None:

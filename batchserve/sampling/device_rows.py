@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from batchserve.sampling.device_noise import draws, gumbel, gumbel_fp32
-from batchserve.sampling.logits import NEGLIGIBLE_NATS
+from batchserve.sampling.draw_kernel import NEGLIGIBLE_NATS
 
 NEEDS_HOST = -2  # not a token: sampler.sample_row has to say which it is
 

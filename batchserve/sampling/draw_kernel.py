@@ -12,11 +12,17 @@ import math
 import numpy as np
 from numba import njit
 
-from batchserve.sampling.noise import GOLDEN
+from batchserve.sampling.noise import GOLDEN, HIGHEST_NOISE
 
+# e^-30 of the top token's mass: all tokens below it together weigh less than fp32 can resolve, in any vocabulary.
+NEGLIGIBLE_NATS = 30.0
+# Dividing by less than this may overflow; two different float32 logits are worlds apart long before.
+LOWEST_TEMPERATURE = 1e-200
+UNDECIDED = -2  # no token: NumPy has to say where a nucleus ends
 BLOCK = 64  # logits of which the greatest is kept
 FEWEST_SORTED, MOST_SORTED = 16, 1024  # of the greatest logits, among which a nucleus is looked for
 SLACK = 4.0  # of 2^32 draws, for the rounding of an exponential
+MOST_NOISE = HIGHEST_NOISE + 0.001  # what lies so far below the best has lost whatever its draw is
 LOG2_E, LN_2_HIGH, LN_2_LOW = math.log2(math.e), 6.93147180369123816490e-01, 1.90821492927058770002e-10
 TAYLOR = tuple(1.0 / math.factorial(n) for n in range(14))
 _GOLDEN = np.uint64(GOLDEN)
@@ -28,6 +34,14 @@ def mix(x):  # type: ignore[no-untyped-def]
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+@njit(cache=True, nogil=True)
+def stream_key(seed, position):  # type: ignore[no-untyped-def]
+    """noise.stream_key of sample 0, compiled; seed: uint64."""
+    key = mix(seed + _GOLDEN)
+    key = mix(key + np.uint64(position) * _GOLDEN)
+    return mix(key + _GOLDEN)
 
 
 @njit(cache=True, nogil=True)
@@ -188,7 +202,7 @@ def draw_token(logits, tops, temperature, least, key):  # type: ignore[no-untype
     for turn in range(-1, tops.shape[0]):
         b = likeliest if turn < 0 else turn
         highest = np.float64(tops[b]) / temperature
-        if turn == likeliest or highest < least:
+        if turn == likeliest or highest < least or highest < best - MOST_NOISE:
             continue
         # Noise is g or more with probability 1 - exp(-exp(-g)), which is below exp(-g): so many of all draws may win.
         fewest = 2.0**32 * (1.0 - math.exp(min(0.0, highest - best))) - SLACK
@@ -207,10 +221,33 @@ def draw_token(logits, tops, temperature, least, key):  # type: ignore[no-untype
     return winner
 
 
+@njit(cache=True, nogil=True)
+def least_kept(logits, tops, temperature, top_k, top_p):  # type: ignore[no-untyped-def]
+    """The least processed logit that may be sampled; see logits.least_allowed. NaN where NumPy should look for it."""
+    least = np.float64(tops.max()) / temperature - NEGLIGIBLE_NATS
+    if 0 < top_k < logits.shape[0]:
+        least = least_of_top_k(logits, tops, temperature, least, top_k)
+    if top_p < 1.0:
+        least = least_of_nucleus(logits, tops, temperature, least, top_p)
+    return least
+
+
+@njit(cache=True, nogil=True)
+def draw_allowed(logits, tops, temperature, top_k, top_p, key):  # type: ignore[no-untyped-def]
+    """draw_token of what top_k and top_p (0 and 1 are off) allow; or UNDECIDED."""
+    # Noise is bounded: without the two nothing is ruled out that could win.
+    least = -np.inf
+    if top_k > 0 or top_p < 1.0:
+        least = least_kept(logits, tops, temperature, top_k, top_p)
+        if math.isnan(least):
+            return UNDECIDED
+    return draw_token(logits, tops, temperature, least, key)
+
+
 def compile_kernels() -> None:
     """Compile every kernel, or load it from the cache on disk."""
     logits = np.zeros(1, np.float32)
     tops = block_tops(logits)
-    least_of_top_k(logits, tops, 1.0, 0.0, 1)
-    least_of_nucleus(logits, tops, 1.0, 0.0, 0.5)
+    least_kept(logits, tops, 1.0, 1, 0.5)
     draw_token(logits, tops, 1.0, 0.0, np.uint64(1))
+    draw_allowed(logits, tops, 1.0, 1, 0.5, stream_key(np.uint64(0), 0))

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from batchserve.sampling.draw_kernel import block_tops, least_of_nucleus, least_of_top_k
-
-# e^-30 of the top token's mass: all tokens below it together weigh less than fp32 can resolve, in any vocabulary.
-NEGLIGIBLE_NATS = 30.0
-# Dividing by less than this may overflow; two different float32 logits are worlds apart long before.
-LOWEST_TEMPERATURE = 1e-200
+from batchserve.sampling.draw_kernel import LOWEST_TEMPERATURE, block_tops, least_kept
 
 
 def allowed_tokens(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> tuple[np.ndarray, np.ndarray]:
@@ -34,13 +29,11 @@ def least_allowed(logits: np.ndarray, tops: np.ndarray, temperature: float, top_
     Much of the vocabulary is sorted only where a nucleus has hundreds of tokens.
     """
     temperature = max(temperature, LOWEST_TEMPERATURE)
-    least = float(tops.max()) / temperature - NEGLIGIBLE_NATS
-    if 0 < top_k < len(logits):
-        least = least_of_top_k(logits, tops, temperature, least, top_k)
-    if top_p < 1.0:
-        edge = least_of_nucleus(logits, tops, temperature, least, top_p)
-        least = _nucleus_edge(process(logits, temperature), least, top_p) if np.isnan(edge) else edge
-    return least
+    least = float(least_kept(logits, tops, temperature, top_k, top_p))
+    if not np.isnan(least):
+        return least
+    before = float(least_kept(logits, tops, temperature, top_k, 1.0))
+    return _nucleus_edge(process(logits, temperature), before, top_p)
 
 
 def _nucleus_edge(processed: np.ndarray, least: float, top_p: float) -> float:

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from batchserve.attention import openmp
+from batchserve import openmp
 from batchserve.attention.cpu import ALONE
 from tests.attention.test_backends import random_case, run_case
 

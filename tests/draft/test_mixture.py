@@ -22,7 +22,7 @@ from batchserve.draft.mixture import MIN_SCOPE_BYTES, SHARED_AT_ONCE, MixtureDra
 from batchserve.draft.mixture_kernels import count_common, initial_weights, make_common
 from batchserve.draft.mixture_learning import RIPE
 from batchserve.errors import ConfigError
-from batchserve.sampling import noise
+from batchserve.sampling import draw_kernel, noise
 from tests.draft.scope_machine import OTHER_SCOPES, SCOPE, ScopeMachine, check_tree, first_chain, say
 from tests.factories import examples
 
@@ -268,7 +268,7 @@ def test_weights_that_have_settled_are_learned_from_less_and_every_token_is_stil
 def test_the_samplers_noise_is_the_same_here() -> None:
     tokens = np.arange(0, 5000, 7)
     for seed, position in ((0, 0), (2**64 - 1, 5), (12345, 4095)):
-        key = mixture_noise.stream_key(np.uint64(seed), position)
+        key = draw_kernel.stream_key(np.uint64(seed), position)
         assert int(key) == noise.stream_key(seed, position)
         mine = [mixture_noise.gumbel(np.uint64(key), token) for token in tokens]
         np.testing.assert_allclose(mine, noise.gumbel(int(key), tokens), rtol=1e-12)

@@ -12,12 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchserve import openmp
 from batchserve.runner import step_handle
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.runner.step_handle import HostCopy, QueuedStep, verify_batch, verify_request
 from batchserve.sampling.device import DeviceSampler
 from batchserve.sampling.recordings import Recordings
-from batchserve.sampling.sampler import RowSampler
+from batchserve.sampling.sampler import RowSampler, sample_row
 from batchserve.types import SamplingParams
 from tests.drafters import RandomTreeDrafter
 from tests.equivalence.harness import Coverage, Job, build, run
@@ -107,14 +108,18 @@ def test_on_the_gpu_path_the_forward_runs_at_launch_and_on_the_cpus_own_when_wai
         assert log == expected
 
 
-@examples(100)
-@given(st.integers(0, 2**32), st.booleans())
-def test_all_trees_of_a_step_are_walked_as_each_would_be_alone(seed: int, has_forced: bool) -> None:
-    """Compiled code walks the greedy ones at once, verify_request any one row by row."""
-    rng = random.Random(seed)
-    batch = random_batch(rng, 60)
-    logits = random_logits(rng, batch, 60, torch.float32)
-    forced = random_forced(rng, batch, 60) if has_forced else Recordings()
+@examples(200)
+@given(
+    st.integers(0, 2**32), st.booleans(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.booleans()
+)
+def test_all_trees_of_a_step_are_walked_as_each_would_be_alone(
+    seed: int, has_forced: bool, dtype: torch.dtype, is_wide: bool
+) -> None:
+    """Compiled code walks the greedy ones at once, and the sampled ones; verify_request any one row by row."""
+    rng, vocab_size = random.Random(seed), 1500 if is_wide else 60
+    batch = random_batch(rng, vocab_size)
+    logits = random_logits(rng, batch, vocab_size, dtype)
+    forced = random_forced(rng, batch, vocab_size) if has_forced else Recordings()
     verified = verify_batch(batch, logits, forced)
     for rows, first, found in zip(batch.requests, batch.first_logit.tolist(), verified, strict=True):
         if rows.sampling is None:
@@ -122,3 +127,50 @@ def test_all_trees_of_a_step_are_walked_as_each_would_be_alone(seed: int, has_fo
             continue
         sampler = RowSampler(logits[first : first + 1 + rows.num_draft_tokens])
         assert found == verify_request(rows, sampler, 0, forced.get(rows.request_id, ()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_where_numpy_has_to_find_a_nucleus_the_request_is_walked_by_itself(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three sampled requests one has a nucleus of thousands behind its draft; the others stay where they belong."""
+    vocab_size, drafted = 5000, 7
+    steep, flat = torch.full((vocab_size,), -20.0), torch.linspace(0.0, 1.0, vocab_size).to(dtype).float()
+    steep[drafted] = 20.0
+    logits = torch.stack([steep, steep, steep, flat, steep]).to(dtype)
+    sampling = make_sampling(temperature=1.0, top_p=0.95, seed=3)
+    rows = [RequestRows(name, 4, [1, drafted], [-1, 0], 1, sampling) for name in "ab"]
+    batch = build_batch([*rows, RequestRows("c", 4, [1], [-1], 1, sampling)])
+    right, by_itself = step_handle.verify_request, []
+
+    def noting(rows: RequestRows, *rest: Any) -> Any:
+        by_itself.append(rows.request_id)
+        return right(rows, *rest)
+
+    monkeypatch.setattr(step_handle, "verify_request", noting)
+    a, b, c = verify_batch(batch, logits, Recordings())
+    assert by_itself == ["b"]
+    assert a is not None
+    assert b is not None
+    assert c is not None
+    assert (a.token_ids, a.rows) == ([drafted, drafted], [1])
+    assert (b.token_ids, b.rows) == ([drafted, sample_row(flat.numpy(), 6, sampling)], [1])
+    assert (c.token_ids, c.rows) == ([drafted], [])
+
+
+def test_threads_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampled requests of a step are walked side by side; a request's own rows one after the other."""
+    started: list[int] = []
+    run = openmp.run
+    monkeypatch.setattr(openmp, "run", lambda loop, job, count: (started.append(count), run(loop, job, count)))
+    monkeypatch.setattr(step_handle, "ALONE", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    for seed in range(40):
+        rng = random.Random(seed)
+        batch = random_batch(rng, 500)
+        logits, forced = random_logits(rng, batch, 500, torch.bfloat16), random_forced(rng, batch, 500)
+        shared = verify_batch(batch, logits, forced)
+        with monkeypatch.context() as alone:
+            alone.setattr(openmp, "_library", lambda: None)
+            assert verify_batch(batch, logits, forced) == shared
+    assert set(started) == {2}

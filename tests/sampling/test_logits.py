@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from batchserve.sampling.logits import NEGLIGIBLE_NATS, allowed_tokens
+from batchserve.sampling.draw_kernel import NEGLIGIBLE_NATS
+from batchserve.sampling.logits import allowed_tokens
 from tests.factories import examples
 
 # A coarse grid: ties are the rule.

@@ -8,7 +8,8 @@ import torch
 
 from batchserve.request import ResolvedSampling
 from batchserve.sampling import sampler
-from batchserve.sampling.logits import NEGLIGIBLE_NATS, allowed_tokens
+from batchserve.sampling.draw_kernel import NEGLIGIBLE_NATS
+from batchserve.sampling.logits import allowed_tokens
 from batchserve.sampling.noise import HIGHEST_NOISE, MASK64, gumbel, stream_key
 from batchserve.sampling.sampler import NO_TOKEN, RowSampler, sample_row
 from tests.factories import make_sampling
@@ -126,17 +127,22 @@ def test_a_draw_is_that_of_noise_for_every_allowed_token(vocab_size: int, count:
         assert sample_row(row, position, sampling) == scores.argmax(), (position, top_k, top_p)
 
 
-@pytest.mark.parametrize(("margin", "winner"), [(1e-3, 1), (-1e-3, 0)])
+@pytest.mark.parametrize("lucky", [1, 200])
+@pytest.mark.parametrize(("margin", "is_enough"), [(1e-3, True), (-1e-3, False)])
 def test_the_highest_noise_lifts_a_token_from_as_far_down_as_it_can(
-    monkeypatch: pytest.MonkeyPatch, margin: float, winner: int
+    monkeypatch: pytest.MonkeyPatch, lucky: int, margin: float, is_enough: bool
 ) -> None:
-    """Token 1 draws the highest noise that there is; it wins if and only if that is enough."""
-    key = key_for(MASK64, 1)
+    """One token draws the highest noise that there is; it wins if and only if that is enough.
+
+    Beside the likeliest one, and as the only one far from it, whose draw need not be looked at if it is not.
+    """
+    key = key_for(MASK64, lucky)
     monkeypatch.setattr(sampler, "stream_key", lambda seed, position: key)
-    top_noise, lucky_noise = gumbel(key, np.array([0, 1]))
+    top_noise, lucky_noise = gumbel(key, np.array([0, lucky]))
     assert lucky_noise == pytest.approx(HIGHEST_NOISE, abs=1e-4)
-    logits = np.array([0.0, top_noise - lucky_noise + margin], dtype=np.float32)
-    assert sample_row(logits, 0, make_sampling(temperature=1.0)) == winner
+    logits = np.full(lucky + 1, -1e4, np.float32)
+    logits[0], logits[lucky] = 0.0, top_noise - lucky_noise + margin
+    assert sample_row(logits, 0, make_sampling(temperature=1.0)) == (lucky if is_enough else 0)
 
 
 def test_positions_and_seeds_give_fresh_draws() -> None:

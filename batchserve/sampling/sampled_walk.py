@@ -1,0 +1,161 @@
+"""verify.walk_tree for all sampled requests of a step: compiled, each request on whatever thread is free for it.
+
+Only the rows that a walk reaches are drawn, so a request's rows come one after the other, but requests side by side.
+"""
+
+# ruff: noqa: ANN001, ANN202
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numba import carray, cfunc, njit, types
+
+from batchserve.addresses import as_pointer, claim
+from batchserve.sampling.draw_kernel import LOWEST_TEMPERATURE, UNDECIDED, block_tops, draw_allowed, stream_key
+from batchserve.sampling.sampler import NO_TOKEN
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batchserve.request import ResolvedSampling
+
+IS_FLOAT, IS_BFLOAT = range(2)  # how logits are written
+# What walk_loop is given, as an int64 array: sizes, and addresses of arrays.
+NUM_WALKS, NUM_ROWS, NUM_REQUESTS, NUM_INPUTS, LOGITS, ROW_BYTES, KIND, VOCAB_SIZE = range(8)
+WHO, SPANS, PENDING, FIRST_LOGIT, PARAMS, SEEDS, RECORDED, TOKEN_IDS, PARENTS, IS_VERIFIED, WALKED = range(8, 19)
+NEXT, JOB_SIZE = range(19, 21)
+
+
+class Rows(NamedTuple):
+    """Rows of a step, and what is known of their requests; see RaggedBatch.
+
+    spans int64 [num_requests, 3], num_pending and first_logit int64 [num_requests]; token_ids int64 and parents int32,
+    is_verified bool: of all rows; recorded int64 [num_requests, 2]: Recordings.places.
+    """
+
+    spans: np.ndarray
+    num_pending: np.ndarray
+    first_logit: np.ndarray
+    token_ids: np.ndarray
+    parents: np.ndarray
+    is_verified: np.ndarray
+    recorded: np.ndarray
+
+
+class Logits(NamedTuple):
+    """Where a step's logits are: the address of the first, bytes of a row, IS_FLOAT or IS_BFLOAT, numbers of a row."""
+
+    address: int
+    row_bytes: int
+    kind: int
+    vocab_size: int
+
+
+@njit(cache=True, nogil=True)
+def _widen(address, kind, row):  # type: ignore[no-untyped-def]
+    """Read logits at an address into row, float32 [vocab_size]; whether one of them is NaN."""
+    size, num_nan = row.shape[0], 0
+    if kind == IS_FLOAT:
+        numbers = carray(as_pointer(address), size, np.float32)
+        for i in range(size):
+            row[i] = numbers[i]
+            num_nan += numbers[i] != numbers[i]
+        return num_nan > 0
+    bits, wide = carray(as_pointer(address), size, np.uint16), row.view(np.uint32)
+    for i in range(size):
+        wide[i] = np.uint32(bits[i]) << np.uint32(16)
+        num_nan += (bits[i] & 0x7FFF) > 0x7F80
+    return num_nan > 0
+
+
+@njit(cache=True, nogil=True)
+def _token_behind(address, kind, position, row, param, seed):  # type: ignore[no-untyped-def]
+    """sampler.sample_row of the logits at an address, or UNDECIDED."""
+    if _widen(address, kind, row):
+        return NO_TOKEN
+    tops = block_tops(row)
+    if not np.isfinite(tops.max()):
+        return NO_TOKEN
+    return draw_allowed(row, tops, param[0], int(param[1]), param[2], stream_key(seed, position))
+
+
+@njit(cache=True, nogil=True)
+def _walk(i, rows, logits, row, param, seed, walked):  # type: ignore[no-untyped-def]
+    """walk_kernel.walk_greedy of one request that is sampled; the number of accepted rows may be UNDECIDED."""
+    spans, num_pending, first_logit, token_ids, parents, is_verified, recorded = rows
+    address, row_bytes, kind = logits
+    start, size, at, depth = spans[i, 0], spans[i, 1], num_pending[i] - 1, 0
+    first_at, position = address + (first_logit[i] - at) * row_bytes, spans[i, 2] + num_pending[i]
+    known = carray(as_pointer(recorded[i, 0]), recorded[i, 1], np.int64)
+    drawn = _token_behind(first_at + at * row_bytes, kind, position, row, param, seed)
+    token = known[position] if position < len(known) else drawn
+    walked[1, start] = token
+    for node in range(at + 1, size):
+        if drawn == UNDECIDED:
+            break
+        if parents[start + node] != at or token_ids[start + node] != token or not is_verified[start + node]:
+            continue
+        here = position + depth + 1
+        drawn = _token_behind(first_at + node * row_bytes, kind, here, row, param, seed)
+        after = known[here] if here < len(known) else drawn
+        if after == NO_TOKEN:
+            break
+        at, token = node, after
+        walked[0, start + depth], walked[1, start + depth + 1] = at, token
+        depth += 1
+    walked[2, start] = UNDECIDED if drawn == UNDECIDED else depth
+
+
+@functools.cache
+def walk_loop() -> Any:
+    """The compiled loop over sampled requests. Threads that are given the same job share it: NEXT, 0 at first, is the
+    walk that nobody has begun yet.
+    """
+
+    @cfunc(types.void(types.CPointer(types.int64)), nopython=True, cache=True)
+    def loop(job_address):  # type: ignore[no-untyped-def]
+        job = carray(job_address, JOB_SIZE)
+        count, num_rows, num_requests = job[NUM_WALKS], job[NUM_ROWS], job[NUM_REQUESTS]
+        who = carray(as_pointer(job[WHO]), count, np.int64)
+        params = carray(as_pointer(job[PARAMS]), (count, 3), np.float64)
+        seeds = carray(as_pointer(job[SEEDS]), count, np.uint64)
+        rows = (
+            carray(as_pointer(job[SPANS]), (num_requests, 3), np.int64),
+            carray(as_pointer(job[PENDING]), num_requests, np.int64),
+            carray(as_pointer(job[FIRST_LOGIT]), num_requests, np.int64),
+            carray(as_pointer(job[TOKEN_IDS]), job[NUM_INPUTS], np.int64),
+            carray(as_pointer(job[PARENTS]), num_rows, np.int32),
+            carray(as_pointer(job[IS_VERIFIED]), num_rows, np.bool_),
+            carray(as_pointer(job[RECORDED]), (num_requests, 2), np.int64),
+        )
+        walked = carray(as_pointer(job[WALKED]), (3, num_rows), np.int64)
+        logits, row = (job[LOGITS], job[ROW_BYTES], job[KIND]), np.empty(job[VOCAB_SIZE], np.float32)
+        while True:
+            w = claim(job.ctypes.data + NEXT * job.itemsize)
+            if w >= count:
+                break
+            _walk(who[w], rows, logits, row, params[w], seeds[w], walked)
+
+    return loop
+
+
+class SampledWalks:
+    """The walks of one step: `address` of a job for walk_loop, whose arrays live as long as this does."""
+
+    def __init__(
+        self, who: Sequence[int], samplings: Sequence[ResolvedSampling], rows: Rows, logits: Logits, walked: np.ndarray
+    ) -> None:
+        """who: the places of the requests, samplings: theirs; walked: see walk_kernel.walk_greedy."""
+        params = [(max(each.temperature, LOWEST_TEMPERATURE), each.top_k, each.top_p) for each in samplings]
+        seeds = np.array([each.seed for each in samplings], np.uint64)
+        self._arrays = (np.array(who, np.int64), *rows[:3], np.array(params), seeds, rows.recorded, *rows[3:6], walked)
+        sizes = len(who), walked.shape[1], len(rows.spans), len(rows.token_ids)
+        self._job = np.array([*sizes, *logits, *(array.ctypes.data for array in self._arrays), 0], np.int64)
+        self.address = self._job.ctypes.data
+
+
+def compile_kernels() -> None:
+    """Compile walk_loop, or load it from the cache on disk."""
+    walk_loop()
