@@ -134,11 +134,16 @@ def norm_table() -> str:
 
 def sampling_table() -> str:
     rows = [
-        [vocab_size, setting, middle(cell["plain_ms"], 2), middle(cell["ours_ms"], 2), between(cell["ratio"])]
+        [
+            *(vocab_size, setting, middle(cell["plain_ms"], 2), middle(cell["ours_ms"], 2)),
+            *(between(cell["ratio"]), middle(cell["shared_ms"], 2)),
+        ]
         for vocab_size, settings in read("sampling")["vocabularies"].items()
         for setting, cell in settings.items()
     ]
-    return table(["vocabulary", "sampling", "40 rows by NumPy, ms", "ours", "ours / NumPy's"], rows)
+    threads = read("sampling")["threads"]
+    head = ["vocabulary", "sampling", "40 rows by NumPy, ms", "ours", "ours / NumPy's", f"ours on {threads} threads"]
+    return table(head, rows)
 
 
 def sampled_table() -> str:

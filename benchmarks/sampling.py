@@ -4,15 +4,14 @@
 
 Logits are made up, bfloat16, of vocabularies as models have them: five tokens stand out of a bell curve, but in the
 last setting, whose nucleus has a good part of the vocabulary. Milliseconds for 40 rows, as 16 requests with drafts
-reach in a step, the two in turn, on one thread. And tokens a second of the bundled model at 16 requests, over those of
-greedy requests in the same rounds.
+reach in a step, the two in turn, on one thread; and by the sampler on all of torch's. And tokens a second of the
+bundled model at 16 requests, over those of greedy requests in the same rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from typing import Any
 
 from batchserve import LLM, SamplingParams, SpeculationParams
@@ -22,10 +21,13 @@ import numpy as np  # isort: skip
 import torch  # isort: skip
 
 from batchserve.request import ResolvedSampling
+from batchserve.runner.ragged_batch import RequestRows, build_batch
+from batchserve.runner.step_handle import verify_batch
 from batchserve.sampling.argmax_kernel import compile_kernels as compile_argmax
 from batchserve.sampling.draw_kernel import compile_kernels as compile_draws
 from batchserve.sampling.noise import gumbel, stream_key
-from batchserve.sampling.sampler import RowSampler
+from batchserve.sampling.recordings import Recordings
+from batchserve.sampling.sampled_walk import compile_kernels as compile_walks
 
 ROWS, SIZES = 40, (8192, 32000, 128256)
 SETTINGS = {
@@ -58,34 +60,37 @@ def plain(logits: torch.Tensor, sampling: ResolvedSampling) -> list[int]:
     if sampling.temperature == 0.0:
         tokens: list[int] = logits.float().numpy().argmax(axis=-1).tolist()
         return tokens
-    return [by_definition(logits[row].float().numpy(), row, sampling) for row in range(len(logits))]
+    return [by_definition(logits[row].float().numpy(), row + 1, sampling) for row in range(len(logits))]
 
 
 def ours(logits: torch.Tensor, sampling: ResolvedSampling) -> list[int]:
-    sampler = RowSampler(logits)
-    return [sampler.token_at(row, row, sampling) for row in range(len(logits))]
+    """As a step does it, of as many requests; each at a position of its own."""
+    batch = build_batch([RequestRows(str(row), row, [0], [-1], 1, sampling) for row in range(len(logits))])
+    return [each.token_ids[0] for each in verify_batch(batch, logits, Recordings()) if each is not None]
 
 
-def rows(vocab_size: int, rounds: int) -> dict[str, Any]:
+def rows(vocab_size: int, rounds: int, all_threads: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
+    contenders = {"ours_ms": (ours, 1), "plain_ms": (plain, 1), "shared_ms": (ours, all_threads)}
     found: dict[str, Any] = {}
     for name, (temperature, top_k, top_p) in {**SETTINGS, FLAT: (0.7, 0, 0.9)}.items():
         sampling = ResolvedSampling(temperature, top_k, top_p, 3, 1, frozenset())
-        times: dict[Callable[..., list[int]], list[float]] = {ours: [], plain: []}
+        times: dict[str, list[float]] = {contender: [] for contender in contenders}
         for _ in range(rounds):
             logits = 2.5 * torch.randn(ROWS, vocab_size, generator=generator)
             if name != FLAT:
                 logits[:, torch.randint(vocab_size, (5,), generator=generator)] += 12.0
             halves = logits.to(torch.bfloat16)
             given = []
-            for contender, taken in times.items():
+            for contender, (function, num_threads) in contenders.items():
+                torch.set_num_threads(num_threads)
                 began_s = time.perf_counter()
-                given.append(contender(halves, sampling))
-                taken.append(1e3 * (time.perf_counter() - began_s))
-            if given[0] != given[1]:
+                given.append(function(halves, sampling))
+                times[contender].append(1e3 * (time.perf_counter() - began_s))
+            if not given[0] == given[1] == given[2]:
                 raise RuntimeError(f"{name}, {vocab_size} tokens: {given}")
-        ratios = [a / b for a, b in zip(times[ours], times[plain], strict=True)]
-        found[name] = {"ours_ms": spread(times[ours]), "plain_ms": spread(times[plain]), "ratio": spread(ratios)}
+        ratios = [a / b for a, b in zip(times["ours_ms"], times["plain_ms"], strict=True)]
+        found[name] = {contender: spread(taken) for contender, taken in times.items()} | {"ratio": spread(ratios)}
         print(vocab_size, name, {part: round(cell["median"], 3) for part, cell in found[name].items()}, flush=True)
     return found
 
@@ -129,14 +134,16 @@ def main() -> None:
     args = parser.parse_args()
     compile_argmax()
     compile_draws()
+    compile_walks()
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    cells = {str(size): rows(size, args.rounds) for size in SIZES}
+    cells = {str(size): rows(size, args.rounds, threads) for size in SIZES}
     torch.set_num_threads(threads)
     found = engine(max(1, args.rounds // 6))
     for drafts, settings in found.items():
         print(drafts, {name: round(cell["over_greedy"]["median"], 3) for name, cell in settings.items()}, flush=True)
-    write_results("sampling", {"rows": ROWS, "vocabularies": cells, "requests": REQUESTS, "engine": found})
+    write_results(
+        "sampling", {"rows": ROWS, "threads": threads, "vocabularies": cells, "requests": REQUESTS, "engine": found}
+    )
 
 
 if __name__ == "__main__":

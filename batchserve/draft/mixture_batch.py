@@ -28,7 +28,7 @@ from batchserve.draft.mixture_kernels import (
 from batchserve.draft.mixture_learning import accept_tokens
 from batchserve.draft.mixture_noise import noise_bin_of
 from batchserve.draft.mixture_reading import follow_chains, open_chains
-from batchserve.draft.text_index import FILLED, NUM_ORDERS, TextIndex, source_at
+from batchserve.draft.text_index import FILLED, MIN_CAPACITY, NUM_ORDERS, TextIndex, source_at
 
 REQUEST = np.dtype(  # a request; own, scope and root are addresses: of TextIndex.address, a scope_card, a NODE
     [
@@ -152,6 +152,7 @@ def compile_kernels() -> None:
     index, common, weights = TextIndex(8), make_common(), initial_weights()
     seen = np.zeros(NUM_WEIGHTS, np.int64)  # owned here: compiled code knows addresses only
     index.append(tokens)
+    TextIndex(4 * MIN_CAPACITY).reserve(MIN_CAPACITY + 1)  # a text that grows takes its chains apart
     count_common(common, tokens)
     root, nodes, scratch = np.zeros(1, NODE), np.zeros(2, NODE), np.zeros(1, SCRATCH)
     found, room = np.zeros(ROOM, OCCURRENCE), np.zeros(2 * ROOM, OCCURRENCE)

@@ -197,14 +197,15 @@ class DraftStage:
 
     def gauges(self) -> dict[str, float]:
         """What the adaptive decoding length went by in the last step that it learned from. Any thread may ask."""
-        last = None if self.adaptive is None else self.adaptive.last
-        if self.adaptive is None or last is None:
+        adaptive = self.adaptive
+        last = None if adaptive is None else adaptive.last
+        if adaptive is None or last is None:
             return {}
         return {
             "price_tokens_per_second": last.price,
             "predicted_step_seconds": last.predicted_s,
             "actual_step_seconds": last.step_s,
-            "step_time_factor": self.adaptive.step_time.factor,
+            "step_time_factor": adaptive.step_time.factor,
         }
 
     def acceptance(self) -> dict[str, Acceptance]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
 from batchserve import openmp
-from batchserve.sampling.draw_kernel import UNDECIDED
 from batchserve.sampling.sampled_walk import IS_BFLOAT, IS_FLOAT, Logits, Rows, SampledWalks, walk_loop
 from batchserve.sampling.sampler import RowSampler
 from batchserve.sampling.verify import VerifiedTokens, walk_tree
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 ALONE = 1 << 17  # logits, at least, that one thread has sampled from before another one has begun
-KINDS = {torch.float32: IS_FLOAT, torch.bfloat16: IS_BFLOAT}  # logits that compiled code samples from
+# Logits that compiled code reads; others are widened first.
+KINDS = {torch.float32: IS_FLOAT, torch.bfloat16: IS_BFLOAT}
 
 
 class StepHandle(Protocol):
@@ -100,30 +101,23 @@ def verify_batch(batch: RaggedBatch, logits: torch.Tensor, forced: Recordings) -
         if sampling is not None:
             (sampled if sampling.temperature > 0.0 else greedy).append(i)
     spans, recorded = batch.spans, forced.places(batch.request_ids)
-    where, drafts = (
-        (spans.rows, batch.num_pending, batch.first_logit),
-        (batch.input_ids, spans.parents, batch.is_verified),
-    )
+    where = (spans.rows, batch.num_pending, batch.first_logit)
+    drafts = (batch.input_ids, spans.parents, batch.is_verified)
     walked = np.empty((3, batch.num_rows), np.int64)
     if greedy:
         walk_greedy(np.array(greedy), where, sampler.greedy(), recorded, drafts, walked)
     if sampled:
-        walked[2, spans.rows[sampled, 0]] = UNDECIDED
-        if logits.dtype in KINDS:
-            samplings = [each for each in batch.samplings if each is not None and each.temperature > 0.0]
-            at = logits.contiguous()
-            place = Logits(at.data_ptr(), at.stride(0) * at.element_size(), KINDS[at.dtype], at.shape[1])
-            walks = SampledWalks(sampled, samplings, Rows(*where, *drafts, recorded), place, walked)
-            is_shared = len(sampled) * at.shape[1] > ALONE
-            openmp.run(walk_loop().address, walks.address, torch.get_num_threads() if is_shared else 1)
+        samplings = [each for each in batch.samplings if each is not None and each.temperature > 0.0]
+        known = logits.contiguous() if logits.dtype in KINDS else logits.float()
+        place = Logits(known.data_ptr(), known.stride(0) * known.element_size(), KINDS[known.dtype], known.shape[1])
+        walks = SampledWalks(sampled, samplings, Rows(*where, *drafts, recorded), place, walked)
+        is_shared = len(sampled) * known.shape[1] > ALONE
+        openmp.run(walk_loop().address, walks.address, torch.get_num_threads() if is_shared else 1)
     rows, tokens, lengths = walked.tolist()
-    for i, (start, _, _) in enumerate(spans.rows.tolist()):
-        if batch.samplings[i] is not None and (length := lengths[start]) != UNDECIDED:
-            results[i] = VerifiedTokens(tokens[start : start + length + 1], rows[start : start + length])
-    for i in sampled:
-        if results[i] is None:
-            own, first = batch.requests[i], int(batch.first_logit[i])
-            results[i] = verify_request(own, sampler, first, forced.get(own.request_id, ()))
+    starts = spans.rows[:, 0].tolist()
+    for i in chain(greedy, sampled):
+        start, length = starts[i], lengths[starts[i]]
+        results[i] = VerifiedTokens(tokens[start : start + length + 1], rows[start : start + length])
     if 0 in batch.is_verified.tobytes():
         for each, own, first in zip(results, batch.requests, batch.first_logit.tolist(), strict=True):
             if each is not None:

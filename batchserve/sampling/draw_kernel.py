@@ -18,9 +18,9 @@ from batchserve.sampling.noise import GOLDEN, HIGHEST_NOISE
 NEGLIGIBLE_NATS = 30.0
 # Dividing by less than this may overflow; two different float32 logits are worlds apart long before.
 LOWEST_TEMPERATURE = 1e-200
-UNDECIDED = -2  # no token: NumPy has to say where a nucleus ends
 BLOCK = 64  # logits of which the greatest is kept
-FEWEST_SORTED, MOST_SORTED = 16, 1024  # of the greatest logits, among which a nucleus is looked for
+FEWEST_SORTED, MOST_SORTED = 16, 128  # of the greatest logits, among which a nucleus is looked for first
+BINS = 4096  # of logits, where that is in vain
 SLACK = 4.0  # of 2^32 draws, for the rounding of an exponential
 MOST_NOISE = HIGHEST_NOISE + 0.001  # what lies so far below the best has lost whatever its draw is
 LOG2_E, LN_2_HIGH, LN_2_LOW = math.log2(math.e), 6.93147180369123816490e-01, 1.90821492927058770002e-10
@@ -174,21 +174,65 @@ def least_of_top_k(logits, tops, temperature, least, top_k):  # type: ignore[no-
 
 
 @njit(cache=True, nogil=True)
+def _weigh_all(logits, tops, temperature, least, values, masses):  # type: ignore[no-untyped-def]
+    """Fill values and masses with the processed logits from `least` up, and their terms of `mass`; their number."""
+    top, count = np.float64(tops.max()) / temperature, 0
+    parts, powers = np.empty(BLOCK), np.empty(BLOCK, np.int64)
+    factors = powers.view(np.float64)
+    for b in range(tops.shape[0]):
+        if np.float64(tops[b]) / temperature < least:
+            continue
+        block = logits[b * BLOCK : (b + 1) * BLOCK]
+        _weigh(block, temperature, top, least, parts, powers)
+        for i in range(block.shape[0]):
+            values[count], masses[count] = np.float64(block[i]) / temperature, parts[i] * factors[i]
+            count += parts[i] > 0.0
+    return count
+
+
+@njit(cache=True, nogil=True)
+def _least_that_reaches(values, masses, reached):  # type: ignore[no-untyped-def]
+    """The greatest value for which its mass and those of all above it sum to `reached`; the least of all where rounding
+    keeps them from that. Only what is close to it is sorted: values are thrown into bins first.
+    """
+    top, lowest = values.max(), values.min()
+    per_nat, sums = BINS / max(top - lowest, 1e-12), np.zeros(BINS + 1)
+    for i in range(values.shape[0]):
+        sums[int((top - values[i]) * per_nat)] += masses[i]
+    bin_, total = 0, 0.0
+    while bin_ < BINS and total + sums[bin_] < reached:
+        total += sums[bin_]
+        bin_ += 1
+    close, count = np.empty(values.shape[0]), 0
+    for i in range(values.shape[0]):
+        close[count] = values[i]
+        count += int((top - values[i]) * per_nat) == bin_
+    ordered = np.sort(close[:count])
+    for i in range(count - 1, -1, -1):
+        total += math.exp(ordered[i] - top)
+        if total >= reached:
+            return ordered[i]
+    return ordered[0] if count > 0 else lowest
+
+
+@njit(cache=True, nogil=True)
 def least_of_nucleus(logits, tops, temperature, least, top_p):  # type: ignore[no-untyped-def]
     """The least processed logit of the smallest set of the greatest, of those from `least` up, whose mass is top_p of
-    all of it. NaN where the set is so large that NumPy, whose sort is faster, should look for it.
+    all of it. Looked for among ever more of the greatest, then among all.
     """
     reached, top = top_p * mass(logits, tops, temperature, least), np.float64(tops.max()) / temperature
     number = FEWEST_SORTED
     # More than there are blocks would be all of them.
-    while number <= MOST_SORTED and (number <= tops.shape[0] or logits.shape[0] <= MOST_SORTED):
+    while number <= min(MOST_SORTED, tops.shape[0]):
         ordered, total = np.sort(_processed(_likeliest(logits, tops, number), temperature, least)), 0.0
         for i in range(ordered.shape[0] - 1, -1, -1):
             total += math.exp(ordered[i] - top)
             if total >= reached:
                 return ordered[i]
         number *= 8
-    return np.nan
+    values, masses = np.empty(logits.shape[0]), np.empty(logits.shape[0])
+    count = _weigh_all(logits, tops, temperature, least, values, masses)
+    return _least_that_reaches(values[:count], masses[:count], reached)
 
 
 @njit(cache=True, nogil=True)
@@ -222,8 +266,8 @@ def draw_token(logits, tops, temperature, least, key):  # type: ignore[no-untype
 
 
 @njit(cache=True, nogil=True)
-def least_kept(logits, tops, temperature, top_k, top_p):  # type: ignore[no-untyped-def]
-    """The least processed logit that may be sampled; see logits.least_allowed. NaN where NumPy should look for it."""
+def least_allowed(logits, tops, temperature, top_k, top_p):  # type: ignore[no-untyped-def]
+    """The least processed logit that may be sampled; see logits.allowed_tokens. tops: block_tops."""
     least = np.float64(tops.max()) / temperature - NEGLIGIBLE_NATS
     if 0 < top_k < logits.shape[0]:
         least = least_of_top_k(logits, tops, temperature, least, top_k)
@@ -234,13 +278,10 @@ def least_kept(logits, tops, temperature, top_k, top_p):  # type: ignore[no-unty
 
 @njit(cache=True, nogil=True)
 def draw_allowed(logits, tops, temperature, top_k, top_p, key):  # type: ignore[no-untyped-def]
-    """draw_token of what top_k and top_p (0 and 1 are off) allow; or UNDECIDED."""
+    """draw_token of what top_k and top_p (0 and 1 are off) allow."""
     # Noise is bounded: without the two nothing is ruled out that could win.
-    least = -np.inf
-    if top_k > 0 or top_p < 1.0:
-        least = least_kept(logits, tops, temperature, top_k, top_p)
-        if math.isnan(least):
-            return UNDECIDED
+    is_cut = top_k > 0 or top_p < 1.0
+    least = least_allowed(logits, tops, temperature, top_k, top_p) if is_cut else -np.inf
     return draw_token(logits, tops, temperature, least, key)
 
 
@@ -248,6 +289,5 @@ def compile_kernels() -> None:
     """Compile every kernel, or load it from the cache on disk."""
     logits = np.zeros(1, np.float32)
     tops = block_tops(logits)
-    least_kept(logits, tops, 1.0, 1, 0.5)
-    draw_token(logits, tops, 1.0, 0.0, np.uint64(1))
-    draw_allowed(logits, tops, 1.0, 1, 0.5, stream_key(np.uint64(0), 0))
+    least_allowed(logits, tops, 1.0, 1, 0.5)
+    draw_allowed(logits, tops, 1.0, 1, 0.5, np.uint64(stream_key(np.uint64(0), 0)))  # Python has it as an int

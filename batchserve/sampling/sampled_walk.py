@@ -13,7 +13,7 @@ import numpy as np
 from numba import carray, cfunc, njit, types
 
 from batchserve.addresses import as_pointer, claim
-from batchserve.sampling.draw_kernel import LOWEST_TEMPERATURE, UNDECIDED, block_tops, draw_allowed, stream_key
+from batchserve.sampling.draw_kernel import LOWEST_TEMPERATURE, block_tops, draw_allowed, stream_key
 from batchserve.sampling.sampler import NO_TOKEN
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _widen(address, kind, row):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _token_behind(address, kind, position, row, param, seed):  # type: ignore[no-untyped-def]
-    """sampler.sample_row of the logits at an address, or UNDECIDED."""
+    """sampler.sample_row of the logits at an address."""
     if _widen(address, kind, row):
         return NO_TOKEN
     tops = block_tops(row)
@@ -83,7 +83,7 @@ def _token_behind(address, kind, position, row, param, seed):  # type: ignore[no
 
 @njit(cache=True, nogil=True)
 def _walk(i, rows, logits, row, param, seed, walked):  # type: ignore[no-untyped-def]
-    """walk_kernel.walk_greedy of one request that is sampled; the number of accepted rows may be UNDECIDED."""
+    """walk_kernel.walk_greedy of one request that is sampled."""
     spans, num_pending, first_logit, token_ids, parents, is_verified, recorded = rows
     address, row_bytes, kind = logits
     start, size, at, depth = spans[i, 0], spans[i, 1], num_pending[i] - 1, 0
@@ -93,8 +93,6 @@ def _walk(i, rows, logits, row, param, seed, walked):  # type: ignore[no-untyped
     token = known[position] if position < len(known) else drawn
     walked[1, start] = token
     for node in range(at + 1, size):
-        if drawn == UNDECIDED:
-            break
         if parents[start + node] != at or token_ids[start + node] != token or not is_verified[start + node]:
             continue
         here = position + depth + 1
@@ -105,7 +103,7 @@ def _walk(i, rows, logits, row, param, seed, walked):  # type: ignore[no-untyped
         at, token = node, after
         walked[0, start + depth], walked[1, start + depth + 1] = at, token
         depth += 1
-    walked[2, start] = UNDECIDED if drawn == UNDECIDED else depth
+    walked[2, start] = depth
 
 
 @functools.cache
@@ -148,9 +146,9 @@ class SampledWalks:
         self, who: Sequence[int], samplings: Sequence[ResolvedSampling], rows: Rows, logits: Logits, walked: np.ndarray
     ) -> None:
         """who: the places of the requests, samplings: theirs; walked: see walk_kernel.walk_greedy."""
-        params = [(max(each.temperature, LOWEST_TEMPERATURE), each.top_k, each.top_p) for each in samplings]
-        seeds = np.array([each.seed for each in samplings], np.uint64)
-        self._arrays = (np.array(who, np.int64), *rows[:3], np.array(params), seeds, rows.recorded, *rows[3:6], walked)
+        each = [(max(s.temperature, LOWEST_TEMPERATURE), s.top_k, s.top_p) for s in samplings]
+        params, seeds = np.array(each, np.float64), np.array([s.seed for s in samplings], np.uint64)
+        self._arrays = (np.array(who, np.int64), *rows[:3], params, seeds, rows.recorded, *rows[3:6], walked)
         sizes = len(who), walked.shape[1], len(rows.spans), len(rows.token_ids)
         self._job = np.array([*sizes, *logits, *(array.ctypes.data for array in self._arrays), 0], np.int64)
         self.address = self._job.ctypes.data

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from batchserve.sampling.argmax_kernel import best_tokens
-from batchserve.sampling.draw_kernel import LOWEST_TEMPERATURE, UNDECIDED, block_tops, draw_allowed, draw_token
-from batchserve.sampling.logits import least_allowed
+from batchserve.sampling.draw_kernel import LOWEST_TEMPERATURE, block_tops, draw_allowed
 from batchserve.sampling.noise import stream_key
 
 if TYPE_CHECKING:
@@ -62,9 +61,6 @@ def sample_row(logits: np.ndarray, position: int, sampling: ResolvedSampling) ->
     """
     if not np.isfinite(logits.max()):
         return NO_TOKEN
-    temperature, top_k, top_p, tops = sampling.temperature, sampling.top_k, sampling.top_p, block_tops(logits)
-    processed_by, key = max(temperature, LOWEST_TEMPERATURE), np.uint64(stream_key(sampling.seed, position))
-    token = draw_allowed(logits, tops, processed_by, top_k, top_p, key)
-    if token == UNDECIDED:
-        token = draw_token(logits, tops, processed_by, least_allowed(logits, tops, temperature, top_k, top_p), key)
-    return int(token)
+    tops, key = block_tops(logits), np.uint64(stream_key(sampling.seed, position))
+    temperature = max(sampling.temperature, LOWEST_TEMPERATURE)
+    return int(draw_allowed(logits, tops, temperature, sampling.top_k, sampling.top_p, key))

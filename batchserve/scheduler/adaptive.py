@@ -142,6 +142,7 @@ class AdaptiveDrafting:
         self._given_up: dict[str, int] = {}  # by drafter: steps in which requests gave up on it, since it last paid
         self._windows: dict[str, _Window] = {}  # of requests whose drafter has one
         self._market: Market
+        self._price = 0.0  # of the last step that was to be drafted
         self._num_steps = 0
         self._draft_s = 0.0  # what a proposal for one request takes, smoothed
         self._heard: list[tuple[StepOutcome, Mapping[str, Sequence[int]]]] = []  # steps that are not learned from yet
@@ -210,6 +211,7 @@ class AdaptiveDrafting:
         self._learn()
         gain = self._speed_up.ratio(alone.num_requests)
         self._market = market = Market.open(self.step_time, load, alone, gain, self._max_inflation, self._max_step_s)
+        self._price = market.price
         return market.without_s + market.least_row_s <= self._max_step_s
 
     def bound(self, request_ids: Sequence[str], bounds: IntArray) -> FloatArray:
@@ -346,7 +348,6 @@ class AdaptiveDrafting:
 
     def _learn_times(self, outcome: StepOutcome, token_ids: Mapping[str, Sequence[int]], num_steps: int) -> float:
         """How many times as long the step was as without drafts; there were num_steps like it."""
-        num_requests, gain = outcome.decoding.num_requests, self._speed_up.ratio(outcome.decoding.num_requests)
         # What the drafter takes is no part of the forward's time: the table knows nothing of it.
         forward_s = outcome.step_s - outcome.draft_s
         predicted_s, without_s, decoding_s = self.step_time.observe(
@@ -359,8 +360,8 @@ class AdaptiveDrafting:
             surprise = min(MOST_SURPRISE, max(1.0 / MOST_SURPRISE, forward_s / predicted_s))
             decode_s = max(decoding_s, predicted_s - (without_s - decoding_s)) * surprise + outcome.draft_s
             for _ in range(num_steps):
-                self._speed_up.observe(num_requests, num_tokens, decode_s, decoding_s)
-        self.last = Introspection(gain * num_requests / decoding_s, predicted_s, outcome.step_s)
+                self._speed_up.observe(outcome.decoding.num_requests, num_tokens, decode_s, decoding_s)
+        self.last = Introspection(self._price, predicted_s, outcome.step_s)
         return 1.0 + (predicted_s - without_s) / decoding_s
 
     def _arrive(self, given: Sequence[Mapping[str, Sequence[int]]]) -> None:

@@ -67,9 +67,9 @@ def learn_step(table, load, without, decoding, step_s, num_steps):  # type: igno
         share = 1.0
         if low < high:
             share = min(1.0, max(0.0, (load[0] - knots[low]) / (knots[high] - knots[low])))
-        rate = min(1.0, SHAPE_RATE * num_steps) * error
-        shape[low] = max(-MOST_CORRECTION, min(MOST_CORRECTION, shape[low] + rate * (1.0 - share)))
-        shape[high] = max(-MOST_CORRECTION, min(MOST_CORRECTION, shape[high] + rate * share))
+        rate = min(1.0, SHAPE_RATE * num_steps)
+        shape[low] = max(-MOST_CORRECTION, min(MOST_CORRECTION, shape[low] + rate * (1.0 - share) * error))
+        shape[high] = max(-MOST_CORRECTION, min(MOST_CORRECTION, shape[high] + rate * share * error))
     return known
 
 

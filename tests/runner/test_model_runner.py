@@ -18,7 +18,7 @@ from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.runner.step_handle import HostCopy, QueuedStep, verify_batch, verify_request
 from batchserve.sampling.device import DeviceSampler
 from batchserve.sampling.recordings import Recordings
-from batchserve.sampling.sampler import RowSampler, sample_row
+from batchserve.sampling.sampler import RowSampler
 from batchserve.types import SamplingParams
 from tests.drafters import RandomTreeDrafter
 from tests.equivalence.harness import Coverage, Job, build, run
@@ -127,35 +127,6 @@ def test_all_trees_of_a_step_are_walked_as_each_would_be_alone(
             continue
         sampler = RowSampler(logits[first : first + 1 + rows.num_draft_tokens])
         assert found == verify_request(rows, sampler, 0, forced.get(rows.request_id, ()))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_where_numpy_has_to_find_a_nucleus_the_request_is_walked_by_itself(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of three sampled requests one has a nucleus of thousands behind its draft; the others stay where they belong."""
-    vocab_size, drafted = 5000, 7
-    steep, flat = torch.full((vocab_size,), -20.0), torch.linspace(0.0, 1.0, vocab_size).to(dtype).float()
-    steep[drafted] = 20.0
-    logits = torch.stack([steep, steep, steep, flat, steep]).to(dtype)
-    sampling = make_sampling(temperature=1.0, top_p=0.95, seed=3)
-    rows = [RequestRows(name, 4, [1, drafted], [-1, 0], 1, sampling) for name in "ab"]
-    batch = build_batch([*rows, RequestRows("c", 4, [1], [-1], 1, sampling)])
-    right, by_itself = step_handle.verify_request, []
-
-    def noting(rows: RequestRows, *rest: Any) -> Any:
-        by_itself.append(rows.request_id)
-        return right(rows, *rest)
-
-    monkeypatch.setattr(step_handle, "verify_request", noting)
-    a, b, c = verify_batch(batch, logits, Recordings())
-    assert by_itself == ["b"]
-    assert a is not None
-    assert b is not None
-    assert c is not None
-    assert (a.token_ids, a.rows) == ([drafted, drafted], [1])
-    assert (b.token_ids, b.rows) == ([drafted, sample_row(flat.numpy(), 6, sampling)], [1])
-    assert (c.token_ids, c.rows) == ([drafted], [])
 
 
 def test_threads_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from batchserve.runner import row_layout
 from batchserve.runner.ragged_batch import MIN_ROWS, RequestRows, build_batch
 from batchserve.runner.step_handle import verify_batch
-from batchserve.sampling import device_columns, walk_kernel
+from batchserve.sampling import device_columns, draw_kernel, sampled_walk, walk_kernel
 from batchserve.sampling.device import DeviceSampler
 from batchserve.sampling.recordings import Recordings
+from batchserve.sampling.sampler import sample_row
 from tests.factories import examples, make_sampling, random_tree
 
 
@@ -83,13 +84,14 @@ def test_a_parent_has_to_come_before_its_child(parents: list[int]) -> None:
 
 def test_kernels_are_compiled_before_the_first_step() -> None:
     """For one request and for several: compiling takes long, and somebody would wait for it."""
-    for module in (row_layout, walk_kernel, device_columns):
+    for module in (row_layout, walk_kernel, device_columns, draw_kernel, sampled_walk):
         module.compile_kernels()
-    kernels = (row_layout.lay_out, walk_kernel.walk_trees, device_columns.describe_rows)
+    kernels = (row_layout.lay_out, walk_kernel.walk_greedy, device_columns.describe_rows, draw_kernel.draw_allowed)
     before = [len(kernel.signatures) for kernel in kernels]
     for count in (1, 2, 5):
         rng = random.Random(count)
         batch = build_batch([random_rows(rng, f"r{i}") for i in range(count)])
         verify_batch(batch, torch.zeros(len(batch.logit_rows), 9), Recordings({"r0": [1] * 400}))
         DeviceSampler(8).build_metadata(batch, 256, Recordings())
+        sample_row(np.zeros(9, np.float32), count, make_sampling(temperature=1.0, top_k=3, top_p=0.9))
     assert [len(kernel.signatures) for kernel in kernels] == before

@@ -88,6 +88,22 @@ def test_equals_transformers_warpers_without_ties(temperature: float, top_k: int
         np.testing.assert_allclose(processed, warped[token_ids], rtol=1e-12)
 
 
+@pytest.mark.parametrize("vocab_size", [129, 3000, 20_000])
+@pytest.mark.parametrize("spread", [0.0, 1e-6, 0.01, 1.0])
+def test_a_nucleus_of_much_of_the_vocabulary_ends_where_the_definition_says(vocab_size: int, spread: float) -> None:
+    """It is found without sorting the vocabulary: with ties, with masked tokens, and where all are nearly equal."""
+    rng = np.random.default_rng(vocab_size)
+    for top_p in (0.3, 0.9, 0.999):
+        logits = (spread * rng.standard_normal(vocab_size)).astype(np.float32)
+        logits[rng.random(vocab_size) < 0.3] = -np.inf
+        logits[1::7] = logits[0] = 0.0
+        processed = logits.astype(np.float64) / 0.7
+        ordered = np.sort(processed[processed >= processed.max() - NEGLIGIBLE_NATS])[::-1]
+        cumulative = np.cumsum(np.exp(ordered - ordered[0]))
+        edge = ordered[np.searchsorted(cumulative, top_p * cumulative[-1])]
+        assert allowed_tokens(logits, 0.7, 0, top_p)[0].tolist() == np.flatnonzero(processed >= edge).tolist()
+
+
 def test_what_is_cut_off_as_negligible_weighs_nothing() -> None:
     """Even a vocabulary of a quarter million tokens just below the cut has less mass than fp32 resolves."""
     assert 262_144 * math.exp(-NEGLIGIBLE_NATS) < np.finfo(np.float32).eps
