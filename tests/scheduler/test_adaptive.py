@@ -523,3 +523,17 @@ def test_what_was_not_learned_from_yet_is_before_anything_is_chosen() -> None:
     alone = StepLoad(1, 1, 1, 50, 50)
     machine.adaptive.begin_step(alone, alone)
     assert machine.adaptive.step_time.factor > before
+
+
+def test_the_price_that_is_shown_stays_while_nobody_decodes() -> None:
+    machine = Machine([Text("a", hit=1.0, depth=4)], DEAR)
+    for _ in range(3):
+        machine.step()
+    shown = machine.adaptive.last
+    assert shown is not None
+    prompt = StepLoad(64, 0, 1)
+    machine.adaptive.step_done(StepOutcome(prompt, StepLoad(0, 0, 0), prompt, 0.05, 0.0, 0.0, 0), {})
+    later = machine.adaptive.last
+    assert later is not None
+    assert later.price == shown.price > 0.0
+    assert later.step_s == 0.05
