@@ -17,6 +17,7 @@ from batchserve.sampling.walk_kernel import walk_greedy
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from batchserve.request import ResolvedSampling
     from batchserve.runner.ragged_batch import RaggedBatch, RequestRows
     from batchserve.sampling.device import DeviceSampler
     from batchserve.sampling.recordings import Recordings
@@ -93,36 +94,39 @@ class HostCopy:
 
 def verify_batch(batch: RaggedBatch, logits: torch.Tensor, forced: Recordings) -> list[VerifiedTokens | None]:
     """Walk every request's tree; logits are those of batch.logit_rows, forced is ModelRunner's."""
-    sampler = RowSampler(logits)
-    results: list[VerifiedTokens | None] = [None] * len(batch.request_ids)
-    greedy: list[int] = []
-    sampled: list[int] = []
-    for i, sampling in enumerate(batch.samplings):
+    sampler, spans = RowSampler(logits), batch.spans
+    greedy: dict[int, ResolvedSampling] = {}  # by place
+    sampled: dict[int, ResolvedSampling] = {}
+    for place, sampling in enumerate(batch.samplings):
         if sampling is not None:
-            (sampled if sampling.temperature > 0.0 else greedy).append(i)
-    spans, recorded = batch.spans, forced.places(batch.request_ids)
+            (sampled if sampling.temperature > 0.0 else greedy)[place] = sampling
     where = (spans.rows, batch.num_pending, batch.first_logit)
     drafts = (batch.input_ids, spans.parents, batch.is_verified)
-    walked = np.empty((3, batch.num_rows), np.int64)
+    recorded, walked = forced.places(batch.request_ids), np.empty((3, batch.num_rows), np.int64)
     if greedy:
-        walk_greedy(np.array(greedy), where, sampler.greedy(), recorded, drafts, walked)
+        walk_greedy(np.array([*greedy]), where, sampler.greedy(), recorded, drafts, walked)
     if sampled:
-        samplings = [each for each in batch.samplings if each is not None and each.temperature > 0.0]
-        known = logits.contiguous() if logits.dtype in KINDS else logits.float()
-        place = Logits(known.data_ptr(), known.stride(0) * known.element_size(), KINDS[known.dtype], known.shape[1])
-        walks = SampledWalks(sampled, samplings, Rows(*where, *drafts, recorded), place, walked)
-        is_shared = len(sampled) * known.shape[1] > ALONE
-        openmp.run(walk_loop().address, walks.address, torch.get_num_threads() if is_shared else 1)
+        _walk_sampled(sampled, logits, Rows(*where, *drafts, recorded), walked)
     rows, tokens, lengths = walked.tolist()
+    results: list[VerifiedTokens | None] = [None] * len(batch.request_ids)
     starts = spans.rows[:, 0].tolist()
-    for i in chain(greedy, sampled):
-        start, length = starts[i], lengths[starts[i]]
-        results[i] = VerifiedTokens(tokens[start : start + length + 1], rows[start : start + length])
+    for place in chain(greedy, sampled):
+        start, length = starts[place], lengths[starts[place]]
+        results[place] = VerifiedTokens(tokens[start : start + length + 1], rows[start : start + length])
     if 0 in batch.is_verified.tobytes():
         for each, own, first in zip(results, batch.requests, batch.first_logit.tolist(), strict=True):
             if each is not None:
                 each.unverified_token_ids = _unverified(own, sampler, first)
     return results
+
+
+def _walk_sampled(samplings: dict[int, ResolvedSampling], logits: torch.Tensor, rows: Rows, walked: np.ndarray) -> None:
+    """Of the requests at these places; on several threads where there is enough to be drawn from."""
+    known = (logits if logits.dtype in KINDS else logits.float()).contiguous()
+    place = Logits(known.data_ptr(), known.stride(0) * known.element_size(), KINDS[known.dtype], known.shape[1])
+    walks = SampledWalks([*samplings], [*samplings.values()], rows, place, walked)
+    is_shared = len(samplings) * known.shape[1] > ALONE
+    openmp.run(walk_loop().address, walks.address, torch.get_num_threads() if is_shared else 1)
 
 
 def _unverified(rows: RequestRows, sampler: RowSampler, first: int) -> list[int]:
