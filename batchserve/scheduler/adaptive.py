@@ -142,7 +142,7 @@ class AdaptiveDrafting:
         self._given_up: dict[str, int] = {}  # by drafter: steps in which requests gave up on it, since it last paid
         self._windows: dict[str, _Window] = {}  # of requests whose drafter has one
         self._market: Market
-        self._price = 0.0  # of the last step that was to be drafted
+        self._last_price = 0.0  # of the last step that was to be drafted
         self._num_steps = 0
         self._draft_s = 0.0  # what a proposal for one request takes, smoothed
         self._heard: list[tuple[StepOutcome, Mapping[str, Sequence[int]]]] = []  # steps that are not learned from yet
@@ -211,7 +211,7 @@ class AdaptiveDrafting:
         self._learn()
         gain = self._speed_up.ratio(alone.num_requests)
         self._market = market = Market.open(self.step_time, load, alone, gain, self._max_inflation, self._max_step_s)
-        self._price = market.price
+        self._last_price = market.price
         return market.without_s + market.least_row_s <= self._max_step_s
 
     def bound(self, request_ids: Sequence[str], bounds: IntArray) -> FloatArray:
@@ -361,7 +361,7 @@ class AdaptiveDrafting:
             decode_s = max(decoding_s, predicted_s - (without_s - decoding_s)) * surprise + outcome.draft_s
             for _ in range(num_steps):
                 self._speed_up.observe(outcome.decoding.num_requests, num_tokens, decode_s, decoding_s)
-        self.last = Introspection(self._price, predicted_s, outcome.step_s)
+        self.last = Introspection(self._last_price, predicted_s, outcome.step_s)
         return 1.0 + (predicted_s - without_s) / decoding_s
 
     def _arrive(self, given: Sequence[Mapping[str, Sequence[int]]]) -> None:
