@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from batchserve.addresses import ONE_THREAD, Team
+
 NAMES = ("libgomp", "libiomp5", "libomp")  # GNU's, and those that speak its language, too
 _LOOP = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -23,6 +25,13 @@ def run(loop: int, job: int, num_threads: int) -> None:
         _LOOP(loop)(job)
     else:
         library.GOMP_parallel(ctypes.c_void_p(loop), ctypes.c_void_p(job), num_threads, 0)
+
+
+def team(size: int) -> Team:
+    """So many threads for compiled code that starts them itself."""
+    library = _library() if size > 1 else None
+    start = None if library is None else ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value
+    return ONE_THREAD if start is None else Team(start, size)
 
 
 @functools.cache

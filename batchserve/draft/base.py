@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from batchserve.addresses import Team
     from batchserve.draft.forest import DraftForest, DraftQueries
 
 
@@ -183,6 +184,10 @@ class Drafter(Protocol):
 
     def clear_scope(self, scope: DraftScope) -> None:
         """Forget everything that the scope's requests have shared; those in flight go on with their own text."""
+        return None
+
+    def use_threads(self, team: Team) -> None:
+        """What it may share its work with, in the thread that makes all calls. Drafts do not depend on it."""
         return None
 
     def memory_bytes(self) -> int:

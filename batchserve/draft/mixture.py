@@ -17,9 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from batchserve.addresses import ONE_THREAD, Team
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
 from batchserve.draft.forest import DraftForest, DraftQueries
-from batchserve.draft.mixture_batch import NUM_WEIGHTS, REQUEST, accept_all, begin_request, grow_all, scope_card
+from batchserve.draft.mixture_batch import (
+    JOB_SIZE,
+    NUM_WEIGHTS,
+    REQUEST,
+    accept_all,
+    begin_request,
+    grow_all,
+    grow_loop,
+    scope_card,
+)
 from batchserve.draft.mixture_batch import compile_kernels as compile_kernels
 from batchserve.draft.mixture_kernels import (
     NODE,
@@ -44,6 +54,8 @@ SCOPE_BYTES = 16 << 10  # what a scope is counted for beside its text: weights, 
 MIN_SCOPE_BYTES = MIN_CAPACITY * BYTES_PER_TOKEN + SCOPE_BYTES
 REQUEST_BYTES = NODE.itemsize + ROOM * OCCURRENCE.itemsize  # what a request takes beside its text
 LATE_LEARNED = 2  # tokens
+MOST_THREADS = 8
+SHARED_NODES = 400  # to wake threads for fewer takes about as long as they save
 UNBOUNDED = 1 << 40  # a request's own text is bounded by its context
 FORMAT, VERSION = "batchserve-drafts", 1
 
@@ -119,14 +131,24 @@ class MixtureDrafter(Drafter):
         self._scope_bytes = 0  # of all of them
         self._table = np.zeros(0, REQUEST)
         self._free: list[int] = []  # rows of the table
-        self._scratch = np.zeros(1, SCRATCH)
         self._is_verified = np.zeros(0, np.bool_)
+        self._team = ONE_THREAD
+        self._job = np.zeros(JOB_SIZE, np.int64)
         self._make_nodes(1)
 
+    def use_threads(self, team: Team) -> None:
+        self._team = team._replace(size=min(team.size, MOST_THREADS))
+        self._make_nodes(self._nodes.shape[1])
+
     def _make_nodes(self, count: int) -> None:
-        """Work memory of the largest tree; what is not used of it is address space only."""
-        self._nodes, self._room = np.zeros(count, NODE), np.empty(count * ROOM, OCCURRENCE)
-        self._scratch["room"] = self._room.ctypes.data
+        """Work memory of each thread's largest tree; what is not used of it is address space only."""
+        size = self._team.size
+        self._nodes, self._scratch = np.zeros((size, count), NODE), np.zeros(size, SCRATCH)
+        self._room = np.empty((size, count * ROOM), OCCURRENCE)
+        self._scratch["room"] = self._room.ctypes.data + self._room.strides[0] * np.arange(size)
+        self._own_nodes = self._nodes[0]  # of the thread that makes all calls
+        self._work = (self._nodes, self._scratch)
+        self._own_work = (self._nodes[:1], self._scratch[:1])
 
     def start(self, request: DraftRequest) -> None:
         if request.request_id in self._requests:
@@ -173,12 +195,14 @@ class MixtureDrafter(Drafter):
         starts = np.zeros(len(slots) + 1, np.int64)
         wanted = [max(0, most) for most in queries.bounds[:, 0].tolist()]
         size = sum(wanted)
-        if len(self._nodes) < (largest := max(wanted, default=0)):
+        if len(self._own_nodes) < (largest := max(wanted, default=0)):
             self._make_nodes(largest)
         if len(self._is_verified) < size:
             self._is_verified = np.ones(size, np.bool_)
         links, probs, bounds = np.empty((3, size), np.int64), np.empty(size), (queries.bounds, queries.min_probs)
-        grow_all(self._table, slots, bounds, self._branch_length, self._nodes, self._scratch, starts, links, probs)
+        work, start = (self._own_work, 0) if size < SHARED_NODES else (self._work, self._team.start)
+        memory, trees = (self._job, np.empty(len(slots), np.int64)), (starts, links, probs)
+        grow_all(self._table, slots, bounds, self._branch_length, work, memory, trees, grow_loop().address, start)
         end = int(starts[-1])
         return DraftForest(starts, links[0, :end], links[1, :end], probs[:end], self._is_verified[:end])
 
@@ -201,7 +225,7 @@ class MixtureDrafter(Drafter):
         tokens = np.array(list(chain.from_iterable(token_ids.values())), np.int32)
         learned, request_ids = 0, list(token_ids)
         while learned < len(slots):
-            rest = (most_learned, learned, self._nodes, self._scratch)
+            rest = (most_learned, learned, self._own_nodes, self._scratch)
             learned = accept_all(self._table, slots, starts, tokens, *rest)
             if learned < len(slots):
                 name = request_ids[learned]

@@ -1,16 +1,20 @@
 """The mixture's compiled part, at last: all requests of a step in one call.
 
 Between two steps a forward has emptied the caches, so what a call costs beside its work (arguments, allocations, code
-that has to be fetched again) is paid once, not once a request.
+that has to be fetched again) is paid once, not once a request. Trees are grown on several threads where there are any:
+to grow one reads what requests share, and writes nothing of it.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
 from __future__ import annotations
 
-import numpy as np
-from numba import carray, njit
+import functools
+from typing import Any
 
-from batchserve.addresses import as_pointer
+import numpy as np
+from numba import carray, cfunc, njit, types
+
+from batchserve.addresses import ONE_THREAD, as_pointer, claim, run_loop
 from batchserve.draft.mixture_growth import grow, root_visits
 from batchserve.draft.mixture_kernels import (
     NODE,
@@ -44,6 +48,10 @@ REQUEST = np.dtype(  # a request; own, scope and root are addresses: of TextInde
     align=True,
 )
 NUM_WEIGHTS = len(initial_weights())
+# What grow_loop is given, as an int64 array: sizes, and addresses of arrays.
+NUM_REQUESTS, AT_ONCE, TABLE_SIZE, NUM_THREADS, MOST_NODES, NUM_LINKS, BRANCH_LENGTH = range(7)
+TABLE, SLOTS, SIZES, LEAST, NODES, SCRATCHES, STARTS, COUNTS, LINKS, PROBS = range(7, 17)
+NEXT, NEXT_THREAD, JOB_SIZE = range(17, 20)
 
 
 def scope_card(
@@ -83,7 +91,7 @@ def _open(request):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _read_ahead(table, slots, sizes, scratch):  # type: ignore[no-untyped-def]
-    """Fetch what grow_all will look up for the ends of the requests' texts."""
+    """Fetch what will be looked up for the ends of the requests' texts."""
     chains, recent = np.empty((2 * NUM_ORDERS * len(slots), 4), np.int64), scratch[0].recent
     count = 0
     for i in range(len(slots)):
@@ -98,28 +106,94 @@ def _read_ahead(table, slots, sizes, scratch):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def grow_all(table, slots, bounds, branch_length, nodes, scratch, starts, links, probs):  # type: ignore[no-untyped-def]
-    """Grow the trees of the requests at `slots` of the table, node behind node; see mixture_growth.grow.
-
-    bounds: those of DraftQueries and its min_probs. Fills starts [num_requests + 1], links [3, all nodes at most] and
-    probs.
-    """
-    sizes, least = bounds
+def _grow_some(table, slots, bounds, branch_length, work, starts, counts, links, probs):  # type: ignore[no-untyped-def]
+    """Grow the trees of some requests: from starts[i] on, counts[i] nodes; work is a thread's own."""
+    (sizes, least), (nodes, scratch) = bounds, work
     _read_ahead(table, slots, sizes, scratch)
-    end = 0
     for i in range(len(slots)):
         request = table[slots[i]]
-        most, depth = sizes[i, 0], min(sizes[i, 1], branch_length)
+        most, depth, start = sizes[i, 0], min(sizes[i, 1], branch_length), starts[i]
+        counts[i] = 0
         if most > 0 and depth > 0:
             own, scope, common, weights, _, root = _open(request)
             noise = (request.noise_bin, request.seed, request.next_position)
-            mine, my_probs = links[:, end : end + most], probs[end : end + most]
+            mine, my_probs = links[:, start : start + most], probs[start : start + most]
             wanted = (most, depth, least[i])
-            end += grow(
+            counts[i] = grow(
                 own, scope, common, request.num_output, noise, wanted, weights, root, nodes, scratch, mine, my_probs
             )
             request.is_root_known = 1
-        starts[i + 1] = end
+
+
+@functools.cache
+def grow_loop() -> Any:
+    """The compiled loop over a step's requests. Threads that are given the same job share it: each takes work memory of
+    its own (NEXT_THREAD), and again and again the next AT_ONCE requests that nobody has begun (NEXT), both 0 at first.
+    """
+
+    @cfunc(types.void(types.CPointer(types.int64)), nopython=True, cache=True)
+    def loop(job_address):  # type: ignore[no-untyped-def]
+        job = carray(job_address, JOB_SIZE)
+        count, num_threads, most, size = job[NUM_REQUESTS], job[NUM_THREADS], job[MOST_NODES], job[NUM_LINKS]
+        table = carray(as_pointer(job[TABLE]), job[TABLE_SIZE], REQUEST)
+        slots = carray(as_pointer(job[SLOTS]), count, np.int64)
+        sizes = carray(as_pointer(job[SIZES]), (count, 3), np.int64)
+        least = carray(as_pointer(job[LEAST]), count, np.float64)
+        nodes = carray(as_pointer(job[NODES]), (num_threads, most), NODE)
+        scratches = carray(as_pointer(job[SCRATCHES]), num_threads, SCRATCH)
+        starts = carray(as_pointer(job[STARTS]), count, np.int64)
+        counts = carray(as_pointer(job[COUNTS]), count, np.int64)
+        links = carray(as_pointer(job[LINKS]), (3, size), np.int64)
+        probs = carray(as_pointer(job[PROBS]), size, np.float64)
+        me = claim(job.ctypes.data + NEXT_THREAD * job.itemsize)
+        work = (nodes[me], scratches[me : me + 1])
+        while True:
+            first = claim(job.ctypes.data + NEXT * job.itemsize) * job[AT_ONCE]
+            if first >= count:
+                break
+            some = slice(first, min(first + job[AT_ONCE], count))
+            bounds = (sizes[some], least[some])
+            _grow_some(table, slots[some], bounds, job[BRANCH_LENGTH], work, starts[some], counts[some], links, probs)
+
+    return loop
+
+
+@njit(cache=True, nogil=True)
+def grow_all(table, slots, bounds, branch_length, work, memory, trees, loop, start):  # type: ignore[no-untyped-def]
+    """Grow the trees of the requests at `slots` of the table, node behind node; see mixture_growth.grow.
+
+    bounds: those of DraftQueries and its min_probs. work: of each thread nodes [num_threads, the most] and scratch
+    [num_threads]; memory: job [JOB_SIZE] and counts [num_requests]. trees: starts [num_requests + 1], which begins with
+    0, links [3, all nodes at most] and probs; these are filled. loop: grow_loop's address, start: a Team's.
+    """
+    (sizes, least), (nodes, scratches), (job, counts), (starts, links, probs) = bounds, work, memory, trees
+    num_threads = len(scratches)
+    for i in range(len(slots)):
+        starts[i + 1] = starts[i] + max(0, sizes[i, 0])
+    job[NUM_REQUESTS], job[NUM_THREADS], job[TABLE_SIZE] = len(slots), num_threads, len(table)
+    # What is read ahead for many requests at once comes sooner; but threads should end together.
+    job[AT_ONCE] = len(slots) if num_threads == 1 else max(1, len(slots) // (2 * num_threads))
+    job[MOST_NODES], job[NUM_LINKS], job[BRANCH_LENGTH] = nodes.shape[1], links.shape[1], branch_length
+    job[TABLE], job[SLOTS], job[SIZES], job[LEAST] = (
+        table.ctypes.data,
+        slots.ctypes.data,
+        sizes.ctypes.data,
+        least.ctypes.data,
+    )
+    job[NODES], job[SCRATCHES], job[STARTS] = nodes.ctypes.data, scratches.ctypes.data, starts.ctypes.data
+    job[COUNTS], job[LINKS], job[PROBS] = counts.ctypes.data, links.ctypes.data, probs.ctypes.data
+    job[NEXT], job[NEXT_THREAD] = 0, 0
+    run_loop(start, num_threads, loop, job.ctypes.data)
+    end = 0
+    for i in range(len(slots)):
+        begin = starts[i]
+        for k in range(counts[i]):
+            for j in range(3):
+                links[j, end + k] = links[j, begin + k]
+            probs[end + k] = probs[begin + k]
+        starts[i] = end
+        end += counts[i]
+    starts[len(slots)] = end
 
 
 @njit(cache=True, nogil=True)
@@ -154,13 +228,14 @@ def compile_kernels() -> None:
     index.append(tokens)
     TextIndex(4 * MIN_CAPACITY).reserve(MIN_CAPACITY + 1)  # a text that grows takes its chains apart
     count_common(common, tokens)
-    root, nodes, scratch = np.zeros(1, NODE), np.zeros(2, NODE), np.zeros(1, SCRATCH)
+    root, nodes, scratch = np.zeros(1, NODE), np.zeros((1, 2), NODE), np.zeros(1, SCRATCH)
     found, room = np.zeros(ROOM, OCCURRENCE), np.zeros(2 * ROOM, OCCURRENCE)
     scratch["room"] = room.ctypes.data
     card = np.array(scope_card(index, common, weights, seen))
     table, slots, starts = np.zeros(1, REQUEST), np.zeros(1, np.int64), np.array([0, 1])
     noise_bin, seed = noise_bin_of(1.0, NUM_WEIGHTS), np.uint64(0)
     begin_request(table, 0, index.address, card, root, found, 5, noise_bin, seed)
-    accept_all(table, slots, starts, tokens[:1], 1, 0, nodes, scratch)
-    links, probs = np.zeros((3, 2), np.int64), np.zeros(2)
-    grow_all(table, slots, (np.array([[2, 2, 2]]), np.zeros(1)), 2, nodes, scratch, starts, links, probs)
+    accept_all(table, slots, starts, tokens[:1], 1, 0, nodes[0], scratch)
+    bounds, trees = (np.array([[2, 2, 2]]), np.zeros(1)), (starts, np.zeros((3, 2), np.int64), np.zeros(2))
+    memory = np.zeros(JOB_SIZE, np.int64), np.zeros(1, np.int64)
+    grow_all(table, slots, bounds, 2, (nodes, scratch), memory, trees, grow_loop().address, ONE_THREAD.start)

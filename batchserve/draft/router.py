@@ -11,6 +11,7 @@ from batchserve.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from batchserve.addresses import Team
     from batchserve.draft.forest import DraftForest, DraftQueries
     from batchserve.draft.kernels import KernelLoader
 
@@ -122,6 +123,10 @@ class RoutingDrafter(Drafter):
     def clear_scope(self, scope: DraftScope) -> None:
         for drafter in self._used.values():
             drafter.clear_scope(scope)
+
+    def use_threads(self, team: Team) -> None:
+        for drafter in self._drafters.values():
+            drafter.use_threads(team)
 
     def memory_bytes(self) -> int:
         return sum(drafter.memory_bytes() for drafter in self._used.values())

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from batchserve import openmp
 from batchserve.attention.paged import PagedBackend
 from batchserve.config import EngineConfig, MiB
 from batchserve.draft import forest
@@ -99,6 +100,7 @@ def build_engine(
     step_time = _build_step_time(config, loaded, runner, max_model_len, has_huge_pages, say)
     scheduler = Scheduler(config, backend.allocator, max_model_len, step_time)
     used_drafter = drafter or _build_drafter(config, num_parameters, processor, is_serving, say)
+    used_drafter.use_threads(openmp.team(runner.num_threads))
     max_step_s = math.inf if config.max_itl_ms is None else config.max_itl_ms / 1e3
     adaptive = AdaptiveDrafting(step_time, config.draft_inflation, max_step_s) if config.is_adaptive else None
     drafts = DraftStage(used_drafter, adaptive, backend.allocator, clock, step_time)

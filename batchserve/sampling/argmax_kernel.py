@@ -4,14 +4,23 @@ To widen a step's logits is to write twice what they take and to read that again
 several milliseconds.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN202
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
+from numba import carray, cfunc, njit, types
+
+from batchserve import openmp
+from batchserve.addresses import as_pointer, claim
 
 BLOCK = 1024  # logits of which only the greatest is kept, until it is known which block has the greatest of all
+SHARED_LOGITS = 1 << 16  # one thread reads fewer sooner than several
+# What best_loop is given, as an int64 array: sizes, and addresses of arrays.
+NUM_ROWS, VOCAB_SIZE, INFINITY, BITS, BEST, IS_FINITE, NEXT, JOB_SIZE = range(8)
 INFINITY_BITS = {torch.bfloat16: np.int16(0x7F80), torch.float16: np.int16(0x7C00)}
 
 
@@ -41,26 +50,45 @@ def _first_between(row, low, high):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def find_best(bits, infinity, best, is_finite):  # type: ignore[no-untyped-def]
-    """Fill, for every row of bits int16 [num_rows, vocab_size], the place of its greatest number, and whether that is
-    finite.
+def _best_of(row, infinity):  # type: ignore[no-untyped-def]
+    """The place of the greatest number of bits int16 [vocab_size], and whether it is finite.
 
     Of equals the first; a NaN is above all numbers. infinity: the bits of it.
     """
-    for i in range(bits.shape[0]):
-        row, least, most, start = bits[i], np.int16(0x7FFF), np.int16(-0x8000), 0
-        for at in range(0, row.shape[0], BLOCK):
-            low, high = _bounds(row[at : at + BLOCK])
-            least = min(least, low)
-            if high > most:
-                most, start = high, at
-        if most > infinity or least < ~infinity:  # a NaN of either sign
-            above, below = _first_between(row, infinity + 1, 0x7FFF), _first_between(row, -0x8000, ~infinity - 1)
-            best[i], is_finite[i] = max(above, below) if min(above, below) < 0 else min(above, below), False
-        else:
-            zero = _first_between(row, -1, 0) if most == 0 else -1  # -0 is as great as 0
-            best[i] = zero if zero >= 0 else start + _first_between(row[start:], most, most)
-            is_finite[i] = ~infinity < most < infinity
+    least, most, start = np.int16(0x7FFF), np.int16(-0x8000), 0
+    for at in range(0, row.shape[0], BLOCK):
+        low, high = _bounds(row[at : at + BLOCK])
+        least = min(least, low)
+        if high > most:
+            most, start = high, at
+    if most > infinity or least < ~infinity:  # a NaN of either sign
+        above, below = _first_between(row, infinity + 1, 0x7FFF), _first_between(row, -0x8000, ~infinity - 1)
+        return max(above, below) if min(above, below) < 0 else min(above, below), False
+    zero = _first_between(row, -1, 0) if most == 0 else -1  # -0 is as great as 0
+    best = zero if zero >= 0 else start + _first_between(row[start:], most, most)
+    return best, ~infinity < most < infinity
+
+
+@functools.cache
+def best_loop() -> Any:
+    """The compiled loop over rows. Threads that are given the same job share it: NEXT, 0 at first, is the row that
+    nobody has begun yet.
+    """
+
+    @cfunc(types.void(types.CPointer(types.int64)), nopython=True, cache=True)
+    def loop(job_address):  # type: ignore[no-untyped-def]
+        job = carray(job_address, JOB_SIZE)
+        count, infinity = job[NUM_ROWS], np.int16(job[INFINITY])
+        bits = carray(as_pointer(job[BITS]), (count, job[VOCAB_SIZE]), np.int16)
+        best = carray(as_pointer(job[BEST]), count, np.int64)
+        is_finite = carray(as_pointer(job[IS_FINITE]), count, np.bool_)
+        while True:
+            i = claim(job.ctypes.data + NEXT * job.itemsize)
+            if i >= count:
+                break
+            best[i], is_finite[i] = _best_of(bits[i], infinity)
+
+    return loop
 
 
 def best_tokens(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -72,11 +100,15 @@ def best_tokens(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         rows = logits.float().numpy()
         best = rows.argmax(axis=-1)
         return best, np.isfinite(rows[np.arange(len(rows)), best])
-    best, is_finite = np.empty(len(logits), np.int64), np.empty(len(logits), np.bool_)
-    find_best(logits.contiguous().view(torch.int16).numpy(), infinity, best, is_finite)
+    bits, (num_rows, vocab_size) = logits.contiguous(), logits.shape
+    best, is_finite = np.empty(num_rows, np.int64), np.empty(num_rows, np.bool_)
+    arrays = bits.data_ptr(), best.ctypes.data, is_finite.ctypes.data
+    job = np.array([num_rows, vocab_size, infinity, *arrays, 0], np.int64)
+    is_shared = num_rows * vocab_size > SHARED_LOGITS
+    openmp.run(best_loop().address, job.ctypes.data, torch.get_num_threads() if is_shared else 1)
     return best, is_finite
 
 
 def compile_kernels() -> None:
-    """Compile find_best, or load it from the cache on disk."""
-    best_tokens(torch.zeros(1, 1, dtype=torch.bfloat16))
+    """Compile best_loop, or load it from the cache on disk."""
+    best_loop()

@@ -7,7 +7,7 @@ replay does nothing, and what a step would have given is made up from the record
 as long as a step of a 7B model takes on a large GPU, however many rows it has. So rows look free, and drafts become as
 large as they would be there. The device has nothing to do while the host reads what came back, in the gap from wait()'s
 end to launch() (benchmarks/gpu/gap.py has the same), and in the launch itself, up to the replay; answers are published
-behind that. One core for everything.
+behind that. One core for everything; and once more with a second thread for the drafter.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from unittest import mock
 import numpy as np
 import torch
 
+from batchserve import openmp
 from batchserve.bench.replay import ReplayRecord
 from batchserve.engine import build as build_module
 from batchserve.runner.step_handle import QueuedStep
@@ -116,9 +117,12 @@ def main() -> None:
     workload = recorded(options, RECORDED)
     changes = {"attention_backend": "torch", "dtype": "float32", "max_num_batched_tokens": MOST_ROWS}
     with pretended(), lab("90m", num_threads=1, **changes) as bench:
-        bench.use(new_drafter(options.drafter), workload.warm)
+        drafter = new_drafter(options.drafter)
+        bench.use(drafter, workload.warm)
         contenders = (fixed(0), fixed(4), bench.adaptive())
         cells = {each.name: measure(bench, workload.records, each, options) for each in contenders}
+        drafter.use_threads(openmp.team(2))
+        cells["adaptive, 2 threads"] = measure(bench, workload.records, bench.adaptive(), options)
     about = {"requests": SIZE, "forward_ms": FORWARD_S * 1e3, "workload": workload.name}
     write(options, "device_host", {**about, "contenders": cells}, started_s)
 

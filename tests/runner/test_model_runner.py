@@ -16,6 +16,7 @@ from batchserve import openmp
 from batchserve.runner import step_handle
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.runner.step_handle import HostCopy, QueuedStep, verify_batch, verify_request
+from batchserve.sampling import argmax_kernel
 from batchserve.sampling.device import DeviceSampler
 from batchserve.sampling.recordings import Recordings
 from batchserve.sampling.sampler import RowSampler
@@ -130,11 +131,12 @@ def test_all_trees_of_a_step_are_walked_as_each_would_be_alone(
 
 
 def test_threads_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampled requests of a step are walked side by side; a request's own rows one after the other."""
+    """Rows' greatest logits are found side by side; sampled requests walked so, their own rows one after the other."""
     started: list[int] = []
     run = openmp.run
     monkeypatch.setattr(openmp, "run", lambda loop, job, count: (started.append(count), run(loop, job, count)))
     monkeypatch.setattr(step_handle, "ALONE", 0)
+    monkeypatch.setattr(argmax_kernel, "SHARED_LOGITS", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     for seed in range(40):
         rng = random.Random(seed)
