@@ -223,7 +223,9 @@ def buy(owners, gains, rows, bidders, table, load, market, chosen):  # type: ign
             gain = given[i] * alone_s - decode_s
             ahead = ahead_s[i] + gain
             is_good_for_all = is_good_for_all and max(gain, ahead + EVEN_STEPS * alone_s) >= 0.0
-            is_fair = is_fair and ahead + grace_s[i] >= 0.0
+            # Whoever is behind already is not held to gains that may not come.
+            sure = ahead if ahead_s[i] >= 0.0 else ahead_s[i] + alone_s - decode_s
+            is_fair = is_fair and sure + grace_s[i] >= 0.0
         is_short = step_s <= never_longer_s and (decode_s <= longest_s or is_good_for_all)
         profit = worth - price * (step_s - without_s)
         if is_fair and is_short and profit > best_worth:
