@@ -245,12 +245,10 @@ def _reference_text(path: str) -> str:
 
 def _chat_token_ids(text: str, config: EngineConfig) -> list[int]:
     """The prompt in the model's chat template, as token ids: as text it would be given a second BOS."""
-    from transformers import AutoTokenizer
+    from batchserve.runner.loader import load_tokenizer, resolve_model
 
-    from batchserve.runner.loader import resolve_model
-
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model(config.model), trust_remote_code=config.trust_remote_code)
-    if not tokenizer.chat_template:
+    tokenizer = load_tokenizer(resolve_model(config.model), config)
+    if tokenizer is None or not tokenizer.chat_template:
         raise ConfigError(f"model = {config.model!r}: has no chat template, which --chat needs")
     messages = [{"role": "user", "content": text}]
     ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)

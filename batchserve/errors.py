@@ -32,7 +32,7 @@ class InvalidRequestError(BatchserveError):
         self.field = field
         self.value = value
         self.bound = bound
-        super().__init__(f"{field} = {_shortened(value)}: must be {bound}")
+        super().__init__(f"{field} = {shortened(value)}: must be {bound}")
 
 
 class UnknownModelError(BatchserveError):
@@ -41,7 +41,7 @@ class UnknownModelError(BatchserveError):
     reason = "UNKNOWN_MODEL"
 
     def __init__(self, model: str, served: str) -> None:
-        super().__init__(f"model = {_shortened(model)}: not served here; the model being served is {served!r}")
+        super().__init__(f"model = {shortened(model)}: not served here; the model being served is {served!r}")
 
 
 class DuplicateRequestError(BatchserveError):
@@ -50,7 +50,7 @@ class DuplicateRequestError(BatchserveError):
     reason = "DUPLICATE_REQUEST_ID"
 
     def __init__(self, request_id: str) -> None:
-        super().__init__(f"request_id = {_shortened(request_id)}: must be unique among the requests in flight")
+        super().__init__(f"request_id = {shortened(request_id)}: must be unique among the requests in flight")
 
 
 class QueueFullError(BatchserveError):
@@ -91,10 +91,11 @@ class EngineFaultError(BatchserveError):
     reason = "ENGINE_FAULT"
 
 
-def _shortened(value: object, limit: int = 80) -> str:
+def shortened(value: object, limit: int = 80) -> str:
+    """repr() of a value, and where that is longer than `limit` only its beginning, and how long it is."""
     try:
-        text = repr(value)
+        text = repr(value[:limit] if isinstance(value, str) else value)  # a prompt may have megabytes
     except ValueError:  # an integer of more digits than Python will print
         text = f"<{type(value).__name__}>"
     size = len(value) if isinstance(value, str) else len(text)  # of a text without the quotes
-    return text if len(text) <= limit else f"{text[:limit]}... ({size} characters)"
+    return text if max(size, len(text)) <= limit else f"{text[:limit]}... ({size} characters)"

@@ -18,7 +18,7 @@ COUNTERS = {
     "rows_total": "Rows run through the model, drafts and prefill included.",
     "draft_rows_total": "Rows of drafts, those of a Jacobi window included, which are not verified.",
     "decoding_requests_total": "Requests that decoded, summed over steps; draft rows over these is the mean K.",
-    "step_seconds_total": "Time in forward and verification.",
+    "step_seconds_total": "Time from the launch of steps to their tokens; answers are published in it, too.",
     "draft_tokens_total": "Draft tokens verified.",
     "accepted_draft_tokens_total": "Draft tokens accepted, before stop strings are searched for.",
     "verify_steps_total": "Verifications of one request in one step.",

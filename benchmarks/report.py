@@ -6,6 +6,7 @@ typed by hand.
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,7 @@ TABLES = {
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
     for page in PAGES:
         text = page.read_text()
         for name, make in TABLES.items():

@@ -164,6 +164,13 @@ def test_bad_options_name_field_value_and_bound(capsys):
     assert "top_p = 2.0" in capsys.readouterr().err
 
 
+def test_a_chat_with_a_model_that_is_not_there_is_refused(own_signals, capsys, tmp_path):
+    assert main(["generate", "--prompt", "x", "--chat", "--model", str(tmp_path / "none")]) == 2
+    assert "its tokenizer cannot be loaded" in capsys.readouterr().err
+    assert main(["generate", "--prompt", "x", "--chat", "--model", str(tmp_path)]) == 2
+    assert "has no chat template" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [

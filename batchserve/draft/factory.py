@@ -106,18 +106,24 @@ def create_drafter(name: str, config: EngineConfig, num_parameters: int, part: f
     return NullDrafter()
 
 
-def create_drafters(config: EngineConfig, num_parameters: int) -> dict[str, Drafter]:
-    """All of them by name: any request may choose any. Raises ConfigError.
+def draft_parts(config: EngineConfig) -> dict[str, float]:
+    """How max_draft_bytes is divided among those that share texts: the server's own gets twice another's part.
 
-    max_draft_bytes is divided among those that share texts; the server's own drafter gets twice another's part.
+    Raises ConfigError where a part has no room for a scope.
     """
-    if config.decoding_length == 0:
-        return {name: NullDrafter() for name in DRAFTERS}
+    from batchserve.draft.mixture import MIN_SCOPE_BYTES  # imported here: see create_drafter
+
     weights = {name: 2 if name == config.drafter else 1 for name in SHARING}
     parts = {name: weight / sum(weights.values()) for name, weight in weights.items()}
-    from batchserve.draft.mixture import MIN_SCOPE_BYTES  # imported here for the same reason
-
     least = math.ceil(MIN_SCOPE_BYTES / parts["mixture"])
     if config.draft.max_draft_bytes < least:
         raise ConfigError(f"max_draft_bytes = {config.draft.max_draft_bytes}: must be at least {least}")
+    return parts
+
+
+def create_drafters(config: EngineConfig, num_parameters: int) -> dict[str, Drafter]:
+    """All of them by name: any request may choose any. Raises ConfigError."""
+    if config.decoding_length == 0:
+        return {name: NullDrafter() for name in DRAFTERS}
+    parts = draft_parts(config)
     return {name: create_drafter(name, config, num_parameters, parts.get(name, 0.0)) for name in DRAFTERS}

@@ -1,6 +1,6 @@
 """Drafting for sampled requests: the sampler's noise is a pure function, so a drafter knows it beforehand.
 
-A sampled token is the one with the largest log p + g (design: Sampling). A blended probability q can mean two things.
+A sampled token is the one with the largest log p + g. A blended probability q can mean two things.
 The model itself is of two minds: then q stands for p, and the noise decides. Or the drafter does not know what the
 model does: then the noise says nothing. So what a token is given is a mixture of both, and its weight is learned, in
 bins of temperature. Nothing of this changes what a request is answered: drafts never do.

@@ -41,15 +41,13 @@ class _SharedTrie:
 
     def __init__(self) -> None:
         self.num_requests = 0
-        self.header = np.zeros(len(trie_kernels.EMPTY_HEADER), dtype=np.int32)
         self.clear()
 
     def clear(self) -> None:
+        """Branches that are open lead nowhere from then on: whoever has some begins anew."""
         self.nodes = np.zeros((MIN_ROWS, trie_kernels.NODE_WIDTH), dtype=np.int32)
         self.buckets = np.zeros(MIN_ROWS, dtype=np.int32)
-        last_birth = self.header[trie_kernels.LAST_BIRTH]
         self.header = np.array(trie_kernels.EMPTY_HEADER, dtype=np.int32)
-        self.header[trie_kernels.LAST_BIRTH] = last_birth  # so that cursors of before fit nothing that comes
 
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -251,6 +249,9 @@ class TrieDrafter(Drafter):
             del self._scopes[scope]
             return
         trie.clear()
+        for state in self._requests.values():
+            if state.trie is trie:
+                state.branches = self._branches()
         self._shared_bytes += trie.memory_bytes()
 
     def memory_bytes(self) -> int:

@@ -196,8 +196,8 @@ def insert_branches(nodes, buckets, header, cursors, num_before, token_ids, capa
     """Insert every window of up to `depth` tokens that ends in token_ids (int32), the next ones of one text.
 
     cursors int32 [depth, 3], zero at first: where the windows of the text stand that are still open; that which began
-    with token i at i % depth, as (row, stamp, top). A window that is cut off by pruning, or forgotten with its scope,
-    is given up. num_before: earlier tokens of the text; capacity: the most nodes of one tree; max_rows: of all.
+    with token i at i % depth, as (row, stamp, top). A window that is cut off by pruning is given up. num_before:
+    earlier tokens of the text; capacity: the most nodes of one tree; max_rows: of all.
     """
     depth = cursors.shape[0]
     for window in range(depth):

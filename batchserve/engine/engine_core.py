@@ -1,4 +1,7 @@
-"""The step: schedule -> draft -> execute -> verify -> update. Synchronous and deterministic; no clock, no asyncio."""
+"""The step: schedule -> draft -> execute -> verify -> update.
+
+Synchronous and deterministic: it has no clock of its own, and no asyncio.
+"""
 
 from __future__ import annotations
 
@@ -269,7 +272,7 @@ class EngineCore:
         return given
 
     def _publish(self) -> None:
-        """Text, stop strings, shared drafts and messages of the step before; runs while the next forward does."""
+        """Text, stop strings, shared drafts and messages of the step before; on a GPU while the next forward runs."""
         commits, self._unpublished = self._unpublished, []
         events: list[Event] = []
         for commit in commits:

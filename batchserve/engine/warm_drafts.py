@@ -6,24 +6,21 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from batchserve.config import PRIVATE_SCOPE, EngineConfig
 from batchserve.draft.base import DraftRequest, DraftScope
-from batchserve.draft.factory import create_drafter
+from batchserve.draft.factory import create_drafter, draft_parts
 from batchserve.draft.kernels import KernelLoader, provide_cache_folder
 from batchserve.draft.router import RoutingDrafter
 from batchserve.engine.drafting import TENANT
 from batchserve.engine.input_processor import vocabulary_fingerprint
 from batchserve.errors import ConfigError
-from batchserve.runner.loader import resolve_model
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from batchserve.runner.loader import load_tokenizer, resolve_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +41,15 @@ class _Vocabulary:
     """A model's tokenizer and its bound on ids; its weights are not read. Raises ConfigError."""
 
     def __init__(self, config: EngineConfig) -> None:
-        source, trust = resolve_model(config.model), config.trust_remote_code
+        source = resolve_model(config.model)
+        tokenizer = load_tokenizer(source, config)
+        if tokenizer is None:
+            raise ConfigError(f"model = {config.model!r}: has no tokenizer, and answers are recorded as text")
         try:
-            self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
-            model_config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
+            model_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
         except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"model = {config.model!r}: its tokenizer cannot be loaded: {error}") from error
+            raise ConfigError(f"model = {config.model!r}: its configuration cannot be loaded: {error}") from error
+        self._tokenizer = tokenizer
         self.size = int(model_config.get_text_config().vocab_size)
 
     @property
@@ -77,7 +77,8 @@ def warm_drafts(path: Path, config: EngineConfig) -> Warmed:
         raise ConfigError(f"draft scope = {PRIVATE_SCOPE!r}: shares nothing, so nothing could be kept")
     provide_cache_folder()
     scope = DraftScope(TENANT, config.default_draft_scope)
-    drafters = {config.drafter: create_drafter(config.drafter, config, 0)}
+    part = draft_parts(config).get(config.drafter, 0.0)  # a server would forget what does not fit into it
+    drafters = {config.drafter: create_drafter(config.drafter, config, 0, part)}
     router = RoutingDrafter(config.drafter, drafters, KernelLoader(in_background=False))
     router.persistent()
     vocabulary = _Vocabulary(config)

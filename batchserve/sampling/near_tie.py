@@ -1,4 +1,4 @@
-"""Could rounding alone have made the plain path choose this token? The default level's lossless rule (design)."""
+"""Could rounding alone have made the plain path choose this token? The default level's lossless rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which token follows a row: argmax of (processed logit / T + g), with g keyed by position (design: Sampling)."""
+"""Which token follows a row: argmax of (processed logit / T + g), with g keyed by position."""
 
 from __future__ import annotations
 

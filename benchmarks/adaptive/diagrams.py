@@ -7,6 +7,7 @@ From benchmarks/results/adaptive/regret.json; needs matplotlib.
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ MOST_ROWS = 256
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
 from batchserve.draft.base import DraftQuery, DraftRequest, DraftScope, DraftTree
-from batchserve.draft.trie import ROW_BYTES, SCOPE_BYTES, TrieDrafter
+from batchserve.draft.trie import MIN_ROWS, ROW_BYTES, SCOPE_BYTES, TrieDrafter
 from batchserve.errors import ConfigError
 from tests.draft.scope_machine import OTHER_SCOPES, SCOPE, ScopeMachine, check_tree, first_chain, say
 from tests.draft.test_trie_kernels import check_trie
@@ -221,6 +221,27 @@ def test_a_cleared_scope_is_forgotten_and_goes_on_with_what_comes() -> None:
     drafter.end("b")
     drafter.clear_scope(SCOPE)
     assert drafter.memory_bytes() == 0
+
+
+def test_a_large_scope_is_cleared_while_a_request_writes_to_it() -> None:
+    """What was open leads to rows that are gone: compiled code reads them without a look at the bounds."""
+    drafter, rng = TrieDrafter(), random.Random(0)
+    for name in ("a", "b"):
+        begin(drafter, name, [1])
+        say(drafter, name, [rng.randrange(5000) for _ in range(2000)])
+    (trie,) = drafter._scopes.values()
+    assert trie.num_rows > 30 * MIN_ROWS
+    drafter.clear_scope(SCOPE)
+    for name in ("a", "b"):
+        state = drafter._requests[name]
+        assert not state.branches.cursors.any(), "nothing leads to the rows of before"
+        say(drafter, name, PATTERN)
+    assert drafter.memory_bytes() < 200 * ROW_BYTES + SCOPE_BYTES + sum(
+        state.text.nbytes for state in drafter._requests.values()
+    )
+    begin(drafter, "c", PATTERN[:2])
+    assert first_chain(propose(drafter, "c")) == PATTERN[2 : 2 + len(first_chain(propose(drafter, "c")))]
+    assert len(propose(drafter, "c")) > 3
 
 
 def test_idle_scopes_are_dropped_the_least_recently_used_first() -> None:

@@ -163,15 +163,24 @@ def test_a_full_scope_prunes_all_its_trees_in_turn() -> None:
 
 def test_windows_that_were_forgotten_are_given_up() -> None:
     """Nothing of the text before is put back by what comes after, also if the rows are in use again."""
-    trie, other = _SharedTrie(), _Branches(4)
+    trie, max_rows, rng = _SharedTrie(), 60, random.Random(0)
     branches = _Branches(4)
-    trie.insert(branches, [1, 2, 3], UNBOUNDED, UNBOUNDED)
-    trie.clear()
-    trie.insert(other, [3, 5, 6], UNBOUNDED, UNBOUNDED)
-    trie.insert(branches, [4], UNBOUNDED, UNBOUNDED)
-    trie.insert(branches, [8], UNBOUNDED, UNBOUNDED)
-    check_trie(trie)
-    assert counts(trie) == {(3, 5): 1, (3, 5, 6): 1, (5, 6): 1, (4, 8): 1}
+    trie.insert(branches, [1, 2, 3], UNBOUNDED, max_rows)
+    windows = {(1, 2), (1, 2, 3), (2, 3)}
+    assert set(counts(trie)) == windows
+    rows = {row for path, row in walk(trie) if path in windows}
+    other = _Branches(4)
+    while windows & set(counts(trie)):
+        trie.insert(other, [rng.randrange(100, 200)], UNBOUNDED, max_rows)
+    for _ in range(100):
+        trie.insert(other, [rng.randrange(100, 200)], UNBOUNDED, max_rows)
+    assert rows <= {row for _, row in walk(trie)}
+    trie.insert(branches, [4], UNBOUNDED, max_rows)
+    trie.insert(branches, [8], UNBOUNDED, max_rows)
+    check_trie(trie, max_rows=max_rows)
+    paths = set(counts(trie))
+    assert (4, 8) in paths
+    assert not any(4 in path[1:] for path in paths), "the windows that were open led to rows of another text"
 
 
 def test_nothing_is_left_to_compile() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from batchserve.cli import main
 from batchserve.config import DraftConfig, EngineConfig
 from batchserve.demo.prompts import PROMPTS
 from batchserve.draft.base import DraftRequest, NullDrafter
+from batchserve.draft.factory import create_drafters
 from batchserve.engine import warm_drafts as module
 from batchserve.engine.warm_drafts import warm_drafts
 from batchserve.errors import ConfigError
@@ -62,7 +64,7 @@ class Keeper(NullDrafter):
 
 @pytest.fixture
 def keeper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "create_drafter", lambda name, config, size: Keeper())
+    monkeypatch.setattr(module, "create_drafter", lambda name, config, size, part: Keeper())
 
 
 @pytest.fixture
@@ -158,6 +160,32 @@ def test_options_that_cannot_work_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         warm_drafts(rows, config(tmp_path / "drafts", **options))
+
+
+def test_a_model_without_a_tokenizer_is_refused(keeper: None, rows: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        warm_drafts(rows, config(tmp_path / "drafts", model=str(bare)))
+
+
+def test_no_more_is_kept_than_a_server_would(tmp_path: Path) -> None:
+    """It would drop the scopes that do not fit, and save the rest over the file."""
+    cache, rng = tmp_path / "drafts", random.Random(0)
+    draft = DraftConfig(draft_cache=str(cache), max_scope_bytes=64 << 10, max_draft_bytes=512 << 10)
+    kept = 0
+    for i in range(9):
+        rows, text = tmp_path / f"{i}.jsonl", " ".join(str(rng.random()) for _ in range(200))
+        rows.write_text(json.dumps({"prompt": "", "response": text}) + "\n")
+        warmed = warm_drafts(rows, EngineConfig(drafter="mixture", default_draft_scope=f"s{i}", draft=draft))
+        assert warmed.num_bytes <= (512 << 10) // 2
+        kept = max(kept, warmed.num_bytes)
+    assert kept > (512 << 10) // 4
+    server = create_drafters(EngineConfig(drafter="mixture", draft=draft), 0)["mixture"]
+    vocabulary = module._Vocabulary(EngineConfig())
+    server.load(cache, vocabulary.fingerprint, vocabulary.size)  # type: ignore[attr-defined]
+    assert server.memory_bytes() == warmed.num_bytes
 
 
 def test_files_that_cannot_be_read_or_written_are_named(

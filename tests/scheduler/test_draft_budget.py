@@ -94,6 +94,13 @@ def test_nobody_is_made_to_lose_more_than_his_grace() -> None:
     assert len(choose(what, bidders(2, ahead_s=-1.0, grace_s=1.5), 0.0)) == 8
 
 
+def test_who_is_behind_is_not_held_to_what_his_own_drafts_may_bring() -> None:
+    what = offer([0.99] * 8, [0.99] * 8)
+    assert len(choose(what, bidders(2, grace_s=0.0), 0.0)) > 8, "even: the gains that are expected count"
+    behind = bidders(2, ahead_s=-1.0, grace_s=1.0 + 0.0021)
+    assert len(choose(what, behind, 0.0)) == 6, "0.5 ms a row, the first two of them free"
+
+
 def test_a_bundle_is_bought_whole_or_not_at_all() -> None:
     what = offer([0.9, 2.0], rows=[1, 10])
     assert choose(what, bidders(1), 0.0) == [0, 1]
