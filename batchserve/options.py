@@ -35,6 +35,14 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def parse_integers(text: str) -> tuple[int, ...]:
+    """Raises argparse.ArgumentTypeError."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers such as 2,4,8") from None
+
+
 def parse_on_off(text: str) -> bool:
     """Raises argparse.ArgumentTypeError."""
     if text not in ("on", "off"):

@@ -26,6 +26,9 @@ class ResolvedSampling:
     skip_special_tokens: bool = True
 
 
+GREEDY = ResolvedSampling(0.0, 0, 1.0, 0, 1, frozenset())  # one token: for steps that nobody has asked for
+
+
 @dataclass(frozen=True, slots=True)
 class ResolvedSpeculation:
     """Speculation with every default filled in and every bound checked; as it stands: none.

@@ -22,6 +22,7 @@ import torch  # isort: skip
 from transformers import AutoModelForCausalLM  # isort: skip
 
 from batchserve import LLM, RequestOutput, SamplingParams, SpeculationParams
+from batchserve.demo.measure import first_difference
 from batchserve.runner.loader import resolve_model
 from batchserve.sampling.near_tie import is_near_tie, rounding_bound
 
@@ -34,13 +35,6 @@ MODES: dict[str, dict[str, Any]] = {
 
 def parameters(mode: str, count: int) -> list[SamplingParams]:
     return [SamplingParams(**MODES[mode], seed=i, max_tokens=160) for i in range(count)]
-
-
-def first_difference(a: list[int], b: list[int]) -> int | None:
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return None if len(a) == len(b) else min(len(a), len(b))
 
 
 class Judge:

@@ -15,12 +15,11 @@ from benchmarks.common import spread, write_results
 import torch  # isort: skip
 import torch.nn.functional as F  # isort: skip
 
-from batchserve.request import ResolvedSampling
+from batchserve.request import GREEDY
 from batchserve.runner.packed import FusedRMSNorm
 from batchserve.runner.ragged_batch import RaggedBatch, RequestRows, build_batch
 from benchmarks.adaptive.workloads import Lab, lab
 
-GREEDY = ResolvedSampling(0.0, 0, 1.0, 0, 1, frozenset())
 CONTEXT = 200
 CASES = {"1 plain row": (1, 1), "16 plain rows": (16, 1), "4 requests of 16 rows": (4, 16), "a prompt of 512": (1, 512)}
 

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from batchserve.options import parse_integers
+
 
 def add_bench_parser(commands: Any) -> None:
     """Add `bench` and its subcommands to what ArgumentParser.add_subparsers() returned."""
@@ -36,7 +38,7 @@ def _add_replay_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drafter", required=True, type=_names, metavar="D[,D...]", help="the drafters to compare")
     parser.add_argument(
         "--max-draft-tokens",
-        type=_integers,
+        type=parse_integers,
         default=(16,),
         metavar="K[,K...]",
         help="the most draft tokens of one request in one step (default: 16)",
@@ -57,13 +59,6 @@ def _add_replay_flags(parser: argparse.ArgumentParser) -> None:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(","))
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers such as 16,32,64") from None
 
 
 def _replay(arguments: argparse.Namespace) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
+from itertools import islice
 from pathlib import Path
-from typing import Any, TypeGuard
 
 from batchserve.bench.replay import ReplayRecord
 from batchserve.bench.tokenizer import Encode
 from batchserve.errors import ConfigError
+from batchserve.jsonl import Line, read_lines, references_of, text_of
 
 
 def load_records(path: Path, encode: Encode, limit: int | None = None) -> list[ReplayRecord]:
@@ -20,16 +20,7 @@ def load_records(path: Path, encode: Encode, limit: int | None = None) -> list[R
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"limit = {limit}: must be at least 1")
-    records: list[ReplayRecord] = []
-    try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if limit is not None and len(records) == limit:
-                    break
-                if line.strip():
-                    records.append(_record(line, encode, f"{path} line {number}"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    records = [_record(line, encode) for line in islice(read_lines(path), limit)]
     if not records:
         raise ConfigError(f"{path}: holds no requests")
     return records
@@ -45,32 +36,6 @@ def split_warm(records: list[ReplayRecord], share: float) -> tuple[list[ReplayRe
     return records[:count], records[count:]
 
 
-def _record(line: bytes, encode: Encode, where: str) -> ReplayRecord:
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{where}: must be a JSON object, is {type(fields).__name__}")
-    prompt, response = _text(fields, "prompt", where), _text(fields, "response", where)
-    given = [name for name in ("reference", "references") if fields.get(name) is not None]
-    if len(given) > 1:
-        raise ConfigError(f"{where}: fields 'reference' and 'references' must not both be given")
-    references = fields[given[0]] if given else []
-    if not isinstance(references, list) or not all(_is_text(text) for text in references):
-        raise ConfigError(f"{where}: field {given[0]!r} must be a list of texts")
-    return ReplayRecord(encode(prompt), encode(response), [encode(text) for text in references])
-
-
-def _text(fields: dict[str, Any], name: str, where: str) -> str:
-    if name not in fields:
-        raise ConfigError(f"{where}: field {name!r} is missing")
-    value = fields[name]
-    if not _is_text(value):
-        raise ConfigError(f"{where}: field {name!r} must be a text")
-    return value
-
-
-def _is_text(value: object) -> TypeGuard[str]:
-    """JSON can also write half a character (a lone surrogate), which no tokenizer takes."""
-    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+def _record(line: Line, encode: Encode) -> ReplayRecord:
+    prompt, response = text_of(line, "prompt"), text_of(line, "response")
+    return ReplayRecord(encode(prompt), encode(response), [encode(text) for text in references_of(line)])

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from batchserve.bench.tokenizer import require
+from batchserve.config import MiB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from batchserve.bench.replay_command import ReplayOptions, ReplayResult
 
 REFRESH_PER_S = 2  # what is measured meanwhile shares the processor with the bar
-MIB = 1 << 20
 
 
 @contextmanager
@@ -103,6 +103,6 @@ _COLUMNS: dict[str, Callable[[ReplayResult], str]] = {
     "drafts\na step": lambda r: f"{r.draft_tokens_per_step:.1f}",
     "retrieve\n(us)": lambda r: f"{r.retrieve_us:.1f}",
     "update\n(us)": lambda r: f"{r.update_us:.2f}",
-    "memory\n(MiB)": lambda r: f"{r.memory_bytes / MIB:.1f}",
+    "memory\n(MiB)": lambda r: f"{r.memory_bytes / MiB:.1f}",
     "steps": lambda r: str(r.steps),
 }

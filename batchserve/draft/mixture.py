@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from batchserve.addresses import ONE_THREAD, Team
+from batchserve.config import MiB
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
 from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.draft.mixture_batch import (
@@ -47,7 +48,6 @@ from batchserve.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-MiB = 1 << 20
 SHARED_AT_ONCE = 32  # published tokens of one request that wait for being written to its scope in one piece
 CONTEXT = 8  # tokens repeated before such a piece, so that its beginning has a context, too
 SCOPE_BYTES = 16 << 10  # what a scope is counted for beside its text: weights, the commonest tokens

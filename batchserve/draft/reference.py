@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from batchserve.config import MiB
 from batchserve.draft.answer_cache import AnswerCache
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
 from batchserve.draft.reference_kernels import MAX_OCCURRENCES, find_copy
@@ -19,7 +20,6 @@ from batchserve.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MiB = 1 << 20
 # How often a copy's next token was right, measured on recorded answers (benchmarks/reference_ablation.py): that of its
 # first token by the length of the match, that of later ones by how many were copied before.
 FIRST_TOKEN = (0.32, 0.44, 0.44, 0.5)

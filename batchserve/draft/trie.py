@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from batchserve.config import MiB
 from batchserve.draft import trie_growth, trie_kernels
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
 from batchserve.draft.text_index import TextIndex
@@ -28,7 +29,6 @@ MODES = {
     "single": trie_growth.SINGLE,
 }
 PROMPT_WEIGHT = 4.0
-MiB = 1 << 20
 MIN_ROWS = 1024
 ROW_BYTES = 4 * (trie_kernels.NODE_WIDTH + 1)  # a node and its bucket
 SCOPE_BYTES = 16 << 10  # what a scope is counted for beside its nodes, so that empty ones are bounded too

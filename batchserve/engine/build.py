@@ -29,7 +29,7 @@ from batchserve.engine.kv_memory import Progress, build_backend
 from batchserve.engine.measure_steps import measured_table, time_decoding
 from batchserve.errors import ConfigError
 from batchserve.metrics import EngineMetrics
-from batchserve.request import ResolvedSampling
+from batchserve.request import GREEDY
 from batchserve.runner import huge_pages
 from batchserve.runner.compiled import CompiledModel
 from batchserve.runner.cuda_graphs import StepGraphs, choose_capturer
@@ -169,8 +169,7 @@ def _warm_up(runner: ModelRunner, rows: int) -> None:
     """One forward of so many rows: the first pays for what libraries set up lazily."""
     name = "warm-up"
     runner.backend.allocator.reserve(name, rows)
-    sampling = ResolvedSampling(0.0, 0, 1.0, 0, 1, frozenset())
-    batch = build_batch([RequestRows(name, 0, [0] * rows, list(range(-1, rows - 1)), rows, sampling)])
+    batch = build_batch([RequestRows(name, 0, [0] * rows, list(range(-1, rows - 1)), rows, GREEDY)])
     runner.launch(batch).wait()
     runner.backend.allocator.release(name)
 

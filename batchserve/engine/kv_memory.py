@@ -16,9 +16,8 @@ from batchserve.attention.slots import SlotAllocator
 from batchserve.attention.torch_paged import TorchKernel
 from batchserve.config import EngineConfig, MiB
 from batchserve.errors import ConfigError
-from batchserve.request import ResolvedSampling
+from batchserve.request import GREEDY, ResolvedSampling
 from batchserve.runner import row_layout
-from batchserve.runner.cuda_graphs import GREEDY
 from batchserve.runner.invariant import fix_activations
 from batchserve.runner.loader import LoadedModel, has_cpu_backend
 from batchserve.runner.model_runner import ModelRunner

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchserve.attention.slab import EXTENT
-from batchserve.request import ResolvedSampling
+from batchserve.request import GREEDY
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable, grid
 
@@ -31,7 +31,6 @@ CONTEXT, SHORT_CONTEXT = 1024, 256
 MOST_DRAFT = 64  # steps of more rows are mostly a prompt's
 MANY_REQUESTS = 16
 FEW_ROWS, MORE_ROWS = 1, 4  # of each request: two steps at the same context tell reading K/V from attending to it
-GREEDY = ResolvedSampling(0.0, 0, 1.0, 0, 1, frozenset())
 VERSION = 5
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from batchserve.draft.router import RoutingDrafter
 from batchserve.engine.drafting import TENANT
 from batchserve.engine.input_processor import vocabulary_fingerprint
 from batchserve.errors import ConfigError
+from batchserve.jsonl import Line, read_lines, text_of
 from batchserve.runner.loader import load_tokenizer, resolve_model
 
 
@@ -104,26 +104,16 @@ def warm_drafts(path: Path, config: EngineConfig) -> Warmed:
 
 
 def _records(path: Path, vocabulary: _Vocabulary) -> Iterator[_Record]:
-    try:
-        with path.open("rb") as file, Progress(console=Console(stderr=True)) as progress:
-            task = progress.add_task("Warming drafts", total=path.stat().st_size)
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield _record(line, f"{path}, line {number}", vocabulary)
-                progress.advance(task, len(line))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("Warming drafts", total=path.stat().st_size if path.is_file() else None)
+        for line in read_lines(path):
+            yield _record(line, vocabulary)
+            progress.update(task, completed=line.num_bytes)
 
 
-def _record(line: bytes, where: str, vocabulary: _Vocabulary) -> _Record:
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: is not JSON: {error}") from error
-    prompt, response = (fields.get("prompt"), fields.get("response")) if isinstance(fields, dict) else (None, None)
-    if not isinstance(prompt, str) or not isinstance(response, str):
-        raise ConfigError(f'{where}: must be {{"prompt": TEXT, "response": TEXT}}')
+def _record(line: Line, vocabulary: _Vocabulary) -> _Record:
+    prompt, response = text_of(line, "prompt"), text_of(line, "response")
     try:
         return _Record(vocabulary.tokenize(prompt, is_prompt=True), vocabulary.tokenize(response, is_prompt=False))
-    except (ValueError, TypeError) as error:  # TypeError: lone surrogates
-        raise ConfigError(f"{where}: cannot be tokenised: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{line.where}: cannot be tokenised: {error}") from error

@@ -19,7 +19,7 @@ import torch
 from batchserve.attention.paged import step_arrays
 from batchserve.attention.static_step import MAX_CHANGES, StaticStep
 from batchserve.attention.step_buffer import BufferRing, StepLayout, upload
-from batchserve.request import ResolvedSampling
+from batchserve.request import GREEDY
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.runner.step_handle import QueuedStep
 from batchserve.sampling.device import DeviceSampler, SamplingKind
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 LARGE_STEP = 256  # between buckets of more rows
-GREEDY = ResolvedSampling(0.0, 0, 1.0, 0, 1, frozenset())
 INT64 = np.dtype(np.int64)
 
 Replay = Callable[[], None]

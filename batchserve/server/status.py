@@ -56,11 +56,8 @@ def to_status(error: Exception) -> status_pb2.Status:
     message = (str(error).splitlines() or [error.reason])[0][:MAX_MESSAGE_CHARS]
     details: list[Message] = []
     if isinstance(error, InvalidRequestError):
-        details.append(
-            _error_info(
-                error.reason, field=error.field, value=shortened(error.value, MAX_METADATA_CHARS), bound=error.bound
-            )
-        )
+        value = shortened(error.value, MAX_METADATA_CHARS)
+        details.append(_error_info(error.reason, field=error.field, value=value, bound=error.bound))
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     else:

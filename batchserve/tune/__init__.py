@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from batchserve.options import parse_integers
+
 if TYPE_CHECKING:
     from batchserve.config import EngineConfig
 
@@ -36,14 +38,14 @@ def add_tune_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-num-seqs",
         dest="sizes",
-        type=_integers,
+        type=parse_integers,
         default=(2, 4, 8, 16),
         metavar="N[,N...]",
         help="how many requests run at once (default: 2,4,8,16)",
     )
     parser.add_argument(
         "--threads",
-        type=_integers,
+        type=parse_integers,
         metavar="T[,T...]",
         help="compute threads (default: this machine's cores, half and a quarter of them)",
     )
@@ -80,10 +82,3 @@ def run_tune_command(arguments: argparse.Namespace, config: EngineConfig, serve_
         serve_flags=tuple(serve_flags),
     )
     return run_tune(options)
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers such as 2,4,8") from None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from batchserve.errors import ConfigError, InvalidRequestError
+from batchserve.jsonl import Line, read_lines, references_of, text_of
 from batchserve.types import SamplingParams, SpeculationParams
 
 DEFAULT_MAX_TOKENS = 128
@@ -38,60 +39,35 @@ def load_workload(path: Path, count_tokens: Count, limit: int) -> list[WorkloadR
     DEFAULT_MAX_TOKENS tokens. Other fields are those of recorded answers, and say nothing here.
     Raises ConfigError naming file, line and field.
     """
-    requests: list[WorkloadRequest] = []
-    try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if len(requests) == limit:
-                    break
-                if line.strip():
-                    requests.append(_request(line, count_tokens, f"{path} line {number}", len(requests)))
-    except OSError as error:
-        raise ConfigError(f"workload = {str(path)!r}: cannot be read: {error.strerror}") from error
+    lines = enumerate(islice(read_lines(path, "workload"), limit))
+    requests = [_request(line, count_tokens, seed) for seed, line in lines]
     if not requests:
         raise ConfigError(f"workload = {str(path)!r}: holds no requests")
     return requests
 
 
-def _request(line: bytes, count_tokens: Count, where: str, seed: int) -> WorkloadRequest:
+def _request(line: Line, count_tokens: Count, seed: int) -> WorkloadRequest:
+    prompt = _some_text(line, "prompt")
     try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{where}: must be a JSON object, is {type(fields).__name__}")
-    prompt = _text(fields, "prompt", where)
-    given = [name for name in ("reference", "references") if fields.get(name) is not None]
-    if len(given) == 2:
-        raise ConfigError(f"{where}: fields 'reference' and 'references' must not both be given")
-    references = fields[given[0]] if given else []
-    if not isinstance(references, list):
-        raise ConfigError(f"{where}: field {given[0]!r} must be a list of texts")
-    try:
-        checked = SpeculationParams(references=tuple(references)).references
-        max_tokens = SamplingParams(max_tokens=_max_tokens(fields, count_tokens, where)).max_tokens
+        references = SpeculationParams(references=tuple(references_of(line))).references
+        max_tokens = SamplingParams(max_tokens=_max_tokens(line, count_tokens)).max_tokens
     except InvalidRequestError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    if not all(isinstance(reference, str) for reference in checked):
-        raise ConfigError(f"{where}: field 'reference' must be a list of texts")
-    return WorkloadRequest(where, prompt, max_tokens or DEFAULT_MAX_TOKENS, tuple(map(str, checked)), seed)
+        raise ConfigError(f"{line.where}: {error}") from error
+    return WorkloadRequest(line.where, prompt, max_tokens or DEFAULT_MAX_TOKENS, tuple(map(str, references)), seed)
 
 
-def _max_tokens(fields: dict[str, Any], count_tokens: Count, where: str) -> Any:
-    if fields.get("max_tokens") is not None:
-        return fields["max_tokens"]
-    if fields.get("response") is None:
+def _max_tokens(line: Line, count_tokens: Count) -> Any:
+    if line.fields.get("max_tokens") is not None:
+        return line.fields["max_tokens"]
+    if line.fields.get("response") is None:
         return None
-    if fields["response"] == "":  # a model may have answered nothing
+    if line.fields["response"] == "":  # a model may have answered nothing
         return 1
-    return max(1, count_tokens(_text(fields, "response", where)))
+    return max(1, count_tokens(_some_text(line, "response")))
 
 
-def _text(fields: dict[str, Any], name: str, where: str) -> str:
-    if name not in fields:
-        raise ConfigError(f"{where}: field {name!r} is missing")
-    value = fields[name]
-    # JSON can also write half a character (a lone surrogate), which no tokenizer takes.
-    if not isinstance(value, str) or not value or any("\ud800" <= character <= "\udfff" for character in value):
-        raise ConfigError(f"{where}: field {name!r} must be a text that is not empty")
-    return value
+def _some_text(line: Line, name: str) -> str:
+    text = text_of(line, name)
+    if not text:
+        raise ConfigError(f"{line.where}: field {name!r} must be a text that is not empty")
+    return text

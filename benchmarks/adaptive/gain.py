@@ -14,7 +14,7 @@ import statistics
 import time
 from typing import Any
 
-from batchserve.request import Request, ResolvedSampling
+from batchserve.request import GREEDY, Request
 from benchmarks.adaptive.driver import Contender, Run, fixed, interleave, summary
 from benchmarks.adaptive.workloads import Lab, Options, Workload, lab, new_drafter, read_options, recorded, say, write
 
@@ -28,9 +28,8 @@ def prompt_s(bench: Lab, workload: Workload) -> float:
     """Seconds of computing a prompt of this set, nothing beside it: the median."""
     core, seconds = bench.engine.core, []
     for i, record in enumerate(workload.records[: PROMPTS + 1]):
-        sampling = ResolvedSampling(0.0, 0, 1.0, 0, 1, frozenset())
         started_s = time.perf_counter()
-        core.add(Request(f"prompt-{i}", record.prompt_token_ids, sampling, started_s))
+        core.add(Request(f"prompt-{i}", record.prompt_token_ids, GREEDY, started_s))
         while core.has_work:
             core.step()
         seconds.append(time.perf_counter() - started_s)

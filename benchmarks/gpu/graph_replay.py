@@ -20,7 +20,7 @@ from batchserve.attention.paged import PagedBackend
 from batchserve.attention.slots import SlotAllocator
 from batchserve.attention.torch_paged import TorchKernel
 from batchserve.attention.tree_metadata import TreeKernel
-from batchserve.request import ResolvedSampling
+from batchserve.request import GREEDY
 from batchserve.runner.cuda_graphs import Capturer, CudaCapturer, StepGraphs
 from batchserve.runner.ragged_batch import RaggedBatch, RequestRows, build_batch
 from batchserve.sampling.recordings import Recordings
@@ -30,7 +30,6 @@ from benchmarks.gpu.kit import Kit
 VOCAB = 512
 MAX_NUM_SEQS = 8
 STEPS = 24
-GREEDY = ResolvedSampling(0.0, 0, 1.0, 0, 1, frozenset())
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from batchserve.request import ResolvedSampling
+from batchserve.request import GREEDY
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.scheduler.step_time import CRITICAL_RATIO
 from benchmarks.gpu.cases import random_parents
@@ -17,7 +17,6 @@ from benchmarks.gpu.kit import Kit
 from benchmarks.gpu.models import engine_on, num_graphs, random_llama, weight_bytes
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-GREEDY = ResolvedSampling(0.0, 0, 1.0, 0, 1, frozenset())
 RUNS = 7
 WARM_RUNS = 2
 
