@@ -116,10 +116,10 @@ def test_files_that_hold_nothing_and_folders_that_are_not_there(keeper: None, ro
     [
         (b"{", "is not JSON"),
         (b'{"prompt": "\xff", "response": ""}', "is not JSON"),
-        (b'["prompt", "response"]', '{"prompt": TEXT, "response": TEXT}'),
-        (b'{"prompt": "x"}', '{"prompt": TEXT, "response": TEXT}'),
-        (b'{"prompt": "x", "response": null}', '{"prompt": TEXT, "response": TEXT}'),
-        (b'{"prompt": "x", "response": "\\ud800"}', "cannot be tokenised"),
+        (b'["prompt", "response"]', "must be a JSON object, is list"),
+        (b'{"prompt": "x"}', "field 'response' is missing"),
+        (b'{"prompt": "x", "response": null}', "field 'response' must be a text"),
+        (b'{"prompt": "x", "response": "\\ud800"}', "field 'response' must be a text"),
         (b"[" * 100_000, "is not JSON"),
     ],
     ids=lambda value: str(value)[:30],
@@ -130,7 +130,7 @@ def test_a_line_that_is_wrong_is_named_and_nothing_is_written(
     rows.write_bytes(rows.read_bytes() + line)
     with pytest.raises(ConfigError) as caught:
         warm_drafts(rows, config(tmp_path / "drafts"))
-    assert f"{rows}, line 4: " in str(caught.value)
+    assert f"{rows} line 4: " in str(caught.value)
     assert reason in str(caught.value)
     assert not (tmp_path / "drafts").exists()
 
