@@ -10,23 +10,27 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from batchserve.bench.records import load_records
 from batchserve.bench.replay import ReplayRecord, preload, simulate
 from batchserve.bench.tokenizer import load_encoder
+from batchserve.draft.base import DraftRequest
 from batchserve.draft.trie import TrieDrafter, compile_kernels
 from batchserve.errors import ConfigError
 from benchmarks.common import RESULTS, environment
 
 DECODING_LENGTH, BRANCH_LENGTH = 64, 12  # the paper's choice on most data sets
 CAPACITY = 16 * DECODING_LENGTH
-PARTS: dict[str, dict[str, bool]] = {
+UNPRUNED = 1 << 30  # more nodes than a scope has room for
+PARTS: dict[str, dict[str, Any]] = {
     "everything": {},
     "without prompt": {"is_inserting_prompts": False},
     "without output": {"is_inserting_outputs": False},
-    "without pruning": {"is_pruning": False},
+    "without pruning": {"capacity": UNPRUNED},
     "without eliminating": {"is_eliminating": False},
 }
 CAPACITIES = (1, 2, 4, 8, 16, 32, 64, 128)  # times the decoding length
@@ -35,10 +39,52 @@ BRANCH_LENGTHS = (4, 8, 12, 16, 24, 32)
 WARM_UPS = (0, 10, 30, 100, 200, 300, 400, 500)
 
 
+class AblatedTrie(TrieDrafter):
+    """The drafter without one of its parts, as in table 3: prompts or outputs are not drafted, or a prompt's branches
+    stay in its scope's trie when its request ends (which shows them to other requests).
+    """
+
+    def __init__(
+        self,
+        *,
+        is_inserting_prompts: bool = True,
+        is_inserting_outputs: bool = True,
+        is_eliminating: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self._is_inserting_prompts = is_inserting_prompts
+        self._is_inserting_outputs = is_inserting_outputs
+        self._is_eliminating = is_eliminating
+        self._prompts: dict[str, Sequence[int]] = {}  # by request id
+
+    def start(self, request: DraftRequest) -> None:
+        self._prompts[request.request_id] = request.prompt_token_ids
+        if not self._is_inserting_prompts:
+            request = replace(request, prompt_token_ids=[], references=())
+        super().start(request)
+
+    def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
+        if self._is_inserting_outputs:
+            super().accept(request_id, token_ids)
+        else:  # a context for what is drafted, and nothing more
+            self._requests[request_id].text.append(token_ids, len(token_ids))
+
+    def share(self, request_id: str, token_ids: Sequence[int]) -> None:
+        if self._is_inserting_outputs:
+            super().share(request_id, token_ids)
+
+    def end(self, request_id: str) -> None:
+        prompt, trie = self._prompts.pop(request_id), self._requests[request_id].trie
+        if trie is not None and not self._is_eliminating:
+            self._insert(trie, self._branches(), prompt)
+        super().end(request_id)
+
+
 def measure(records: list[ReplayRecord], warm: list[ReplayRecord] | None = None, **options: Any) -> dict[str, Any]:
     """One replay with these options of the drafter."""
     options = {"decoding_length": DECODING_LENGTH, "branch_length": BRANCH_LENGTH, **options}
-    drafter = TrieDrafter(**options)
+    drafter = AblatedTrie(**options)
     preload(warm or [], drafter)
     stats = simulate(records, drafter, options["decoding_length"])
     return {

@@ -95,7 +95,6 @@ class _RequestState:
     readable: int  # drafts read the text up to here
     trie: _SharedTrie | None
     branches: _Branches
-    prompt: np.ndarray | None = None  # only if it stays in the trie at the end
 
 
 class TrieDrafter(Drafter):
@@ -110,10 +109,6 @@ class TrieDrafter(Drafter):
 
     max_scope_bytes and max_total_bytes bound what one scope, and all, keep of outputs. At the first, and at the second
     when no idle scope is left to be dropped (the least recently used first), frequency decay makes room.
-
-    For ablations, as in the paper's table 3: without is_inserting_prompts or is_inserting_outputs those are not
-    drafted; without is_pruning the capacity does not bind, only the bytes do; without is_eliminating a prompt's
-    branches stay in its scope's trie when the request ends, which shows them to other requests: not for serving.
 
     Raises ConfigError.
     """
@@ -131,10 +126,6 @@ class TrieDrafter(Drafter):
         min_retrieved_tokens: int | None = None,
         max_scope_bytes: int = 64 * MiB,
         max_total_bytes: int = 256 * MiB,
-        is_inserting_prompts: bool = True,
-        is_inserting_outputs: bool = True,
-        is_pruning: bool = True,
-        is_eliminating: bool = True,
     ) -> None:
         capacity = 16 * decoding_length if capacity is None else capacity
         prompt_weight = PROMPT_WEIGHT if prompt_weight is None else prompt_weight
@@ -161,10 +152,7 @@ class TrieDrafter(Drafter):
         self._min_retrieved_tokens = min_retrieved_tokens
         self._max_rows = max(1, max_scope_bytes // ROW_BYTES)
         self._max_total_bytes = max_total_bytes
-        self._capacity = capacity if is_pruning else self._max_rows
-        self._is_inserting_prompts = is_inserting_prompts
-        self._is_inserting_outputs = is_inserting_outputs
-        self._is_eliminating = is_eliminating
+        self._capacity = capacity
         self._requests: dict[str, _RequestState] = {}
         self._scopes: dict[DraftScope, _SharedTrie] = {}  # the least recently used first
         self._shared_bytes = 0
@@ -179,15 +167,13 @@ class TrieDrafter(Drafter):
     def start(self, request: DraftRequest) -> None:
         if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id!r} has draft state already")
-        prompt = np.asarray(request.prompt_token_ids, dtype=np.int32)
-        texts: list[Sequence[int] | np.ndarray] = [*request.references, prompt] if self._is_inserting_prompts else []
+        texts = [*request.references, request.prompt_token_ids]
         text = TextIndex(MAX_TEXT, 1 << (sum(len(each) + 1 for each in texts) + MIN_ANSWER).bit_length())
         for each in texts:
             text.separate()
             text.append(each)
         trie = self._use_scope(request.scope) if request.scope is not None else None
-        kept = None if self._is_eliminating else prompt
-        self._requests[request.request_id] = _RequestState(text, len(text), trie, self._branches(), kept)
+        self._requests[request.request_id] = _RequestState(text, len(text), trie, self._branches())
 
     def _use_scope(self, scope: DraftScope) -> _SharedTrie:
         trie = self._scopes.pop(scope, None)
@@ -213,13 +199,12 @@ class TrieDrafter(Drafter):
 
     def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
         state = self._requests[request_id]
-        state.text.append(token_ids, 0 if self._is_inserting_outputs else len(token_ids))
-        if self._is_inserting_outputs:
-            state.readable = len(state.text)
+        state.text.append(token_ids)
+        state.readable = len(state.text)
 
     def share(self, request_id: str, token_ids: Sequence[int]) -> None:
         state = self._requests[request_id]
-        if state.trie is not None and self._is_inserting_outputs:
+        if state.trie is not None:
             self._insert(state.trie, state.branches, token_ids)
 
     def _insert(self, trie: _SharedTrie, branches: _Branches, token_ids: Sequence[int] | np.ndarray) -> None:
@@ -232,8 +217,6 @@ class TrieDrafter(Drafter):
         state = self._requests.pop(request_id, None)
         if state is None or state.trie is None:
             return
-        if state.prompt is not None:
-            self._insert(state.trie, self._branches(), state.prompt)
         state.trie.num_requests -= 1
         self._make_room(0)
 
