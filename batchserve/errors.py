@@ -57,9 +57,9 @@ class QueueFullError(BatchserveError):
     """The waiting queue is at its bound; try again later."""
 
     reason = "QUEUE_FULL"
+    retry_after_s = 1.0
 
-    def __init__(self, bound: int, retry_after_s: float = 1.0) -> None:
-        self.retry_after_s = retry_after_s
+    def __init__(self, bound: int) -> None:
         super().__init__(f"waiting requests = {bound}: the queue's bound (max_waiting = {bound}) is reached")
 
 
@@ -67,10 +67,7 @@ class UnavailableError(BatchserveError):
     """The server is warming up or draining."""
 
     reason = "UNAVAILABLE"
-
-    def __init__(self, message: str, retry_after_s: float = 2.0) -> None:
-        self.retry_after_s = retry_after_s
-        super().__init__(message)
+    retry_after_s = 2.0
 
 
 class DeadlineExceededError(BatchserveError):

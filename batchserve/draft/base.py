@@ -136,20 +136,15 @@ class Drafter(Protocol):
 
     Calls of one request come in this order: start, any number of (propose, observe, accept, share), end. `accept` is
     called with every verified token before the next proposal; `share` later, with those of them that the client was
-    given: only these may reach other requests. One thread makes all calls but `is_ready`.
+    given: only these may reach other requests. One thread makes all calls.
     """
 
     @property
     def name(self) -> str: ...
 
-    @property
-    def is_ready(self) -> bool:
-        """False while compiled parts are still being prepared: nothing else may be called before."""
-        return True
-
     def is_ready_for(self, drafter: str) -> bool:
         """Whether requests that chose this drafter may be started; until then they are decoded without drafts."""
-        return self.is_ready
+        return True
 
     def start(self, request: DraftRequest) -> None: ...
 

@@ -48,15 +48,10 @@ class RoutingDrafter(Drafter):
     def name(self) -> str:
         return self._default
 
-    @property
-    def is_ready(self) -> bool:
-        return self.is_ready_for(self.name)
-
     def is_ready_for(self, drafter: str) -> bool:
-        chosen = self._drafters[drafter or self.name]
         # Not all(): each is begun when it is first asked for, so that they are prepared side by side.
-        are_ready = [self._kernels.is_ready(module) for module in self._modules(chosen)]
-        return False not in are_ready and chosen.is_ready
+        are_ready = [self._kernels.is_ready(module) for module in self._modules(self._drafters[drafter or self.name])]
+        return False not in are_ready
 
     def prepare(self) -> None:
         """Make the default drafter ready in the calling thread. Raises ConfigError."""

@@ -258,10 +258,9 @@ class TextIndex:
         """
         self.meta[ANSWER] = self.meta[NEWEST] + 1
 
-    def tokens(self, most: int | None = None) -> np.ndarray:
-        """The latest `most` tokens (all that are kept), oldest first, int32."""
-        count = len(self) if most is None else min(most, len(self))
-        slots = np.arange(self.meta[NEWEST] - count + 1, self.meta[NEWEST] + 1)
+    def tokens(self) -> np.ndarray:
+        """All that are kept, oldest first, int32."""
+        slots = np.arange(self.meta[NEWEST] - len(self) + 1, self.meta[NEWEST] + 1)
         kept: np.ndarray = self.text[slots % self.capacity]
         return kept
 

@@ -254,7 +254,7 @@ def _build_drafter(
         if name != "none":
             say(f"preparing drafter {name} (compiled at the first start, some seconds)")
         router.prepare()
-    elif not router.is_ready:
+    elif not router.is_ready_for(name):
         say(f"drafter {name} is being prepared; until it is ready, requests are answered without drafts")
     if cache is not None and has_cache:
         router.load(cache, processor.vocabulary_fingerprint(), processor.vocab_size)

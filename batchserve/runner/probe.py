@@ -65,16 +65,14 @@ class ModelProbe:
             logits = self._logits(self._ids, self._positions, probe)
         _check_calls(self._model, probe)
         self.has_sinks = probe.has_sinks
-        self._compare(
-            logits, self._expected, "through a registered attention function", "a mask that it is not told of"
-        )
+        self._compare(logits, "through a registered attention function", "a mask that it is not told of")
         return [probe.shapes[i] for i in range(len(probe.shapes))]
 
     def check_packed(self) -> None:
         """The modules that were swapped in give the eager answer, too."""
         with _small_windows(self._model):
             logits = self._logits(self._ids, self._positions, ShapeProbe())
-        self._compare(logits, self._expected, "with packed modules", "a module that was swapped wrongly")
+        self._compare(logits, "with packed modules", "a module that was swapped wrongly")
 
     def check_beside_others(self, max_model_len: int) -> None:
         """The prompt's rows answer alike in a step where every fourth row is another request's, at the context's end.
@@ -94,9 +92,7 @@ class ModelProbe:
                 f"{self._name} gives logits of shape {list(logits.shape)} where {list(self._expected.shape)} were "
                 "asked for: its head does not run on chosen rows"
             )
-        self._compare(
-            logits, self._expected, "beside rows at a far position", "rows of one request that change another's"
-        )
+        self._compare(logits, "beside rows at a far position", "rows of one request that change another's")
 
     @torch.inference_mode()
     def _logits(self, ids: torch.Tensor, positions: torch.Tensor, probe: ShapeProbe, **more: Any) -> torch.Tensor:
@@ -106,8 +102,8 @@ class ModelProbe:
         logits: torch.Tensor = output.logits[0].float()
         return logits
 
-    def _compare(self, actual: torch.Tensor, expected: torch.Tensor, where: str, suspect: str) -> None:
-        difference = (actual - expected) / expected.std().clamp_min(1e-6)
+    def _compare(self, actual: torch.Tensor, where: str, suspect: str) -> None:
+        difference = (actual - self._expected) / self._expected.std().clamp_min(1e-6)
         is_exact = self._model.dtype == torch.float32
         worst = (difference.abs().max() if is_exact else difference.square().mean(-1).sqrt().median()).item()
         tolerance = TOLERANCE[self._model.dtype]

@@ -68,7 +68,7 @@ class QueuedStep:
     def _verify_on_host(self, index: int) -> VerifiedTokens:
         rows, first = self._batch.requests[index], int(self._batch.first_logit[index])
         logits = self._logits[first : first + 1 + rows.num_draft_tokens].cpu()
-        return verify_request(rows, RowSampler(logits), 0, self._forced.get(rows.request_id, ()))
+        return verify_request(rows, RowSampler(logits), self._forced.get(rows.request_id, ()))
 
 
 def _nothing(logits: torch.Tensor) -> torch.Tensor:
@@ -135,15 +135,15 @@ def _unverified(rows: RequestRows, sampler: RowSampler, first: int) -> list[int]
     return [argmax[i] for i, is_verified in enumerate(rows.is_verified) if not is_verified]
 
 
-def verify_request(rows: RequestRows, sampler: RowSampler, first: int, recorded: Sequence[int]) -> VerifiedTokens:
-    """Walk one request's tree. first: its root's row among the sampler's; recorded: its text of ModelRunner.forced."""
+def verify_request(rows: RequestRows, sampler: RowSampler, recorded: Sequence[int]) -> VerifiedTokens:
+    """Walk one request's tree. The sampler's rows are the root's and the drafts'; recorded: its own of Recordings."""
     if rows.sampling is None:
         raise ValueError(f"{rows.request_id!r}: nothing is sampled")
     sampling, root = rows.sampling, rows.root
-    next_position, first_at = rows.context_len + rows.num_pending, first - root
+    next_position = rows.context_len + rows.num_pending
 
     def target(row: int, depth: int) -> int:
-        return sampler.token_at(first_at + row, next_position + depth, sampling)
+        return sampler.token_at(row - root, next_position + depth, sampling)
 
     def forced(row: int, depth: int) -> int:
         token, position = target(row, depth), next_position + depth
@@ -152,5 +152,5 @@ def verify_request(rows: RequestRows, sampler: RowSampler, first: int, recorded:
     token_of = forced if len(recorded) else target
     verified = walk_tree(rows.token_ids, rows.parents, root, token_of, rows.is_verified)
     if not all(rows.is_verified):
-        verified.unverified_token_ids = _unverified(rows, sampler, first)
+        verified.unverified_token_ids = _unverified(rows, sampler, 0)
     return verified

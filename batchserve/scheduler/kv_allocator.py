@@ -23,10 +23,6 @@ class KVAllocator(Protocol):
     def free_tokens(self) -> int:
         """What no request owns; part of it may hold cached prefixes, which are given up when it is needed."""
 
-    @property
-    def cached_tokens(self) -> int:
-        """What cached prefixes hold."""
-
     def reserve(self, request_id: str, num_tokens: int) -> bool:
         """Make room for `num_tokens` rows behind the committed ones; False (and no change) when memory is out."""
 
@@ -50,15 +46,9 @@ class KVAllocator(Protocol):
         """Begin a request that owns nothing: make room for all these tokens, and commit the longest cached prefix.
 
         Only what was retired under the same scope is a hit, and never all of the tokens. Where a running request has
-        more of them, num_shared, the new one is a fork of that. Returns how many are committed now; None (and no
+        more of them, num_shared, the new one begins with those; the source goes on, or ends, as if nothing had been.
+        Raises ValueError where it has not committed so many. Returns how many are committed now; None (and no
         change) when memory is out.
-        """
-
-    def fork(self, request_id: str, source_id: str, num_shared: int, num_tokens: int) -> bool:
-        """Begin a request that owns nothing: make room for num_tokens, and commit the first num_shared of another's.
-
-        The source goes on, or ends, as if nothing had been. False (and no change) when memory is out. Raises ValueError
-        where the source has not committed so many.
         """
 
     def retire(self, request_id: str, scope: Hashable, token_ids: Sequence[int]) -> None:

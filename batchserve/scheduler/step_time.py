@@ -91,12 +91,12 @@ class StepTimeModel:
         """Seconds of such a step."""
         return seconds_at(self.arrays, load.floats(), 0.0, 0.0)  # type: ignore[no-any-return]
 
-    def critical_length(self, ratio: float = CRITICAL_RATIO) -> int:
-        """The most rows that one step runs in `ratio` times the time of the fewest.
+    def critical_length(self) -> int:
+        """The most rows that one step runs in CRITICAL_RATIO times the time of the fewest.
 
         The critical decoding length of Lookahead (KDD'24), definition 2, for one request with an empty context.
         """
-        bound_s = ratio * self.predict(StepLoad(1, 1, 1))
+        bound_s = CRITICAL_RATIO * self.predict(StepLoad(1, 1, 1))
         most = self.table.rows[-1]
         return next((rows - 1 for rows in range(2, most + 1) if self.predict(StepLoad(rows, rows, 1)) > bound_s), most)
 

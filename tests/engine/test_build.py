@@ -129,7 +129,7 @@ def test_only_a_server_starts_before_its_drafter_is_ready(
 ) -> None:
     prepared: list[str] = []
     monkeypatch.setattr(RoutingDrafter, "prepare", lambda router: prepared.append(router.name))
-    monkeypatch.setattr(RoutingDrafter, "is_ready", False)
+    monkeypatch.setattr(RoutingDrafter, "is_ready_for", lambda router, name: False)
     says: list[str] = []
     start(tiny_model["llama"], says, **options)
     assert prepared == (["trie"] if is_waiting else [])

@@ -43,11 +43,11 @@ def test_what_the_device_cannot_decide_the_host_does_from_the_requests_own_rows(
     """With few candidates, and logits that are often equal, many requests need it."""
     right, num_on_host, num_requests = step_handle.verify_request, 0, 0
 
-    def counting(rows: Any, sampler: Any, first: int, recorded: Sequence[int]) -> Any:
+    def counting(rows: Any, sampler: Any, recorded: Sequence[int]) -> Any:
         nonlocal num_on_host
         num_on_host += 1
-        assert (first, len(sampler._logits)) == (0, 1 + rows.num_draft_tokens)
-        return right(rows, sampler, first, recorded)
+        assert len(sampler._logits) == 1 + rows.num_draft_tokens
+        return right(rows, sampler, recorded)
 
     @examples(100)
     @given(st.integers(0, 2**32), st.sampled_from([4, 1024]), st.booleans())
@@ -127,7 +127,7 @@ def test_all_trees_of_a_step_are_walked_as_each_would_be_alone(
             assert found is None
             continue
         sampler = RowSampler(logits[first : first + 1 + rows.num_draft_tokens])
-        assert found == verify_request(rows, sampler, 0, forced.get(rows.request_id, ()))
+        assert found == verify_request(rows, sampler, forced.get(rows.request_id, ()))
 
 
 def test_threads_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
