@@ -127,7 +127,10 @@ def _serve(arguments: argparse.Namespace) -> int:
         gc.freeze()
         return engine
 
-    asyncio.run(serve(server_config, __version__, start_engine, lambda line: print(line, flush=True)))
+    try:
+        asyncio.run(serve(server_config, __version__, start_engine, lambda line: print(line, flush=True)))
+    finally:
+        gc.unfreeze()  # what is never collected extension modules call a leak, on standard error
     return 0
 
 

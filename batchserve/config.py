@@ -22,6 +22,7 @@ MIN_TARGET_MS = 0.001
 ITL_INFLATION = 1.25  # of a running request's inter-token latency, by what others have in its steps
 MAX_RECEIVE_BYTES = (1 << 31) - 1  # gRPC counts them in an int
 MiB = 1 << 20
+MOST_MIN_MATCH = 32  # tokens; no drafter compares more of a context (draft/text_index.py)
 MAX_THREADS = 4 * (os.cpu_count() or 1)  # OpenMP ends the process where it cannot start as many as it is told to
 
 
@@ -58,6 +59,8 @@ class DraftConfig:
                 _at_least(name, getattr(self, name), 1)
         for name in ("reference_min_match", "reference_copy_length", "max_scope_bytes", "max_draft_bytes"):
             _at_least(name, getattr(self, name), 1)
+        if self.reference_min_match > MOST_MIN_MATCH:
+            raise ConfigError(f"reference_min_match = {self.reference_min_match}: must be at most {MOST_MIN_MATCH}")
         _at_least("jacobi_ngram", self.jacobi_ngram, 2)
         weight = self.trie_prompt_weight
         if weight is not None and not (isinstance(weight, int | float) and 0 < weight <= sys.float_info.max):
@@ -86,8 +89,9 @@ class EngineConfig:
     attention_backend: auto: on a CPU its own, on a GPU the first of flashinfer, triton and torch that can serve the
     model. torch is slow: the reference of the others, which also runs the GPU path on a CPU.
     flashinfer_mask: how FlashInfer is told of trees: its own custom mask, or our variant of its kernel.
-    kv_cache_memory: bytes for K/V; None takes a quarter of the memory that is free at start, or on a GPU what
-    gpu_memory_utilization (a share of the device's memory) leaves beside weights and the largest step.
+    kv_cache_memory: bytes for K/V; None takes a quarter of the memory that is free at start, at most twice what all
+    sequences at full length take, or on a GPU what gpu_memory_utilization (a share of the device's memory) leaves
+    beside weights and the largest step. Without prefix_cache no more is taken than all sequences can use.
     enforce_eager: no CUDA graphs; max_graph_rows: steps of more rows have none.
     compile_model: what is captured is the model as torch.compile makes it, once for each number of rows.
     max_model_len: None takes the model's own limit, or what the K/V memory holds if that is less.
@@ -239,6 +243,8 @@ class ServerConfig:
         for name, port in (("port", self.port), ("metrics_port", self.metrics_port)):
             if port is not None and not 0 <= port <= 65535:
                 raise ConfigError(f"{name} = {port}: must be in 0..65535 (0 picks a free one)")
+        if self.port and self.metrics_port == self.port:
+            raise ConfigError(f"metrics_port = {self.metrics_port}: must be another one than port")
         _at_least("max_receive_bytes", self.max_receive_bytes, 1024)
         if self.max_receive_bytes > MAX_RECEIVE_BYTES:
             raise ConfigError(f"max_receive_bytes = {self.max_receive_bytes}: must be at most {MAX_RECEIVE_BYTES}")

@@ -126,7 +126,7 @@ ENGINE_OPTIONS = {
     "kv_cache_memory": Option(
         "memory for K/V, such as 2GiB or 512MiB",
         is_size=True,
-        default_text="a quarter of what is free at start; on a GPU as --gpu-memory-utilization says",
+        default_text="a quarter of what is free at start, or less; on a GPU as --gpu-memory-utilization says",
     ),
     "gpu_memory_utilization": Option(
         "the share of a GPU's memory that weights, the largest step and K/V take together"
@@ -152,7 +152,7 @@ DRAFT_OPTIONS = {
     "trie_min_retrieved_tokens": Option(
         "trie: with so many tokens found, shorter matches are not looked up", default_text="twice the decoding length"
     ),
-    "reference_min_match": Option("reference: the shortest match that is copied from"),
+    "reference_min_match": Option("reference: the shortest match that is copied from, 1 to 32 tokens"),
     "reference_copy_length": Option("reference: how many tokens are copied"),
     "jacobi_window": Option("jacobi: W, the window's width", default_text="15, 10 or 7 by the model's size"),
     "jacobi_ngram": Option("jacobi: N, tokens of an n-gram; the window has N-1 levels"),

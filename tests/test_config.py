@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from batchserve.config import MAX_SCOPE_CHARS, MAX_THREADS, DraftConfig, EngineConfig, ServerConfig
+from batchserve.config import MAX_SCOPE_CHARS, MAX_THREADS, MOST_MIN_MATCH, DraftConfig, EngineConfig, ServerConfig
 from batchserve.errors import ConfigError
 
 
@@ -98,6 +98,7 @@ def test_the_bounds_themselves_are_inside(options: dict[str, Any]) -> None:
         {"trie_prompt_weight": 10**400},
         {"trie_min_retrieved_tokens": 0},
         {"reference_min_match": 0},
+        {"reference_min_match": MOST_MIN_MATCH + 1},
         {"reference_copy_length": 0},
         {"jacobi_window": 0},
         {"jacobi_ngram": 1},
@@ -124,6 +125,12 @@ def test_a_draft_cache_may_be_a_path() -> None:
 def test_ports_that_do_not_exist_are_refused(port: int) -> None:
     with pytest.raises(ConfigError, match=str(port)):
         ServerConfig(port=port)
+
+
+def test_metrics_have_a_port_of_their_own() -> None:
+    with pytest.raises(ConfigError, match="metrics_port = 7: must be another one than port"):
+        ServerConfig(port=7, metrics_port=7)
+    assert ServerConfig(port=0, metrics_port=0).metrics_port == 0, "each picks a free one"
 
 
 @pytest.mark.parametrize("size", [1023, 1 << 31])

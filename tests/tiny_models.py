@@ -73,7 +73,7 @@ SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
         {**_MOE, "head_dim": 32, "num_experts": 4, "moe_intermediate_size": 64, "decoder_sparse_step": 1},
     ),
     "glm4": ("glm4", {**_GQA, "head_dim": 32}),
-    # attention sinks, which neither fast kernel has
+    # attention sinks, which SDPA has not
     "gpt_oss": ("gpt_oss", {**_MOE, "head_dim": 32, "num_local_experts": 4, "sliding_window": WINDOW}),
     # rotary factors that depend on the longest position of a batch: served within the short ones
     "phi3_longrope": (

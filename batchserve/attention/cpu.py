@@ -2,7 +2,8 @@
 
 Two kernels: a compiled loop nest that serves many small spans in one call, and SDPA, which is faster once a span has
 enough work to hide its fixed cost. Under `batch_invariant` everything takes the first: it reduces keys in the order of
-their positions, whatever else is in the batch.
+their positions, whatever else is in the batch. Large spans of layers with sinks or a soft cap, which SDPA has not, take
+the reference's arithmetic.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def _small_queries(dtype: torch.dtype) -> int:
 
 
 class CpuBackend:
-    """Both kernels over one allocator; layers with sinks, which neither has, take the reference's arithmetic.
+    """Both kernels over one allocator.
 
     has_kernel: only where kernel_supports.
     """
@@ -141,8 +142,6 @@ class CpuBackend:
         num_tokens, num_heads = query.shape[2], query.shape[1]
         self._store(layer, key, value)
         small, large = self._small, self._large
-        if params.sinks is not None:
-            small, large = None, self._spans.each()
         out = query.new_zeros(num_tokens, num_heads, value.shape[-1], dtype=torch.float32 if small else None)
         if small is not None:
             self._attend_small(layer, query, key.shape[1], params, out)
@@ -178,6 +177,8 @@ class CpuBackend:
         job[kernel.GROUP], job[kernel.WINDOW] = rows.shape[1] // num_kv_heads, params.sliding_window or 0
         job.view(np.float32)[2 * kernel.SCALES : 2 * kernel.SCALES + 2] = params.scaling, params.softcap or 0.0
         job[kernel.QUERY], job[kernel.OUT] = rows.data_ptr(), out.data_ptr()
+        sinks = None if params.sinks is None else params.sinks.detach().float().contiguous()
+        job[kernel.SINKS] = 0 if sinks is None else sinks.data_ptr()
         job[kernel.ADDRESSES] += layer * self._small.addresses.strides[0]
         loop = kernel.attend_loop(np.uint16 if query.dtype == torch.bfloat16 else np.float32)
         openmp.run(cast("int", loop.address), job.ctypes.data, self._num_threads)

@@ -109,12 +109,13 @@ def _places(j, first, in_context, path, depth):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _attend_block(count, planes, context, first, paths, depths, work, softcap):  # type: ignore[no-untyped-def]
+def _attend_block(count, planes, context, first, paths, depths, work, softcap, sinks):  # type: ignore[no-untyped-def]
     """`count` (row, head) queries over one K/V head: queries [4, padded], their outputs come back in sums.
 
     All see the context from `first` on, then the ancestors that they have in common, then each its own. Keys are taken
-    in fours from a row's first, wherever they lie. No sum depends on what else is in the block (tiles.py): so no
-    fastmath here, which would be free to take the tiles' sums in another order, too.
+    in fours from a row's first, wherever they lie. sinks [4]: the logit that takes some of a query's probability and
+    gives nothing, -inf where there is none. No sum depends on what else is in the block (tiles.py): so no fastmath
+    here, which would be free to take the tiles' sums in another order, too.
     """
     keys, values = planes
     queries, sums, scores, inverse = work
@@ -133,7 +134,12 @@ def _attend_block(count, planes, context, first, paths, depths, work, softcap): 
         if softcap > 0:
             for j in range(num_keys):
                 row[j] = softcap * np.tanh(row[j] / softcap)
-        inverse[lane] = np.float32(1.0) / tiles.exp_in_place(scores, lane, num_keys)
+        if sinks[lane] > -np.inf:  # one key more, behind the others, whose value is nothing
+            row[num_keys] = sinks[lane]
+            inverse[lane] = np.float32(1.0) / tiles.exp_in_place(scores, lane, num_keys + 1)
+            row[num_keys] = 0.0
+        else:
+            inverse[lane] = np.float32(1.0) / tiles.exp_in_place(scores, lane, num_keys)
     tiles.add_weighted(sums, count, values, first, first + whole, scores)
     for j in range(whole, shared, 4):
         tiles.add_four(sums, 0, values, _places(j, first, in_context, paths[0], depths[0]), scores, j)
@@ -144,13 +150,13 @@ def _attend_block(count, planes, context, first, paths, depths, work, softcap): 
 
 
 @njit(nogil=True, cache=True)
-def _attend_head(query, planes, span, part, head, group, parents, out, window, scales, work, parts):  # type: ignore[no-untyped-def]
+def _attend_head(query, planes, span, part, head, group, parents, out, window, scales, sinks, work, parts):  # type: ignore[no-untyped-def]
     """Attend with some of a span's rows over one K/V head.
 
-    span: (row start, rows, context length); part: (first, end) of its rows.
+    span: (row start, rows, context length); part: (first, end) of its rows. sinks: of every head, or none at all.
     """
     start, rows, context = span
-    paths, depths, block = work
+    paths, depths, lane_sinks, block = work
     queries, sums, _, inverse = block
     if context + rows <= window:  # it hides nothing yet
         window = 0
@@ -160,14 +166,15 @@ def _attend_head(query, planes, span, part, head, group, parents, out, window, s
         for at in range(begin, begin + width, LANES):
             first, count = 0, min(LANES, begin + width - at)
             for lane in range(count):
-                row = (at + lane) // group
-                tiles.spread(query[start + row, head * group + (at + lane) % group], scales[0], parts, queries[lane])
+                row, head_of_lane = (at + lane) // group, head * group + (at + lane) % group
+                tiles.spread(query[start + row, head_of_lane], scales[0], parts, queries[lane])
+                lane_sinks[lane] = sinks[head_of_lane] if len(sinks) else -np.inf
                 depths[lane] = _ancestors(parents, start, row, context, paths[lane])
                 if window > 0:
                     first = max(0, context + depths[lane] - window)
                     depths[lane] -= max(0, first - context)
                     first = min(first, context)
-            _attend_block(count, planes, context, first, paths, depths, block, scales[1])
+            _attend_block(count, planes, context, first, paths, depths, block, scales[1], lane_sinks)
             for lane in range(count):
                 item = at + lane
                 tiles.gather_back(
@@ -177,7 +184,7 @@ def _attend_head(query, planes, span, part, head, group, parents, out, window, s
 
 # What attend_loop is given, as an int64 array: sizes, addresses of arrays, and two float32 in the place of one number.
 NUM_TOKENS, NUM_HEADS, DIM, NUM_SPANS, GROUP, WINDOW, LONGEST, SCALES = range(8)
-QUERY, OUT, ADDRESSES, CAPACITIES, SPANS, PARENTS, MOST_ROWS, PART_ROWS, NEXT, JOB_SIZE = range(8, 18)
+QUERY, OUT, ADDRESSES, CAPACITIES, SPANS, PARENTS, SINKS, MOST_ROWS, PART_ROWS, NEXT, JOB_SIZE = range(8, 19)
 
 
 @functools.cache
@@ -187,9 +194,9 @@ def attend_loop(element: type[np.generic]) -> CFunc[Any]:
     It takes the address of a job: NUM_TOKENS, NUM_HEADS, DIM of QUERY and OUT, float32 [num_tokens, num_heads, dim], of
     which the spans' rows are written; NUM_SPANS of ADDRESSES [num_spans, 2], CAPACITIES and SPANS, as store_rows takes
     them; PARENTS int32 [num_tokens], counted inside the span; GROUP: heads of a K/V head; WINDOW 0: none; LONGEST: the
-    most keys of a row; SCALES: scale and softcap (0: none). K and V have the same dim. Threads that are given the same
-    job share it, at most PART_ROWS of a span's rows at once, of which it has MOST_ROWS at most: NEXT, 0 at first, is
-    what nobody has begun yet.
+    most keys of a row; SCALES: scale and softcap (0: none); SINKS float32 [num_heads] (0: none). K and V have
+    the same dim. Threads that are given the same job share it, at most PART_ROWS of a span's rows at once, of which it
+    has MOST_ROWS at most: NEXT, 0 at first, is what nobody has begun yet.
     """
 
     parts = 4 // np.dtype(element).itemsize
@@ -208,11 +215,13 @@ def attend_loop(element: type[np.generic]) -> CFunc[Any]:
         capacities = carray(as_pointer(job[CAPACITIES]), (job[NUM_SPANS],), np.int64)
         spans = carray(as_pointer(job[SPANS]), (job[NUM_SPANS], 3), np.int64)
         parents = carray(as_pointer(job[PARENTS]), (job[NUM_TOKENS],), np.int32)
+        sinks = carray(as_pointer(job[SINKS]), job[NUM_HEADS] if job[SINKS] != 0 else 0, np.float32)
         scales = job.view(np.float32)[2 * SCALES : 2 * SCALES + 2]
         size = tiles.padded(dim, parts)
         lanes = (np.zeros((LANES, size), np.float32), np.zeros((LANES, size), np.float32))
-        block = (lanes[0], lanes[1], np.zeros((LANES, longest + WIDTH), np.float32), np.zeros(LANES, np.float32))
-        work = (np.zeros((LANES, longest), np.int64), np.zeros(LANES, np.int64), block)
+        block = (lanes[0], lanes[1], np.zeros((LANES, longest + 1 + WIDTH), np.float32), np.zeros(LANES, np.float32))
+        paths, lane_sinks = np.zeros((LANES, longest), np.int64), np.zeros(LANES, np.float32)
+        work = (paths, np.zeros(LANES, np.int64), lane_sinks, block)
         num_parts = (job[MOST_ROWS] + job[PART_ROWS] - 1) // job[PART_ROWS]
         while True:
             unit = claim(job.ctypes.data + NEXT * job.itemsize)
@@ -227,7 +236,7 @@ def attend_loop(element: type[np.generic]) -> CFunc[Any]:
             values = carray(as_pointer(addresses[s, 1]), plane_shape, element)
             span = (spans[s, 0], spans[s, 1], spans[s, 2])
             planes, part = (keys[head], values[head]), (first_row, min(first_row + job[PART_ROWS], spans[s, 1]))
-            _attend_head(query, planes, span, part, head, group, parents, out, job[WINDOW], scales, work, parts)
+            _attend_head(query, planes, span, part, head, group, parents, out, job[WINDOW], scales, sinks, work, parts)
 
     compiled: CFunc[Any] = loop
     return compiled

@@ -79,7 +79,9 @@ def build_engine(
     background, and requests are decoded without drafts until theirs is ready; otherwise where they are first needed.
     """
     say = on_progress or (lambda message: None)
-    config.draft.cache_path()  # before minutes have gone into loading
+    # What cannot be is refused before minutes have gone into loading.
+    config.draft.cache_path()
+    create_drafters(config, 0)
     provide_cache_folder()
     say(f"loading {config.model}")
     loaded = load_model(config)

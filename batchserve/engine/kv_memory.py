@@ -22,8 +22,8 @@ from batchserve.runner.invariant import fix_activations
 from batchserve.runner.loader import LoadedModel, has_cpu_backend
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.packed import split_linears
-from batchserve.runner.probe import is_row_invariant
 from batchserve.runner.ragged_batch import RequestRows, build_batch
+from batchserve.runner.row_dependence import find_row_dependence
 from batchserve.sampling import argmax_kernel, device_columns, draw_kernel, sampled_walk, walk_kernel
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from batchserve.attention.tree_metadata import TreeKernel
 
 KV_SHARE_OF_FREE_MEMORY = 0.25
+KEPT = 2  # times what all sequences at full length take, where nobody says how much: as much again of ended requests
 GPU_KERNELS = ("flashinfer", "triton", "torch")  # the fastest first
 Progress = Callable[[str], None]
 
@@ -196,9 +197,13 @@ def _capacity(
     def rounded(tokens: int) -> int:
         return -(-tokens // unit) * unit
 
-    # More than every sequence at full length is never used.
+    # More than every sequence at full length is never used, but by what is kept of those that have ended.
     most = config.max_num_seqs * rounded(wanted_len) + draft_rows
-    total_tokens = min(budget // per_token // unit * unit - num_dummies, most)
+    total_tokens = budget // per_token // unit * unit - num_dummies
+    if not config.prefix_cache:
+        total_tokens = min(total_tokens, most)
+    elif config.kv_cache_memory is None and loaded.device.type != "cuda":  # the machine's memory is not ours alone
+        total_tokens = min(total_tokens, KEPT * most)
     max_model_len = min(wanted_len, total_tokens)
     least = config.max_model_len or 2  # a token of the prompt and one of the answer
     if max_model_len < least:
@@ -280,11 +285,8 @@ def check_batch_invariant(loaded: LoadedModel, has_kernel: bool) -> None:
         raise ConfigError(f"batch_invariant: {name} in {loaded.dtype} has no attention kernel with a fixed order")
     if has_matrix_instructions(loaded.dtype):
         split_linears(loaded.model)
-    if not is_row_invariant(loaded.model):
-        raise ConfigError(
-            f"batch_invariant: {name} gives a row other bits in another batch (matmuls that are not packed, "
-            "experts for example, or an activation of its own)"
-        )
+    if reason := find_row_dependence(loaded.model):
+        raise ConfigError(f"batch_invariant: {name} gives a row other bits in another batch ({reason})")
 
 
 def free_memory_bytes() -> int:

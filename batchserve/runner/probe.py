@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batchserve.attention.interface import ATTENTION_NAME, STEP_ARGUMENT, ShapeProbe, ValueProbe
+from batchserve.attention.interface import ATTENTION_NAME, STEP_ARGUMENT, ShapeProbe
 from batchserve.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from batchserve.attention.base import LayerShape
 
 PROBE_TOKENS = 48
-INVARIANT_ROWS = 199
 SMALL_WINDOW = 12  # stands in for windows and chunks that are longer than the probe
 WINDOW_ATTRIBUTES = ("sliding_window", "attention_window_size", "local_attention", "window_size")
 # Other kinds (chunked, indexed, compressed, hybrid) hide keys by a mask that our function is not told of, or keep a
@@ -121,30 +120,6 @@ class ModelProbe:
             raise
         except Exception as error:
             raise UnsupportedModelError(f"{self._name} fails in the probe at load: {error!r}") from error
-
-
-@torch.inference_mode()
-def is_row_invariant(model: PreTrainedModel) -> bool:
-    """Whether rows come out bit-identical in batches of 4 to 199 rows, attention aside (a row sees itself only).
-
-    Odd numbers, so that the parts of no number of threads end with the rows.
-    """
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, _vocab_size(model), (1, INVARIANT_ROWS), generator=generator)
-    positions = torch.arange(INVARIANT_ROWS).unsqueeze(0)
-
-    def logits(start: int, count: int) -> torch.Tensor:
-        rows = slice(start, start + count)
-        step: dict[str, Any] = {STEP_ARGUMENT: ValueProbe()}
-        output = model(input_ids=ids[:, rows], position_ids=positions[:, rows], use_cache=False, **step)
-        result: torch.Tensor = output.logits[0]
-        return result
-
-    whole = logits(0, INVARIANT_ROWS)
-    # All rows among few others, too: where the order of a sum depends on their number, few elements show it.
-    sixteens = [(at, 16) for at in range(0, INVARIANT_ROWS - 16, 16)]
-    parts = [*sixteens, (0, 4), (3, 7), (20, 16), (40, 8), (1, 65), (100, 97), (2, 131)]
-    return all(torch.equal(whole[at : at + n], logits(at, n)) for at, n in parts)
 
 
 def _vocab_size(model: PreTrainedModel) -> int:

@@ -20,6 +20,10 @@ class KVAllocator(Protocol):
         """The budget, fixed at start."""
 
     @property
+    def bytes_per_token(self) -> int:
+        """Of K and V of one token, in all layers."""
+
+    @property
     def free_tokens(self) -> int:
         """What no request owns; part of it may hold cached prefixes, which are given up when it is needed."""
 

@@ -19,7 +19,7 @@ from batchserve.tune.workload import load_workload
 from batchserve.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from batchserve.tune.sweep import Measured, StepTimes
     from batchserve.tune.workload import Count, WorkloadRequest
@@ -115,7 +115,8 @@ def run_tune(options: TuneOptions) -> int:
             times, done = sweep_threads(config, options.max_num_seqs, requests, listener)
             step_times.append(times)
             measured += done
-    recommendation = recommend(options, measured)
+    kv_cache_bytes = {times.num_threads: times.kv_cache_bytes for times in step_times}
+    recommendation = recommend(options, measured, kv_cache_bytes)
     try:
         written = as_json(options, len(requests), step_times, measured, recommendation)
         (options.out / "tune.json").write_text(json.dumps(written, indent=1) + "\n")
@@ -163,8 +164,11 @@ def _counter(config: EngineConfig) -> Count:
     return count
 
 
-def recommend(options: TuneOptions, measured: Sequence[Measured]) -> Recommendation:
-    """The highest throughput whose p99 TPOT meets the target; where none does, the lowest p99 TPOT."""
+def recommend(options: TuneOptions, measured: Sequence[Measured], kv_cache_bytes: Mapping[int, int]) -> Recommendation:
+    """The highest throughput whose p99 TPOT meets the target; where none does, the lowest p99 TPOT.
+
+    kv_cache_bytes: the K/V memory that was measured with, by the number of threads.
+    """
     known = [each for each in measured if not math.isnan(each.p99_tpot_s)]
     if not known:
         raise ConfigError(f"workload = {str(options.workload)!r}: no answer has a second token: nothing to compare")
@@ -177,17 +181,20 @@ def recommend(options: TuneOptions, measured: Sequence[Measured]) -> Recommendat
     else:
         best = min(known, key=lambda each: each.p99_tpot_s)
         reason = f"no setting has a {PERCENTILE} <= {target_ms:g} ms; the lowest: {_figures(best)}"
-    return Recommendation(best, None if target_ms is None else bool(meeting), reason, serve_command(options, best))
+    command = serve_command(options, best, kv_cache_bytes[best.setting.num_threads])
+    return Recommendation(best, None if target_ms is None else bool(meeting), reason, command)
 
 
 def _figures(each: Measured) -> str:
     return f"{each.tokens_per_s:.0f} tokens/s, {PERCENTILE} {each.p99_tpot_s * 1e3:.1f} ms ({each.setting})"
 
 
-def serve_command(options: TuneOptions, best: Measured) -> str:
-    """The command line of a server with this setting."""
+def serve_command(options: TuneOptions, best: Measured, kv_cache_bytes: int) -> str:
+    """The command line of a server with this setting, and with the K/V memory that it was measured with."""
     setting = best.setting
     flags = ["--max-num-seqs", str(setting.max_num_seqs), "--num-threads", str(setting.num_threads)]
+    if options.config.kv_cache_memory is None and setting.max_num_seqs < max(options.max_num_seqs):
+        flags += ["--kv-cache-memory", str(kv_cache_bytes)]  # fewer requests would be given less
     if not setting.is_adaptive:
         flags += ["--decoding-length", "0"]
     elif options.tpot_target_ms is not None:

@@ -64,10 +64,11 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """t(rows) with so many threads, as measured at start."""
+    """t(rows) with so many threads, as measured at start, and the K/V memory that everything was measured with."""
 
     num_threads: int
     table: StepTimeTable
+    kv_cache_bytes: int
 
     @property
     def critical_length(self) -> int:
@@ -96,7 +97,9 @@ def sweep_threads(
     adaptive = built.core.drafts.adaptive
     if adaptive is None or config.num_threads is None:
         raise RuntimeError("the sweep needs an adaptive engine and a number of threads")
-    step_times = StepTimes(config.num_threads, adaptive.step_time.table)
+    allocator = built.core.runner.backend.allocator
+    kv_cache_bytes = allocator.total_tokens * allocator.bytes_per_token
+    step_times = StepTimes(config.num_threads, adaptive.step_time.table, kv_cache_bytes)
     measured = asyncio.run(_sweep(built, config, sizes, requests, listener))
     del built, adaptive
     gc.collect()  # an engine's parts hold each other, and two models may be more than the memory is
@@ -111,7 +114,8 @@ def _check(built: BuiltEngine, requests: Sequence[WorkloadRequest]) -> None:
             token_ids = built.processor.tokenize(request.prompt)
             built.processor.make_request("tune", token_ids, request.sampling, speculation, 0.0)
         except InvalidRequestError as error:
-            raise ConfigError(f"{request.where}: {error}") from error
+            default = "" if request.has_max_tokens else "no max_tokens is given, and the default does not fit: "
+            raise ConfigError(f"{request.where}: {default}{error}") from error
 
 
 async def _sweep(

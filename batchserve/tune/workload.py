@@ -25,6 +25,7 @@ class WorkloadRequest:
     max_tokens: int
     references: tuple[str, ...]
     seed: int
+    has_max_tokens: bool = True  # of its own; False: max_tokens is DEFAULT_MAX_TOKENS
 
     @property
     def sampling(self) -> SamplingParams:
@@ -53,7 +54,8 @@ def _request(line: Line, count_tokens: Count, seed: int) -> WorkloadRequest:
         max_tokens = SamplingParams(max_tokens=_max_tokens(line, count_tokens)).max_tokens
     except InvalidRequestError as error:
         raise ConfigError(f"{line.where}: {error}") from error
-    return WorkloadRequest(line.where, prompt, max_tokens or DEFAULT_MAX_TOKENS, tuple(map(str, references)), seed)
+    most, has_its_own = max_tokens or DEFAULT_MAX_TOKENS, max_tokens is not None
+    return WorkloadRequest(line.where, prompt, most, tuple(map(str, references)), seed, has_its_own)
 
 
 def _max_tokens(line: Line, count_tokens: Count) -> Any:

@@ -7,12 +7,13 @@ import sys
 
 import pytest
 
-from batchserve.config import DRAFTERS, DraftConfig, EngineConfig, MiB
+from batchserve.config import DRAFTERS, MOST_MIN_MATCH, DraftConfig, EngineConfig, MiB
 from batchserve.draft.base import DraftQuery, DraftRequest, DraftScope, NullDrafter
 from batchserve.draft.factory import SHARING, create_drafters, draft_limits, jacobi_shape
 from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.mixture import MIN_SCOPE_BYTES
 from batchserve.draft.router import RoutingDrafter
+from batchserve.draft.text_index import MAX_MATCH
 from batchserve.errors import ConfigError
 
 
@@ -39,6 +40,11 @@ def test_limits_are_each_drafters_own_unless_they_are_configured() -> None:
     assert configured == {**dict.fromkeys(DRAFTERS, (3, 2)), "none": (0, 1)}
     longer = draft_limits(EngineConfig(branch_length=20), 0)
     assert longer["trie"] == (64, 20)
+
+
+def test_the_longest_match_that_may_be_asked_for_is_the_longest_that_is_compared() -> None:
+    assert MOST_MIN_MATCH == MAX_MATCH
+    assert create_drafters(EngineConfig(draft=DraftConfig(reference_min_match=MAX_MATCH)), 0)["reference"] is not None
 
 
 def test_every_name_has_a_drafter() -> None:

@@ -22,7 +22,7 @@ from batchserve.runner import loader
 from batchserve.runner.loader import load_model, resolve_device
 
 PER_TOKEN = 3 * 2 * 2 * 16 * 4  # of the tiny llama in fp32
-GPU = torch.device("cuda")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def paged(folder: Path, **options: Any) -> EngineConfig:
@@ -192,6 +192,25 @@ def test_flashinfer_leaves_models_with_sinks_to_others() -> None:
 def test_memory_that_profiling_leaves_too_little_of_is_refused_by_its_option() -> None:
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization = 0.9: K/V memory of 0 bytes: .* at least 1536"):
         kv_memory._capacity(EngineConfig(), on_gpu(), -5, 1, 1024, num_dummies=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "tokens"),
+    [
+        ({"prefix_cache": False}, CPU, 400),
+        ({"prefix_cache": False, "kv_cache_memory": 1 << 20}, GPU, 400),
+        ({}, CPU, 800),
+        ({}, GPU, 4096),
+        ({"kv_cache_memory": 1 << 20}, CPU, 4096),
+    ],
+    ids=str,
+)
+def test_what_no_sequence_can_use_is_kept_for_those_that_have_ended(
+    options: dict[str, Any], device: torch.device, tokens: int
+) -> None:
+    """Four sequences of 100 tokens, and room for 4,096: all of it where it was given, or is nobody else's."""
+    config, loaded = EngineConfig(max_num_seqs=4, **options), on_gpu(device=device, layers=[LayerShape(1, 64, 64)])
+    assert kv_memory._capacity(config, loaded, 1 << 20, 1) == (tokens, 100)
 
 
 @pytest.mark.parametrize(

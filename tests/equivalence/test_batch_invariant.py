@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from batchserve.errors import ConfigError
 from batchserve.runner import model_runner
 from batchserve.runner.loader import load_model, resolve_dtype, resolve_model
 from batchserve.runner.packed import PackedLinear
+from batchserve.runner.row_dependence import NUM_ROWS, _Watch
 from tests.drafters import OracleDrafter
 from tests.equivalence.harness import Coverage, build, run
 from tests.equivalence.test_sampled import sampled_jobs
@@ -73,9 +75,34 @@ def test_a_width_that_vectors_do_not_divide(tmp_path: Path, monkeypatch: pytest.
     check_bitwise(model, VOCAB_SIZE, "float32", monkeypatch)
 
 
-def test_experts_are_refused(tiny_model: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match="batch_invariant"):
-        build(tiny_model["mixtral"], batch_invariant=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_experts_are_refused(family: str, dtype: str, tiny_model: dict[str, Path]) -> None:
+    """Of some a probe of a few hundred rows shows no other bit; one row in a thousand has some all the same."""
+    with pytest.raises(ConfigError, match=r"batch_invariant: .* \(matrix products that are not packed"):
+        build(tiny_model[family], dtype=dtype, batch_invariant=True)
+
+
+def test_activations_that_differ_at_the_ends_of_vectors_are_refused(tmp_path: Path) -> None:
+    model = save_tiny_model("llama", tmp_path / "sigmoid", hidden_act="sigmoid", intermediate_size=100)
+    with pytest.raises(ConfigError, match=r"come out otherwise among few rows: sigmoid\)"):
+        build(model, dtype="float32", batch_invariant=True)
+
+
+def test_products_are_found_by_name_unless_nothing_is_added_up() -> None:
+    x, y = torch.randn(NUM_ROWS, 4), torch.randn(4, 4)
+
+    def found(function: Callable[[], torch.Tensor]) -> set[str]:
+        with torch.inference_mode(), _Watch() as watch:
+            function()
+        return watch.products
+
+    assert found(lambda: x @ y)
+    assert found(lambda: torch.einsum("ij,jk->ik", x, y))
+    assert found(lambda: torch.addmm(x, x, y))
+    assert not found(lambda: x[:, :1] @ y[:1]), "as rotary angles are made"
+    assert not found(lambda: torch.einsum("i,j->ij", x[:, 0], y[0]))
+    assert not found(lambda: torch.exp(x).add_(1.0).mul_(x))
 
 
 @pytest.mark.parametrize("has_matrices", [False, True])

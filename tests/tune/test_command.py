@@ -22,6 +22,7 @@ from batchserve.tune.command import TuneOptions, as_json, available_cores, recom
 from batchserve.tune.sweep import Measured, Setting, StepTimes
 
 HAS_PLOTS = importlib.util.find_spec("matplotlib") is not None  # of the extra "bench"
+KV_BYTES = 3 << 20
 NO_PLOTS = () if HAS_PLOTS else ("--no-plots",)
 PNG = b"\x89PNG\r\n"
 FLAGS = ("--drafter", "trie", "--dtype", "float32", "--max-model-len", "320", "--max-num-batched-tokens", "64")
@@ -160,7 +161,7 @@ def test_without_matplotlib_only_the_plots_are_refused(
     given = ["tune", "--workload", str(workload), "--max-num-seqs", "2", "--threads", "1", "--out", str(tmp_path)]
     assert main(given) == 2
     assert "pip install 'batchserve[bench]'" in capsys.readouterr().err
-    times = StepTimes(1, view_table())
+    times = StepTimes(1, view_table(), KV_BYTES)
     monkeypatch.setattr(command, "sweep_threads", lambda *arguments: (times, MEASURED))
     assert main([*given, "--no-plots"]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"tune.json", workload.name}
@@ -185,24 +186,38 @@ def view_table() -> Any:
 )
 def test_the_highest_throughput_within_the_target(target_ms: float | None, best: Measured, meets: bool | None):
     options = make_options(tpot_target_ms=target_ms)
-    chosen = recommend(options, MEASURED)
+    chosen = recommend(options, MEASURED, {1: KV_BYTES})
     assert (chosen.measured, chosen.meets_target) == (best, meets)
     assert "p99" in chosen.reason
     assert ("no setting" in chosen.reason) == (meets is False)
     target = "" if target_ms is None else f" --tpot-target-ms {target_ms:g}"
     seqs = best.setting.max_num_seqs
-    assert chosen.command == f"batchserve serve --model 'my model' --max-num-seqs {seqs} --num-threads 1{target}"
+    # Fewer requests would be given less K/V memory than they were measured with.
+    memory = f" --kv-cache-memory {KV_BYTES}" if seqs < max(options.max_num_seqs) else ""
+    assert (
+        chosen.command == f"batchserve serve --model 'my model' --max-num-seqs {seqs} --num-threads 1{memory}{target}"
+    )
+
+
+def test_a_memory_that_was_given_is_given_once():
+    config = EngineConfig(kv_cache_memory=1 << 30)
+    flags = ("--kv-cache-memory", str(1 << 30))
+    options = TuneOptions(config, Path("work.jsonl"), threads=(1,), serve_flags=flags)
+    chosen = recommend(options, MEASURED, {1: KV_BYTES})
+    assert chosen.command.count("--kv-cache-memory") == 1
+    assert f"--kv-cache-memory {1 << 30}" in chosen.command
 
 
 def test_speculation_that_does_not_pay_is_turned_off():
     off = make_measured(4, False, 300, 9)
-    chosen = recommend(make_options(), [off, make_measured(4, True, 299, 9)])
-    assert chosen.command.endswith("--max-num-seqs 4 --num-threads 1 --decoding-length 0")
+    chosen = recommend(make_options(), [off, make_measured(4, True, 299, 9)], {1: KV_BYTES})
+    assert "--max-num-seqs 4 --num-threads 1 " in chosen.command
+    assert chosen.command.endswith(" --decoding-length 0")
 
 
 def test_nothing_to_compare_is_an_error():
     with pytest.raises(ConfigError, match="no answer has a second token"):
-        recommend(make_options(), MEASURED[-1:])
+        recommend(make_options(), MEASURED[-1:], {1: KV_BYTES})
 
 
 def make_options(**changes: Any) -> TuneOptions:
@@ -211,7 +226,8 @@ def make_options(**changes: Any) -> TuneOptions:
 
 
 def test_what_is_not_known_is_null_in_the_json():
-    written = as_json(make_options(), 4, [StepTimes(1, view_table())], MEASURED, recommend(make_options(), MEASURED))
+    best = recommend(make_options(), MEASURED, {1: KV_BYTES})
+    written = as_json(make_options(), 4, [StepTimes(1, view_table(), KV_BYTES)], MEASURED, best)
     again = json.loads(json.dumps(written, allow_nan=False))
     assert again["results"][-1]["p99_tpot_s"] is None
     assert again["results"][0]["tokens_per_s"] == 100

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from batchserve.config import PRIVATE_SCOPE
-from batchserve.errors import UnavailableError
+from batchserve.errors import ConfigError, InvalidRequestError, UnavailableError
 from batchserve.metrics import EngineMetrics
-from batchserve.tune.sweep import SCOPE, Setting, _ClosedLoad
+from batchserve.tune.sweep import SCOPE, Setting, _check, _ClosedLoad
 from batchserve.tune.workload import WorkloadRequest
 from batchserve.types import Delta, FinishReason, SamplingParams, SpeculationParams, Started, Timing, Usage
 
@@ -85,3 +86,17 @@ async def test_one_failure_ends_it_all():
     with pytest.raises(UnavailableError, match="gone"):
         await run(engine, Setting(1, 2, True), make_requests(50, 4, 4))
     assert engine.in_flight == 0
+
+
+@pytest.mark.parametrize(("has_max_tokens", "said"), [(True, ""), (False, "no max_tokens is given, and the default")])
+def test_what_the_engine_would_refuse_is_named_by_its_line_and_a_default_as_such(has_max_tokens: bool, said: str):
+    def refuse(*arguments: Any) -> None:
+        raise InvalidRequestError("TOO_LONG", "stop.max_tokens", 128, "at most 95")
+
+    processor = SimpleNamespace(tokenize=lambda text: [1], make_request=refuse)
+    request = WorkloadRequest("line 7", "x", 128, (), 0, has_max_tokens)
+    with pytest.raises(ConfigError) as caught:
+        _check(SimpleNamespace(processor=processor), [request])  # type: ignore[arg-type]
+    assert str(caught.value).startswith(f"line 7: {said}")
+    assert "stop.max_tokens = 128: must be at most 95" in str(caught.value)
+    assert ("default" in str(caught.value)) is not has_max_tokens

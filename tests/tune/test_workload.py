@@ -36,6 +36,7 @@ def test_answers_are_as_long_as_asked_for_or_as_the_recorded_ones(tmp_path: Path
     requests = load_workload(path, count_words, limit=5)
     assert [request.prompt for request in requests] == ["a", "b", "c", "d", "e"]
     assert [request.max_tokens for request in requests] == [7, 3, DEFAULT_MAX_TOKENS, 1, 1]
+    assert [request.has_max_tokens for request in requests] == [True, True, False, True, True]
     assert [request.references for request in requests] == [(), ("doc one", "doc two"), ("doc",), (), ()]
     assert len({request.seed for request in requests}) == 5
     assert requests[2].where.endswith("line 4"), "empty lines count"
