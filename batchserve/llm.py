@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from batchserve.config import EngineConfig
 from batchserve.engine.build import build_engine
-from batchserve.engine.engine_core import Event, Failure
+from batchserve.engine.engine_core import Event
 from batchserve.engine.output_collector import OutputCollector
 from batchserve.errors import BatchserveError, InvalidRequestError
 from batchserve.types import Delta, ModelInfo, RequestOutput, SamplingParams, SpeculationParams
@@ -62,8 +62,8 @@ class LLM:
 
             def collect(events: list[Event]) -> None:
                 for request, event in events:
-                    if isinstance(event, Failure):
-                        errors.append(event.error)
+                    if isinstance(event, BatchserveError):
+                        errors.append(event)
                     else:
                         collectors[request.request_id].add(event)
                         advance(event)

@@ -20,7 +20,8 @@ from batchserve.config import EngineConfig  # isort: skip
 from batchserve.draft.base import Drafter, NullDrafter
 from batchserve.draft.jacobi import JacobiDrafter
 from batchserve.engine.build import BuiltEngine, build_engine
-from batchserve.engine.engine_core import Event, Failure
+from batchserve.engine.engine_core import Event
+from batchserve.errors import BatchserveError
 from batchserve.types import FinishReason, SamplingParams, SpeculationParams
 
 WINDOWS = (5, 10, 15, 20, 30)
@@ -80,8 +81,8 @@ def run(engine: BuiltEngine, setting: Setting, prompts: list[str], max_tokens: i
     def collect(events: list[Event]) -> None:
         nonlocal steps, tokens
         for request, event in events:
-            if isinstance(event, Failure):
-                raise event.error
+            if isinstance(event, BatchserveError):
+                raise event
             is_first = request.request_id not in answers
             answers.setdefault(request.request_id, []).extend(event.token_ids)
             has_eos = event.finish_reason is FinishReason.STOP

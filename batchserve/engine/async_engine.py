@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchserve.engine.build import BuiltEngine, build_engine
-from batchserve.engine.engine_core import Event, Failure
+from batchserve.engine.engine_core import Event
 from batchserve.engine.output_collector import OutputCollector
 from batchserve.errors import (
     BatchserveError,
@@ -295,9 +295,8 @@ class AsyncEngine:
             stream = self._streams.get(request.request_id)
             if stream is None or stream.request is not request:  # gone since
                 continue
-            is_failure = isinstance(event, Failure)
-            stream.events.put_nowait(event.error if isinstance(event, Failure) else event)
-            if is_failure or (isinstance(event, Delta) and event.finish_reason is not None):
+            stream.events.put_nowait(event)
+            if not isinstance(event, Delta) or event.finish_reason is not None:
                 del self._streams[request.request_id]
         if not self._streams:
             self._is_empty.set()

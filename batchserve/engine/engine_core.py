@@ -29,14 +29,6 @@ if TYPE_CHECKING:
     from batchserve.scheduler.scheduler import ScheduledRequest, Scheduler
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A request's end by an error."""
-
-    request_id: str
-    error: BatchserveError
-
-
 @dataclass(slots=True)
 class _Answer:
     """What publishing keeps of one request."""
@@ -54,13 +46,13 @@ class _Commit:
     num_accepted: int
 
 
-Event = tuple[Request, Delta | Failure]
+Event = tuple[Request, Delta | BatchserveError]
 
 
 class EngineCore:
     """All requests of one engine. Not thread-safe: one thread owns it.
 
-    Events go to `emit`, one call a step. Every request that is added ends in exactly one Failure, or Delta with a
+    Events go to `emit`, one call a step. Every request that is added ends in exactly one error, or Delta with a
     finish_reason, unless it is aborted.
     """
 
@@ -310,7 +302,7 @@ class EngineCore:
         for request, _ in failures:
             self._end(request)
         if failures:
-            self.emit([(request, Failure(request.request_id, error)) for request, error in failures])
+            self.emit([*failures])
 
     def _end(self, request: Request) -> None:
         if not request.is_finished:

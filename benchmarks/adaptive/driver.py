@@ -17,7 +17,8 @@ from batchserve.attention.paged import PagedBackend
 from batchserve.bench.replay import SCOPE, ReplayRecord
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
 from batchserve.draft.forest import DraftForest, DraftQueries
-from batchserve.engine.engine_core import EngineCore, Event, Failure
+from batchserve.engine.engine_core import EngineCore, Event
+from batchserve.errors import BatchserveError
 from batchserve.request import Request, ResolvedSampling, ResolvedSpeculation
 from batchserve.scheduler.adaptive import AdaptiveDrafting
 
@@ -290,8 +291,8 @@ def _note(flight: Flight, run: Run) -> None:
 
 def _check(events: list[Event]) -> None:
     for _, event in events:
-        if isinstance(event, Failure):
-            raise event.error
+        if isinstance(event, BatchserveError):
+            raise event
 
 
 def interleave(

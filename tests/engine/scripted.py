@@ -15,7 +15,8 @@ from batchserve.config import EngineConfig
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree, NullDrafter
 from batchserve.engine.detokenizer import Decoder
 from batchserve.engine.drafting import DraftStage
-from batchserve.engine.engine_core import EngineCore, Event, Failure
+from batchserve.engine.engine_core import EngineCore, Event
+from batchserve.errors import BatchserveError
 from batchserve.metrics import EngineMetrics
 from batchserve.request import Request
 from batchserve.runner.model_runner import ModelRunner
@@ -125,8 +126,9 @@ class ScriptedEngine:
     def deltas(self, request_id: str) -> list[Delta]:
         return [e for batch in self.events for r, e in batch if r.request_id == request_id and isinstance(e, Delta)]
 
-    def failures(self, request_id: str) -> list[Failure]:
-        return [e for batch in self.events for r, e in batch if r.request_id == request_id and isinstance(e, Failure)]
+    def failures(self, request_id: str) -> list[BatchserveError]:
+        mine = [event for batch in self.events for request, event in batch if request.request_id == request_id]
+        return [event for event in mine if isinstance(event, BatchserveError)]
 
     def text(self, request_id: str) -> str:
         return "".join(delta.text for delta in self.deltas(request_id))

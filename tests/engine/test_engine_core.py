@@ -239,8 +239,8 @@ def test_a_deadline_ends_a_request_queued_or_running_with_one_error() -> None:
     engine.run()
     for name in ("running", "queued"):
         (failure,) = engine.failures(name)
-        assert isinstance(failure.error, DeadlineExceededError)
-        assert name in str(failure.error) or "waiting" in str(failure.error)
+        assert isinstance(failure, DeadlineExceededError)
+        assert name in str(failure) or "waiting" in str(failure)
     assert engine.deltas("queued") == []
     assert len(engine.tokens("running")) < 6
     assert engine.text("patient") == "abcdef"

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from batchserve.config import EngineConfig
 from batchserve.draft.base import Drafter
 from batchserve.engine.build import BuiltEngine, build_engine
-from batchserve.engine.engine_core import Event, Failure
+from batchserve.engine.engine_core import Event
+from batchserve.errors import BatchserveError
 from batchserve.request import Request, ResolvedSampling
 from batchserve.sampling.near_tie import is_near_tie, rounding_bound
 from batchserve.sampling.verify import VerifiedTokens
@@ -89,7 +90,7 @@ def run(engine: BuiltEngine, jobs: list[Job], coverage: Coverage, *, speculate: 
 
     def collect(events: list[Event]) -> None:
         for request, event in events:
-            assert not isinstance(event, Failure), event
+            assert not isinstance(event, BatchserveError), event
             answer = answers[int(request.request_id)]
             assert answer.reason is None, "an event behind the last one"
             answer.token_ids += event.token_ids

@@ -10,8 +10,8 @@ import torch
 
 from batchserve.draft.base import Drafter
 from batchserve.engine.build import BuiltEngine
-from batchserve.engine.engine_core import Event, Failure
-from batchserve.errors import NonFiniteLogitsError
+from batchserve.engine.engine_core import Event
+from batchserve.errors import BatchserveError, NonFiniteLogitsError
 from batchserve.types import Delta, FinishReason, SamplingParams, SpeculationParams
 from tests.drafters import OracleDrafter
 from tests.equivalence.harness import PlainPath, build
@@ -47,9 +47,9 @@ def answer(
         for request, event in events:
             place = int(request.request_id)
             assert not ends[place], "an event behind the end"
-            if isinstance(event, Failure):
-                assert f"request_id = '{place}', after {len(tokens[place])} tokens" in str(event.error)
-                ends[place].append(type(event.error))
+            if isinstance(event, BatchserveError):
+                assert f"request_id = '{place}', after {len(tokens[place])} tokens" in str(event)
+                ends[place].append(type(event))
                 continue
             assert isinstance(event, Delta)
             tokens[place] += event.token_ids

@@ -11,7 +11,8 @@ import torch
 
 from batchserve.attention.prefix_index import FEWEST_TOKENS, common_length
 from batchserve.engine.build import BuiltEngine
-from batchserve.engine.engine_core import Event, Failure
+from batchserve.engine.engine_core import Event
+from batchserve.errors import BatchserveError
 from batchserve.request import Request
 from batchserve.runner import model_runner
 from batchserve.types import FinishReason, SamplingParams, SpeculationParams
@@ -216,7 +217,7 @@ def test_an_end_in_the_middle_of_a_prompt_leaves_what_was_computed(ends: str, ti
     if ends == "by its deadline":
         now_s[0] = 6.0
         core.step()
-        assert [isinstance(event, Failure) for _, event in events] == [True]
+        assert [isinstance(event, BatchserveError) for _, event in events] == [True]
     else:
         core.abort(request)
     core.check_integrity()
