@@ -20,6 +20,7 @@ from batchserve import __version__
 from batchserve.bench import add_bench_parser
 from batchserve.config import DTYPES, PRIVATE_SCOPE, DraftConfig, EngineConfig, ServerConfig
 from batchserve.errors import BatchserveError, ConfigError, InvalidRequestError
+from batchserve.kernel_cache import provide_cache_folder
 from batchserve.options import (
     DRAFT_OPTIONS,
     ENGINE_OPTIONS,
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     apply_thread_policy()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
+        provide_cache_folder()
         status: int = parsed.run(parsed)
     except BatchserveError as error:
         print(f"batchserve: {error}", file=sys.stderr)

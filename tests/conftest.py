@@ -16,7 +16,7 @@ os.environ["XDG_CACHE_HOME"] = _cache.name  # what the tests measure is nobody e
 
 import torch  # noqa: E402
 
-from batchserve.draft.kernels import forget_stale_kernels  # noqa: E402
+from batchserve.kernel_cache import forget_stale_kernels  # noqa: E402
 from tests.tiny_models import save_tiny_model  # noqa: E402
 
 forget_stale_kernels()

@@ -9,67 +9,19 @@ interpreter's lock, so a server lets a child process fill the cache and then loa
 
 from __future__ import annotations
 
-import atexit
-import hashlib
 import logging
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
-from pathlib import Path
-
-import numba
 
 from batchserve.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-PACKAGE = Path(__file__).parents[1]
 CHILD_NICENESS = 5  # a step under way is worth more than drafts a second earlier
-
-
-def provide_cache_folder() -> None:
-    """Numba refuses to load where no folder is writable that it could cache in: give it one that ends with the process.
-
-    So in containers that are read-only and have no home. Call it before kernels are imported. Raises ConfigError.
-    """
-    forget_stale_kernels()
-    try:
-        numba.njit(cache=True)(_probe)
-    except RuntimeError:
-        try:
-            folder = tempfile.mkdtemp(prefix="batchserve-kernels-")
-        except OSError as error:
-            raise ConfigError(f"no folder is writable that compiled kernels could be kept in: {error}") from error
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        numba.config.CACHE_DIR = os.environ["NUMBA_CACHE_DIR"] = folder  # here, and in child processes
-
-
-def forget_stale_kernels(package: Path = PACKAGE) -> None:
-    """Remove from Numba's cache beside the sources what was compiled before any of these changed.
-
-    Numba looks at the file that a kernel is in, not at those whose code went into it: after an upgrade, or an edit, it
-    would go on with a mixture of both. Where it has to keep kernels elsewhere nothing is removed.
-    """
-    digest = hashlib.sha256()
-    for source in sorted(package.rglob("*.py")):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    stamp = package / "__pycache__" / "kernels.sha256"
-    with suppress(OSError):  # a folder that nobody can write to has no kernels either
-        if stamp.exists() and stamp.read_text() == digest.hexdigest():
-            return
-        for index in package.rglob("*.nbi"):
-            index.unlink(missing_ok=True)
-        stamp.parent.mkdir(exist_ok=True)
-        stamp.write_text(digest.hexdigest())
-
-
-def _probe() -> None:
-    """Never compiled."""
 
 
 class KernelLoader:

@@ -137,12 +137,12 @@ class MixtureDrafter(Drafter):
         self._make_nodes(1)
 
     def use_threads(self, team: Team) -> None:
-        self._team = team._replace(size=min(team.size, MOST_THREADS))
+        self._team = team
         self._make_nodes(self._nodes.shape[1])
 
     def _make_nodes(self, count: int) -> None:
         """Work memory of each thread's largest tree; what is not used of it is address space only."""
-        size = self._team.size
+        size = max(1, min(self._team.size, MOST_THREADS))
         self._nodes, self._scratch = np.zeros((size, count), NODE), np.zeros(size, SCRATCH)
         self._room = np.empty((size, count * ROOM), OCCURRENCE)
         self._scratch["room"] = self._room.ctypes.data + self._room.strides[0] * np.arange(size)
@@ -200,9 +200,10 @@ class MixtureDrafter(Drafter):
         if len(self._is_verified) < size:
             self._is_verified = np.ones(size, np.bool_)
         links, probs, bounds = np.empty((3, size), np.int64), np.empty(size), (queries.bounds, queries.min_probs)
-        work, start = (self._own_work, 0) if size < SHARED_NODES else (self._work, self._team.start)
-        memory, trees = (self._job, np.empty(len(slots), np.int64)), (starts, links, probs)
-        grow_all(self._table, slots, bounds, self._branch_length, work, memory, trees, grow_loop().address, start)
+        # The whole team is started: OpenMP ends those threads of its own that a smaller one has no place for.
+        work, team = (self._own_work, (0, 1)) if size < SHARED_NODES else (self._work, tuple(self._team))
+        memory, trees = (self._job, np.zeros(len(slots), np.int64)), (starts, links, probs)
+        grow_all(self._table, slots, bounds, self._branch_length, work, memory, trees, grow_loop().address, team)
         end = int(starts[-1])
         return DraftForest(starts, links[0, :end], links[1, :end], probs[:end], self._is_verified[:end])
 

@@ -129,6 +129,7 @@ def _grow_some(table, slots, bounds, branch_length, work, starts, counts, links,
 def grow_loop() -> Any:
     """The compiled loop over a step's requests. Threads that are given the same job share it: each takes work memory of
     its own (NEXT_THREAD), and again and again the next AT_ONCE requests that nobody has begun (NEXT), both 0 at first.
+    Those that there is no work memory for do nothing.
     """
 
     @cfunc(types.void(types.CPointer(types.int64)), nopython=True, cache=True)
@@ -146,6 +147,8 @@ def grow_loop() -> Any:
         links = carray(as_pointer(job[LINKS]), (3, size), np.int64)
         probs = carray(as_pointer(job[PROBS]), size, np.float64)
         me = claim(job.ctypes.data + NEXT_THREAD * job.itemsize)
+        if me >= num_threads:
+            return
         work = (nodes[me], scratches[me : me + 1])
         while True:
             first = claim(job.ctypes.data + NEXT * job.itemsize) * job[AT_ONCE]
@@ -159,12 +162,13 @@ def grow_loop() -> Any:
 
 
 @njit(cache=True, nogil=True)
-def grow_all(table, slots, bounds, branch_length, work, memory, trees, loop, start):  # type: ignore[no-untyped-def]
+def grow_all(table, slots, bounds, branch_length, work, memory, trees, loop, team):  # type: ignore[no-untyped-def]
     """Grow the trees of the requests at `slots` of the table, node behind node; see mixture_growth.grow.
 
     bounds: those of DraftQueries and its min_probs. work: of each thread nodes [num_threads, the most] and scratch
     [num_threads]; memory: job [JOB_SIZE] and counts [num_requests]. trees: starts [num_requests + 1], which begins with
-    0, links [3, all nodes at most] and probs; these are filled. loop: grow_loop's address, start: a Team's.
+    0, links [3, all nodes at most] and probs; these are filled. loop: grow_loop's address, team: (start, size) of a
+    Team, with more threads than there is work memory for, maybe.
     """
     (sizes, least), (nodes, scratches), (job, counts), (starts, links, probs) = bounds, work, memory, trees
     num_threads = len(scratches)
@@ -183,7 +187,7 @@ def grow_all(table, slots, bounds, branch_length, work, memory, trees, loop, sta
     job[NODES], job[SCRATCHES], job[STARTS] = nodes.ctypes.data, scratches.ctypes.data, starts.ctypes.data
     job[COUNTS], job[LINKS], job[PROBS] = counts.ctypes.data, links.ctypes.data, probs.ctypes.data
     job[NEXT], job[NEXT_THREAD] = 0, 0
-    run_loop(start, num_threads, loop, job.ctypes.data)
+    run_loop(team[0], team[1], loop, job.ctypes.data)
     end = 0
     for i in range(len(slots)):
         begin = starts[i]
@@ -238,4 +242,4 @@ def compile_kernels() -> None:
     accept_all(table, slots, starts, tokens[:1], 1, 0, nodes[0], scratch)
     bounds, trees = (np.array([[2, 2, 2]]), np.zeros(1)), (starts, np.zeros((3, 2), np.int64), np.zeros(2))
     memory = np.zeros(JOB_SIZE, np.int64), np.zeros(1, np.int64)
-    grow_all(table, slots, bounds, 2, (nodes, scratch), memory, trees, grow_loop().address, ONE_THREAD.start)
+    grow_all(table, slots, bounds, 2, (nodes, scratch), memory, trees, grow_loop().address, tuple(ONE_THREAD))

@@ -19,7 +19,7 @@ from batchserve.config import EngineConfig, MiB
 from batchserve.draft import forest
 from batchserve.draft.base import Drafter
 from batchserve.draft.factory import create_drafters, draft_limits
-from batchserve.draft.kernels import KernelLoader, provide_cache_folder
+from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.router import RoutingDrafter
 from batchserve.engine.detokenizer import decoder_of
 from batchserve.engine.drafting import DraftStage
@@ -28,6 +28,7 @@ from batchserve.engine.input_processor import InputProcessor
 from batchserve.engine.kv_memory import Progress, build_backend
 from batchserve.engine.measure_steps import measured_table, time_decoding
 from batchserve.errors import ConfigError
+from batchserve.kernel_cache import forget_stale_kernels
 from batchserve.metrics import EngineMetrics
 from batchserve.request import GREEDY
 from batchserve.runner import huge_pages
@@ -82,7 +83,7 @@ def build_engine(
     # What cannot be is refused before minutes have gone into loading.
     config.draft.cache_path()
     create_drafters(config, 0)
-    provide_cache_folder()
+    forget_stale_kernels()
     say(f"loading {config.model}")
     loaded = load_model(config)
     backend, max_model_len = build_backend(config, loaded, say)

@@ -14,12 +14,13 @@ from transformers import AutoConfig
 from batchserve.config import PRIVATE_SCOPE, EngineConfig
 from batchserve.draft.base import DraftRequest, DraftScope
 from batchserve.draft.factory import create_drafter, draft_parts
-from batchserve.draft.kernels import KernelLoader, provide_cache_folder
+from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.router import RoutingDrafter
 from batchserve.engine.drafting import TENANT
 from batchserve.engine.input_processor import vocabulary_fingerprint
 from batchserve.errors import ConfigError
 from batchserve.jsonl import Line, read_lines, text_of
+from batchserve.kernel_cache import forget_stale_kernels
 from batchserve.runner.loader import load_tokenizer, resolve_model
 
 
@@ -75,7 +76,7 @@ def warm_drafts(path: Path, config: EngineConfig) -> Warmed:
         raise ConfigError("draft_cache = None: must be the file that drafts are kept in")
     if config.default_draft_scope == PRIVATE_SCOPE:
         raise ConfigError(f"draft scope = {PRIVATE_SCOPE!r}: shares nothing, so nothing could be kept")
-    provide_cache_folder()
+    forget_stale_kernels()
     scope = DraftScope(TENANT, config.default_draft_scope)
     part = draft_parts(config).get(config.drafter, 0.0)  # a server would forget what does not fit into it
     drafters = {config.drafter: create_drafter(config.drafter, config, 0, part)}
@@ -105,10 +106,18 @@ def warm_drafts(path: Path, config: EngineConfig) -> Warmed:
 
 def _records(path: Path, vocabulary: _Vocabulary) -> Iterator[_Record]:
     with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("Warming drafts", total=path.stat().st_size if path.is_file() else None)
+        task = progress.add_task("Warming drafts", total=_size(path))
         for line in read_lines(path):
             yield _record(line, vocabulary)
             progress.update(task, completed=line.num_bytes)
+
+
+def _size(path: Path) -> int | None:
+    """In bytes; None where it is not known."""
+    try:
+        return path.stat().st_size
+    except OSError:  # whoever reads it says why
+        return None
 
 
 def _record(line: Line, vocabulary: _Vocabulary) -> _Record:

@@ -14,12 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from batchserve.attention.interface import STEP_ARGUMENT, ValueProbe
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from transformers import PreTrainedModel
 
 NUM_ROWS = 199  # odd, so that the parts of no number of threads end with the rows
 FEW_ROWS = ((0, 4), (3, 5), (20, 7), (40, 13))  # (first, count)
+SHARED_ELEMENTS = 1 << 15  # of fewer, ATen lets one thread compute a function
 # Where the factors are among the arguments: what a product sums over is the last dimension of the first one.
 FIRST_FACTOR = {
     "linear": 0, "matmul": 0, "mm": 0, "bmm": 0, "mv": 0, "dot": 0, "_grouped_mm": 0, "_scaled_mm": 0, "_int_mm": 0,
@@ -67,17 +68,47 @@ class _Watch(TorchDispatchMode):
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         if _sums(name, args):
             self.products.add(name)
+            return func(*args, **kwargs)
+        with self:  # what is put together from other operators calls them in sight
+            out = func.decompose(*args, **kwargs)
+        if out is not NotImplemented:
+            return out
         if torch.Tag.pointwise not in func.tags:
             return func(*args, **kwargs)
-        few = [
-            [_rows_of(each, at, count) for each in args] for at, count in FEW_ROWS
-        ]  # in front of what works in place
+        # Their arguments are copied in front of the call, which may work in place.
+        trials = [_Trial(args, kwargs, rows) for rows in (*FEW_ROWS, None)]
         out = func(*args, **kwargs)
-        if isinstance(out, torch.Tensor) and out.is_floating_point() and _row_dim(out) is not None:
-            for part, (at, count) in zip(few, FEW_ROWS, strict=True):
-                if not torch.equal(func(*part, **kwargs), _rows_of(out, at, count)):
-                    self.elementwise.add(name)
+        is_of_rows = isinstance(out, torch.Tensor) and out.is_floating_point() and _row_dim(out) is not None
+        if is_of_rows and not all(trial.agrees(func, out) for trial in trials):
+            self.elementwise.add(name)
         return out
+
+
+class _Trial:
+    """The arguments of an elementwise call for some (first, count) of its rows; None: for so many copies of all rows
+    that several threads share them.
+    """
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], rows: tuple[int, int] | None) -> None:
+        self._rows = rows
+        self._args = [self._of(each) for each in args]
+        self._kwargs = {name: self._of(each) for name, each in kwargs.items()}
+
+    def agrees(self, func: Any, out: torch.Tensor) -> bool:
+        """Whether the rows come out as they did among all."""
+        return torch.equal(func(*self._args, **self._kwargs), self._of(out))
+
+    def _of(self, value: Any) -> Any:
+        """Those rows of a tensor, in memory of their own; anything else as it is."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        dim = _row_dim(value)
+        if dim is None:
+            return value.clone()
+        if self._rows is None:
+            copies = torch.get_num_threads() * SHARED_ELEMENTS // NUM_ROWS + 1
+            return torch.cat([value] * copies, dim)
+        return value.narrow(dim, *self._rows).contiguous().clone()
 
 
 def _sums(name: str, args: Sequence[Any]) -> bool:
@@ -87,18 +118,13 @@ def _sums(name: str, args: Sequence[Any]) -> bool:
         return bool(set(inputs) - set(output) - {",", "."})
     if name.startswith("convolution"):
         return True
-    return name in FIRST_FACTOR and args[FIRST_FACTOR[name]].shape[-1] > 1
+    if name not in FIRST_FACTOR:
+        return False
+    place = FIRST_FACTOR[name]
+    return place >= len(args) or args[place].shape[-1] > 1  # who knows what is given by name
 
 
 def _row_dim(tensor: torch.Tensor) -> int | None:
     """Counted from the end; None where there is no dimension of NUM_ROWS."""
     dims = [d for d in range(-tensor.ndim, 0) if tensor.shape[d] == NUM_ROWS]
     return dims[0] if dims else None
-
-
-def _rows_of(value: Any, at: int, count: int) -> Any:
-    """Some rows of a tensor, in memory of their own; anything else as it is."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    dim = _row_dim(value)
-    return value.clone() if dim is None else value.narrow(dim, at, count).contiguous().clone()

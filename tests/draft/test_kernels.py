@@ -6,18 +6,16 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numba
 import pytest
 
 from batchserve.draft import kernels
-from batchserve.draft.kernels import KernelLoader, forget_stale_kernels, provide_cache_folder
+from batchserve.draft.kernels import KernelLoader
 from batchserve.errors import ConfigError
 
 WAIT_S = 60.0
@@ -180,46 +178,3 @@ def test_a_child_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> Non
     assert child.stdin is not None
     child.stdin.close()  # as the system does for a process that is gone
     assert child.wait(WAIT_S) == 1
-
-
-def test_kernels_of_other_sources_are_forgotten(tmp_path: Path) -> None:
-    inner = tmp_path / "attention"
-    (inner / "__pycache__").mkdir(parents=True)
-    source, index = inner / "tiles.py", inner / "__pycache__" / "path_kernel.nbi"
-    source.write_text("WIDTH = 8")
-    index.touch()
-    forget_stale_kernels(tmp_path)
-    assert not index.exists(), "nobody knows what it was compiled from"
-    index.touch()
-    forget_stale_kernels(tmp_path)
-    assert index.exists(), "nothing has changed"
-    source.write_text("WIDTH = 16")
-    forget_stale_kernels(tmp_path)
-    assert not index.exists()
-
-
-def test_numba_is_given_a_folder_where_none_is_writable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A read-only installation without a home: Numba writes a file wherever it might cache, and fails."""
-    right = tempfile.TemporaryFile
-
-    def read_only(*args: Any, dir: str | None = None, **options: Any) -> Any:
-        if dir is not None and not str(dir).startswith(str(tmp_path)):
-            raise OSError(30, "Read-only file system", dir)
-        return right(*args, dir=dir, **options)
-
-    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
-    monkeypatch.setenv("NUMBA_CACHE_DIR", "")
-    provide_cache_folder()
-    assert numba.config.CACHE_DIR == "", "nothing is changed where caching works"
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
-    with pytest.raises(RuntimeError, match="cannot cache"):
-        numba.njit(cache=True)(kernels._probe)
-    provide_cache_folder()
-    assert Path(numba.config.CACHE_DIR).parent == tmp_path
-    assert os.environ["NUMBA_CACHE_DIR"] == numba.config.CACHE_DIR
-    numba.njit(cache=True)(kernels._probe)
-    monkeypatch.setattr(tempfile, "mkdtemp", lambda **options: read_only(dir="/"))
-    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
-    with pytest.raises(ConfigError, match="Read-only"):
-        provide_cache_folder()

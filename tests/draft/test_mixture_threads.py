@@ -83,7 +83,7 @@ def test_threads_change_no_draft(monkeypatch: pytest.MonkeyPatch, size: int) -> 
             assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
             num_nodes += len(ours.token_ids)
     assert num_nodes > 2000
-    assert counted.started == [min(size, MOST_THREADS)] * (6 * NUM_STEPS)
+    assert counted.started == [size] * (6 * NUM_STEPS), "a smaller team would end some of torch's own threads"
 
 
 def test_threads_are_started_for_many_nodes_only() -> None:

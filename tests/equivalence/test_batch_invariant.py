@@ -100,9 +100,26 @@ def test_products_are_found_by_name_unless_nothing_is_added_up() -> None:
     assert found(lambda: x @ y)
     assert found(lambda: torch.einsum("ij,jk->ik", x, y))
     assert found(lambda: torch.addmm(x, x, y))
+    assert found(lambda: torch.tensordot(x, y, dims=1))
+    assert found(lambda: torch.inner(x, y))
+    assert found(lambda: torch.nn.functional.conv1d(x.T[None], torch.randn(2, 4, 3)))
     assert not found(lambda: x[:, :1] @ y[:1]), "as rotary angles are made"
     assert not found(lambda: torch.einsum("i,j->ij", x[:, 0], y[0]))
     assert not found(lambda: torch.exp(x).add_(1.0).mul_(x))
+
+
+def test_elementwise_functions_are_tried_and_come_out_as_they_would() -> None:
+    def found(function: Callable[[], object]) -> set[str]:
+        with torch.inference_mode(), _Watch() as watch:
+            function()
+        return watch.elementwise
+
+    x = torch.randn(NUM_ROWS, 100, generator=torch.Generator().manual_seed(0))
+    assert found(lambda: torch.sigmoid(x)) == {"sigmoid"}
+    assert found(lambda: torch.exp(x).add_(1.0).mul_(x)) == set()
+    out = torch.empty_like(x)
+    assert found(lambda: torch.add(x, x, out=out)) == set()
+    assert torch.equal(out, x + x)
 
 
 @pytest.mark.parametrize("has_matrices", [False, True])

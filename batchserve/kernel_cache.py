@@ -1,0 +1,70 @@
+"""Where Numba keeps compiled kernels between two starts.
+
+Nothing heavy is imported here: it has to be settled before the first module with kernels is imported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from batchserve.errors import ConfigError
+
+PACKAGE = Path(__file__).parent
+
+
+def provide_cache_folder() -> None:
+    """Numba refuses to load where no folder is writable that it could cache in: give it one that ends with the process.
+
+    So in containers that are read-only and have no home. Raises ConfigError.
+    """
+    if os.environ.get("NUMBA_CACHE_DIR") or any(map(_is_writable, (PACKAGE / "__pycache__", _user_folder()))):
+        return
+    try:
+        folder = tempfile.mkdtemp(prefix="batchserve-kernels-")
+    except OSError as error:
+        raise ConfigError(f"no folder is writable that compiled kernels could be kept in: {error}") from error
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["NUMBA_CACHE_DIR"] = folder  # here, and in child processes
+    if "numba" in sys.modules:  # it has read that already
+        sys.modules["numba"].config.CACHE_DIR = folder
+
+
+def _user_folder() -> Path:
+    """Where Numba keeps what it cannot keep beside the sources."""
+    usual = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
+    return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or usual), "numba")
+
+
+def _is_writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def forget_stale_kernels(package: Path = PACKAGE) -> None:
+    """Remove from Numba's cache beside the sources what was compiled before any of these changed.
+
+    Numba looks at the file that a kernel is in, not at those whose code went into it: after an upgrade, or an edit, it
+    would go on with a mixture of both. Where it has to keep kernels elsewhere nothing is removed.
+    """
+    digest = hashlib.sha256()
+    for source in sorted(package.rglob("*.py")):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    stamp = package / "__pycache__" / "kernels.sha256"
+    with suppress(OSError):  # a folder that nobody can write to has no kernels either
+        if stamp.exists() and stamp.read_text() == digest.hexdigest():
+            return
+        for index in package.rglob("*.nbi"):
+            index.unlink(missing_ok=True)
+        stamp.parent.mkdir(exist_ok=True)
+        stamp.write_text(digest.hexdigest())
