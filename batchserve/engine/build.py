@@ -49,6 +49,7 @@ THREAD_TRIALS = 9
 # A server has an event loop to run beside its steps, and often its clients, too.
 THREAD_GAIN, SERVING_GAIN = 1.1, 1.3
 SLOW_FORWARD_S = 0.5
+MOST_THREADS = 8  # that share a draft beside a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,9 @@ def build_engine(
     step_time = _build_step_time(config, loaded, runner, max_model_len, has_huge_pages, say)
     scheduler = Scheduler(config, backend.allocator, max_model_len, step_time)
     used_drafter = drafter or _build_drafter(config, num_parameters, processor, is_serving, say)
-    used_drafter.use_threads(openmp.team(runner.num_threads))
+    # Beside a GPU nobody else uses the processor's threads: they sleep, and to wake all of them takes too long.
+    is_on_cpu = loaded.device.type == "cpu"
+    used_drafter.use_threads(openmp.team(runner.num_threads if is_on_cpu else min(runner.num_threads, MOST_THREADS)))
     max_step_s = math.inf if config.max_itl_ms is None else config.max_itl_ms / 1e3
     adaptive = AdaptiveDrafting(step_time, config.draft_inflation, max_step_s) if config.is_adaptive else None
     drafts = DraftStage(used_drafter, adaptive, backend.allocator, clock, step_time)
