@@ -25,12 +25,13 @@ CASES = [
     *((1, 1, 256), (4, 1, 256), (16, 1, 128), (16, 1, 256), (16, 1, 1024), (1, 1, 4096), (16, 2, 256), (16, 3, 256)),
     *((1, 5, 256), (16, 5, 256), (1, 9, 256), (4, 4, 1024), (1, 256, 0), (16, 5, 1024)),
 ]
-HEADS = {"bundled": (4, 2), "90m": (12, 4), "430m": (16, 16)}
+HEADS = {"bundled": (4, 2), "90m": (12, 4), "430m": (16, 16), "gpt-oss-20b": (64, 8)}
+WITH_SINKS = ("gpt-oss-20b",)  # which SDPA has not: there the reference's arithmetic stands in for it
 DIM = 64
 
 
 def contender(
-    dtype: torch.dtype, heads: tuple[int, int], case: tuple[int, int, int], kernel: bool
+    dtype: torch.dtype, heads: tuple[int, int], case: tuple[int, int, int], kernel: bool, has_sinks: bool
 ) -> Callable[[], Any]:
     """One layer's attend() of one step, masks cached as between the layers of a step."""
     requests, rows, context = case
@@ -48,7 +49,7 @@ def contender(
     backend.begin(Spans.of(spans))
     query = torch.randn(1, requests * rows, num_heads, DIM).to(dtype).transpose(1, 2)
     key, value = (torch.randn(1, requests * rows, num_kv_heads, DIM).to(dtype).transpose(1, 2) for _ in range(2))
-    params = AttentionParams(DIM**-0.5)
+    params = AttentionParams(DIM**-0.5, sinks=torch.randn(num_heads) if has_sinks else None)
     return lambda: backend.attend(0, query, key, value, params)
 
 
@@ -59,7 +60,8 @@ def main() -> None:
     rows = []
     for name, heads in HEADS.items():
         for case in CASES:
-            calls = {kind: contender(torch.bfloat16, heads, case, kind == "kernel") for kind in ("sdpa", "kernel")}
+            what = torch.bfloat16, heads, case
+            calls = {kind: contender(*what, kind == "kernel", name in WITH_SINKS) for kind in ("sdpa", "kernel")}
             times: dict[str, list[float]] = {kind: [] for kind in calls}
             for number in range(args.runs + 3):
                 for kind, call in calls.items():
