@@ -6,20 +6,17 @@ weights learned online) and in how it grows a tree (best-first by path probabili
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
-import zipfile
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from batchserve.addresses import ONE_THREAD, Team
 from batchserve.config import MiB
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
+from batchserve.draft.draft_cache import SavedScope, read_scopes, write_scopes
 from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.draft.mixture_batch import (
     JOB_SIZE,
@@ -57,7 +54,6 @@ LATE_LEARNED = 2  # tokens
 MOST_THREADS = 8
 SHARED_NODES = 400  # to wake threads for fewer takes about as long as they save
 UNBOUNDED = 1 << 40  # a request's own text is bounded by its context
-FORMAT, VERSION = "batchserve-drafts", 1
 
 
 @dataclass(slots=True)
@@ -86,6 +82,9 @@ class _Scope:
     @property
     def nbytes(self) -> int:
         return self.index.nbytes + SCOPE_BYTES
+
+    def saved(self, key: DraftScope) -> SavedScope:
+        return SavedScope(key, self.index.tokens(), self.experience.weights, self.experience.seen)
 
 
 @dataclass(slots=True)
@@ -319,23 +318,7 @@ class MixtureDrafter(Drafter):
 
         Nobody else may read the file. Where path is a link, what it leads to is replaced. Raises OSError.
         """
-        keys = [[key.tenant, key.name] for key in self._scopes]
-        header = {"format": FORMAT, "version": VERSION, "fingerprint": fingerprint, "scopes": keys}
-        arrays: dict[str, Any] = {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)}
-        for i, scope in enumerate(self._scopes.values()):
-            arrays[f"text{i}"] = scope.index.tokens()
-            arrays[f"weights{i}"], arrays[f"seen{i}"] = scope.experience.weights, scope.experience.seen
-        path = path.resolve()
-        descriptor, partial = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".partial", dir=path.parent)
-        try:
-            with open(descriptor, "wb") as file:
-                np.savez(file, **arrays)
-                file.flush()
-                os.fsync(descriptor)
-            os.replace(partial, path)
-        except BaseException:
-            os.unlink(partial)
-            raise
+        write_scopes(path, fingerprint, [scope.saved(key) for key, scope in self._scopes.items()])
 
     def load(self, path: Path, fingerprint: str, vocab_size: int) -> None:
         """Take over scopes that `save` wrote, in place of those of the same key.
@@ -343,61 +326,14 @@ class MixtureDrafter(Drafter):
         Raises ConfigError for what is not such a file, is damaged or larger than what may be kept, or belongs to
         another tokenizer or version.
         """
-        for key, text, experience in _read(path, fingerprint, vocab_size, self._max_total_bytes):
-            if key in self._scopes:
-                self._drop(key)
+        for saved in read_scopes(path, fingerprint, vocab_size, self._max_total_bytes):
+            if saved.key in self._scopes:
+                self._drop(saved.key)
             scope = self._new_scope()
-            scope.begin(scope.index, experience)
-            self._make_room(scope, len(text))
-            scope.index.append(text)
+            scope.begin(scope.index, _Experience(saved.weights, saved.seen))
+            self._make_room(scope, len(saved.text))
+            scope.index.append(saved.text)
             scope.index.separate()
-            count_common(scope.common, text)
-            self._scopes[key] = scope
+            count_common(scope.common, saved.text)
+            self._scopes[saved.key] = scope
             self._count(scope)
-
-
-def _read(
-    path: Path, fingerprint: str, vocab_size: int, most_bytes: int
-) -> list[tuple[DraftScope, np.ndarray, _Experience]]:
-    def refuse(reason: str) -> ConfigError:
-        return ConfigError(f"draft_cache = {str(path)!r}: {reason}; remove it to start without")
-
-    try:
-        if path.exists() and not path.is_file():  # to open a pipe would wait for ever
-            raise refuse("it is not a file")
-        if path.stat().st_size > most_bytes:
-            raise refuse(f"it has {path.stat().st_size} bytes, and the drafter may keep {most_bytes}")
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            if any(member.compress_type != zipfile.ZIP_STORED for member in arrays.zip.infolist()):
-                raise ValueError("compressed, so there is no telling how large it is")
-            header = json.loads(arrays["header"].tobytes())
-            if header["format"] != FORMAT or header["version"] != VERSION:
-                raise refuse(f"format {header['format']!r} version {header['version']!r} is not {FORMAT!r} {VERSION}")
-            if header["fingerprint"] != fingerprint:
-                raise refuse("it was written with another tokenizer")
-            return [_read_scope(arrays, vocab_size, i, *key) for i, key in enumerate(header["scopes"])]
-    except OSError as error:
-        raise refuse(f"cannot be read ({error})") from error
-    # What NumPy, zipfile and json raise for contents that are not theirs.
-    except (ValueError, LookupError, TypeError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile) as error:
-        raise refuse("it is damaged or no draft cache") from error
-
-
-def _read_scope(
-    arrays: Any, vocab_size: int, i: int, tenant: str, name: str
-) -> tuple[DraftScope, np.ndarray, _Experience]:
-    """Raises ValueError, or what the arrays' file raises."""
-    text, seen, weights = arrays[f"text{i}"], arrays[f"seen{i}"], arrays[f"weights{i}"]
-    shape = initial_weights().shape
-    is_right = (
-        isinstance(tenant, str)
-        and isinstance(name, str)
-        and (text.dtype, seen.dtype, weights.dtype) == (np.int32, np.int64, np.float64)
-        and (text.ndim, seen.shape, weights.shape) == (1, shape, shape)
-        and START <= text.min(initial=0) <= text.max(initial=0) < vocab_size
-        and seen.min() >= 0
-        and bool(((weights > 0) & (weights < 1)).all())
-    )
-    if not is_right:
-        raise ValueError(f"scope {i} is not what was written")
-    return DraftScope(tenant, name), text, _Experience(weights, seen)

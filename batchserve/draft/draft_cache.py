@@ -1,0 +1,101 @@
+"""The mixture's scopes in a file: NumPy's own format, without pickle, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import zipfile
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from batchserve.draft.base import DraftScope
+from batchserve.draft.mixture_kernels import initial_weights
+from batchserve.draft.text_index import START
+from batchserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+FORMAT, VERSION = "batchserve-drafts", 1
+
+
+class SavedScope(NamedTuple):
+    """What is kept of one scope: its text int32, oldest first; mixing weights float64, and how often each was learned
+    from, int64.
+    """
+
+    key: DraftScope
+    text: np.ndarray
+    weights: np.ndarray
+    seen: np.ndarray
+
+
+def write_scopes(path: Path, fingerprint: str, scopes: Sequence[SavedScope]) -> None:
+    """Whole, or not at all; nobody else may read the file. Where path is a link, what it leads to is replaced.
+
+    Raises OSError.
+    """
+    keys = [[scope.key.tenant, scope.key.name] for scope in scopes]
+    header = {"format": FORMAT, "version": VERSION, "fingerprint": fingerprint, "scopes": keys}
+    arrays: dict[str, Any] = {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)}
+    for i, scope in enumerate(scopes):
+        arrays |= {f"text{i}": scope.text, f"weights{i}": scope.weights, f"seen{i}": scope.seen}
+    path = path.resolve()
+    descriptor, partial = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".partial", dir=path.parent)
+    try:
+        with open(descriptor, "wb") as file:
+            np.savez(file, **arrays)
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise
+
+
+def read_scopes(path: Path, fingerprint: str, vocab_size: int, most_bytes: int) -> list[SavedScope]:
+    """What write_scopes wrote. Raises ConfigError for anything else."""
+
+    def refuse(reason: str) -> ConfigError:
+        return ConfigError(f"draft_cache = {str(path)!r}: {reason}; remove it to start without")
+
+    try:
+        if path.exists() and not path.is_file():  # to open a pipe would wait for ever
+            raise refuse("it is not a file")
+        if path.stat().st_size > most_bytes:
+            raise refuse(f"it has {path.stat().st_size} bytes, and the drafter may keep {most_bytes}")
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in arrays.zip.infolist()):
+                raise ValueError("compressed, so there is no telling how large it is")
+            header = json.loads(arrays["header"].tobytes())
+            if header["format"] != FORMAT or header["version"] != VERSION:
+                raise refuse(f"format {header['format']!r} version {header['version']!r} is not {FORMAT!r} {VERSION}")
+            if header["fingerprint"] != fingerprint:
+                raise refuse("it was written with another tokenizer")
+            return [_read_scope(arrays, vocab_size, i, *key) for i, key in enumerate(header["scopes"])]
+    except OSError as error:
+        raise refuse(f"cannot be read ({error})") from error
+    # What NumPy, zipfile and json raise for contents that are not theirs.
+    except (ValueError, LookupError, TypeError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile) as error:
+        raise refuse("it is damaged or no draft cache") from error
+
+
+def _read_scope(arrays: Any, vocab_size: int, i: int, tenant: str, name: str) -> SavedScope:
+    """Raises ValueError, or what the arrays' file raises."""
+    text, seen, weights = arrays[f"text{i}"], arrays[f"seen{i}"], arrays[f"weights{i}"]
+    shape = initial_weights().shape
+    is_right = (
+        isinstance(tenant, str)
+        and isinstance(name, str)
+        and (text.dtype, seen.dtype, weights.dtype) == (np.int32, np.int64, np.float64)
+        and (text.ndim, seen.shape, weights.shape) == (1, shape, shape)
+        and START <= text.min(initial=0) <= text.max(initial=0) < vocab_size
+        and seen.min() >= 0
+        and bool(((weights > 0) & (weights < 1)).all())
+    )
+    if not is_right:
+        raise ValueError(f"scope {i} is not what was written")
+    return SavedScope(DraftScope(tenant, name), text, weights, seen)
