@@ -135,16 +135,6 @@ def _weigh(block, temperature, top, least, parts, powers):  # type: ignore[no-un
         powers[i] = (np.int64(whole) + 1023) << 52
 
 
-@njit(cache=True, nogil=True, inline="always")
-def _weigh_block(logits, tops, b, temperature, top, least, parts, powers):  # type: ignore[no-untyped-def]
-    """_weigh of block b, unless nothing in it reaches `least`; how many logits were weighed."""
-    if np.float64(tops[b]) / temperature < least:
-        return 0
-    block = logits[b * BLOCK : (b + 1) * BLOCK]
-    _weigh(block, temperature, top, least, parts, powers)
-    return block.shape[0]
-
-
 @njit(cache=True, nogil=True)
 def mass(logits, tops, temperature, least):  # type: ignore[no-untyped-def]
     """The sum of exp(p - the greatest p), over all p = logit / temperature from `least` up, at most 50 below that."""
@@ -152,7 +142,11 @@ def mass(logits, tops, temperature, least):  # type: ignore[no-untyped-def]
     parts, powers = np.empty(BLOCK), np.empty(BLOCK, np.int64)
     factors = powers.view(np.float64)
     for b in range(tops.shape[0]):
-        for i in range(_weigh_block(logits, tops, b, temperature, top, least, parts, powers)):
+        if np.float64(tops[b]) / temperature < least:
+            continue
+        block = logits[b * BLOCK : (b + 1) * BLOCK]
+        _weigh(block, temperature, top, least, parts, powers)
+        for i in range(block.shape[0]):
             sums[i] += parts[i] * factors[i]
     return sums.sum()
 
@@ -186,8 +180,12 @@ def _weigh_all(logits, tops, temperature, least, values, masses):  # type: ignor
     parts, powers = np.empty(BLOCK), np.empty(BLOCK, np.int64)
     factors = powers.view(np.float64)
     for b in range(tops.shape[0]):
-        for i in range(_weigh_block(logits, tops, b, temperature, top, least, parts, powers)):
-            values[count], masses[count] = np.float64(logits[b * BLOCK + i]) / temperature, parts[i] * factors[i]
+        if np.float64(tops[b]) / temperature < least:
+            continue
+        block = logits[b * BLOCK : (b + 1) * BLOCK]
+        _weigh(block, temperature, top, least, parts, powers)
+        for i in range(block.shape[0]):
+            values[count], masses[count] = np.float64(block[i]) / temperature, parts[i] * factors[i]
             count += parts[i] > 0.0
     return count
 
