@@ -2,15 +2,16 @@
 
 Two kernels: a compiled loop nest that serves many small spans in one call, and SDPA, which is faster once a span has
 enough work to hide its fixed cost. Under `batch_invariant` everything takes the first: it reduces keys in the order of
-their positions, whatever else is in the batch. Large spans of layers with sinks or a soft cap, which SDPA has not, take
-the reference's arithmetic.
+their positions, whatever else is in the batch. So does everything in bfloat16 where a processor multiplies whole
+matrices (matrix_kernel.py) or vectors of 16 (path_kernel.py). Large spans of layers with sinks or a soft cap, which
+SDPA has not, take the reference's arithmetic.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import compress
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -22,15 +23,19 @@ from batchserve.attention.mask import visible_keys
 from batchserve.attention.slab import SlabAllocator
 from batchserve.attention.torch_reference import attend_span, store, stored
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 # Up to so many queries of a K/V head, or so many rows and so much work (gather_spans), a span is cheaper in the
-# compiled kernel (benchmarks/attention.py). Only SDPA has instructions for whole matrices; in bfloat16 without them it
-# is no faster than vectors of 16 for any span that was measured, give or take a few per cent.
+# compiled kernel (benchmarks/attention.py). In bfloat16 SDPA is faster than vectors where only it multiplies matrices;
+# where nothing does it is no faster than vectors of 16 for any span that was measured, give or take a few per cent.
 SMALL_QUERIES = {torch.float32: 32, torch.bfloat16: 24}
 SMALL_QUERIES_BESIDE_AMX, ANY_QUERIES = 10, 1 << 40
 SMALL_ROWS, SMALL_SPAN = 32, 10_000
 ALONE = 1_000  # work that one thread has done before another one has begun
-# Of a span, that a thread takes at once: more are no faster, fewer heads than threads would leave some idle.
-PART_ROWS, MOST_PARTS = 8, 16
+# Of a span, that a thread takes at once: more are no faster, fewer heads than threads would leave some idle. Matrices
+# take a block's queries of a K/V head, or those of several heads; each thread should find work so many times.
+PART_ROWS, MOST_PARTS, PART_QUERIES, TURNS = 8, 16, 16, 8
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -63,8 +68,7 @@ class _Spans:
 
         job = np.zeros(kernel.JOB_SIZE, np.int64)
         job[kernel.NUM_SPANS], job[kernel.LONGEST] = len(self.rows), (self.rows[:, 1] + self.rows[:, 2]).max()
-        most_rows = self.rows[:, 1].max()
-        job[kernel.MOST_ROWS], job[kernel.PART_ROWS] = most_rows, max(PART_ROWS, -(-most_rows // MOST_PARTS))
+        job[kernel.MOST_ROWS] = self.rows[:, 1].max()
         arrays = (self.addresses, self.capacities, self.rows, self.parents)
         job[[kernel.ADDRESSES, kernel.CAPACITIES, kernel.SPANS, kernel.PARENTS]] = [a.ctypes.data for a in arrays]
         return job
@@ -80,6 +84,14 @@ def has_matrix_instructions(dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies this dtype with instructions for whole matrices: bfloat16 beside AMX."""
     has_amx = hasattr(torch.cpu, "get_capabilities") and torch.cpu.get_capabilities().get("amx_bf16", False)
     return dtype == torch.bfloat16 and bool(has_amx)
+
+
+def takes_matrices(layers: Sequence[LayerShape], dtype: torch.dtype) -> bool:
+    """Whether attention itself can multiply whole matrices: what oneDNN may do, compiled kernels may not."""
+    from batchserve.attention import matrix_code
+
+    is_whole = all(shape.key_dim % matrix_code.PAIRS == 0 for shape in layers)
+    return dtype == torch.bfloat16 and is_whole and matrix_code.has_matrices()
 
 
 def _small_queries(dtype: torch.dtype) -> int:
@@ -102,7 +114,9 @@ class CpuBackend:
         self.allocator = allocator
         self.name = "cpu_batch_invariant" if batch_invariant else "cpu"
         self._group = num_heads // allocator.fewest_kv_heads  # where layers differ, the most that one has to do
-        most_queries = ANY_QUERIES if batch_invariant else _small_queries(allocator.dtype)
+        self._takes_matrices = has_kernel and takes_matrices(allocator.layers, allocator.dtype)
+        takes_all = batch_invariant or self._takes_matrices
+        most_queries = ANY_QUERIES if takes_all else _small_queries(allocator.dtype)
         self._limits = SMALL_ROWS, SMALL_SPAN, most_queries
         self._has_kernel = has_kernel
         self._spans = Spans.of([])
@@ -171,17 +185,28 @@ class CpuBackend:
         from batchserve.attention import path_kernel as kernel
 
         assert self._small is not None
-        rows = query[0].transpose(0, 1).float().contiguous()
-        job = self._job.copy()
+        rows = query[0].transpose(0, 1).to(torch.bfloat16 if self._takes_matrices else torch.float32).contiguous()
+        group, job = rows.shape[1] // num_kv_heads, self._job.copy()
         job[kernel.NUM_TOKENS], job[kernel.NUM_HEADS], job[kernel.DIM] = rows.shape
-        job[kernel.GROUP], job[kernel.WINDOW] = rows.shape[1] // num_kv_heads, params.sliding_window or 0
+        job[kernel.GROUP], job[kernel.WINDOW] = group, params.sliding_window or 0
         job.view(np.float32)[2 * kernel.SCALES : 2 * kernel.SCALES + 2] = params.scaling, params.softcap or 0.0
         job[kernel.QUERY], job[kernel.OUT] = rows.data_ptr(), out.data_ptr()
         sinks = None if params.sinks is None else params.sinks.detach().float().contiguous()
         job[kernel.SINKS] = 0 if sinks is None else sinks.data_ptr()
         job[kernel.ADDRESSES] += layer * self._small.addresses.strides[0]
-        loop = kernel.attend_loop(np.uint16 if query.dtype == torch.bfloat16 else np.float32)
-        openmp.run(cast("int", loop.address), job.ctypes.data, self._num_threads)
+        rows_at_once = max(1, PART_QUERIES // group) if self._takes_matrices else PART_ROWS
+        job[kernel.PART_ROWS] = max(rows_at_once, -(-int(job[kernel.MOST_ROWS]) // MOST_PARTS))
+        job[kernel.HEADS_AT_ONCE] = max(1, num_kv_heads * len(self._small.rows) // (TURNS * self._num_threads))
+        openmp.run(self._loop(), job.ctypes.data, self._num_threads)
+
+    def _loop(self) -> int:
+        """The address of the compiled loop over what job() says."""
+        from batchserve.attention import matrix_kernel, path_kernel
+
+        if self._takes_matrices:
+            return cast("int", matrix_kernel.attend_loop().address)
+        element = np.uint16 if self.allocator.dtype == torch.bfloat16 else np.float32
+        return cast("int", path_kernel.attend_loop(element).address)
 
     def _bool_mask(self, span: Span, params: AttentionParams) -> torch.Tensor:
         slot = ("bool", params.sliding_window)
@@ -229,12 +254,13 @@ def _token_major(states: torch.Tensor) -> np.ndarray:
     return array
 
 
-def compile_kernels(dtype: torch.dtype) -> None:
-    """Compile for this dtype, or load from the on-disk cache, by attending once over one token."""
-    allocator = SlabAllocator([LayerShape(1, 16, 16)], dtype, 64)
+def compile_kernels(layers: Sequence[LayerShape], dtype: torch.dtype) -> None:
+    """Compile what serves such layers, or load it from the cache on disk, by attending once over one token."""
+    dim = layers[0].key_dim
+    allocator = SlabAllocator([LayerShape(1, layer.key_dim, layer.key_dim) for layer in layers], dtype, 64)
     allocator.reserve("warm-up", 1)
     backend = CpuBackend(allocator, 1)
     none = np.array([-1], dtype=np.int32)
     backend.begin(Spans.of([Span("warm-up", 0, 0, none, np.zeros(1, dtype=np.int64), is_chain=True)]))
-    token = torch.ones(1, 1, 1, 16, dtype=dtype)
+    token = torch.ones(1, 1, 1, dim, dtype=dtype)
     backend.attend(0, token, token, token, AttentionParams(scaling=1.0))

@@ -67,7 +67,7 @@ def store_rows(keys, values, addresses, capacities, spans):  # type: ignore[no-u
 
 
 @njit(nogil=True, cache=True)
-def _ancestors(parents, start, row, context, path):  # type: ignore[no-untyped-def]
+def ancestors(parents, start, row, context, path):  # type: ignore[no-untyped-def]
     """Write the slab places of a row's ancestors and itself into path, leaf first; returns how many."""
     depth = 0
     while row >= 0:
@@ -109,6 +109,28 @@ def _places(j, first, in_context, path, depth):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
+def cap(scores, softcap):  # type: ignore[no-untyped-def]
+    """Bend scores to less than softcap; 0: leave them as they are."""
+    if softcap > 0:
+        for j in range(len(scores)):
+            scores[j] = softcap * np.tanh(scores[j] / softcap)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def soften(scores, lane, num_keys, sink):  # type: ignore[no-untyped-def]
+    """Turn a query's scores into exponentials, up to the next four of them 0; returns one over their sum.
+
+    sink: the logit that takes some of the probability and gives nothing, -inf where there is none.
+    """
+    if sink == -np.inf:
+        return np.float32(1.0) / tiles.exp_in_place(scores, lane, num_keys)
+    scores[lane, num_keys] = sink  # one key more, behind the others, whose value is nothing
+    total = tiles.exp_in_place(scores, lane, num_keys + 1)
+    scores[lane, num_keys] = 0.0
+    return np.float32(1.0) / total
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
 def _attend_block(count, planes, context, first, paths, depths, work, softcap, sinks):  # type: ignore[no-untyped-def]
     """`count` (row, head) queries over one K/V head: queries [4, padded], their outputs come back in sums.
 
@@ -127,19 +149,12 @@ def _attend_block(count, planes, context, first, paths, depths, work, softcap, s
         tiles.score_four(queries, 0, keys, _places(j, first, in_context, paths[0], depths[0]), scores, j)
     sums[:count] = 0
     for lane in range(count):
-        row, num_keys = scores[lane], in_context + depths[lane]
+        num_keys = in_context + depths[lane]
         for j in range(shared, num_keys, 4):
             places = _places(j, first, in_context, paths[lane], depths[lane])
             tiles.score_one(queries, lane, keys, places, scores, j)
-        if softcap > 0:
-            for j in range(num_keys):
-                row[j] = softcap * np.tanh(row[j] / softcap)
-        if sinks[lane] > -np.inf:  # one key more, behind the others, whose value is nothing
-            row[num_keys] = sinks[lane]
-            inverse[lane] = np.float32(1.0) / tiles.exp_in_place(scores, lane, num_keys + 1)
-            row[num_keys] = 0.0
-        else:
-            inverse[lane] = np.float32(1.0) / tiles.exp_in_place(scores, lane, num_keys)
+        cap(scores[lane, :num_keys], softcap)
+        inverse[lane] = soften(scores, lane, num_keys, sinks[lane])
     tiles.add_weighted(sums, count, values, first, first + whole, scores)
     for j in range(whole, shared, 4):
         tiles.add_four(sums, 0, values, _places(j, first, in_context, paths[0], depths[0]), scores, j)
@@ -169,7 +184,7 @@ def _attend_head(query, planes, span, part, head, group, parents, out, window, s
                 row, head_of_lane = (at + lane) // group, head * group + (at + lane) % group
                 tiles.spread(query[start + row, head_of_lane], scales[0], parts, queries[lane])
                 lane_sinks[lane] = sinks[head_of_lane] if len(sinks) else -np.inf
-                depths[lane] = _ancestors(parents, start, row, context, paths[lane])
+                depths[lane] = ancestors(parents, start, row, context, paths[lane])
                 if window > 0:
                     first = max(0, context + depths[lane] - window)
                     depths[lane] -= max(0, first - context)
@@ -184,7 +199,9 @@ def _attend_head(query, planes, span, part, head, group, parents, out, window, s
 
 # What attend_loop is given, as an int64 array: sizes, addresses of arrays, and two float32 in the place of one number.
 NUM_TOKENS, NUM_HEADS, DIM, NUM_SPANS, GROUP, WINDOW, LONGEST, SCALES = range(8)
-QUERY, OUT, ADDRESSES, CAPACITIES, SPANS, PARENTS, SINKS, MOST_ROWS, PART_ROWS, NEXT, JOB_SIZE = range(8, 19)
+QUERY, OUT, ADDRESSES, CAPACITIES, SPANS, PARENTS, SINKS, MOST_ROWS, PART_ROWS, HEADS_AT_ONCE, NEXT, JOB_SIZE = range(
+    8, 20
+)
 
 
 @functools.cache
@@ -196,7 +213,7 @@ def attend_loop(element: type[np.generic]) -> CFunc[Any]:
     them; PARENTS int32 [num_tokens], counted inside the span; GROUP: heads of a K/V head; WINDOW 0: none; LONGEST: the
     most keys of a row; SCALES: scale and softcap (0: none); SINKS float32 [num_heads] (0: none). K and V have
     the same dim. Threads that are given the same job share it, at most PART_ROWS of a span's rows at once, of which it
-    has MOST_ROWS at most: NEXT, 0 at first, is what nobody has begun yet.
+    has MOST_ROWS at most: NEXT, 0 at first, is what nobody has begun yet. (HEADS_AT_ONCE is matrix_kernel's.)
     """
 
     parts = 4 // np.dtype(element).itemsize

@@ -55,7 +55,7 @@ class SlabAllocator:
     """
 
     def __init__(self, layers: Sequence[LayerShape], dtype: torch.dtype, total_tokens: int) -> None:
-        self.dtype = dtype
+        self.layers, self.dtype = tuple(layers), dtype
         self._total = total_tokens // EXTENT * EXTENT
         self._owned = 0
         self._slabs: dict[str, _Slab] = {}

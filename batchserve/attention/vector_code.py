@@ -22,10 +22,15 @@ Value = Any  # of ir.Value; llvmlite has no types
 Builder = Any
 
 
+def features() -> list[str]:
+    """What numba compiles for: the same features that its cache is keyed by, "+" before each that there is."""
+    found: list[str] = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+    return found
+
+
 def _vector_width() -> int:
-    """How many float32 fill a register of what numba compiles for: by the same features that its cache is keyed by."""
-    features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-    return 16 if "+avx512f" in features else 8 if "+avx2" in features else 4
+    """How many float32 fill a register."""
+    return 16 if "+avx512f" in features() else 8 if "+avx2" in features() else 4
 
 
 WIDTH = _vector_width()
@@ -46,6 +51,7 @@ class Array:
         self._data = builder.inttoptr(builder.ptrtoint(struct.data, INDEX), _ADDRESS)
         self.columns = cgutils.unpack_tuple(builder, struct.shape, 2)[1]
         self.parts = 4 // self._size  # elements of a word
+        self.row_bytes = builder.mul(self.columns, index(self._size))
 
     def at(self, row: Value, column: Value) -> Value:
         """The address of an element."""
@@ -86,7 +92,7 @@ def everywhere(builder: Builder, scalar: Value) -> Value:
 def multiply_add(builder: Builder, a: Value, b: Value, c: Value) -> Value:
     """a * b + c, rounded once where the machine can."""
     kind = ir.FunctionType(FLOATS, [FLOATS, FLOATS, FLOATS])
-    return builder.call(_declared(builder, f"llvm.fmuladd.v{WIDTH}f32", kind), [a, b, c])
+    return builder.call(declared(builder, f"llvm.fmuladd.v{WIDTH}f32", kind), [a, b, c])
 
 
 def for_each_chunk(
@@ -170,9 +176,9 @@ def _load_first(builder: Builder, address: Value, count: Value) -> Value:
     numbers = ir.Constant(WORDS, list(range(WIDTH)))
     is_there = builder.icmp_unsigned("<", numbers, everywhere(builder, builder.trunc(count, WORD)))
     kind = ir.FunctionType(WORDS, [_ADDRESS, WORD, is_there.type, WORDS])
-    masked = _declared(builder, f"llvm.masked.load.v{WIDTH}i32.p0", kind)
+    masked = declared(builder, f"llvm.masked.load.v{WIDTH}i32.p0", kind)
     return builder.call(masked, [address, ir.Constant(WORD, ALIGN), is_there, ir.Constant(WORDS, [0] * WIDTH)])
 
 
-def _declared(builder: Builder, name: str, kind: ir.FunctionType) -> Value:
+def declared(builder: Builder, name: str, kind: ir.FunctionType) -> Value:
     return builder.module.globals.get(name) or ir.Function(builder.module, kind, name)

@@ -103,7 +103,7 @@ def _cpu_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tu
     if config.batch_invariant:
         check_batch_invariant(loaded, has_kernel)
     if has_kernel:
-        compile_kernels(loaded.dtype)
+        compile_kernels(loaded.layers, loaded.dtype)
     say(_described(config, total_tokens, allocator.bytes_per_token, max_model_len))
     backend = CpuBackend(allocator, _num_heads(loaded), has_kernel=has_kernel, batch_invariant=config.batch_invariant)
     return backend, max_model_len

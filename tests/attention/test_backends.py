@@ -29,6 +29,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 # path with the reference in the place of its kernel.
 KINDS = ("sdpa", "mixed", "batch_invariant", "paged")
 DTYPES = [torch.float32, torch.bfloat16]
+MATRICES = torch.bfloat16, 64  # for dims like this one whole matrices are multiplied, where a processor can
 
 
 @dataclass
@@ -87,7 +88,9 @@ def make_spans(rng: random.Random, contexts: list[int], trees: list[list[int]]) 
 def random_case(seed: int, dtype: torch.dtype, *, longest: int = 200) -> Case:
     rng = random.Random(seed)
     heads, kv_heads = rng.choice([(4, 4), (4, 2), (8, 1), (6, 2), (1, 1)])
-    key_dim, value_dim = rng.choice([(16, 16), (8, 8), (16, 8), (24, 32), (64, 64), (80, 80), (128, 128), (7, 7)])
+    key_dim, value_dim = rng.choice(
+        [(16, 16), (8, 8), (16, 8), (24, 32), (64, 64), (80, 80), (96, 96), (128, 128), (7, 7)]
+    )
     num_layers = rng.randint(1, 3)
     shapes = [LayerShape(kv_heads, key_dim, value_dim)] * num_layers
     params = []
@@ -203,8 +206,8 @@ def test_bits_do_not_depend_on_how_a_spans_rows_are_shared_out(dtype: torch.dtyp
         case, outputs = random_case(seed, dtype), []
         if not kernel_supports(case.shapes, dtype):
             continue
-        for part_rows in (1, 3, 8, 1000):
-            with mock.patch.multiple(cpu, PART_ROWS=part_rows, MOST_PARTS=100):
+        for size in (1, 3, 8, 1000):
+            with mock.patch.multiple(cpu, PART_ROWS=size, PART_QUERIES=size, TURNS=1000 // size, MOST_PARTS=100):
                 outputs.append(run_case(case, "batch_invariant"))
         assert all(torch.equal(a, b) for other in outputs[1:] for a, b in zip(outputs[0], other, strict=True))
 
@@ -219,12 +222,14 @@ def test_every_backend_equals_the_reference_at_length(dtype: torch.dtype) -> Non
 class Sequence:
     """One request whose token t always has the same q, k and v, fed in whatever steps."""
 
-    def __init__(self, kind: str, num_tokens: int, window: int | None, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, kind: str, num_tokens: int, window: int | None, dtype: torch.dtype = torch.float32, dim: int = 8
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.tokens = [[torch.randn(1, h, 1, 8, generator=generator).to(dtype) for h in (4, 2, 2)]
+        self.tokens = [[torch.randn(1, h, 1, dim, generator=generator).to(dtype) for h in (4, 2, 2)]
                        for _ in range(num_tokens)]  # fmt: skip
-        self.backend = make_backend(kind, [LayerShape(2, 8, 8)] * 2, 4, dtype)
-        self.params = AttentionParams(8**-0.5, window)
+        self.backend = make_backend(kind, [LayerShape(2, dim, dim)] * 2, 4, dtype)
+        self.params = AttentionParams(dim**-0.5, window)
         self.length = 0
 
     def feed(self, parents: list[int], tokens: list[int], kept: list[int]) -> torch.Tensor:
@@ -259,28 +264,37 @@ def test_an_accepted_path_leaves_the_same_memory_as_plain_decoding(kind: str, wi
     torch.testing.assert_close(after[0], one_by_one[-1], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 8), (torch.bfloat16, 8), MATRICES], ids=str)
+@pytest.mark.parametrize("window", [None, 6, 40])
 @pytest.mark.parametrize("chunk", [1, 5, 64])
 def test_the_invariant_kernel_gives_the_same_bits_however_a_sequence_is_cut(
-    chunk: int, window: int | None, dtype: torch.dtype
+    chunk: int, window: int | None, dtype: torch.dtype, dim: int
 ) -> None:
     """In chunks of any size and as rows of a tree: bit for bit what one long prefill gives."""
     tokens = [*range(CONTEXT), *PATH, LAST]
-    whole = Sequence("batch_invariant", LAST + 1, window, dtype).feed_chain(tokens)
-    cut = Sequence("batch_invariant", LAST + 1, window, dtype)
+    whole = Sequence("batch_invariant", LAST + 1, window, dtype, dim).feed_chain(tokens)
+    cut = Sequence("batch_invariant", LAST + 1, window, dtype, dim)
     rows = [cut.feed_chain(tokens[at : min(at + chunk, CONTEXT)]) for at in range(0, CONTEXT, chunk)]
     rows.append(cut.feed(TREE, list(range(CONTEXT, LAST)), ACCEPTED)[ACCEPTED])
     rows.append(cut.feed_chain([LAST]))
     assert torch.equal(torch.cat(rows), whole)
 
 
-@pytest.mark.parametrize("kind", ["reference", "batch_invariant"])
-def test_what_is_not_a_number_is_seen_by_those_rows_only_that_see_it(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype", "dim", "which"),
+    [
+        ("reference", torch.float32, 8, "K"),  # of V it multiplies by zero what a row does not see
+        *(("batch_invariant", dtype, dim, which) for which in "KV" for dtype, dim in ((torch.float32, 8), MATRICES)),
+    ],
+    ids=str,
+)
+def test_what_is_not_a_number_is_seen_by_those_rows_only_that_see_it(
+    kind: str, dtype: torch.dtype, dim: int, which: str
+) -> None:
     """The low bits of the second one are those that arithmetic on exponents would lose."""
     for nan in (float("nan"), torch.tensor(0x7FC00001, dtype=torch.int32).view(torch.float32).item()):
-        sequence = Sequence(kind, LAST + 1, None)
-        sequence.tokens[CONTEXT + 2][1][..., 3] = nan  # K of the third row of the tree
+        sequence = Sequence(kind, LAST + 1, None, dtype, dim)
+        sequence.tokens[CONTEXT + 2]["QKV".index(which)][...] = nan  # of the third row of the tree
         sequence.feed_chain(list(range(CONTEXT)))
         rows = sequence.feed(TREE, list(range(CONTEXT, LAST)), ACCEPTED)
         seen = [row for row in range(len(TREE)) if 2 in ancestors(TREE, row)]

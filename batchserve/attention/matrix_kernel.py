@@ -1,0 +1,315 @@
+"""Tree attention in whole-matrix instructions, of bfloat16: path_kernel.py's contract, sixteen queries at a time.
+
+A row takes its keys in tiles of 16 positions. Those that all rows of a block share are one run of memory, multiplied
+for all of its queries at once. The rest of a row's keys, its tail, is copied together, context and ancestors behind
+each other, and multiplied for that row's queries. Both are the same instructions over the same tiles: so which of its
+keys a row shares with others changes no bit of what comes out. Weights are rounded to bfloat16, as in SDPA.
+
+A row that sees NaN is NaN; one that sees an infinite V may be, and of a chain those before it in its block. What is in
+other branches of its tree touches no row.
+"""
+
+# ruff: noqa: ANN001, ANN202
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numba import carray, cfunc, njit, types
+
+from batchserve.addresses import as_pointer, claim
+from batchserve.attention import matrix_code as matrix
+from batchserve.attention.matrix_code import AT_ONCE, ROW_BYTES, TILE
+from batchserve.attention.path_kernel import (
+    ADDRESSES,
+    CAPACITIES,
+    DIM,
+    GROUP,
+    HEADS_AT_ONCE,
+    JOB_SIZE,
+    LONGEST,
+    MOST_ROWS,
+    NEXT,
+    NUM_HEADS,
+    NUM_SPANS,
+    NUM_TOKENS,
+    OUT,
+    PARENTS,
+    PART_ROWS,
+    QUERY,
+    SCALES,
+    SINKS,
+    SPANS,
+    WINDOW,
+    ancestors,
+    cap,
+    soften,
+)
+
+if TYPE_CHECKING:
+    from numba.core.ccallback import CFunc
+
+
+class _Work(NamedTuple):
+    """A thread's memory, for one block at a time. The queries of a block are its lanes."""
+
+    lanes: np.ndarray  # uint16 [TILE, dim]
+    queries: np.ndarray  # these: see matrix_code.py, as for weights and sums
+    scores: np.ndarray  # float32 [2 * TILE, keys]
+    weights: np.ndarray
+    sums: np.ndarray
+    spare_sums: np.ndarray
+    tiles: np.ndarray
+    inverse: np.ndarray  # float32 [TILE]: what sums are to be multiplied by
+    sinks: np.ndarray  # float32 [TILE]
+    rows: np.ndarray  # int64 [TILE]: of each lane
+    heads: np.ndarray  # int64 [TILE]
+    tail: np.ndarray  # uint16 [rows and two tiles, dim]
+    paths: np.ndarray  # int64 [TILE, rows]: see path_kernel.ancestors
+    depths: np.ndarray  # int64 [TILE]
+    ends: np.ndarray  # int64 [TILE]: behind the last lane of each row
+
+
+@njit(nogil=True, cache=True)
+def _whole(count):  # type: ignore[no-untyped-def]
+    """`count`, filled up to a chunk."""
+    return (count + TILE - 1) // TILE * TILE
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _next(address, array):  # type: ignore[no-untyped-def]
+    """Behind an array at an address: where a row of a tile begins, none lies in two cache lines."""
+    return (address + array.nbytes + ROW_BYTES - 1) // ROW_BYTES * ROW_BYTES
+
+
+@njit(nogil=True, cache=True)
+def _work_at(at, dim, longest, most_rows):  # type: ignore[no-untyped-def]
+    """(work, the address behind it) for spans of up to most_rows rows, with up to `longest` keys.
+
+    Arrays without an owner: Numba counts references to what has one, wherever it is handed on.
+    """
+    keys, wide = _whole(longest) + 2 * TILE, (dim + AT_ONCE * TILE - 1) // (AT_ONCE * TILE) * AT_ONCE * TILE
+    lanes = carray(as_pointer(at), (TILE, dim), np.uint16)
+    at = _next(at, lanes)
+    queries = carray(as_pointer(at), (dim // 2, 2 * TILE), np.uint32)
+    at = _next(at, queries)
+    scores = carray(as_pointer(at), (2 * TILE, keys), np.float32)
+    at = _next(at, scores)
+    weights = carray(as_pointer(at), (2, 2 * TILE, keys), np.uint32)
+    at = _next(at, weights)
+    sums = carray(as_pointer(at), (2 * TILE, wide), np.float32)
+    at = _next(at, sums)
+    spare_sums = carray(as_pointer(at), (TILE, wide), np.float32)
+    at = _next(at, spare_sums)
+    tiles = carray(as_pointer(at), (AT_ONCE * TILE, TILE), np.float32)
+    at = _next(at, tiles)
+    inverse = carray(as_pointer(at), TILE, np.float32)
+    at = _next(at, inverse)
+    sinks = carray(as_pointer(at), TILE, np.float32)
+    at = _next(at, sinks)
+    rows = carray(as_pointer(at), TILE, np.int64)
+    at = _next(at, rows)
+    heads = carray(as_pointer(at), TILE, np.int64)
+    at = _next(at, heads)
+    tail = carray(as_pointer(at), (most_rows + 2 * TILE, dim), np.uint16)
+    at = _next(at, tail)
+    paths = carray(as_pointer(at), (TILE, most_rows), np.int64)
+    at = _next(at, paths)
+    depths = carray(as_pointer(at), TILE, np.int64)
+    at = _next(at, depths)
+    ends = carray(as_pointer(at), TILE, np.int64)
+    at = _next(at, ends)
+    arrays = (lanes, queries, scores, weights, sums, spare_sums, tiles, inverse, sinks, rows, heads, tail)
+    return _Work(*arrays, paths, depths, ends), at
+
+
+@njit(nogil=True, cache=True)
+def _soften(scores, lane, num_keys, num_hidden, until, softcap, sink, weights):  # type: ignore[no-untyped-def]
+    """A query's weights from its scores: of so many keys, the first num_hidden of which it does not see.
+
+    Returns what their sum is to be multiplied by.
+    """
+    if softcap > 0:
+        cap(scores[lane, :num_keys], softcap)
+    for i in range(num_hidden):
+        scores[lane, i] = -np.inf
+    inverse = soften(scores, lane, num_keys, sink)
+    matrix.to_weights(scores, lane, num_keys, until, weights[0], weights[1])
+    return inverse
+
+
+@njit(nogil=True, cache=True)
+def _attend_chain(planes, heads, context, count, window, scales, work):  # type: ignore[no-untyped-def]
+    """Rows that lie behind the context one by one: the last one's keys for all, the later ones without weight."""
+    first, end = 0, context + work.rows[count - 1] + 1
+    if window > 0:
+        first = max(0, end - window)
+    begin, shared, until = first // TILE * TILE, end // TILE * TILE, _whole(end)
+    # A slab ends with a whole chunk: what is behind the last key is there, and nobody looks at it.
+    for head in range(heads[0], heads[1]):
+        lane = (head - heads[0]) * count
+        keys = planes[0][head]
+        matrix.score(work.queries, lane, count, keys, begin, until, work.scores, 0, work.tiles, scales[0])
+    for lane in range((heads[1] - heads[0]) * count):
+        what = (lane, context + work.rows[lane] + 1 - begin, first - begin, until - begin, scales[1], work.sinks[lane])
+        work.inverse[lane] = _soften(work.scores, *what, work.weights)
+    for head in range(heads[0], heads[1]):
+        values = planes[1][head]
+        for place in range(shared, end):
+            matrix.copy_row(values, place, work.tail, place - shared)
+        for i in range(end - shared, until - shared):
+            matrix.clear_row(work.tail, i)
+        lane, tail = (head - heads[0]) * count, (work.tail, until - shared)
+        matrix.weigh(work.weights, lane, values, begin, shared, *tail, work.sums)
+
+
+@njit(nogil=True, cache=True)
+def _straight(context, paths, depths, count):  # type: ignore[no-untyped-def]
+    """How many ancestors, from the root on, the first `count` rows share that lie behind the context one by one."""
+    common, limit = 0, depths[:count].min()
+    while common < limit:
+        for i in range(count):
+            if paths[i, depths[i] - 1 - common] != context + common:
+                return common
+        common += 1
+    return common
+
+
+@njit(nogil=True, cache=True)
+def _copy_tail(plane, begin, context, path, depth, tail):  # type: ignore[no-untyped-def]
+    """A row's keys or values from position `begin` on, and zeros up to a whole chunk; returns their number."""
+    count = context + depth - begin
+    for i in range(count):
+        behind = begin + i - context
+        matrix.copy_row(plane, begin + i if behind < 0 else path[depth - 1 - behind], tail, i)
+    for i in range(count, _whole(count)):
+        matrix.clear_row(tail, i)
+    return count
+
+
+@njit(nogil=True, cache=True)
+def _attend_tree(planes, heads, context, count, window, start, parents, scales, work):  # type: ignore[no-untyped-def]
+    """Rows of a tree; if there is a window, of one row."""
+    first_row = work.rows[0]
+    num_rows = work.rows[count - 1] - first_row + 1
+    for i in range(num_rows):
+        work.depths[i] = ancestors(parents, start, first_row + i, context, work.paths[i])
+        work.ends[i] = np.searchsorted(work.rows[:count], first_row + i, side="right")
+    first = max(0, context + work.depths[0] - window) if window > 0 else 0
+    begin = first // TILE * TILE
+    shared = max(begin, (context + _straight(context, work.paths, work.depths, num_rows)) // TILE * TILE)
+    for head in range(heads[0], heads[1]):
+        keys, at, lane = planes[0][head], (head - heads[0]) * count, (head - heads[0]) * count
+        matrix.score(work.queries, lane, count, keys, begin, shared, work.scores, 0, work.tiles, scales[0])
+        for i in range(num_rows):
+            until = at + work.ends[i]
+            num_own = _copy_tail(keys, shared, context, work.paths[i], work.depths[i], work.tail)
+            own = (work.tail, 0, _whole(num_own), work.scores, shared - begin, work.tiles, scales[0])
+            matrix.score(work.queries, lane, until - lane, *own)
+            num_keys = shared - begin + num_own
+            for each in range(lane, until):
+                what = (each, num_keys, first - begin, _whole(num_keys), scales[1], work.sinks[each])
+                work.inverse[each] = _soften(work.scores, *what, work.weights)
+            lane = until
+    for head in range(heads[0], heads[1]):
+        values, at, lane = planes[1][head], (head - heads[0]) * count, (head - heads[0]) * count
+        matrix.weigh(work.weights, lane, values, begin, shared, work.tail, 0, work.sums)
+        for i in range(num_rows):
+            until = at + work.ends[i]
+            num_own = _copy_tail(values, shared, context, work.paths[i], work.depths[i], work.tail)
+            rest = (shared - begin, work.tail, _whole(num_own))
+            matrix.weigh_more(work.weights, lane, until - lane, *rest, work.sums, work.spare_sums)
+            lane = until
+
+
+@njit(nogil=True, cache=True)
+def _attend_block(query, planes, heads, span, chain, items, group, parents, out, window, scales, sinks, work):  # type: ignore[no-untyped-def]
+    """Some (row, head) items of a span over each of some K/V heads; at most TILE of them, counted for every head.
+
+    span: (row start, rows, context length), of whose rows the first `chain` are one; items: (first, end), counted over
+    its rows and the `group` of a K/V head; heads: (first, end) of the K/V heads.
+    """
+    (start, _, context), (at, end) = span, items
+    count = end - at
+    for head in range(heads[0], heads[1]):
+        for i in range(count):
+            lane, row, own = (head - heads[0]) * count + i, (at + i) // group, head * group + (at + i) % group
+            work.rows[lane], work.heads[lane] = row, own
+            work.sinks[lane] = sinks[own] if len(sinks) else -np.inf
+            matrix.copy_row(query[start + row], own, work.lanes, lane)
+    matrix.stand(work.lanes, work.queries)
+    if work.rows[count - 1] < chain:
+        _attend_chain(planes, heads, context, count, window, scales, work)
+    else:
+        _attend_tree(planes, heads, context, count, window, start, parents, scales, work)
+    for lane in range((heads[1] - heads[0]) * count):
+        matrix.give(work.sums, lane, work.inverse[lane], out[start + work.rows[lane]], work.heads[lane])
+
+
+@njit(nogil=True, cache=True)
+def _attend_part(query, planes, heads, span, part, group, parents, out, window, scales, sinks, work):  # type: ignore[no-untyped-def]
+    """The rows (first, end) of a span over the K/V heads (first, end), block by block."""
+    first, last = part[0] * group, part[1] * group
+    if span[1] + span[2] <= window:  # it hides nothing yet
+        window = 0
+    chain = 0
+    while chain < span[1] and parents[span[0] + chain] == chain - 1:
+        chain += 1
+    # Under a window every row has a first key of its own.
+    width = group if window > 0 else last - first
+    at_once = max(1, TILE // width)
+    for head in range(heads[0], heads[1], at_once):
+        some = (head, min(head + at_once, heads[1]))
+        for begin in range(first, last, width):
+            for at in range(begin, begin + width, TILE):
+                items = (at, min(at + TILE, begin + width))
+                what = (chain, items, group, parents, out, window, scales, sinks, work)
+                _attend_block(query, planes, some, span, *what)
+
+
+@functools.cache
+def attend_loop() -> CFunc[Any]:
+    """path_kernel.attend_loop for planes of bfloat16 (uint16), and a QUERY of it; DIM is a multiple of PAIRS.
+
+    A thread takes HEADS_AT_ONCE K/V heads, and puts those in one block whose queries fit into it.
+    """
+
+    @cfunc(types.void(types.CPointer(types.int64)), nopython=True, cache=True)
+    def loop(job_address):  # type: ignore[no-untyped-def]
+        job = carray(job_address, JOB_SIZE)
+        num_heads, dim, num_spans, part_rows = job[NUM_HEADS], job[DIM], job[NUM_SPANS], job[PART_ROWS]
+        num_kv_heads, at_once = num_heads // job[GROUP], job[HEADS_AT_ONCE]
+        shape = (job[NUM_TOKENS], num_heads, dim)
+        query, out = carray(as_pointer(job[QUERY]), shape, np.uint16), carray(as_pointer(job[OUT]), shape, np.float32)
+        addresses = carray(as_pointer(job[ADDRESSES]), (num_spans, 2), np.int64)
+        capacities = carray(as_pointer(job[CAPACITIES]), num_spans, np.int64)
+        spans = carray(as_pointer(job[SPANS]), (num_spans, 3), np.int64)
+        parents = carray(as_pointer(job[PARENTS]), job[NUM_TOKENS], np.int32)
+        sinks = carray(as_pointer(job[SINKS]), num_heads if job[SINKS] != 0 else 0, np.float32)
+        scales = carray(as_pointer(job.ctypes.data + SCALES * job.itemsize), 2, np.float32)
+        size = (dim, job[LONGEST], job[MOST_ROWS])
+        memory = np.empty(_work_at(0, *size)[1] + ROW_BYTES, np.uint8)
+        work, _ = _work_at(_next(memory.ctypes.data - 1, memory[:1]), *size)
+        matrix.begin_tiles()
+        num_parts, num_groups = (job[MOST_ROWS] + part_rows - 1) // part_rows, (num_kv_heads + at_once - 1) // at_once
+        while True:
+            unit = claim(job.ctypes.data + NEXT * job.itemsize)
+            if unit >= num_spans * num_groups * num_parts:
+                break
+            s, head = unit // num_parts // num_groups, unit // num_parts % num_groups * at_once
+            first_row = unit % num_parts * part_rows
+            if first_row >= spans[s, 1]:
+                continue
+            plane_shape = (num_kv_heads, capacities[s], dim)
+            keys = carray(as_pointer(addresses[s, 0]), plane_shape, np.uint16)
+            values = carray(as_pointer(addresses[s, 1]), plane_shape, np.uint16)
+            span, heads = (spans[s, 0], spans[s, 1], spans[s, 2]), (head, min(head + at_once, num_kv_heads))
+            part = (first_row, min(first_row + part_rows, span[1]))
+            what = (part, job[GROUP], parents, out, job[WINDOW], scales, sinks, work)
+            _attend_part(query, (keys, values), heads, span, *what)
+        matrix.end_tiles()
+        memory[0] = 0  # until here it is used
+
+    compiled: CFunc[Any] = loop
+    return compiled
