@@ -73,7 +73,7 @@ class _Work(NamedTuple):
 
 @njit(nogil=True, cache=True)
 def _whole(count):  # type: ignore[no-untyped-def]
-    """`count`, filled up to a chunk."""
+    """`count`, filled up to a whole tile."""
     return (count + TILE - 1) // TILE * TILE
 
 
@@ -146,7 +146,7 @@ def _attend_chain(planes, heads, context, count, window, scales, work):  # type:
     if window > 0:
         first = max(0, end - window)
     begin, shared, until = first // TILE * TILE, end // TILE * TILE, _whole(end)
-    # A slab ends with a whole chunk: what is behind the last key is there, and nobody looks at it.
+    # A slab ends with a whole tile: what is behind the last key is there, and nobody looks at it.
     for head in range(heads[0], heads[1]):
         lane = (head - heads[0]) * count
         keys = planes[0][head]
@@ -178,7 +178,7 @@ def _straight(context, paths, depths, count):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def _copy_tail(plane, begin, context, path, depth, tail):  # type: ignore[no-untyped-def]
-    """A row's keys or values from position `begin` on, and zeros up to a whole chunk; returns their number."""
+    """A row's keys or values from position `begin` on, and zeros up to a whole tile; returns their number."""
     count = context + depth - begin
     for i in range(count):
         behind = begin + i - context

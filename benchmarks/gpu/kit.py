@@ -25,6 +25,7 @@ FAILED_CAPTURES = ("graph capture", "capturing")
 MOST_ERROR_CHARS, MOST_CHARS_OF_ONE = 2000, 300
 # A part begins nothing new behind this share of its time: what is under way must end before it is stopped.
 SOFT_SHARE = 0.85
+WARMING_S = 0.7  # until an idle device runs at full speed
 T = TypeVar("T")
 
 
@@ -190,8 +191,11 @@ def used_memory(kit: Kit) -> dict[str, int]:
     }
 
 
-def timed_ms(kit: Kit, call: Callable[[], Any], runs: int) -> float:
-    """Milliseconds of one call on the device: the median of `runs`, two before them for warming up."""
+def timed_ms(kit: Kit, call: Callable[[], Any], runs: int, *, is_queued: bool = False) -> float:
+    """Milliseconds of one call on the device: the median of `runs`, two before them for warming up.
+
+    is_queued: each behind another one, so that the device does not wait for its launch.
+    """
     samples = []
     for number in range(runs + 2):
         if kit.is_dry:
@@ -200,6 +204,8 @@ def timed_ms(kit: Kit, call: Callable[[], Any], runs: int) -> float:
             elapsed = (time.perf_counter() - started_s) * 1e3
         else:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            if is_queued:
+                call()
             begin.record()
             call()
             end.record()
@@ -220,11 +226,15 @@ def kernel_ms(kit: Kit, call: Callable[[], Any], repeats: int = 20) -> float:
     with nothing_collected(), torch.cuda.graph(graph):
         for _ in range(repeats):
             call()
-    return timed_ms(kit, graph.replay, 5) / repeats
+    return timed_ms(kit, graph.replay, 5, is_queued=True) / repeats
 
 
 def copy_bandwidth(kit: Kit) -> float:
-    """Bytes a second that a copy on the device reads and writes together."""
+    """Bytes a second that a copy on the device reads and writes together, once its clocks have gone up."""
     source = torch.empty(kit.pick(2 << 30, 1 << 20), dtype=torch.uint8, device=kit.device)
     target = torch.empty_like(source)
+    until_s = time.monotonic() + kit.pick(WARMING_S, 0)
+    while time.monotonic() < until_s:
+        target.copy_(source)
+        kit.sync()
     return 2 * len(source) / (timed_ms(kit, lambda: target.copy_(source), 10) / 1e3)

@@ -105,7 +105,7 @@ def check_graphs(engine: BuiltEngine, is_eager: bool) -> None:
     backend = engine.core.runner.backend
     can_be = isinstance(backend, PagedBackend) and backend.device.type == "cuda" and backend.kernel.can_be_captured
     if can_be and not is_eager and not num_graphs(engine):
-        raise RuntimeError("graph capture failed: the engine's steps are eager (what it said at start has the reason)")
+        raise RuntimeError("the engine's steps are eager, and no graphs (what it said at start has the reason)")
 
 
 def backend_options(kit: Kit, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:

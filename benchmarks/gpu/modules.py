@@ -85,11 +85,11 @@ def is_installed() -> bool:
 
 
 def is_ready(kit: Kit, module: Module) -> bool:
-    """Whether it can be used now: it lies compiled where FlashInfer looks, or may be compiled."""
+    """Whether it can be used now: it lies compiled where FlashInfer looks, and loads, or may be compiled."""
     if module.head_dim not in HEAD_DIMS or module.dtype not in DTYPES or not is_installed():
         return False
     try:
-        return kit.can_compile or bool(module.spec().is_aot)
+        return kit.can_compile or module.spec().try_load() is not None
     except (ImportError, OSError, RuntimeError) as error:  # a package that it needs is missing, or the GPU is unknown
         print(f"FlashInfer cannot be imported: {error}", file=sys.stderr, flush=True)
         return False

@@ -31,6 +31,7 @@ from benchmarks.adaptive.workloads import WARM_SHARE, new_drafter
 from benchmarks.gpu import answers
 from benchmarks.gpu.kit import Kit, Report
 from benchmarks.gpu.models import engine_on, num_graphs, random_llama, shape_names
+from benchmarks.gpu.step_bench import fill_caches
 
 SIZES = (1, 2, 4, 8, 16, 32)
 FIXED = (8, 32)
@@ -69,11 +70,13 @@ class ReplayBench:
         self._kit = kit
         sizes = {"max_num_seqs": max(SIZES), "max_model_len": LONGEST}
         sizes["max_num_batched_tokens"] = kit.pick(2560, 80)  # every request's most drafts in one step
+        sizes["max_graph_rows"] = kit.pick(1088, 80)  # those of the longest fixed length, too
         model = random_llama(kit, shape)
         self.engine = engine_on(kit, model, shape, **{**sizes, **options}, clock=time.perf_counter)
         self.core = self.engine.core
         self._table = self.core.drafts.adaptive.step_time.table
         self.driver = PagedDriver(self.core, time.perf_counter)
+        fill_caches(self.core.runner)
         self.core.runner.bind_thread()
 
     def adaptive(self) -> Contender:

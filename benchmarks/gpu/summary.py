@@ -99,8 +99,12 @@ def _verdicts(data: Data) -> list[str]:
     wrong = [name for name, cell in cells.items() if not cell["is_right"]]
     lines = [f"{len(cells) - len(wrong)} of {len(cells)} right"]
     lines += [f"WRONG {name}: {_short(cells[name])}" for name in wrong]
+    left = [name for name, cell in cells.items() if not cell.get("is_judged", True)]
+    if left:
+        lines.append(f"not judged, experts in bf16: {', '.join(left)}")
     ties = [cell["greedy"] for cell in cells.values() if "greedy" in cell]
     if ties:
+        lines.append(f"whole engines with {', '.join(sorted({name.split('/')[2] for name in cells}))}")
         tokens, near = sum(t["tokens"] for t in ties), sum(t["near_ties"][0] for t in ties)
         lines.append(f"greedy: {near} near-ties in {tokens} tokens")
     return lines
