@@ -52,7 +52,8 @@ class LLM:
         """Answers in the order of the prompts; a prompt is a string or a list of token ids.
 
         sampling_params, speculation, priority (higher comes first): one for all prompts, or one for each.
-        Every prompt is checked before any is run: raises InvalidRequestError and runs nothing.
+        Every prompt is checked before any is run: raises InvalidRequestError and runs nothing. What goes wrong for one
+        of them later (NonFiniteLogitsError) ends the call, and the others' answers are lost.
         """
         requests = self._requests(_as_list(prompts), sampling_params, speculation, priority)
         collectors = {r.request_id: OutputCollector(r.prompt_token_ids) for r in requests}

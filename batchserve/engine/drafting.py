@@ -31,18 +31,6 @@ TENANT = "default"  # there is no authentication: all callers are one
 
 
 @dataclasses.dataclass(slots=True)
-class _Step:
-    """The step under way: without drafts, its decoding rows alone, and with drafts."""
-
-    without: StepLoad
-    decoding: StepLoad
-    load: StepLoad
-    draft_s: float = 0.0
-    propose_s: float = 0.0
-    num_asked: int = 0
-
-
-@dataclasses.dataclass(slots=True)
 class _Unheard:
     """Tokens of a request that its drafter was not told of yet: accepted ones, and those that the client was given."""
 
@@ -71,14 +59,14 @@ class DraftStage:
         self._clock = clock
         self._step_time = step_time
         self._started: dict[str, _Unheard] = {}  # requests that have draft state
-        self._step: _Step | None = None
+        self._step: StepOutcome | None = None  # the one under way
 
     def propose(self, plan: SchedulerOutput) -> DraftForest:
         """The drafts of one step, a tree for every scheduled request, with K/V reserved for their rows."""
         decoding = [s for s in plan.scheduled if s.is_decoding]
         without = _load(plan.scheduled)
         alone = without if len(decoding) == len(plan.scheduled) else _load(decoding)
-        self._step = step = _Step(without, alone, without)
+        self._step = step = StepOutcome(without, alone, without)
         places = [place for place, s in enumerate(plan.scheduled) if s.max_draft_tokens > 0]
         if not places or (self.adaptive is not None and not self.adaptive.begin_step(without, alone)):
             return DraftForest.empty(len(plan.scheduled))
@@ -186,8 +174,8 @@ class DraftStage:
             if self._step_time is not None:
                 self._step_time.observe(step.load, step_s - step.draft_s)
             return
-        drafting = (step.draft_s, step.propose_s, step.num_asked)
-        self.adaptive.step_done(StepOutcome(step.without, step.decoding, step.load, step_s, *drafting), token_ids)
+        step.step_s = step_s
+        self.adaptive.step_done(step, token_ids)
 
     def preempted(self, requests: Iterable[Request]) -> None:
         """These begin again: the token behind their next prefill is none that a drafter was asked for."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -15,6 +14,7 @@ from batchserve.attention.slab import EXTENT, SlabAllocator, bytes_per_token
 from batchserve.attention.slots import SlotAllocator
 from batchserve.attention.torch_paged import TorchKernel
 from batchserve.config import EngineConfig, MiB
+from batchserve.engine.free_memory import free_memory_bytes
 from batchserve.errors import ConfigError
 from batchserve.request import GREEDY, ResolvedSampling
 from batchserve.runner import row_layout
@@ -287,13 +287,3 @@ def check_batch_invariant(loaded: LoadedModel, has_kernel: bool) -> None:
         split_linears(loaded.model)
     if reason := find_row_dependence(loaded.model):
         raise ConfigError(f"batch_invariant: {name} gives a row other bits in another batch ({reason})")
-
-
-def free_memory_bytes() -> int:
-    """Memory that can be had without swapping; 4 GiB where the system does not say."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 4096 * MiB

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from batchserve.attention.base import Spans
+from batchserve.draft.forest import DraftForest
 from batchserve.runner.row_layout import lay_out
 
 if TYPE_CHECKING:
@@ -47,26 +48,6 @@ class RequestRows:
     @property
     def num_draft_tokens(self) -> int:
         return len(self.token_ids) - self.num_pending
-
-
-class Trees(Protocol):
-    """The draft trees of a step, one a request (draft/forest.py: DraftForest): parents count inside of their tree."""
-
-    @property
-    def starts(self) -> IntArray: ...
-    @property
-    def token_ids(self) -> IntArray: ...
-    @property
-    def parents(self) -> IntArray: ...
-    @property
-    def is_verified(self) -> BoolArray: ...
-
-
-class _Trees(NamedTuple):
-    starts: IntArray
-    token_ids: IntArray
-    parents: IntArray
-    is_verified: BoolArray
 
 
 @dataclass(slots=True)
@@ -111,10 +92,12 @@ class RaggedBatch:
 def build_batch(requests: Sequence[RequestRows]) -> RaggedBatch:
     """The ragged batch of these rows."""
     nodes = [rows.parents[rows.num_pending :] for rows in requests]
-    trees = _Trees(
-        np.array([0, *accumulate(map(len, nodes))]),
+    starts = np.array([0, *accumulate(map(len, nodes))])
+    trees = DraftForest(
+        starts,
         np.array([token for rows in requests for token in rows.token_ids[rows.num_pending :]], np.int64),
         np.array([p - rows.num_pending for rows, own in zip(requests, nodes, strict=True) for p in own], np.int64),
+        np.ones(int(starts[-1])),
         np.array([v for rows in requests for v in rows.is_verified or [True] * rows.num_draft_tokens], np.bool_),
     )
     pending = list(chain.from_iterable(rows.token_ids[: rows.num_pending] for rows in requests))
@@ -128,7 +111,7 @@ def flatten(
     samplings: list[ResolvedSampling | None],
     heads: Sequence[int],
     pending_ids: Sequence[int],
-    trees: Trees,
+    trees: DraftForest,
 ) -> RaggedBatch:
     """Lay the rows of all requests behind each other.
 

@@ -7,7 +7,7 @@ budget which cuts a draft does not blind the estimate that it cuts by.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from batchserve.scheduler.budget_kernels import CLOSED, correct, score_trees, we
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from batchserve.draft.forest import DraftForest
 
 FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
@@ -24,21 +26,6 @@ DEPTH_OF_BIN = (1, 2, 3, 4, 6, 8)  # a bin's greatest depth; the last bin has al
 NUM_DEPTHS, NUM_PROBS = len(DEPTH_OF_BIN) + 1, len(PROB_BINS) + 1
 PRIOR = 2.0  # edges
 _DEPTH_BIN = np.array([int(np.searchsorted(DEPTH_OF_BIN, depth)) for depth in range(DEPTH_OF_BIN[-1] + 2)])
-
-
-class Trees(Protocol):
-    """Draft trees node behind node (draft/forest.py: DraftForest). Of all nodes here it is supposed that they may be
-    accepted; probs are path probabilities.
-    """
-
-    @property
-    def starts(self) -> IntArray: ...
-    @property
-    def token_ids(self) -> IntArray: ...
-    @property
-    def parents(self) -> IntArray: ...
-    @property
-    def probs(self) -> FloatArray: ...
 
 
 class Offered(NamedTuple):
@@ -157,9 +144,10 @@ class AcceptanceModel:
         for offered in self._open:
             offered.trees[1, offered.trees[0] == slot] = CLOSED
 
-    def calibrate(self, trees: Trees, slots: IntArray, places: IntArray) -> Offered:
+    def calibrate(self, trees: DraftForest, slots: IntArray, places: IntArray) -> Offered:
         """Calibrated trees. `slots` are of all requests of a step; tree i is of the one at slots[places[i]].
 
+        Of all nodes it is supposed that they may be accepted; their probs are path probabilities.
         Raises ValueError if a parent does not come before its node.
         """
         if self._is_stale:

@@ -9,11 +9,11 @@ import math
 from dataclasses import dataclass, field
 from itertools import compress
 from operator import not_
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from batchserve.scheduler.acceptance import AcceptanceModel, Given, Trees
+from batchserve.scheduler.acceptance import AcceptanceModel, Given
 from batchserve.scheduler.draft_budget import Bidders, DraftOffer, Market, choose_drafts
 from batchserve.scheduler.price import MOST_SURPRISE, SpeedUp
 from batchserve.scheduler.probing import PATIENCE, WATCHED, Probe
@@ -22,6 +22,8 @@ from batchserve.scheduler.standing import STANDING, UNKNOWN, bound_queries, grow
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from batchserve.draft.forest import DraftForest
+    from batchserve.request import Request
     from batchserve.scheduler.acceptance import FloatArray, IntArray
     from batchserve.scheduler.step_time import StepLoad, StepTimeModel
 
@@ -35,14 +37,6 @@ NOBODY = np.zeros(0, np.int64)
 MOST_HEARD = 8  # steps without drafts
 HOPELESS = 8  # steps in which requests gave up on a drafter since it last paid: from then on new ones wait at once
 LONGEST_WINDOW_WAIT = 4096  # a window earns nothing unless its rows are computed: looking at it costs them
-
-
-class Forest(Trees, Protocol):
-    """Proposed draft trees; those of their nodes that are not verified make a window (draft/forest.py: DraftForest)."""
-
-    @property
-    def is_verified(self) -> BoolArray: ...
-    def take(self, keep: BoolArray) -> Forest: ...
 
 
 @dataclass(slots=True)
@@ -84,18 +78,8 @@ class _Offer(NamedTuple):
     windows: list[tuple[_Window, IntArray]]
 
 
-class Decoding(Protocol):
-    """One decoding request of a step (request.py: Request): its rows see num_computed_tokens K/V entries."""
-
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def num_computed_tokens(self) -> int: ...
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-
-
-class StepOutcome(NamedTuple):
+@dataclass(slots=True)
+class StepOutcome:
     """What a step was and took: its load without drafts, that of its decoding rows alone, and what was run.
 
     step_s: from its beginning to its commit; draft_s: the part of it in which drafters were told and asked, propose_s:
@@ -105,10 +89,10 @@ class StepOutcome(NamedTuple):
     without: StepLoad
     decoding: StepLoad
     load: StepLoad
-    step_s: float
-    draft_s: float
-    propose_s: float
-    num_asked: int
+    step_s: float = 0.0
+    draft_s: float = 0.0
+    propose_s: float = 0.0
+    num_asked: int = 0
 
 
 class Introspection(NamedTuple):
@@ -227,7 +211,7 @@ class AdaptiveDrafting:
         return least
 
     def choose(
-        self, forest: Forest, request_ids: Sequence[str], decoding: Sequence[Decoding], max_rows: int
+        self, forest: DraftForest, request_ids: Sequence[str], decoding: Sequence[Request], max_rows: int
     ) -> BoolArray:
         """Which nodes are worth their rows: bool [num_nodes].
 
@@ -265,7 +249,7 @@ class AdaptiveDrafting:
                 window.missed()
         return keep
 
-    def _note(self, drafted: Sequence[Decoding], pays: Sequence[bool]) -> None:
+    def _note(self, drafted: Sequence[Request], pays: Sequence[bool]) -> None:
         """For whom his drafter paid, and who was asked for nothing: then his text is looked at."""
         given_up = set()
         for each in compress(drafted, map(not_, pays)):
@@ -282,7 +266,7 @@ class AdaptiveDrafting:
                 self._probes.pop(each.request_id, None)
                 self._given_up.pop(self._drafters[each.request_id], None)
 
-    def _offer(self, forest: Forest, request_ids: Sequence[str], places: IntArray, slots: IntArray) -> _Offer:
+    def _offer(self, forest: DraftForest, request_ids: Sequence[str], places: IntArray, slots: IntArray) -> _Offer:
         """What the trees offer; remembers them, to be scored."""
         nodes, verified, bundles = None, forest, []
         if 0 in forest.is_verified.tobytes():
@@ -299,7 +283,7 @@ class AdaptiveDrafting:
         return _Offer(DraftOffer(owners, gains, sizes), len(forest.token_ids), nodes, windows)
 
     def _windows_of(
-        self, forest: Forest, request_ids: Sequence[str], places: IntArray
+        self, forest: DraftForest, request_ids: Sequence[str], places: IntArray
     ) -> list[tuple[int, _Window, IntArray]]:
         """The windows that are worth a look: the place of the request that each is of, and its nodes."""
         found = []

@@ -57,7 +57,8 @@ def to_status(error: Exception) -> status_pb2.Status:
     details: list[Message] = []
     if isinstance(error, InvalidRequestError):
         value = shortened(error.value, MAX_METADATA_CHARS)
-        details.append(_error_info(error.reason, field=error.field, value=value, bound=error.bound))
+        bound = error.bound[:MAX_METADATA_CHARS]
+        details.append(_error_info(error.reason, field=error.field, value=value, bound=bound))
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     else:
@@ -83,8 +84,7 @@ def _code(error: BatchserveError) -> int:
 
 
 def _error_info(reason: str, **metadata: str) -> error_details_pb2.ErrorInfo:
-    shortened = {key: value[:MAX_METADATA_CHARS] for key, value in metadata.items()}
-    return error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=shortened)
+    return error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata)
 
 
 def _status(code: int, message: str, *details: Message) -> status_pb2.Status:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from batchserve.draft.base import DraftTree
-from batchserve.draft.forest import DraftForest
-from batchserve.scheduler.adaptive import AdaptiveDrafting, Decoding, Forest, StepOutcome
+from batchserve.scheduler.adaptive import AdaptiveDrafting, StepOutcome
 from batchserve.scheduler.step_time import StepTimeModel, StepTimeTable
 from batchserve.scheduler.time_kernels import seconds_at
 from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS
 
 if TYPE_CHECKING:
+    from batchserve.draft.forest import DraftForest
+    from batchserve.request import Request
     from batchserve.scheduler.acceptance import FloatArray, IntArray
     from batchserve.scheduler.adaptive import BoolArray
     from batchserve.scheduler.draft_budget import Market
@@ -58,9 +59,8 @@ class Oracle(AsksAll):
         """Nothing to forget."""
 
     def choose(
-        self, forest: Forest, request_ids: Sequence[str], decoding: Sequence[Decoding], max_rows: int
+        self, forest: DraftForest, request_ids: Sequence[str], decoding: Sequence[Request], max_rows: int
     ) -> BoolArray:
-        assert isinstance(forest, DraftForest)
         trees = dict(zip(request_ids, forest.trees(), strict=True))
         offers = []
         for each in decoding:
@@ -109,16 +109,15 @@ class KnownOdds(AsksAll):
         self._rng = random.Random(0)
 
     def choose(
-        self, forest: Forest, request_ids: Sequence[str], decoding: Sequence[Decoding], max_rows: int
+        self, forest: DraftForest, request_ids: Sequence[str], decoding: Sequence[Request], max_rows: int
     ) -> BoolArray:
-        assert isinstance(forest, DraftForest)
         keep = super().choose(forest, request_ids, decoding, max_rows)
         slots = self._slots_of(request_ids)
         calibrated = self.acceptance.calibrate(forest, slots, np.arange(len(slots)))
         by_name = {each.request_id: each for each in decoding}
-        drawn: list[tuple[Decoding, list[int]]] = []
-        likely: list[tuple[Decoding, list[Bundle]]] = []
-        known: list[tuple[Decoding, list[Bundle]]] = []
+        drawn: list[tuple[Request, list[int]]] = []
+        likely: list[tuple[Request, list[Bundle]]] = []
+        known: list[tuple[Request, list[Bundle]]] = []
         for request_id, tree, start in zip(request_ids, forest.trees(), forest.starts.tolist(), strict=False):
             each, nodes = by_name[request_id], slice(start, start + len(tree))
             path = draw(tree, calibrated.results[1][nodes], self._rng)
@@ -136,7 +135,7 @@ class KnownOdds(AsksAll):
         self,
         tally: Tally,
         chosen: Mapping[str, Sequence[int]],
-        drawn: Iterable[tuple[Decoding, list[int]]],
+        drawn: Iterable[tuple[Request, list[int]]],
         num_requests: int,
     ) -> None:
         tokens, rows, attended = num_requests, 0, 0
@@ -155,7 +154,7 @@ def buy(
     step_time: StepTimeModel,
     market: Market,
     price: float,
-    offers: Iterable[tuple[Decoding, Sequence[Bundle]]],
+    offers: Iterable[tuple[Request, Sequence[Bundle]]],
     max_rows: int,
 ) -> dict[str, list[int]]:
     """The nodes to run, by request, of the most tokens less price x time."""

@@ -1,4 +1,4 @@
-"""(e) Memory by decoding length (Lookahead, table 5): what steps, eager ones, and drafters take beside weights and K/V."""
+"""(e) Memory by decoding length (Lookahead, table 5): what eager steps and drafters take beside weights and K/V."""
 
 from __future__ import annotations
 

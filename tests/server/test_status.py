@@ -60,3 +60,6 @@ def test_statuses_fit_into_trailers():
     status = to_status(error)
     assert len(status.message) == MAX_MESSAGE_CHARS
     assert len(status.SerializeToString()) < 4096
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    assert info.metadata["value"].endswith("... (5000000 characters)")
