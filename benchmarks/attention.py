@@ -1,6 +1,8 @@
-"""Where the compiled kernel beats SDPA over slabs: microseconds a layer, for the choice in attention/cpu.py.
+"""Where compiled kernels beat SDPA over slabs: microseconds a layer, for the choice in attention/cpu.py.
 
-python -m benchmarks.attention [--runs 50]
+python -m benchmarks.attention [--runs 50] [--name attention_amx]
+
+"kernel" works in vectors (path_kernel.py), "matrices" in whole ones (matrix_kernel.py), where the processor has them.
 """
 
 from __future__ import annotations
@@ -9,21 +11,23 @@ import argparse
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 from benchmarks.common import spread, write_results
 
 import numpy as np  # isort: skip
 import torch  # isort: skip
 
+from batchserve.attention import cpu
 from batchserve.attention.base import AttentionParams, LayerShape, Span, Spans
-from batchserve.attention.cpu import CpuBackend
+from batchserve.attention.cpu import CpuBackend, takes_matrices
 from batchserve.attention.slab import SlabAllocator
 from batchserve.attention.tiles import LANES
 
 # (requests, rows each, context), (heads, K/V heads)
 CASES = [
     *((1, 1, 256), (4, 1, 256), (16, 1, 128), (16, 1, 256), (16, 1, 1024), (1, 1, 4096), (16, 2, 256), (16, 3, 256)),
-    *((1, 5, 256), (16, 5, 256), (1, 9, 256), (4, 4, 1024), (1, 256, 0), (16, 5, 1024)),
+    *((1, 5, 256), (16, 5, 256), (1, 9, 256), (4, 4, 1024), (1, 256, 0), (16, 5, 1024), (1, 512, 512)),
 ]
 HEADS = {"bundled": (4, 2), "90m": (12, 4), "430m": (16, 16), "gpt-oss-20b": (64, 8)}
 WITH_SINKS = ("gpt-oss-20b",)  # which SDPA has not: there the reference's arithmetic stands in for it
@@ -31,13 +35,15 @@ DIM = 64
 
 
 def contender(
-    dtype: torch.dtype, heads: tuple[int, int], case: tuple[int, int, int], kernel: bool, has_sinks: bool
+    dtype: torch.dtype, heads: tuple[int, int], case: tuple[int, int, int], kind: str, has_sinks: bool
 ) -> Callable[[], Any]:
     """One layer's attend() of one step, masks cached as between the layers of a step."""
     requests, rows, context = case
     num_heads, num_kv_heads = heads
     allocator = SlabAllocator([LayerShape(num_kv_heads, DIM, DIM)], dtype, requests * (context + rows + 64))
-    backend = CpuBackend(allocator, num_heads, has_kernel=kernel, batch_invariant=kernel)
+    has_kernel = kind != "sdpa"
+    with mock.patch.object(cpu, "takes_matrices", return_value=kind == "matrices"):
+        backend = CpuBackend(allocator, num_heads, has_kernel=has_kernel, batch_invariant=has_kernel)
     spans = []
     parents = np.arange(-1, rows - 1, dtype=np.int32)
     for i in range(requests):
@@ -56,12 +62,16 @@ def contender(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=50)
+    parser.add_argument("--name", default="attention", help="of the file with the results (default: attention)")
     args = parser.parse_args()
+    kinds = ["sdpa", "kernel"]
+    if takes_matrices([LayerShape(1, DIM, DIM)], torch.bfloat16):
+        kinds.append("matrices")
     rows = []
     for name, heads in HEADS.items():
         for case in CASES:
             what = torch.bfloat16, heads, case
-            calls = {kind: contender(*what, kind == "kernel", name in WITH_SINKS) for kind in ("sdpa", "kernel")}
+            calls = {kind: contender(*what, kind, name in WITH_SINKS) for kind in kinds}
             times: dict[str, list[float]] = {kind: [] for kind in calls}
             for number in range(args.runs + 3):
                 for kind, call in calls.items():
@@ -76,17 +86,15 @@ def main() -> None:
                 "rows_each": count,
                 "context": context,
                 "work_each": -(-count * heads[0] // heads[1] // LANES) * heads[1] * (context + count),
-                "sdpa_us": spread(times["sdpa"]),
-                "kernel_us": spread(times["kernel"]),
+                **{f"{kind}_us": spread(times[kind]) for kind in kinds},
             }
             rows.append(row)
-            sdpa, kernel = row["sdpa_us"]["median"], row["kernel_us"]["median"]
+            found = ", ".join(f"{kind} {row[f'{kind}_us']['median']:7.0f} us" for kind in kinds)
             print(
-                f"{name:8} {requests:3} x {count:3} rows, context {context:5}, work each {row['work_each']:7}: "
-                f"SDPA {sdpa:7.0f} us, kernel {kernel:7.0f} us",
+                f"{name:8} {requests:3} x {count:3} rows, context {context:5}, work each {row['work_each']:7}: {found}",
                 flush=True,
             )
-    write_results("attention", {"dtype": "bfloat16", "head_dim": DIM, "cases": rows})
+    write_results(args.name, {"dtype": "bfloat16", "head_dim": DIM, "cases": rows})
 
 
 if __name__ == "__main__":

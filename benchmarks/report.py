@@ -89,19 +89,19 @@ def price_table() -> str:
     return table(["dtype", "tokens/s, speculation off", "on"], rows)
 
 
-def attention_table() -> str:
+def attention_table(name: str, kinds: dict[str, str]) -> str:
+    """kinds: what the columns of microseconds are called, by what results call them."""
     rows = [
         [
             case["shape"],
             f"{case['requests']} x {case['rows_each']}",
             str(case["context"]),
             str(case["work_each"]),
-            middle(case["sdpa_us"]),
-            middle(case["kernel_us"]),
+            *(middle(case[f"{kind}_us"]) for kind in kinds),
         ]
-        for case in read("attention")["cases"]
+        for case in read(name)["cases"]
     ]
-    return table(["heads of", "requests x rows", "context", "work each", "SDPA us", "kernel us"], rows)
+    return table(["heads of", "requests x rows", "context", "work each", *kinds.values()], rows)
 
 
 def load_table() -> str:
@@ -167,7 +167,15 @@ def huge_pages_table() -> str:
     return table(["model", "MiB in them", "drafts", "step ms without", "forward x", "beside it x", "step x"], rows)
 
 
-PERFORMANCE = ("batch_bundled", "batch_90m", "lossless_float32", "lossless_bfloat16", "attention", "huge_pages")
+PERFORMANCE = (
+    "batch_bundled",
+    "batch_90m",
+    "lossless_float32",
+    "lossless_bfloat16",
+    "attention",
+    "attention_amx",
+    "huge_pages",
+)
 ADAPTIVE = ("regret", "gain", "ceiling", "never_slower", "overhead", "budget", "prefill", "prefix")
 TABLES = {
     "load": load_table,
@@ -181,7 +189,10 @@ TABLES = {
     "batch 90m": lambda: batch_table("90m"),
     "lossless": lossless_table,
     "price": price_table,
-    "attention": attention_table,
+    "attention": lambda: attention_table("attention", {"sdpa": "SDPA us", "kernel": "vectors us"}),
+    "attention amx": lambda: attention_table(
+        "attention_amx", {"sdpa": "SDPA us", "kernel": "vectors us", "matrices": "matrices us"}
+    ),
     **report_drafting.TABLES,
     **report_adaptive.TABLES,
 }
