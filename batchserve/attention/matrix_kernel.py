@@ -20,6 +20,7 @@ from numba import carray, cfunc, njit, types
 
 from batchserve.addresses import as_pointer, claim
 from batchserve.attention import matrix_code as matrix
+from batchserve.attention import tiles
 from batchserve.attention.matrix_code import AT_ONCE, ROW_BYTES, TILE
 from batchserve.attention.path_kernel import (
     ADDRESSES,
@@ -43,7 +44,6 @@ from batchserve.attention.path_kernel import (
     SPANS,
     WINDOW,
     ancestors,
-    cap,
     soften,
 )
 
@@ -131,7 +131,7 @@ def _soften(scores, lane, num_keys, num_hidden, until, softcap, sink, weights): 
     Returns what their sum is to be multiplied by.
     """
     if softcap > 0:
-        cap(scores[lane, :num_keys], softcap)
+        tiles.cap_in_place(scores, lane, num_keys, softcap)
     for i in range(num_hidden):
         scores[lane, i] = -np.inf
     inverse = soften(scores, lane, num_keys, sink)
@@ -140,19 +140,26 @@ def _soften(scores, lane, num_keys, num_hidden, until, softcap, sink, weights): 
 
 
 @njit(nogil=True, cache=True)
+def _first_seen(end, window):  # type: ignore[no-untyped-def]
+    """Of a row whose keys end at `end`; window 0: none."""
+    return max(0, end - window) if window > 0 else 0
+
+
+@njit(nogil=True, cache=True)
 def _attend_chain(planes, heads, context, count, window, scales, work):  # type: ignore[no-untyped-def]
-    """Rows that lie behind the context one by one: the last one's keys for all, the later ones without weight."""
-    first, end = 0, context + work.rows[count - 1] + 1
-    if window > 0:
-        first = max(0, end - window)
-    begin, shared, until = first // TILE * TILE, end // TILE * TILE, _whole(end)
+    """Rows that lie behind the context one by one: each takes all keys, and what it does not see weighs nothing."""
+    end = context + work.rows[count - 1] + 1
+    begin = _first_seen(context + work.rows[0] + 1, window) // TILE * TILE
+    shared, until = end // TILE * TILE, _whole(end)
     # A slab ends with a whole tile: what is behind the last key is there, and nobody looks at it.
     for head in range(heads[0], heads[1]):
         lane = (head - heads[0]) * count
         keys = planes[0][head]
         matrix.score(work.queries, lane, count, keys, begin, until, work.scores, 0, work.tiles, scales[0])
     for lane in range((heads[1] - heads[0]) * count):
-        what = (lane, context + work.rows[lane] + 1 - begin, first - begin, until - begin, scales[1], work.sinks[lane])
+        own_end = context + work.rows[lane] + 1
+        num_hidden = _first_seen(own_end, window) - begin
+        what = (lane, own_end - begin, num_hidden, until - begin, scales[1], work.sinks[lane])
         work.inverse[lane] = _soften(work.scores, *what, work.weights)
     for head in range(heads[0], heads[1]):
         values = planes[1][head]
@@ -196,7 +203,7 @@ def _attend_tree(planes, heads, context, count, window, start, parents, scales, 
     for i in range(num_rows):
         work.depths[i] = ancestors(parents, start, first_row + i, context, work.paths[i])
         work.ends[i] = np.searchsorted(work.rows[:count], first_row + i, side="right")
-    first = max(0, context + work.depths[0] - window) if window > 0 else 0
+    first = _first_seen(context + work.depths[0], window)
     begin = first // TILE * TILE
     shared = max(begin, (context + _straight(context, work.paths, work.depths, num_rows)) // TILE * TILE)
     for head in range(heads[0], heads[1]):
@@ -256,8 +263,7 @@ def _attend_part(query, planes, heads, span, part, group, parents, out, window, 
     chain = 0
     while chain < span[1] and parents[span[0] + chain] == chain - 1:
         chain += 1
-    # Under a window every row has a first key of its own.
-    width = group if window > 0 else last - first
+    width = group if window > 0 and part[1] > chain else last - first  # of a tree each row has a first key of its own
     at_once = max(1, TILE // width)
     for head in range(heads[0], heads[1], at_once):
         some = (head, min(head + at_once, heads[1]))

@@ -109,14 +109,6 @@ def _places(j, first, in_context, path, depth):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def cap(scores, softcap):  # type: ignore[no-untyped-def]
-    """Bend scores to less than softcap; 0: leave them as they are."""
-    if softcap > 0:
-        for j in range(len(scores)):
-            scores[j] = softcap * np.tanh(scores[j] / softcap)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
 def soften(scores, lane, num_keys, sink):  # type: ignore[no-untyped-def]
     """Turn a query's scores into exponentials, up to the next four of them 0; returns one over their sum.
 
@@ -153,7 +145,8 @@ def _attend_block(count, planes, context, first, paths, depths, work, softcap, s
         for j in range(shared, num_keys, 4):
             places = _places(j, first, in_context, paths[lane], depths[lane])
             tiles.score_one(queries, lane, keys, places, scores, j)
-        cap(scores[lane, :num_keys], softcap)
+        if softcap > 0:
+            tiles.cap_in_place(scores, lane, num_keys, softcap)
         inverse[lane] = soften(scores, lane, num_keys, sinks[lane])
     tiles.add_weighted(sums, count, values, first, first + whole, scores)
     for j in range(whole, shared, 4):

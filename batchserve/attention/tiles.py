@@ -192,3 +192,26 @@ def exp_in_place(typing_context, rows, row, count):  # type: ignore[no-untyped-d
         return builder.extract_element(total, ir.Constant(WORD, 0))
 
     return types.float32(rows, types.int64, types.int64), codegen
+
+
+@intrinsic
+def cap_in_place(typing_context, rows, row, count, most):  # type: ignore[no-untyped-def]
+    """rows[row, :count] = most * tanh(it / most), by exponentials; up to the end of its last vector."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        array = Array(context, builder, signature.args[0], arguments[0])
+        _, row, count, most = arguments
+        high = code.everywhere(builder, most)
+        one, sign = code.splat(1.0), ir.Constant(code.WORDS, [1 << 31] * WIDTH)
+        num_vectors = builder.udiv(builder.add(count, index(WIDTH - 1)), index(WIDTH))
+        with cgutils.for_range(builder, num_vectors) as loop:
+            address = array.at(row, builder.mul(loop.index, index(WIDTH)))
+            words = builder.bitcast(code.load(builder, address), code.WORDS)
+            negative = builder.bitcast(builder.or_(words, sign), FLOATS)
+            power = code.exp(builder, builder.fdiv(builder.fmul(negative, code.splat(2.0)), high))
+            size = builder.fmul(high, builder.fdiv(builder.fsub(one, power), builder.fadd(one, power)))
+            signed = builder.or_(builder.bitcast(size, code.WORDS), builder.and_(words, sign))
+            code.store(builder, builder.bitcast(signed, FLOATS), address)
+        return context.get_dummy_value()
+
+    return types.none(rows, types.int64, types.int64, types.float32), codegen

@@ -97,6 +97,21 @@ def test_exp_in_place_is_softmaxs_and_leaves_zeros_for_the_rest_of_the_last_four
     assert (rows[0] == 7).all()
 
 
+@njit
+def run_cap(rows, row, count, most):  # type: ignore[no-untyped-def]
+    tiles.cap_in_place(rows, row, count, most)
+
+
+def test_scores_are_capped_by_tanh() -> None:
+    rows = np.zeros((2, 100 + WIDTH), np.float32)
+    rows[1, :100] = np.random.default_rng(1).standard_normal(100) * np.geomspace(1e-6, 1e4, 100)
+    rows[1, 99] = np.nan
+    expected = 30.0 * np.tanh(rows[1, :100].astype(np.float64) / 30.0)
+    run_cap(rows, 1, 100, np.float32(30))
+    np.testing.assert_allclose(rows[1, :100], expected, rtol=2e-6, atol=5e-6)
+    assert (rows[0] == 0).all()
+
+
 def test_what_is_too_small_is_nothing_and_what_is_not_a_number_is_not_lost() -> None:
     rows = np.zeros((1, 3 + WIDTH), np.float32)
     rows[0, :3] = [0, -100, -1]
@@ -113,7 +128,7 @@ def test_the_same_holds_where_vectors_are_shorter(name: str, tmp_path: Path) -> 
     told = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}
     backends = str(Path(__file__).with_name("test_backends.py"))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, backends]
-    command += ["-k", "not shorter and (tiles or batch_invariant-torch.float32 or same_bits or not_a_number)"]
+    command += ["-k", "not shorter and (tiles or capped or batch_invariant-torch.float32 or same_bits or not_a_number)"]
     done = subprocess.run(command, env={**os.environ, **told, TOLD_WIDTH: str(width)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
