@@ -32,6 +32,7 @@ CASES = [
 HEADS = {"bundled": (4, 2), "90m": (12, 4), "430m": (16, 16), "gpt-oss-20b": (64, 8)}
 WITH_SINKS = ("gpt-oss-20b",)  # which SDPA has not: there the reference's arithmetic stands in for it
 DIM = 64
+MOST_DRAFTS = 64  # rows: so many and fewer are trees, in which each row has two behind it; more are prompts
 
 
 def contender(
@@ -45,13 +46,16 @@ def contender(
     with mock.patch.object(cpu, "takes_matrices", return_value=kind == "matrices"):
         backend = CpuBackend(allocator, num_heads, has_kernel=has_kernel, batch_invariant=has_kernel)
     spans = []
-    parents = np.arange(-1, rows - 1, dtype=np.int32)
+    is_chain = rows == 1 or rows > MOST_DRAFTS
+    behind = np.arange(-1, rows - 1, dtype=np.int32)
+    parents = behind if is_chain else behind // 2
+    positions = context + (np.arange(rows) if is_chain else np.log2(np.arange(1, rows + 1)).astype(np.int64))
     for i in range(requests):
         allocator.reserve(str(i), context + rows)
         for plane in allocator.planes(str(i), 0):
             plane.normal_()
         allocator.commit(str(i), range(context))
-        spans.append(Span(str(i), i * rows, context, parents, context + np.arange(rows), is_chain=True))
+        spans.append(Span(str(i), i * rows, context, parents, positions, is_chain=is_chain))
     backend.begin(Spans.of(spans))
     query = torch.randn(1, requests * rows, num_heads, DIM).to(dtype).transpose(1, 2)
     key, value = (torch.randn(1, requests * rows, num_kv_heads, DIM).to(dtype).transpose(1, 2) for _ in range(2))

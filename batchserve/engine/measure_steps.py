@@ -31,7 +31,7 @@ CONTEXT, SHORT_CONTEXT = 1024, 256
 MOST_DRAFT = 64  # steps of more rows are mostly a prompt's
 MANY_REQUESTS = 16
 FEW_ROWS, MORE_ROWS = 1, 4  # of each request: two steps at the same context tell reading K/V from attending to it
-VERSION = 5
+VERSION = 6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -203,9 +203,10 @@ def _time(runner: ModelRunner, case: _Case, names: Sequence[str]) -> float:
 
 
 def _rows(name: str, rows: int, case: _Case) -> RequestRows:
-    """A chunk of a prompt, or a last token and a chain of drafts."""
+    """A chunk of a prompt, or a last token and a tree of drafts: each row has two behind it."""
     num_pending = rows if case.is_prefill else 1
-    return RequestRows(name, case.context, [0] * rows, list(range(-1, rows - 1)), num_pending, GREEDY)
+    parents = [row - 1 if case.is_prefill else (row - 1) // 2 for row in range(rows)]
+    return RequestRows(name, case.context, [0] * rows, parents, num_pending, GREEDY)
 
 
 def _read(path: Path) -> StepTimeTable | None:
