@@ -5,8 +5,9 @@ for all of its queries at once. The rest of a row's keys, its tail, is copied to
 each other, and multiplied for that row's queries. Both are the same instructions over the same tiles: so which of its
 keys a row shares with others changes no bit of what comes out. Weights are rounded to bfloat16, as in SDPA.
 
-A row that sees NaN is NaN; one that sees an infinite V may be, and of a chain those before it in its block. What is in
-other branches of its tree touches no row.
+A row that sees NaN is NaN. What a row takes without weight is multiplied by zero: so a V that is not finite may make
+NaN of the rows before it in its block of a chain, and under a window of those that have just lost sight of it. What is
+in other branches of its tree touches no row.
 """
 
 # ruff: noqa: ANN001, ANN202

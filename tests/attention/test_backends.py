@@ -85,12 +85,13 @@ def make_spans(rng: random.Random, contexts: list[int], trees: list[list[int]]) 
     return spans
 
 
-def random_case(seed: int, dtype: torch.dtype, *, longest: int = 200) -> Case:
+def random_case(seed: int, dtype: torch.dtype, *, longest: int = 200, dim: int | None = None) -> Case:
     rng = random.Random(seed)
-    heads, kv_heads = rng.choice([(4, 4), (4, 2), (8, 1), (6, 2), (1, 1)])
+    heads, kv_heads = rng.choice([(4, 4), (4, 2), (8, 1), (6, 2), (1, 1), (20, 1)])
     key_dim, value_dim = rng.choice(
         [(16, 16), (8, 8), (16, 8), (24, 32), (64, 64), (80, 80), (96, 96), (128, 128), (7, 7)]
     )
+    key_dim, value_dim = (key_dim, value_dim) if dim is None else (dim, dim)
     num_layers = rng.randint(1, 3)
     shapes = [LayerShape(kv_heads, key_dim, value_dim)] * num_layers
     params = []
@@ -178,8 +179,8 @@ def test_the_reference_is_attention_along_every_rows_own_path(seed: int) -> None
                 np.testing.assert_allclose(output[span.row_start + row].numpy(), expected, atol=1e-5, rtol=1e-5)
 
 
-def check_against_reference(seed: int, dtype: torch.dtype, kinds: tuple[str, ...]) -> None:
-    case = random_case(seed, dtype)
+def check_against_reference(seed: int, dtype: torch.dtype, kinds: tuple[str, ...], dim: int | None = None) -> None:
+    case = random_case(seed, dtype, dim=dim)
     covered = sum(span.num_rows for span in case.step.spans)
     expected = run_case(case, "reference")
     for kind in kinds:
@@ -200,10 +201,19 @@ def test_every_backend_equals_the_reference(kind: str, dtype: torch.dtype) -> No
     check()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bits_do_not_depend_on_how_a_spans_rows_are_shared_out(dtype: torch.dtype) -> None:
+def test_matrices_equal_the_reference() -> None:
+    @examples(60)
+    @given(st.integers(0, 2**32))
+    def check(seed: int) -> None:
+        check_against_reference(seed, MATRICES[0], ("batch_invariant",), dim=MATRICES[1])
+
+    check()
+
+
+@pytest.mark.parametrize(("dtype", "dim"), [*((dtype, None) for dtype in DTYPES), MATRICES], ids=str)
+def test_bits_do_not_depend_on_how_a_spans_rows_are_shared_out(dtype: torch.dtype, dim: int | None) -> None:
     for seed in range(12):
-        case, outputs = random_case(seed, dtype), []
+        case, outputs = random_case(seed, dtype, dim=dim), []
         if not kernel_supports(case.shapes, dtype):
             continue
         for size in (1, 3, 8, 1000):
@@ -223,13 +233,20 @@ class Sequence:
     """One request whose token t always has the same q, k and v, fed in whatever steps."""
 
     def __init__(
-        self, kind: str, num_tokens: int, window: int | None, dtype: torch.dtype = torch.float32, dim: int = 8
+        self,
+        kind: str,
+        num_tokens: int,
+        window: int | None,
+        dtype: torch.dtype = torch.float32,
+        dim: int = 8,
+        softcap: float | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         self.tokens = [[torch.randn(1, h, 1, dim, generator=generator).to(dtype) for h in (4, 2, 2)]
                        for _ in range(num_tokens)]  # fmt: skip
         self.backend = make_backend(kind, [LayerShape(2, dim, dim)] * 2, 4, dtype)
-        self.params = AttentionParams(dim**-0.5, window)
+        sinks = None if softcap is None else torch.randn(4, generator=generator)
+        self.params = AttentionParams(dim**-0.5, window, softcap, sinks)
         self.length = 0
 
     def feed(self, parents: list[int], tokens: list[int], kept: list[int]) -> torch.Tensor:
@@ -265,15 +282,16 @@ def test_an_accepted_path_leaves_the_same_memory_as_plain_decoding(kind: str, wi
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 8), (torch.bfloat16, 8), MATRICES], ids=str)
+@pytest.mark.parametrize("softcap", [None, 5.0], ids=["plain", "capped, with sinks"])
 @pytest.mark.parametrize("window", [None, 6, 40])
 @pytest.mark.parametrize("chunk", [1, 5, 64])
 def test_the_invariant_kernel_gives_the_same_bits_however_a_sequence_is_cut(
-    chunk: int, window: int | None, dtype: torch.dtype, dim: int
+    chunk: int, window: int | None, softcap: float | None, dtype: torch.dtype, dim: int
 ) -> None:
     """In chunks of any size and as rows of a tree: bit for bit what one long prefill gives."""
-    tokens = [*range(CONTEXT), *PATH, LAST]
-    whole = Sequence("batch_invariant", LAST + 1, window, dtype, dim).feed_chain(tokens)
-    cut = Sequence("batch_invariant", LAST + 1, window, dtype, dim)
+    tokens, what = [*range(CONTEXT), *PATH, LAST], (window, dtype, dim, softcap)
+    whole = Sequence("batch_invariant", LAST + 1, *what).feed_chain(tokens)
+    cut = Sequence("batch_invariant", LAST + 1, *what)
     rows = [cut.feed_chain(tokens[at : min(at + chunk, CONTEXT)]) for at in range(0, CONTEXT, chunk)]
     rows.append(cut.feed(TREE, list(range(CONTEXT, LAST)), ACCEPTED)[ACCEPTED])
     rows.append(cut.feed_chain([LAST]))
