@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 # After the last request ended its status is still to be sent; health watchers never end by themselves.
 FLUSH_GRACE_S = 1.0
 STATUS_TIMEOUT_S = 5.0
-QUIET_S = 0.05
+QUIET_S = 0.15
 ARRIVALS_TIMEOUT_S = 1.0
 MIN_PING_INTERVAL_MS = 5000
 T = TypeVar("T")
