@@ -77,8 +77,6 @@ class ShapeProbe:
     is_own: bool [num_tokens], the sequence's rows; every other row is a sequence of its own. None: all are.
     """
 
-    name = "probe"
-
     def __init__(self, is_own: torch.Tensor | None = None) -> None:
         self.is_own = is_own
         self.calls: list[int] = []
@@ -115,8 +113,6 @@ class ShapeProbe:
 
 class ValueProbe:
     """A stand-in backend in which every row sees itself only: what is left is the model around the attention."""
-
-    name = "value_probe"
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams

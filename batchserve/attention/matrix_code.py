@@ -34,6 +34,7 @@ PAIRS = 2 * TILE  # elements of bfloat16 that a row holds
 ROW_BYTES = 64
 FEW = 4  # queries: so many are cheaper to write down than a whole tile of them
 AT_ONCE = 4  # tiles of sums; the others take the factors
+UPPER, NAN = 0xFFFF0000, 0x7FC00000
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64
 _BYTE = ir.IntType(8)
 
@@ -215,6 +216,12 @@ def score(queries, first, count, keys, start, stop, scores, column, spare, scale
         start += TILE
 
 
+def _rounded(builder: Builder, words: Value) -> Value:
+    """Words of float32 whose upper halves are the nearest bfloat16, of two the even one; of finite numbers."""
+    is_odd = builder.and_(builder.lshr(words, _words(16)), _words(1))
+    return builder.add(builder.add(words, is_odd), _words(0x7FFF))
+
+
 @intrinsic
 def to_weights(typing_context, scores, lane, count, until, even, odd):  # type: ignore[no-untyped-def]
     """even[lane, :until] and odd[lane, :until], of weights: the first `count` scores, finite ones to the nearest
@@ -227,13 +234,11 @@ def to_weights(typing_context, scores, lane, count, until, even, odd):  # type: 
         numbers = ir.Constant(WORDS, list(range(TILE)))
         with cgutils.for_range(builder, builder.udiv(until, index(TILE))) as loop:
             column = builder.mul(loop.index, index(TILE))
-            words = code.load(builder, scores.at(lane, column), WORDS)
-            is_odd = builder.and_(builder.lshr(words, _words(16)), _words(1))
-            rounded = builder.add(builder.add(words, is_odd), _words(0x7FFF))
+            rounded = _rounded(builder, code.load(builder, scores.at(lane, column), WORDS))
             left = code.everywhere(builder, builder.trunc(builder.sub(count, column), WORD))
             kept = builder.select(builder.icmp_signed("<", numbers, left), rounded, _words(0))
             code.store(builder, builder.lshr(kept, _words(16)), even.at(lane, column))
-            code.store(builder, builder.and_(kept, _words(0xFFFF0000)), odd.at(lane, column))
+            code.store(builder, builder.and_(kept, _words(UPPER)), odd.at(lane, column))
         return context.get_dummy_value()
 
     number = types.int64
@@ -330,19 +335,22 @@ def weigh_more(weights, first, count, at, tail, num_tail, sums, spare):  # type:
 
 @intrinsic
 def give(typing_context, sums, lane, factor, out, row):  # type: ignore[no-untyped-def]
-    """out[row] = factor * sums[lane]: even columns and odd ones in turn."""
+    """out[row] = factor * sums[lane], bfloat16 as uint16: even columns and odd ones in turn."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         sums, out = (Array(context, builder, signature.args[i], arguments[i]) for i in (0, 3))
         scale = code.everywhere(builder, arguments[2])
+
+        def element(column: Value) -> Value:
+            found = builder.fmul(code.load(builder, sums.at(arguments[1], column)), scale)
+            rounded = _rounded(builder, builder.bitcast(found, WORDS))
+            return builder.select(builder.fcmp_unordered("uno", found, found), _words(NAN), rounded)
+
         with cgutils.for_range(builder, builder.udiv(out.columns, index(PAIRS))) as loop:
             column = builder.mul(loop.index, index(PAIRS))
-            at = [builder.add(column, index(TILE * half)) for half in range(2)]
-            even, odd = (code.load(builder, sums.at(arguments[1], each)) for each in at)
-            for half in range(2):
-                places = [half * TILE // 2 + n // 2 + TILE * (n % 2) for n in range(TILE)]
-                found = builder.fmul(code.shuffle(builder, even, odd, places), scale)
-                code.store(builder, found, out.at(arguments[4], at[half]))
+            even, odd = element(column), element(builder.add(column, index(TILE)))
+            pairs = builder.or_(builder.lshr(even, _words(16)), builder.and_(odd, _words(UPPER)))
+            code.store(builder, pairs, out.at(arguments[4], column))
         return context.get_dummy_value()
 
     number = types.int64

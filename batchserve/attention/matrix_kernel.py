@@ -23,9 +23,8 @@ from batchserve.addresses import as_pointer, claim
 from batchserve.attention import matrix_code as matrix
 from batchserve.attention import tiles
 from batchserve.attention.matrix_code import AT_ONCE, ROW_BYTES, TILE
-from batchserve.attention.path_kernel import (
-    ADDRESSES,
-    CAPACITIES,
+from batchserve.attention.path_kernel import ancestors, soften
+from batchserve.attention.span_job import (
     DIM,
     GROUP,
     HEADS_AT_ONCE,
@@ -37,15 +36,15 @@ from batchserve.attention.path_kernel import (
     NUM_SPANS,
     NUM_TOKENS,
     OUT,
-    PARENTS,
     PART_ROWS,
-    QUERY,
     SCALES,
     SINKS,
-    SPANS,
+    STORES,
     WINDOW,
-    ancestors,
-    soften,
+    arrays_of,
+    planes_of,
+    store_heads,
+    vector,
 )
 
 if TYPE_CHECKING:
@@ -245,7 +244,7 @@ def _attend_block(query, planes, heads, span, chain, items, group, parents, out,
             lane, row, own = (head - heads[0]) * count + i, (at + i) // group, head * group + (at + i) % group
             work.rows[lane], work.heads[lane] = row, own
             work.sinks[lane] = sinks[own] if len(sinks) else -np.inf
-            matrix.copy_row(query[start + row], own, work.lanes, lane)
+            matrix.copy_row(vector(query, start + row, own, out.shape[2], out.dtype), 0, work.lanes, lane)
     matrix.stand(work.lanes, work.queries)
     if work.rows[count - 1] < chain:
         _attend_chain(planes, heads, context, count, window, scales, work)
@@ -277,22 +276,19 @@ def _attend_part(query, planes, heads, span, part, group, parents, out, window, 
 
 @functools.cache
 def attend_loop() -> CFunc[Any]:
-    """path_kernel.attend_loop for planes of bfloat16 (uint16), and a QUERY of it; DIM is a multiple of PAIRS.
+    """path_kernel.attend_loop of bfloat16 (uint16); DIM is a multiple of PAIRS.
 
-    A thread takes HEADS_AT_ONCE K/V heads, and puts those in one block whose queries fit into it.
+    A thread puts those of its K/V heads in one block whose queries fit into it.
     """
+    dtype = np.dtype(np.uint16)
 
     @cfunc(types.void(types.CPointer(types.int64)), nopython=True, cache=True)
     def loop(job_address):  # type: ignore[no-untyped-def]
         job = carray(job_address, JOB_SIZE)
+        spans, parents, query, key, value = arrays_of(job)
         num_heads, dim, num_spans, part_rows = job[NUM_HEADS], job[DIM], job[NUM_SPANS], job[PART_ROWS]
         num_kv_heads, at_once = num_heads // job[GROUP], job[HEADS_AT_ONCE]
-        shape = (job[NUM_TOKENS], num_heads, dim)
-        query, out = carray(as_pointer(job[QUERY]), shape, np.uint16), carray(as_pointer(job[OUT]), shape, np.float32)
-        addresses = carray(as_pointer(job[ADDRESSES]), (num_spans, 2), np.int64)
-        capacities = carray(as_pointer(job[CAPACITIES]), num_spans, np.int64)
-        spans = carray(as_pointer(job[SPANS]), (num_spans, 3), np.int64)
-        parents = carray(as_pointer(job[PARENTS]), job[NUM_TOKENS], np.int32)
+        out = carray(as_pointer(job[OUT]), (job[NUM_TOKENS], num_heads, dim), dtype)
         sinks = carray(as_pointer(job[SINKS]), num_heads if job[SINKS] != 0 else 0, np.float32)
         scales = carray(as_pointer(job.ctypes.data + SCALES * job.itemsize), 2, np.float32)
         size = (dim, job[LONGEST], job[MOST_ROWS])
@@ -308,13 +304,13 @@ def attend_loop() -> CFunc[Any]:
             first_row = unit % num_parts * part_rows
             if first_row >= spans[s, 1]:
                 continue
-            plane_shape = (num_kv_heads, capacities[s], dim)
-            keys = carray(as_pointer(addresses[s, 0]), plane_shape, np.uint16)
-            values = carray(as_pointer(addresses[s, 1]), plane_shape, np.uint16)
-            span, heads = (spans[s, 0], spans[s, 1], spans[s, 2]), (head, min(head + at_once, num_kv_heads))
+            planes, span = planes_of(job, s, dtype), (spans[s, 0], spans[s, 1], spans[s, 2])
+            heads = (head, min(head + at_once, num_kv_heads))
+            if job[STORES] != 0:
+                store_heads(planes, heads, span, key, value)
             part = (first_row, min(first_row + part_rows, span[1]))
             what = (part, job[GROUP], parents, out, job[WINDOW], scales, sinks, work)
-            _attend_part(query, (keys, values), heads, span, *what)
+            _attend_part(query, planes, heads, span, *what)
         matrix.end_tiles()
         memory[0] = 0  # until here it is used
 

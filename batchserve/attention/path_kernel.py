@@ -18,52 +18,32 @@ from numba import carray, cfunc, njit, types
 
 from batchserve.addresses import as_pointer, claim
 from batchserve.attention import tiles
+from batchserve.attention.span_job import (
+    DIM,
+    GROUP,
+    JOB_SIZE,
+    LONGEST,
+    MOST_ROWS,
+    NEXT,
+    NUM_HEADS,
+    NUM_SPANS,
+    NUM_TOKENS,
+    OUT,
+    PART_ROWS,
+    SCALES,
+    SINKS,
+    STORES,
+    WINDOW,
+    arrays_of,
+    planes_of,
+    store_heads,
+    vector,
+)
 from batchserve.attention.tiles import LANES
 from batchserve.attention.vector_code import WIDTH
 
 if TYPE_CHECKING:
     from numba.core.ccallback import CFunc
-
-
-@njit(nogil=True, cache=True)
-def gather_spans(slabs, spans, group, num_kv_heads, limits, addresses, capacities, is_small):  # type: ignore[no-untyped-def]
-    """Fill addresses int64 [num_layers, num_spans, 2] and capacities [num_spans] from SlabAllocator.slabs().
-
-    is_small bool [num_spans]: whether a span, rows and keys of spans as store_rows has them, is within `limits`: on its
-    rows and its work (tiles of up to four queries, times keys) or on its queries of a K/V head, `group` of them a row.
-    Returns the work of those that are.
-    """
-    most_rows, most_work, most_queries = limits
-    total = 0
-    for s in range(len(spans)):
-        rows, keys = spans[s, 1], spans[s, 1] + spans[s, 2]
-        own = carray(as_pointer(slabs[s, 0]), (addresses.shape[0], 2), np.int64)
-        for layer in range(addresses.shape[0]):
-            addresses[layer, s, 0], addresses[layer, s, 1] = own[layer, 0], own[layer, 1]
-        capacities[s] = slabs[s, 1]
-        work = (rows * group + 3) // 4 * num_kv_heads * keys
-        is_small[s] = (rows <= most_rows and work <= most_work) or rows * group <= most_queries
-        total += work if is_small[s] else 0
-    return total
-
-
-@njit(nogil=True, cache=True)
-def store_rows(keys, values, addresses, capacities, spans):  # type: ignore[no-untyped-def]
-    """Copy every span's new K and V behind its context.
-
-    keys and values [num_tokens, num_kv_heads, dim] (uint16 for bfloat16); addresses int64 [num_spans, 2] of this
-    layer's planes [num_kv_heads, capacity, dim]; spans int64 [num_spans, 3]: row start, rows, context length.
-    """
-    num_kv_heads, dim = keys.shape[1], keys.shape[2]
-    for s in range(spans.shape[0]):
-        start, rows, context = spans[s, 0], spans[s, 1], spans[s, 2]
-        shape = (num_kv_heads, capacities[s], dim)
-        key_plane = carray(as_pointer(addresses[s, 0]), shape, keys.dtype)
-        value_plane = carray(as_pointer(addresses[s, 1]), shape, values.dtype)
-        for i in range(rows):
-            for h in range(num_kv_heads):
-                key_plane[h, context + i, :] = keys[start + i, h, :]
-                value_plane[h, context + i, :] = values[start + i, h, :]
 
 
 @njit(nogil=True, cache=True)
@@ -175,7 +155,8 @@ def _attend_head(query, planes, span, part, head, group, parents, out, window, s
             first, count = 0, min(LANES, begin + width - at)
             for lane in range(count):
                 row, head_of_lane = (at + lane) // group, head * group + (at + lane) % group
-                tiles.spread(query[start + row, head_of_lane], scales[0], parts, queries[lane])
+                found = vector(query, start + row, head_of_lane, out.shape[2], out.dtype)
+                tiles.spread(found[0], scales[0], parts, queries[lane])
                 lane_sinks[lane] = sinks[head_of_lane] if len(sinks) else -np.inf
                 depths[lane] = ancestors(parents, start, row, context, paths[lane])
                 if window > 0:
@@ -190,42 +171,23 @@ def _attend_head(query, planes, span, part, head, group, parents, out, window, s
                 )
 
 
-# What attend_loop is given, as an int64 array: sizes, addresses of arrays, and two float32 in the place of one number.
-NUM_TOKENS, NUM_HEADS, DIM, NUM_SPANS, GROUP, WINDOW, LONGEST, SCALES = range(8)
-QUERY, OUT, ADDRESSES, CAPACITIES, SPANS, PARENTS, SINKS, MOST_ROWS, PART_ROWS, HEADS_AT_ONCE, NEXT, JOB_SIZE = range(
-    8, 20
-)
-
-
 @functools.cache
-def attend_loop(element: type[np.generic]) -> CFunc[Any]:
-    """The compiled loop over all (span, K/V head, part of its rows), for planes of uint16 (bfloat16) or float32.
+def attend_loop(element: str) -> CFunc[Any]:
+    """The compiled loop over all (span, K/V head, part of its rows), of "uint16" (bfloat16) or "float32".
 
-    It takes the address of a job: NUM_TOKENS, NUM_HEADS, DIM of QUERY and OUT, float32 [num_tokens, num_heads, dim], of
-    which the spans' rows are written; NUM_SPANS of ADDRESSES [num_spans, 2], CAPACITIES and SPANS, as store_rows takes
-    them; PARENTS int32 [num_tokens], counted inside the span; GROUP: heads of a K/V head; WINDOW 0: none; LONGEST: the
-    most keys of a row; SCALES: scale and softcap (0: none); SINKS float32 [num_heads] (0: none). K and V have
-    the same dim. Threads that are given the same job share it, at most PART_ROWS of a span's rows at once, of which it
-    has MOST_ROWS at most: NEXT, 0 at first, is what nobody has begun yet. (HEADS_AT_ONCE is matrix_kernel's.)
+    It takes the address of a job (span_job.py) and writes the spans' rows of OUT. K and V have the same dim.
     """
-
-    parts = 4 // np.dtype(element).itemsize
+    dtype = np.dtype(element)
+    parts = 4 // dtype.itemsize
 
     @cfunc(types.void(types.CPointer(types.int64)), nopython=True, cache=True)
     def loop(job_address):  # type: ignore[no-untyped-def]
         job = carray(job_address, JOB_SIZE)
-        dim, group, longest = job[DIM], job[GROUP], job[LONGEST]
-        num_kv_heads = job[NUM_HEADS] // group
-        shape = (job[NUM_TOKENS], job[NUM_HEADS], dim)
-        query, out = (
-            carray(as_pointer(job[QUERY]), shape, np.float32),
-            carray(as_pointer(job[OUT]), shape, np.float32),
-        )
-        addresses = carray(as_pointer(job[ADDRESSES]), (job[NUM_SPANS], 2), np.int64)
-        capacities = carray(as_pointer(job[CAPACITIES]), (job[NUM_SPANS],), np.int64)
-        spans = carray(as_pointer(job[SPANS]), (job[NUM_SPANS], 3), np.int64)
-        parents = carray(as_pointer(job[PARENTS]), (job[NUM_TOKENS],), np.int32)
-        sinks = carray(as_pointer(job[SINKS]), job[NUM_HEADS] if job[SINKS] != 0 else 0, np.float32)
+        spans, parents, query, key, value = arrays_of(job)
+        dim, group, longest, num_heads = job[DIM], job[GROUP], job[LONGEST], job[NUM_HEADS]
+        num_kv_heads = num_heads // group
+        out = carray(as_pointer(job[OUT]), (job[NUM_TOKENS], num_heads, dim), dtype)
+        sinks = carray(as_pointer(job[SINKS]), num_heads if job[SINKS] != 0 else 0, np.float32)
         scales = job.view(np.float32)[2 * SCALES : 2 * SCALES + 2]
         size = tiles.padded(dim, parts)
         lanes = (np.zeros((LANES, size), np.float32), np.zeros((LANES, size), np.float32))
@@ -241,12 +203,11 @@ def attend_loop(element: type[np.generic]) -> CFunc[Any]:
             first_row = unit % num_parts * job[PART_ROWS]
             if first_row >= spans[s, 1]:
                 continue
-            plane_shape = (num_kv_heads, capacities[s], dim)
-            keys = carray(as_pointer(addresses[s, 0]), plane_shape, element)
-            values = carray(as_pointer(addresses[s, 1]), plane_shape, element)
-            span = (spans[s, 0], spans[s, 1], spans[s, 2])
-            planes, part = (keys[head], values[head]), (first_row, min(first_row + job[PART_ROWS], spans[s, 1]))
-            _attend_head(query, planes, span, part, head, group, parents, out, job[WINDOW], scales, sinks, work, parts)
+            planes, span = planes_of(job, s, dtype), (spans[s, 0], spans[s, 1], spans[s, 2])
+            if job[STORES] != 0:
+                store_heads(planes, (head, head + 1), span, key, value)
+            own, part = (planes[0][head], planes[1][head]), (first_row, min(first_row + job[PART_ROWS], span[1]))
+            _attend_head(query, own, span, part, head, group, parents, out, job[WINDOW], scales, sinks, work, parts)
 
     compiled: CFunc[Any] = loop
     return compiled

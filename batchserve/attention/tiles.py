@@ -21,6 +21,7 @@ from numba.extending import intrinsic
 
 from batchserve.attention import vector_code as code
 from batchserve.attention.vector_code import FLOAT, FLOATS, WIDTH, WORD, Array, Builder, Value, index
+from batchserve.elements import narrow, widen
 
 LANES = 4  # queries of a tile, and keys: sixteen sums are what 32 registers hold
 _AT_ONCE = LANES if code.HAS_MANY_REGISTERS else 2  # queries of a tile
@@ -44,14 +45,14 @@ def _order(i, parts):  # type: ignore[no-untyped-def]
 def spread(vector, scale, parts, lane):  # type: ignore[no-untyped-def]
     """lane [padded] = scale * vector [dim]; what fills it up is left as it is."""
     for i in range(vector.shape[0]):
-        lane[_order(i, parts)] = vector[i] * scale
+        lane[_order(i, parts)] = widen(vector[i]) * scale
 
 
 @njit(nogil=True, cache=True)
 def gather_back(lane, scale, parts, vector):  # type: ignore[no-untyped-def]
     """vector [dim] = scale * lane [padded]."""
     for i in range(vector.shape[0]):
-        vector[i] = lane[_order(i, parts)] * scale
+        vector[i] = narrow(lane[_order(i, parts)] * scale, vector[i])
 
 
 def _emit_scores(

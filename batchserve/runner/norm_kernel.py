@@ -14,47 +14,26 @@ import torch
 from numba import carray, cfunc, njit, types
 
 from batchserve.addresses import as_pointer
+from batchserve.elements import narrow, widen
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 # Sums in lanes: the order differs from the written one, but is the same for every row.
 LANES = {"reassoc", "contract"}
-_NAN = np.uint32(0x7FC0)
 
 
 @njit(cache=True, nogil=True, fastmath=LANES)
-def _normalise_floats(x, weight, eps, out):  # type: ignore[no-untyped-def]
-    """x and out float32 [num_rows, dim]; weight float32 [dim]."""
+def _normalise(x, weight, eps, out):  # type: ignore[no-untyped-def]
+    """x and out [num_rows, dim], float32 or the bits of bfloat16, which are rounded once; weight float32 [dim]."""
     dim = x.shape[1]
     for i in range(x.shape[0]):
         total = np.float32(0.0)
         for j in range(dim):
-            total += x[i, j] * x[i, j]
+            total += widen(x[i, j]) * widen(x[i, j])
         scale = np.float32(1.0) / np.sqrt(total / np.float32(dim) + eps)
         for j in range(dim):
-            out[i, j] = x[i, j] * scale * weight[j]
-
-
-@njit(cache=True, nogil=True, fastmath=LANES)
-def _normalise_bfloats(x, weight, eps, out):  # type: ignore[no-untyped-def]
-    """The same over the bits of bfloat16 (uint16): computed in float32, and rounded once, to nearest even."""
-    dim = x.shape[1]
-    bits = np.empty(dim, np.uint32)
-    values = bits.view(np.float32)
-    for i in range(x.shape[0]):
-        for j in range(dim):
-            bits[j] = np.uint32(x[i, j]) << np.uint32(16)
-        total = np.float32(0.0)
-        for j in range(dim):
-            total += values[j] * values[j]
-        scale = np.float32(1.0) / np.sqrt(total / np.float32(dim) + eps)
-        for j in range(dim):
-            values[j] = values[j] * scale * weight[j]
-        for j in range(dim):
-            rounded = (bits[j] + np.uint32(0x7FFF) + ((bits[j] >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-            is_nan = (bits[j] & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-            out[i, j] = np.uint16(_NAN if is_nan else rounded)
+            out[i, j] = narrow(widen(x[i, j]) * scale * weight[j], x[i, j])
 
 
 # Of addresses: x and out [num_rows, dim], the weight; num_rows, dim, eps. Numba's own way from arrays into compiled
@@ -69,7 +48,7 @@ def _on_floats() -> Callable[..., None]:
     def normalise(x_at, out_at, weight_at, num_rows, dim, eps):  # type: ignore[no-untyped-def]
         x = carray(as_pointer(x_at), (num_rows, dim), np.float32)
         out = carray(as_pointer(out_at), (num_rows, dim), np.float32)
-        _normalise_floats(x, carray(as_pointer(weight_at), dim, np.float32), eps, out)
+        _normalise(x, carray(as_pointer(weight_at), dim, np.float32), eps, out)
 
     compiled: Any = normalise
     return compiled.ctypes  # type: ignore[no-any-return]
@@ -81,7 +60,7 @@ def _on_bfloats() -> Callable[..., None]:
     def normalise(x_at, out_at, weight_at, num_rows, dim, eps):  # type: ignore[no-untyped-def]
         x = carray(as_pointer(x_at), (num_rows, dim), np.uint16)
         out = carray(as_pointer(out_at), (num_rows, dim), np.uint16)
-        _normalise_bfloats(x, carray(as_pointer(weight_at), dim, np.float32), eps, out)
+        _normalise(x, carray(as_pointer(weight_at), dim, np.float32), eps, out)
 
     compiled: Any = normalise
     return compiled.ctypes  # type: ignore[no-any-return]

@@ -19,7 +19,7 @@ from batchserve.attention.paged import PagedBackend
 from batchserve.attention.slab import SlabAllocator
 from batchserve.attention.slots import SlotAllocator
 from batchserve.attention.torch_paged import TorchKernel
-from batchserve.attention.torch_reference import TorchReferenceBackend
+from tests.attention.reference_backend import TorchReferenceBackend
 from tests.attention.test_mask import ancestors, make_span, random_parents
 from tests.factories import examples
 

@@ -44,7 +44,7 @@ def computed(dim: int, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     (lanes, _), (keys, _), (values, _) = bfloat16(TILE, dim), bfloat16(COUNT, dim), bfloat16(COUNT, dim, 1)
     queries = np.full((dim // 2, 2 * TILE), 0x7FC17FC1, np.uint32)  # what nobody asked for is not a number
     queries[:, first : first + count] = np.ascontiguousarray(lanes[:count]).view(np.uint32).T
-    scores, out = np.full((2 * TILE, COUNT), np.nan, np.float32), np.zeros((2 * TILE, dim), np.float32)
+    scores, out = np.full((2 * TILE, COUNT), np.nan, np.float32), np.zeros((2 * TILE, dim), np.uint16)
     weights = np.full((2, 2 * TILE, COUNT), 0x7FC17FC1, np.uint32)
     sums = np.full((2 * TILE, -(-dim // (AT_ONCE * TILE)) * AT_ONCE * TILE), np.nan, np.float32)
     run(queries, first, count, keys, values[..., 0], scores, weights, sums, out)
@@ -58,11 +58,33 @@ def test_scores_and_sums_are_numpys_and_bitwise_equal_in_any_lane(dim: int) -> N
     scores, out = computed(dim, 0, TILE)
     np.testing.assert_allclose(scores, 0.5 * lanes @ keys.T, rtol=1e-5, atol=1e-5 * dim)
     weights = torch.from_numpy(scores[:, :-3].copy()).bfloat16().double().numpy()
-    np.testing.assert_allclose(out, 2 * weights @ values[:-3, :, 0], rtol=1e-4, atol=1e-4 * dim)
+    numbers = torch.from_numpy(out).view(torch.bfloat16).double().numpy()
+    np.testing.assert_allclose(numbers, 2 * weights @ values[:-3, :, 0], rtol=2**-8, atol=1e-4 * dim)
     for first, count in ((0, 1), (0, 3), (5, 4), (9, 11), (15, 2)):
         few_scores, few_out = computed(dim, first, count)
         assert (few_scores == scores[:count]).all()
         assert (few_out == out[:count]).all()
+
+
+@njit
+def give_all(sums, out):  # type: ignore[no-untyped-def]
+    for lane in range(len(out)):
+        matrix_code.give(sums, lane, np.float32(1), out, lane)
+
+
+@pytest.mark.skipif(matrix_code.code.WIDTH != TILE, reason="vectors are shorter than a tile's rows")
+def test_outputs_are_rounded_as_torch_rounds() -> None:
+    words = np.random.default_rng(0).integers(0, 1 << 32, (64, PAIRS), dtype=np.uint64).astype(np.uint32)
+    words[:32] = words[:32] & np.uint32(0xFFFF0000) | np.uint32(0x8000)  # in the middle of two neighbours
+    sums, out = words.view(np.float32), np.zeros((64, PAIRS), np.uint16)
+    sums[0, :6] = [0.0, -0.0, np.inf, -np.inf, 3.4028235e38, 1e-45]
+    give_all(sums, out)
+    in_order = np.stack([sums[:, :TILE], sums[:, TILE:]], -1).reshape(64, PAIRS)  # even columns come first
+    expected = torch.from_numpy(in_order).bfloat16()
+    found = torch.from_numpy(out).view(torch.bfloat16)
+    is_nan = expected.isnan()
+    assert found[is_nan].isnan().all()
+    assert torch.equal(found.view(torch.int16)[~is_nan], expected.view(torch.int16)[~is_nan])
 
 
 @njit

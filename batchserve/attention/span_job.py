@@ -1,0 +1,198 @@
+"""What compiled attention is handed: a step's spans, and a layer's q, k and v where the model has left them.
+
+K and V of new rows go into their slabs in the same call. Whoever attends for all of a span's rows over a K/V head
+stores that head's first, and so finds in its caches what it reads next; where several share a span's rows, or another
+kernel takes some spans, all is stored before (`store_loop`).
+"""
+
+# ruff: noqa: ANN001, ANN201, ANN202
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+from numba import carray, cfunc, njit, types
+
+from batchserve import openmp
+from batchserve.addresses import as_pointer, claim
+
+if TYPE_CHECKING:
+    import torch
+    from numba.core.ccallback import CFunc
+
+    from batchserve.attention.base import AttentionParams
+
+    States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k and v, each [1, heads, num_tokens, dim]
+
+# A job, as an int64 array, begins with the step: how many rows it has, and arrays by their address: CAPACITIES int64
+# [num_spans]; SPANS int64 [num_spans, 3]: row start, rows, context length; PARENTS int32 [num_tokens], counted inside
+# the span. LONGEST: the most keys of a row; MOST_ROWS: of a span.
+NUM_TOKENS, NUM_SPANS, CAPACITIES, SPANS, PARENTS, LONGEST, MOST_ROWS = range(7)
+# Then, layer by layer: ADDRESSES int64 [num_spans, 2] of the planes of K and V, [num_kv_heads, capacity, dim]; OUT
+# [num_tokens, num_heads, dim]; SINKS float32 [num_heads] (0: none); GROUP: heads of a K/V head; WINDOW 0: none. SCALES
+# are two float32 in the place of one number: scale and softcap (0: none).
+LAYER = 7
+ADDRESSES, OUT, SINKS, NUM_HEADS, DIM, GROUP, WINDOW, SCALES = range(LAYER, 15)
+# q, k and v: the address of [num_tokens, heads, dim], and the bytes from token to token and from head to head.
+QUERY, KEY, VALUE = 15, 18, 21
+# Threads that are given the same job share it: at most PART_ROWS of a span's rows, and HEADS_AT_ONCE K/V heads
+# (matrix_kernel's, else 1), are one thread's at once. STORES: it stores K and V first. NEXT, 0 at first: what nobody
+# has begun yet.
+PART_ROWS, HEADS_AT_ONCE, STORES, NEXT, JOB_SIZE = range(24, 29)
+
+
+@njit(nogil=True, cache=True)
+def gather_spans(slabs, spans, group, num_kv_heads, limits, addresses, capacities, is_small):  # type: ignore[no-untyped-def]
+    """Fill addresses int64 [num_layers, num_spans, 2] and capacities [num_spans] from SlabAllocator.slabs().
+
+    is_small bool [num_spans]: whether a span, rows and keys of SPANS, is within `limits`: on its rows and its work
+    (tiles of up to four queries, times keys) or on its queries of a K/V head, `group` of them a row. Returns the work
+    of those that are.
+    """
+    most_rows, most_work, most_queries = limits
+    total = 0
+    for s in range(len(spans)):
+        rows, keys = spans[s, 1], spans[s, 1] + spans[s, 2]
+        own = carray(as_pointer(slabs[s, 0]), (addresses.shape[0], 2), np.int64)
+        for layer in range(addresses.shape[0]):
+            addresses[layer, s, 0], addresses[layer, s, 1] = own[layer, 0], own[layer, 1]
+        capacities[s] = slabs[s, 1]
+        work = (rows * group + 3) // 4 * num_kv_heads * keys
+        is_small[s] = (rows <= most_rows and work <= most_work) or rows * group <= most_queries
+        total += work if is_small[s] else 0
+    return total
+
+
+@njit(nogil=True, cache=True)
+def arrays_of(job):  # type: ignore[no-untyped-def]
+    """(spans, parents, q, k, v), the last three as `vector` takes them."""
+    spans = carray(as_pointer(job[SPANS]), (job[NUM_SPANS], 3), np.int64)
+    parents = carray(as_pointer(job[PARENTS]), job[NUM_TOKENS], np.int32)
+    query, key = (job[QUERY], job[QUERY + 1], job[QUERY + 2]), (job[KEY], job[KEY + 1], job[KEY + 2])
+    return spans, parents, query, key, (job[VALUE], job[VALUE + 1], job[VALUE + 2])
+
+
+@njit(nogil=True, cache=True)
+def vector(states, token, head, dim, dtype):  # type: ignore[no-untyped-def]
+    """What q, k or v has for a token and head: [1, dim]."""
+    address, by_token, by_head = states
+    return carray(as_pointer(address + token * by_token + head * by_head), (1, dim), dtype)
+
+
+@njit(nogil=True, cache=True)
+def planes_of(job, s, dtype):  # type: ignore[no-untyped-def]
+    """K and V of a span, [num_kv_heads, capacity, dim]."""
+    addresses = carray(as_pointer(job[ADDRESSES]), (job[NUM_SPANS], 2), np.int64)
+    capacities = carray(as_pointer(job[CAPACITIES]), job[NUM_SPANS], np.int64)
+    shape = (job[NUM_HEADS] // job[GROUP], capacities[s], job[DIM])
+    return carray(as_pointer(addresses[s, 0]), shape, dtype), carray(as_pointer(addresses[s, 1]), shape, dtype)
+
+
+@njit(nogil=True, cache=True)
+def store_heads(planes, heads, span, key, value):  # type: ignore[no-untyped-def]
+    """Copy a span's new K and V behind its context, of the K/V heads (first, end)."""
+    keys, values = planes
+    start, rows, context = span
+    for head in range(heads[0], heads[1]):
+        for i in range(rows):
+            new_key = vector(key, start + i, head, keys.shape[2], keys.dtype)
+            new_value = vector(value, start + i, head, values.shape[2], values.dtype)
+            for j in range(keys.shape[2]):
+                keys[head, context + i, j] = new_key[0, j]
+                values[head, context + i, j] = new_value[0, j]
+
+
+@functools.cache
+def store_loop(element: str) -> CFunc[Any]:
+    """The compiled loop that stores K and V of all spans, of "uint16" (bfloat16) or "float32", and no more."""
+    dtype = np.dtype(element)
+
+    @cfunc(types.void(types.CPointer(types.int64)), nopython=True, cache=True)
+    def loop(job_address):  # type: ignore[no-untyped-def]
+        job = carray(job_address, JOB_SIZE)
+        spans, _, _, key, value = arrays_of(job)
+        num_kv_heads = job[NUM_HEADS] // job[GROUP]
+        while True:
+            unit = claim(job.ctypes.data + NEXT * job.itemsize)
+            if unit >= job[NUM_SPANS] * num_kv_heads:
+                break
+            s, head = unit // num_kv_heads, unit % num_kv_heads
+            span = (spans[s, 0], spans[s, 1], spans[s, 2])
+            store_heads(planes_of(job, s, dtype), (head, head + 1), span, key, value)
+
+    compiled: CFunc[Any] = loop
+    return compiled
+
+
+@dataclass(frozen=True, slots=True)
+class SpanArrays:
+    """Spans as the compiled kernels take them. addresses int64 [num_layers, num_spans, 2].
+
+    is_small bool [num_spans]: those that are cheaper in the compiled kernel; work: what it has to do for all of them.
+    """
+
+    addresses: np.ndarray
+    capacities: np.ndarray  # int64 [num_spans]
+    rows: np.ndarray  # int64 [num_spans, 3]: row start, rows, context length
+    parents: np.ndarray  # int32 [num_tokens]
+    is_small: np.ndarray
+    work: int
+
+    def small(self) -> SpanArrays:
+        """The small ones."""
+        addresses, small = np.ascontiguousarray(self.addresses[:, self.is_small]), self.is_small[self.is_small]
+        return SpanArrays(
+            addresses, self.capacities[self.is_small], self.rows[self.is_small], self.parents, small, self.work
+        )
+
+
+class SpanJob:
+    """Some of a step's spans as compiled loops take them, layer by layer."""
+
+    def __init__(self, spans: SpanArrays, num_threads: int) -> None:
+        self.num_spans, self.most_rows, self.num_threads = len(spans.rows), int(spans.rows[:, 1].max()), num_threads
+        self._spans = spans  # kept alive: a job has addresses
+        self._addresses_at, self._by_layer = spans.addresses.ctypes.data, spans.addresses.strides[0]
+        self._job = np.zeros(JOB_SIZE, np.int64)
+        arrays = [each.ctypes.data for each in (spans.capacities, spans.rows, spans.parents)]
+        longest = int((spans.rows[:, 1] + spans.rows[:, 2]).max())
+        self._job_at = self._job.ctypes.data
+        self._job[:LAYER] = (len(spans.parents), self.num_spans, *arrays, longest, self.most_rows)
+
+    def run(
+        self,
+        loop: CFunc[Any],
+        layer: int,
+        states: States,
+        out: torch.Tensor,
+        params: AttentionParams,
+        shares: tuple[int, int, bool],
+    ) -> None:
+        """shares: PART_ROWS, HEADS_AT_ONCE, STORES."""
+        rows = [each if each.stride(3) == 1 else each.contiguous() for each in states]  # these are alive until the end
+        size = out.itemsize
+        where = [(each.data_ptr(), size * each.stride(2), size * each.stride(1)) for each in rows]
+        sinks = None if params.sinks is None else params.sinks.detach().float().contiguous()
+        (num_heads, dim), num_kv_heads = out.shape[1:], states[1].shape[1]
+        self._job[LAYER:] = (
+            self._addresses_at + layer * self._by_layer,
+            out.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(),
+            *(num_heads, dim, num_heads // num_kv_heads, params.sliding_window or 0),
+            _two_floats(params.scaling, params.softcap or 0.0),
+            *chain.from_iterable(where),
+            *shares,
+            0,
+        )
+        openmp.run(cast("int", loop.address), self._job_at, self.num_threads)
+        if self._job[NEXT] == 0:  # compiled code cannot raise: whoever finds no memory to work in begins nothing
+            raise MemoryError("attention: there is no memory to work in")
+
+
+@functools.lru_cache(maxsize=256)
+def _two_floats(one: float, other: float) -> int:
+    """Two float32 in the place of an int64."""
+    return int(np.array([one, other], np.float32).view(np.int64)[0])
