@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -21,13 +22,15 @@ from transformers import (
 
 from batchserve.attention import interface
 from batchserve.errors import ConfigError, InvalidRequestError, UnsupportedModelError
-from batchserve.runner.packed import can_pack, pack_modules
+from batchserve.runner.packed import PackedLinear, can_pack, pack_modules
 from batchserve.runner.probe import ModelProbe
+from batchserve.runner.siblings import join_siblings, lying_apart, plain_product, watch_inputs
 from batchserve.types import SamplingParams
 
 if TYPE_CHECKING:
     from batchserve.attention.base import LayerShape
     from batchserve.config import EngineConfig
+    from batchserve.runner.siblings import Siblings
 
 logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
@@ -56,16 +59,21 @@ class LoadedModel:
     default_top_k: int
     default_top_p: float
     has_packed_linears: bool
-    unapplied_defaults: tuple[str, ...] = ()  # options of generation_config.json that no request gets
     device: torch.device = CPU
     has_sinks: bool = False  # attention sinks, in some layer
 
 
 def resolve_model(model: str) -> str:
-    """The folder of the bundled model for "bundled", the name itself otherwise."""
-    if model != "bundled":
-        return model
-    return str(resources.files("batchserve") / "data" / "bundled")
+    """The folder of the bundled model for "bundled", the name itself otherwise.
+
+    Raises ConfigError for a path where no folder is: a hub would only say that it is no name of its own.
+    """
+    if model == "bundled":
+        return str(resources.files("batchserve") / "data" / "bundled")
+    is_path = os.path.isabs(model) or model.startswith((".", "~")) or os.path.exists(model)
+    if is_path and not os.path.isdir(model):
+        raise ConfigError(f"model = {model!r}: must be a folder that exists, a hub id or 'bundled'")
+    return model
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
@@ -97,7 +105,8 @@ def resolve_dtype(dtype: str, device: torch.device = CPU) -> torch.dtype:
 def load_model(config: EngineConfig) -> LoadedModel:
     """Load, probe and pack. Raises ConfigError (cannot be loaded) or UnsupportedModelError (would answer wrongly).
 
-    Only for the CPU's own attention backend are modules packed: the GPU path runs them as they are, also on a CPU.
+    Only for the CPU's own attention backend are modules packed: the GPU path runs them as they are, also on a CPU, but
+    for linears of the same input, which are one product everywhere.
     Options of generation_config.json that no request gets are named in a warning.
     """
     interface.register()
@@ -110,11 +119,15 @@ def load_model(config: EngineConfig) -> LoadedModel:
     text_config = model.config.get_text_config()
     max_model_len = _model_limit(text_config)
     probe = ModelProbe(model)
-    layers = probe.check_attention()
+    with watch_inputs(model) as watch:
+        layers = probe.check_attention()
     is_packed = has_cpu_backend(config, device) and can_pack(dtype)
+    siblings = watch.siblings(model)
+    if siblings and _can_join(probe, siblings):
+        join_siblings(siblings, PackedLinear if is_packed else plain_product)
     if is_packed:
         pack_modules(model)
-        probe.check_packed()
+    probe.check_swapped()
     probe.check_beside_others(max_model_len)
     sampling = _sampling_defaults(model.generation_config)
     unapplied = _unapplied_defaults(model.generation_config)
@@ -133,10 +146,20 @@ def load_model(config: EngineConfig) -> LoadedModel:
         default_top_k=sampling.top_k or 0,
         default_top_p=1.0 if sampling.top_p is None else sampling.top_p,
         has_packed_linears=is_packed,
-        unapplied_defaults=unapplied,
         device=device,
         has_sinks=probe.has_sinks,
     )
+
+
+def _can_join(probe: ModelProbe, siblings: Siblings) -> bool:
+    """Whether the model takes what one product gives: rows of a view that others' lie between."""
+    try:
+        with lying_apart(siblings):
+            probe.check_swapped()
+    except UnsupportedModelError as error:
+        logger.info("linears of the same input stay apart: %s", error)
+        return False
+    return True
 
 
 def has_cpu_backend(config: EngineConfig, device: torch.device) -> bool:

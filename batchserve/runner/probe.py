@@ -67,11 +67,11 @@ class ModelProbe:
         self._compare(logits, "through a registered attention function", "a mask that it is not told of")
         return [probe.shapes[i] for i in range(len(probe.shapes))]
 
-    def check_packed(self) -> None:
+    def check_swapped(self) -> None:
         """The modules that were swapped in give the eager answer, too."""
         with _small_windows(self._model):
             logits = self._logits(self._ids, self._positions, ShapeProbe())
-        self._compare(logits, "with packed modules", "a module that was swapped wrongly")
+        self._compare(logits, "with other modules", "a module that was swapped wrongly")
 
     def check_beside_others(self, max_model_len: int) -> None:
         """The prompt's rows answer alike in a step where every fourth row is another request's, at the context's end.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
 LEAST_GAIN = 0.1  # expected tokens
-MARGIN = 0.5  # nodes this much less likely than what is worth a row are still proposed: odds are learned from them
+MARGIN = 0.8  # nodes this much less likely than what is worth a row are still proposed: odds are learned from them
 WINDOW_PRIOR, WINDOW_MEMORY = 2.0, 64.0  # windows that are believed to earn a token each; that are remembered
 UNDRAFTED = "none"
 NOBODY = np.zeros(0, np.int64)

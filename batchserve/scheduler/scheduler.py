@@ -149,7 +149,7 @@ class Scheduler:
 
     def _plan_decoding(self, preempted: list[Request]) -> dict[str, int]:
         """A row for everyone who decodes, by request id."""
-        decoding = [r for r in self.running if len(r.token_ids) == r.num_computed_tokens + 1]
+        decoding = [r for r in self.running if r.num_pending_tokens == 1]
         names = [request.request_id for request in decoding]
         if self._allocator.reserve_all(names, [1] * len(names)):
             return dict.fromkeys(names, 1)
@@ -185,11 +185,15 @@ class Scheduler:
         )
 
     def _plan_chunk(self, request: Request, rows: int, planned: dict[str, int], preempted: list[Request]) -> int:
-        chunk = min(rows, request.num_pending_tokens, self._config.prefill_chunk_size or rows)
+        chunk = self._chunk(request, rows)
         if chunk < 1 or not self._reserve(request, chunk, preempted):
             return 0
         planned[request.request_id] = chunk
         return chunk
+
+    def _chunk(self, request: Request, rows: int) -> int:
+        """How many of the request's tokens a step with so many rows left computes."""
+        return min(rows, request.num_pending_tokens, self._config.prefill_chunk_size or rows)
 
     def _admit(self, rows: int, planned: dict[str, int], before: Request | None = None) -> int:
         """Let waiting requests in, only those whose prompt comes before that of `before` if it is given.
@@ -206,7 +210,7 @@ class Scheduler:
             self.waiting.remove(request)
             request.move_to(RequestStatus.RUNNING)
             self.running.append(request)
-            chunk = min(rows, request.num_pending_tokens, self._config.prefill_chunk_size or rows)
+            chunk = self._chunk(request, rows)
             planned[request.request_id] = chunk
             rows -= chunk
         return rows
@@ -251,11 +255,7 @@ class Scheduler:
         self, running: list[Request], planned: dict[str, int], rows_left: int, is_drafted: Callable[[Request], bool]
     ) -> list[ScheduledRequest]:
         is_drafting = [
-            planned[r.request_id] == 1
-            and len(r.token_ids) == r.num_computed_tokens + 1
-            and r.speculation.max_draft_tokens > 0
-            and is_drafted(r)
-            for r in running
+            r.num_pending_tokens == 1 and r.speculation.max_draft_tokens > 0 and is_drafted(r) for r in running
         ]
         # Where rows are chosen by their worth, each request may be offered all of them.
         num_sharing = 1 if self._config.is_adaptive else max(1, sum(is_drafting))

@@ -128,7 +128,17 @@ def test_linears_are_packed_the_head_too(tiny_model: dict[str, Path]) -> None:
 def test_auto_is_a_dtype_that_this_cpu_multiplies() -> None:
     assert resolve_dtype("auto") in (torch.float32, torch.bfloat16)
     assert resolve_dtype("float16") is torch.float16
-    assert resolve_model("org/name") == "org/name"
+
+
+def test_a_model_is_a_folder_or_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    for model in ("org/name", "org/other", "./org/name", str(tmp_path)):
+        assert resolve_model(model) == model
+    for model in ("file", "./org/other", "../none", "~/none", str(tmp_path / "none")):
+        with pytest.raises(ConfigError, match=f"model = '{model}': must be a folder that exists, a hub id"):
+            resolve_model(model)
 
 
 def test_sampling_defaults_are_the_models_where_it_samples(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from batchserve.attention.tree_metadata import TreeMetadata
 from batchserve.runner.cuda_graphs import Replay, StepGraphs
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RaggedBatch, RequestRows, build_batch
+from batchserve.runner.siblings import join_siblings, plain_product, watch_inputs
 from batchserve.runner.step_handle import QueuedStep
 from tests.factories import make_sampling
 from tests.tiny_models import SUPPORTED
@@ -76,6 +77,11 @@ def meta_runner(family: str) -> ModelRunner:
     layer = LayerShape(num_kv_heads, key_dim, value_dim)
     allocator = SlotAllocator(2000, max_requests=4, max_tokens=256, bytes_per_token=1)
     backend = PagedBackend([layer] * config.num_hidden_layers, torch.bfloat16, META, EmptyKernel(), allocator)
+    ids = torch.zeros(1, 3, dtype=torch.int64, device=META)
+    step: dict[str, Any] = {interface.STEP_ARGUMENT: interface.ShapeProbe()}
+    with watch_inputs(model) as watch:
+        model(input_ids=ids, position_ids=ids, use_cache=False, **step)
+    join_siblings(watch.siblings(model), plain_product)
     return ModelRunner(SimpleNamespace(model=model, device=META), backend)  # type: ignore[arg-type]
 
 

@@ -1,0 +1,137 @@
+"""Linears of the same input as one product: which they are, and that each gives what it gave."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from batchserve.config import EngineConfig
+from batchserve.runner import loader
+from batchserve.runner.loader import load_model
+from batchserve.runner.packed import PackedLinear, can_pack
+from batchserve.runner.siblings import Sibling, join_siblings, plain_product, watch_inputs
+
+DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype)]
+
+
+class Block(nn.Module):
+    """a, b and c read x; d reads what is computed from it; e and f read x, too, but e does so twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(64, 96, bias=False), nn.Linear(64, 32, bias=False), nn.Linear(64, 80)
+        self.d, self.e, self.f = nn.Linear(32, 64), nn.Linear(64, 16), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up, third = self.a(x)[..., :32], self.b(x), self.c(x)
+        twice = self.e(x) + self.f(x) + self.e(x)
+        return self.d(gate * up) + third[..., :64] + twice.repeat(1, 1, 4)
+
+
+class Named(nn.Module):
+    """Hands its input over by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(input=x) + self.b(input=x)
+
+
+def siblings_of(model: nn.Module, x: torch.Tensor) -> list[tuple[nn.Module, list[str]]]:
+    with watch_inputs(model) as watch, torch.inference_mode():
+        model(x)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    return watch.siblings(model)
+
+
+def test_siblings_are_called_once_each_one_behind_the_other_with_the_same_tensor() -> None:
+    block = Block()
+    assert siblings_of(block, torch.randn(1, 3, 64)) == [(block, ["a", "b"])]  # c has a bias, they have none
+    assert siblings_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(1, 2, 8)) == []
+    assert siblings_of(Named(), torch.randn(1, 2, 8)) == []
+
+
+@pytest.mark.parametrize("product", [PackedLinear, plain_product])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_each_gives_what_it_gave_alone_in_any_order(has_bias: bool, dtype: torch.dtype, product: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(64, size, bias=has_bias) for name, size in (("q", 96), ("k", 32), ("v", 7))})
+    model = model.to(dtype)
+    one, other = torch.randn(1, 5, 64).to(dtype), torch.randn(1, 9, 64).to(dtype)
+    with torch.inference_mode():
+        expected = {(name, len(x[0])): model[name](x) for name in model for x in (one, other)}
+        join_siblings([(model, ["q", "k", "v"])], product)
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        for x, name in ((one, "q"), (other, "q"), (one, "v"), (one, "k"), (one, "q"), (other, "k"), (other, "v")):
+            torch.testing.assert_close(model[name](x), expected[name, len(x[0])], atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_has_the_same_bits_among_other_rows_and_nothing_is_kept_behind_the_last(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"gate": nn.Linear(64, 640, bias=False), "up": nn.Linear(64, 640, bias=False)}).to(dtype)
+    join_siblings([(model, ["gate", "up"])], PackedLinear)
+    x = torch.randn(1, 32, 64).to(dtype)
+    with torch.inference_mode():
+        whole = [model[name](x) for name in model]
+        for start, count in ((0, 2), (5, 4), (3, 16)):
+            rows = x[:, start : start + count]
+            for name, among_all in zip(model, whole, strict=True):
+                assert torch.equal(model[name](rows), among_all[:, start : start + count])
+    shared = model["gate"].shared
+    assert shared is model["up"].shared
+    assert (shared._input, shared._outputs) == (None, ())
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize(
+    ("name", "joined"),
+    [("llama", {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}), ("qwen2", {"q_proj", "k_proj", "v_proj"}),
+     ("gpt2", set())],
+)  # fmt: skip
+def test_models_are_loaded_with_joined_linears(
+    tiny_model: dict[str, Path], name: str, joined: set[str], backend: str
+) -> None:
+    config = EngineConfig(model=str(tiny_model[name]), dtype="float32", device="cpu", attention_backend=backend)
+    found = {p.rsplit(".", 1)[-1] for p, module in load_model(config).model.named_modules() if type(module) is Sibling}
+    assert joined <= found
+    assert bool(found) == bool(joined)
+
+
+def test_weights_are_given_up_as_they_are_joined(tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    first: list[weakref.ref[nn.Module]] = []
+
+    def watching(siblings: Any, product: Any) -> None:
+        first.extend(weakref.ref(getattr(parent, name)) for parent, names in siblings for name in names)
+        join_siblings(siblings, product)
+        left.append(sum(linear() is not None for linear in first))
+
+    monkeypatch.setattr(loader, "join_siblings", watching)
+    load_model(EngineConfig(model=str(tiny_model["llama"]), device="cpu", attention_backend="torch"))
+    assert first
+    assert left == [0]
+
+
+def test_a_model_that_merges_rows_of_what_a_linear_gives_is_left_as_it_is(
+    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        merged = self.up_proj(x).view(-1, 2)  # only where rows lie one behind the other
+        out: torch.Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * merged.view(*x.shape[:2], -1))
+        return out
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    caplog.set_level("INFO")
+    model = load_model(EngineConfig(model=str(tiny_model["llama"]), device="cpu")).model
+    assert not any(type(module) is Sibling for module in model.modules())
+    assert "linears of the same input stay apart" in caplog.text
