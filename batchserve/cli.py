@@ -138,7 +138,12 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", help="the prompt (default: standard input)")
-    parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="put the prompt into the model's chat template; with --server into that of --model, which must be the "
+        "server's model (default: what the server calls it)",
+    )
     parser.add_argument("--server", metavar="HOST:PORT", help="ask a running server (default: load the model here)")
     parser.add_argument(
         "--priority", type=int, default=0, metavar="N", help="higher comes first, in -1000..1000 (default: 0)"
@@ -200,6 +205,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     # Nothing here outlives the process, and loading cannot be interrupted otherwise: Ctrl-C ends it at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if arguments.server is not None:
+        _check_address(arguments.server)
         _refuse_engine_options(arguments)
     text = _prompt_text(arguments)
     config: EngineConfig = make_config(EngineConfig, arguments)
@@ -212,13 +218,25 @@ def _generate(arguments: argparse.Namespace) -> int:
         stop=tuple(arguments.stop),
         ignore_eos=arguments.ignore_eos,
     )
-    prompt = _chat_token_ids(text, config) if arguments.chat else text
     references = tuple(map(_reference_text, arguments.reference))
     speculation = SpeculationParams(is_enabled=not arguments.no_speculation, references=references)
-    asked = (prompt, params, speculation, check_priority(arguments.priority))
+    priority = check_priority(arguments.priority)
+    prompt: str | list[int] = text
+    if arguments.chat:
+        is_servers = arguments.server is not None and "model" not in arguments
+        prompt = _servers_chat(text, arguments.server) if is_servers else _chat_token_ids(text, config)
+    asked = (prompt, params, speculation, priority)
     events = _local_events(config, *asked) if arguments.server is None else _remote_events(arguments.server, *asked)
     asyncio.run(_show(events))
     return 0
+
+
+def _check_address(target: str) -> None:
+    """gRPC would take another port than was meant: 443 where there is none, 1 for 65537."""
+    host, _, port = target.rpartition(":")
+    is_port = port.isascii() and port.isdigit() and 0 < int(port[:6]) <= 65535
+    if not host or not is_port or (":" in host and not host.endswith("]")):
+        raise ConfigError(f"server = {target!r}: must be HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051")
 
 
 def _refuse_engine_options(arguments: argparse.Namespace) -> None:
@@ -227,6 +245,8 @@ def _refuse_engine_options(arguments: argparse.Namespace) -> None:
     given = [flag_of(name) for name in (*ENGINE_OPTIONS, *DRAFT_OPTIONS) if name in arguments and name not in used]
     if given:
         raise ConfigError(f"{', '.join(given)}: must not be given with --server, whose engine has its own options")
+    if "trust_remote_code" in arguments and "model" not in arguments:
+        raise ConfigError("--trust-remote-code: must be with --model: a server does not choose whose code runs here")
 
 
 def _prompt_text(arguments: argparse.Namespace) -> str:
@@ -258,6 +278,23 @@ def _chat_token_ids(text: str, config: EngineConfig) -> list[int]:
     messages = [{"role": "user", "content": text}]
     ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     return list(ids)
+
+
+def _servers_chat(text: str, target: str) -> list[int]:
+    """The prompt in the chat template of the model that is served: another one's token ids would mean other words."""
+    name = asyncio.run(_served_model(target))
+    try:
+        return _chat_token_ids(text, EngineConfig(model=name))
+    except ConfigError as error:
+        message = f"--chat: must be with --model, a folder or hub id of the server's model, which it calls {name!r}"
+        raise ConfigError(f"{message} ({error})") from error
+
+
+async def _served_model(target: str) -> str:
+    from batchserve.server.client import GenerationClient
+
+    async with GenerationClient(target) as client:
+        return str((await client.model_info()).model)
 
 
 async def _local_events(

@@ -240,6 +240,7 @@ class ServerConfig:
     metrics_port: int | None = None
 
     def __post_init__(self) -> None:
+        _path("host", self.host)
         for name, port in (("port", self.port), ("metrics_port", self.metrics_port)):
             if port is not None and not 0 <= port <= 65535:
                 raise ConfigError(f"{name} = {port}: must be in 0..65535 (0 picks a free one)")

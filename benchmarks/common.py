@@ -7,6 +7,9 @@ import os
 import platform
 import random
 import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 import batchserve  # noqa: E402
+from batchserve.errors import ConfigError  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -39,6 +43,30 @@ def environment() -> dict[str, Any]:
         "transformers": transformers.__version__,
         "batchserve": batchserve.__version__,
     }
+
+
+@contextmanager
+def refusing_bad_input() -> Iterator[None]:
+    """What the input lacks ends a program as a wrong argument does: one line on standard error, exit status 2."""
+    try:
+        yield
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def find_sets(folder: Path, names: Sequence[str] = ()) -> dict[str, Path]:
+    """A folder's recorded sets by name (gsm_qwen2_7b of gsm_qwen2_7b.dev.jsonl): these, or all. Raises ConfigError."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: must be a folder of recorded sets, one JSONL each")
+    found: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        found.setdefault(path.name.partition(".")[0], path)
+    missing = [name for name in names if name not in found]
+    if missing or not found:
+        has = f"has the sets {', '.join(found)}" if found else "has no sets"
+        raise ConfigError(f"{folder}: {has}; must have {', '.join(missing) or 'one'} (a JSONL each)")
+    return {name: found[name] for name in names or found}
 
 
 def spread(values: list[float]) -> dict[str, float]:

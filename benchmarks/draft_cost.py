@@ -19,15 +19,17 @@ from typing import Any
 
 from batchserve.bench.records import load_records
 from batchserve.bench.replay import SCOPE, ReplayRecord, preload, simulate
-from batchserve.bench.tokenizer import load_encoder
+from batchserve.bench.tokenizer import Encode, load_encoder
 from batchserve.config import DraftConfig, EngineConfig, MiB
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest
-from batchserve.draft.factory import create_drafter
+from batchserve.draft.factory import SHARING, create_drafter
 from batchserve.draft.kernels import KernelLoader
-from benchmarks.common import write_results
+from batchserve.errors import ConfigError
+from benchmarks.common import find_sets, refusing_bad_input, write_results
 
 REQUESTS, NODES, STEPS = 16, 16, 200
 STREAMED = 2_000_000
+FEWEST_TOKENS = STREAMED // 1000  # of all answers: token ids of more copies would not fit
 BOUNDS = (4, 16, 64, 1024)
 
 
@@ -100,18 +102,33 @@ def stream(name: str, scope_mib: int, records: list[ReplayRecord]) -> dict[str, 
     }
 
 
+def read_answers(path: Path, encode: Encode) -> list[ReplayRecord]:
+    """Those of at least two tokens: of others nothing is drafted. Raises ConfigError."""
+    records = [record for record in load_records(path, encode) if len(record.response_token_ids) > 1]
+    if not records:
+        raise ConfigError(f"{path}: no answer has two tokens")
+    return records
+
+
+@refusing_bad_input()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokenizer", default="mistral-v1")
     parser.add_argument("--drafters", default="mixture,trie")
     args = parser.parse_args()
+    names = args.drafters.split(",")
+    if not set(names) <= set(SHARING):
+        raise ConfigError(f"--drafters {args.drafters}: must be of {', '.join(SHARING)}")
     encode = load_encoder(args.tokenizer)
-    sets = [load_records(path, encode) for path in sorted(args.folder.glob("*.jsonl"))]
+    sets = [read_answers(path, encode) for path in find_sets(args.folder).values()]
     everything = [record for records in sets for record in records]
+    total = sum(len(record.response_token_ids) for record in everything)
+    if total < FEWEST_TOKENS:
+        raise ConfigError(f"{args.folder}: its answers have {total} tokens together; must be at least {FEWEST_TOKENS}")
     random.Random(0).shuffle(everything)
     results: dict[str, Any] = {}
-    for name in args.drafters.split(","):
+    for name in names:
         results[name] = {"cost": cost(name, max(sets, key=len)), "stream": []}
         print(name, results[name]["cost"], flush=True)
         for scope_mib in BOUNDS:

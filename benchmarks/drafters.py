@@ -17,7 +17,8 @@ from typing import Any
 
 from batchserve import LLM, RequestOutput, SamplingParams, SpeculationParams
 from batchserve.draft.mixture import MixtureDrafter
-from benchmarks.common import chat_prompts, spread, write_results
+from batchserve.errors import ConfigError
+from benchmarks.common import chat_prompts, refusing_bad_input, spread, write_results
 
 DRAFTERS = ("none", "mixture", "trie", "reference", "jacobi")
 TEMPERATURES = (0.5, 1.0, 1.5)
@@ -89,12 +90,15 @@ def compare_noise(prompts: list[str]) -> dict[str, Any]:
     return found
 
 
+@refusing_bad_input()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=32)
     args = parser.parse_args()
+    if min(*args.sizes, args.rounds, args.prompts) < 1:
+        raise ConfigError("--sizes, --rounds, --prompts: must be at least 1")
     prompts = chat_prompts(args.prompts, seed=5)
     noise = compare_noise(chat_prompts(2 * args.prompts, seed=6))
     print("noise", noise, flush=True)

@@ -26,7 +26,7 @@ from batchserve.bench.replay import ReplayRecord, ReplayStats, preload, simulate
 from batchserve.bench.tokenizer import load_encoder
 from batchserve.draft.base import DraftQuery, DraftTree
 from batchserve.draft.reference import ReferenceDrafter
-from benchmarks.common import RESULTS, environment
+from benchmarks.common import RESULTS, environment, refusing_bad_input
 
 LEAST_MATCHES = (1, 2, 3)
 COPY_LENGTHS = (4, 6, 8, 10, 12, 14, 16, 18)
@@ -102,6 +102,7 @@ def cache_assisted(records: list[ReplayRecord]) -> dict[str, Any]:
     return result
 
 
+@refusing_bad_input()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sets", type=Path, nargs="+")

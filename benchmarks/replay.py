@@ -14,49 +14,49 @@ import json
 from pathlib import Path
 
 from batchserve.bench.replay_command import ReplayOptions, as_json, measure, read_requests
-from benchmarks.common import RESULTS, environment
+from batchserve.errors import ConfigError
+from batchserve.options import parse_integers
+from benchmarks.common import RESULTS, environment, find_sets, refusing_bad_input
 
 WARM_SHARE = 0.6
 
 
-def set_name(path: Path) -> str:
-    """gsm_qwen2_7b of gsm_qwen2_7b.dev.jsonl."""
-    return path.name.partition(".")[0]
-
-
+@refusing_bad_input()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--sets", help="default: every .jsonl of the folder")
     parser.add_argument("--drafters", default="mixture,trie,reference")
-    parser.add_argument("--max-draft-tokens", default="16,32,64")
+    parser.add_argument("--max-draft-tokens", type=parse_integers, default=(16, 32, 64))
     parser.add_argument("--tokenizer", default="mistral-v1")
     parser.add_argument("--out", type=Path, default=RESULTS / "replay")
     args = parser.parse_args()
-    found = {set_name(path): path for path in sorted(args.folder.glob("*.jsonl"))}
-    names = args.sets.split(",") if args.sets else list(found)
-    if not names or not set(names) <= set(found):
-        parser.error(f"{args.folder} has the sets {', '.join(found) or '(none)'}, not {args.sets or 'any'}")
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name in names:
+    todo = []
+    for name, path in find_sets(args.folder, args.sets.split(",") if args.sets else ()).items():
         for kind, warm_share in (("cold", None), ("warm", WARM_SHARE)):
             options = ReplayOptions(
-                file=found[name],
+                file=path,
                 tokenizer=args.tokenizer,
                 drafters=tuple(args.drafters.split(",")),
-                max_draft_tokens=tuple(int(number) for number in args.max_draft_tokens.split(",")),
+                max_draft_tokens=args.max_draft_tokens,
                 warm_share=warm_share,
             )
-            results = measure(options, *read_requests(options))
-            payload = {"environment": environment(), "tokenizer": args.tokenizer, **as_json(options, results)}
-            (args.out / f"{name}_{kind}.json").write_text(json.dumps(payload, indent=1) + "\n")
-            for result in results:
-                print(
-                    f"{name} {kind}: {result.drafter} {result.max_draft_tokens}: {result.acceptance_length:.2f} tokens "
-                    f"a step, {result.draft_tokens_per_step:.1f} drafted, retrieve {result.retrieve_us:.1f} us, "
-                    f"update {result.update_us:.2f} us, {result.memory_bytes / 2**20:.1f} MiB",
-                    flush=True,
-                )
+            try:  # all of them before any is measured
+                todo.append((name, kind, options, read_requests(options)))
+            except ConfigError as error:
+                raise ConfigError(f"{name}, {kind}: {error}") from error
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, kind, options, requests in todo:
+        results = measure(options, *requests)
+        payload = {"environment": environment(), "tokenizer": args.tokenizer, **as_json(options, results)}
+        (args.out / f"{name}_{kind}.json").write_text(json.dumps(payload, indent=1) + "\n")
+        for result in results:
+            print(
+                f"{name} {kind}: {result.drafter} {result.max_draft_tokens}: {result.acceptance_length:.2f} tokens "
+                f"a step, {result.draft_tokens_per_step:.1f} drafted, retrieve {result.retrieve_us:.1f} us, "
+                f"update {result.update_us:.2f} us, {result.memory_bytes / 2**20:.1f} MiB",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -20,8 +20,7 @@ from batchserve.bench.replay import ReplayRecord, preload, simulate
 from batchserve.bench.tokenizer import load_encoder
 from batchserve.draft.base import DraftRequest
 from batchserve.draft.trie import TrieDrafter, compile_kernels
-from batchserve.errors import ConfigError
-from benchmarks.common import RESULTS, environment
+from benchmarks.common import RESULTS, environment, refusing_bad_input
 
 DECODING_LENGTH, BRANCH_LENGTH = 64, 12  # the paper's choice on most data sets
 CAPACITY = 16 * DECODING_LENGTH
@@ -129,6 +128,7 @@ def ablate(records: list[ReplayRecord], limit: int) -> dict[str, list[dict[str, 
     }
 
 
+@refusing_bad_input()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
@@ -142,10 +142,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     encode = load_encoder(args.tokenizer)
     for file in args.files:
-        try:
-            records = load_records(file, encode)
-        except ConfigError as error:
-            parser.error(str(error))
+        records = load_records(file, encode)
         found = {"file": file.name, "tokenizer": args.tokenizer, "limit": min(args.limit, len(records))}
         tables = ablate(records, args.limit)
         name = file.name.partition(".")[0]

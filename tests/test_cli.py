@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import dataclasses
 import io
+import shutil
 import subprocess
 import sys
 from typing import Any
@@ -166,7 +167,7 @@ def test_bad_options_name_field_value_and_bound(capsys):
 
 def test_a_chat_with_a_model_that_is_not_there_is_refused(own_signals, capsys, tmp_path):
     assert main(["generate", "--prompt", "x", "--chat", "--model", str(tmp_path / "none")]) == 2
-    assert "its tokenizer cannot be loaded" in capsys.readouterr().err
+    assert "must be a folder that exists" in capsys.readouterr().err
     assert main(["generate", "--prompt", "x", "--chat", "--model", str(tmp_path)]) == 2
     assert "has no chat template" in capsys.readouterr().err
 
@@ -183,6 +184,58 @@ def test_a_chat_with_a_model_that_is_not_there_is_refused(own_signals, capsys, t
 def test_options_of_an_engine_are_not_ignored_with_a_server(own_signals, capsys, flags, named):
     assert main(["generate", "--prompt", "x", "--server", "127.0.0.1:1", *flags]) == 2
     assert f"batchserve: {named}: must not be given with --server" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "host", "127.0.0.1", ":50051", "host:", "host:x", "host:0", "host:65536", "::1:50051", "http://host:50051"],
+)
+def test_an_address_without_its_port_is_refused(own_signals, capsys, address):
+    assert main(["generate", "--prompt", "x", "--server", address]) == 2
+    assert f"batchserve: server = {address!r}: must be HOST:PORT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "localhost:65535", "[::1]:50051"])
+def test_addresses(address):
+    cli._check_address(address)
+
+
+def test_a_server_does_not_choose_whose_code_runs_here(own_signals, capsys):
+    assert main(["generate", "--prompt", "x", "--server", "127.0.0.1:1", "--chat", "--trust-remote-code"]) == 2
+    assert "--trust-remote-code: must be with --model" in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there_is_an_error_with_a_reason(own_signals, capsys):
+    for chat in ([], ["--chat"]):
+        assert main(["generate", "--prompt", "x", "--server", "127.0.0.1:1", *chat]) == 1
+        assert "batchserve: UNAVAILABLE: failed to connect to all addresses" in capsys.readouterr().err
+
+
+async def test_a_chat_is_put_into_the_template_of_the_servers_model(own_signals, monkeypatch, capsys, tmp_path):
+    other, asked = tmp_path / "other", []
+    shutil.copytree(resolve_model("bundled"), other)
+    (other / "chat_template.jinja").write_text("{{ messages[0].content }} and so on")
+    start = AsyncEngine.stream
+
+    def recording(self, prompt, *arguments, **options):
+        asked.append(prompt)
+        return start(self, prompt, *arguments, **options)
+
+    monkeypatch.setattr(AsyncEngine, "stream", recording)
+    sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "kv_cache_memory": 16 * MiB, "num_threads": 1}
+    engine = EngineConfig(model=str(other), dtype="float32", drafter="none", **sizes)
+    chat = ["generate", "--prompt", "hello", "--max-tokens", "1", "--chat", "--server"]
+    async with serving(await AsyncEngine.start(engine)) as served:
+        assert await asyncio.to_thread(main, [*chat, served.address]) == 0
+        assert await asyncio.to_thread(main, [*chat, served.address, "--model", "bundled"]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("bundled"))
+    assert [tokenizer.decode(ids) for ids in asked] == ["hello and so on", "<s><|user|>hello<|assistant|>"]
+    capsys.readouterr()
+    gone = str(tmp_path / "gone")  # as from another machine
+    async with serving(await AsyncEngine.start(dataclasses.replace(engine, served_model_name=gone))) as served:
+        assert await asyncio.to_thread(main, [*chat, served.address]) == 2
+    log = capsys.readouterr().err
+    assert f"--chat: must be with --model, a folder or hub id of the server's model, which it calls {gone!r}" in log
 
 
 def test_bytes_that_are_no_text_are_refused(own_signals, monkeypatch, capsys):

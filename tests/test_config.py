@@ -130,6 +130,8 @@ def test_ports_that_do_not_exist_are_refused(port: int) -> None:
 def test_metrics_have_a_port_of_their_own() -> None:
     with pytest.raises(ConfigError, match="metrics_port = 7: must be another one than port"):
         ServerConfig(port=7, metrics_port=7)
+    with pytest.raises(ConfigError, match="host = '': must not be empty"):
+        ServerConfig(host="")
     assert ServerConfig(port=0, metrics_port=0).metrics_port == 0, "each picks a free one"
 
 

@@ -42,10 +42,11 @@ def replay_progress(total: int) -> Iterator[Callable[[], None]]:
 def show_results(options: ReplayOptions, results: Sequence[ReplayResult], num_warm: int, num_measured: int) -> None:
     """One row a drafter and number of draft tokens."""
     console = Console(highlight=False)
-    table = Table(title=_title(options, results[0].tokens, num_warm, num_measured), box=SIMPLE_HEAD)
+    title = _title(options, results[0].tokens, num_warm, num_measured)
+    table = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     table.add_column("drafter", no_wrap=True)
     for name in _COLUMNS:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     previous = ""
     for result in results:
         if previous not in ("", result.drafter):

@@ -58,11 +58,10 @@ def show(
 ) -> None:
     """One row a setting, what t(rows) says, and last the recommended command line."""
     console = Console(highlight=False)
-    table = Table(title=escape(f"{options.config.model}: {num_requests} requests a setting"), box=SIMPLE_HEAD)
-    for name in ("threads", "seqs", "drafts"):
+    title = escape(f"{options.config.model}: {num_requests} requests a setting")
+    table = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for name in ("threads", "seqs", "drafts", *_COLUMNS):
         table.add_column(name, justify="right", no_wrap=True)
-    for name in _COLUMNS:
-        table.add_column(name, justify="right")
     previous = measured[0].setting.num_threads
     for each in measured:
         if each.setting.num_threads != previous:
@@ -167,7 +166,7 @@ def plot_step_times(path: Path, step_times: Sequence[StepTimes]) -> None:
     figure.savefig(path, format="png", dpi=150)
 
 
-# Eighty characters hold them all.
+# Eighty characters hold them all, with answers of minutes, too.
 _COLUMNS: dict[str, Callable[[Measured], str]] = {
     "tokens\n/s": lambda each: f"{each.tokens_per_s:.0f}",
     "TPOT p50\n(ms)": lambda each: f"{each.p50_tpot_s * 1e3:.2f}",

@@ -15,12 +15,13 @@ import json
 import time
 from typing import Any
 
+from batchserve.errors import ConfigError
 from batchserve.scheduler.step_time import StepTimeTable
 from benchmarks.adaptive.driver import fixed
 from benchmarks.adaptive.gain import SETS, SIZES
 from benchmarks.adaptive.simulation import Simulation
 from benchmarks.adaptive.workloads import Options, new_drafter, read_options, recorded, say, write
-from benchmarks.common import RESULTS
+from benchmarks.common import RESULTS, refusing_bad_input
 
 TOKENS, TOKENS_EACH = 3000, 160
 
@@ -50,22 +51,26 @@ def measure(simulation: Simulation, size: int, options: Options) -> dict[str, An
     return found
 
 
+@refusing_bad_input()
 def main() -> None:
     started_s = time.perf_counter()
     options = read_options(__doc__, has_folder=True)
-    measured = json.loads((RESULTS / options.out / "gain.json").read_text())
+    workloads = [recorded(options, name) for name in SETS]
+    gain = RESULTS / options.out / "gain.json"
+    if not gain.exists():
+        raise ConfigError(f"{gain}: is not there; benchmarks.adaptive.gain, run with the same options, writes it")
+    measured = json.loads(gain.read_text())
     results: dict[str, Any] = {}
     for shape, found in measured["models"].items():
         columns = {name: tuple(of) if isinstance(of, list) else of for name, of in found["table"].items()}
         results[shape] = {"workloads": {}}
-        for name in SETS:
-            workload = recorded(options, name)
+        for workload in workloads:
             simulation = Simulation(
                 StepTimeTable(**columns), new_drafter(options.drafter), workload.warm, workload.records
             )
-            say(f"{shape}, {name}")
+            say(f"{shape}, {workload.name}")
             sizes = {str(size): measure(simulation, size, options) for size in options.sizes(*SIZES)}
-            results[shape]["workloads"][name] = sizes
+            results[shape]["workloads"][workload.name] = sizes
     write(options, "ceiling", {"step_times_of": measured["environment"], "models": results}, started_s)
 
 

@@ -32,6 +32,7 @@ from batchserve.sampling.verify import VerifiedTokens
 from benchmarks.adaptive.driver import Contender, fixed
 from benchmarks.adaptive.overhead import Parts, instrumented
 from benchmarks.adaptive.workloads import Lab, Options, lab, new_drafter, read_options, recorded, say, write
+from benchmarks.common import refusing_bad_input
 
 SIZE, STEPS = 16, 200
 RECORDED = "gsm_qwen2_7b"
@@ -111,6 +112,7 @@ def measure(bench: Lab, records: Sequence[ReplayRecord], contender: Contender, o
     return found
 
 
+@refusing_bad_input()
 def main() -> None:
     started_s = time.perf_counter()
     options = read_options(__doc__, has_folder=True)

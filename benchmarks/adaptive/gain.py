@@ -17,6 +17,7 @@ from typing import Any
 from batchserve.request import GREEDY, Request
 from benchmarks.adaptive.driver import Contender, Run, fixed, interleave, summary
 from benchmarks.adaptive.workloads import Lab, Options, Workload, lab, new_drafter, read_options, recorded, say, write
+from benchmarks.common import refusing_bad_input
 
 SIZES = (1, 2, 4, 8, 16)
 SETS = ("llma_rag", "mbpp_gpt4")
@@ -62,19 +63,20 @@ def on_wall(bench: Lab, workload: Workload, options: Options) -> dict[str, Any]:
     return {"prompt_s": round(prefill_s, 4), "sizes": cells}
 
 
+@refusing_bad_input()
 def main() -> None:
     started_s = time.perf_counter()
     options = read_options(__doc__, has_folder=True)
+    workloads = [recorded(options, name) for name in SETS]
     results: dict[str, Any] = {}
     for shape in options.shapes:
         with lab(shape) as bench:
             results[shape] = {**bench.about(), "workloads": {}}
-            for name in SETS:
-                workload = recorded(options, name)
-                say(f"{shape}, {name}")
+            for workload in workloads:
+                say(f"{shape}, {workload.name}")
                 bench.use(new_drafter(options.drafter), workload.warm)
                 wall = on_wall(bench, workload, options)
-                results[shape]["workloads"][name] = {**workload.about(), "wall": wall}
+                results[shape]["workloads"][workload.name] = {**workload.about(), "wall": wall}
         write(options, "gain", {"pairs": options.pairs, "models": results}, started_s)
 
 

@@ -40,6 +40,7 @@ from benchmarks.adaptive.workloads import (
     say,
     write,
 )
+from benchmarks.common import refusing_bad_input
 
 SIZE = 16
 STEPS = 150
@@ -174,11 +175,13 @@ def profile(bench: Lab, workload: Workload, contender: Contender, options: Optio
     return [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
 
 
+@refusing_bad_input()
 def main() -> None:
     started_s = time.perf_counter()
     options = read_options(__doc__, has_folder=True)
+    forced = recorded(options, RECORDED)
     results: dict[str, Any] = {}
-    for model, workload in (("bundled", own_text(options)), ("90m", recorded(options, RECORDED))):
+    for model, workload in (("bundled", own_text(options)), ("90m", forced)):
         with lab(model, num_threads=1) as bench:
             bench.use(new_drafter(options.drafter), workload.warm)
             contenders = (fixed(0), fixed(4), bench.adaptive())

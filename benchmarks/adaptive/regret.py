@@ -27,6 +27,7 @@ from benchmarks.adaptive.workloads import (
     say,
     write,
 )
+from benchmarks.common import refusing_bad_input
 
 LENGTHS = (0, 2, 4, 8, 16)
 SIZES = (1, 4, 16)
@@ -105,16 +106,17 @@ def measure(bench: Lab, workload: Workload, options: Options) -> dict[str, Any]:
     return {**workload.about(), "table": table, "wall": on_wall(bench, workload, table["sizes"], options)}
 
 
+@refusing_bad_input()
 def main() -> None:
     started_s = time.perf_counter()
     options = read_options(__doc__, has_folder=True)
+    sets = [recorded(options, name) for name in RECORDED]
     results: dict[str, Any] = {}
     text = own_text(options)
     with lab("deepened") as bench:
         results["deepened"] = {**bench.about(), "workloads": {text.name: measure(bench, text, options)}}
     for shape in options.shapes:
         with lab(shape) as bench:
-            sets = [recorded(options, name) for name in RECORDED]
             workloads = {workload.name: measure(bench, workload, options) for workload in sets}
             results[shape] = {**bench.about(), "workloads": workloads}
         write(options, "regret", {"pairs": options.pairs, "models": results}, started_s)

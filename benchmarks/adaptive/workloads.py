@@ -16,21 +16,23 @@ from batchserve import openmp
 from batchserve.bench.records import load_records, split_warm
 from batchserve.bench.replay import ReplayRecord
 from batchserve.bench.tokenizer import MISTRAL_V1, load_encoder
-from batchserve.config import EngineConfig
+from batchserve.config import DRAFTERS, EngineConfig
 from batchserve.draft.base import Drafter, NullDrafter
 from batchserve.draft.factory import create_drafter
 from batchserve.draft.kernels import KernelLoader
 from batchserve.engine.build import BuiltEngine, build_engine, count_parameters
+from batchserve.errors import ConfigError
 from batchserve.llm import LLM
 from batchserve.runner.loader import resolve_model
 from batchserve.scheduler.adaptive import AdaptiveDrafting
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from batchserve.types import SamplingParams, SpeculationParams
 from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS, Contender, Driver, WarmDrafter
-from benchmarks.common import RESULTS, chat_prompts, write_results
+from benchmarks.common import RESULTS, chat_prompts, find_sets, write_results
 from tools.widen_model import deepen_folder, random_model, save
 
 WARM_SHARE = 0.6
+FEWEST_RECORDS = 2  # to measure: one may warm up
 VOCAB_SIZE = 32_000  # of the replay tokenizer
 SHAPES = {"90m": "about 90M", "430m": "about 430M"}
 DEEPENED = 21  # times the bundled model's layers: about 90M parameters
@@ -68,7 +70,7 @@ def read_options(description: str | None, *, has_folder: bool) -> Options:
     if has_folder:
         parser.add_argument("folder", type=Path, help="the recorded sets, one JSONL each")
     parser.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it runs")
-    parser.add_argument("--drafter", default="mixture")
+    parser.add_argument("--drafter", choices=DRAFTERS, default="mixture")
     parser.add_argument("--out", default="adaptive", help="folder in benchmarks/results/ (quick runs: adaptive_quick)")
     args = parser.parse_args()
     out = "adaptive_quick" if args.quick and args.out == "adaptive" else args.out
@@ -106,15 +108,20 @@ class Workload:
 
 
 def recorded(options: Options, name: str) -> Workload:
-    """A set of the folder, but for empty prompts, and answers of fewer than two tokens: there is nothing to draft."""
+    """A set of the folder, but for empty prompts, and answers of fewer than two tokens: there is nothing to draft.
+
+    Raises ConfigError.
+    """
     assert options.folder is not None
-    found = sorted(options.folder.glob(f"{name}.*jsonl"))
-    if not found:
-        raise SystemExit(f"{options.folder}: has no set {name}")
-    warm, records = split_warm(load_records(found[0], load_encoder(MISTRAL_V1)), WARM_SHARE)
+    path = find_sets(options.folder, [name])[name]
+    records = load_records(path, load_encoder(MISTRAL_V1))
+    warm, records = split_warm(records, WARM_SHARE) if len(records) > 1 else ([], records)
     measured = [record for record in records if record.prompt_token_ids and len(record.response_token_ids) > 1]
-    if not measured:
-        raise SystemExit(f"{found[0]}: behind the first {len(warm)} records no answer has two tokens and a prompt")
+    if len(measured) < FEWEST_RECORDS:
+        raise ConfigError(
+            f"{path}: behind the first {len(warm)} records, {len(measured)} have a prompt and an answer of two tokens; "
+            f"must be at least {FEWEST_RECORDS}"
+        )
     return Workload(name, warm, measured)
 
 

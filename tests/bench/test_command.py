@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from batchserve.bench import add_bench_parser
-from batchserve.bench.replay_command import ReplayOptions
+from batchserve.bench.replay_command import ReplayOptions, ReplayResult
+from batchserve.bench.view import show_results
 from batchserve.cli import main
 from batchserve.errors import ConfigError
 
@@ -83,6 +84,17 @@ def test_drafters_side_by_side(tmp_path: Path, capsys: Any):
     for heading in ("mixture", "trie", "none", "acceptance", "retrieve", "update", "memory"):
         assert heading in shown.out
     assert shown.err == "", "no moving pictures where nobody sees them"
+
+
+def test_eighty_characters_hold_the_table(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    monkeypatch.setenv("COLUMNS", "80")
+    result = ReplayResult("reference", 1024, 123.456, 1023.94, 12345.67, 123.456, 256 << 20, 1_234_567, 10_000_000)
+    show_results(ReplayOptions(Path(SAMPLE), "bundled", ("reference",)), [result], 0, 6)
+    table = capsys.readouterr().out.split("acceptance length:")[0]
+    (row,) = (line for line in table.splitlines() if "reference" in line)
+    assert row.split() == ["reference", "1024", "123.46", "1023.9", "12345.7", "123.46", "256.0", "1234567"]
+    assert "drafter    at most      length  a step      (us)    (us)   (MiB)    steps" in table
+    assert max(map(len, table.splitlines())) <= 80
 
 
 def test_what_was_seen_before_helps(tmp_path: Path):

@@ -233,6 +233,17 @@ def test_what_is_not_known_is_null_in_the_json():
     assert again["results"][0]["tokens_per_s"] == 100
 
 
+def test_eighty_characters_hold_the_table(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    monkeypatch.setenv("COLUMNS", "80")
+    slow = Measured(Setting(128, 256, True), 12345.6, 1.23456, 12.34567, 123.4567, 12.34, 63.2, 600.0)
+    options = make_options()
+    view.show(options, 16, [], [*MEASURED, slow], recommend(options, MEASURED, {1: KV_BYTES}))
+    table = capsys.readouterr().out.split("seqs: max_num_seqs")[0]
+    assert "128   256  adaptive   12346   1234.56  12345.67  123456.7   12.34  63.2" in table
+    assert "threads  seqs    drafts      /s      (ms)      (ms)      (ms)  a step     K" in table
+    assert max(map(len, table.splitlines())) <= 80
+
+
 def test_only_settings_that_none_beats_in_both_are_the_frontier():
     slow = make_measured(16, False, 320, 30)
     assert view.frontier([*MEASURED, slow], "p99") == ([8, 20], [180, 320])
