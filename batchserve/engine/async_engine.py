@@ -11,9 +11,8 @@ import time
 import uuid
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from batchserve.engine.build import BuiltEngine, build_engine
 from batchserve.engine.engine_core import Event
@@ -38,7 +37,8 @@ if TYPE_CHECKING:
     from batchserve.request import Request
 
 logger = logging.getLogger(__name__)
-INLINE_TOKENIZE_CHARS = 4096  # shorter prompts are tokenised on the loop: a thread would take longer
+_T = TypeVar("_T")
+INLINE_TOKENIZE_CHARS = 4096  # shorter texts are tokenised on the loop: a thread would take longer
 
 
 @dataclass(slots=True, eq=False)
@@ -136,8 +136,12 @@ class AsyncEngine:
             if deadline_s is not None and not deadline_s > 0:  # NaN, too
                 raise DeadlineExceededError("deadline passed before the request was queued")
             deadline_s = None if deadline_s is None else arrival_s + deadline_s
-            token_ids = await self._tokenize(prompt)
-            request = await self._make_request(
+            num_chars = len(prompt) if isinstance(prompt, str) else 0
+            token_ids = await _beside_loop(num_chars, self._processor.tokenize, prompt)
+            references = speculation.references if isinstance(speculation, SpeculationParams) else ()
+            request = await _beside_loop(
+                sum(map(len, references)),
+                self._processor.make_request,
                 request_id,
                 token_ids,
                 SamplingParams() if params is None else params,
@@ -245,30 +249,6 @@ class AsyncEngine:
             self._built.save_drafts(path)
         except (BatchserveError, OSError):  # the answers have all been given; drafts are only lost
             logger.exception("draft cache: cannot be saved to %s", path)
-
-    async def _tokenize(self, prompt: str | Sequence[int]) -> list[int]:
-        if isinstance(prompt, str) and len(prompt) > INLINE_TOKENIZE_CHARS:
-            return await asyncio.to_thread(self._processor.tokenize, prompt)
-        return self._processor.tokenize(prompt)
-
-    async def _make_request(
-        self,
-        request_id: str,
-        token_ids: list[int],
-        params: SamplingParams,
-        speculation: SpeculationParams,
-        arrival_s: float,
-        deadline_s: float | None,
-        priority: int,
-    ) -> Request:
-        make = partial(
-            self._processor.make_request,
-            *(request_id, token_ids, params, speculation, arrival_s, deadline_s, priority),
-        )
-        references = speculation.references if isinstance(speculation, SpeculationParams) else ()
-        if sum(map(len, references)) > INLINE_TOKENIZE_CHARS:
-            return await asyncio.to_thread(make)
-        return make()
 
     def _check_door(self, request_id: str, model: str) -> None:
         if self._closed is not None:
@@ -384,3 +364,10 @@ def _seconds(deadline_s: object) -> float | None:
         if isinstance(deadline_s, numbers.Real):
             return float(deadline_s)
     raise InvalidRequestError("INVALID_DEADLINE", "deadline_s", deadline_s, "a number of seconds")
+
+
+async def _beside_loop(num_chars: int, call: Callable[..., _T], *arguments: object) -> _T:
+    """What the call returns; in a thread where there is so much text that the loop would wait for it."""
+    if num_chars > INLINE_TOKENIZE_CHARS:
+        return await asyncio.to_thread(call, *arguments)
+    return call(*arguments)

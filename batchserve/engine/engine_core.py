@@ -26,15 +26,7 @@ if TYPE_CHECKING:
     from batchserve.request import ResolvedSampling
     from batchserve.runner.model_runner import ModelRunner
     from batchserve.sampling.verify import VerifiedTokens
-    from batchserve.scheduler.scheduler import ScheduledRequest, Scheduler
-
-
-@dataclass(slots=True)
-class _Answer:
-    """What publishing keeps of one request."""
-
-    request: Request
-    detokenizer: IncrementalDetokenizer
+    from batchserve.scheduler.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
 
 
 @dataclass(slots=True)
@@ -75,7 +67,7 @@ class EngineCore:
         self.emit: Callable[[list[Event]], None] = lambda events: None
         self._decoder, self._needs_context = decoder, needs_context(decoder)
         self._clock = clock
-        self._answers: dict[str, _Answer] = {}  # by request id
+        self._detokenizers: dict[Request, IncrementalDetokenizer] = {}  # of all requests in flight
         self._unpublished: list[_Commit] = []
         self._verified: list[Verification] = []  # in the step under way
         self._stopped: list[Request] = []  # by a stop string, while their next step is under way
@@ -91,23 +83,21 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Queue a request. Its id must not be in flight (the front has seen to that)."""
-        if request.request_id in self._answers:
+        if any(request.request_id == each.request_id for each in self._detokenizers):
             raise RuntimeError(f"request {request.request_id!r} is in flight already")
         sampling = request.sampling
         how = (sampling.stop, sampling.skip_special_tokens, self._needs_context)
-        detokenizer = IncrementalDetokenizer(self._decoder, *how)
-        self._answers[request.request_id] = _Answer(request, detokenizer)
+        self._detokenizers[request] = IncrementalDetokenizer(self._decoder, *how)
         self.scheduler.add(request)
 
     def abort(self, request: Request) -> None:
         """Forget a request and free its memory now; nothing more is said of it. Harmless when it has ended."""
-        answer = self._answers.get(request.request_id)
-        if answer is not None and answer.request is request:
+        if request in self._detokenizers:
             self._end(request)
 
     def abort_all(self) -> list[Request]:
         """Forget every request; returns them."""
-        requests = [answer.request for answer in self._answers.values()]
+        requests = [*self._detokenizers]
         for request in requests:
             self._end(request)
         self._unpublished.clear()
@@ -122,23 +112,30 @@ class EngineCore:
         plan = self.scheduler.schedule(began_s, self.drafts.asks)
         self.metrics.preempted(len(plan.preempted))
         self.drafts.preempted(plan.preempted)
-        if not plan.scheduled:
-            self._publish()
+        if plan.scheduled:
+            self._run(plan, began_s)
         else:
-            drafts = self.drafts.propose(plan)
-            batch = self._build(plan.scheduled, drafts)
-            started_s = self._clock()
-            handle = self.runner.launch(batch)
             self._publish()
-            results = handle.wait()
-            num_drafted, forward_s = len(drafts.token_ids), self._clock() - started_s
-            given = self._commit(plan.scheduled, batch, results)
-            self.drafts.step_done(given, self._clock() - began_s)
-            self.scheduler.step_done(num_drafted)
-            self.metrics.step_done(batch.num_rows, num_drafted, len(given), forward_s)
-            self.metrics.verified(self._verified)
-            self._verified.clear()
-        # Only now: the step under way was still using their memory.
+        self._end_late()
+
+    def _run(self, plan: SchedulerOutput, began_s: float) -> None:
+        """Draft, execute, verify and update what was scheduled; publish the step before meanwhile."""
+        drafts = self.drafts.propose(plan)
+        batch = self._build(plan.scheduled, drafts)
+        started_s = self._clock()
+        handle = self.runner.launch(batch)
+        self._publish()
+        results = handle.wait()
+        num_drafted, forward_s = len(drafts.token_ids), self._clock() - started_s
+        given = self._commit(plan.scheduled, batch, results)
+        self.drafts.step_done(given, self._clock() - began_s)
+        self.scheduler.step_done(num_drafted)
+        self.metrics.step_done(batch.num_rows, num_drafted, len(given), forward_s)
+        self.metrics.verified(self._verified)
+        self._verified.clear()
+
+    def _end_late(self) -> None:
+        """End whom a step has found to be over while it was still using their memory."""
         stopped, self._stopped = self._stopped, []
         for request in stopped:
             self._end(request)
@@ -148,7 +145,7 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Raises RuntimeError if memory, requests and drafts disagree."""
         self.runner.backend.allocator.check_integrity({r.request_id for r in self.scheduler.running})
-        known = set(self._answers)
+        known = {request.request_id for request in self._detokenizers}
         queued = {r.request_id for r in self.scheduler.requests()}
         unpublished = {c.request.request_id for c in self._unpublished}
         if not queued <= known or known - queued - unpublished:
@@ -269,21 +266,20 @@ class EngineCore:
         events: list[Event] = []
         for commit in commits:
             request = commit.request
-            answer = self._answers.get(request.request_id)
-            if answer is None or answer.request is not request:  # aborted since
+            detokenizer = self._detokenizers.get(request)
+            if detokenizer is None:  # aborted since
                 continue
-            piece = answer.detokenizer.feed(commit.token_ids, is_last=request.finish_reason is not None)
+            piece = detokenizer.feed(commit.token_ids, is_last=request.finish_reason is not None)
             if piece.is_stopped:
                 request.finish_reason = FinishReason.STOP
                 request.num_accepted_draft_tokens -= max(0, commit.num_accepted - len(piece.token_ids))
             self.drafts.share(request, piece.token_ids)
             request.num_published_tokens += len(piece.token_ids)
-            events.append((request, self._delta(answer, piece.text, piece.token_ids)))
+            events.append((request, self._delta(request, piece.text, piece.token_ids)))
         if events:
             self.emit(events)
 
-    def _delta(self, answer: _Answer, text: str, token_ids: list[int]) -> Delta:
-        request = answer.request
+    def _delta(self, request: Request, text: str, token_ids: list[int]) -> Delta:
         if request.finish_reason is None:
             return Delta(request.request_id, text, token_ids)
         usage = request.usage(request.num_published_tokens)
@@ -307,7 +303,7 @@ class EngineCore:
     def _end(self, request: Request) -> None:
         if not request.is_finished:
             self.scheduler.finish(request)
-        self._answers.pop(request.request_id)
+        del self._detokenizers[request]
         self.drafts.end(request)
 
 

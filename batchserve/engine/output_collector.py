@@ -19,10 +19,6 @@ class OutputCollector:
         self._token_ids += delta.token_ids
         self._last = delta
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self._token_ids)
-
     def output(self) -> RequestOutput:
         """Only after the delta with a finish_reason."""
         last = self._last

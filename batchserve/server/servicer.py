@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, NoReturn
+from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 from batchserve.errors import EngineFaultError, UnavailableError, UnknownModelError
 from batchserve.server.convert import (
@@ -19,7 +19,7 @@ from batchserve.types import Delta
 from batchserve.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from collections.abc import AsyncIterator
 
     import grpc
 
@@ -38,7 +38,10 @@ class GenerationServicer:
         self._version = version
         self._engine: AsyncEngine | None = None
         self._refusal = "the server is warming up"
-        self._calls = _Calls()
+        self.num_calls = 0  # that have come, answered or not
+        self._num_open = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
 
     def open(self, engine: AsyncEngine) -> None:
         """From now on requests go to this engine."""
@@ -49,20 +52,15 @@ class GenerationServicer:
         self._engine = None
         self._refusal = reason
 
-    @property
-    def num_calls(self) -> int:
-        """How many have come, answered or not."""
-        return self._calls.total
-
     async def wait_idle(self) -> None:
         """Returns once no call is being answered: the engine may be done before a slow client has read it all."""
-        await self._calls.is_idle.wait()
+        await self._is_idle.wait()
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GenerateResponse:
         """One answer, whole. Cancelling the call cancels this task, which aborts the request."""
-        async with _Call(self._calls, context):
+        async with self._answering(context):
             engine = self._opened()
             arguments = from_generate_request(request, engine.info.max_model_len)
             output = await engine.generate(**arguments._asdict(), deadline_s=context.time_remaining())
@@ -76,7 +74,7 @@ class GenerationServicer:
         Writes instead of yielding: a cancelled call then raises inside this coroutine, so that `aclosing` frees the
         request at once. An async generator left suspended at a yield would wait for the garbage collector.
         """
-        async with _Call(self._calls, context):
+        async with self._answering(context):
             engine = self._opened()
             arguments = from_generate_request(request, engine.info.max_model_len)
             events = engine.stream(**arguments._asdict(), deadline_s=context.time_remaining())
@@ -93,7 +91,7 @@ class GenerationServicer:
         self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GetModelInfoResponse:
         """What is being served."""
-        async with _Call(self._calls, context):
+        async with self._answering(context):
             info = self._opened().info
             refuse_unknown_fields(request)
             if request.model not in ("", info.name):
@@ -105,42 +103,20 @@ class GenerationServicer:
             raise UnavailableError(self._refusal)
         return self._engine
 
-
-class _Calls:
-    """The calls being answered, counted."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.total = 0
-        self.is_idle = asyncio.Event()
-        self.is_idle.set()
-
-
-class _Call:
-    """One call: counted while it lasts, and ended with the status of whatever is raised inside."""
-
-    def __init__(self, calls: _Calls, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        self._calls = calls
-        self._context = context
-
-    async def __aenter__(self) -> None:
-        self._calls.count += 1
-        self._calls.total += 1
-        self._calls.is_idle.clear()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    @asynccontextmanager
+    async def _answering(self, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+        """One call: counted while it lasts, and ended with the status of whatever is raised inside."""
+        self._num_open += 1
+        self.num_calls += 1
+        self._is_idle.clear()
         try:
-            if isinstance(error, Exception):
-                await self._end(error)
+            yield
+        except Exception as error:
+            if context.cancelled():
+                # A write to a call that the client has left raises too; there is nobody to tell.
+                raise asyncio.CancelledError from error
+            await abort(context, error)
         finally:
-            self._calls.count -= 1
-            if self._calls.count == 0:
-                self._calls.is_idle.set()
-
-    async def _end(self, error: Exception) -> NoReturn:
-        if self._context.cancelled():
-            # A write to a call that the client has left raises too; there is nobody to tell.
-            raise asyncio.CancelledError from error
-        await abort(self._context, error)
+            self._num_open -= 1
+            if self._num_open == 0:
+                self._is_idle.set()

@@ -156,7 +156,7 @@ class ScriptedEngine:
         self.core.check_integrity()
         assert allocator.free_tokens == allocator.total_tokens
         assert not self.drafter or not self.drafter.lengths
-        assert not self.core._answers
+        assert not self.core._detokenizers
 
 
 def scripted_engine(

@@ -18,6 +18,7 @@ from batchserve.config import DraftConfig, EngineConfig
 from batchserve.draft.base import DraftScope, NullDrafter
 from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.router import RoutingDrafter
+from batchserve.engine import async_engine
 from batchserve.engine.async_engine import INLINE_TOKENIZE_CHARS, AsyncEngine
 from batchserve.engine.build import BuiltEngine, build_engine
 from batchserve.errors import (
@@ -119,7 +120,7 @@ def assert_clean(built: BuiltEngine) -> None:
     core, allocator = built.core, built.core.runner.backend.allocator
     core.check_integrity()
     assert not core.has_work
-    assert not core._answers
+    assert not core._detokenizers
     assert allocator.free_tokens == allocator.total_tokens
     assert isinstance(core.drafter, RoutingDrafter)
     assert not core.drafter._chosen
@@ -302,13 +303,13 @@ async def test_cancelled_while_its_prompt_is_tokenised(rig: Rig, monkeypatch: py
     """The only await before the queue: the id is taken by then, and must be given back."""
     begun, never = asyncio.Event(), asyncio.Event()
 
-    async def slow(prompt: object) -> list[int]:
+    async def slow(*arguments: object) -> list[int]:
         begun.set()
         await never.wait()
         raise AssertionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(rig.engine, "_tokenize", slow)
+        patch.setattr(async_engine, "_beside_loop", slow)
         task = asyncio.create_task(collect(rig, "a", LONG))
         await begun.wait()
         with pytest.raises(DuplicateRequestError):

@@ -151,7 +151,7 @@ def test_tokens_that_the_model_does_not_have_are_refused(
     [
         ({"draft": DraftConfig()}, "draft_cache = None"),
         ({"default_draft_scope": "request"}, "shares nothing"),
-        ({"model": "/nowhere"}, "its tokenizer cannot be loaded"),
+        ({"model": "/nowhere"}, "model = '/nowhere': must be a folder that exists"),
     ],
     ids=str,
 )

@@ -58,8 +58,9 @@ def serve_tiny(tiny_model: dict[str, Path]) -> Serve:
 
 @pytest.fixture
 async def bundled() -> AsyncIterator[Served]:
-    """A server with the bundled model in fp32."""
-    engine = await AsyncEngine.start(EngineConfig(dtype="float32", kv_cache_memory=64 * MiB, wait_for_drafter=True))
+    """A server with the bundled model in fp32. Drafts are of one length: steps do not depend on what time they take."""
+    config = EngineConfig(dtype="float32", kv_cache_memory=64 * MiB, wait_for_drafter=True, decoding_length=8)
+    engine = await AsyncEngine.start(config)
     async with serving(engine) as served:
         yield served
         await served.settle()

@@ -12,7 +12,7 @@ from batchserve.config import ServerConfig
 from batchserve.errors import EngineFaultError
 from batchserve.server import lifecycle
 from tests.server.conftest import Serve
-from tests.server.harness import Client, Served, ask, failure_of, until
+from tests.server.harness import Client, Served, ask, failure_of
 
 
 def _fail_once(served: Served, name: str) -> None:
@@ -66,7 +66,7 @@ async def test_an_engine_that_cannot_go_on_ends_everything_and_the_server_says_s
             assert {failed.reason for failed in failures} == {"ENGINE_FAULT"}
             assert (await failure_of(served.client.generate(ask()))).reason == "ENGINE_FAULT"
             await served.engine.wait_failed()
-        await until(lambda: served.server._servicer._calls.count == 0)
+            await served.server._servicer.wait_idle()
         assert await served.client.health_of() == "NOT_SERVING"
 
 
