@@ -218,6 +218,8 @@ def _generate(arguments: argparse.Namespace) -> int:
         stop=tuple(arguments.stop),
         ignore_eos=arguments.ignore_eos,
     )
+    if arguments.reference and arguments.no_speculation:
+        raise ConfigError("--reference: must not be given with --no-speculation, which drafts from no text")
     references = tuple(map(_reference_text, arguments.reference))
     speculation = SpeculationParams(is_enabled=not arguments.no_speculation, references=references)
     priority = check_priority(arguments.priority)

@@ -262,6 +262,11 @@ def test_references_that_cannot_be_read_are_refused_by_name(own_signals, capsys,
     assert f"must be {reason}" in log
 
 
+def test_references_without_drafts_are_refused(own_signals, capsys):
+    assert main(["generate", "--prompt", "x", "--reference", "any.txt", "--no-speculation"]) == 2
+    assert "--reference: must not be given with --no-speculation" in capsys.readouterr().err
+
+
 def test_a_priority_out_of_its_bounds_is_refused(own_signals, capsys):
     assert main(["generate", "--server", "127.0.0.1:1", "--prompt", "x", "--priority", "1001"]) == 2
     assert "priority = 1001: must be an integer in -1000..1000" in capsys.readouterr().err

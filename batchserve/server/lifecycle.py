@@ -56,6 +56,9 @@ class GenerationServer:
 
     async def bind(self) -> str:
         """Listen, NOT_SERVING, and return HOST:PORT with the port really taken; raises ConfigError if it cannot."""
+        if self._config.metrics_port is not None:
+            self._metrics = MetricsEndpoint(self._config.host, self._config.metrics_port)
+            logger.info("metrics on http://%s", self._metrics.address)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         wanted = join_address(self._config.host, self._config.port)
         try:
@@ -66,11 +69,10 @@ class GenerationServer:
         return join_address(self._config.host, port)
 
     async def open(self, engine: AsyncEngine) -> None:
-        """Serve from this engine, which must be warm; the server owns it from now on. Raises ConfigError."""
+        """Serve from this engine, which must be warm; the server owns it from now on."""
         self._engine = engine
-        if self._config.metrics_port is not None:
-            self._metrics = MetricsEndpoint(self._config.host, self._config.metrics_port, engine.metrics)
-            logger.info("metrics on http://%s", self._metrics.address)
+        if self._metrics is not None:
+            self._metrics.show(engine.metrics)
         self._servicer.open(engine)
         self._watching = asyncio.create_task(self._watch(engine))
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
@@ -144,19 +146,15 @@ async def serve(
     # Until it is warm nothing is in flight, and loading cannot be interrupted: a signal ends the process at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     server = GenerationServer(config, version)
-    address = await server.bind()
-    logger.info("warming up; %s answers UNAVAILABLE until then", address)
     try:
+        address = await server.bind()
+        logger.info("warming up; %s answers UNAVAILABLE until then", address)
         engine = await start_engine()
     except BaseException:
         await server.drain()
         raise
     stop, hurry = _stop_signals()
-    try:
-        await server.open(engine)
-    except ConfigError:
-        await server.drain()
-        raise
+    await server.open(engine)
     announce(f"listening on {address}")
     await _either(stop.wait(), engine.wait_failed())
     if not stop.is_set():

@@ -32,16 +32,22 @@ def join_address(host: str, port: int) -> str:
 
 
 class MetricsEndpoint:
-    """Serves /metrics from a thread of its own until closed; port 0 picks a free one. Raises ConfigError."""
+    """Serves /metrics from a thread of its own until closed; port 0 picks a free one. Raises ConfigError.
 
-    def __init__(self, host: str, port: int, metrics: EngineMetrics) -> None:
-        registry = CollectorRegistry()
-        registry.register(_EngineCollector(metrics))
+    There is nothing to see before `show`.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._registry = CollectorRegistry()
         try:
-            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+            self._server, self._thread = start_http_server(port, addr=host, registry=self._registry)
         except (OSError, OverflowError) as error:  # OverflowError: no port has that number
             raise ConfigError(f"metrics_port = {port}: cannot listen there ({error})") from error
         self.address = join_address(host, self._server.server_port)
+
+    def show(self, metrics: EngineMetrics) -> None:
+        """From now on these, of the one engine."""
+        self._registry.register(_EngineCollector(metrics))
 
     def close(self) -> None:
         """Stop listening."""

@@ -276,6 +276,30 @@ async def test_metrics_endpoint():
     assert names >= {*COUNTERS, *GAUGES, *EDGES, *CALIBRATION}, "every one is exported"
 
 
+@pytest.mark.parametrize("name", ["port", "metrics_port"])
+async def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch, name: str):
+    monkeypatch.setattr(lifecycle.signal, "signal", lambda number, handler: None)
+    started = []
+
+    async def start_engine() -> Any:
+        started.append(True)
+        return _engine()
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        ports = {"port": _free_port(), "metrics_port": _free_port(), name: number}
+        with pytest.raises(ConfigError, match=rf"{name}.*{number}.*cannot listen there"):
+            await lifecycle.serve(ServerConfig(**ports), "test", start_engine, started.append)
+    assert not started
+    for free in set(ports.values()) - {number}:
+        socket.create_server(("127.0.0.1", free)).close()  # nobody listens there any more
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
 async def _reflected_services(client: Client) -> set[str]:
     stub: Any = reflection_pb2_grpc.ServerReflectionStub(client.channel)
     call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
