@@ -170,7 +170,7 @@ def run(options: Options) -> dict[str, Any]:
 
 def main() -> None:
     started_s = time.perf_counter()
-    options = read_options(__doc__, has_folder=False)
+    options = read_options(__doc__)
     found = run(options)
     write(options, "budget", found, started_s)
     for name, cell in found["caches"].items():

@@ -20,7 +20,7 @@ from batchserve.scheduler.step_time import StepTimeTable
 from benchmarks.adaptive.driver import fixed
 from benchmarks.adaptive.gain import SETS, SIZES
 from benchmarks.adaptive.simulation import Simulation
-from benchmarks.adaptive.workloads import Options, new_drafter, read_options, recorded, say, write
+from benchmarks.adaptive.workloads import Options, new_drafter, read_options, recorded_sets, say, write
 from benchmarks.common import RESULTS, refusing_bad_input
 
 TOKENS, TOKENS_EACH = 3000, 160
@@ -54,8 +54,8 @@ def measure(simulation: Simulation, size: int, options: Options) -> dict[str, An
 @refusing_bad_input()
 def main() -> None:
     started_s = time.perf_counter()
-    options = read_options(__doc__, has_folder=True)
-    workloads = [recorded(options, name) for name in SETS]
+    options = read_options(__doc__, SETS)
+    workloads = recorded_sets(options)
     gain = RESULTS / options.out / "gain.json"
     if not gain.exists():
         raise ConfigError(f"{gain}: is not there; benchmarks.adaptive.gain, run with the same options, writes it")

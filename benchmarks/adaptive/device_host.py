@@ -31,7 +31,7 @@ from batchserve.sampling.device import DeviceSampler
 from batchserve.sampling.verify import VerifiedTokens
 from benchmarks.adaptive.driver import Contender, fixed
 from benchmarks.adaptive.overhead import Parts, instrumented
-from benchmarks.adaptive.workloads import Lab, Options, lab, new_drafter, read_options, recorded, say, write
+from benchmarks.adaptive.workloads import Lab, Options, lab, new_drafter, read_options, recorded_sets, say, write
 from benchmarks.common import refusing_bad_input
 
 SIZE, STEPS = 16, 200
@@ -115,8 +115,8 @@ def measure(bench: Lab, records: Sequence[ReplayRecord], contender: Contender, o
 @refusing_bad_input()
 def main() -> None:
     started_s = time.perf_counter()
-    options = read_options(__doc__, has_folder=True)
-    workload = recorded(options, RECORDED)
+    options = read_options(__doc__, (RECORDED,))
+    (workload,) = recorded_sets(options)
     changes = {"attention_backend": "torch", "dtype": "float32", "max_num_batched_tokens": MOST_ROWS}
     with pretended(), lab("90m", num_threads=1, **changes) as bench:
         drafter = new_drafter(options.drafter)

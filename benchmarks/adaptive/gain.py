@@ -16,7 +16,17 @@ from typing import Any
 
 from batchserve.request import GREEDY, Request
 from benchmarks.adaptive.driver import Contender, Run, fixed, interleave, summary
-from benchmarks.adaptive.workloads import Lab, Options, Workload, lab, new_drafter, read_options, recorded, say, write
+from benchmarks.adaptive.workloads import (
+    Lab,
+    Options,
+    Workload,
+    lab,
+    new_drafter,
+    read_options,
+    recorded_sets,
+    say,
+    write,
+)
 from benchmarks.common import refusing_bad_input
 
 SIZES = (1, 2, 4, 8, 16)
@@ -66,8 +76,8 @@ def on_wall(bench: Lab, workload: Workload, options: Options) -> dict[str, Any]:
 @refusing_bad_input()
 def main() -> None:
     started_s = time.perf_counter()
-    options = read_options(__doc__, has_folder=True)
-    workloads = [recorded(options, name) for name in SETS]
+    options = read_options(__doc__, SETS)
+    workloads = recorded_sets(options)
     results: dict[str, Any] = {}
     for shape in options.shapes:
         with lab(shape) as bench:

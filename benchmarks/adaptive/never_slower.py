@@ -100,7 +100,7 @@ def measure(bench: Lab, model: str, options: Options) -> dict[str, Any]:
 
 def main() -> None:
     started_s = time.perf_counter()
-    options = read_options(__doc__, has_folder=False)
+    options = read_options(__doc__)
     results = {}
     for model in MODELS:
         with lab(model) as bench:

@@ -36,7 +36,7 @@ from benchmarks.adaptive.workloads import (
     new_drafter,
     own_text,
     read_options,
-    recorded,
+    recorded_sets,
     say,
     write,
 )
@@ -178,8 +178,8 @@ def profile(bench: Lab, workload: Workload, contender: Contender, options: Optio
 @refusing_bad_input()
 def main() -> None:
     started_s = time.perf_counter()
-    options = read_options(__doc__, has_folder=True)
-    forced = recorded(options, RECORDED)
+    options = read_options(__doc__, (RECORDED,))
+    (forced,) = recorded_sets(options)
     results: dict[str, Any] = {}
     for model, workload in (("bundled", own_text(options)), ("90m", forced)):
         with lab(model, num_threads=1) as bench:

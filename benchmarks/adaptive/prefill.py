@@ -26,7 +26,17 @@ from batchserve.errors import ConfigError
 from batchserve.request import Request, ResolvedSampling
 from batchserve.scheduler.adaptive import AdaptiveDrafting
 from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS, Contender, Flight, Run, median_interval
-from benchmarks.adaptive.workloads import Lab, Options, Workload, lab, new_drafter, read_options, recorded, say, write
+from benchmarks.adaptive.workloads import (
+    Lab,
+    Options,
+    Workload,
+    lab,
+    new_drafter,
+    read_options,
+    recorded_sets,
+    say,
+    write,
+)
 from benchmarks.common import refusing_bad_input, spread
 
 RUNNING, PROMPT_TOKENS, MOST_ROWS = 8, 2000, 2304
@@ -160,11 +170,11 @@ def _figures(windows: Sequence[Window], quiet: Sequence[Window]) -> dict[str, An
 @refusing_bad_input()
 def main() -> None:
     started_s = time.perf_counter()
-    options = read_options(__doc__, has_folder=True)
-    workload = recorded(options, RECORDED)
+    options = read_options(__doc__, (RECORDED,))
+    (workload,) = recorded_sets(options)
     total = sum(len(record.response_token_ids) for record in workload.records)
     if total < LEAST_ANSWER:
-        raise ConfigError(f"{RECORDED}: the measured answers have {total} tokens; must be at least {LEAST_ANSWER}")
+        raise ConfigError(f"{workload.name}: the measured answers have {total} tokens; must be at least {LEAST_ANSWER}")
     with lab("90m", max_num_batched_tokens=MOST_ROWS) as bench:
         bench.use(new_drafter(options.drafter), workload.warm)
         results = measure(Scene(bench, workload), options)

@@ -77,7 +77,7 @@ def measure(bench: Lab, options: Options) -> dict[str, Any]:
 
 def main() -> None:
     started_s = time.perf_counter()
-    options = read_options(__doc__, has_folder=False)
+    options = read_options(__doc__)
     with lab("90m") as bench:
         write(options, "prefix", {"model": bench.about(), **measure(bench, options)}, started_s)
 

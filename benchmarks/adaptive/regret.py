@@ -23,7 +23,7 @@ from benchmarks.adaptive.workloads import (
     new_drafter,
     own_text,
     read_options,
-    recorded,
+    recorded_sets,
     say,
     write,
 )
@@ -109,8 +109,8 @@ def measure(bench: Lab, workload: Workload, options: Options) -> dict[str, Any]:
 @refusing_bad_input()
 def main() -> None:
     started_s = time.perf_counter()
-    options = read_options(__doc__, has_folder=True)
-    sets = [recorded(options, name) for name in RECORDED]
+    options = read_options(__doc__, RECORDED)
+    sets = recorded_sets(options)
     results: dict[str, Any] = {}
     text = own_text(options)
     with lab("deepened") as bench:

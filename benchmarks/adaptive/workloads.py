@@ -46,12 +46,13 @@ PAIRS = 10
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The command line. folder: of recorded sets, None where a program needs none."""
+    """The command line. folder: of recorded sets, None where a program needs none; sets: which of them."""
 
     folder: Path | None
     is_quick: bool
     drafter: str
     out: str
+    sets: tuple[str, ...] = ()
 
     @property
     def pairs(self) -> int:
@@ -65,16 +66,21 @@ class Options:
         return sizes[:2] if self.is_quick else sizes
 
 
-def read_options(description: str | None, *, has_folder: bool) -> Options:
+def read_options(description: str | None, sets: tuple[str, ...] = ()) -> Options:
+    """sets: those that are taken where nobody asks for others; where it is one, one is asked for. None: no folder."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    if has_folder:
+    if sets:
         parser.add_argument("folder", type=Path, help="the recorded sets, one JSONL each")
+        parser.add_argument("--sets", default=",".join(sets), help="which of the folder's (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it runs")
     parser.add_argument("--drafter", choices=DRAFTERS, default="mixture")
     parser.add_argument("--out", default="adaptive", help="folder in benchmarks/results/ (quick runs: adaptive_quick)")
     args = parser.parse_args()
+    asked = tuple(dict.fromkeys(args.sets.split(","))) if sets else ()
+    if len(sets) == 1 < len(asked):
+        parser.error(f"argument --sets: {args.sets}: must be one set")
     out = "adaptive_quick" if args.quick and args.out == "adaptive" else args.out
-    return Options(getattr(args, "folder", None), args.quick, args.drafter, out)
+    return Options(getattr(args, "folder", None), args.quick, args.drafter, out, asked)
 
 
 def say(text: str) -> None:
@@ -123,6 +129,11 @@ def recorded(options: Options, name: str) -> Workload:
             f"must be at least {FEWEST_RECORDS}"
         )
     return Workload(name, warm, measured)
+
+
+def recorded_sets(options: Options) -> list[Workload]:
+    """Those that are asked for. Raises ConfigError."""
+    return [recorded(options, name) for name in options.sets]
 
 
 def own_text(options: Options) -> Workload:

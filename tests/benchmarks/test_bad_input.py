@@ -69,6 +69,14 @@ def test_a_set_that_is_missing_or_too_small_is_named(
         assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_other_sets_can_be_asked_for(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    write(tmp_path / "mine.jsonl", "an answer")
+    error = refusal(name, [str(tmp_path), "--sets", "mine"], monkeypatch, capsys)
+    assert f"error: {tmp_path / 'mine.jsonl'}: behind the first 0 records, 1 have a prompt" in error
+    assert "must have yours" in refusal(name, [str(tmp_path), "--sets", "yours"], monkeypatch, capsys)
+
+
 @pytest.mark.parametrize(
     ("name", "answers", "reason"),
     [
@@ -108,7 +116,7 @@ def test_prompts_arrive_beside_answers_that_are_long_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
     short = ReplayRecord([1], [1] * 599, [])
-    monkeypatch.setattr(prefill, "recorded", lambda options, name: Workload(name, [], [short, short]))
+    monkeypatch.setattr(prefill, "recorded_sets", lambda options: [Workload("any", [], [short, short])])
     assert "the measured answers have 1198 tokens; must be at least 1200" in refusal(
         "adaptive.prefill", [str(tmp_path)], monkeypatch, capsys
     )
@@ -122,6 +130,7 @@ def test_prompts_arrive_beside_answers_that_are_long_enough(
         ("draft_cost", [".", "--drafters", "trie,jacobi"], "--drafters trie,jacobi: must be of "),
         ("replay", [".", "--max-draft-tokens", "x"], "'x' is not a list of integers"),
         ("adaptive.gain", [".", "--drafter", "x"], "--drafter: invalid choice: 'x'"),
+        ("adaptive.overhead", [".", "--sets", "one,two"], "argument --sets: one,two: must be one set"),
     ],
 )
 def test_wrong_options_are_refused(
