@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 EXTENT = 64  # tokens
 # Each time a slab grows it is copied: so by half of what it has or one extent more than it needs, unless that is more
-# than an 8th of what is free.
-GROWTH, PLENTY = 2, 8
+# than an 8th of what is free. It begins with one extent more than it needs, unless that is more than a 1024th of what
+# stays free: who begins may keep nobody else from beginning.
+GROWTH, PLENTY, PLENTY_AT_FIRST = 2, 8, 1024
 
 
 class _Slab:
@@ -63,6 +64,11 @@ class SlabAllocator:
         self._kept: dict[int, _Slab] = {}  # by handle of the index
         self._cached = 0  # tokens that kept slabs hold
         self._stack_shapes, self._plane_index = _plan_stacks(layers)
+        # A plane's address is a sum: of each stack's address and of its bytes a plane, so many times.
+        self._planes_in = np.zeros((*self._plane_index.shape[:2], 2 * len(self._stack_shapes)), np.int64)
+        stack, place = np.moveaxis(self._plane_index, 2, 0)[..., None]
+        np.put_along_axis(self._planes_in, 2 * stack, 1, 2)
+        np.put_along_axis(self._planes_in, 2 * stack + 1, place, 2)
         units = dtype.itemsize // UNIT.itemsize
         sizes = [(s.num_kv_heads, dim * units) for s in layers for dim in (s.key_dim, s.value_dim)]
         self._plane_sizes = np.array(sizes, np.int64)  # heads and units of a token, as move_rows has them
@@ -97,7 +103,10 @@ class SlabAllocator:
         if wanted - owned > self.free_tokens:
             return False
         roomy = max(wanted + EXTENT, owned + owned // GROWTH // EXTENT * EXTENT)
-        if slab is not None and roomy - owned <= self.free_tokens // PLENTY:
+        has_plenty = roomy - owned <= self.free_tokens // PLENTY
+        if slab is None:
+            has_plenty = EXTENT <= (self.free_tokens - wanted) // PLENTY_AT_FIRST
+        if has_plenty:
             wanted = roomy
         self._make_room(wanted - owned)
         if slab is None:
@@ -122,10 +131,8 @@ class SlabAllocator:
         slab.capacity = capacity
         slab.planes.clear()
         # Not asked of the planes one by one: a model may have hundreds, and a step waits for this.
-        begins = np.array([stack.data_ptr() for stack in slab.stacks], np.int64)
-        plane_bytes = np.array([stack.nbytes // len(stack) for stack in slab.stacks], np.int64)
-        stack, place = self._plane_index[..., 0], self._plane_index[..., 1]
-        slab.addresses = begins[stack] + place * plane_bytes[stack]
+        where = [each for stack in slab.stacks for each in (stack.data_ptr(), stack.stride(0) * stack.itemsize)]
+        slab.addresses = self._planes_in @ np.array(where, np.int64)
         slab.addresses_at = slab.addresses.ctypes.data
 
     def commit(self, request_id: str, rows: Sequence[int]) -> None:

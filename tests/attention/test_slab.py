@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -287,6 +289,32 @@ def test_to_begin_takes_no_more_than_is_needed_and_to_grow_a_little_more() -> No
     assert allocator.free_tokens == 48 * EXTENT
     assert all(allocator.reserve(str(i), EXTENT) for i in range(50, 98))
     allocator.check_integrity({str(i) for i in range(98)})
+
+
+def test_where_memory_is_plentiful_a_request_begins_with_room_for_its_answer() -> None:
+    allocator = SlabAllocator([LayerShape(1, 8, 8)], torch.float32, 1100 * EXTENT)
+    assert allocator.reserve("long", 30 * EXTENT)
+    assert allocator.free_tokens == (1100 - 31) * EXTENT
+    assert allocator.reserve("longer", 46 * EXTENT)
+    assert allocator.free_tokens == (1100 - 31 - 46) * EXTENT, "1,023 are left: an extent more is too much"
+    assert allocator.reserve("short", 1)
+    assert allocator.free_tokens == (1100 - 31 - 46 - 1) * EXTENT
+    allocator.check_integrity({"long", "longer", "short"})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_addresses_are_those_of_the_planes_whatever_shapes_layers_have(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    layers = [LayerShape(*(int(size) for size in rng.integers(1, 4, 3))) for _ in range(7)]
+    allocator = SlabAllocator(layers, torch.float32, 8 * EXTENT)
+    for num_tokens in (1, EXTENT + 1):
+        assert allocator.reserve("a", num_tokens)
+        where, capacity = allocator.slabs(["a"])[0]
+        addresses = np.ctypeslib.as_array((ctypes.c_int64 * 14).from_address(int(where))).reshape(7, 2)
+        for layer in range(7):
+            planes = allocator.planes("a", layer)
+            assert [plane.data_ptr() for plane in planes] == addresses[layer].tolist()
+            assert [plane.shape[1] for plane in planes] == [capacity, capacity]
 
 
 def test_bytes_per_token_are_those_of_k_and_v_in_all_layers() -> None:
