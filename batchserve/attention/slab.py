@@ -105,7 +105,7 @@ class SlabAllocator:
         roomy = max(wanted + EXTENT, owned + owned // GROWTH // EXTENT * EXTENT)
         has_plenty = roomy - owned <= self.free_tokens // PLENTY
         if slab is None:
-            has_plenty = EXTENT <= (self.free_tokens - wanted) // PLENTY_AT_FIRST
+            has_plenty = (self.free_tokens - wanted) // PLENTY_AT_FIRST >= EXTENT
         if has_plenty:
             wanted = roomy
         self._make_room(wanted - owned)
