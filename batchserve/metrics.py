@@ -32,7 +32,7 @@ COUNTERS = {
 GAUGES = {  # of the last step that decoded; all but the first are the adaptive decoding length's, and absent without it
     "draft_rows_per_request": "K: mean draft rows of a decoding request.",
     "price_tokens_per_second": "Lambda: tokens per second of decode time, the price that a draft row must be worth.",
-    "predicted_step_seconds": "What a step was predicted to take without drafting; the last that was learned from.",
+    "predicted_step_seconds": "What a step was predicted to take beside drafting; the last that was learned from.",
     "actual_step_seconds": "What that step took, from its beginning to its commit, drafting included.",
     "step_time_factor": "How much slower than when it was measured the machine is: the fast correction of step times.",
 }
@@ -128,10 +128,13 @@ class EngineMetrics:
         for name, amount in amounts.items():
             self.values[name] += amount
 
-    def step_done(self, num_rows: int, num_draft_rows: int, num_decoding: int, seconds: float) -> None:
-        """A step ran so many rows, num_draft_rows of them drafts of num_decoding requests."""
+    def step_done(
+        self, num_rows: int, num_draft_rows: int, num_decoding: int, seconds: float, verified: Sequence[Verification]
+    ) -> None:
+        """A step ran so many rows, num_draft_rows of them drafts of num_decoding requests, and verified these."""
+        num_drafted = num_accepted = 0
         with self.lock:
-            values = self.values
+            values, latency = self.values, self.histograms["inter_token_latency_seconds"]
             values["steps_total"] += 1
             values["rows_total"] += num_rows
             values["draft_rows_total"] += num_draft_rows
@@ -139,17 +142,14 @@ class EngineMetrics:
             values["step_seconds_total"] += seconds
             if num_decoding:
                 self.gauges["draft_rows_per_request"] = num_draft_rows / num_decoding
-
-    def verified(self, requests: Sequence[Verification]) -> None:
-        """What one step verified."""
-        with self.lock:
-            values, latency = self.values, self.histograms["inter_token_latency_seconds"]
-            values["verify_steps_total"] += len(requests)
-            for num_drafted, num_accepted, num_given, since_last_s in requests:
-                values["draft_tokens_total"] += num_drafted
-                values["accepted_draft_tokens_total"] += num_accepted
+            for drafted, accepted, num_given, since_last_s in verified:
+                num_drafted += drafted
+                num_accepted += accepted
                 if since_last_s is not None and num_given:
                     latency.add(since_last_s / num_given, num_given)
+            values["verify_steps_total"] += len(verified)
+            values["draft_tokens_total"] += num_drafted
+            values["accepted_draft_tokens_total"] += num_accepted
 
     def looked_up(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """A request was begun whose prompt was looked for in the prefix cache."""

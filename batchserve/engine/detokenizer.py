@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
@@ -41,9 +41,22 @@ def decoder_of(tokenizer: PreTrainedTokenizerBase | None) -> Decoder | None:
     return _Uncleaned(tokenizer) if tokenizer.clean_up_tokenization_spaces else tokenizer
 
 
-def needs_context(decoder: Decoder | None) -> bool:
-    """Whether a token's text may depend on those before it. Where tokens are just bytes, as in GPT-2, it does not."""
-    return not (isinstance(decoder, Tokenizer) and isinstance(decoder.decoder, ByteLevel))
+class TokenTexts(dict[int, str]):
+    """The text of each token by itself, filled as they come; of a torn character it is REPLACEMENT."""
+
+    def __init__(self, decoder: Decoder, skip_special_tokens: bool) -> None:
+        super().__init__()
+        self._decoder, self._skip_special_tokens = decoder, skip_special_tokens
+
+    def __missing__(self, token_id: int) -> str:
+        text = self[token_id] = str(self._decoder.decode([token_id], skip_special_tokens=self._skip_special_tokens))
+        return text
+
+
+def token_texts(decoder: Decoder | None, *, skip_special_tokens: bool) -> TokenTexts | None:
+    """Where tokens are just bytes, as in GPT-2. Elsewhere a token's text may depend on those before it: None."""
+    is_bytes = isinstance(decoder, Tokenizer) and isinstance(decoder.decoder, ByteLevel)
+    return TokenTexts(decoder, skip_special_tokens) if decoder and is_bytes else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +70,7 @@ class _Uncleaned:
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, **more)
 
 
-@dataclass(slots=True)
-class TextPiece:
+class TextPiece(NamedTuple):
     """What a step added: text that may be shown, the tokens it counts for, and whether a stop string ended it."""
 
     text: str
@@ -74,14 +86,14 @@ class IncrementalDetokenizer:
     for this: around bytes that make no character some tokenizers lose whole characters, and what is out stays out.
     Text is held back while its last character is incomplete or while it could still become a stop string. Without a
     tokenizer every piece is empty. A token costs the same however long the answer is, and however many tokens before it
-    had no text or were bytes that make no character. needs_context=False saves decoding tokens again where the function
-    of that name says so.
+    had no text or were bytes that make no character. token_texts: those of the decoder, for the same
+    skip_special_tokens.
     """
 
     decoder: Decoder | None
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
-    needs_context: bool = True
+    token_texts: TokenTexts | None = None
     _token_ids: list[int] = field(default_factory=list)
     _prefix: int = 0  # first token of the window that is decoded again
     _read: int = 0  # tokens whose text is out
@@ -98,6 +110,10 @@ class IncrementalDetokenizer:
 
     def _text_of(self, token_ids: Sequence[int], *, is_last: bool) -> str:
         """Of all tokens at once where no character is torn, else of one after the other."""
+        if self.token_texts is not None and self._read == len(self._token_ids):
+            text = "".join(map(self.token_texts.__getitem__, token_ids))
+            if REPLACEMENT not in text:
+                return text
         if len(token_ids) > 1 and len(self._token_ids) - self._read <= MAX_PENDING:
             before = self._decode(self._token_ids[self._prefix : self._read])
             after = self._decode([*self._token_ids[self._prefix :], *token_ids])
@@ -113,8 +129,7 @@ class IncrementalDetokenizer:
     def _feed_until_stop(self, token_ids: Sequence[int], *, is_last: bool) -> TextPiece:
         shown = ""
         for i, token_id in enumerate(token_ids):
-            self._token_ids.append(token_id)
-            self._held += self._new_text(is_last=is_last and i == len(token_ids) - 1)
+            self._held += self._text_of([token_id], is_last=is_last and i == len(token_ids) - 1)
             found = self._first_stop()
             if found is not None:
                 shown += self._held[:found]
@@ -148,7 +163,7 @@ class IncrementalDetokenizer:
         if len(after) <= len(before):
             return ""
         size = len(self._token_ids)
-        self._prefix, self._read = self._read if self.needs_context else size, size
+        self._prefix, self._read = self._read if self.token_texts is None else size, size
         return after[len(before) :]
 
     def _is_pointless(self) -> bool:

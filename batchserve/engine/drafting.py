@@ -120,19 +120,22 @@ class DraftStage:
         """Let the drafter hear what it has missed. A drafter that is not asked costs nothing, not even to listen."""
         accepted: dict[str, list[int]] = {}
         late: dict[str, list[int]] = {}
+        shared: dict[str, list[int]] = {}
         for request_id in request_ids:
             each = self._started[request_id]
             if each.accepted:
                 (late if each.num_steps > LATE_STEPS else accepted)[request_id] = each.accepted
+                each.accepted = []
+            if each.shared:
+                shared[request_id] = each.shared
+                each.shared = []
+            each.num_steps = 0
         if accepted:
             self.drafter.accept_all(accepted)
         if late:
             self.drafter.catch_up(late)
-        for request_id in request_ids:
-            each = self._started[request_id]
-            if each.shared:
-                self.drafter.share(request_id, each.shared)
-            each.accepted, each.shared, each.num_steps = [], [], 0
+        for request_id, token_ids in shared.items():
+            self.drafter.share(request_id, token_ids)
 
     def _queries(self, asked: Sequence[ScheduledRequest], request_ids: Sequence[str]) -> DraftQueries:
         flat: list[int] = []

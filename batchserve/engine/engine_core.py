@@ -5,10 +5,10 @@ Synchronous and deterministic: it has no clock of its own, and no asyncio.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
-from batchserve.engine.detokenizer import Decoder, IncrementalDetokenizer, needs_context
+from batchserve.engine.detokenizer import Decoder, IncrementalDetokenizer, token_texts
 from batchserve.errors import BatchserveError, DeadlineExceededError, NonFiniteLogitsError
 from batchserve.metrics import Verification
 from batchserve.request import Request
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from batchserve.scheduler.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
 
 
-@dataclass(slots=True)
-class _Commit:
+class _Commit(NamedTuple):
     """What one step added to a request, waiting to be published."""
 
     request: Request
@@ -65,9 +64,11 @@ class EngineCore:
         metrics.adaptive = lambda: self.drafts.gauges()
         metrics.load = self._load
         self.emit: Callable[[list[Event]], None] = lambda events: None
-        self._decoder, self._needs_context = decoder, needs_context(decoder)
+        self._decoder = decoder
+        self._token_texts = [token_texts(decoder, skip_special_tokens=skip) for skip in (False, True)]
         self._clock = clock
         self._detokenizers: dict[Request, IncrementalDetokenizer] = {}  # of all requests in flight
+        self._names: set[str] = set()  # theirs
         self._unpublished: list[_Commit] = []
         self._verified: list[Verification] = []  # in the step under way
         self._stopped: list[Request] = []  # by a stop string, while their next step is under way
@@ -83,11 +84,13 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Queue a request. Its id must not be in flight (the front has seen to that)."""
-        if any(request.request_id == each.request_id for each in self._detokenizers):
+        if request.request_id in self._names:
             raise RuntimeError(f"request {request.request_id!r} is in flight already")
+        self._names.add(request.request_id)
         sampling = request.sampling
-        how = (sampling.stop, sampling.skip_special_tokens, self._needs_context)
-        self._detokenizers[request] = IncrementalDetokenizer(self._decoder, *how)
+        is_skipping = sampling.skip_special_tokens
+        how = (self._decoder, sampling.stop, is_skipping, self._token_texts[is_skipping])
+        self._detokenizers[request] = IncrementalDetokenizer(*how)
         self.scheduler.add(request)
 
     def abort(self, request: Request) -> None:
@@ -130,8 +133,7 @@ class EngineCore:
         given = self._commit(plan.scheduled, batch, results)
         self.drafts.step_done(given, self._clock() - began_s)
         self.scheduler.step_done(num_drafted)
-        self.metrics.step_done(batch.num_rows, num_drafted, len(given), forward_s)
-        self.metrics.verified(self._verified)
+        self.metrics.step_done(batch.num_rows, num_drafted, len(given), forward_s, self._verified)
         self._verified.clear()
 
     def _end_late(self) -> None:
@@ -146,6 +148,8 @@ class EngineCore:
         """Raises RuntimeError if memory, requests and drafts disagree."""
         self.runner.backend.allocator.check_integrity({r.request_id for r in self.scheduler.running})
         known = {request.request_id for request in self._detokenizers}
+        if known != self._names:
+            raise RuntimeError(f"requests in flight {sorted(known)}, names {sorted(self._names)}")
         queued = {r.request_id for r in self.scheduler.requests()}
         unpublished = {c.request.request_id for c in self._unpublished}
         if not queued <= known or known - queued - unpublished:
@@ -304,6 +308,7 @@ class EngineCore:
         if not request.is_finished:
             self.scheduler.finish(request)
         del self._detokenizers[request]
+        self._names.remove(request.request_id)
         self.drafts.end(request)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from batchserve.sampling.sampler import NO_TOKEN
@@ -22,7 +22,7 @@ class VerifiedTokens:
 
     token_ids: list[int]
     rows: list[int]
-    unverified_token_ids: list[int] = field(default_factory=list)
+    unverified_token_ids: Sequence[int] = ()
 
 
 def walk_tree(

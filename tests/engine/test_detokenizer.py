@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from batchserve.engine.detokenizer import IncrementalDetokenizer, TextPiece, decoder_of, needs_context
+from batchserve.engine.detokenizer import IncrementalDetokenizer, TextPiece, decoder_of, token_texts
 from batchserve.runner.loader import resolve_model
 from tests.engine.scripted import Letters
 from tests.factories import examples
@@ -76,7 +76,7 @@ def test_pieces_together_are_the_text_of_all_tokens(
         text = data.draw(st.sampled_from(TEXTS) if kind == "real" else st.text(max_size=30))
         token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     for used, skip in itertools.product((tokenizer, decoder_of(tokenizer)), (True, False)):
-        detokenizer = IncrementalDetokenizer(used, stop, skip, needs_context(used))
+        detokenizer = IncrementalDetokenizer(used, stop, skip, token_texts(used, skip_special_tokens=skip))
         pieces = feed_in_pieces(detokenizer, token_ids, sizes, has_end_token=has_end_token)
         assert joined(pieces) == tokenizer.decode(token_ids, skip_special_tokens=skip)
         assert [token for piece in pieces for token in piece.token_ids] == token_ids
@@ -108,9 +108,9 @@ def byte_fallback() -> PreTrainedTokenizerBase:
 def test_only_tokens_that_are_just_bytes_are_decoded_without_those_before(
     tokenizer: PreTrainedTokenizerBase, byte_fallback: PreTrainedTokenizerBase
 ) -> None:
-    assert not needs_context(decoder_of(tokenizer))
+    assert token_texts(decoder_of(tokenizer), skip_special_tokens=True) is not None
     for other in (None, Letters(), tokenizer, decoder_of(byte_fallback)):
-        assert needs_context(other)
+        assert token_texts(other, skip_special_tokens=True) is None
 
 
 def fallback_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from batchserve.config import ServerConfig
 from batchserve.errors import ConfigError, EngineFaultError
-from batchserve.metrics import CALIBRATION, COUNTERS, EDGES, GAUGES, Acceptance, Verification
+from batchserve.metrics import CALIBRATION, COUNTERS, EDGES, GAUGES, HISTOGRAMS, LOAD, Acceptance, Verification
 from batchserve.server import lifecycle
 from batchserve.server.lifecycle import GenerationServer
 from batchserve.server.servicer import SERVICE_NAME
@@ -226,7 +226,9 @@ async def test_metrics_endpoint():
     metrics.preempted(3)
     metrics.looked_up(100, 64)
     metrics.looked_up(20, 0)
-    metrics.step_done(num_rows=14, num_draft_rows=10, num_decoding=4, seconds=0.25)
+    verified = [Verification(3, 1, num_given=2, since_last_s=None), Verification(3, 1, 2, 0.008)]
+    verified.append(Verification(3, 0, num_given=1, since_last_s=7.0))
+    metrics.step_done(num_rows=14, num_draft_rows=10, num_decoding=4, seconds=0.25, verified=verified)
     metrics.adaptive = lambda: {
         "price_tokens_per_second": 80.0,
         "predicted_step_seconds": 0.02,
@@ -234,9 +236,7 @@ async def test_metrics_endpoint():
         "step_time_factor": 1.5,
     }
     metrics.acceptance = lambda: {"trie": Acceptance(("1", "2+"), [8, 4], accepted=[6, 1], calibration_error=0.125)}
-    metrics.load = lambda: {"requests_running": 3, "kv_used_tokens": 128}
-    metrics.verified([Verification(3, 1, num_given=2, since_last_s=None), Verification(3, 1, 2, 0.008)])
-    metrics.verified([Verification(3, 0, num_given=1, since_last_s=7.0)])
+    metrics.load = lambda: dict(zip(LOAD, (3, 2, 128, 512), strict=True))
     async with serving(engine, ServerConfig(port=0, metrics_port=0)) as served:
         assert served.server._metrics is not None
         url = f"http://{served.server._metrics.address}/metrics"
@@ -257,7 +257,9 @@ async def test_metrics_endpoint():
         ("actual_step_seconds",): 0.03,
         ("step_time_factor",): 1.5,
         ("requests_running",): 3,
+        ("requests_waiting",): 2,
         ("kv_used_tokens",): 128,
+        ("kv_total_tokens",): 512,
         ("tested_edges_total", "1", "trie"): 8,
         ("tested_edges_total", "2+", "trie"): 4,
         ("accepted_edges_total", "1", "trie"): 6,
@@ -273,7 +275,8 @@ async def test_metrics_endpoint():
     }
     assert {name: samples.get(name) for name in expected} == expected
     names = {name for name, *_ in samples}
-    assert names >= {*COUNTERS, *GAUGES, *EDGES, *CALIBRATION}, "every one is exported"
+    counts = {f"{name}_count" for name in HISTOGRAMS}
+    assert names >= {*COUNTERS, *GAUGES, *LOAD, *EDGES, *CALIBRATION, *counts}, "every one is exported"
 
 
 @pytest.mark.parametrize("name", ["port", "metrics_port"])
