@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,6 +50,11 @@ def resolve_speculation(config: EngineConfig, params: SpeculationParams | None =
     """What a server with these options makes of a request's speculation."""
     loaded: Any = SimpleNamespace(tokenizer=None, vocab_size=1 << 16)
     return InputProcessor(loaded, 0, config, draft_limits(config, 0)).resolve_speculation(params or SpeculationParams())
+
+
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def random_tree(rng: random.Random, num_nodes: int, vocab_size: int) -> DraftTree:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from batchserve.request import Request, RequestStatus
 from batchserve.scheduler.policy import prefill_rows, prompt_rank, rank
 from batchserve.scheduler.sharing import best_source
+from batchserve.scheduler.waiting import WaitingQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -39,7 +39,7 @@ class ScheduledRequest(NamedTuple):
 
     @property
     def is_decoding(self) -> bool:
-        """Whether this is one more token of an answer that has begun, or its first behind a prompt of one token."""
+        """Whether this is one more token of an answer, or its first where only the prompt's last one is computed."""
         return self.is_sampled and self.num_scheduled_tokens == 1
 
 
@@ -80,7 +80,7 @@ class Scheduler:
         self._draft_rows = 0.0  # of a step, smoothed
         # Who was last, beside how many that decode; and how much memory was free.
         self._refused: tuple[tuple[Request | None, int], int] = (None, 0), 0
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingQueue(config.max_priority_wait_s)
         self.running: list[Request] = []
 
     @property
@@ -88,7 +88,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        self.waiting.add(request)
 
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it is, and free its K/V at once."""
@@ -100,7 +100,7 @@ class Scheduler:
             self._refused = (None, 0), 0
         scope = request.prefix_scope
         if scope is not None and request.num_computed_tokens > 0:
-            # An answer's end may have been inside an accepted run: what was computed behind it is nobody's text.
+            # An answer's end may have been inside an accepted run, and what is behind it is not among its tokens.
             count = min(request.num_computed_tokens, len(request.token_ids))
             self._allocator.retire(request.request_id, scope, request.token_ids[:count])
         else:
@@ -110,7 +110,7 @@ class Scheduler:
     def expired(self, now_s: float) -> list[Request]:
         """Requests whose deadline has passed, waiting or running."""
         late = [r for r in self.running if r.deadline_s is not None and r.deadline_s <= now_s]
-        return late + [r for r in self.waiting if r.deadline_s is not None and r.deadline_s <= now_s]
+        return late + self.waiting.expired(now_s)
 
     def requests(self) -> Iterable[Request]:
         yield from self.running
@@ -201,7 +201,7 @@ class Scheduler:
         Returns the rows left.
         """
         while self.waiting and rows > 0 and len(self.running) < self._config.max_num_seqs:
-            request = min(self.waiting, key=self._rank)
+            request = self.waiting.first(self._now_s)
             if before is not None and self._prompt_rank(request) >= self._prompt_rank(before):
                 break
             # Room for all of its tokens, not only the first chunk: half a prompt in memory helps nobody.
@@ -249,7 +249,7 @@ class Scheduler:
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         request.move_to(RequestStatus.WAITING)
-        self.waiting.appendleft(request)
+        self.waiting.put_back(request)
 
     def _with_drafts(
         self, running: list[Request], planned: dict[str, int], rows_left: int, is_drafted: Callable[[Request], bool]

@@ -105,6 +105,7 @@ class Traffic:
         speculation: SpeculationParams | None = None,
         priority: int = 0,
         scope: str | None = None,
+        deadline_s: float | None = None,
     ) -> Request:
         request_id = f"r{len(self.arrivals)}"
         self.arrivals[request_id] = len(self.arrivals)
@@ -112,7 +113,7 @@ class Traffic:
         request = make_request(request_id, [5] * prompt_len, max_tokens=max_tokens, speculation=resolved)
         # No two arrive at the same moment: who comes first is never a matter of where he stands in a list.
         request.arrival_s = self.now_s + 1e-6 * len(self.arrivals)
-        request.priority, request.prefix_scope = priority, scope
+        request.priority, request.prefix_scope, request.deadline_s = priority, scope, deadline_s
         self.wishes[request_id] = speculation or SpeculationParams()
         self.scheduler.add(request)
         return request
@@ -604,8 +605,8 @@ def test_the_same_traffic_gives_the_same_plans() -> None:
 
 def test_deadlines_are_found_waiting_and_running() -> None:
     traffic = make_traffic(max_num_seqs=1)
-    running, waiting, patient = traffic.add(3, 9), traffic.add(3, 9), traffic.add(3, 9)
-    running.deadline_s, waiting.deadline_s = 10.0, 5.0
+    running, waiting = (traffic.add(3, 9, deadline_s=deadline_s) for deadline_s in (10.0, 5.0))
+    patient = traffic.add(3, 9)
     traffic.step(0.0)
     assert list(traffic.scheduler.expired(4.9)) == []
     assert list(traffic.scheduler.expired(5.0)) == [waiting]
