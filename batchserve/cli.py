@@ -207,6 +207,9 @@ def _generate(arguments: argparse.Namespace) -> int:
     if arguments.server is not None:
         _check_address(arguments.server)
         _refuse_engine_options(arguments)
+    elif not arguments.no_speculation:
+        # One answer would be over before they are compiled, and what compiles them ends with it: so it went on.
+        vars(arguments).setdefault("wait_for_drafter", True)
     text = _prompt_text(arguments)
     config: EngineConfig = make_config(EngineConfig, arguments)
     params = SamplingParams(
