@@ -54,13 +54,13 @@ class DuplicateRequestError(BatchserveError):
 
 
 class QueueFullError(BatchserveError):
-    """The waiting queue is at its bound; try again later."""
+    """As many requests are in flight as may run and wait together; try again later."""
 
     reason = "QUEUE_FULL"
     retry_after_s = 1.0
 
     def __init__(self, bound: int) -> None:
-        super().__init__(f"waiting requests = {bound}: the queue's bound (max_waiting = {bound}) is reached")
+        super().__init__(f"requests in flight = {bound}: no more than max_num_seqs + max_waiting = {bound} may be")
 
 
 class UnavailableError(BatchserveError):

@@ -105,9 +105,9 @@ ENGINE_OPTIONS = {
         default_text="the drafter's own: mixture 64, trie 12, reference --reference-copy-length, jacobi N-1",
     ),
     "default_draft_scope": Option(
-        "the draft scope of requests that name none: they draft from each other's answers, and timing tells a caller "
-        f"what others were answered; '{PRIVATE_SCOPE}' shares nothing. There is no authentication: all callers are "
-        "one tenant, and who knows a scope's name can join it",
+        "the draft scope of requests that name none: they draft from each other's answers and begin with each other's "
+        f"K/V, and timing tells a caller what others have asked and were answered; '{PRIVATE_SCOPE}' shares nothing. "
+        "There is no authentication: all callers are one tenant, and who knows a scope's name can join it",
         default_text=f"'default' on a loopback --host, '{PRIVATE_SCOPE}' otherwise",
     ),
     "wait_for_drafter": Option(
@@ -117,9 +117,9 @@ ENGINE_OPTIONS = {
     "max_num_batched_tokens": Option("the most rows of one step: prefill chunks, drafts and plain rows together"),
     "prefill_chunk_size": Option("the most prompt tokens of one request in one step", default_text="the step's bound"),
     "prefix_cache": Option(
-        "prompts of the same draft scope that begin alike share K/V, also with ended requests while memory is free"
+        "prompts of one draft scope that begin alike share K/V, also with ended requests until their memory is needed"
     ),
-    "max_waiting": Option("the most requests that wait; further ones get RESOURCE_EXHAUSTED"),
+    "max_waiting": Option("the most requests in flight beside --max-num-seqs; further ones get RESOURCE_EXHAUSTED"),
     "max_model_len": Option(
         "the most tokens of prompt and answer together", default_text="the model's own, or what the K/V memory holds"
     ),

@@ -158,8 +158,9 @@ class SpeculationParams:
     While a request's time per output token is above `tpot_target_ms`, its drafts are preferred to others' (adaptive
     decoding length); None takes the server's, and is what a request without drafts must have.
     `drafter` is one of config.DRAFTERS; empty is the server's. Requests of one `draft_scope` draft from each other's
-    answers; empty is the server's default, "request" shares nothing. `references` are texts, or token ids, that the
-    answer may quote: retrieved documents, earlier turns, cached answers. Drafters read them, the model does not.
+    answers, and begin with each other's K/V; empty is the server's default, "request" shares nothing. `references` are
+    texts, or token ids, that the answer may quote: retrieved documents, earlier turns, cached answers. Drafters read
+    them, the model does not.
     """
 
     is_enabled: bool = True

@@ -68,7 +68,7 @@ def create_drafter(name: str, config: EngineConfig, num_parameters: int, part: f
     """A new drafter, without any state, that takes `part` of max_draft_bytes. Raises ConfigError."""
     limits, draft = draft_limits(config, num_parameters)[name], config.draft
     max_total_bytes = int(part * draft.max_draft_bytes)
-    # Imported here: a drafter that nobody has chosen costs nothing.
+    # Imported here: what has no drafts needs none of these.
     if name == "mixture":
         from batchserve.draft.mixture import MixtureDrafter
 

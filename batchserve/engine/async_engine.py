@@ -74,7 +74,6 @@ class AsyncEngine:
         self._draft_cache = config.draft.draft_cache
         self._loop = asyncio.get_running_loop()
         self._max_in_flight = config.max_num_seqs + config.max_waiting
-        self._max_waiting = config.max_waiting
         self._streams: dict[str, _Stream] = {}
         self._clearing: set[asyncio.Future[None]] = set()
         self._inbox: queue.SimpleQueue[_Add | _Abort | _ClearScope | None] = queue.SimpleQueue()
@@ -196,7 +195,10 @@ class AsyncEngine:
         return collector.output()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests with UnavailableError and wait for those in flight; True if all ended in time."""
+        """Refuse requests with UnavailableError, those that are still being tokenised, too, and wait for the others.
+
+        Returns whether all ended in time.
+        """
         self._closed = self._closed or UnavailableError("the server is draining: it takes no new requests")
         if self._is_empty.is_set():  # Python 3.11's wait_for times out at 0 without looking
             return True
@@ -258,7 +260,7 @@ class AsyncEngine:
         if request_id in self._streams:
             raise DuplicateRequestError(request_id)
         if len(self._streams) >= self._max_in_flight:
-            raise QueueFullError(self._max_waiting)
+            raise QueueFullError(self._max_in_flight)
 
     def _forget(self, request_id: str, stream: _Stream) -> None:
         """Give the id back; abort the request if it has not ended."""

@@ -12,7 +12,7 @@ OTHER_SCOPES = (DraftScope("default", "two"), DraftScope("tenant", "one"))
 
 
 def check_tree(tree: DraftTree, query: DraftQuery) -> None:
-    """The contract, and what design.md adds: path probabilities fall, the likeliest sibling is first."""
+    """The contract, and what ours keep beside: path probabilities fall, the likeliest sibling is first."""
     tree.check(query)
     assert len(tree.probs) == len(tree)
     last_sibling: dict[int, float] = {}

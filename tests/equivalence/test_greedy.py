@@ -29,7 +29,7 @@ def make_drafter(name: str, seed: int, jobs: list[Job], expected: dict[int, list
 
 
 def expected_answers(plain: PlainPath, jobs: list[Job]) -> dict[int, list[int]]:
-    return {i: plain.greedy(job.prompt, job.params.max_tokens or 1)[0] for i, job in enumerate(jobs)}
+    return {i: plain.greedy(job.prompt, job.params.max_tokens or 1) for i, job in enumerate(jobs)}
 
 
 def drafter_options(name: str) -> dict[str, Any]:

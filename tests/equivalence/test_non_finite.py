@@ -25,7 +25,7 @@ TEAM, OFF = SpeculationParams(draft_scope="team"), SpeculationParams(is_enabled=
 @pytest.fixture(scope="module")
 def expected(tiny_model: dict[str, Path]) -> list[list[int]]:
     plain = PlainPath(tiny_model["llama"])
-    return [plain.greedy(prompt, MAX_TOKENS)[0] for prompt in PROMPTS]
+    return [plain.greedy(prompt, MAX_TOKENS) for prompt in PROMPTS]
 
 
 def broken(model: Path, token_id: int, drafter: Drafter | None = None) -> BuiltEngine:
@@ -89,7 +89,7 @@ def test_what_comes_before_is_given_the_same_with_drafts_and_without(
 ) -> None:
     """Behind one of its tokens the answer overflows; an end before that is still found, whatever was accepted."""
     prompt = PROMPTS[1] * times
-    whole = text = PlainPath(tiny_model["llama"]).greedy(prompt, MAX_TOKENS)[0]
+    whole = text = PlainPath(tiny_model["llama"]).greedy(prompt, MAX_TOKENS)
     token = next(token for token in text[place:] if token not in prompt)
     text = text[: text.index(token) + 1]
     oracle = OracleDrafter(VOCAB_SIZE, place, {tuple(prompt): whole})

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
 
 from batchserve.errors import InvalidRequestError
 from batchserve.server import convert
@@ -32,6 +36,22 @@ TOO_LONG = ("REFERENCES_TOO_LONG", "references")
 UNKNOWN_VARINT = bytes([(100 << 3) & 0x7F | 0x80, (100 << 3) >> 7, 1])  # field 100 = 1
 
 
+def fields(message: Message) -> Iterator[str]:
+    """What is set in a message, at any depth."""
+    for descriptor, value in message.ListFields():
+        yield descriptor.full_name
+        if descriptor.message_type is not None:
+            for each in value if descriptor.is_repeated else [value]:
+                yield from fields(each)
+
+
+def all_fields(descriptor: Descriptor) -> Iterator[str]:
+    for field in descriptor.fields:
+        yield field.full_name
+        if field.message_type is not None:
+            yield from all_fields(field.message_type)
+
+
 def test_request_round_trip_keeps_every_field():
     params = SamplingParams(
         temperature=0.5,
@@ -57,6 +77,8 @@ def test_request_round_trip_keeps_every_field():
     request.request_id, request.model = "id", "m"
     parsed = from_generate_request(pb.GenerateRequest.FromString(request.SerializeToString()), MAX_MODEL_LEN)
     assert parsed == ([1, 2, 3], params, "id", "m", speculation, -7)
+    left = set(all_fields(pb.GenerateRequest.DESCRIPTOR)) - set(fields(request))
+    assert left == {"batchserve.v1.GenerateRequest.text"}, "the other kind of prompt"
 
 
 def test_unset_differs_from_zero():
