@@ -47,10 +47,11 @@ class AnswerCache:
         self._max_total_bytes = max_total_bytes
         self._scopes: OrderedDict[DraftScope, OrderedDict[bytes, _Answer]] = OrderedDict()
         self._scope_bytes: dict[DraftScope, int] = {}
+        self._nbytes = 0  # the sum
 
     @property
     def nbytes(self) -> int:
-        return sum(self._scope_bytes.values())
+        return self._nbytes
 
     def add(self, scope: DraftScope, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> None:
         """Keep an answer; one that is larger than a scope may be, or has no tokens or no prompt, is not kept."""
@@ -65,6 +66,7 @@ class AnswerCache:
             self._remove(scope, key)
         answers[key] = answer
         self._scope_bytes[scope] = self._scope_bytes.get(scope, 0) + answer.nbytes
+        self._nbytes += answer.nbytes
         while len(answers) > self._max_answers or self._scope_bytes[scope] > self._max_scope_bytes:
             self._remove(scope, next(iter(answers)))
         while self.nbytes > self._max_total_bytes:
@@ -74,7 +76,9 @@ class AnswerCache:
                 self.clear(oldest)
 
     def _remove(self, scope: DraftScope, key: bytes) -> None:
-        self._scope_bytes[scope] -= self._scopes[scope].pop(key).nbytes
+        num_bytes = self._scopes[scope].pop(key).nbytes
+        self._scope_bytes[scope] -= num_bytes
+        self._nbytes -= num_bytes
 
     def find(
         self, scope: DraftScope, prompt_token_ids: Sequence[int], most: int, min_similarity: float
@@ -106,4 +110,4 @@ class AnswerCache:
     def clear(self, scope: DraftScope) -> None:
         """Forget a scope."""
         self._scopes.pop(scope, None)
-        self._scope_bytes.pop(scope, None)
+        self._nbytes -= self._scope_bytes.pop(scope, 0)

@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 import uuid
+from collections.abc import Sized
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
-INLINE_TOKENIZE_CHARS = 4096  # shorter texts are tokenised on the loop: a thread would take longer
+INLINE_SIZE = 4096  # characters, or token ids: shorter prompts are looked at on the loop, a thread would take longer
 
 
 @dataclass(slots=True, eq=False)
@@ -135,8 +136,8 @@ class AsyncEngine:
             if deadline_s is not None and not deadline_s > 0:  # NaN, too
                 raise DeadlineExceededError("deadline passed before the request was queued")
             deadline_s = None if deadline_s is None else arrival_s + deadline_s
-            num_chars = len(prompt) if isinstance(prompt, str) else 0
-            token_ids = await _beside_loop(num_chars, self._processor.tokenize, prompt)
+            size = len(prompt) if isinstance(prompt, Sized) else 0
+            token_ids = await _beside_loop(size, self._processor.tokenize, prompt)
             references = speculation.references if isinstance(speculation, SpeculationParams) else ()
             request = await _beside_loop(
                 sum(map(len, references)),
@@ -368,8 +369,8 @@ def _seconds(deadline_s: object) -> float | None:
     raise InvalidRequestError("INVALID_DEADLINE", "deadline_s", deadline_s, "a number of seconds")
 
 
-async def _beside_loop(num_chars: int, call: Callable[..., _T], *arguments: object) -> _T:
-    """What the call returns; in a thread where there is so much text that the loop would wait for it."""
-    if num_chars > INLINE_TOKENIZE_CHARS:
+async def _beside_loop(size: int, call: Callable[..., _T], *arguments: object) -> _T:
+    """What the call returns; in a thread where there is so much to look at that the loop would wait for it."""
+    if size > INLINE_SIZE:
         return await asyncio.to_thread(call, *arguments)
     return call(*arguments)

@@ -127,11 +127,9 @@ class Scheduler:
         preempted: list[Request] = []
         rows_left = self._config.max_num_batched_tokens
         planned = self._plan_decoding(preempted)
-        rows_left -= len(planned)
-        # Rows kept for drafts while prompts are waiting to be computed: what they ask for, at most half.
-        wanted = sum(r.speculation.max_draft_tokens for r in self.running if r.request_id in planned)
-        chunk_rows = self._bounded(planned, rows_left - min(rows_left // 2, wanted))
-        for request in self._computing(planned):
+        computing = self._computing(planned)
+        chunk_rows = self._prompt_rows(planned, computing, rows_left - len(planned))
+        for request in computing:
             if request.status is RequestStatus.RUNNING:
                 if not preempted:
                     chunk_rows = self._admit(chunk_rows, planned, before=request)
@@ -165,17 +163,21 @@ class Scheduler:
         """Those whose prompt is being computed, in the order in which they get rows."""
         return sorted((r for r in self.running if r.request_id not in planned), key=self._prompt_rank)
 
-    def _bounded(self, planned: dict[str, int], rows: int) -> int:
-        """The rows that prompts get in this step, for the sake of the requests that are planned already."""
-        computing = self._computing(planned)
+    def _prompt_rows(self, planned: dict[str, int], computing: list[Request], rows: int) -> int:
+        """The rows, at most so many, that prompts get beside the requests that are planned already."""
         free_seats = self._config.max_num_seqs - len(self.running)
         num_prompts = len(computing) + min(free_seats, len(self.waiting))
-        if self._step_time is None or not planned or not num_prompts:
+        if not planned or not num_prompts:
+            return rows
+        decoding = [r for r in self.running if r.request_id in planned]
+        # The others are kept for drafts: as many as may be asked for, at most half.
+        rows -= min(rows // 2, sum(r.speculation.max_draft_tokens for r in decoding))
+        if self._step_time is None:
             return rows
         max_itl_ms = self._config.max_itl_ms
         return prefill_rows(
             self._step_time,
-            (r for r in self.running if r.request_id in planned),
+            decoding,
             round(self._draft_rows),
             num_prompts,
             computing[0].num_computed_tokens if computing else 0,

@@ -349,7 +349,7 @@ def test_the_cache_is_bounded_in_bytes_for_a_scope_and_for_all() -> None:
     for scope in scopes:
         for i in range(20):
             cache.add(scope, [i], [i] * 10)
-            assert cache.nbytes <= 10 * each
+            assert cache.nbytes == sum(cache._scope_bytes.values()) <= 10 * each
     assert sizes() == [0, 2, 4, 4]
     cache.find(scopes[1], [0], 1, 0.0)
     cache.add(scopes[0], [1], [1] * 10)

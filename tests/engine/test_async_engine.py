@@ -19,7 +19,7 @@ from batchserve.draft.base import DraftScope, NullDrafter
 from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.router import RoutingDrafter
 from batchserve.engine import async_engine
-from batchserve.engine.async_engine import INLINE_TOKENIZE_CHARS, AsyncEngine
+from batchserve.engine.async_engine import INLINE_SIZE, AsyncEngine
 from batchserve.engine.build import BuiltEngine, build_engine
 from batchserve.errors import (
     BatchserveError,
@@ -330,8 +330,24 @@ async def test_long_references_are_tokenised_beside_the_loop(rig: Rig, monkeypat
         return right(*arguments)
 
     monkeypatch.setattr(rig.built.processor, "make_request", recording)
-    for length in (10, INLINE_TOKENIZE_CHARS + 1):
+    for length in (10, INLINE_SIZE + 1):
         await collect(rig, speculation=SpeculationParams(references=[[5] * length]))
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+
+
+@pytest.mark.parametrize("unit", ["a ", [5]], ids=["text", "token_ids"])
+async def test_long_prompts_are_looked_at_beside_the_loop(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, unit: str | list[int]
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def recording(prompt: object) -> list[int]:
+        threads.append(threading.current_thread())
+        return PROMPT
+
+    monkeypatch.setattr(rig.built.processor, "tokenize", recording)
+    for count in (10, INLINE_SIZE + 1):
+        await rig.engine.generate(unit * count, SHORT)
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
