@@ -85,6 +85,7 @@ class CpuBackend:
         most_queries = ANY_QUERIES if takes_all else _small_queries(allocator.dtype)
         self._limits = SMALL_ROWS, SMALL_SPAN, most_queries
         self._has_kernel = has_kernel
+        self._shapes = [(s.num_kv_heads, s.key_dim, s.num_kv_heads, s.value_dim) for s in allocator.layers]
         self._num_rows = 0
         self._large: list[Span] = []
         self._all: SpanJob | None = None  # where compiled code stores them
@@ -116,6 +117,7 @@ class CpuBackend:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         dtype, states = self.allocator.dtype, (query, key, value)
+        self._check(layer, *states)
         if any(each.dtype != dtype for each in states):
             states = query.to(dtype), key.to(dtype), value.to(dtype)
         out = query.new_empty(query.shape[2], query.shape[1], value.shape[-1], dtype=dtype)
@@ -130,6 +132,21 @@ class CpuBackend:
             rows = slice(span.row_start, span.row_start + span.num_rows)
             out[rows] = attend_alone(span, states[0][:, :, rows], *stored(self.allocator, span, layer), params)
         return out.to(query.dtype).unsqueeze(0)
+
+    def _check(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Raises ValueError for what is not as it was in the probe: compiled code would read and write elsewhere."""
+        _, num_heads, num_rows, dim = query.shape
+        found = (key.shape[1], key.shape[3], value.shape[1], value.shape[3])
+        is_whole = dim == found[1] and num_heads % found[0] == 0
+        if (
+            found != self._shapes[layer]
+            or not is_whole
+            or not self._num_rows <= num_rows == key.shape[2] == value.shape[2]
+        ):
+            shapes = [list(each.shape) for each in (query, key, value)]
+            raise ValueError(
+                f"layer {layer}: q, k and v are {shapes} in a step of {self._num_rows} rows, not as at load"
+            )
 
     def _run_kernels(
         self, everything: SpanJob, layer: int, states: States, out: torch.Tensor, params: AttentionParams

@@ -40,7 +40,7 @@ def ragged_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
+    scaling: float | torch.Tensor | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -62,7 +62,10 @@ def ragged_attention(
         )
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    params = AttentionParams(scale, sliding_window, softcap, s_aux)
+    if isinstance(scale, torch.Tensor):  # whose number may change
+        scale = scale.item()
+    sinks = None if s_aux is None else s_aux.reshape(-1).expand(query.shape[1])  # one may be all heads'
+    params = AttentionParams(scale, sliding_window, softcap, sinks)
     return backend.attend(layer, query, key, value, params), None
 
 

@@ -24,7 +24,7 @@ from batchserve.attention import interface
 from batchserve.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from batchserve.runner.packed import PackedLinear, can_pack, pack_modules
 from batchserve.runner.probe import ModelProbe
-from batchserve.runner.siblings import join_siblings, lying_apart, plain_product, watch_inputs
+from batchserve.runner.siblings import join_siblings, on_trial, plain_product, watch_inputs
 from batchserve.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -119,12 +119,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
     text_config = model.config.get_text_config()
     max_model_len = _model_limit(text_config)
     probe = ModelProbe(model)
-    with watch_inputs(model) as watch:
-        layers = probe.check_attention()
+    layers = probe.check_attention()
     is_packed = has_cpu_backend(config, device) and can_pack(dtype)
-    siblings = watch.siblings(model)
-    if siblings and _can_join(probe, siblings):
-        join_siblings(siblings, PackedLinear if is_packed else plain_product)
+    join_siblings(_find_siblings(model, probe), PackedLinear if is_packed else plain_product)
     if is_packed:
         pack_modules(model)
     probe.check_swapped()
@@ -151,15 +148,20 @@ def load_model(config: EngineConfig) -> LoadedModel:
     )
 
 
-def _can_join(probe: ModelProbe, siblings: Siblings) -> bool:
-    """Whether the model takes what one product gives: rows of a view that others' lie between."""
+def _find_siblings(model: PreTrainedModel, probe: ModelProbe) -> Siblings:
+    """Linears that can be one product: the model is tried with what it would be given, before weights are given up."""
     try:
-        with lying_apart(siblings):
+        with watch_inputs(model) as watch:
+            probe.run_tracked()
+        siblings = watch.siblings(model)
+        if not siblings:
+            return []
+        with on_trial(siblings):
             probe.check_swapped()
     except UnsupportedModelError as error:
         logger.info("linears of the same input stay apart: %s", error)
-        return False
-    return True
+        return []
+    return siblings
 
 
 def has_cpu_backend(config: EngineConfig, device: torch.device) -> bool:

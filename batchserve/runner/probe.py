@@ -93,6 +93,13 @@ class ModelProbe:
             )
         self._compare(logits, "beside rows at a far position", "rows of one request that change another's")
 
+    def run_tracked(self) -> None:
+        """The prompt once more, where tensors count how often they were changed in place."""
+        with torch.inference_mode(False), torch.no_grad(), _small_windows(self._model), self._refusing_failures():
+            ids, positions = self._ids.clone(), self._positions.clone()  # those of inference mode do not
+            step: dict[str, Any] = {STEP_ARGUMENT: ShapeProbe()}
+            self._model(input_ids=ids, position_ids=positions, use_cache=False, **step)
+
     @torch.inference_mode()
     def _logits(self, ids: torch.Tensor, positions: torch.Tensor, probe: ShapeProbe, **more: Any) -> torch.Tensor:
         with self._refusing_failures():

@@ -10,7 +10,7 @@ from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -23,21 +23,28 @@ if TYPE_CHECKING:
 
 
 class InputWatch:
-    """Which linears forwards have called, one by one, and with what."""
+    """Which linears forwards have called, one by one, and with what. Not in inference mode, which counts no changes."""
 
     def __init__(self) -> None:
-        self._calls: list[tuple[torch.nn.Linear, torch.Tensor]] = []  # inputs live on: a new one is another object
+        # Inputs live on, so that a new one is another object; and how often each had been changed in place.
+        self._calls: list[tuple[torch.nn.Linear, torch.Tensor, int]] = []
 
     def note(self, linear: torch.nn.Linear, arguments: tuple[torch.Tensor, ...]) -> None:
-        self._calls.append((linear, arguments[0] if arguments else torch.empty(0)))  # by its name: nobody's sibling
+        x = arguments[0] if arguments else torch.empty(0)  # by its name: nobody's sibling
+        self._calls.append((linear, x, x._version))
 
     def siblings(self, model: torch.nn.Module) -> Siblings:
         """Who was called with the same tensor; nothing is remembered afterwards, so that weights can be given up."""
-        num_calls = Counter(linear for linear, _ in self._calls)
+        num_calls = Counter(linear for linear, _, _ in self._calls)
         places = {each: (parent, name) for parent in model.modules() for name, each in parent.named_children()}
+
+        def kind(call: tuple[torch.nn.Linear, torch.Tensor, int]) -> tuple[object, ...]:
+            linear, x, version = call
+            return id(x), version, places[linear][0], linear.bias is None
+
         found = []
-        for _, calls in groupby(self._calls, lambda call: (id(call[1]), places[call[0]][0], call[0].bias is None)):
-            own = [linear for linear, _ in calls]
+        for _, calls in groupby(self._calls, kind):
+            own = [linear for linear, _, _ in calls]
             if len(own) > 1 and all(num_calls[linear] == 1 for linear in own):
                 found.append((places[own[0]][0], [places[linear][1] for linear in own]))
         self._calls.clear()
@@ -46,9 +53,9 @@ class InputWatch:
 
 @contextmanager
 def watch_inputs(model: torch.nn.Module) -> Iterator[InputWatch]:
-    """What the model's linears are called with until this ends."""
+    """What the model's linears are called with until this ends; not those that have hooks, which would be lost."""
     watch = InputWatch()
-    linears = [module for module in model.modules() if type(module) is torch.nn.Linear]
+    linears = [module for module in model.modules() if type(module) is torch.nn.Linear and not _has_hooks(module)]
     hooks = [linear.register_forward_pre_hook(watch.note) for linear in linears]
     try:
         yield watch
@@ -57,42 +64,52 @@ def watch_inputs(model: torch.nn.Module) -> Iterator[InputWatch]:
             hook.remove()
 
 
+def _has_hooks(linear: torch.nn.Linear) -> bool:
+    return bool(linear._forward_hooks or linear._forward_pre_hooks)
+
+
 @contextmanager
-def lying_apart(siblings: Siblings) -> Iterator[None]:
-    """Until this ends, rows of what they give lie as they will in one product: what others give is between them."""
-    linears = [getattr(parent, name) for parent, names in siblings for name in names]
-    hooks = [linear.register_forward_hook(_between_others) for linear in linears]
+def on_trial(siblings: Siblings) -> Iterator[None]:
+    """Until this ends they are swapped as if they were one product, while each still multiplies by itself."""
+    linears = [[getattr(parent, name) for name in names] for parent, names in siblings]
     try:
+        for (parent, names), own in zip(siblings, linears, strict=True):
+            _swap(parent, names, _SharedProduct(_EachByItself(own), [each.out_features for each in own]))
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        for (parent, names), own in zip(siblings, linears, strict=True):
+            for name, linear in zip(names, own, strict=True):
+                setattr(parent, name, linear)
 
 
-def _between_others(linear: torch.nn.Module, arguments: object, output: torch.Tensor) -> torch.Tensor:
-    return torch.cat([output, output], -1)[..., : output.shape[-1]]
+class _EachByItself(torch.nn.Module):
+    """What several linears give, in one tensor."""
+
+    def __init__(self, linears: Sequence[torch.nn.Linear]) -> None:
+        super().__init__()
+        self._linears = torch.nn.ModuleList(linears)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([linear(x) for linear in self._linears], -1)
 
 
 class _SharedProduct(torch.nn.Module):
     """The product of all siblings; of the last input it remembers what some of them have not asked for yet."""
 
-    def __init__(self, linears: Sequence[torch.nn.Linear], product: Product) -> None:
+    def __init__(self, product: torch.nn.Module, sizes: list[int]) -> None:
         super().__init__()
-        self._sizes = [linear.out_features for linear in linears]
-        weights = tuple(linear.weight for linear in linears)
-        biases = tuple(linear.bias for linear in linears if linear.bias is not None)
-        self._product = product(torch.cat(weights), torch.cat(biases) if biases else None)
+        self._product, self._sizes = product, sizes
         self._input: torch.Tensor | None = None
-        self._outputs: tuple[torch.Tensor, ...] = ()
+        self._outputs: list[torch.Tensor | None] = []
 
     def output(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        """What one of the siblings gives for x."""
-        if x is not self._input:
-            self._input, self._outputs = x, self._product(x).split(self._sizes, -1)
-        output = self._outputs[number]
+        """What one of the siblings gives for x: handed out once, as the model may change it in place."""
+        if x is not self._input or self._outputs[number] is None:
+            self._input, self._outputs = x, [*self._product(x).split(self._sizes, -1)]
+        output, self._outputs[number] = self._outputs[number], None
         if number == len(self._sizes) - 1:
-            self._input, self._outputs = None, ()
-        return output
+            self._input, self._outputs = None, []
+        return cast("torch.Tensor", output)
 
 
 class Sibling(torch.nn.Module):
@@ -121,6 +138,12 @@ def plain_product(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.M
 def join_siblings(siblings: Siblings, product: Product) -> None:
     """Swap them. product(weight [out_features, in_features], bias) is what multiplies."""
     for parent, names in siblings:
-        shared = _SharedProduct([getattr(parent, name) for name in names], product)
-        for number, name in enumerate(names):
-            setattr(parent, name, Sibling(shared, number))
+        linears = [getattr(parent, name) for name in names]
+        weight = torch.cat([linear.weight for linear in linears])
+        bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
+        _swap(parent, names, _SharedProduct(product(weight, bias), [linear.out_features for linear in linears]))
+
+
+def _swap(parent: torch.nn.Module, names: list[str], shared: _SharedProduct) -> None:
+    for number, name in enumerate(names):
+        setattr(parent, name, Sibling(shared, number))

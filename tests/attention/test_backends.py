@@ -325,3 +325,23 @@ def test_a_window_that_hides_nothing_yet_changes_no_bit() -> None:
     tokens = list(range(LAST))
     plain, windowed = (Sequence("batch_invariant", LAST + 1, window).feed_chain(tokens) for window in (None, LAST))
     assert torch.equal(plain, windowed)
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "mixed", "batch_invariant"])
+def test_shapes_that_are_not_those_of_the_layer_are_refused_before_anything_is_written(kind: str) -> None:
+    backend = make_backend(kind, [LayerShape(2, 16, 16)], 4, torch.float32)
+    backend.allocator.reserve("r0", 3)
+    backend.begin(Spans.of(make_spans(random.Random(0), [0], [[-1, 0, 1]])))
+    right = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3, 16)
+    assert backend.attend(0, *right, AttentionParams(0.25)).shape == (1, 3, 4, 16)
+    before = [plane.clone() for plane in backend.allocator.planes("r0", 0)]  # type: ignore[attr-defined]
+    for place, shape in (
+        (0, (1, 4, 2, 16)), (0, (1, 3, 3, 16)), (0, (1, 4, 3, 8)), (1, (1, 4, 3, 16)), (1, (1, 2, 3, 24)),
+        (1, (1, 2, 2, 16)), (2, (1, 1, 3, 16)), (2, (1, 2, 3, 8)), (2, (1, 2, 4, 16)),
+    ):  # fmt: skip
+        wrong = [*right]
+        wrong[place] = torch.randn(shape)
+        with pytest.raises(ValueError, match=r"layer 0: q, k and v are .* not as at load"):
+            backend.attend(0, wrong[0], wrong[1], wrong[2], AttentionParams(0.25))
+    after = backend.allocator.planes("r0", 0)  # type: ignore[attr-defined]
+    assert all(torch.equal(*each) for each in zip(before, after, strict=True))

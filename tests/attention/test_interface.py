@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from batchserve.attention.base import AttentionParams
 from batchserve.attention.interface import STEP_ARGUMENT, ShapeProbe, ragged_attention
 from batchserve.errors import UnsupportedModelError
 
@@ -43,3 +44,24 @@ def test_surprises_are_refused_by_name(kwargs: dict[str, Any], reason: str) -> N
 
 def test_an_unknown_argument_that_is_none_says_nothing() -> None:
     assert call(alibi=None).shape == (1, 5, 4, 8)
+
+
+class Recording:
+    """A backend that keeps the parameters it is given."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        self.params = params
+        return torch.zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def test_backends_get_a_number_as_scale_and_a_sink_for_each_head() -> None:
+    backend, learned = Recording(), torch.nn.Parameter(torch.tensor(0.5))
+    call(scaling=learned, s_aux=torch.tensor([3.0]), **{STEP_ARGUMENT: backend})
+    assert type(backend.params.scaling) is float
+    assert backend.params.scaling == 0.5
+    assert backend.params.sinks is not None
+    assert backend.params.sinks.tolist() == [3.0] * 4
+    with pytest.raises(RuntimeError, match="must match"):
+        call(s_aux=torch.zeros(3), **{STEP_ARGUMENT: backend})

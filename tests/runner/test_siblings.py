@@ -46,9 +46,10 @@ class Named(nn.Module):
 
 
 def siblings_of(model: nn.Module, x: torch.Tensor) -> list[tuple[nn.Module, list[str]]]:
-    with watch_inputs(model) as watch, torch.inference_mode():
+    before = [dict(module._forward_pre_hooks) for module in model.modules()]
+    with watch_inputs(model) as watch, torch.no_grad():
         model(x)
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert [module._forward_pre_hooks for module in model.modules()] == before
     return watch.siblings(model)
 
 
@@ -57,6 +58,26 @@ def test_siblings_are_called_once_each_one_behind_the_other_with_the_same_tensor
     assert siblings_of(block, torch.randn(1, 3, 64)) == [(block, ["a", "b"])]  # c has a bias, they have none
     assert siblings_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(1, 2, 8)) == []
     assert siblings_of(Named(), torch.randn(1, 2, 8)) == []
+
+
+def test_who_reads_what_was_changed_in_between_is_no_sibling_though_the_change_changed_nothing() -> None:
+    class Clamping(Named):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gate: torch.Tensor = self.a(x)
+            x.clamp_(-1e9, 1e9)
+            return gate * self.b(x)
+
+    assert siblings_of(Clamping(), torch.randn(1, 2, 8)) == []
+
+
+def test_who_has_a_hook_is_no_sibling() -> None:
+    for is_before in (True, False):
+        block = Block()
+        if is_before:
+            block.a.register_forward_pre_hook(lambda module, arguments: None)
+        else:
+            block.a.register_forward_hook(lambda module, arguments, output: output * 2)
+        assert siblings_of(block, torch.randn(1, 3, 64)) == []
 
 
 @pytest.mark.parametrize("product", [PackedLinear, plain_product])
@@ -72,7 +93,9 @@ def test_each_gives_what_it_gave_alone_in_any_order(has_bias: bool, dtype: torch
         join_siblings([(model, ["q", "k", "v"])], product)
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
         for x, name in ((one, "q"), (other, "q"), (one, "v"), (one, "k"), (one, "q"), (other, "k"), (other, "v")):
-            torch.testing.assert_close(model[name](x), expected[name, len(x[0])], atol=tolerance, rtol=tolerance)
+            given = model[name](x)
+            torch.testing.assert_close(given, expected[name, len(x[0])], atol=tolerance, rtol=tolerance)
+            given.zero_()  # whoever asks again is given what it was given first
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -89,7 +112,7 @@ def test_a_row_has_the_same_bits_among_other_rows_and_nothing_is_kept_behind_the
                 assert torch.equal(model[name](rows), among_all[:, start : start + count])
     shared = model["gate"].shared
     assert shared is model["up"].shared
-    assert (shared._input, shared._outputs) == (None, ())
+    assert (shared._input, shared._outputs) == (None, [])
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
@@ -122,16 +145,23 @@ def test_weights_are_given_up_as_they_are_joined(tiny_model: dict[str, Path], mo
     assert left == [0]
 
 
-def test_a_model_that_merges_rows_of_what_a_linear_gives_is_left_as_it_is(
-    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        merged = self.up_proj(x).view(-1, 2)  # only where rows lie one behind the other
-        out: torch.Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * merged.view(*x.shape[:2], -1))
-        return out
+def merging_rows(self: Any, x: torch.Tensor) -> Any:
+    merged = self.up_proj(x).view(-1, 2)  # only where rows lie one behind the other
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * merged.view(*x.shape[:2], -1))
 
+
+def reading_a_weight(self: Any, x: torch.Tensor) -> Any:
+    x = x.to(self.gate_proj.weight.dtype)
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("forward", [merging_rows, reading_a_weight])
+def test_a_model_that_one_product_is_not_enough_for_is_left_as_it_is(
+    forward: Any, tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(LlamaMLP, "forward", forward)
     caplog.set_level("INFO")
-    model = load_model(EngineConfig(model=str(tiny_model["llama"]), device="cpu")).model
+    config = EngineConfig(model=str(tiny_model["llama"]), device="cpu", attention_backend="torch")
+    model = load_model(config).model
     assert not any(type(module) is Sibling for module in model.modules())
     assert "linears of the same input stay apart" in caplog.text
