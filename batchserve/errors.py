@@ -59,8 +59,9 @@ class QueueFullError(BatchserveError):
     reason = "QUEUE_FULL"
     retry_after_s = 1.0
 
-    def __init__(self, bound: int) -> None:
-        super().__init__(f"requests in flight = {bound}: no more than max_num_seqs + max_waiting = {bound} may be")
+    def __init__(self, max_num_seqs: int, max_waiting: int) -> None:
+        bound = f"at most max_num_seqs = {max_num_seqs} and max_waiting = {max_waiting} more"
+        super().__init__(f"requests in flight = {max_num_seqs + max_waiting}: {bound}")
 
 
 class UnavailableError(BatchserveError):

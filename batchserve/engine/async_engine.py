@@ -74,7 +74,7 @@ class AsyncEngine:
         self._core, self._processor, self._info = built.core, built.processor, built.info
         self._draft_cache = config.draft.draft_cache
         self._loop = asyncio.get_running_loop()
-        self._max_in_flight = config.max_num_seqs + config.max_waiting
+        self._places = config.max_num_seqs, config.max_waiting
         self._streams: dict[str, _Stream] = {}
         self._clearing: set[asyncio.Future[None]] = set()
         self._inbox: queue.SimpleQueue[_Add | _Abort | _ClearScope | None] = queue.SimpleQueue()
@@ -260,8 +260,8 @@ class AsyncEngine:
             raise UnknownModelError(model, self._info.name)
         if request_id in self._streams:
             raise DuplicateRequestError(request_id)
-        if len(self._streams) >= self._max_in_flight:
-            raise QueueFullError(self._max_in_flight)
+        if len(self._streams) >= sum(self._places):
+            raise QueueFullError(*self._places)
 
     def _forget(self, request_id: str, stream: _Stream) -> None:
         """Give the id back; abort the request if it has not ended."""

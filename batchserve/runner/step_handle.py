@@ -129,10 +129,10 @@ def _walk_sampled(samplings: dict[int, ResolvedSampling], logits: torch.Tensor, 
     openmp.run(walk_loop().address, walks.address, torch.get_num_threads() if is_shared else 1)
 
 
-def _unverified(rows: RequestRows, sampler: RowSampler, first: int) -> list[int]:
+def _unverified(rows: RequestRows, sampler: RowSampler, first: int) -> tuple[int, ...]:
     """The argmax behind each row that only the drafter wants to know of."""
     argmax = sampler.argmax()[first + 1 :].tolist()
-    return [argmax[i] for i, is_verified in enumerate(rows.is_verified) if not is_verified]
+    return tuple(argmax[i] for i, is_verified in enumerate(rows.is_verified) if not is_verified)
 
 
 def verify_request(rows: RequestRows, sampler: RowSampler, recorded: Sequence[int]) -> VerifiedTokens:

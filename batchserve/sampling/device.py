@@ -164,7 +164,7 @@ class DeviceSampler:
             for verified, request, first in zip(results, batch.requests, batch.first_logit.tolist(), strict=True):
                 if verified is not None:
                     behind = zip(tokens[first + 1 :], request.is_verified, strict=False)
-                    verified.unverified_token_ids = [token for token, is_verified in behind if not is_verified]
+                    verified.unverified_token_ids = tuple(token for token, is_verified in behind if not is_verified)
         return results
 
 

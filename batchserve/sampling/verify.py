@@ -22,7 +22,7 @@ class VerifiedTokens:
 
     token_ids: list[int]
     rows: list[int]
-    unverified_token_ids: Sequence[int] = ()
+    unverified_token_ids: tuple[int, ...] = ()
 
 
 def walk_tree(
