@@ -64,7 +64,8 @@ def ragged_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(scale, torch.Tensor):  # whose number may change
         scale = scale.item()
-    sinks = None if s_aux is None else s_aux.reshape(-1).expand(query.shape[1])  # one may be all heads'
+    # One sink may be all heads'; compiled kernels read them one behind the other.
+    sinks = None if s_aux is None else s_aux.reshape(-1).expand(query.shape[1]).contiguous()
     params = AttentionParams(scale, sliding_window, softcap, sinks)
     return backend.attend(layer, query, key, value, params), None
 

@@ -101,6 +101,7 @@ def _cpu_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tu
     sampled_walk.compile_kernels()
     has_kernel = kernel_supports(loaded.layers, loaded.dtype)
     if config.batch_invariant:
+        say("checking that no operator gives a row other bits among other rows (with large models, minutes)")
         check_batch_invariant(loaded, has_kernel)
     if has_kernel:
         compile_kernels(loaded.layers, loaded.dtype)

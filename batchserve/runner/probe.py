@@ -95,13 +95,14 @@ class ModelProbe:
 
     def run_tracked(self) -> None:
         """The prompt once more, where tensors count how often they were changed in place."""
-        with torch.inference_mode(False), torch.no_grad(), _small_windows(self._model), self._refusing_failures():
-            ids, positions = self._ids.clone(), self._positions.clone()  # those of inference mode do not
-            step: dict[str, Any] = {STEP_ARGUMENT: ShapeProbe()}
-            self._model(input_ids=ids, position_ids=positions, use_cache=False, **step)
+        with torch.inference_mode(False), torch.no_grad(), _small_windows(self._model):
+            self._forward(self._ids.clone(), self._positions.clone(), ShapeProbe())  # tensors of inference mode do not
 
     @torch.inference_mode()
     def _logits(self, ids: torch.Tensor, positions: torch.Tensor, probe: ShapeProbe, **more: Any) -> torch.Tensor:
+        return self._forward(ids, positions, probe, **more)
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, probe: ShapeProbe, **more: Any) -> torch.Tensor:
         with self._refusing_failures():
             step: dict[str, Any] = {STEP_ARGUMENT: probe}
             output = self._model(input_ids=ids, position_ids=positions, use_cache=False, **step, **more)

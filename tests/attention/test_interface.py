@@ -63,5 +63,6 @@ def test_backends_get_a_number_as_scale_and_a_sink_for_each_head() -> None:
     assert backend.params.scaling == 0.5
     assert backend.params.sinks is not None
     assert backend.params.sinks.tolist() == [3.0] * 4
+    assert backend.params.sinks.is_contiguous()
     with pytest.raises(RuntimeError, match="must match"):
         call(s_aux=torch.zeros(3), **{STEP_ARGUMENT: backend})
