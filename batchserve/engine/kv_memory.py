@@ -93,15 +93,17 @@ def build_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> t
 
 
 def _cpu_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tuple[AttentionBackend, int]:
-    budget = config.kv_cache_memory or int(free_memory_bytes() * KV_SHARE_OF_FREE_MEMORY)
+    free = free_memory_bytes()
+    budget = config.kv_cache_memory or int(free * KV_SHARE_OF_FREE_MEMORY)
     total_tokens, max_model_len = _capacity(config, loaded, budget, unit=EXTENT)
+    _check_free(config, total_tokens * bytes_per_token(loaded.layers, loaded.dtype), free)
     allocator = SlabAllocator(loaded.layers, loaded.dtype, total_tokens)
     row_moves.compile_kernels()
     walk_kernel.compile_kernels()
     sampled_walk.compile_kernels()
     has_kernel = kernel_supports(loaded.layers, loaded.dtype)
     if config.batch_invariant:
-        say("checking that no operator gives a row other bits among other rows (with large models, minutes)")
+        say("checking that no operator gives a row other bits among other rows")
         check_batch_invariant(loaded, has_kernel)
     if has_kernel:
         compile_kernels(loaded.layers, loaded.dtype)
@@ -120,10 +122,12 @@ def _paged_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> 
         profile = ProfilingStep(config, loaded, kernel)
         share = 0.0 if config.enforce_eager else min(1.0, config.max_graph_rows / config.max_num_batched_tokens)
         budget = profiled_budget(CudaMemory(loaded.device), config.gpu_memory_utilization, profile, say, share)
+    free = CudaMemory(loaded.device).free_and_total()[0] if loaded.device.type == "cuda" else free_memory_bytes()
     if budget is None:
-        budget = int(free_memory_bytes() * KV_SHARE_OF_FREE_MEMORY)
+        budget = int(free * KV_SHARE_OF_FREE_MEMORY)
     total_tokens, max_model_len = _capacity(config, loaded, budget, 1, config.max_num_batched_tokens, num_dummies=1)
     per_token = bytes_per_token(loaded.layers, loaded.dtype)
+    _check_free(config, total_tokens * per_token, free)
     max_tokens = max_model_len + config.max_num_batched_tokens  # a request's context and the rows of a step
     allocator = SlotAllocator(total_tokens, config.max_num_seqs, max_tokens, per_token)
     say(_described(config, total_tokens, per_token, max_model_len))
@@ -217,6 +221,14 @@ def _capacity(
             + (f" (max_model_len = {least})" if config.max_model_len else " (memory is taken in units of so many)")
         )
     return total_tokens, max_model_len
+
+
+def _check_free(config: EngineConfig, kv_bytes: int, free: int) -> None:
+    """Raises ConfigError where more was asked for, and could be used, than there is."""
+    if config.kv_cache_memory is not None and kv_bytes > free:
+        raise ConfigError(
+            f"kv_cache_memory = {config.kv_cache_memory} bytes: must be at most {free} bytes, what is free"
+        )
 
 
 def _described(config: EngineConfig, total_tokens: int, per_token: int, max_model_len: int) -> str:

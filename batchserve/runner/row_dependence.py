@@ -6,6 +6,8 @@ is found by its name. What is computed element by element shows it in many place
 
 from __future__ import annotations
 
+from itertools import count
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,8 +38,8 @@ def find_row_dependence(model: PreTrainedModel) -> str:
     positions = torch.arange(NUM_ROWS).unsqueeze(0)
 
     @torch.inference_mode()
-    def logits(start: int, count: int) -> torch.Tensor:
-        rows = slice(start, start + count)
+    def logits(start: int, num_rows: int) -> torch.Tensor:
+        rows = slice(start, start + num_rows)
         step: dict[str, Any] = {STEP_ARGUMENT: ValueProbe()}  # a row sees itself only
         output = model(input_ids=ids[:, rows], position_ids=positions[:, rows], use_cache=False, **step)
         result: torch.Tensor = output.logits[0]
@@ -86,11 +88,13 @@ class _Watch(TorchDispatchMode):
 
 class _Trial:
     """The arguments of an elementwise call for some (first, count) of its rows; None: for so many copies of all rows
-    that several threads share them.
+    that all threads share them.
     """
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], rows: tuple[int, int] | None) -> None:
         self._rows = rows
+        widest = max([1, *(each.numel() for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))])
+        self._num_copies = _copies_to_share(widest, torch.get_num_threads())
         self._args = [self._of(each) for each in args]
         self._kwargs = {name: self._of(each) for name, each in kwargs.items()}
 
@@ -106,9 +110,14 @@ class _Trial:
         if dim is None:
             return value.clone()
         if self._rows is None:
-            copies = torch.get_num_threads() * SHARED_ELEMENTS // NUM_ROWS + 1
-            return torch.cat([value] * copies, dim)
+            return torch.cat([value] * self._num_copies, dim)
         return value.narrow(dim, *self._rows).contiguous().clone()
+
+
+def _copies_to_share(num_elements: int, num_threads: int) -> int:
+    """How many copies of so many elements all threads share, whose parts do not end with a copy's rows either."""
+    least = num_threads * SHARED_ELEMENTS // num_elements + 1
+    return next(copies for copies in count(least) if gcd(copies, num_threads) == 1)
 
 
 def _sums(name: str, args: Sequence[Any]) -> bool:

@@ -125,6 +125,21 @@ def test_too_little_memory_is_refused_with_what_is_needed(
     assert built.info.max_model_len == (max_model_len or 2)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_more_memory_than_is_free_is_refused(
+    tiny_model: dict[str, Path], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 4096 * PER_TOKEN
+    monkeypatch.setattr(kv_memory, "free_memory_bytes", lambda: free)
+    options: dict[str, Any] = {"model": str(tiny_model["llama"]), "dtype": "float32", "attention_backend": backend}
+    with pytest.raises(ConfigError, match=f"kv_cache_memory = {2 * free} bytes: must be at most {free} bytes"):
+        build_engine(EngineConfig(kv_cache_memory=2 * free, **options))
+    allocator = build_engine(EngineConfig(kv_cache_memory=free, **options)).core.runner.backend.allocator
+    assert allocator.total_tokens >= 4095
+    without_cache = {"kv_cache_memory": 2 * free, "prefix_cache": False, "max_num_seqs": 1, "max_model_len": 64}
+    build_engine(EngineConfig(**without_cache, **options))  # uses little of it
+
+
 def on_gpu(**options: Any) -> Any:
     """A model that would be on a GPU."""
     text_config = SimpleNamespace(num_attention_heads=4)

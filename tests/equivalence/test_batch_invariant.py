@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from math import gcd
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from batchserve.errors import ConfigError
 from batchserve.runner import model_runner
 from batchserve.runner.loader import load_model, resolve_dtype, resolve_model
 from batchserve.runner.packed import PackedLinear
-from batchserve.runner.row_dependence import NUM_ROWS, _Watch
+from batchserve.runner.row_dependence import NUM_ROWS, SHARED_ELEMENTS, _copies_to_share, _Watch
 from tests.drafters import OracleDrafter
 from tests.equivalence.harness import Coverage, build, run
 from tests.equivalence.test_sampled import sampled_jobs
@@ -120,6 +121,14 @@ def test_elementwise_functions_are_tried_and_come_out_as_they_would() -> None:
     out = torch.empty_like(x)
     assert found(lambda: torch.add(x, x, out=out)) == set()
     assert torch.equal(out, x + x)
+
+
+def test_copies_are_shared_by_all_threads_whose_parts_do_not_end_with_rows() -> None:
+    for num_threads in range(1, 130):
+        for num_elements in (1, NUM_ROWS, NUM_ROWS * 96, NUM_ROWS * 14336):
+            copies = _copies_to_share(num_elements, num_threads)
+            assert copies * num_elements > num_threads * SHARED_ELEMENTS
+            assert gcd(copies * NUM_ROWS, num_threads) == 1
 
 
 @pytest.mark.parametrize("has_matrices", [False, True])
