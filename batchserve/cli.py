@@ -195,8 +195,8 @@ def _warm_drafts(arguments: argparse.Namespace) -> int:
     config: EngineConfig = make_config(EngineConfig, arguments)
     warmed = warm_drafts(Path(arguments.file), config)
     _progress(
-        f"{warmed.num_answers} answers of {warmed.num_tokens} tokens; {arguments.draft_cache} holds "
-        f"{warmed.num_bytes >> 10} KiB"
+        f"{warmed.num_answers} answers of {warmed.num_tokens} tokens; all of {arguments.draft_cache} will take "
+        f"{warmed.num_bytes >> 10} KiB of a server's memory"
     )
     return 0
 

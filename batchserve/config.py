@@ -22,6 +22,7 @@ MIN_TARGET_MS = 0.001
 ITL_INFLATION = 1.25  # of a running request's inter-token latency, by what others have in its steps
 MAX_RECEIVE_BYTES = (1 << 31) - 1  # gRPC counts them in an int
 MiB = 1 << 20
+COPY_LENGTH = 16  # tokens, LLMA's k
 MOST_MIN_MATCH = 32  # tokens; no drafter compares more of a context (draft/text_index.py)
 MAX_THREADS = 4 * (os.cpu_count() or 1)  # OpenMP ends the process where it cannot start as many as it is told to
 
@@ -44,7 +45,7 @@ class DraftConfig:
     trie_prompt_weight: float | None = None
     trie_min_retrieved_tokens: int | None = None
     reference_min_match: int = 1
-    reference_copy_length: int = 16
+    reference_copy_length: int = COPY_LENGTH
     jacobi_window: int | None = None
     jacobi_ngram: int = 5
     jacobi_guesses: int | None = None
@@ -226,6 +227,24 @@ class EngineConfig:
                 f"max_num_batched_tokens = {self.max_num_batched_tokens}: must be at least max_num_seqs + 1 = "
                 f"{self.max_num_seqs + 1}, so that prefill goes on while every sequence decodes"
             )
+        self._check_drafts_fit()
+
+    def _check_drafts_fit(self) -> None:
+        """Of what was asked for, that is: a default is cut to what a step holds."""
+        draft, most = self.draft, self.max_num_batched_tokens - 1
+        copied = 0 if draft.reference_copy_length == COPY_LENGTH else draft.reference_copy_length
+        window, guesses, levels = draft.jacobi_window or 0, draft.jacobi_guesses or 0, draft.jacobi_ngram - 1
+        for name, value, num_rows in (
+            ("decoding_length", self.decoding_length, self.decoding_length or 0),
+            ("reference_copy_length", copied, copied),
+            ("jacobi_guesses", guesses, guesses * levels),
+            ("jacobi_window", window, (window + (guesses or window)) * levels if window else 0),
+        ):
+            if num_rows > most:
+                raise ConfigError(
+                    f"{name} = {value}: must be for at most {most} draft tokens, which is one less than "
+                    f"max_num_batched_tokens, but is for {num_rows}"
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,6 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ServerError, subprocess.TimeoutExpired) as error:
         print(f"load: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     print_table(stages)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)

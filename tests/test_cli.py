@@ -97,7 +97,7 @@ def _other_value(name: str, default: Any, option: cli.Option) -> Any:
         return 0.5
     if name == "num_threads":  # bounded by the processors that there are
         return 2
-    return 2048 if default is None else default + 1
+    return 1000 if default is None else default + 1
 
 
 def test_options_of_drafters_become_part_of_the_engines():

@@ -21,6 +21,7 @@ from batchserve.errors import ConfigError
         {"max_waiting": 0},
         {"branch_length": 0},
         {"decoding_length": -1},
+        {"max_num_batched_tokens": 64, "decoding_length": 64},  # beside a request's own row
         {"prefill_chunk_size": 0},
         {"max_model_len": 0},
         {"kv_cache_memory": -1},
@@ -68,6 +69,27 @@ def test_values_out_of_bounds_are_refused_by_name(options: dict[str, Any]) -> No
         EngineConfig(**options)
     name = list(options)[-1]
     assert f"{name} = {options[name]!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "fits"),
+    [
+        ({"reference_copy_length": 100}, {"reference_copy_length": 63}),
+        ({"jacobi_window": 8}, {"jacobi_window": 7}),
+        ({"jacobi_window": 8, "jacobi_guesses": 8}, {"jacobi_window": 8, "jacobi_guesses": 7}),
+        ({"jacobi_guesses": 16}, {"jacobi_guesses": 15}),
+        ({"jacobi_window": 3, "jacobi_ngram": 12}, {"jacobi_window": 3, "jacobi_ngram": 11}),
+    ],
+    ids=str,
+)
+def test_more_drafts_than_a_step_holds_are_refused_where_they_are_asked_for(
+    options: dict[str, int], fits: dict[str, int]
+) -> None:
+    name, value = next(iter(options.items()))
+    with pytest.raises(ConfigError, match=f"{name} = {value}: must be for at most 63 draft tokens"):
+        EngineConfig(max_num_batched_tokens=64, draft=DraftConfig(**options))
+    EngineConfig(max_num_batched_tokens=64, draft=DraftConfig(**fits))
+    EngineConfig(max_num_seqs=1, max_num_batched_tokens=2)  # nobody asked for more
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +13,34 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     not (ROOT / "batchserve" / "data" / "bundled" / "config.json").exists(), reason="the bundled model is not there"
 )
+
+
+def _start(*flags: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "load_tests.run", *flags]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_ctrl_c_is_no_traceback():
+    process = _start("--stage-seconds", "60")
+    assert process.stdout is not None
+    try:
+        lines = [process.stdout.readline()]
+        while lines[-1] and "serving on" not in lines[-1]:
+            lines.append(process.stdout.readline())
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.terminate()
+    assert process.returncode == 128 + signal.SIGINT, output
+    assert "Traceback" not in output
+
+
 def test_load_smoke(tmp_path):
     out = tmp_path / "load.json"
-    command = [sys.executable, "-m", "load_tests.run", "--smoke", "--out", str(out)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = _start("--smoke", "--out", str(out))
     try:
         output, _ = process.communicate(timeout=240)
     finally:

@@ -121,10 +121,10 @@ def _gates(gates: dict[str, Any]) -> str:
     return f"""## Gates
 
 {gates["num_prompts"]} held-out prompts of the same mix (seed {gates["seed"]}, Python {gates["python"]}), greedy, \
-{gates["dtype"]}, at most {gates["max_new_tokens"]} new tokens; `python -m training.evaluate --model DIR`. A loop is an n-gram of at \
-most 8 tokens, 5 times in a row, that the reference answer does not have. Prompt lookup copies 10 tokens after the \
-first match of the last 3 tokens or fewer. {gates["references_without_room_for_eos"]} of the reference answers leave \
-no room for the EOS.
+{gates["dtype"]}, at most {gates["max_new_tokens"]} new tokens; \
+`python -m training.evaluate --model DIR`. A loop is an n-gram of at most 8 tokens, 5 times in a row, that the \
+reference answer does not have. Prompt lookup copies 10 tokens after the first match of the last 3 tokens or fewer. \
+{gates["references_without_room_for_eos"]} of the reference answers leave no room for the EOS.
 
 {_table(("share of answers that / measure", "value", "bound", "passed"), rows)}"""
 

@@ -37,7 +37,10 @@ def run_demo(max_tokens: int = 200, repeats: int = 3, dtype: str = "auto") -> in
     for name, value in (("max_tokens", max_tokens), ("repeats", repeats)):
         if value < 1:
             raise ConfigError(f"{name} = {value}: must be at least 1")
-    return asyncio.run(_demo(max_tokens, repeats, dtype))
+    try:
+        return asyncio.run(_demo(max_tokens, repeats, dtype))
+    except asyncio.CancelledError:  # by SIGTERM, which nothing else does
+        return 128 + signal.SIGTERM
 
 
 @dataclass(slots=True)

@@ -54,9 +54,10 @@ def draft_limits(config: EngineConfig, num_parameters: int) -> dict[str, DraftLi
         "reference": DraftLimits(copied, copied),
         "jacobi": DraftLimits((window + guesses) * (ngram - 1), ngram - 1),
     }
+    most = config.max_num_batched_tokens - 1  # beside a request's own row
     limits = {
         name: DraftLimits(
-            tokens if config.decoding_length is None else config.decoding_length,
+            min(tokens, most) if config.decoding_length is None else config.decoding_length,
             length if config.branch_length is None else config.branch_length,
         )
         for name, (tokens, length) in own.items()

@@ -230,9 +230,9 @@ def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase | None, vocab_size
 
 
 def _integers(token_ids: Sequence[int]) -> list[int]:
-    """Plain ints, from NumPy's too; a float is refused, not cut off, and bytes are text that nobody has decoded."""
+    """Plain ints, from NumPy's too; floats and truth values are refused, and bytes: text that nobody has decoded."""
     try:
-        if isinstance(token_ids, bytes | bytearray):
+        if isinstance(token_ids, bytes | bytearray) or bool in set(map(type, token_ids)):
             raise TypeError
         return [operator.index(token_id) for token_id in token_ids]
     except TypeError:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
+from threading import current_thread, main_thread
 from typing import TYPE_CHECKING
 
 from batchserve.config import PRIVATE_SCOPE, EngineConfig
@@ -20,6 +22,8 @@ from batchserve.scheduler.step_time import StepTimeModel, StepTimeTable
 from batchserve.types import SpeculationParams, Started
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from batchserve.engine.build import BuiltEngine
     from batchserve.tune.workload import WorkloadRequest
 
@@ -92,7 +96,8 @@ def sweep_threads(
 
     config.max_num_seqs is the largest of `sizes`; fewer requests than it admits are a closed load of that many.
     """
-    built = build_engine(config, listener.say)
+    with _no_interrupt_lost():
+        built = build_engine(config, listener.say)
     _check(built, requests)
     adaptive = built.core.drafts.adaptive
     if adaptive is None or config.num_threads is None:
@@ -104,6 +109,30 @@ def sweep_threads(
     del built, adaptive
     gc.collect()  # an engine's parts hold each other, and two models may be more than the memory is
     return step_times, measured
+
+
+@contextmanager
+def _no_interrupt_lost() -> Iterator[None]:
+    """Ctrl-C is KeyboardInterrupt, at the end at the latest: one that is raised while an object is being freed, which
+    loading does all the time, Python prints and forgets.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or current_thread() is not main_thread():
+        yield
+        return
+    has_come = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal has_come
+        has_come = True
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if has_come:
+        raise KeyboardInterrupt
 
 
 def _check(built: BuiltEngine, requests: Sequence[WorkloadRequest]) -> None:

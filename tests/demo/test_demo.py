@@ -59,8 +59,9 @@ async def test_an_interrupted_demo_ends_its_server(number: signal.Signals):
             assert line, output
             output += line
         process.send_signal(number)
-        await process.communicate()
-    assert process.returncode not in (0, None)
+        output += (await process.communicate())[0].decode()
+    assert process.returncode == 128 + number
+    assert "Traceback" not in output
     assert await _is_closed(output)
 
 

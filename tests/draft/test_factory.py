@@ -99,3 +99,11 @@ def test_a_bound_that_leaves_no_room_for_a_scope_is_refused_by_the_options_name(
     config = EngineConfig(draft=DraftConfig(max_scope_bytes=MIN_SCOPE_BYTES, max_draft_bytes=2 * MIN_SCOPE_BYTES - 1))
     with pytest.raises(ConfigError, match=f"max_draft_bytes = .*: must be at least {2 * MIN_SCOPE_BYTES}"):
         create_drafters(config, 0)
+
+
+def test_a_default_is_cut_to_what_a_step_holds() -> None:
+    limits = draft_limits(EngineConfig(max_num_seqs=1, max_num_batched_tokens=12), 0)
+    assert {name: limit.max_draft_tokens for name, limit in limits.items()} == {
+        **dict.fromkeys(("mixture", "trie", "reference", "jacobi"), 11),
+        "none": 0,
+    }

@@ -255,7 +255,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + spare_rows,
             prefill_chunk_size=chunk,
-            decoding_length=decoding_length,
+            decoding_length=None if decoding_length is None else min(decoding_length, max_num_seqs + spare_rows - 1),
             branch_length=branch_length,
             max_priority_wait_s=max_priority_wait_s,
         )
@@ -371,7 +371,7 @@ def test_nobody_is_preempted_for_a_guess() -> None:
 
 def test_whoever_is_not_drafted_leaves_the_rows_to_the_others() -> None:
     """And nobody is asked about who has none to give, or is asked about twice."""
-    traffic = make_traffic(max_num_seqs=4, max_num_batched_tokens=64, decoding_length=64)
+    traffic = make_traffic(max_num_seqs=4, max_num_batched_tokens=64, decoding_length=63)
     drafted, undrafted = traffic.add(4, 100), traffic.add(4, 100)
     never, prompt = traffic.add(4, 100, SpeculationParams(max_draft_tokens=0)), traffic.add(60, 100)
     while not drafted.num_output_tokens or not undrafted.num_output_tokens or not never.num_output_tokens:

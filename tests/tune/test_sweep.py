@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from batchserve.config import PRIVATE_SCOPE
 from batchserve.errors import ConfigError, InvalidRequestError, UnavailableError
 from batchserve.metrics import EngineMetrics
-from batchserve.tune.sweep import SCOPE, Setting, _check, _ClosedLoad
+from batchserve.tune.sweep import SCOPE, Setting, _check, _ClosedLoad, _no_interrupt_lost
 from batchserve.tune.workload import WorkloadRequest
 from batchserve.types import Delta, FinishReason, SamplingParams, SpeculationParams, Started, Timing, Usage
 
@@ -100,3 +101,30 @@ def test_what_the_engine_would_refuse_is_named_by_its_line_and_a_default_as_such
     assert str(caught.value).startswith(f"line 7: {said}")
     assert "stop.max_tokens = 128: must be at most 95" in str(caught.value)
     assert ("default" in str(caught.value)) is not has_max_tokens
+
+
+class _Freed:
+    """Ctrl-C comes while it is being freed."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_in_a_destructor_is_not_lost():
+    before = signal.getsignal(signal.SIGINT)
+    freed: list[str] = []
+
+    def load() -> None:
+        with _no_interrupt_lost():
+            _Freed()
+            freed.append("Python went on behind it")
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            load()
+        assert freed
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
