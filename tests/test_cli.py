@@ -9,6 +9,7 @@ import io
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -292,6 +293,16 @@ def own_signals(monkeypatch):
     monkeypatch.setattr(cli.signal, "signal", lambda number, handler: None)
 
 
+def _to_a_full_disk(*arguments: str) -> tuple[int, str] | None:
+    """The exit status and the log; None where the system has no such file."""
+    if not Path("/dev/full").exists():
+        return None
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "batchserve.cli", *arguments]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    return done.returncode, done.stderr
+
+
 async def test_generate_prints_what_a_local_engine_or_a_server_answers(own_signals, monkeypatch, capsys, tmp_path):
     quoted, asked = tmp_path / "quoted.txt", []
     quoted.write_text("zwei Zeilen:\r\näöü", encoding="utf-8", newline="")
@@ -322,6 +333,8 @@ async def test_generate_prints_what_a_local_engine_or_a_server_answers(own_signa
         given = ["--priority", "3", "--reference", str(quoted), "--reference", str(quoted)]
         assert (await output_of(*prompt, *given, "--server", served.address))[0] == local
         assert (await output_of(*prompt, *given, *here))[0] == local
+        full = await asyncio.to_thread(_to_a_full_disk, "generate", *flags, *prompt, "--server", served.address)
+    assert full in (None, (1, "batchserve: standard output: cannot be written: No space left on device\n"))
     assert "INVALID_ARGUMENT: stop.max_tokens = 100000" in log
     assert len(local) > 10
     assert local == chat == remote

@@ -150,12 +150,12 @@ async def serve(
         address = await server.bind()
         logger.info("warming up; %s answers UNAVAILABLE until then", address)
         engine = await start_engine()
+        stop, hurry = _stop_signals()
+        await server.open(engine)
+        announce(f"listening on {address}")
     except BaseException:
         await server.drain()
         raise
-    stop, hurry = _stop_signals()
-    await server.open(engine)
-    announce(f"listening on {address}")
     await _either(stop.wait(), engine.wait_failed())
     if not stop.is_set():
         # Ending lets a supervisor restart it.
