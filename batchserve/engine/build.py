@@ -21,11 +21,12 @@ from batchserve.draft.base import Drafter
 from batchserve.draft.factory import create_drafters, draft_limits
 from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.router import RoutingDrafter
+from batchserve.engine.backend import build_backend
 from batchserve.engine.detokenizer import decoder_of
 from batchserve.engine.drafting import DraftStage
 from batchserve.engine.engine_core import EngineCore
 from batchserve.engine.input_processor import InputProcessor
-from batchserve.engine.kv_memory import Progress, build_backend
+from batchserve.engine.kv_memory import Progress
 from batchserve.engine.measure_steps import measured_table, time_decoding
 from batchserve.errors import ConfigError
 from batchserve.kernel_cache import forget_stale_kernels

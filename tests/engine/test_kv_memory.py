@@ -14,9 +14,10 @@ from batchserve.attention.paged import PagedBackend
 from batchserve.attention.slots import SlotAllocator
 from batchserve.attention.torch_paged import TorchKernel
 from batchserve.config import EngineConfig
-from batchserve.engine import kv_memory
+from batchserve.engine import backend, kv_memory
+from batchserve.engine.backend import create_kernel
 from batchserve.engine.build import build_engine
-from batchserve.engine.kv_memory import ProfilingStep, create_kernel, profiled_budget
+from batchserve.engine.kv_memory import ProfilingStep, profiled_budget
 from batchserve.errors import ConfigError
 from batchserve.runner import loader
 from batchserve.runner.loader import load_model, resolve_device
@@ -104,10 +105,10 @@ def test_the_profiling_step_has_all_the_rows_there_can_be(
 def test_the_gpu_path_on_a_cpu_is_chosen_by_name_and_runs_the_model_as_it_is(tiny_model: dict[str, Path]) -> None:
     says: list[str] = []
     built = build_engine(paged(tiny_model["llama"], kv_cache_memory=200 * PER_TOKEN), says.append)
-    backend = built.core.runner.backend
-    assert isinstance(backend, PagedBackend)
-    assert isinstance(backend.allocator, SlotAllocator)
-    assert backend.allocator.total_tokens == 199, "one slot is the dummy"
+    paged_backend = built.core.runner.backend
+    assert isinstance(paged_backend, PagedBackend)
+    assert isinstance(paged_backend.allocator, SlotAllocator)
+    assert paged_backend.allocator.total_tokens == 199, "one slot is the dummy"
     assert (built.info.attention_backend, built.info.max_model_len) == ("torch", 199)
     assert any("K/V memory: 199 tokens" in message for message in says)
     assert "packed linears: False" in says[-1]
@@ -125,13 +126,13 @@ def test_too_little_memory_is_refused_with_what_is_needed(
     assert built.info.max_model_len == (max_model_len or 2)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("name", ["cpu", "torch"])
 def test_more_memory_than_is_free_is_refused(
-    tiny_model: dict[str, Path], backend: str, monkeypatch: pytest.MonkeyPatch
+    tiny_model: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = 4096 * PER_TOKEN
-    monkeypatch.setattr(kv_memory, "free_memory_bytes", lambda: free)
-    options: dict[str, Any] = {"model": str(tiny_model["llama"]), "dtype": "float32", "attention_backend": backend}
+    monkeypatch.setattr(backend, "free_memory_bytes", lambda: free)
+    options: dict[str, Any] = {"model": str(tiny_model["llama"]), "dtype": "float32", "attention_backend": name}
     with pytest.raises(ConfigError, match=f"kv_cache_memory = {2 * free} bytes: must be at most {free} bytes"):
         build_engine(EngineConfig(kv_cache_memory=2 * free, **options))
     allocator = build_engine(EngineConfig(kv_cache_memory=free, **options)).core.runner.backend.allocator
@@ -165,7 +166,7 @@ def test_auto_takes_the_first_kernel_that_serves_the_model_and_says_why_not_the_
             raise ConfigError(f"{name} is not here")
         return name
 
-    monkeypatch.setattr(kv_memory, "_make_kernel", make)
+    monkeypatch.setattr(backend, "_make_kernel", make)
     assert create_kernel(EngineConfig(), on_gpu(), says.append) == "torch"
     assert says == [
         "attention without flashinfer: flashinfer is not here",
@@ -185,7 +186,7 @@ def test_a_kernel_that_turns_out_not_to_run_is_passed_over(
             raise FileNotFoundError("no nvcc")
 
     kernels = {"flashinfer": Uncompiled, "triton": TorchKernel, "torch": TorchKernel}
-    monkeypatch.setattr(kv_memory, "_make_kernel", lambda name, config, loaded: kernels[name]())
+    monkeypatch.setattr(backend, "_make_kernel", lambda name, config, loaded: kernels[name]())
     loaded, says = load_model(paged(tiny_model["llama"])), []
     assert isinstance(create_kernel(EngineConfig(), loaded, says.append), TorchKernel)
     assert [line.partition(" (")[0] for line in says] == [
@@ -206,7 +207,7 @@ def test_flashinfer_leaves_models_with_sinks_to_others() -> None:
 
 def test_memory_that_profiling_leaves_too_little_of_is_refused_by_its_option() -> None:
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization = 0.9: K/V memory of 0 bytes: .* at least 1536"):
-        kv_memory._capacity(EngineConfig(), on_gpu(), -5, 1, 1024, num_dummies=1)
+        kv_memory.kv_capacity(EngineConfig(), on_gpu(), -5, 1, 1024, num_dummies=1)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +226,7 @@ def test_what_no_sequence_can_use_is_kept_for_those_that_have_ended(
 ) -> None:
     """Four sequences of 100 tokens, and room for 4,096: all of it where it was given, or is nobody else's."""
     config, loaded = EngineConfig(max_num_seqs=4, **options), on_gpu(device=device, layers=[LayerShape(1, 64, 64)])
-    assert kv_memory._capacity(config, loaded, 1 << 20, 1) == (tokens, 100)
+    assert kv_memory.kv_capacity(config, loaded, 1 << 20, 1) == (tokens, 100)
 
 
 @pytest.mark.parametrize(

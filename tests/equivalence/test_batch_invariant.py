@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from batchserve.config import EngineConfig
-from batchserve.engine import kv_memory
+from batchserve.engine import backend
 from batchserve.errors import ConfigError
 from batchserve.runner import model_runner
 from batchserve.runner.loader import load_model, resolve_dtype, resolve_model
@@ -134,9 +134,9 @@ def test_copies_are_shared_by_all_threads_whose_parts_do_not_end_with_rows() -> 
 @pytest.mark.parametrize("has_matrices", [False, True])
 def test_beside_amx_linears_multiply_few_rows_at_once(has_matrices: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether or not the probe would notice: few elements depend on the number of rows, and not in every batch."""
-    monkeypatch.setattr(kv_memory, "has_matrix_instructions", lambda dtype: has_matrices)
+    monkeypatch.setattr(backend, "has_matrix_instructions", lambda dtype: has_matrices)
     loaded = load_model(EngineConfig(dtype="float32"))
-    kv_memory.check_batch_invariant(loaded, has_kernel=True)
+    backend.check_batch_invariant(loaded, has_kernel=True)
     linears = [module for module in loaded.model.modules() if isinstance(module, PackedLinear)]
     assert linears
     assert all(linear.is_split == has_matrices for linear in linears)
@@ -145,7 +145,7 @@ def test_beside_amx_linears_multiply_few_rows_at_once(has_matrices: bool, monkey
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_linear_of_the_bundled_model_gives_a_row_the_same_bits(dtype: str) -> None:
     loaded = load_model(EngineConfig(dtype=dtype))
-    kv_memory.check_batch_invariant(loaded, has_kernel=True)
+    backend.check_batch_invariant(loaded, has_kernel=True)
     for linear in (module for module in loaded.model.modules() if isinstance(module, PackedLinear)):
         x = torch.randn(384, linear.in_features, generator=torch.Generator().manual_seed(1)).to(loaded.dtype)
         expected = torch.cat([linear(piece) for piece in x.split(16)])

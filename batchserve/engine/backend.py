@@ -1,0 +1,173 @@
+"""The attention backend that serves a model, with the K/V memory that it owns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from batchserve.attention import row_moves, slot_kernels
+from batchserve.attention.cpu import CpuBackend, compile_kernels, has_matrix_instructions, kernel_supports
+from batchserve.attention.paged import PagedBackend
+from batchserve.attention.slab import EXTENT, SlabAllocator, bytes_per_token
+from batchserve.attention.slots import SlotAllocator
+from batchserve.attention.torch_paged import TorchKernel
+from batchserve.config import EngineConfig, MiB
+from batchserve.engine.free_memory import free_memory_bytes
+from batchserve.engine.kv_memory import CudaMemory, ProfilingStep, kv_capacity, profiled_budget
+from batchserve.errors import ConfigError
+from batchserve.request import GREEDY
+from batchserve.runner import row_layout
+from batchserve.runner.invariant import fix_activations
+from batchserve.runner.loader import LoadedModel, has_cpu_backend
+from batchserve.runner.model_runner import ModelRunner
+from batchserve.runner.packed import split_linears
+from batchserve.runner.ragged_batch import RequestRows, build_batch
+from batchserve.runner.row_dependence import find_row_dependence
+from batchserve.sampling import argmax_kernel, device_columns, draw_kernel, sampled_walk, walk_kernel
+
+if TYPE_CHECKING:
+    from batchserve.attention.base import AttentionBackend
+    from batchserve.attention.tree_metadata import TreeKernel
+    from batchserve.engine.kv_memory import Progress
+
+KV_SHARE_OF_FREE_MEMORY = 0.25
+GPU_KERNELS = ("flashinfer", "triton", "torch")  # the fastest first
+
+
+def build_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tuple[AttentionBackend, int]:
+    """(backend, longest request in tokens). Raises ConfigError."""
+    say("preparing kernels (compiled at the first start, some seconds)")
+    row_layout.compile_kernels()
+    argmax_kernel.compile_kernels()
+    draw_kernel.compile_kernels()
+    if has_cpu_backend(config, loaded.device):
+        return _cpu_backend(config, loaded, say)
+    if config.batch_invariant:
+        raise ConfigError(f"batch_invariant = True: must be on a CPU; the device is {loaded.device.type}")
+    return _paged_backend(config, loaded, say)
+
+
+def _cpu_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tuple[AttentionBackend, int]:
+    free = free_memory_bytes()
+    budget = config.kv_cache_memory or int(free * KV_SHARE_OF_FREE_MEMORY)
+    total_tokens, max_model_len = kv_capacity(config, loaded, budget, unit=EXTENT)
+    _check_free(config, total_tokens * bytes_per_token(loaded.layers, loaded.dtype), free)
+    allocator = SlabAllocator(loaded.layers, loaded.dtype, total_tokens)
+    row_moves.compile_kernels()
+    walk_kernel.compile_kernels()
+    sampled_walk.compile_kernels()
+    has_kernel = kernel_supports(loaded.layers, loaded.dtype)
+    if config.batch_invariant:
+        say("checking that no operator gives a row other bits among other rows")
+        check_batch_invariant(loaded, has_kernel)
+    if has_kernel:
+        compile_kernels(loaded.layers, loaded.dtype)
+    say(_described(config, total_tokens, allocator.bytes_per_token, max_model_len))
+    backend = CpuBackend(allocator, _num_heads(loaded), has_kernel=has_kernel, batch_invariant=config.batch_invariant)
+    return backend, max_model_len
+
+
+def _paged_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tuple[AttentionBackend, int]:
+    kernel = create_kernel(config, loaded, say)
+    device_columns.compile_kernels()
+    slot_kernels.compile_kernels()
+    budget = config.kv_cache_memory
+    if budget is None and loaded.device.type == "cuda":
+        say(f"measuring the memory of a step of {config.max_num_batched_tokens} rows")
+        profile = ProfilingStep(config, loaded, kernel)
+        share = 0.0 if config.enforce_eager else min(1.0, config.max_graph_rows / config.max_num_batched_tokens)
+        budget = profiled_budget(CudaMemory(loaded.device), config.gpu_memory_utilization, profile, say, share)
+    free = CudaMemory(loaded.device).free_and_total()[0] if loaded.device.type == "cuda" else free_memory_bytes()
+    if budget is None:
+        budget = int(free * KV_SHARE_OF_FREE_MEMORY)
+    total_tokens, max_model_len = kv_capacity(config, loaded, budget, 1, config.max_num_batched_tokens, num_dummies=1)
+    per_token = bytes_per_token(loaded.layers, loaded.dtype)
+    _check_free(config, total_tokens * per_token, free)
+    max_tokens = max_model_len + config.max_num_batched_tokens  # a request's context and the rows of a step
+    allocator = SlotAllocator(total_tokens, config.max_num_seqs, max_tokens, per_token)
+    say(_described(config, total_tokens, per_token, max_model_len))
+    return PagedBackend(loaded.layers, loaded.dtype, loaded.device, kernel, allocator), max_model_len
+
+
+def create_kernel(config: EngineConfig, loaded: LoadedModel, say: Progress) -> TreeKernel:
+    """The kernel that was asked for, or the first that can serve the model. Raises ConfigError."""
+    wanted = config.attention_backend
+    for name in GPU_KERNELS if wanted == "auto" else (wanted,):
+        try:
+            kernel = _make_kernel(name, config, loaded)
+            if name != "torch":
+                say(f"trying attention with {name} (what is not compiled yet is compiled now, which may take minutes)")
+                _try(kernel, loaded)
+            return kernel
+        except ConfigError as error:
+            if wanted != "auto":
+                raise ConfigError(f"attention_backend = {name!r}: {error}") from error
+            say(f"attention without {name}: {error}")
+    raise AssertionError("torch serves every model")
+
+
+def _try(kernel: TreeKernel, loaded: LoadedModel) -> None:
+    """Run a step of a tree and one of a chain. Raises ConfigError: what a kernel lacks may show only when it runs."""
+    for parents in ([-1, 0, 0], [-1, 0, 1]):
+        allocator = SlotAllocator(len(parents), 1, len(parents), 0)
+        allocator.reserve("trial", len(parents))
+        backend = PagedBackend(loaded.layers, loaded.dtype, loaded.device, kernel, allocator)
+        num_pending, sampling = (3, None) if parents[-1] == 1 else (1, GREEDY)
+        rows = RequestRows("trial", 0, [0] * len(parents), parents, num_pending, sampling)
+        try:
+            ModelRunner(loaded, backend).launch(build_batch([rows])).wait()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # no compiler, no module for this GPU, a library that cannot be loaded
+            raise ConfigError(f"it cannot run: {type(error).__name__}: {error}") from error
+
+
+def _make_kernel(name: str, config: EngineConfig, loaded: LoadedModel) -> TreeKernel:
+    if name == "flashinfer":
+        from batchserve.attention.flashinfer import FlashInferKernel
+
+        if loaded.has_sinks:
+            raise ConfigError(f"{type(loaded.model).__name__} has attention sinks, which only triton and torch have")
+        heads = _num_heads(loaded)
+        return FlashInferKernel(loaded.layers, heads, loaded.dtype, loaded.device, mask=config.flashinfer_mask)
+    if name == "triton":
+        from batchserve.attention.triton import TritonTreeKernel
+
+        longest = config.max_model_len or loaded.max_model_len
+        return TritonTreeKernel(loaded.layers, loaded.dtype, longest + config.max_num_batched_tokens)
+    return TorchKernel()
+
+
+def check_batch_invariant(loaded: LoadedModel, has_kernel: bool) -> None:
+    """Raises ConfigError where bitwise equality cannot be promised.
+
+    For its sake the model's activations are changed, and how many rows a linear multiplies at once.
+    """
+    name = type(loaded.model).__name__
+    fix_activations(loaded.model)
+    if not has_kernel:
+        raise ConfigError(f"batch_invariant: {name} in {loaded.dtype} has no attention kernel with a fixed order")
+    if has_matrix_instructions(loaded.dtype):
+        split_linears(loaded.model)
+    if reason := find_row_dependence(loaded.model):
+        raise ConfigError(f"batch_invariant: {name} gives a row other bits in another batch ({reason})")
+
+
+def _num_heads(loaded: LoadedModel) -> int:
+    return int(loaded.model.config.get_text_config().num_attention_heads)
+
+
+def _check_free(config: EngineConfig, kv_bytes: int, free: int) -> None:
+    """Raises ConfigError where more was asked for, and could be used, than there is."""
+    if config.kv_cache_memory is not None and kv_bytes > free:
+        raise ConfigError(
+            f"kv_cache_memory = {config.kv_cache_memory} bytes: must be at most {free} bytes, what is free"
+        )
+
+
+def _described(config: EngineConfig, total_tokens: int, per_token: int, max_model_len: int) -> str:
+    return (
+        f"K/V memory: {total_tokens} tokens of {per_token} bytes, {total_tokens * per_token / MiB:.0f} MiB at most; "
+        f"max_model_len {max_model_len}, max_num_seqs {config.max_num_seqs}"
+    )
