@@ -6,7 +6,7 @@ Torch-free and clock-free: it is told what a step cost. K of a request is a pure
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import compress
 from operator import not_
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +15,7 @@ import numpy as np
 
 from batchserve.scheduler.acceptance import AcceptanceModel, Given
 from batchserve.scheduler.draft_budget import Bidders, DraftOffer, Market, choose_drafts
+from batchserve.scheduler.jacobi_window import JacobiWindow
 from batchserve.scheduler.price import MOST_SURPRISE, SpeedUp
 from batchserve.scheduler.probing import PATIENCE, WATCHED, Probe
 from batchserve.scheduler.standing import STANDING, UNKNOWN, bound_queries, grown, make_bids, note_step, settle
@@ -31,42 +32,10 @@ if TYPE_CHECKING:
 
 LEAST_GAIN = 0.1  # expected tokens
 MARGIN = 0.8  # nodes this much less likely than what is worth a row are still proposed: odds are learned from them
-WINDOW_PRIOR, WINDOW_MEMORY = 2.0, 64.0  # windows that are believed to earn a token each; that are remembered
 UNDRAFTED = "none"
 NOBODY = np.zeros(0, np.int64)
 MOST_HEARD = 8  # steps without drafts
 HOPELESS = 8  # steps in which requests gave up on a drafter since it last paid: from then on new ones wait at once
-LONGEST_WINDOW_WAIT = 4096  # a window earns nothing unless its rows are computed: looking at it costs them
-
-
-@dataclass(slots=True)
-class _Window:
-    """What a Jacobi window has earned: draft tokens accepted in the steps in which it was run, over their number."""
-
-    tokens: float = WINDOW_PRIOR
-    windows: float = WINDOW_PRIOR
-    is_run: bool = False  # in the step under way
-    probe: Probe = field(default_factory=Probe)
-
-    @property
-    def value(self) -> float:
-        """In tokens; what has waited to be tried again is believed to be worth what a new one is."""
-        known = self.tokens / self.windows
-        return max(known, 1.0) if self.probe.is_trying_again else known
-
-    def missed(self) -> None:
-        """It was offered, and nobody wanted it: so it is not offered in every step for nothing, nor never again."""
-        self.probe.note(False, (), LONGEST_WINDOW_WAIT)
-
-    def note(self, num_accepted: int) -> None:
-        if not self.is_run:  # what is accepted without it is not its merit
-            return
-        self.is_run = False
-        self.tokens += num_accepted
-        self.windows += 1.0
-        self.probe.note(num_accepted > 0, (), LONGEST_WINDOW_WAIT)
-        if self.windows > WINDOW_MEMORY:
-            self.tokens, self.windows = self.tokens / 2, self.windows / 2
 
 
 class _Offer(NamedTuple):
@@ -75,7 +44,7 @@ class _Offer(NamedTuple):
     items: DraftOffer
     num_nodes: int
     nodes: IntArray | None
-    windows: list[tuple[_Window, IntArray]]
+    windows: list[tuple[JacobiWindow, IntArray]]
 
 
 @dataclass(slots=True)
@@ -124,7 +93,7 @@ class AdaptiveDrafting:
         self._drafters: dict[str, str] = {}  # by request id
         self._probes: dict[str, Probe] = {}  # of requests whose drafter has failed them lately
         self._given_up: dict[str, int] = {}  # by drafter: steps in which requests gave up on it, since it last paid
-        self._windows: dict[str, _Window] = {}  # of requests whose drafter has one
+        self._windows: dict[str, JacobiWindow] = {}  # of requests whose drafter has one
         self._market: Market
         self._last_price = 0.0  # of the last step that was to be drafted
         self._num_steps = 0
@@ -284,7 +253,7 @@ class AdaptiveDrafting:
 
     def _windows_of(
         self, forest: DraftForest, request_ids: Sequence[str], places: IntArray
-    ) -> list[tuple[int, _Window, IntArray]]:
+    ) -> list[tuple[int, JacobiWindow, IntArray]]:
         """The windows that are worth a look: the place of the request that each is of, and its nodes."""
         found = []
         for tree, (request_id, place) in enumerate(zip(request_ids, places.tolist(), strict=True)):
@@ -292,7 +261,7 @@ class AdaptiveDrafting:
             rows = start + np.flatnonzero(~forest.is_verified[start:end])
             if not len(rows):
                 continue
-            window = self._windows.setdefault(request_id, _Window())
+            window = self._windows.setdefault(request_id, JacobiWindow())
             self._standing["has_window"][self._slots[request_id]] = 1
             if window.probe.is_due():
                 found.append((place, window, rows))
