@@ -18,7 +18,7 @@ COUNTERS = {
     "rows_total": "Rows run through the model, drafts and prefill included.",
     "draft_rows_total": "Rows of drafts, those of a Jacobi window included, which are not verified.",
     "decoding_requests_total": "Requests that decoded, summed over steps; draft rows over these is the mean K.",
-    "step_seconds_total": "Time from the launch of steps to their tokens; answers are published in it, too.",
+    "forward_seconds_total": "Time from the launch of forwards to their tokens; answers are published in it, too.",
     "draft_tokens_total": "Draft tokens verified.",
     "accepted_draft_tokens_total": "Draft tokens accepted, before stop strings are searched for.",
     "verify_steps_total": "Verifications of one request in one step.",
@@ -129,7 +129,7 @@ class EngineMetrics:
             self.values[name] += amount
 
     def step_done(
-        self, num_rows: int, num_draft_rows: int, num_decoding: int, seconds: float, verified: Sequence[Verification]
+        self, num_rows: int, num_draft_rows: int, num_decoding: int, forward_s: float, verified: Sequence[Verification]
     ) -> None:
         """A step ran so many rows, num_draft_rows of them drafts of num_decoding requests, and verified these."""
         num_drafted = num_accepted = 0
@@ -139,7 +139,7 @@ class EngineMetrics:
             values["rows_total"] += num_rows
             values["draft_rows_total"] += num_draft_rows
             values["decoding_requests_total"] += num_decoding
-            values["step_seconds_total"] += seconds
+            values["forward_seconds_total"] += forward_s
             if num_decoding:
                 self.gauges["draft_rows_per_request"] = num_draft_rows / num_decoding
             for drafted, accepted, num_given, since_last_s in verified:

@@ -51,9 +51,9 @@ class PagedDriver(Driver):
         self.forward_s: dict[int, float] = {}
 
     def run(self, *arguments: Any, **options: Any) -> Run:
-        before = self.core.metrics.snapshot()["step_seconds_total"]
+        before = self.core.metrics.snapshot()["forward_seconds_total"]
         run = super().run(*arguments, **options)
-        self.forward_s[id(run)] = self.core.metrics.snapshot()["step_seconds_total"] - before
+        self.forward_s[id(run)] = self.core.metrics.snapshot()["forward_seconds_total"] - before
         return run
 
     def _fill(self, name: str, num_tokens: int) -> None:
