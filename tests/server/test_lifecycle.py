@@ -228,7 +228,7 @@ async def test_metrics_endpoint():
     metrics.looked_up(20, 0)
     verified = [Verification(3, 1, num_given=2, since_last_s=None), Verification(3, 1, 2, 0.008)]
     verified.append(Verification(3, 0, num_given=1, since_last_s=7.0))
-    metrics.step_done(num_rows=14, num_draft_rows=10, num_decoding=4, seconds=0.25, verified=verified)
+    metrics.step_done(num_rows=14, num_draft_rows=10, num_decoding=4, forward_s=0.25, verified=verified)
     metrics.adaptive = lambda: {
         "price_tokens_per_second": 80.0,
         "predicted_step_seconds": 0.02,
