@@ -144,6 +144,7 @@ def as_json(options: ReplayOptions, results: Sequence[ReplayResult]) -> dict[str
 
 def _ready_drafter(name: str, max_draft_tokens: int) -> Drafter:
     """A new drafter whose compiled parts are there. Raises ConfigError."""
-    drafter = create_drafter(name, EngineConfig(decoding_length=max_draft_tokens), num_parameters=0)
+    config = EngineConfig(decoding_length=max_draft_tokens, max_num_seqs=1, max_num_batched_tokens=max_draft_tokens + 1)
+    drafter = create_drafter(name, config, num_parameters=0)
     KernelLoader(in_background=False).prepare(type(drafter).__module__)
     return drafter

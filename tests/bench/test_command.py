@@ -115,6 +115,12 @@ def test_the_first_share_is_seen_before_and_the_rest_is_measured(tmp_path: Path,
     assert tokens[0] == tokens[1] + tokens[2]
 
 
+def test_the_bounds_of_draft_tokens_themselves_are_inside(tmp_path: Path):
+    done = replay(tmp_path, "--drafter", "reference", "--max-draft-tokens", "1,1024", "--limit", "2")
+    least, most = (each["draft_tokens_per_step"] for each in done["results"])
+    assert 0 < least <= 1 < most
+
+
 def test_the_same_run_gives_the_same_figures(tmp_path: Path):
     def figures() -> list[Any]:
         done = replay(tmp_path, "--drafter", "mixture,trie", "--streams", "5", "--limit", "10")
