@@ -279,7 +279,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is being served."""
+    """What is being served; decoding_length is the most draft tokens that one request has in one step."""
 
     name: str
     architecture: str
