@@ -118,14 +118,14 @@ def load_model(config: EngineConfig) -> LoadedModel:
     module.to(device)
     text_config = model.config.get_text_config()
     max_model_len = _model_limit(text_config)
-    probe = ModelProbe(model)
+    probe = ModelProbe(model, max_model_len)
     layers = probe.check_attention()
     is_packed = has_cpu_backend(config, device) and can_pack(dtype)
     join_siblings(_find_siblings(model, probe), PackedLinear if is_packed else plain_product)
     if is_packed:
         pack_modules(model)
     probe.check_swapped()
-    probe.check_beside_others(max_model_len)
+    probe.check_beside_others()
     sampling = _sampling_defaults(model.generation_config)
     unapplied = _unapplied_defaults(model.generation_config)
     if unapplied:

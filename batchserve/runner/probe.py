@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from batchserve.attention.base import LayerShape
 
-PROBE_TOKENS = 48
+PROBE_TOKENS = 48  # or as many as the model has positions for
 SMALL_WINDOW = 12  # stands in for windows and chunks that are longer than the probe
 WINDOW_ATTRIBUTES = ("sliding_window", "attention_window_size", "local_attention", "window_size")
 # Other kinds (chunked, indexed, compressed, hybrid) hide keys by a mask that our function is not told of, or keep a
@@ -33,12 +33,13 @@ class ModelProbe:
     """Holds a model's own eager answer to a short prompt, and compares ours with it.
 
     The prompt is longer than any window: where one is longer it is shrunk for as long as it takes.
-    Every check raises UnsupportedModelError.
+    max_model_len: the model's own limit, in tokens. Every check raises UnsupportedModelError.
     """
 
     @torch.inference_mode()
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model, self._name = model, type(model).__name__
+    def __init__(self, model: PreTrainedModel, max_model_len: int) -> None:
+        self._model, self._name, self._max_model_len = model, type(model).__name__, max_model_len
+        num_tokens = min(PROBE_TOKENS, max_model_len)
         is_compatible = getattr(model, "is_backend_compatible", None)
         if is_compatible is None or not is_compatible():
             raise UnsupportedModelError(f"{self._name} does not go through transformers' AttentionInterface")
@@ -50,9 +51,9 @@ class ModelProbe:
             )
         generator = torch.Generator().manual_seed(0)
         self.has_sinks = False  # known after check_attention
-        self._ids = torch.randint(0, _vocab_size(model), (1, PROBE_TOKENS), generator=generator).to(model.device)
-        self._positions = torch.arange(PROBE_TOKENS, device=model.device).unsqueeze(0)
-        with _small_windows(model), self._refusing_failures():
+        self._ids = torch.randint(0, _vocab_size(model), (1, num_tokens), generator=generator).to(model.device)
+        self._positions = torch.arange(num_tokens, device=model.device).unsqueeze(0)
+        with self._probing("by itself"):
             model.set_attn_implementation("eager")
             self._expected = model(input_ids=self._ids, use_cache=False).logits[0].float()
         model.set_attn_implementation(ATTENTION_NAME)
@@ -60,7 +61,7 @@ class ModelProbe:
     def check_attention(self) -> list[LayerShape]:
         """The registered function is called once a layer and gives the eager answer; returns the layers' K/V shapes."""
         probe = ShapeProbe()
-        with _small_windows(self._model):
+        with self._probing("through a registered attention function"):
             logits = self._logits(self._ids, self._positions, probe)
         _check_calls(self._model, probe)
         self.has_sinks = probe.has_sinks
@@ -69,22 +70,23 @@ class ModelProbe:
 
     def check_swapped(self) -> None:
         """The modules that were swapped in give the eager answer, too."""
-        with _small_windows(self._model):
+        with self._probing("with other modules, as packed linears whose weights cannot be read"):
             logits = self._logits(self._ids, self._positions, ShapeProbe())
         self._compare(logits, "with other modules", "a module that was swapped wrongly")
 
-    def check_beside_others(self, max_model_len: int) -> None:
+    def check_beside_others(self) -> None:
         """The prompt's rows answer alike in a step where every fourth row is another request's, at the context's end.
 
         A model that counts rows instead of reading position_ids, that mixes neighbouring rows outside of attention
         (convolutions, recurrent states), whose rotary factors follow the longest position, or that runs its head on
         other rows than it is told to, is found here.
         """
-        is_own = torch.arange(PROBE_TOKENS * 4 // 3, device=self._model.device) % 4 != 1
+        num_tokens = self._ids.shape[1]
+        is_own = torch.arange(num_tokens + (num_tokens + 1) // 3, device=self._model.device) % 4 != 1
         ids = self._ids[:, :1].repeat(1, len(is_own))
-        positions = torch.full_like(ids, max_model_len - 1)
+        positions = torch.full_like(ids, self._max_model_len - 1)
         ids[:, is_own], positions[:, is_own] = self._ids, self._positions
-        with _small_windows(self._model):
+        with self._probing("beside rows at a far position"):
             logits = self._logits(ids, positions, ShapeProbe(is_own), logits_to_keep=is_own.nonzero()[:, 0])
         if logits.shape != self._expected.shape:
             raise UnsupportedModelError(
@@ -95,7 +97,7 @@ class ModelProbe:
 
     def run_tracked(self) -> None:
         """The prompt once more, where tensors count how often they were changed in place."""
-        with torch.inference_mode(False), torch.no_grad(), _small_windows(self._model):
+        with torch.inference_mode(False), torch.no_grad(), self._probing("where changes in place are counted"):
             self._forward(self._ids.clone(), self._positions.clone(), ShapeProbe())  # tensors of inference mode do not
 
     @torch.inference_mode()
@@ -103,9 +105,8 @@ class ModelProbe:
         return self._forward(ids, positions, probe, **more)
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, probe: ShapeProbe, **more: Any) -> torch.Tensor:
-        with self._refusing_failures():
-            step: dict[str, Any] = {STEP_ARGUMENT: probe}
-            output = self._model(input_ids=ids, position_ids=positions, use_cache=False, **step, **more)
+        step: dict[str, Any] = {STEP_ARGUMENT: probe}
+        output = self._model(input_ids=ids, position_ids=positions, use_cache=False, **step, **more)
         logits: torch.Tensor = output.logits[0].float()
         return logits
 
@@ -121,13 +122,15 @@ class ModelProbe:
             )
 
     @contextmanager
-    def _refusing_failures(self) -> Iterator[None]:
+    def _probing(self, how: str) -> Iterator[None]:
+        """Windows are small, and whatever fails means that the model cannot be served."""
         try:
-            yield
+            with _small_windows(self._model):
+                yield
         except UnsupportedModelError:
             raise
         except Exception as error:
-            raise UnsupportedModelError(f"{self._name} fails in the probe at load: {error!r}") from error
+            raise UnsupportedModelError(f"{self._name} fails in the probe at load, {how}: {error!r}") from error
 
 
 def _vocab_size(model: PreTrainedModel) -> int:

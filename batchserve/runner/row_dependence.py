@@ -30,12 +30,12 @@ FIRST_FACTOR = {
 }  # fmt: skip
 
 
-def find_row_dependence(model: PreTrainedModel) -> str:
+def find_row_dependence(model: PreTrainedModel, max_model_len: int) -> str:
     """Names what makes a row's bits depend on the rows beside it; empty where nothing was found."""
     generator = torch.Generator().manual_seed(1)
     vocab_size = int(model.config.get_text_config().vocab_size)
     ids = torch.randint(0, vocab_size, (1, NUM_ROWS), generator=generator)
-    positions = torch.arange(NUM_ROWS).unsqueeze(0)
+    positions = (torch.arange(NUM_ROWS) % max_model_len).unsqueeze(0)
 
     @torch.inference_mode()
     def logits(start: int, num_rows: int) -> torch.Tensor:

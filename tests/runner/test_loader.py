@@ -103,9 +103,9 @@ def test_windows_are_as_they_were_after_the_probe_also_when_it_refuses(
     if is_failing:
         monkeypatch.setattr(probe, "TOLERANCE", {torch.float32: -1.0})
         with pytest.raises(UnsupportedModelError, match="standard deviations"):
-            probe.ModelProbe(model).check_attention()
+            probe.ModelProbe(model, 512).check_attention()
     else:
-        probe.ModelProbe(model).check_attention()
+        probe.ModelProbe(model, 512).check_attention()
     assert windows_of(model) == before
 
 
@@ -115,7 +115,7 @@ def test_a_model_whose_attention_is_called_twice_is_refused(tiny_model: dict[str
     model = AutoModelForCausalLM.from_pretrained(tiny_model["llama"], attn_implementation="eager").eval()
     model.model.layers[1].self_attn.layer_idx = 0
     with pytest.raises(UnsupportedModelError, match="once a layer"):
-        probe.ModelProbe(model).check_attention()
+        probe.ModelProbe(model, 512).check_attention()
 
 
 def test_linears_are_packed_the_head_too(tiny_model: dict[str, Path]) -> None:

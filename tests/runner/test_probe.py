@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from batchserve import LLM, SamplingParams
 from batchserve.config import EngineConfig
 from batchserve.errors import ConfigError, UnsupportedModelError
 from batchserve.runner import loader, packed
@@ -29,6 +30,40 @@ def test_every_family_loads_in_the_default_dtype(family: str, tiny_model: dict[s
     loaded = load_model(EngineConfig(str(tiny_model[family])))
     assert loaded.dtype == resolve_dtype("auto")
     assert len(loaded.layers) == loaded.model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize(("family", "limit"), [("gpt2", "n_positions"), ("opt", "max_position_embeddings")])
+@pytest.mark.parametrize("num_positions", [2, 13, 40, 47])
+def test_a_model_of_fewer_positions_than_the_probe_has_tokens(
+    family: str, limit: str, num_positions: int, tmp_path: Path
+) -> None:
+    folder = save_tiny_model(family, tmp_path / family, **{limit: num_positions})
+    prompts, length = [[5, 6, 7][: num_positions - 1], [9]], num_positions - 1
+    llm = LLM(str(folder), dtype="float32", decoding_length=4)
+    assert llm.info.max_model_len == num_positions
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for prompt, output in zip(prompts, llm.generate(prompts, SamplingParams(0.0, ignore_eos=True)), strict=True):
+        expected = model.generate(torch.tensor([prompt]), max_length=num_positions, do_sample=False, eos_token_id=None)
+        assert prompt + output.token_ids == expected[0].tolist()
+        assert len(output.token_ids) == length + 1 - len(prompt)
+
+
+def test_rows_are_tried_for_batch_invariance_at_positions_that_there_are(tmp_path: Path) -> None:
+    folder = save_tiny_model("gpt2", tmp_path / "gpt2", n_positions=40)
+    llm = LLM(str(folder), dtype="float32", batch_invariant=True)
+    assert len(llm.generate([5, 6, 7], SamplingParams(0.0, ignore_eos=True))[0].token_ids) == 37
+
+
+def test_a_model_that_reads_the_weights_of_a_packed_linear_is_refused_with_what_failed(
+    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reading(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(self.act_fn(self.gate_proj(x)) * self.up_proj(x), self.down_proj.weight)
+
+    monkeypatch.setattr(LlamaMLP, "forward", reading)
+    message = "fails in the probe at load, with other modules, as packed linears whose weights cannot be read"
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_model(EngineConfig(str(tiny_model["llama"]), dtype="float32"))
 
 
 def test_longrope_stays_within_its_short_factors(tiny_model: dict[str, Path]) -> None:
@@ -135,4 +170,4 @@ def test_sampling_defaults_have_the_bounds_of_requests(tmp_path: Path, name: str
 
 def test_a_model_without_the_interface_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="AttentionInterface"):
-        ModelProbe(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+        ModelProbe(torch.nn.Linear(2, 2), 512)  # type: ignore[arg-type]
