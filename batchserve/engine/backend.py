@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from batchserve.engine.kv_memory import Progress
 
 KV_SHARE_OF_FREE_MEMORY = 0.25
+UNKNOWN_BYTES = 4096 * MiB  # taken to be free where the system does not say
 GPU_KERNELS = ("flashinfer", "triton", "torch")  # the fastest first
 
 
@@ -50,7 +51,7 @@ def build_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> t
 
 def _cpu_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tuple[AttentionBackend, int]:
     free = free_memory_bytes()
-    budget = config.kv_cache_memory or int(free * KV_SHARE_OF_FREE_MEMORY)
+    budget = config.kv_cache_memory or _share_of(free)
     total_tokens, max_model_len = kv_capacity(config, loaded, budget, unit=EXTENT)
     _check_free(config, total_tokens * bytes_per_token(loaded.layers, loaded.dtype), free)
     allocator = SlabAllocator(loaded.layers, loaded.dtype, total_tokens)
@@ -80,7 +81,7 @@ def _paged_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> 
         budget = profiled_budget(CudaMemory(loaded.device), config.gpu_memory_utilization, profile, say, share)
     free = CudaMemory(loaded.device).free_and_total()[0] if loaded.device.type == "cuda" else free_memory_bytes()
     if budget is None:
-        budget = int(free * KV_SHARE_OF_FREE_MEMORY)
+        budget = _share_of(free)
     total_tokens, max_model_len = kv_capacity(config, loaded, budget, 1, config.max_num_batched_tokens, num_dummies=1)
     per_token = bytes_per_token(loaded.layers, loaded.dtype)
     _check_free(config, total_tokens * per_token, free)
@@ -158,9 +159,13 @@ def _num_heads(loaded: LoadedModel) -> int:
     return int(loaded.model.config.get_text_config().num_attention_heads)
 
 
-def _check_free(config: EngineConfig, kv_bytes: int, free: int) -> None:
+def _share_of(free: int | None) -> int:
+    return int((UNKNOWN_BYTES if free is None else free) * KV_SHARE_OF_FREE_MEMORY)
+
+
+def _check_free(config: EngineConfig, kv_bytes: int, free: int | None) -> None:
     """Raises ConfigError where more was asked for, and could be used, than there is."""
-    if config.kv_cache_memory is not None and kv_bytes > free:
+    if config.kv_cache_memory is not None and free is not None and kv_bytes > free:
         raise ConfigError(
             f"kv_cache_memory = {config.kv_cache_memory} bytes: must be at most {free} bytes, what is free"
         )

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from batchserve.config import MiB
 
-UNKNOWN_BYTES = 4096 * MiB  # where the system does not say
-
-
-def free_memory_bytes(root: Path = Path("/")) -> int:
-    """Memory that can be had without swapping. root: where proc and sys are."""
+def free_memory_bytes(root: Path = Path("/")) -> int | None:
+    """Memory that can be had without swapping; None where the system does not say. root: where proc and sys are."""
     limits = [_of_machine(root), *(_of_group(folder) for folder in _groups(root))]
-    return min((limit for limit in limits if limit is not None), default=UNKNOWN_BYTES)
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _of_machine(root: Path) -> int | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from batchserve.engine.free_memory import UNKNOWN_BYTES, free_memory_bytes
+from batchserve.engine.free_memory import free_memory_bytes
 
 MACHINE = {"proc/meminfo": "MemTotal:       9000 kB\nMemAvailable:   8000 kB\n"}
 
@@ -20,7 +20,7 @@ def group(folder: str, most: str, used: int, inactive: int = 0) -> dict[str, str
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ({}, UNKNOWN_BYTES),
+        ({}, None),
         (MACHINE, 8000 * 1024),
         ({**MACHINE, "proc/self/cgroup": "0::/\n", **group("", "5000000", 1000, 10)}, 5000000 - 1000 + 10),
         ({**MACHINE, "proc/self/cgroup": "0::/\n", **group("", "max", 1000)}, 8000 * 1024),
@@ -34,7 +34,7 @@ def group(folder: str, most: str, used: int, inactive: int = 0) -> dict[str, str
         ({**MACHINE, "proc/self/cgroup": "3:memory:/a\n"}, 8000 * 1024),
     ],
 )
-def test_the_least_that_anybody_allows_counts(files: dict[str, str], expected: int, tmp_path: Path) -> None:
+def test_the_least_that_anybody_allows_counts(files: dict[str, str], expected: int | None, tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -42,4 +42,4 @@ def test_the_least_that_anybody_allows_counts(files: dict[str, str], expected: i
 
 
 def test_there_is_some_here() -> None:
-    assert free_memory_bytes() > 0
+    assert (free_memory_bytes() or 0) > 0

@@ -139,6 +139,10 @@ def test_more_memory_than_is_free_is_refused(
     assert allocator.total_tokens >= 4095
     without_cache = {"kv_cache_memory": 2 * free, "prefix_cache": False, "max_num_seqs": 1, "max_model_len": 64}
     build_engine(EngineConfig(**without_cache, **options))  # uses little of it
+    monkeypatch.setattr(backend, "free_memory_bytes", lambda: None)  # as on systems that do not say
+    for given, num_tokens in ((2 * free, 8191), (None, 4096)):
+        allocator = build_engine(EngineConfig(kv_cache_memory=given, **options)).core.runner.backend.allocator
+        assert allocator.total_tokens >= num_tokens
 
 
 def on_gpu(**options: Any) -> Any:
