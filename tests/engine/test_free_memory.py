@@ -41,5 +41,6 @@ def test_the_least_that_anybody_allows_counts(files: dict[str, str], expected: i
     assert free_memory_bytes(tmp_path) == expected
 
 
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="the system does not say")
 def test_there_is_some_here() -> None:
     assert (free_memory_bytes() or 0) > 0
