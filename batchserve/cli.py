@@ -57,12 +57,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _give_up_output()
         return 128 + signal.SIGPIPE
     except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename is not None:
+        if error.errno != errno.ENOSPC or not _is_output_full():
             raise
         _give_up_output()
         print(f"batchserve: standard output: cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     return status
+
+
+def _is_output_full() -> bool:
+    """Whether one character more cannot be written either: another file's disk may be the full one."""
+    try:
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError:
+        return True
+    return False
 
 
 def _give_up_output() -> None:

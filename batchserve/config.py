@@ -22,7 +22,6 @@ MIN_TARGET_MS = 0.001
 ITL_INFLATION = 1.25  # of a running request's inter-token latency, by what others have in its steps
 MAX_RECEIVE_BYTES = (1 << 31) - 1  # gRPC counts them in an int
 MiB = 1 << 20
-COPY_LENGTH = 16  # tokens, LLMA's k
 MOST_MIN_MATCH = 32  # tokens; no drafter compares more of a context (draft/text_index.py)
 MAX_THREADS = 4 * (os.cpu_count() or 1)  # OpenMP ends the process where it cannot start as many as it is told to
 
@@ -45,7 +44,7 @@ class DraftConfig:
     trie_prompt_weight: float | None = None
     trie_min_retrieved_tokens: int | None = None
     reference_min_match: int = 1
-    reference_copy_length: int = COPY_LENGTH
+    reference_copy_length: int | None = None
     jacobi_window: int | None = None
     jacobi_ngram: int = 5
     jacobi_guesses: int | None = None
@@ -55,10 +54,11 @@ class DraftConfig:
 
     def __post_init__(self) -> None:
         _one_of("trie_mode", self.trie_mode, TRIE_MODES)
-        for name in ("trie_capacity", "trie_min_retrieved_tokens", "jacobi_window", "jacobi_guesses"):
+        optional = ("trie_capacity", "trie_min_retrieved_tokens", "jacobi_window", "jacobi_guesses")
+        for name in (*optional, "reference_copy_length"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
-        for name in ("reference_min_match", "reference_copy_length", "max_scope_bytes", "max_draft_bytes"):
+        for name in ("reference_min_match", "max_scope_bytes", "max_draft_bytes"):
             _at_least(name, getattr(self, name), 1)
         if self.reference_min_match > MOST_MIN_MATCH:
             raise ConfigError(f"reference_min_match = {self.reference_min_match}: must be at most {MOST_MIN_MATCH}")
@@ -232,7 +232,7 @@ class EngineConfig:
     def _check_drafts_fit(self) -> None:
         """Of what was asked for, that is: a default is cut to what a step holds."""
         draft, most = self.draft, self.max_num_batched_tokens - 1
-        copied = 0 if draft.reference_copy_length == COPY_LENGTH else draft.reference_copy_length
+        copied = draft.reference_copy_length or 0
         window, guesses, levels = draft.jacobi_window or 0, draft.jacobi_guesses or 0, draft.jacobi_ngram - 1
         for name, value, num_rows in (
             ("decoding_length", self.decoding_length, self.decoding_length or 0),

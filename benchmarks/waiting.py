@@ -1,6 +1,6 @@
 """What a prompt takes where thousands wait, over what it takes where few do.
 
-    python -m benchmarks.waiting [--few 500] [--many 8000] [--rounds 3]
+    python -m benchmarks.waiting [--few 500] [--many 8000] [--rounds 5]
 
 The bundled model, offline: all prompts, of three tokens, are handed over at once and are given two tokens each, so that
 most of the time goes into letting requests in and out. Runs of few and of many take turns.
@@ -29,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--few", type=int, default=500)
     parser.add_argument("--many", type=int, default=8000)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     llm = LLM("bundled")
     prompt_ms(llm, args.few)  # warms up

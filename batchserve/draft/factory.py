@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # row costs about what it can gain: the papers' larger drafts (64 tokens in the trie's) are a GPU's.
 ADAPTIVE_DECODING_LENGTH, FIXED_DECODING_LENGTH = 64, 8
 MIXTURE_BRANCH_LENGTH, TRIE_BRANCH_LENGTH = 64, 12  # a copy may go as far as there are rows
+COPY_LENGTH = 16  # LLMA's k
 SHARING = ("mixture", "trie", "reference")  # those that keep texts for other requests
 # Lookahead Decoding, section 5: W = 15, 10 and 7 for models of 7, 13 and 34 billion parameters; here, what is nearer.
 JACOBI_WINDOWS = ((10e9, 15), (21e9, 10), (float("inf"), 7))
@@ -46,7 +47,7 @@ def jacobi_shape(config: DraftConfig, num_parameters: int) -> JacobiShape:
 def draft_limits(config: EngineConfig, num_parameters: int) -> dict[str, DraftLimits]:
     """Every drafter's bounds by name: the configured ones, or else its own."""
     window, ngram, guesses = jacobi_shape(config.draft, num_parameters)
-    copied = config.draft.reference_copy_length
+    copied = config.draft.reference_copy_length or COPY_LENGTH
     tree = ADAPTIVE_DECODING_LENGTH if config.is_adaptive else FIXED_DECODING_LENGTH
     own = {
         "mixture": DraftLimits(tree, MIXTURE_BRANCH_LENGTH),
@@ -96,7 +97,7 @@ def create_drafter(name: str, config: EngineConfig, num_parameters: int, part: f
 
         return ReferenceDrafter(
             min_match=draft.reference_min_match,
-            copy_length=draft.reference_copy_length,
+            copy_length=draft.reference_copy_length or COPY_LENGTH,
             max_scope_bytes=draft.max_scope_bytes,
             max_total_bytes=max_total_bytes,
         )

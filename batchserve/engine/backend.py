@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,8 +61,9 @@ def _cpu_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tu
     sampled_walk.compile_kernels()
     has_kernel = kernel_supports(loaded.layers, loaded.dtype)
     if config.batch_invariant:
-        say("checking that no operator gives a row other bits among other rows")
+        started_s = time.perf_counter()
         check_batch_invariant(loaded, has_kernel)
+        say(f"a row has the same bits among any others: tried in {time.perf_counter() - started_s:.1f} s")
     if has_kernel:
         compile_kernels(loaded.layers, loaded.dtype)
     say(_described(config, total_tokens, allocator.bytes_per_token, max_model_len))
