@@ -187,6 +187,8 @@ class EngineConfig:
             object.__setattr__(self, name, _path(name, getattr(self, name)))
         if self.served_model_name is not None:
             _path("served_model_name", self.served_model_name)
+        if not is_utf8(served := self.served_model_name or self.model):
+            raise ConfigError(f"served_model_name = {served!r}: must be text that is UTF-8 (the default is model)")
         flags = ("adaptive", "wait_for_drafter", "batch_invariant", "trust_remote_code", "prefix_cache")
         for name in (*flags, "enforce_eager", "compile_model", "huge_pages"):
             if not isinstance(getattr(self, name), bool):
@@ -280,11 +282,14 @@ def default_cache_dir() -> str:
 
 def is_scope_name(name: object) -> bool:
     """Whether it can name a draft scope: scopes are saved under their names, as UTF-8."""
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_SCOPE_CHARS:
-        return False
+    return isinstance(name, str) and 0 < len(name) <= MAX_SCOPE_CHARS and is_utf8(name)
+
+
+def is_utf8(text: str) -> bool:
+    """Whether it can be sent or written: what the system gives for other bytes has lone surrogates."""
     try:
-        name.encode()
-    except UnicodeEncodeError:  # lone surrogates
+        text.encode()
+    except UnicodeEncodeError:
         return False
     return True
 

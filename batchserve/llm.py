@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ T = TypeVar("T")
 class LLM:
     """A model and an engine in this process, for batches of prompts.
 
-    Options are those of EngineConfig. Not thread-safe; use AsyncEngine for concurrent callers.
+    Options are those of EngineConfig. Calls of several threads take turns; AsyncEngine serves its callers at once.
     """
 
     def __init__(self, model: str = "bundled", **options: Any) -> None:
@@ -35,6 +36,7 @@ class LLM:
         self._built = build_engine(self.config)
         self._core, self._processor, self._info = self._built.core, self._built.processor, self._built.info
         self._num_requests = 0
+        self._turn = threading.Lock()
 
     @property
     def info(self) -> ModelInfo:
@@ -55,7 +57,10 @@ class LLM:
         Every prompt is checked before any is run: raises InvalidRequestError and runs nothing. What goes wrong for one
         of them later (NonFiniteLogitsError) ends the call, and the others' answers are lost.
         """
-        requests = self._requests(_as_list(prompts), sampling_params, speculation, priority)
+        with self._turn:
+            return self._run(self._requests(_as_list(prompts), sampling_params, speculation, priority), show_progress)
+
+    def _run(self, requests: list[Request], show_progress: bool) -> list[RequestOutput]:
         collectors = {r.request_id: OutputCollector(r.prompt_token_ids) for r in requests}
         errors: list[BatchserveError] = []
         self._core.runner.bind_thread()
@@ -89,11 +94,16 @@ class LLM:
         """
         scope = self._processor.resolve_scope(SpeculationParams(draft_scope=name).draft_scope)
         if scope is not None:
-            self._core.clear_draft_scope(scope)
+            with self._turn:
+                self._core.clear_draft_scope(scope)
 
     def save_drafts(self, path: str | os.PathLike[str]) -> None:
-        """Keep what the default drafter shares in a file, for `draft_cache`. Raises ConfigError, OSError."""
-        self._built.save_drafts(Path(path))
+        """Keep what the default drafter shares in a file, for `draft_cache`; none is written before its first request.
+
+        Raises ConfigError, OSError.
+        """
+        with self._turn:
+            self._built.save_drafts(Path(path))
 
     def _requests(
         self,

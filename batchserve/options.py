@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any, get_type_hints
 
 from batchserve.config import (
@@ -32,7 +33,7 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]iB|B?)", text.strip(), re.IGNORECASE)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 2GiB, 512MiB or 1048576 (bytes)")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return int(Fraction(match[1]) * _UNITS[match[2].upper()])
 
 
 def parse_integers(text: str) -> tuple[int, ...]:

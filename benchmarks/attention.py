@@ -1,6 +1,6 @@
 """Where compiled kernels beat SDPA over slabs: microseconds a layer, for the choice in attention/cpu.py.
 
-python -m benchmarks.attention [--runs 50] [--name attention_amx]
+python -m benchmarks.attention [--runs 50] [--name attention_amx] [--dtype float32] [--window 128]
 
 "kernel" works in vectors (path_kernel.py), "matrices" in whole ones (matrix_kernel.py), where the processor has them.
 """
@@ -36,9 +36,9 @@ MOST_DRAFTS = 64  # rows: so many and fewer are trees, in which each row has two
 
 
 def contender(
-    dtype: torch.dtype, heads: tuple[int, int], case: tuple[int, int, int], kind: str, has_sinks: bool
+    dtype: torch.dtype, heads: tuple[int, int], case: tuple[int, int, int], kind: str, has_sinks: bool, window: int
 ) -> Callable[[], Any]:
-    """One layer's attend() of one step, masks cached as between the layers of a step."""
+    """One layer's attend() of one step, masks cached as between the layers of a step. window: 0 is none."""
     requests, rows, context = case
     num_heads, num_kv_heads = heads
     allocator = SlabAllocator([LayerShape(num_kv_heads, DIM, DIM)], dtype, requests * (context + rows + 64))
@@ -59,7 +59,7 @@ def contender(
     backend.begin(Spans.of(spans))
     query = torch.randn(1, requests * rows, num_heads, DIM).to(dtype).transpose(1, 2)
     key, value = (torch.randn(1, requests * rows, num_kv_heads, DIM).to(dtype).transpose(1, 2) for _ in range(2))
-    params = AttentionParams(DIM**-0.5, sinks=torch.randn(num_heads) if has_sinks else None)
+    params = AttentionParams(DIM**-0.5, window or None, sinks=torch.randn(num_heads) if has_sinks else None)
     return lambda: backend.attend(0, query, key, value, params)
 
 
@@ -67,15 +67,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--name", default="attention", help="of the file with the results (default: attention)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--window", type=int, default=0, help="keys of a sliding window (default: none)")
     args = parser.parse_args()
+    if args.window < 0:
+        parser.error(f"argument --window: {args.window}: must be at least 0")
+    dtype = getattr(torch, args.dtype)
     kinds = ["sdpa", "kernel"]
-    if takes_matrices([LayerShape(1, DIM, DIM)], torch.bfloat16):
+    if takes_matrices([LayerShape(1, DIM, DIM)], dtype):
         kinds.append("matrices")
     rows = []
     for name, heads in HEADS.items():
         for case in CASES:
-            what = torch.bfloat16, heads, case
-            calls = {kind: contender(*what, kind, name in WITH_SINKS) for kind in kinds}
+            what = dtype, heads, case
+            calls = {kind: contender(*what, kind, name in WITH_SINKS, args.window) for kind in kinds}
             times: dict[str, list[float]] = {kind: [] for kind in calls}
             for number in range(args.runs + 3):
                 for kind, call in calls.items():
@@ -98,7 +103,7 @@ def main() -> None:
                 f"{name:8} {requests:3} x {count:3} rows, context {context:5}, work each {row['work_each']:7}: {found}",
                 flush=True,
             )
-    write_results(args.name, {"dtype": "bfloat16", "head_dim": DIM, "cases": rows})
+    write_results(args.name, {"dtype": args.dtype, "window": args.window, "head_dim": DIM, "cases": rows})
 
 
 if __name__ == "__main__":

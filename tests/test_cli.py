@@ -43,6 +43,7 @@ from tests.server.harness import serving
         ("1.5KiB", 1536),
         ("7B", 7),
         ("1TiB", 1 << 40),
+        ("9" * 400 + "TiB", (10**400 - 1) << 40),  # more than a float can be
     ],
 )
 def test_sizes(text, size):

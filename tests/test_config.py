@@ -36,6 +36,7 @@ from batchserve.errors import ConfigError
         {"model": 5},
         {"served_model_name": ""},
         {"served_model_name": 5},
+        {"served_model_name": "m\udcff"},  # could not be sent
         {"cache_dir": None},
         {"device": "tpu"},
         {"attention_backend": "sdpa"},
@@ -69,6 +70,12 @@ def test_values_out_of_bounds_are_refused_by_name(options: dict[str, Any]) -> No
         EngineConfig(**options)
     name = list(options)[-1]
     assert f"{name} = {options[name]!r}" in str(caught.value)
+
+
+def test_a_folder_whose_name_cannot_be_sent_is_served_under_another() -> None:
+    with pytest.raises(ConfigError, match=r"served_model_name = 'm\\udcff': must be text that is UTF-8"):
+        EngineConfig(model="m\udcff")
+    assert EngineConfig(model="m\udcff", served_model_name="m").model == "m\udcff"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -159,6 +160,12 @@ def test_a_scope_that_was_cleared_drafts_no_more() -> None:
     llm.clear_draft_scope("request")  # shares nothing: harmless
     with pytest.raises(InvalidRequestError, match="draft_scope"):
         llm.clear_draft_scope("x" * 300)
+
+
+def test_callers_in_several_threads_take_turns(llm: LLM, answers: list[RequestOutput]) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda text: generate(llm, text), TEXTS))
+    assert [output.token_ids for (output,) in found] == [output.token_ids for output in answers]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 9])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import tokenize
 import zipfile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FORMAT, VERSION = "batchserve-drafts", 1
+# What NumPy, zipfile and json raise for contents that are not theirs.
+UNREADABLE = (
+    *(ValueError, LookupError, TypeError, EOFError, RuntimeError, MemoryError),
+    *(zipfile.BadZipFile, tokenize.TokenError),
+)
 
 
 class SavedScope(NamedTuple):
@@ -78,8 +84,7 @@ def read_scopes(path: Path, fingerprint: str, vocab_size: int, most_bytes: int) 
             return [_read_scope(arrays, vocab_size, i, *key) for i, key in enumerate(header["scopes"])]
     except OSError as error:
         raise refuse(f"cannot be read ({error})") from error
-    # What NumPy, zipfile and json raise for contents that are not theirs.
-    except (ValueError, LookupError, TypeError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile) as error:
+    except UNREADABLE as error:
         raise refuse("it is damaged or no draft cache") from error
 
 

@@ -59,6 +59,7 @@ class DraftStage:
         self._clock = clock
         self._step_time = step_time
         self._started: dict[str, _Unheard] = {}  # requests that have draft state
+        self._forgotten: dict[str, int] = {}  # of others: so many tokens were published when their scope was cleared
         self._step: StepOutcome | None = None  # the one under way
 
     def propose(self, plan: SchedulerOutput) -> DraftForest:
@@ -156,7 +157,8 @@ class DraftStage:
             self.adaptive.start(request.request_id, name or self.drafter.name, request.speculation.tpot_target_s)
         outputs = request.token_ids[request.num_prompt_tokens :]
         # What is committed but not yet published is shared with the rest of its step.
-        self._started[request.request_id] = _Unheard(outputs, outputs[: request.num_published_tokens])
+        forgotten = self._forgotten.pop(request.request_id, 0)
+        self._started[request.request_id] = _Unheard(outputs, outputs[forgotten : request.num_published_tokens])
         return True
 
     def accept(self, request: Request, token_ids: Sequence[int], unverified_token_ids: Sequence[int]) -> None:
@@ -224,12 +226,17 @@ class DraftStage:
             self._tell([request.request_id])
             del self._started[request.request_id]
             self.drafter.end(request.request_id)
+        self._forgotten.pop(request.request_id, None)
         if self.adaptive is not None:
             self.adaptive.end(request.request_id)
 
-    def clear_scope(self, name: str) -> None:
+    def clear_scope(self, name: str, in_flight: Iterable[Request]) -> None:
+        """Forget what the scope's requests have been given until now, those in flight included."""
         self._tell(self._started)  # what was said before is forgotten, too
         self.drafter.clear_scope(DraftScope(TENANT, name))
+        for request in in_flight:
+            if request.request_id not in self._started and request.speculation.draft_scope == name:
+                self._forgotten[request.request_id] = request.num_published_tokens
 
 
 def depth_labels() -> tuple[str, ...]:

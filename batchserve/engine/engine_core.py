@@ -166,9 +166,16 @@ class EngineCore:
         }
 
     def clear_draft_scope(self, name: str) -> None:
-        """Forget what the scope's requests have shared, drafts and K/V; those in flight go on, and on sharing."""
+        """Forget what the scope's requests have shared, drafts and K/V.
+
+        Those in flight go on. What they are given from now on is drafted from, as before; their K/V, which is of what
+        came before, too, is nobody else's any more.
+        """
         self.runner.backend.allocator.forget_prefixes(name)
-        self.drafts.clear_scope(name)
+        self.drafts.clear_scope(name, self._detokenizers)
+        for request in self._detokenizers:
+            if request.prefix_scope == name:
+                request.prefix_scope = None
 
     def _build(self, scheduled: list[ScheduledRequest], drafts: DraftForest) -> RaggedBatch:
         """drafts: a tree for every scheduled request, empty ones included."""

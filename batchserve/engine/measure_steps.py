@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 MOST_SECONDS = 4.0  # for all rounds together, begun ones are finished
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
-LONG_STEP_S = 0.5  # what takes longer is left to extrapolation
+LONG_STEP_S = 0.5  # what takes longer is left to extrapolation, and what may take twice as long is not even tried
 CONTEXT, SHORT_CONTEXT = 1024, 256
 MOST_DRAFT = 64  # steps of more rows are mostly a prompt's
 MANY_REQUESTS = 16
@@ -162,12 +162,16 @@ def _time_all(runner: ModelRunner, sizes: list[_Case], probes: list[_Case], name
             return _time(runner, case, new_names)
 
     samples = {case: [sample(case)] for case in probes}
+    of_a_row_s = 0.0
     for case in sizes:
         if _reserved(case) > runner.backend.allocator.free_tokens:
             break  # what memory has no room for is extrapolated, too
+        if of_a_row_s * sum(case.rows) > 2 * LONG_STEP_S:
+            break
         samples[case] = [sample(case)]
         if samples[case][0] > LONG_STEP_S:
             break
+        of_a_row_s = samples[case][0] / sum(case.rows)
     for number in range(1, MOST_ROUNDS):
         if number >= FEWEST_ROUNDS and time.perf_counter() - started > MOST_SECONDS:
             break

@@ -7,7 +7,8 @@ from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
 
 from batchserve.request import Request, RequestStatus
-from batchserve.scheduler.policy import prefill_rows, prompt_rank, rank
+from batchserve.scheduler.policy import prompt_rank, rank
+from batchserve.scheduler.prompt_room import PromptRoom, StepBound
 from batchserve.scheduler.sharing import best_source
 from batchserve.scheduler.waiting import WaitingQueue
 
@@ -128,14 +129,14 @@ class Scheduler:
         rows_left = self._config.max_num_batched_tokens
         planned = self._plan_decoding(preempted)
         computing = self._computing(planned)
-        chunk_rows = self._prompt_rows(planned, computing, rows_left - len(planned))
+        room = self._prompt_room(planned, len(computing), rows_left - len(planned))
         for request in computing:
             if request.status is RequestStatus.RUNNING:
                 if not preempted:
-                    chunk_rows = self._admit(chunk_rows, planned, before=request)
-                chunk_rows -= self._plan_chunk(request, chunk_rows, planned, preempted)
+                    self._admit(room, planned, before=request)
+                self._plan_chunk(request, room, planned, preempted)
         if not preempted:
-            self._admit(chunk_rows, planned)
+            self._admit(room, planned)
         # A request planned above may have been preempted by an older one after that.
         running = [r for r in self.running if r.request_id in planned]
         rows_left = self._config.max_num_batched_tokens - sum(planned[r.request_id] for r in running)
@@ -163,46 +164,53 @@ class Scheduler:
         """Those whose prompt is being computed, in the order in which they get rows."""
         return sorted((r for r in self.running if r.request_id not in planned), key=self._prompt_rank)
 
-    def _prompt_rows(self, planned: dict[str, int], computing: list[Request], rows: int) -> int:
+    def _prompt_room(self, planned: dict[str, int], num_computing: int, rows: int) -> PromptRoom:
         """The rows, at most so many, that prompts get beside the requests that are planned already."""
-        free_seats = self._config.max_num_seqs - len(self.running)
-        num_prompts = len(computing) + min(free_seats, len(self.waiting))
+        num_prompts = num_computing + self._num_admissible()
         if not planned or not num_prompts:
-            return rows
+            return PromptRoom(rows)
         decoding = [r for r in self.running if r.request_id in planned]
         # The others are kept for drafts: as many as may be asked for, at most half.
         rows -= min(rows // 2, sum(r.speculation.max_draft_tokens for r in decoding))
         if self._step_time is None:
-            return rows
+            return PromptRoom(rows)
         max_itl_ms = self._config.max_itl_ms
-        return prefill_rows(
+        bound = StepBound.beside(
             self._step_time,
             decoding,
             round(self._draft_rows),
             num_prompts,
-            computing[0].num_computed_tokens if computing else 0,
-            rows,
             self._config.prompt_inflation,
             None if max_itl_ms is None else max_itl_ms / 1e3,
         )
+        return PromptRoom(rows, bound)
 
-    def _plan_chunk(self, request: Request, rows: int, planned: dict[str, int], preempted: list[Request]) -> int:
-        chunk = self._chunk(request, rows)
-        if chunk < 1 or not self._reserve(request, chunk, preempted):
+    def _num_admissible(self) -> int:
+        """How many of those who wait there are seats and, if all were as long as the first, memory for."""
+        if not self.waiting:
             return 0
-        planned[request.request_id] = chunk
-        return chunk
+        num_fitting = self._allocator.free_tokens // self.waiting.first(self._now_s).num_pending_tokens
+        return min(len(self.waiting), self._config.max_num_seqs - len(self.running), num_fitting)
 
-    def _chunk(self, request: Request, rows: int) -> int:
-        """How many of the request's tokens a step with so many rows left computes."""
+    def _plan_chunk(
+        self, request: Request, room: PromptRoom, planned: dict[str, int], preempted: list[Request]
+    ) -> None:
+        chunk = self._chunk(request, room)
+        if chunk >= 1 and self._reserve(request, chunk, preempted):
+            self._take(request, chunk, room, planned)
+
+    def _chunk(self, request: Request, room: PromptRoom) -> int:
+        """How many of the request's tokens a step with so much room left computes."""
+        rows = room.rows_behind(request.num_computed_tokens)
         return min(rows, request.num_pending_tokens, self._config.prefill_chunk_size or rows)
 
-    def _admit(self, rows: int, planned: dict[str, int], before: Request | None = None) -> int:
-        """Let waiting requests in, only those whose prompt comes before that of `before` if it is given.
+    def _take(self, request: Request, chunk: int, room: PromptRoom, planned: dict[str, int]) -> None:
+        planned[request.request_id] = chunk
+        room.take(chunk, request.num_computed_tokens)
 
-        Returns the rows left.
-        """
-        while self.waiting and rows > 0 and len(self.running) < self._config.max_num_seqs:
+    def _admit(self, room: PromptRoom, planned: dict[str, int], before: Request | None = None) -> None:
+        """Let waiting requests in, only those whose prompt comes before that of `before` if it is given."""
+        while self.waiting and room.rows_behind(0) > 0 and len(self.running) < self._config.max_num_seqs:
             request = self.waiting.first(self._now_s)
             if before is not None and self._prompt_rank(request) >= self._prompt_rank(before):
                 break
@@ -212,10 +220,10 @@ class Scheduler:
             self.waiting.remove(request)
             request.move_to(RequestStatus.RUNNING)
             self.running.append(request)
-            chunk = self._chunk(request, rows)
-            planned[request.request_id] = chunk
-            rows -= chunk
-        return rows
+            chunk = self._chunk(request, room)
+            if chunk < 1:  # behind what is cached of it not even a row fits any more
+                break
+            self._take(request, chunk, room, planned)
 
     def _begin(self, request: Request) -> bool:
         """Reserve memory for all tokens of a waiting request; what others have left or have is computed already."""

@@ -75,26 +75,30 @@ def learn_step(table, load, without, decoding, step_s, num_steps):  # type: igno
 
 @njit(cache=True, nogil=True)
 def _seconds_beside(table, what, rows, num_drafts):  # type: ignore[no-untyped-def]
-    """Of a step with so many rows of a prompt, and drafts, beside decoding ones; see fitting_rows."""
-    num_decoding, context, _, prompt_context = what
+    """Of a step with so many rows of one more prompt, and drafts; see fitting_rows."""
+    decoding, taken, _, prompt_context = what
+    num_decoding, context = decoding[0], decoding[3]
     most, is_any = num_decoding + num_drafts, min(1.0, rows)
-    attended = context * most // num_decoding + rows * prompt_context
+    num_requests = num_decoding + taken[2] + is_any
+    attended = context * most // num_decoding + taken[4] + rows * prompt_context
     # The head runs on the last of a prompt's rows at most.
-    load = (most + rows, most, num_decoding + is_any, context + is_any * prompt_context, attended)
+    load = (most + taken[0] + rows, most, num_requests, context + taken[3] + is_any * prompt_context, attended)
     return seconds_at(table, load, 0.0, 0.0)
 
 
 @njit(cache=True, nogil=True)
 def fitting_rows(table, what, sizes, bounds):  # type: ignore[no-untyped-def]
-    """The most rows of prompts that a step may carry; see policy.prefill_rows.
+    """The most rows that one more prompt may have in a step; see prompt_room.py.
 
-    what: decoding requests, their K/V entries together, draft rows to be expected, K/V entries behind the prompt.
-    sizes: the least number of rows, which is returned where none fits, what is added to it, the most. bounds: how many
-    times as long the step may become, and the seconds that it may take without drafts.
+    what: the loads, as StepLoad.floats(), of decoding requests and of the prompts that have rows already; draft rows to
+    be expected; K/V entries behind the prompt. sizes: the least number of rows, which is returned where none fits, what
+    is added to it, the most. bounds: how many times as long as without prompts the step may become, and the seconds
+    that it may take without drafts.
     """
     least, step, most = sizes
-    num_drafts = what[2]
-    longest_s = bounds[0] * _seconds_beside(table, what, 0.0, num_drafts)
+    decoding, _, num_drafts, _ = what
+    nobody = (0.0, 0.0, 0.0, 0.0, 0.0)
+    longest_s = bounds[0] * _seconds_beside(table, (decoding, nobody, num_drafts, 0.0), 0.0, num_drafts)
     # Seconds never fall with rows: bisect for the first size that does not fit.
     low, high = 0, (most - least) // step + 1
     while low < high:
@@ -112,4 +116,4 @@ def compile_kernels() -> None:
     """Compile every kernel, or load it from the cache on disk."""
     table, load = (np.array([1.0, 2.0]), np.ones(2), np.zeros(2), np.zeros(5)), (1.0, 1.0, 1.0, 0.0, 0.0)
     learn_step(table, load, load, load, seconds_at(table, load, 0.0, 0.0), 1)
-    fitting_rows(table, (1.0, 1.0, 0.0, 0.0), (1, 1, 2), (1.0, 1.0))
+    fitting_rows(table, (load, load, 0.0, 0.0), (1, 1, 2), (1.0, 1.0))

@@ -32,6 +32,7 @@ STATUS_TIMEOUT_S = 5.0
 QUIET_S = 0.15
 ARRIVALS_TIMEOUT_S = 1.0
 MIN_PING_INTERVAL_MS = 5000
+MAX_METADATA_BYTES = 16 << 10
 T = TypeVar("T")
 
 
@@ -199,6 +200,9 @@ async def _either(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, Any
 def _channel_arguments(config: ServerConfig) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", config.max_receive_bytes),
+        # By default gRPC refuses metadata between the two at random.
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         # On by default on Linux, where a second server on the same port would silently take half of the connections.
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_permit_without_calls", 1),

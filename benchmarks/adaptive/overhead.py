@@ -6,9 +6,11 @@ Real steps: the bundled model's own answers, and recorded answers forced through
 parameters. One compute thread. Every part is timed in place, between forwards that leave the caches as forwards do.
 "host" is all of a step but the forward, the sampling (the argmax over the logits, which plain decoding pays too) and
 the look-up of the recorded answers (which nobody but a benchmark has); of it, what schedules, drafts, chooses and
-learns is shown by itself, too, and what stands between the commit of a step and the launch of the next. The same once
-more while the forward is only waited for, as long as it took: so the caches are left alone, as they are where the
-forward runs on a GPU.
+learns is shown by itself, too, and what stands between the commit of a step and the launch of the next.
+
+The same twice more without a forward. While it is only waited for, as long as it took, the host's caches are its own,
+as they are where the forward runs on a GPU. And with steps one right behind the other, while the engine's clock goes on
+as if there had been a forward: that is what the code itself takes, whoever else uses the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -115,18 +117,38 @@ def instrumented(bench: Lab, parts: Parts) -> Iterator[None]:
 
 
 @contextmanager
-def waiting(bench: Lab, forward_s: float) -> Iterator[None]:
-    """No forward runs: it is waited for, as long as it takes. Tokens are those of the recorded answers anyway."""
-    runner = bench.engine.core.runner
+def clock_put_forward(bench: Lab) -> Iterator[Callable[[float], None]]:
+    """Gives what puts the engine's clock forward by some seconds."""
+    core, ahead_s = bench.engine.core, 0.0
+    clock = core._clock
 
-    def wait(batch: RaggedBatch) -> torch.Tensor:
-        until_s = time.perf_counter() + forward_s
-        while time.perf_counter() < until_s:
-            pass
-        return torch.zeros(len(batch.logit_rows), 2)
+    def put_forward(seconds: float) -> None:
+        nonlocal ahead_s
+        ahead_s += seconds
 
-    with mock.patch.object(runner, "forward", wait):
-        yield
+    def now_s() -> float:
+        return clock() + ahead_s
+
+    with mock.patch.object(core, "_clock", now_s), mock.patch.object(core.drafts, "_clock", now_s):
+        yield put_forward
+
+
+@contextmanager
+def without_forward(bench: Lab, forward_s: float, *, is_waited_for: bool) -> Iterator[None]:
+    """No forward runs, but for the engine's clock. Tokens are those of the recorded answers anyway."""
+    with clock_put_forward(bench) as put_forward:
+
+        def forward(batch: RaggedBatch) -> torch.Tensor:
+            if is_waited_for:
+                until_s = time.perf_counter() + forward_s
+                while time.perf_counter() < until_s:
+                    pass
+            else:
+                put_forward(forward_s)
+            return torch.zeros(len(batch.logit_rows), 2)
+
+        with mock.patch.object(bench.engine.core.runner, "forward", forward):
+            yield
 
 
 def measure(bench: Lab, workload: Workload, contender: Contender, options: Options) -> dict[str, Any]:
@@ -135,8 +157,10 @@ def measure(bench: Lab, workload: Workload, contender: Contender, options: Optio
     core = bench.engine.core
     core.drafts.adaptive = contender.adaptive
     found = timed_parts(bench, workload, contender, load)
-    with waiting(bench, found["median_ms_by_part"]["forward"] / 1e3):
-        found["caches_left_alone"] = timed_parts(bench, workload, contender, load)
+    forward_s = found["median_ms_by_part"]["forward"] / 1e3
+    for name, is_waited_for in (("caches_left_alone", True), ("without_pause", False)):
+        with without_forward(bench, forward_s, is_waited_for=is_waited_for):
+            found[name] = timed_parts(bench, workload, contender, load)
     say(f"{workload.name}, {contender.name}: {found}")
     return found
 

@@ -400,6 +400,7 @@ def _rewrite(path: Path, save: Any = np.savez, **changes: Any) -> None:
     ("damage", "reason"),
     [
         (lambda path: path.write_bytes(path.read_bytes()[:-200]), "damaged"),
+        (lambda path: path.write_bytes(path.read_bytes().replace(b"'shape': (", b"'shape': )")), "damaged"),
         (lambda path: path.write_bytes(b"no archive at all"), "damaged"),
         (lambda path: path.write_bytes(b""), "damaged"),
         (lambda path: path.write_bytes(pickle.dumps({"a": 1})), "damaged"),

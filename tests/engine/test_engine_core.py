@@ -147,6 +147,25 @@ def test_a_request_whose_drafter_is_not_ready_decodes_without_drafts_until_it_is
     assert bytes(drafter.shared["slow"]).decode() == "abcdefghijklmnop"
 
 
+def test_what_a_request_was_given_before_its_scope_was_cleared_is_not_shared_when_its_drafter_gets_ready() -> None:
+    engine = scripted_engine(is_drafting=True, decoding_length=4)
+    drafter = engine.drafter
+    assert drafter is not None
+    drafter.unready = {"jacobi"}
+    for name, scope in (("a", "team"), ("b", "other")):
+        speculation = SpeculationParams(drafter="jacobi", draft_scope=scope)
+        add(engine, name, "abcdefghijklmnop", max_tokens=16, speculation=speculation)
+    for _ in range(4):
+        engine.step()
+    assert engine.text("a") == "abc"
+    engine.core.clear_draft_scope("team")
+    drafter.unready = set()
+    engine.run()
+    assert bytes(drafter.shared["a"]).decode() == "defghijklmnop"
+    assert bytes(drafter.shared["b"]).decode() == "abcdefghijklmnop"
+    assert engine.text("a") == "abcdefghijklmnop"
+
+
 def test_a_request_that_ends_before_its_drafter_is_ready_leaves_nothing_behind() -> None:
     engine = scripted_engine(is_drafting=True)
     assert engine.drafter is not None

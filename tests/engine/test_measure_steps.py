@@ -123,6 +123,17 @@ def test_what_memory_has_no_room_for_is_left_out(
     machine.backend.allocator.check_integrity(())
 
 
+def test_a_step_that_would_take_long_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rows and requests are allowed, a start takes some seconds."""
+    machine = timed_by(Machine(1 << 21), monkeypatch)
+    table = measure(machine, 1 << 31, 1 << 30, 4096)  # type: ignore[arg-type]
+    assert table.rows == tuple(grid(2000)[:-1])
+    assert machine.now_s < 20
+    for rows in (2000, 1 << 19):
+        load = StepLoad(rows, 1, 1)
+        assert StepTimeModel(table).predict(load) == pytest.approx(machine.seconds(load), rel=0.05), rows
+
+
 def test_buckets_are_flat_inside_and_rise_at_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = timed_by(Machine(bucket_sizes=(1, 2, 4, 8, 24, 40, 64)), monkeypatch)
     model = StepTimeModel(measure(machine, 64, 16, 1024))  # type: ignore[arg-type]

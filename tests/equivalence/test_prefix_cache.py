@@ -168,6 +168,43 @@ def test_no_other_scope_ever_hits_and_a_private_request_leaves_nothing(tiny_mode
     assert allocator.cached_tokens == 0
 
 
+def test_nobody_hits_what_was_computed_before_the_scope_was_cleared_while_it_runs_nor_later(
+    tiny_model: dict[str, Path],
+) -> None:
+    engine = make_engine(tiny_model["llama"], decoding_length=0)
+    usage: dict[str, int] = {}
+
+    def note(events: list[Event]) -> None:
+        for request, event in events:
+            if not isinstance(event, BatchserveError) and event.usage is not None:
+                usage[request.request_id] = event.usage.cached_tokens
+
+    def add(name: str, prompt: list[int], max_tokens: int) -> Request:
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        request = engine.processor.make_request(name, prompt, sampling, of("team"), 0.0)
+        engine.core.add(request)
+        return request
+
+    engine.core.emit = note
+    early = add("early", texts(12, 60)[0], 60)
+    for _ in range(20):
+        engine.core.step()
+    before = list(early.token_ids)
+    assert len(before) > 70
+    engine.core.clear_draft_scope("team")
+    add("while it runs", before, 1)
+    for _ in range(5):
+        engine.core.step()
+    assert "early" not in usage
+    while engine.core.has_work:
+        engine.core.step()
+    add("later", before[:65], 1)
+    while engine.core.has_work:
+        engine.core.step()
+    # The second one came behind the clear: what it has left is the scope's again.
+    assert usage == {"early": 0, "while it runs": 0, "later": 64}
+
+
 def test_without_the_cache_nothing_is_kept(tiny_model: dict[str, Path]) -> None:
     engine = make_engine(tiny_model["llama"], prefix_cache=False)
     prompt = texts(7, 100)[0]

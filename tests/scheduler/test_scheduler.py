@@ -15,9 +15,14 @@ from batchserve.config import DRAFTERS, EngineConfig
 from batchserve.draft.factory import draft_limits
 from batchserve.request import Request, RequestStatus
 from batchserve.scheduler.policy import rank
+from batchserve.scheduler.prompt_room import LEAST_CHUNK
 from batchserve.scheduler.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
+from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from batchserve.types import SpeculationParams
 from tests.factories import examples, make_request, resolve_speculation
+
+# Reading a long context takes as long as many rows.
+TABLE = StepTimeTable((1, 8, 64), (0.010, 0.011, 0.060), 0.0002, 0.0, 1e-5, 1e-5)
 
 
 class FakeAllocator:
@@ -88,11 +93,18 @@ class FakeAllocator:
 class Traffic:
     """A scheduler with made-up execution behind it: drafts are accepted as told, answers run to max_tokens."""
 
-    def __init__(self, config: EngineConfig, allocator: FakeAllocator, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        allocator: FakeAllocator,
+        max_model_len: int,
+        step_time: StepTimeModel | None = None,
+    ) -> None:
         self.config = config
         self.allocator = allocator
         self.max_model_len = max_model_len
-        self.scheduler = Scheduler(config, allocator, max_model_len)
+        self.step_time = step_time
+        self.scheduler = Scheduler(config, allocator, max_model_len, step_time)
         self.arrivals: dict[str, int] = {}
         self.wishes: dict[str, SpeculationParams] = {}
         self.finished: list[str] = []
@@ -125,6 +137,7 @@ class Traffic:
 
     def step(self, accepted_share: float = 0.5) -> SchedulerOutput:
         running_before, waiting_before = list(self.scheduler.running), list(self.scheduler.waiting)
+        self.decoding = [r for r in running_before if r.num_pending_tokens == 1]
         plan = self.scheduler.schedule(self.now_s)
         self.check(plan, running_before, waiting_before)
         self.now_s += 1.0
@@ -166,6 +179,8 @@ class Traffic:
         for item in plan.scheduled:
             self.check_item(item)
         assert plan.scheduled or not scheduler.running, "a step without progress"
+        if self.step_time is not None and not plan.preempted:
+            self.check_length(plan, self.step_time, len(waiting_before))
         self.allocator.check_integrity({r.request_id for r in scheduler.running})
 
     def check_order(self, plan: SchedulerOutput, running_before: list[Request], waiting_before: list[Request]) -> None:
@@ -188,6 +203,17 @@ class Traffic:
         for request in admitted:
             assert request.num_cached_tokens < request.num_prompt_tokens
             assert request.num_cached_tokens == 0 or request.prefix_scope is not None
+
+    def check_length(self, plan: SchedulerOutput, step_time: StepTimeModel, num_waiting: int) -> None:
+        """Prompts stretch the step of those who decode no further than they may, whatever they have behind them."""
+        decoding = [i for i in plan.scheduled if i.request in self.decoding]
+        prompts = [i for i in plan.scheduled if i not in decoding]
+        if not decoding or sum(i.num_scheduled_tokens for i in prompts) <= LEAST_CHUNK:
+            return
+        plain_s, step_s = (step_time.predict(load_of(items)) for items in (decoding, [*decoding, *prompts]))
+        num_prompts = len(self.scheduler.running) - len(decoding) + num_waiting
+        assert step_s <= plain_s * (1 + (self.config.prompt_inflation - 1) * num_prompts) * (1 + 1e-9)
+        assert self.config.max_itl_ms is None or step_s <= self.config.max_itl_ms / 1e3 * (1 + 1e-9)
 
     def check_item(self, item: ScheduledRequest) -> None:
         request, config = item.request, self.config
@@ -225,6 +251,14 @@ class Traffic:
         return steps
 
 
+def load_of(scheduled: Sequence[ScheduledRequest]) -> StepLoad:
+    """Of a step with these: the head runs on one row of each who decodes, and on no prompt's."""
+    parts = [(i.num_scheduled_tokens, i.request.num_computed_tokens) for i in scheduled]
+    rows, context = sum(count for count, _ in parts), sum(context for _, context in parts)
+    num_decoding = sum(count == 1 for count, _ in parts)
+    return StepLoad(rows, num_decoding, len(parts), context, sum(count * context for count, context in parts))
+
+
 def _or(value: int | None, default: int) -> int:
     return default if value is None else value
 
@@ -239,6 +273,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         extent=st.sampled_from([1, 4, 16]),
         memory=st.integers(3, 12),
         max_priority_wait_s=st.sampled_from([0.0, 7.0, 1e9]),
+        max_itl_ms=st.sampled_from([None, 12.0, 30.0]),
+        is_timed=st.booleans(),
     )
     def start(
         self,
@@ -250,6 +286,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         extent: int,
         memory: int,
         max_priority_wait_s: float,
+        max_itl_ms: float | None,
+        is_timed: bool,
     ) -> None:
         config = EngineConfig(
             max_num_seqs=max_num_seqs,
@@ -258,10 +296,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             decoding_length=None if decoding_length is None else min(decoding_length, max_num_seqs + spare_rows - 1),
             branch_length=branch_length,
             max_priority_wait_s=max_priority_wait_s,
+            max_itl_ms=max_itl_ms,
         )
         allocator = FakeAllocator(memory * 16, extent)
         self.max_model_len = min(60, allocator.total_tokens)
-        self.traffic = Traffic(config, allocator, self.max_model_len)
+        step_time = StepTimeModel(TABLE) if is_timed else None
+        self.traffic = Traffic(config, allocator, self.max_model_len, step_time)
 
     @rule(
         prompt_share=st.floats(0, 1),
@@ -444,6 +484,26 @@ def test_who_was_preempted_begins_again_with_what_is_cached() -> None:
         traffic.step()
     assert (second.num_cached_tokens, second.num_preemptions) == (29, 1)
     traffic.run_to_the_end()
+
+
+@pytest.mark.parametrize(("max_itl_ms", "most_rows"), [(20.0, 60), (None, 20)])
+def test_a_prompt_whose_beginning_is_cached_stretches_a_step_no_further_than_any_other(
+    max_itl_ms: float | None, most_rows: int
+) -> None:
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=256, decoding_length=0, max_itl_ms=max_itl_ms)
+    table = StepTimeTable((1, 256), (0.010, 0.050), per_attended_token=1e-6)
+    traffic = Traffic(config, FakeAllocator(9000, 1), 4000, StepTimeModel(table))
+    traffic.add(3000, 1, scope="s")
+    traffic.run_to_the_end()
+    traffic.add(3, 900)
+    traffic.step()
+    cached, other = traffic.add(3500, 1, scope="s"), traffic.add(3500, 1, scope="t")
+    first_rows: dict[str, int] = {}
+    while len(first_rows) < 2:
+        for item in traffic.step().scheduled[1:]:  # Traffic.check_length looks at the whole step
+            first_rows.setdefault(item.request.request_id, item.num_scheduled_tokens)
+    assert cached.num_cached_tokens == 3000
+    assert LEAST_CHUNK <= first_rows[cached.request_id] < first_rows[other.request_id] <= most_rows
 
 
 def sharing_traffic(memory: int = 4000) -> Traffic:

@@ -225,6 +225,17 @@ async def test_bytes_that_are_no_http2_leave_the_server_serving(tiny: Served):
     assert len((await tiny.client.generate(ask())).token_ids) == 8
 
 
+@pytest.mark.parametrize(("size", "is_accepted"), [(8_500, True), (15_000, True), (17_000, False)])
+async def test_metadata_is_refused_beyond_16_kib_and_never_below(tiny: Served, size: int, is_accepted: bool):
+    for _ in range(20):
+        call = tiny.client.stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=(("x", "y" * size),))
+        if is_accepted:
+            assert (await call).max_model_len == CONTEXT
+        else:
+            assert (await failure_of(call)).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert len((await tiny.client.generate(ask())).token_ids) == 8
+
+
 async def test_a_message_beyond_the_receive_limit_is_refused_by_the_transport(tiny: Served):
     big = pb.GenerateRequest(text="x" * (17 << 20))
     assert (await failure_of(tiny.client.generate(big))).code is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -1,0 +1,87 @@
+"""How much of prompts a step may carry beside those who are already answering."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from batchserve.scheduler.step_time import StepLoad
+from batchserve.scheduler.time_kernels import fitting_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from batchserve.request import Request
+    from batchserve.scheduler.step_time import StepTimeModel
+
+LEAST_CHUNK = 4  # rows: prompts go on, whatever the bound
+CHUNK_STEP = 4
+
+
+@dataclass(slots=True)
+class StepBound:
+    """What a step with prompts may take: its decoding requests and the draft rows to be expected with them.
+
+    decoding: the load of their plain rows. The step may become max_inflation times as long as with these and drafts,
+    and may take max_step_s without drafts, which come after prompts.
+    """
+
+    step_time: StepTimeModel
+    decoding: StepLoad
+    num_draft_rows: int
+    max_inflation: float
+    max_step_s: float = math.inf
+
+    @classmethod
+    def beside(
+        cls,
+        step_time: StepTimeModel,
+        decoding: Iterable[Request],
+        num_draft_rows: int,
+        num_prompts: int,
+        max_inflation: float,
+        max_step_s: float | None,
+    ) -> StepBound:
+        """Each of the prompts that are to be computed may stretch the step by max_inflation - 1 of its length, so that
+        a queue does not wait longer the more of it there is; all together by no more than max_step_s allows.
+        """
+        contexts = [request.num_computed_tokens for request in decoding]
+        count, context = len(contexts), sum(contexts)
+        inflation = 1.0 + (max_inflation - 1.0) * max(1, num_prompts)
+        load = StepLoad(count, count, count, context, context)
+        return cls(step_time, load, num_draft_rows, inflation, math.inf if max_step_s is None else max_step_s)
+
+
+class PromptRoom:
+    """The rows of one step that prompts may take, handed out one prompt after the other.
+
+    Rows behind a long context take longer, be it cached or computed: so each prompt is given what fits beside those
+    before it. Never less than LEAST_CHUNK in all, and never more than max_rows.
+    """
+
+    def __init__(self, max_rows: int, bound: StepBound | None = None) -> None:
+        self._max_rows = max_rows
+        self._bound = bound  # None: nobody answers, or nothing is known of times
+        self._taken = StepLoad(0, 0, 0)
+
+    def rows_behind(self, context_len: int) -> int:
+        """The most rows for a prompt of which so many tokens are computed or cached."""
+        most, least = self._max_rows - self._taken.num_rows, max(0, LEAST_CHUNK - self._taken.num_rows)
+        if self._bound is None or most <= least:
+            return most
+        bound = self._bound
+        what = bound.decoding.floats(), self._taken.floats(), float(bound.num_draft_rows), float(context_len)
+        sizes, limits = (least, CHUNK_STEP, most), (bound.max_inflation, bound.max_step_s)
+        return fitting_rows(bound.step_time.arrays, what, sizes, limits)  # type: ignore[no-any-return]
+
+    def take(self, num_rows: int, context_len: int) -> None:
+        """A prompt with so many tokens behind it gets these rows."""
+        taken = self._taken
+        self._taken = StepLoad(
+            taken.num_rows + num_rows,
+            0,  # the head runs on the last of a prompt's rows at most
+            taken.num_requests + 1,
+            taken.context_tokens + context_len,
+            taken.attended_tokens + num_rows * context_len,
+        )

@@ -1,0 +1,121 @@
+"""How much of prompts a step carries beside those who are answering."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchserve.request import Request
+from batchserve.scheduler.prompt_room import CHUNK_STEP, LEAST_CHUNK, PromptRoom, StepBound
+from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
+from tests.factories import examples, make_request
+
+TABLE = StepTimeTable((4, 64, 1024), (0.010, 0.016, 0.160), 0.0002, 0.00001, 1e-7, 1e-7)
+
+
+def decoding(*contexts: int) -> list[Request]:
+    requests = [make_request("r", [5] * (context + 1)) for context in contexts]
+    for each in requests:
+        each.num_computed_tokens = each.num_prompt_tokens - 1
+    return requests
+
+
+def room(
+    running: list[Request],
+    *,
+    num_drafts: int = 0,
+    num_prompts: int = 1,
+    max_rows: int = 1024,
+    inflation: float = 1.25,
+    max_step_s: float | None = None,
+) -> PromptRoom:
+    bound = StepBound.beside(StepTimeModel(TABLE), running, num_drafts, num_prompts, inflation, max_step_s)
+    return PromptRoom(max_rows, bound)
+
+
+@examples(300)
+@given(
+    st.lists(st.integers(0, 3000), min_size=1, max_size=16),
+    st.integers(0, 64),
+    st.lists(st.tuples(st.integers(0, 20_000), st.integers(1, 300)), min_size=1, max_size=6),
+    st.integers(1, 1024),
+    st.floats(1.0, 4.0),
+    st.one_of(st.none(), st.floats(0.001, 0.2)),
+    st.lists(st.tuples(st.integers(1, 1024), st.floats(0.2, 5.0)), max_size=20),
+)
+def test_the_step_stays_within_its_bound_and_is_as_large_as_that_allows(
+    contexts: list[int],
+    num_draft_rows: int,
+    prompts: list[tuple[int, int]],
+    max_rows: int,
+    inflation: float,
+    max_step_s: float | None,
+    seen: list[tuple[int, float]],
+) -> None:
+    """As the step-time model says, whatever it has learned. prompts: what each has behind it, and its tokens left."""
+    model = StepTimeModel(TABLE)
+    for num_rows, factor in seen:
+        load = StepLoad(num_rows, num_rows, 1)
+        model.observe(load, factor * model.predict(load))
+    bound = StepBound.beside(model, decoding(*contexts), num_draft_rows, len(prompts), inflation, max_step_s)
+    given_rows, left = PromptRoom(max_rows, bound), max_rows
+    count, context = len(contexts), sum(contexts)
+    chunks: list[tuple[int, int]] = []
+
+    def seconds(chunks: list[tuple[int, int]], drafts: int) -> float:
+        chunks = [(rows, behind) for rows, behind in chunks if rows]
+        rows, behind = sum(rows for rows, _ in chunks), sum(behind for _, behind in chunks)
+        attended = context * (count + drafts) // count + sum(rows * behind for rows, behind in chunks)
+        load = StepLoad(count + drafts + rows, count + drafts, count + len(chunks), context + behind, attended)
+        return model.predict(load)
+
+    def fits(chunks: list[tuple[int, int]]) -> bool:
+        longest_s = seconds([], num_draft_rows) * (1.0 + (inflation - 1.0) * len(prompts)) * (1 + 1e-9)
+        is_short = max_step_s is None or seconds(chunks, 0) <= max_step_s * (1 + 1e-9)
+        return is_short and seconds(chunks, num_draft_rows) <= longest_s
+
+    for behind, wanted in prompts:
+        most = given_rows.rows_behind(behind)
+        assert 0 <= most <= left
+        if not seen and most + CHUNK_STEP <= left:
+            assert not fits([*chunks, (most + CHUNK_STEP, behind)])
+        rows = min(most, wanted)
+        if rows == 0:
+            continue
+        given_rows.take(rows, behind)
+        left -= rows
+        chunks.append((rows, behind))
+        assert sum(rows for rows, _ in chunks) <= LEAST_CHUNK or fits(chunks)
+    assert sum(rows for rows, _ in chunks) >= min(LEAST_CHUNK, max_rows, sum(wanted for _, wanted in prompts))
+
+
+def test_more_prompts_may_take_more_but_never_more_than_the_hard_bound() -> None:
+    running = decoding(100, 100)
+    one, two, eight = (room(running, num_prompts=n).rows_behind(0) for n in (1, 2, 8))
+    assert LEAST_CHUNK < one < two < eight < 1024
+    hard = [room(running, num_prompts=n, max_step_s=0.015).rows_behind(0) for n in (1, 2, 8)]
+    assert hard[0] == one
+    assert hard[0] < hard[1] == hard[2] < eight
+
+
+def test_rows_behind_a_long_context_are_fewer_also_where_another_prompt_has_come_first() -> None:
+    running = decoding(100, 100)
+    first, alone = room(running, num_prompts=2), room(running, num_prompts=2)
+    assert LEAST_CHUNK < alone.rows_behind(2000) < alone.rows_behind(0)
+    first.take(12, 0)
+    assert 0 < first.rows_behind(2000) < alone.rows_behind(2000)
+    first.take(first.rows_behind(0), 0)
+    assert first.rows_behind(2000) == 0
+
+
+@pytest.mark.parametrize("max_step_s", [None, 0.001])
+def test_a_prompt_goes_on_whatever_the_bound_and_alone_it_has_none(max_step_s: float | None) -> None:
+    narrow = room(decoding(100), inflation=1.0, max_step_s=max_step_s)
+    assert narrow.rows_behind(3000) == LEAST_CHUNK
+    narrow.take(LEAST_CHUNK - 1, 3000)
+    assert narrow.rows_behind(3000) == 1
+    narrow.take(1, 3000)
+    assert narrow.rows_behind(0) == 0
+    assert room(decoding(100), inflation=1.0, max_step_s=max_step_s, max_rows=3).rows_behind(0) == 3
+    assert PromptRoom(1024).rows_behind(3000) == 1024
