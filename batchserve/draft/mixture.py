@@ -6,6 +6,7 @@ weights learned online) and in how it grows a tree (best-first by path probabili
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from pathlib import Path
@@ -45,6 +46,7 @@ from batchserve.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+logger = logging.getLogger(__name__)
 SHARED_AT_ONCE = 32  # published tokens of one request that wait for being written to its scope in one piece
 CONTEXT = 8  # tokens repeated before such a piece, so that its beginning has a context, too
 SCOPE_BYTES = 16 << 10  # what a scope is counted for beside its text: weights, the commonest tokens
@@ -324,9 +326,10 @@ class MixtureDrafter(Drafter):
         """Take over scopes that `save` wrote, in place of those of the same key.
 
         Raises ConfigError for what is not such a file, is damaged or larger than what may be kept, or belongs to
-        another tokenizer or version.
+        another tokenizer or version. What does not fit is left out, the oldest first, with a warning.
         """
-        for saved in read_scopes(path, fingerprint, vocab_size, self._max_total_bytes):
+        all_saved = read_scopes(path, fingerprint, vocab_size, self._max_total_bytes)
+        for saved in all_saved:
             if saved.key in self._scopes:
                 self._drop(saved.key)
             scope = self._new_scope()
@@ -337,3 +340,7 @@ class MixtureDrafter(Drafter):
             count_common(scope.common, saved.text)
             self._scopes[saved.key] = scope
             self._count(scope)
+        total = sum(len(saved.text) for saved in all_saved)
+        kept = sum(len(self._scopes[saved.key].index) for saved in all_saved if saved.key in self._scopes)
+        if kept < total:
+            logger.warning("%s: max_scope_bytes and max_draft_bytes leave room for %d of %d tokens", path, kept, total)

@@ -21,6 +21,7 @@ from batchserve.draft.base import DraftQuery, DraftRequest, DraftScope, DraftTre
 from batchserve.draft.mixture import MIN_SCOPE_BYTES, SHARED_AT_ONCE, MixtureDrafter
 from batchserve.draft.mixture_kernels import count_common, initial_weights, make_common
 from batchserve.draft.mixture_learning import RIPE
+from batchserve.draft.text_index import MIN_CAPACITY
 from batchserve.errors import ConfigError
 from batchserve.sampling import draw_kernel, noise
 from tests.draft.scope_machine import OTHER_SCOPES, SCOPE, ScopeMachine, check_tree, first_chain, say
@@ -447,6 +448,23 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
     path.write_bytes(whole)
     with pytest.raises(ConfigError, match="damaged"):
         MixtureDrafter().load(path, "fingerprint", VOCAB_SIZE)
+
+
+def test_what_a_smaller_scope_has_no_room_for_is_left_out_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    large = MixtureDrafter()
+    large.start(DraftRequest("a", [1], scope=SCOPE))
+    answer = [1 + i % 60 for i in range(MIN_CAPACITY + 500)]
+    say(large, "a", answer)
+    large.end("a")
+    large.save(tmp_path / "drafts", "fingerprint")
+    large.load(tmp_path / "drafts", "fingerprint", VOCAB_SIZE)
+    assert not caplog.records
+    small = MixtureDrafter(max_scope_bytes=MIN_SCOPE_BYTES)
+    small.load(tmp_path / "drafts", "fingerprint", VOCAB_SIZE)
+    assert f"leave room for {MIN_CAPACITY} of {len(answer) + 2} tokens" in caplog.text  # two mark its ends
+    assert small._scopes[SCOPE].index.tokens()[-501:-1].tolist() == answer[-500:]
 
 
 def test_saving_goes_where_a_link_leads_and_leaves_nothing_else(tmp_path: Path) -> None:
