@@ -1,6 +1,6 @@
 """Where compiled kernels beat SDPA over slabs: microseconds a layer, for the choice in attention/cpu.py.
 
-python -m benchmarks.attention [--runs 50] [--name attention_amx] [--dtype float32] [--window 128]
+python -m benchmarks.attention [--runs 50] [--name attention_amx] [--dtype float32] [--head-dim 128] [--window 128]
 
 "kernel" works in vectors (path_kernel.py), "matrices" in whole ones (matrix_kernel.py), where the processor has them.
 """
@@ -27,21 +27,27 @@ from batchserve.attention.tiles import LANES
 # (requests, rows each, context), (heads, K/V heads)
 CASES = [
     *((1, 1, 256), (4, 1, 256), (16, 1, 128), (16, 1, 256), (16, 1, 1024), (1, 1, 4096), (16, 2, 256), (16, 3, 256)),
-    *((1, 5, 256), (16, 5, 256), (1, 9, 256), (4, 4, 1024), (1, 256, 0), (16, 5, 1024), (1, 512, 512)),
+    *((1, 5, 256), (16, 5, 256), (1, 9, 256), (4, 4, 1024), (1, 17, 256), (1, 17, 1024), (4, 17, 1024)),
+    *((1, 64, 2048), (1, 256, 0), (16, 5, 1024), (1, 512, 512)),
 ]
-HEADS = {"bundled": (4, 2), "90m": (12, 4), "430m": (16, 16), "gpt-oss-20b": (64, 8)}
+HEADS = {"bundled": (4, 2), "90m": (12, 4), "430m": (16, 16), "llama-3-8b": (32, 8), "gpt-oss-20b": (64, 8)}
 WITH_SINKS = ("gpt-oss-20b",)  # which SDPA has not: there the reference's arithmetic stands in for it
-DIM = 64
 MOST_DRAFTS = 64  # rows: so many and fewer are trees, in which each row has two behind it; more are prompts
 
 
 def contender(
-    dtype: torch.dtype, heads: tuple[int, int], case: tuple[int, int, int], kind: str, has_sinks: bool, window: int
+    dtype: torch.dtype,
+    dim: int,
+    heads: tuple[int, int],
+    case: tuple[int, int, int],
+    kind: str,
+    has_sinks: bool,
+    window: int,
 ) -> Callable[[], Any]:
     """One layer's attend() of one step, masks cached as between the layers of a step. window: 0 is none."""
     requests, rows, context = case
     num_heads, num_kv_heads = heads
-    allocator = SlabAllocator([LayerShape(num_kv_heads, DIM, DIM)], dtype, requests * (context + rows + 64))
+    allocator = SlabAllocator([LayerShape(num_kv_heads, dim, dim)], dtype, requests * (context + rows + 64))
     has_kernel = kind != "sdpa"
     with mock.patch.object(cpu, "takes_matrices", return_value=kind == "matrices"):
         backend = CpuBackend(allocator, num_heads, has_kernel=has_kernel, batch_invariant=has_kernel)
@@ -57,9 +63,9 @@ def contender(
         allocator.commit(str(i), range(context))
         spans.append(Span(str(i), i * rows, context, parents, positions, is_chain=is_chain))
     backend.begin(Spans.of(spans))
-    query = torch.randn(1, requests * rows, num_heads, DIM).to(dtype).transpose(1, 2)
-    key, value = (torch.randn(1, requests * rows, num_kv_heads, DIM).to(dtype).transpose(1, 2) for _ in range(2))
-    params = AttentionParams(DIM**-0.5, window or None, sinks=torch.randn(num_heads) if has_sinks else None)
+    query = torch.randn(1, requests * rows, num_heads, dim).to(dtype).transpose(1, 2)
+    key, value = (torch.randn(1, requests * rows, num_kv_heads, dim).to(dtype).transpose(1, 2) for _ in range(2))
+    params = AttentionParams(dim**-0.5, window or None, sinks=torch.randn(num_heads) if has_sinks else None)
     return lambda: backend.attend(0, query, key, value, params)
 
 
@@ -68,18 +74,19 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--name", default="attention", help="of the file with the results (default: attention)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--head-dim", type=int, choices=(64, 128), default=64)
     parser.add_argument("--window", type=int, default=0, help="keys of a sliding window (default: none)")
     args = parser.parse_args()
     if args.window < 0:
         parser.error(f"argument --window: {args.window}: must be at least 0")
     dtype = getattr(torch, args.dtype)
     kinds = ["sdpa", "kernel"]
-    if takes_matrices([LayerShape(1, DIM, DIM)], dtype):
+    if takes_matrices([LayerShape(1, args.head_dim, args.head_dim)], dtype):
         kinds.append("matrices")
     rows = []
     for name, heads in HEADS.items():
         for case in CASES:
-            what = dtype, heads, case
+            what = dtype, args.head_dim, heads, case
             calls = {kind: contender(*what, kind, name in WITH_SINKS, args.window) for kind in kinds}
             times: dict[str, list[float]] = {kind: [] for kind in calls}
             for number in range(args.runs + 3):
@@ -103,7 +110,7 @@ def main() -> None:
                 f"{name:8} {requests:3} x {count:3} rows, context {context:5}, work each {row['work_each']:7}: {found}",
                 flush=True,
             )
-    write_results(args.name, {"dtype": args.dtype, "window": args.window, "head_dim": DIM, "cases": rows})
+    write_results(args.name, {"dtype": args.dtype, "window": args.window, "head_dim": args.head_dim, "cases": rows})
 
 
 if __name__ == "__main__":

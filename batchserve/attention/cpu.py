@@ -29,9 +29,12 @@ if TYPE_CHECKING:
 
 # Up to so many queries of a K/V head, or so many rows and so much work (gather_spans), a span is cheaper in the
 # compiled kernel (benchmarks/attention.py). In bfloat16 SDPA is faster than vectors where only it multiplies matrices;
-# where nothing does it is no faster than vectors of 16 for any span that was measured, give or take a few per cent.
+# where nothing does it is no faster than vectors of 16 for any span that was measured, give or take a few per cent. Nor
+# is it in float32 on an EPYC; a library that makes more of other processors may be, for long chunks of prompts.
+ANY_QUERIES = 1 << 40
 SMALL_QUERIES = {torch.float32: 32, torch.bfloat16: 24}
-SMALL_QUERIES_BESIDE_AMX, ANY_QUERIES = 10, 1 << 40
+SMALL_QUERIES_WITH_AVX512 = {torch.float32: 256, torch.bfloat16: ANY_QUERIES}
+SMALL_QUERIES_BESIDE_AMX = 10
 SMALL_ROWS, SMALL_SPAN = 32, 10_000
 ALONE = 1_000  # work that one thread has done before another one has begun
 # Of a span, that a thread takes at once: more are no faster, fewer heads than threads would leave some idle. Matrices
@@ -63,25 +66,31 @@ def takes_matrices(layers: Sequence[LayerShape], dtype: torch.dtype) -> bool:
 def _small_queries(dtype: torch.dtype) -> int:
     if has_matrix_instructions(dtype):
         return SMALL_QUERIES_BESIDE_AMX
-    if dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() == "AVX512":
-        return ANY_QUERIES
-    return SMALL_QUERIES.get(dtype, 0)
+    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return (SMALL_QUERIES_WITH_AVX512 if has_avx512 else SMALL_QUERIES).get(dtype, 0)
 
 
 class CpuBackend:
     """Compiled kernels and torch's over one allocator.
 
-    has_kernel: only where kernel_supports.
+    has_kernel: only where kernel_supports. has_sinks: some layer has; torch's kernels have none, so that compiled ones
+    are faster for every span.
     """
 
     def __init__(
-        self, allocator: SlabAllocator, num_heads: int, *, has_kernel: bool = True, batch_invariant: bool = False
+        self,
+        allocator: SlabAllocator,
+        num_heads: int,
+        *,
+        has_kernel: bool = True,
+        has_sinks: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         self.allocator = allocator
         self.name = "cpu_batch_invariant" if batch_invariant else "cpu"
         self._group = num_heads // allocator.fewest_kv_heads  # where layers differ, the most that one has to do
         self._takes_matrices = has_kernel and takes_matrices(allocator.layers, allocator.dtype)
-        takes_all = batch_invariant or self._takes_matrices
+        takes_all = batch_invariant or has_sinks or self._takes_matrices
         most_queries = ANY_QUERIES if takes_all else _small_queries(allocator.dtype)
         self._limits = SMALL_ROWS, SMALL_SPAN, most_queries
         self._has_kernel = has_kernel

@@ -67,7 +67,8 @@ def _cpu_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tu
     if has_kernel:
         compile_kernels(loaded.layers, loaded.dtype)
     say(_described(config, total_tokens, allocator.bytes_per_token, max_model_len))
-    backend = CpuBackend(allocator, _num_heads(loaded), has_kernel=has_kernel, batch_invariant=config.batch_invariant)
+    how = {"has_kernel": has_kernel, "has_sinks": loaded.has_sinks, "batch_invariant": config.batch_invariant}
+    backend = CpuBackend(allocator, _num_heads(loaded), **how)
     return backend, max_model_len
 
 

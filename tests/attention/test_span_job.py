@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from batchserve.attention import cpu
 from batchserve.attention.base import AttentionParams, LayerShape, Spans
 from batchserve.attention.cpu import CpuBackend
 from batchserve.attention.slab import SlabAllocator
@@ -86,6 +87,23 @@ def test_the_answer_has_the_querys_dtype_where_slabs_have_another() -> None:
     found, _ = attend((states[0].float(), *states[1:]), torch.bfloat16, [1, 5, 2])
     assert found.dtype == torch.float32
     assert torch.equal(found, expected.float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_with_sinks_every_span_is_attended_for_by_compiled_code(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "attend_alone", None)  # nobody calls it
+    sinks, found = torch.randn(HEADS, generator=torch.Generator().manual_seed(1)), []
+    states = separate(dtype, 700)
+    for option in ("has_sinks", "batch_invariant"):
+        allocator = SlabAllocator([LayerShape(KV_HEADS, DIM, DIM)], dtype, 2048)
+        backend = CpuBackend(allocator, HEADS, **{option: True})
+        (span,) = make_spans(random.Random(0), [0], [list(range(-1, 699))])
+        allocator.reserve(span.request_id, 700)
+        backend.begin(Spans.of([span]))
+        found.append(backend.attend(0, *states, AttentionParams(DIM**-0.5, sinks=sinks)))
+    assert torch.equal(found[0], found[1])
 
 
 def test_a_step_of_no_spans_is_all_padding() -> None:

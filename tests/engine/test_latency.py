@@ -11,7 +11,7 @@ from batchserve.config import ITL_INFLATION
 from batchserve.engine.drafting import DraftStage
 from batchserve.runner.ragged_batch import RaggedBatch
 from batchserve.scheduler.adaptive import AdaptiveDrafting
-from batchserve.scheduler.policy import CHUNK_STEP, LEAST_CHUNK
+from batchserve.scheduler.prompt_room import CHUNK_STEP, LEAST_CHUNK
 from batchserve.scheduler.scheduler import Scheduler
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from batchserve.types import SpeculationParams
