@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -224,6 +225,7 @@ def load_tokenizer(source: str, config: EngineConfig) -> PreTrainedTokenizerBase
         )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model = {config.model!r}: its tokenizer cannot be loaded: {error}") from error
+    loaded.model_max_length = sys.maxsize  # prompts are checked elsewhere, and references may be longer
     return loaded
 
 

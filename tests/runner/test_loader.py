@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from batchserve.config import EngineConfig
 from batchserve.engine.build import build_engine
 from batchserve.errors import BatchserveError, ConfigError, UnsupportedModelError
 from batchserve.runner import probe
-from batchserve.runner.loader import load_model, resolve_dtype, resolve_model
+from batchserve.runner.loader import load_model, load_tokenizer, resolve_dtype, resolve_model
 from batchserve.runner.packed import PackedLinear
 from tests.tiny_models import VOCAB_SIZE, WINDOW, save_tiny_model
 
@@ -34,6 +35,16 @@ def test_a_folder_without_a_tokenizer_loads_and_takes_ids_only(tiny_model: dict[
     assert loaded.eos_token_ids == (2,)
     assert loaded.layers == [LayerShape(2, 16, 16)] * 3
     assert not loaded.model.training
+
+
+def test_a_text_that_only_drafters_read_may_be_longer_than_the_model_without_a_word(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    tokenizer = load_tokenizer(resolve_model("bundled"), EngineConfig())
+    assert tokenizer is not None
+    assert len(tokenizer("some words of a reference " * 3000)["input_ids"]) > 4096
+    assert not caplog.records
 
 
 def test_the_bundled_model_comes_with_its_tokenizer() -> None:
