@@ -65,15 +65,16 @@ class PromptRoom:
         self._bound = bound  # None: nobody answers, or nothing is known of times
         self._taken = StepLoad(0, 0, 0)
 
-    def rows_behind(self, context_len: int) -> int:
-        """The most rows for a prompt of which so many tokens are computed or cached."""
+    def rows_for(self, num_tokens: int, context_len: int) -> int:
+        """How many of a prompt's next tokens a step takes; context_len of it are computed or cached."""
         most, least = self._max_rows - self._taken.num_rows, max(0, LEAST_CHUNK - self._taken.num_rows)
-        if self._bound is None or most <= least:
-            return most
-        bound = self._bound
+        bound, wanted = self._bound, min(num_tokens, most)
+        if bound is None or wanted <= least:
+            return wanted
         what = bound.decoding.floats(), self._taken.floats(), float(bound.num_draft_rows), float(context_len)
         sizes, limits = (least, CHUNK_STEP, most), (bound.max_inflation, bound.max_step_s)
-        return fitting_rows(bound.step_time.arrays, what, sizes, limits)  # type: ignore[no-any-return]
+        fitting: int = fitting_rows(bound.step_time.arrays, what, sizes, limits)
+        return min(wanted, fitting)
 
     def take(self, num_rows: int, context_len: int) -> None:
         """A prompt with so many tokens behind it gets these rows."""

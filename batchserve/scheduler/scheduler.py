@@ -201,8 +201,8 @@ class Scheduler:
 
     def _chunk(self, request: Request, room: PromptRoom) -> int:
         """How many of the request's tokens a step with so much room left computes."""
-        rows = room.rows_behind(request.num_computed_tokens)
-        return min(rows, request.num_pending_tokens, self._config.prefill_chunk_size or rows)
+        wanted = min(request.num_pending_tokens, self._config.prefill_chunk_size or request.num_pending_tokens)
+        return room.rows_for(wanted, request.num_computed_tokens)
 
     def _take(self, request: Request, chunk: int, room: PromptRoom, planned: dict[str, int]) -> None:
         planned[request.request_id] = chunk
@@ -210,7 +210,7 @@ class Scheduler:
 
     def _admit(self, room: PromptRoom, planned: dict[str, int], before: Request | None = None) -> None:
         """Let waiting requests in, only those whose prompt comes before that of `before` if it is given."""
-        while self.waiting and room.rows_behind(0) > 0 and len(self.running) < self._config.max_num_seqs:
+        while self.waiting and room.rows_for(1, 0) > 0 and len(self.running) < self._config.max_num_seqs:
             request = self.waiting.first(self._now_s)
             if before is not None and self._prompt_rank(request) >= self._prompt_rank(before):
                 break

@@ -76,11 +76,12 @@ def test_the_step_stays_within_its_bound_and_is_as_large_as_that_allows(
         return is_short and seconds(chunks, num_draft_rows) <= longest_s
 
     for behind, wanted in prompts:
-        most = given_rows.rows_behind(behind)
+        most = given_rows.rows_for(max_rows, behind)
         assert 0 <= most <= left
         if not seen and most + CHUNK_STEP <= left:
             assert not fits([*chunks, (most + CHUNK_STEP, behind)])
-        rows = min(most, wanted)
+        rows = given_rows.rows_for(wanted, behind)
+        assert rows == min(most, wanted)
         if rows == 0:
             continue
         given_rows.take(rows, behind)
@@ -92,9 +93,9 @@ def test_the_step_stays_within_its_bound_and_is_as_large_as_that_allows(
 
 def test_more_prompts_may_take_more_but_never_more_than_the_hard_bound() -> None:
     running = decoding(100, 100)
-    one, two, eight = (room(running, num_prompts=n).rows_behind(0) for n in (1, 2, 8))
+    one, two, eight = (room(running, num_prompts=n).rows_for(1024, 0) for n in (1, 2, 8))
     assert LEAST_CHUNK < one < two < eight < 1024
-    hard = [room(running, num_prompts=n, max_step_s=0.015).rows_behind(0) for n in (1, 2, 8)]
+    hard = [room(running, num_prompts=n, max_step_s=0.015).rows_for(1024, 0) for n in (1, 2, 8)]
     assert hard[0] == one
     assert hard[0] < hard[1] == hard[2] < eight
 
@@ -102,20 +103,20 @@ def test_more_prompts_may_take_more_but_never_more_than_the_hard_bound() -> None
 def test_rows_behind_a_long_context_are_fewer_also_where_another_prompt_has_come_first() -> None:
     running = decoding(100, 100)
     first, alone = room(running, num_prompts=2), room(running, num_prompts=2)
-    assert LEAST_CHUNK < alone.rows_behind(2000) < alone.rows_behind(0)
+    assert LEAST_CHUNK < alone.rows_for(1024, 2000) < alone.rows_for(1024, 0)
     first.take(12, 0)
-    assert 0 < first.rows_behind(2000) < alone.rows_behind(2000)
-    first.take(first.rows_behind(0), 0)
-    assert first.rows_behind(2000) == 0
+    assert 0 < first.rows_for(1024, 2000) < alone.rows_for(1024, 2000)
+    first.take(first.rows_for(1024, 0), 0)
+    assert first.rows_for(1024, 2000) == 0
 
 
 @pytest.mark.parametrize("max_step_s", [None, 0.001])
 def test_a_prompt_goes_on_whatever_the_bound_and_alone_it_has_none(max_step_s: float | None) -> None:
     narrow = room(decoding(100), inflation=1.0, max_step_s=max_step_s)
-    assert narrow.rows_behind(3000) == LEAST_CHUNK
+    assert narrow.rows_for(1024, 3000) == LEAST_CHUNK
     narrow.take(LEAST_CHUNK - 1, 3000)
-    assert narrow.rows_behind(3000) == 1
+    assert narrow.rows_for(1024, 3000) == 1
     narrow.take(1, 3000)
-    assert narrow.rows_behind(0) == 0
-    assert room(decoding(100), inflation=1.0, max_step_s=max_step_s, max_rows=3).rows_behind(0) == 3
-    assert PromptRoom(1024).rows_behind(3000) == 1024
+    assert narrow.rows_for(1024, 0) == 0
+    assert room(decoding(100), inflation=1.0, max_step_s=max_step_s, max_rows=3).rows_for(1024, 0) == 3
+    assert PromptRoom(1024).rows_for(1024, 3000) == 1024
