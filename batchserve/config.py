@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from dataclasses import dataclass, field
@@ -168,6 +169,11 @@ class EngineConfig:
         """How far a prompt may stretch a step: whoever bounds steps in milliseconds alone means these to be used."""
         is_bound_otherwise = self.max_itl_inflation is None and self.max_itl_ms is not None
         return float("inf") if is_bound_otherwise else self.draft_inflation
+
+    @property
+    def max_step_s(self) -> float:
+        """The longest step beside running requests that prompts and drafts may make."""
+        return math.inf if self.max_itl_ms is None else self.max_itl_ms / 1e3
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_graph_rows"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import platform
 import statistics
 import time
@@ -108,8 +107,7 @@ def build_engine(
     # Beside a GPU nobody else uses the processor's threads: they sleep, and to wake all of them takes too long.
     is_on_cpu = loaded.device.type == "cpu"
     used_drafter.use_threads(openmp.team(runner.num_threads if is_on_cpu else min(runner.num_threads, MOST_THREADS)))
-    max_step_s = math.inf if config.max_itl_ms is None else config.max_itl_ms / 1e3
-    adaptive = AdaptiveDrafting(step_time, config.draft_inflation, max_step_s) if config.is_adaptive else None
+    adaptive = AdaptiveDrafting(step_time, config.draft_inflation, config.max_step_s) if config.is_adaptive else None
     drafts = DraftStage(used_drafter, adaptive, backend.allocator, clock, step_time)
     core = EngineCore(scheduler, drafts, runner, decoder_of(loaded.tokenizer), EngineMetrics(), clock)
     info = ModelInfo(

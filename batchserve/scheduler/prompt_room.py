@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,7 +30,7 @@ class StepBound:
     decoding: StepLoad
     num_draft_rows: int
     max_inflation: float
-    max_step_s: float = math.inf
+    max_step_s: float
 
     @classmethod
     def beside(
@@ -41,7 +40,7 @@ class StepBound:
         num_draft_rows: int,
         num_prompts: int,
         max_inflation: float,
-        max_step_s: float | None,
+        max_step_s: float,
     ) -> StepBound:
         """Each of the prompts that are to be computed may stretch the step by max_inflation - 1 of its length, so that
         a queue does not wait longer the more of it there is; all together by no more than max_step_s allows.
@@ -50,7 +49,7 @@ class StepBound:
         count, context = len(contexts), sum(contexts)
         inflation = 1.0 + (max_inflation - 1.0) * max(1, num_prompts)
         load = StepLoad(count, count, count, context, context)
-        return cls(step_time, load, num_draft_rows, inflation, math.inf if max_step_s is None else max_step_s)
+        return cls(step_time, load, num_draft_rows, inflation, max_step_s)
 
 
 class PromptRoom:

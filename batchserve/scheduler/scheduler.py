@@ -166,31 +166,27 @@ class Scheduler:
 
     def _prompt_room(self, planned: dict[str, int], num_computing: int, rows: int) -> PromptRoom:
         """The rows, at most so many, that prompts get beside the requests that are planned already."""
-        num_prompts = num_computing + self._num_admissible()
-        if not planned or not num_prompts:
+        num_waiting = min(len(self.waiting), self._config.max_num_seqs - len(self.running))
+        if not planned or not num_computing + num_waiting:
             return PromptRoom(rows)
         decoding = [r for r in self.running if r.request_id in planned]
         # The others are kept for drafts: as many as may be asked for, at most half.
         rows -= min(rows // 2, sum(r.speculation.max_draft_tokens for r in decoding))
         if self._step_time is None:
             return PromptRoom(rows)
-        max_itl_ms = self._config.max_itl_ms
         bound = StepBound.beside(
             self._step_time,
             decoding,
             round(self._draft_rows),
-            num_prompts,
+            num_computing + min(num_waiting, self._num_fitting()),
             self._config.prompt_inflation,
-            None if max_itl_ms is None else max_itl_ms / 1e3,
+            self._config.max_step_s,
         )
         return PromptRoom(rows, bound)
 
-    def _num_admissible(self) -> int:
-        """How many of those who wait there are seats and, if all were as long as the first, memory for."""
-        if not self.waiting:
-            return 0
-        num_fitting = self._allocator.free_tokens // self.waiting.first(self._now_s).num_pending_tokens
-        return min(len(self.waiting), self._config.max_num_seqs - len(self.running), num_fitting)
+    def _num_fitting(self) -> int:
+        """How many of those who wait there would be memory for if all were as long as the first."""
+        return self._allocator.free_tokens // self.waiting.first(self._now_s).num_pending_tokens if self.waiting else 0
 
     def _plan_chunk(
         self, request: Request, room: PromptRoom, planned: dict[str, int], preempted: list[Request]
@@ -210,7 +206,7 @@ class Scheduler:
 
     def _admit(self, room: PromptRoom, planned: dict[str, int], before: Request | None = None) -> None:
         """Let waiting requests in, only those whose prompt comes before that of `before` if it is given."""
-        while self.waiting and room.rows_for(1, 0) > 0 and len(self.running) < self._config.max_num_seqs:
+        while self.waiting and len(self.running) < self._config.max_num_seqs and room.rows_for(1, 0) > 0:
             request = self.waiting.first(self._now_s)
             if before is not None and self._prompt_rank(request) >= self._prompt_rank(before):
                 break

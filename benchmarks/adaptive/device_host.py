@@ -33,7 +33,7 @@ from batchserve.runner.step_handle import QueuedStep
 from batchserve.sampling.device import DeviceSampler
 from batchserve.sampling.verify import VerifiedTokens
 from benchmarks.adaptive.driver import Contender, fixed
-from benchmarks.adaptive.overhead import Parts, clock_put_forward, instrumented
+from benchmarks.adaptive.overhead import Parts, clock_put_forward, instrumented, spin
 from benchmarks.adaptive.workloads import Lab, Options, lab, new_drafter, read_options, recorded_sets, say, write
 from benchmarks.common import refusing_bad_input
 
@@ -67,9 +67,7 @@ def made_up(step: QueuedStep) -> np.ndarray:
 
 def spend() -> None:
     """The time of a step on the device."""
-    until_s = time.perf_counter() + FORWARD_S
-    while time.perf_counter() < until_s:
-        pass
+    spin(FORWARD_S)
 
 
 @contextmanager

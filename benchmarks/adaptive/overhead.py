@@ -22,6 +22,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -133,22 +134,23 @@ def clock_put_forward(bench: Lab) -> Iterator[Callable[[float], None]]:
         yield put_forward
 
 
+def spin(seconds: float) -> None:
+    """Do nothing, but keep the core."""
+    until_s = time.perf_counter() + seconds
+    while time.perf_counter() < until_s:
+        pass
+
+
 @contextmanager
-def without_forward(bench: Lab, forward_s: float, *, is_waited_for: bool) -> Iterator[None]:
-    """No forward runs, but for the engine's clock. Tokens are those of the recorded answers anyway."""
-    with clock_put_forward(bench) as put_forward:
+def without_forward(bench: Lab, pass_time: Callable[[], None]) -> Iterator[None]:
+    """No forward runs: its time passes. Tokens are those of the recorded answers anyway."""
 
-        def forward(batch: RaggedBatch) -> torch.Tensor:
-            if is_waited_for:
-                until_s = time.perf_counter() + forward_s
-                while time.perf_counter() < until_s:
-                    pass
-            else:
-                put_forward(forward_s)
-            return torch.zeros(len(batch.logit_rows), 2)
+    def forward(batch: RaggedBatch) -> torch.Tensor:
+        pass_time()
+        return torch.zeros(len(batch.logit_rows), 2)
 
-        with mock.patch.object(bench.engine.core.runner, "forward", forward):
-            yield
+    with mock.patch.object(bench.engine.core.runner, "forward", forward):
+        yield
 
 
 def measure(bench: Lab, workload: Workload, contender: Contender, options: Options) -> dict[str, Any]:
@@ -158,9 +160,10 @@ def measure(bench: Lab, workload: Workload, contender: Contender, options: Optio
     core.drafts.adaptive = contender.adaptive
     found = timed_parts(bench, workload, contender, load)
     forward_s = found["median_ms_by_part"]["forward"] / 1e3
-    for name, is_waited_for in (("caches_left_alone", True), ("without_pause", False)):
-        with without_forward(bench, forward_s, is_waited_for=is_waited_for):
-            found[name] = timed_parts(bench, workload, contender, load)
+    with clock_put_forward(bench) as put_forward:
+        for name, pass_time in (("caches_left_alone", spin), ("without_pause", put_forward)):
+            with without_forward(bench, partial(pass_time, forward_s)):
+                found[name] = timed_parts(bench, workload, contender, load)
     say(f"{workload.name}, {contender.name}: {found}")
     return found
 

@@ -32,8 +32,7 @@ class Steps:
         core, config, truth = engine.core, engine.config, StepTimeModel(TABLE)
         allocator = core.runner.backend.allocator
         core.scheduler = Scheduler(config, allocator, MAX_MODEL_LEN, StepTimeModel(TABLE))
-        max_step_s = math.inf if config.max_itl_ms is None else config.max_itl_ms / 1e3
-        adaptive = AdaptiveDrafting(StepTimeModel(TABLE), config.draft_inflation, max_step_s)
+        adaptive = AdaptiveDrafting(StepTimeModel(TABLE), config.draft_inflation, config.max_step_s)
         core.drafts = DraftStage(core.drafter, adaptive, allocator, lambda: engine.now_s)
         self.seconds: list[float] = []
         launch = core.runner.launch

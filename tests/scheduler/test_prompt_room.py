@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +30,7 @@ def room(
     num_prompts: int = 1,
     max_rows: int = 1024,
     inflation: float = 1.25,
-    max_step_s: float | None = None,
+    max_step_s: float = math.inf,
 ) -> PromptRoom:
     bound = StepBound.beside(StepTimeModel(TABLE), running, num_drafts, num_prompts, inflation, max_step_s)
     return PromptRoom(max_rows, bound)
@@ -41,7 +43,7 @@ def room(
     st.lists(st.tuples(st.integers(0, 20_000), st.integers(1, 300)), min_size=1, max_size=6),
     st.integers(1, 1024),
     st.floats(1.0, 4.0),
-    st.one_of(st.none(), st.floats(0.001, 0.2)),
+    st.one_of(st.just(math.inf), st.floats(0.001, 0.2)),
     st.lists(st.tuples(st.integers(1, 1024), st.floats(0.2, 5.0)), max_size=20),
 )
 def test_the_step_stays_within_its_bound_and_is_as_large_as_that_allows(
@@ -50,7 +52,7 @@ def test_the_step_stays_within_its_bound_and_is_as_large_as_that_allows(
     prompts: list[tuple[int, int]],
     max_rows: int,
     inflation: float,
-    max_step_s: float | None,
+    max_step_s: float,
     seen: list[tuple[int, float]],
 ) -> None:
     """As the step-time model says, whatever it has learned. prompts: what each has behind it, and its tokens left."""
@@ -72,7 +74,7 @@ def test_the_step_stays_within_its_bound_and_is_as_large_as_that_allows(
 
     def fits(chunks: list[tuple[int, int]]) -> bool:
         longest_s = seconds([], num_draft_rows) * (1.0 + (inflation - 1.0) * len(prompts)) * (1 + 1e-9)
-        is_short = max_step_s is None or seconds(chunks, 0) <= max_step_s * (1 + 1e-9)
+        is_short = seconds(chunks, 0) <= max_step_s * (1 + 1e-9)
         return is_short and seconds(chunks, num_draft_rows) <= longest_s
 
     for behind, wanted in prompts:
@@ -110,8 +112,8 @@ def test_rows_behind_a_long_context_are_fewer_also_where_another_prompt_has_come
     assert first.rows_for(1024, 2000) == 0
 
 
-@pytest.mark.parametrize("max_step_s", [None, 0.001])
-def test_a_prompt_goes_on_whatever_the_bound_and_alone_it_has_none(max_step_s: float | None) -> None:
+@pytest.mark.parametrize("max_step_s", [math.inf, 0.001])
+def test_a_prompt_goes_on_whatever_the_bound_and_alone_it_has_none(max_step_s: float) -> None:
     narrow = room(decoding(100), inflation=1.0, max_step_s=max_step_s)
     assert narrow.rows_for(1024, 3000) == LEAST_CHUNK
     narrow.take(LEAST_CHUNK - 1, 3000)

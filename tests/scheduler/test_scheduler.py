@@ -506,6 +506,27 @@ def test_a_prompt_whose_beginning_is_cached_stretches_a_step_no_further_than_any
     assert LEAST_CHUNK <= first_rows[cached.request_id] < first_rows[other.request_id] <= most_rows
 
 
+def test_who_has_room_only_because_he_shares_memory_is_bounded_as_well() -> None:
+    """His tokens are more than memory is free, so that he is not foreseen."""
+    allocator = SlotAllocator(450, max_requests=4, max_tokens=400, bytes_per_token=1)
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=512, decoding_length=0, max_itl_ms=20.0)
+    table = StepTimeTable((1, 512), (0.010, 0.522), 0.0, 0.0, 0.0, 0.0)  # a millisecond a row
+    scheduler = Scheduler(config, allocator, 400, StepTimeModel(table))
+    source, late = (make_request(name, [5] * count, max_tokens=30) for name, count in (("a", 250), ("b", 300)))
+    late.token_ids[150:] = [6] * 150
+    source.prefix_scope = late.prefix_scope = "s"
+    scheduler.add(source)
+    for item in scheduler.schedule().scheduled:
+        allocator.commit("a", range(item.num_scheduled_tokens))
+        source.num_computed_tokens = 250
+        source.token_ids.append(7)
+    scheduler.add(late)
+    assert allocator.free_tokens < late.num_pending_tokens
+    decoding, prompt = scheduler.schedule().scheduled
+    assert (decoding.request, prompt.request, late.num_cached_tokens) == (source, late, 150)
+    assert LEAST_CHUNK <= prompt.num_scheduled_tokens <= 10
+
+
 def sharing_traffic(memory: int = 4000) -> Traffic:
     return Traffic(EngineConfig(max_num_seqs=4, max_num_batched_tokens=64), FakeAllocator(memory, 1), 1000)
 
