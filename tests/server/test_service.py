@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from typing import Any
 
 import grpc
@@ -63,12 +64,25 @@ async def test_200_requests_against_a_queue_of_32(serve_tiny: Serve):
     async with serve_tiny(max_num_seqs=8, max_waiting=32) as served:
         request = ask(max_tokens=20)
         wanted = (await served.client.generate(request)).token_ids
-        results = await asyncio.gather(*(served.client.generate(request) for _ in range(200)), return_exceptions=True)
-        answers = [result for result in results if isinstance(result, pb.GenerateResponse)]
-        failures = [unpack(result) for result in results if isinstance(result, grpc.aio.AioRpcError)]
-        assert len(answers) + len(failures) == 200
-        assert len(answers) >= 40  # what runs and what waits
-        assert len(failures) >= 100
+        step, all_refused, failures = served.engine._core.step, threading.Event(), []
+
+        def step_once_all_are_refused() -> None:
+            assert all_refused.wait(60)
+            step()
+
+        async def send() -> pb.GenerateResponse | None:
+            try:
+                return await served.client.generate(request)
+            except grpc.aio.AioRpcError as error:
+                failures.append(unpack(error))
+                if len(failures) == 160:
+                    all_refused.set()
+                return None
+
+        served.engine._core.step = step_once_all_are_refused
+        results = await asyncio.gather(*(send() for _ in range(200)))
+        answers = [answer for answer in results if answer is not None]
+        assert (len(answers), len(failures)) == (40, 160)  # what runs and what waits is answered
         assert all(answer.token_ids == wanted for answer in answers)
         for failed in failures:
             assert (failed.code, failed.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
