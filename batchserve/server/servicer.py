@@ -112,9 +112,6 @@ class GenerationServicer:
         try:
             yield
         except Exception as error:
-            if context.cancelled():
-                # A write to a call that the client has left raises too; there is nobody to tell.
-                raise asyncio.CancelledError from error
             await abort(context, error)
         finally:
             self._num_open -= 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import code_pb2, error_details_pb2, status_pb2
@@ -23,7 +25,6 @@ from batchserve.errors import (
 )
 
 if TYPE_CHECKING:
-    import grpc
     from google.protobuf.message import Message
 
 logger = logging.getLogger(__name__)
@@ -71,11 +72,20 @@ def to_status(error: Exception) -> status_pb2.Status:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
-    """End the call with the error's status; an error that is not the package's own is logged with its trace."""
+    """End the call with the error's status; an error that is not the package's own is logged with its trace.
+
+    Raises CancelledError if there is nobody left to tell: gRPC's own InternalError says that the call is over, be it
+    that its client has gone or that its deadline has passed, before `context` does.
+    """
+    if context.cancelled() or isinstance(error, grpc.aio.InternalError):
+        raise asyncio.CancelledError from error
     if not isinstance(error, BatchserveError):
         logger.error("unexpected error while answering %s", context.peer(), exc_info=error)
     status: Any = rpc_status.to_status(to_status(error))
-    await context.abort(status.code, status.details, status.trailing_metadata)
+    try:
+        await context.abort(status.code, status.details, status.trailing_metadata)
+    except grpc.aio.InternalError as gone:
+        raise asyncio.CancelledError from gone
 
 
 def _code(error: BatchserveError) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import threading
 from typing import Any
@@ -118,6 +119,18 @@ async def test_deadline_while_queued(serve_tiny: Serve):
         assert {failed.code for failed in queued} == {grpc.StatusCode.DEADLINE_EXCEEDED}
         rest = [message async for message in running]
         assert len(tokens_of(rest)) == 200
+
+
+async def test_deadlines_while_being_told_of_them_are_no_error_of_the_servers(serve_tiny: Serve, caplog: Any):
+    rng = random.Random(0)
+    async with serve_tiny(step_s=0.002, max_num_seqs=4, max_waiting=64) as served:
+        send = served.client.generate, served.client.stream
+        for _ in range(20):
+            calls = (send[i % 2](ask(max_tokens=30), timeout=rng.uniform(0.005, 0.2)) for i in range(60))
+            results = await asyncio.gather(*calls, return_exceptions=True)
+            kinds = {error.code() for error in results if isinstance(error, grpc.aio.AioRpcError)}
+            assert kinds <= {grpc.StatusCode.DEADLINE_EXCEEDED}
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 @pytest.mark.parametrize(
