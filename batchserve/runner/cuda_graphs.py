@@ -252,7 +252,7 @@ class StepGraphs:
             raise RuntimeError("a graph without logits")
         logits, tokens = self._logits[: graph.step.num_rows], graph.tokens
         if kind is not SamplingKind.GREEDY:
-            tokens = self._sampler.sample(logits, graph.inputs["sampling"], kind)
+            tokens = self._sampler.sample(logits, graph.inputs["sampling"], kind, batch.num_logits)
         return QueuedStep(batch, self._sampler, logits, tokens if len(batch.logit_rows) else None, forced)
 
     def _bucket_for(self, batch: RaggedBatch) -> tuple[int, int] | None:

@@ -91,11 +91,14 @@ class DeviceSampler:
         border = REQUEST_COLUMNS * (self.max_num_seqs + 1)
         return blob[:border].reshape(REQUEST_COLUMNS, -1), blob[border:].reshape(ROW_COLUMNS, num_rows)
 
-    def sample(self, logits: torch.Tensor, blob: torch.Tensor, kind: SamplingKind) -> torch.Tensor:
+    def sample(
+        self, logits: torch.Tensor, blob: torch.Tensor, kind: SamplingKind, num_sampled: int | None = None
+    ) -> torch.Tensor:
         """int32 [2, num_rows]: every row's token, and whether the walk has reached the row (to_verified reads it).
 
         logits [num_rows, vocab_size] of any float type, blob int64 as built, both on one device. Waits for nothing and
-        changes neither. `kind` is the blob's own, or a later one of SamplingKind.
+        changes neither. `kind` is the blob's own, or a later one of SamplingKind. num_sampled: the step's num_logits,
+        where the rows behind it, which are padding, need not be sampled; those are greedy then.
         """
         num_rows = logits.shape[0]
         border = REQUEST_COLUMNS * (self.max_num_seqs + 1)
@@ -109,24 +112,23 @@ class DeviceSampler:
             params = RowParams(
                 stream_keys(seeds, positions), temperature.view(torch.float64), top_k, top_p.view(torch.float64)
             )
-            sampled = self._sample_rows(logits, params, kind)
+            end = num_rows if num_sampled is None else num_sampled
+            sampled = torch.cat([*self._sample_rows(logits[:end], params, kind), tokens[end:]])
             tokens = torch.where(is_unverified | (params.temperature == 0), tokens, sampled)
         tokens = tokens.masked_fill(~(is_finite | is_unverified), NO_TOKEN)
         tokens = torch.where(forced == NOT_FORCED, tokens, forced)
         is_reached = _reached(tokens, parents, draft_tokens)
         return torch.stack([tokens, is_reached.to(torch.int64)]).to(torch.int32)
 
-    def _sample_rows(self, logits: torch.Tensor, params: RowParams, kind: SamplingKind) -> torch.Tensor:
+    def _sample_rows(self, logits: torch.Tensor, params: RowParams, kind: SamplingKind) -> list[torch.Tensor]:
+        """Tokens of all rows of `logits`, some at once; `params` may go on behind them."""
         num_candidates = self.num_candidates if kind is SamplingKind.TRUNCATED else 0
-        chunks = [
-            sample_rows(
-                logits[start : start + self.rows_at_once],
-                RowParams(*(column[start : start + self.rows_at_once] for column in params)),
-                num_candidates,
-            )
-            for start in range(0, logits.shape[0], self.rows_at_once)
+        count = logits.shape[0]
+        chunks = [slice(start, min(start + self.rows_at_once, count)) for start in range(0, count, self.rows_at_once)]
+        return [
+            sample_rows(logits[chunk], RowParams(*(column[chunk] for column in params)), num_candidates)
+            for chunk in chunks
         ]
-        return torch.cat(chunks)
 
     def to_verified(
         self, rows: np.ndarray, batch: RaggedBatch, verify_on_host: Callable[[int], VerifiedTokens]

@@ -109,9 +109,13 @@ class Baseline:
 
         # Each call sets up its memory and graphs anew: what decoding takes is read from the tokens' own times.
         config = GenerationConfig(**self._greedy(self.tokens))
-        found = self._model.generate_batch(
-            prompts, generation_config=config, progress_bar=False, record_timestamps=True
-        )
+        attention = self._model.config._attn_implementation
+        try:
+            found = self._model.generate_batch(
+                prompts, generation_config=config, progress_bar=False, record_timestamps=True
+            )
+        finally:  # where it fails early, it leaves its own attention in the model
+            self._model.set_attn_implementation(attention)
         if len(found) != size:
             raise RuntimeError(f"{len(found)} of {size} requests were answered")
         return continuous_rate([each.timestamps for each in found.values()])

@@ -60,7 +60,8 @@ def _prepare(arch: str, jobs: int, stub: Path) -> None:
         raise SystemExit("CUDA_HOME: no nvcc on the path with a libcudart.so beside it; set it")
     if ctypes.util.find_library("cuda") is None:
         # Modules are linked against the driver's library, which only a machine with a GPU has.
-        command = ["g++", "-shared", "-x", "c++", "-o", str(stub / "libcuda.so"), os.devnull]
+        named = "-Wl,-soname,libcuda.so.1"  # as drivers name it: some machines have no other
+        command = ["g++", "-shared", named, "-x", "c++", "-o", str(stub / "libcuda.so"), os.devnull]
         subprocess.run(command, check=True)
         flags = os.environ.get("FLASHINFER_EXTRA_LDFLAGS", "")
         os.environ["FLASHINFER_EXTRA_LDFLAGS"] = f"{flags} -L{stub}".strip()

@@ -166,7 +166,7 @@ class Probe:
 
     def _timed_launch(self, batch: Any) -> Any:
         began_s = time.perf_counter()
-        is_full = len(batch.requests) == self._streams and all(r.num_pending == 1 for r in batch.requests)
+        is_full = len(batch.request_ids) == self._streams and bool((batch.num_pending == 1).all())
         if is_full and self._ended_s is not None:
             self._gaps.append(began_s - self._ended_s)
         handle = self._launch(batch)

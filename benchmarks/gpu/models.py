@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -86,11 +86,17 @@ def engine_on(
     head_dim = model.config.hidden_size // model.config.num_attention_heads
     defaults = {"cache_dir": str(kit.scratch / "cache"), "drafter": "none", **backend_options(kit, head_dim)}
     # The only way in: weights of this size have no business on a disk.
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+        said.append(text)
+
     with mock.patch.object(loader, "_load_weights", return_value=model):
         config = EngineConfig(model=str(folder), dtype=kit.pick("bfloat16", "float32"), **{**defaults, **options})
         drafter = NullDrafter() if config.drafter == "none" else None
-        engine = build_engine(config, lambda text: print(text, flush=True), drafter=drafter, clock=clock)
-    check_graphs(engine, config.enforce_eager)
+        engine = build_engine(config, say, drafter=drafter, clock=clock)
+    check_graphs(engine, config.enforce_eager, said)
     return engine
 
 
@@ -100,12 +106,16 @@ def num_graphs(engine: BuiltEngine) -> int:
     return 0 if graphs is None else len(graphs.buckets)
 
 
-def check_graphs(engine: BuiltEngine, is_eager: bool) -> None:
-    """Raises RuntimeError where there are no graphs though there should be: eager steps must not pass for them."""
+def check_graphs(engine: BuiltEngine, is_eager: bool, said: Sequence[str] = ()) -> None:
+    """Raises RuntimeError where there are no graphs though there should be: eager steps must not pass for them.
+
+    said: what the engine said at its start, which has the reason.
+    """
     backend = engine.core.runner.backend
     can_be = isinstance(backend, PagedBackend) and backend.device.type == "cuda" and backend.kernel.can_be_captured
     if can_be and not is_eager and not num_graphs(engine):
-        raise RuntimeError("the engine's steps are eager, and no graphs (what it said at start has the reason)")
+        reasons = [text for text in said if text.startswith("all steps are eager")]
+        raise RuntimeError("; ".join(reasons) or "the engine's steps are eager, and no graphs")
 
 
 def backend_options(kit: Kit, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:

@@ -7,13 +7,14 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from batchserve.attention.paged import PagedBackend
-from batchserve.request import GREEDY
+from batchserve.request import GREEDY, ResolvedSampling
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.scheduler.step_time import CRITICAL_RATIO
 from benchmarks.gpu.cases import random_parents
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 RUNS = 7
 WARM_RUNS = 2
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "sampled": replace(GREEDY, temperature=0.8),
+    "top_p": replace(GREEDY, temperature=0.8, top_p=0.95),
+}
 
 
 @torch.inference_mode()
@@ -60,9 +66,9 @@ class StepBench:
             "table": {"rows": model.table.rows, "ms": [round(s * 1e3, 3) for s in model.table.seconds]},
         }
 
-    def measure(self, batch: int, context: int) -> dict[str, Any]:
+    def measure(self, batch: int, context: int, max_rows: int = ROWS[-1]) -> dict[str, Any]:
         """Milliseconds by rows of all requests together, trees where a request has several."""
-        wanted = [rows for rows in self._kit.pick(ROWS, (1, 2, 4)) if rows % batch == 0]
+        wanted = [rows for rows in self._kit.pick(ROWS, (1, 2, 4)) if rows % batch == 0 and rows <= max_rows]
         missing = self.lacks_memory(batch * context + max(wanted))
         if missing is not None:
             return {"skipped": missing}
@@ -80,6 +86,18 @@ class StepBench:
             "over_roofline": [round(ms / floor_ms, 3) for ms in found["ms"]],
             "critical_rows": critical[-1],
         }
+
+    def measure_sampling(self, batch: int, context: int) -> dict[str, Any]:
+        """Milliseconds by how tokens are chosen, and by rows of all requests together."""
+        wanted = self._kit.pick((1, 4, 16), (1, 2))
+        missing = self.lacks_memory(batch * (context + max(wanted)))
+        if missing is not None:
+            return {"skipped": missing}
+        found: dict[str, list[float]] = {}
+        with self.contexts(batch, context, max(wanted)) as names:
+            for name, sampling in SAMPLINGS.items():
+                found[name] = [round(self._time(names, context, rows, sampling)["ms"], 4) for rows in wanted]
+        return {"rows": [batch * rows for rows in wanted], "ms": found}
 
     def lacks_memory(self, num_tokens: int) -> str | None:
         """Why there is no K/V memory for so many tokens; None: there is."""
@@ -100,19 +118,22 @@ class StepBench:
             for name in names:
                 allocator.release(name)
 
-    def _time(self, names: list[str], context: int, rows: int) -> dict[str, float]:
+    def _time(self, names: list[str], context: int, rows: int, sampling: ResolvedSampling = GREEDY) -> dict[str, float]:
         rng = random.Random(rows)
-        steps = [self.step(rng, names, context, rows) for _ in range(self._kit.pick(RUNS, 1) + WARM_RUNS)]
+        runs = self._kit.pick(RUNS, 1) + WARM_RUNS
+        steps = [self.step(rng, names, context, rows, sampling) for _ in range(runs)]
         total, launched = zip(*steps[WARM_RUNS:], strict=True)
         return {"ms": statistics.median(total) * 1e3, "launch_ms": statistics.median(launched) * 1e3}
 
-    def step(self, rng: random.Random, names: list[str], context: int, rows: int) -> tuple[float, float]:
+    def step(
+        self, rng: random.Random, names: list[str], context: int, rows: int, sampling: ResolvedSampling = GREEDY
+    ) -> tuple[float, float]:
         """Seconds of one step of so many rows of each request, and of its launch alone."""
         requests = []
         for name in names:
             self.runner.backend.allocator.reserve(name, rows)
             parents = [-1, *(max(0, p + 1) for p in random_parents(rng, rows - 1))]  # hanging from the last token
-            requests.append(RequestRows(name, context, [rng.randrange(100)] * rows, parents, 1, GREEDY))
+            requests.append(RequestRows(name, context, [rng.randrange(100)] * rows, parents, 1, sampling))
         batch = build_batch(requests)
         started_s = time.perf_counter()
         handle = self.runner.launch(batch)

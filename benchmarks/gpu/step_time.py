@@ -34,16 +34,20 @@ def run(kit: Kit, report: Report) -> None:
     _grid(kit, report, first, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1, 2)))
     if "eager" in modes:
         _grid(kit, report, first, "eager", modes["eager"], bandwidth, (1, 16), CONTEXTS[:1])
+    if "compiled" in modes:  # every size of step takes about a minute to compile
+        few = {**modes["compiled"], "max_graph_rows": 1}
+        _grid(kit, report, first, "compiled", few, bandwidth, (1,), CONTEXTS[:1], max_rows=1)
     for batch in kit.pick((1, 8), (1,)):
         report.cell(f"attention/b{batch}", partial(attention_ms, kit, batch))
-    _grid(kit, report, second, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1,)))
+    _grid(kit, report, second, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1,)), CONTEXTS[:1])
     small_q.run(kit, report, bandwidth)
     buckets.run(kit, report, first, bandwidth)
     for name, options in all_backends(kit, 128, torch.bfloat16).items():
         _grid(kit, report, second, name, options, bandwidth, kit.pick((1, 8), (1,)), CONTEXTS[:1])
-    if "compiled" in modes:  # takes minutes to compile
-        few = {**modes["compiled"], "max_graph_rows": 16}
-        _grid(kit, report, first, "compiled", few, bandwidth, (1,), CONTEXTS[:1])
+    _grid(kit, report, second, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1,)), CONTEXTS[1:])
+    if "compiled" in modes:
+        more = {**modes["compiled"], "max_graph_rows": 16}
+        _grid(kit, report, first, "compiled_16", more, bandwidth, (1,), CONTEXTS[:1], max_rows=16)
 
 
 def _grid(
@@ -55,8 +59,9 @@ def _grid(
     bandwidth: float,
     batches: Sequence[int],
     contexts: Sequence[int] = CONTEXTS,
+    max_rows: int = ROWS[-1],
 ) -> None:
-    """One engine, a cell for every number of requests and context."""
+    """One engine, a cell for every number of requests and context, of steps of up to max_rows."""
     contexts = kit.pick(contexts, (64,))
     names = {f"{shape}/{mode}/b{b}/c{c}": (b, c) for c in contexts for b in batches}
     if not report.wants(*names):
@@ -69,7 +74,10 @@ def _grid(
         return
     report.about(**{f"{shape}/{mode}": bench.about()})
     for name, (batch, context) in names.items():
-        report.cell(name, partial(bench.measure, batch, context))
+        report.cell(name, partial(bench.measure, batch, context, max_rows))
+    if mode == "default":
+        batch = min(16, max(batches))
+        report.cell(f"{shape}/sampling/b{batch}", partial(bench.measure_sampling, batch, contexts[0]))
     del bench
     kit.free()
 

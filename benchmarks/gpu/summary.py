@@ -129,7 +129,22 @@ def _step_time(data: Data) -> list[str]:
             is_kept = max(few) <= MOST_OVER_ROOFLINE
             text += f"; to 16 rows {max(few)}x the roofline of {cell['roofline_ms']} ms ({_mark(is_kept)})"
         lines.append(text)
-    return lines + _graphs(cells) + _small_q(cells) + _buckets(about, cells) + _tree_over_causal(cells)
+    return (
+        lines + _sampling(cells) + _graphs(cells) + _small_q(cells) + _buckets(about, cells) + _tree_over_causal(cells)
+    )
+
+
+def _sampling(cells: dict[str, Data]) -> list[str]:
+    """How much longer a step takes that samples."""
+    lines = []
+    for name, cell in cells.items():
+        if "/sampling/" not in name or "ms" not in cell:
+            continue
+        greedy = cell["ms"]["greedy"]
+        for kind in ("sampled", "top_p"):
+            ratios = [f"{ms / least:.2f}" for ms, least in zip(cell["ms"][kind], greedy, strict=True)]
+            lines.append(f"{name}, {kind}: {', '.join(ratios)}x a greedy step of {cell['rows']} rows")
+    return lines
 
 
 def _graphs(cells: dict[str, Data]) -> list[str]:
@@ -139,7 +154,7 @@ def _graphs(cells: dict[str, Data]) -> list[str]:
             continue
         mode = name.split("/")[1]
         other = cells.get(name.replace(f"/{mode}/", "/default/"))
-        if mode == "compiled" and other is not None:
+        if mode.startswith("compiled") and other is not None:
             lines.append(f"{name}: {other['ms'][0] / cell['ms'][0]:.2f}x as fast as graphs alone")
         if mode == "eager" and other is not None:
             ratio = cell["ms"][0] / other["ms"][0]

@@ -132,6 +132,12 @@ def test_a_step_is_verified_like_on_the_host(dtype: torch.dtype, vocab_size: int
         sampler = DeviceSampler(MAX_NUM_SEQS, num_candidates, rows_at_once=40)
         _, verified, on_host = on_device(sampler, batch, logits, forced)
         assert verified == verify_batch(batch, logits, forced)
+        metadata = sampler.build_metadata(batch, len(logits), forced)
+        of_step, without_padding = (
+            sampler.sample(logits, torch.from_numpy(metadata.blob), metadata.kind, count)[:, : batch.num_logits]
+            for count in (None, batch.num_logits)
+        )
+        assert torch.equal(of_step, without_padding)
         if num_candidates == 1024:
             num_on_host += len(on_host)
             num_requests += len(batch.requests)
