@@ -99,7 +99,7 @@ class SlabAllocator:
         owned, committed = (slab.capacity, slab.num_committed) if slab else (0, 0)
         if committed + num_tokens <= owned:
             return True
-        wanted = -(-(committed + num_tokens) // EXTENT) * EXTENT
+        wanted = _rounded(committed + num_tokens)
         if wanted - owned > self.free_tokens:
             return False
         roomy = max(wanted + EXTENT, owned + owned // GROWTH // EXTENT * EXTENT)
@@ -111,23 +111,33 @@ class SlabAllocator:
         self._make_room(wanted - owned)
         if slab is None:
             slab = self._slabs[request_id] = _Slab()
-        self._grow(slab, wanted)
+        self._resize(slab, wanted)
         self._owned += wanted - owned
         return True
 
     def reserve_all(self, request_ids: Sequence[str], num_tokens: Sequence[int]) -> bool:
         return all(map(self.reserve, request_ids, num_tokens))
 
-    def _grow(self, slab: _Slab, capacity: int) -> None:
+    def reclaim(self, num_needed: Mapping[str, int]) -> bool:
+        slabs = {each: self._slabs[each] for each in num_needed}
+        enough = {each: _rounded(slab.num_committed + num_needed[each]) for each, slab in slabs.items()}
+        most = max(slabs, key=lambda each: slabs[each].capacity - enough[each], default=None)
+        if most is None or slabs[most].capacity <= enough[most]:
+            return False
+        self._owned -= slabs[most].capacity - enough[most]
+        self._resize(slabs[most], enough[most])
+        return True
+
+    def _resize(self, slab: _Slab, capacity: int) -> None:
         kept = slab.num_committed
         for i, (count, heads, dim) in enumerate(self._stack_shapes):
-            grown = torch.empty((count, heads, capacity, dim), dtype=self.dtype)
+            resized = torch.empty((count, heads, capacity, dim), dtype=self.dtype)
             if kept:
-                grown[:, :, :kept] = slab.stacks[i][:, :, :kept]
+                resized[:, :, :kept] = slab.stacks[i][:, :, :kept]
             if i < len(slab.stacks):
-                slab.stacks[i] = grown
+                slab.stacks[i] = resized
             else:
-                slab.stacks.append(grown)
+                slab.stacks.append(resized)
         slab.capacity = capacity
         slab.planes.clear()
         # Not asked of the planes one by one: a model may have hundreds, and a step waits for this.
@@ -250,6 +260,11 @@ class SlabAllocator:
         for request_id, slab in self._slabs.items():
             if slab.num_committed > slab.capacity:
                 raise RuntimeError(f"{request_id!r} committed {slab.num_committed} of {slab.capacity} tokens")
+
+
+def _rounded(num_tokens: int) -> int:
+    """Tokens of as many extents as that takes."""
+    return -(-num_tokens // EXTENT) * EXTENT
 
 
 def bytes_per_token(layers: Sequence[LayerShape], dtype: torch.dtype) -> int:

@@ -90,6 +90,9 @@ class SlotAllocator:
             self._begin(request_id, num_tokens)
         return self._reserve(np.array([self._rows[request_id]]), np.array([num_tokens]))
 
+    def reclaim(self, num_needed: Mapping[str, int]) -> bool:
+        return False  # commit_all() leaves nothing to be taken
+
     def reserve_all(self, request_ids: Sequence[str], num_tokens: Sequence[int]) -> bool:
         if all(request_id in self._rows for request_id in request_ids):
             rows = self._rows_of(request_ids)

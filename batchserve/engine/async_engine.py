@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
+LULL_S = 1.0  # of nothing to do: then the books are checked
 INLINE_SIZE = 4096  # characters, or token ids: shorter prompts are looked at on the loop, a thread would take longer
 
 
@@ -66,6 +67,9 @@ class _ClearScope:
     done: asyncio.Future[None]  # belongs to the loop
 
 
+_Message = _Add | _Abort | _ClearScope
+
+
 class AsyncEngine:
     """One engine thread beside the running asyncio loop. All methods are called on that loop."""
 
@@ -77,7 +81,7 @@ class AsyncEngine:
         self._places = config.max_num_seqs, config.max_waiting
         self._streams: dict[str, _Stream] = {}
         self._clearing: set[asyncio.Future[None]] = set()
-        self._inbox: queue.SimpleQueue[_Add | _Abort | _ClearScope | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._closed: BatchserveError | None = None  # raised with a fresh traceback each time: it is shared
         self._is_empty = asyncio.Event()
         self._is_empty.set()
@@ -154,7 +158,7 @@ class AsyncEngine:
                 raise self._closed.with_traceback(None)
             stream.request = request
             self._inbox.put(_Add(request))
-            yield Started(request_id, len(token_ids), token_ids)
+            yield Started(request_id, len(token_ids), list(token_ids))
             while True:
                 event = await stream.events.get()
                 if isinstance(event, BatchserveError):
@@ -322,10 +326,8 @@ class AsyncEngine:
 
     def _turn(self) -> bool:
         """One message, or one step where there is none; False after the last."""
-        if not self._core.has_work and self._inbox.empty():
-            self._core.check_integrity()
         try:
-            message = self._inbox.get(block=not self._core.has_work)
+            message = self._inbox.get_nowait() if self._core.has_work else self._next_message()
         except queue.Empty:
             self._core.step()
             return True
@@ -341,6 +343,14 @@ class AsyncEngine:
         else:
             self._core.abort(message.request)
         return True
+
+    def _next_message(self) -> _Message | None:
+        """Waits for it. Whoever comes while the books are checked would wait for that, so it is done in a lull."""
+        try:
+            return self._inbox.get(timeout=LULL_S)
+        except queue.Empty:
+            self._core.check_integrity()
+            return self._inbox.get()
 
     def _fail_all(self) -> bool:
         """End every request in flight with an error; False, for good, if the core cannot go on afterwards."""

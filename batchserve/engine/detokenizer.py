@@ -138,8 +138,11 @@ class IncrementalDetokenizer:
             keep = 0 if is_last and i == len(token_ids) - 1 else self._undecided()
             cut = len(self._held) - keep
             shown, self._held = shown + self._held[:cut], self._held[cut:]
-        if is_last:  # also when the last step added no token
-            shown, self._held = shown + self._held + ("" if token_ids else self._new_text(is_last=True)), ""
+        if is_last and not token_ids:  # what was torn comes out as it is, and may complete a stop string
+            self._held += self._new_text(is_last=True)
+            found = self._first_stop()
+            shown, self._held = self._held[:found], ""
+            return TextPiece(shown, [], is_stopped=found is not None)
         return TextPiece(shown, list(token_ids))
 
     def _new_text(self, *, is_last: bool) -> str:

@@ -33,6 +33,11 @@ class KVAllocator(Protocol):
     def reserve_all(self, request_ids: Sequence[str], num_tokens: Sequence[int]) -> bool:
         """reserve() of several requests in turn, each named once, until one is refused; whether none was."""
 
+    def reclaim(self, num_needed: Mapping[str, int]) -> bool:
+        """Take from one of these requests what it has reserved for rows that were not kept: all but its committed
+        tokens and so many more. False: none of them has any to give. Takes as long as copying what the request keeps.
+        """
+
     def reservable_tokens(self, request_ids: Sequence[str]) -> list[int]:
         """The most rows that reserve() would grant to each of these requests now, if to no other."""
 

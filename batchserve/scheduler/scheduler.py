@@ -235,15 +235,20 @@ class Scheduler:
             self._refused = state, free_tokens
             return False
         request.num_computed_tokens = known
-        if request.num_preemptions == 0:
+        if request.first_scheduled_s is None:  # else what it computed itself may be there
             request.num_cached_tokens = known
         return True
 
     def _reserve(self, request: Request, num_tokens: int, preempted: list[Request]) -> bool:
-        """Reserve, preempting whoever comes last for as long as it takes; False if that was this one."""
+        """Reserve, preempting whoever comes last for as long as it takes; False if that was this one.
+
+        Before that, others give back what drafts took that were not accepted: nobody is preempted for a guess.
+        """
         while request.status is RequestStatus.RUNNING:
             if self._allocator.reserve(request.request_id, num_tokens):
                 return True
+            if self._allocator.reclaim({r.request_id: r.num_pending_tokens for r in self.running}):
+                continue
             last = max(reversed(self.running), key=self._rank)
             self._preempt(last)
             preempted.append(last)
@@ -265,7 +270,7 @@ class Scheduler:
         ]
         # Where rows are chosen by their worth, each request may be offered all of them.
         num_sharing = 1 if self._config.is_adaptive else max(1, sum(is_drafting))
-        # Drafts take what memory is free; nobody is preempted for a guess.
+        # Drafts take what memory is free.
         room = iter(self._allocator.reservable_tokens([r.request_id for r in compress(running, is_drafting)]))
         scheduled = []
         for request, is_offered in zip(running, is_drafting, strict=True):

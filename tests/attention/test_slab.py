@@ -104,6 +104,17 @@ class SlabMachine(RuleBasedStateMachine):
         self.reserved[request_id] = 0
         self.owned[request_id] = self.kept_by_commit(request_id)
 
+    @rule()
+    def reclaim(self) -> None:
+        """Whatever was reserved for rows that were not kept can be taken, and no more."""
+        while self.allocator.reclaim(self.reserved):
+            pass
+        for request_id, rows in self.reserved.items():
+            self.owned[request_id] = self.kept_by_reclaim(request_id, rows)
+
+    def kept_by_reclaim(self, request_id: str, num_needed: int) -> int:
+        return self.rounded(len(self.committed[request_id]) + num_needed)
+
     @rule(request_id=IDS)
     def release(self, request_id: str) -> None:
         self.allocator.release(request_id)  # also of one that has nothing

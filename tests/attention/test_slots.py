@@ -53,6 +53,9 @@ class SlotMachine(SlabMachine):
         """Nothing that was reserved for rows which were not kept, but what was there for the prompt."""
         return max(len(self.committed[request_id]), self.promised[request_id])
 
+    def kept_by_reclaim(self, request_id: str, num_needed: int) -> int:
+        return self.owned[request_id]
+
     def num_shared_by_fork(self, num_tokens: int) -> int:
         return num_tokens
 

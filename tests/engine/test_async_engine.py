@@ -627,6 +627,43 @@ async def test_a_fault_ends_those_in_flight_and_the_engine_serves_on(
     await rig.finishes()
 
 
+async def test_a_caller_may_do_with_its_lists_what_it_likes(rig: Rig) -> None:
+    expected = (await rig.engine.generate(PROMPT, SHORT)).usage
+    async with rig.stream(params=SHORT) as events:
+        async for event in events:
+            if isinstance(event, Started):
+                token_ids = event.prompt_token_ids
+            else:
+                token_ids += event.token_ids
+                event.token_ids.clear()
+    assert len(token_ids) == len(PROMPT) + 6
+    assert event.usage == expected
+
+
+async def test_nobody_waits_for_the_check_of_the_books(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes long where there is much memory, and waits for a lull."""
+    core, checked = rig.built.core, asyncio.Event()
+    right, loop, num_checks = core.check_integrity, asyncio.get_running_loop(), 0
+
+    def check() -> None:
+        nonlocal num_checks
+        num_checks += 1
+        right()
+        loop.call_soon_threadsafe(checked.set)
+
+    monkeypatch.setattr(core, "check_integrity", check)
+    monkeypatch.setattr(async_engine, "LULL_S", 30.0)
+    await rig.finishes()  # wakes the engine, which waits for as long as it was told before
+    num_checks = 0
+    for _ in range(20):
+        await rig.finishes()
+    assert num_checks == 0
+    monkeypatch.setattr(async_engine, "LULL_S", 0.01)
+    await rig.finishes()
+    await asyncio.wait_for(checked.wait(), 20)
+    await rig.finishes()
+
+
 @pytest.mark.parametrize("broken", ["check_integrity", "abort_all", "runner.check_device"])
 async def test_an_engine_that_cannot_recover_ends_everyone_too_and_refuses_the_next(
     built: BuiltEngine, monkeypatch: pytest.MonkeyPatch, broken: str

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from batchserve.engine.detokenizer import IncrementalDetokenizer, TextPiece, decoder_of, token_texts
@@ -302,6 +303,25 @@ def test_held_back_text_comes_with_the_end() -> None:
         detokenizer = IncrementalDetokenizer(Letters(), ("###",))
         assert detokenizer.feed([ord(c) for c in "ab##"], is_last=False).text == "ab"
         assert detokenizer.feed(last_tokens, is_last=True).text == "##" + "c" * len(last_tokens)
+
+
+@pytest.mark.parametrize("stop", [("ok ",), (" \N{REPLACEMENT CHARACTER}",), ("never",)])
+def test_a_stop_string_is_found_in_what_only_the_end_lets_out(stop: tuple[str, ...]) -> None:
+    """The last token begins a character that never comes; its end token may be in the same step, or in one behind."""
+    letters = {letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}
+    merges = [("Ġ", "â"), ("Ġâ", "Ģ")]
+    vocab = {**letters, **{first + second: len(letters) + i for i, (first, second) in enumerate(merges)}}
+    decoder = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    decoder.decoder = decoders.ByteLevel()
+    token_ids = [vocab["o"], vocab["k"], vocab["ĠâĢ"]]
+    texts = []
+    for has_end_token in (False, True):
+        for sizes in ([1], [2], [3]):
+            detokenizer = IncrementalDetokenizer(decoder, stop, True, token_texts(decoder, skip_special_tokens=True))
+            pieces = feed_in_pieces(detokenizer, token_ids, sizes, has_end_token=has_end_token)
+            texts.append((joined(pieces), pieces[-1].is_stopped))
+    expected = "ok \N{REPLACEMENT CHARACTER}".partition(stop[0])
+    assert set(texts) == {(expected[0], bool(expected[1]))}
 
 
 def test_tokens_behind_a_stop_string_of_the_same_step_are_dropped() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from batchserve.config import DRAFTERS
-from batchserve.draft.base import DraftScope
+from batchserve.draft.base import DraftQuery, DraftScope, DraftTree
 from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.router import RoutingDrafter
 from batchserve.errors import DeadlineExceededError
@@ -284,6 +286,23 @@ def test_preemption_changes_nothing_but_the_time(engine: ScriptedEngine) -> None
     for name in ("a", "b"):
         assert small.text(name) == answer[:70]
     assert small.core.metrics.snapshot()["preemptions_total"] == 1
+
+
+def test_nobody_is_preempted_for_what_wrong_guesses_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three extents, and two requests that need one and two; the first guesses more than a whole one, in vain."""
+
+    def wrong(self: PerfectDrafter, queries: Sequence[DraftQuery]) -> list[DraftTree]:
+        trees = [range(1, 1 + query.max_tokens) for query in queries]
+        return [DraftTree([*tokens], [-1] * len(tokens), [1.0] * len(tokens)) for tokens in trees]
+
+    monkeypatch.setattr(PerfectDrafter, "propose", wrong)
+    engine = scripted_engine(is_drafting=True, total_tokens=192, decoding_length=48, prefix_cache=False)
+    first = add(engine, "a", "x" * 100, prompt="p" * 20, max_tokens=44)
+    other = add(engine, "b", "y" * 100, prompt="q" * 31, max_tokens=60)
+    engine.run()
+    assert first.num_draft_tokens > 100
+    assert (first.num_preemptions, other.num_preemptions) == (0, 0)
+    assert (engine.text("a"), engine.text("b")) == ("x" * 44, "y" * 60)
 
 
 def test_stop_found_in_the_very_step_that_preempts_the_request() -> None:
