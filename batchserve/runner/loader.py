@@ -199,6 +199,8 @@ def _load_weights(source: str, dtype: torch.dtype, config: EngineConfig) -> PreT
         raise ConfigError(
             f"model = {config.model!r}: {name} has shape {list(found)} in the files, {list(wanted)} by its config"
         )
+    for each in (model.config, model.config.get_text_config()):
+        each.return_dict = True  # a model's own choice; its outputs are read by name here
     if quantization := getattr(model.config, "quantization_config", None):
         raise UnsupportedModelError(f"model = {config.model!r}: quantised weights are not supported: {quantization}")
     ready: PreTrainedModel = model.eval()

@@ -95,6 +95,14 @@ def test_broken_weights_are_refused(tiny_model: dict[str, Path], tmp_path: Path)
         load_model(config(folder))
 
 
+def test_a_model_that_would_answer_in_tuples_answers_by_name(tiny_model: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "tuples"
+    shutil.copytree(tiny_model["llama"], folder)
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(described | {"return_dict": False}))
+    assert load_model(config(folder)).vocab_size == described["vocab_size"]
+
+
 def windows_of(model: PreTrainedModel) -> list[int | None]:
     """Of the configuration and of every module that has one of its own."""
     holders = [model.config, *(m for m in model.modules() if hasattr(m, "sliding_window"))]
