@@ -13,7 +13,8 @@ import argparse
 import json
 from pathlib import Path
 
-from batchserve.bench.replay_command import ReplayOptions, as_json, measure, read_requests
+from batchserve.bench.options import ReplayOptions
+from batchserve.bench.replay_command import as_json, measure, read_requests
 from batchserve.errors import ConfigError
 from batchserve.options import parse_integers
 from benchmarks.common import RESULTS, environment, find_sets, refusing_bad_input

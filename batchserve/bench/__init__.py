@@ -62,7 +62,8 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    from batchserve.bench.replay_command import ReplayOptions, run_replay
+    from batchserve.bench.options import ReplayOptions
+    from batchserve.bench.replay_command import run_replay
 
     options = ReplayOptions(
         file=arguments.file,

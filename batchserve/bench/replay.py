@@ -68,6 +68,21 @@ class ReplayStats:
         return self.update_s / self.num_tokens * 1e6 if self.num_tokens else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    """One drafter with one number of draft tokens; the fields of the JSON, in its order."""
+
+    drafter: str
+    max_draft_tokens: int
+    acceptance_length: float
+    draft_tokens_per_step: float
+    retrieve_us: float
+    update_us: float
+    memory_bytes: int
+    steps: int
+    tokens: int
+
+
 def preload(records: Iterable[ReplayRecord], drafter: Drafter, on_record: Callable[[], None] | None = None) -> None:
     """Let a drafter see earlier requests of the same scope from start to end, without drafting any."""
     for i, record in enumerate(records):

@@ -5,68 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from batchserve.bench.records import load_records, split_warm
-from batchserve.bench.replay import ReplayRecord, check_bounds, preload, simulate
+from batchserve.bench.replay import ReplayRecord, ReplayResult, preload, simulate
 from batchserve.bench.tokenizer import load_encoder
 from batchserve.bench.view import plot_results, replay_progress, require_matplotlib, show_results
-from batchserve.config import DRAFTERS, EngineConfig
+from batchserve.config import EngineConfig
 from batchserve.draft.base import Drafter
 from batchserve.draft.factory import create_drafter
 from batchserve.draft.kernels import KernelLoader
 from batchserve.errors import ConfigError
 
-
-@dataclass(frozen=True, slots=True)
-class ReplayOptions:
-    """What to replay and how; `batchserve bench replay --help` explains each option."""
-
-    file: Path
-    tokenizer: str
-    drafters: tuple[str, ...]
-    max_draft_tokens: tuple[int, ...] = (16,)
-    warm_file: Path | None = None
-    warm_share: float | None = None
-    streams: int = 1
-    limit: int | None = None
-    json_file: Path | None = None
-    plot_file: Path | None = None
-
-    def __post_init__(self) -> None:
-        for drafter in self.drafters:
-            if drafter == "jacobi":
-                raise ConfigError("drafter = 'jacobi': drafts from the model's own output, so it cannot be replayed")
-            if drafter not in DRAFTERS:
-                names = ", ".join(name for name in DRAFTERS if name != "jacobi")
-                raise ConfigError(f"drafter = {drafter!r}: must be one of {names}")
-        for name, values in (("drafter", self.drafters), ("max_draft_tokens", self.max_draft_tokens)):
-            if not values or len(set(values)) < len(values):
-                raise ConfigError(f"{name} = {', '.join(map(str, values))}: must name each only once")
-        for max_draft_tokens in self.max_draft_tokens:
-            check_bounds(max_draft_tokens, self.streams)
-        if self.warm_file is not None and self.warm_share is not None:
-            raise ConfigError("warm_file, warm_share: must not both be given")
-        for name, path in (("json", self.json_file), ("plot", self.plot_file)):
-            if path is not None and (path.is_dir() or not path.parent.is_dir()):
-                raise ConfigError(f"{name} = {str(path)!r}: must be a file in a folder that exists")
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayResult:
-    """One drafter with one number of draft tokens; the fields of the JSON, in its order."""
-
-    drafter: str
-    max_draft_tokens: int
-    acceptance_length: float
-    draft_tokens_per_step: float
-    retrieve_us: float
-    update_us: float
-    memory_bytes: int
-    steps: int
-    tokens: int
+if TYPE_CHECKING:
+    from batchserve.bench.options import ReplayOptions
 
 
 def run_replay(options: ReplayOptions) -> int:

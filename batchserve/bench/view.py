@@ -18,7 +18,8 @@ from batchserve.config import MiB
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from batchserve.bench.replay_command import ReplayOptions, ReplayResult
+    from batchserve.bench.options import ReplayOptions
+    from batchserve.bench.replay import ReplayResult
 
 REFRESH_PER_S = 2  # what is measured meanwhile shares the processor with the bar
 

@@ -68,7 +68,8 @@ def add_tune_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_tune_command(arguments: argparse.Namespace, config: EngineConfig, serve_flags: Sequence[str]) -> int:
     """Tune a server of `config`, given on the command line as `serve_flags`; returns the exit status."""
-    from batchserve.tune.command import TuneOptions, run_tune
+    from batchserve.tune.command import run_tune
+    from batchserve.tune.options import TuneOptions
 
     options = TuneOptions(
         config=config,

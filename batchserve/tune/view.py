@@ -20,7 +20,8 @@ from batchserve.tune.sweep import Listener, threads_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from batchserve.tune.command import Recommendation, TuneOptions
+    from batchserve.tune.options import TuneOptions
+    from batchserve.tune.recommend import Recommendation
     from batchserve.tune.sweep import Measured, StepTimes
 
 REFRESH_PER_S = 2  # what is measured meanwhile shares the processor with the bar

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from batchserve.bench import add_bench_parser
-from batchserve.bench.replay_command import ReplayOptions, ReplayResult
+from batchserve.bench.options import ReplayOptions
+from batchserve.bench.replay import ReplayResult
 from batchserve.bench.view import show_results
 from batchserve.cli import main
 from batchserve.errors import ConfigError

@@ -18,7 +18,9 @@ from batchserve.demo.prompts import PROMPTS
 from batchserve.errors import ConfigError
 from batchserve.options import make_config
 from batchserve.tune import command, sweep, view
-from batchserve.tune.command import TuneOptions, as_json, available_cores, recommend
+from batchserve.tune.command import as_json
+from batchserve.tune.options import TuneOptions, available_cores
+from batchserve.tune.recommend import recommend
 from batchserve.tune.sweep import Measured, Setting, StepTimes
 
 HAS_PLOTS = importlib.util.find_spec("matplotlib") is not None  # of the extra "bench"

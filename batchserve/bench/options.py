@@ -1,0 +1,44 @@
+"""What `batchserve bench replay` is asked for, checked before anything is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchserve.bench.replay import check_bounds
+from batchserve.config import DRAFTERS
+from batchserve.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """What to replay and how; `batchserve bench replay --help` explains each option."""
+
+    file: Path
+    tokenizer: str
+    drafters: tuple[str, ...]
+    max_draft_tokens: tuple[int, ...] = (16,)
+    warm_file: Path | None = None
+    warm_share: float | None = None
+    streams: int = 1
+    limit: int | None = None
+    json_file: Path | None = None
+    plot_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        for drafter in self.drafters:
+            if drafter == "jacobi":
+                raise ConfigError("drafter = 'jacobi': drafts from the model's own output, so it cannot be replayed")
+            if drafter not in DRAFTERS:
+                names = ", ".join(name for name in DRAFTERS if name != "jacobi")
+                raise ConfigError(f"drafter = {drafter!r}: must be one of {names}")
+        for name, values in (("drafter", self.drafters), ("max_draft_tokens", self.max_draft_tokens)):
+            if not values or len(set(values)) < len(values):
+                raise ConfigError(f"{name} = {', '.join(map(str, values))}: must name each only once")
+        for max_draft_tokens in self.max_draft_tokens:
+            check_bounds(max_draft_tokens, self.streams)
+        if self.warm_file is not None and self.warm_share is not None:
+            raise ConfigError("warm_file, warm_share: must not both be given")
+        for name, path in (("json", self.json_file), ("plot", self.plot_file)):
+            if path is not None and (path.is_dir() or not path.parent.is_dir()):
+                raise ConfigError(f"{name} = {str(path)!r}: must be a file in a folder that exists")

@@ -1,0 +1,77 @@
+"""What `batchserve tune` is asked for, checked before anything is measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchserve.config import EngineConfig
+from batchserve.errors import ConfigError
+
+REQUESTS_PER_SEQ = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TuneOptions:
+    """What to sweep and on what; `batchserve tune --help` explains each option.
+
+    config: of the server, whatever the sweep decides left out. serve_flags: what it is given as on the command line.
+    Raises ConfigError.
+    """
+
+    config: EngineConfig
+    workload: Path
+    max_num_seqs: tuple[int, ...] = (2, 4, 8, 16)
+    threads: tuple[int, ...] | None = None
+    tpot_target_ms: float | None = None
+    num_requests: int | None = None
+    out: Path = Path("batchserve-tune")
+    has_plots: bool = True
+    serve_flags: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        cores = available_cores()
+        if self.threads is None:
+            object.__setattr__(self, "threads", tuple(sorted({n for n in (cores // 4, cores // 2, cores) if n})))
+        for name, values in (("max_num_seqs", self.max_num_seqs), ("threads", self.thread_counts)):
+            if not values or len(set(values)) < len(values):
+                raise ConfigError(f"{name} = {', '.join(map(str, values))}: must name each only once")
+            if min(values) < 1:
+                raise ConfigError(f"{name} = {min(values)}: must be at least 1")
+        if max(self.thread_counts) > cores:
+            raise ConfigError(f"threads = {max(self.thread_counts)}: must be at most {cores}, this machine's cores")
+        if self.num_requests is not None and self.num_requests < max(self.max_num_seqs):
+            raise ConfigError(
+                f"requests = {self.num_requests}: must be at least max_num_seqs = {max(self.max_num_seqs)}"
+            )
+        for num_threads in self.thread_counts:
+            self.engine_config(num_threads)
+        if self.out.exists() and not self.out.is_dir():
+            raise ConfigError(f"out = {str(self.out)!r}: must be a folder")
+
+    @property
+    def thread_counts(self) -> tuple[int, ...]:
+        return self.threads or ()
+
+    @property
+    def most_requests(self) -> int:
+        return self.num_requests or REQUESTS_PER_SEQ * max(self.max_num_seqs)
+
+    def engine_config(self, num_threads: int) -> EngineConfig:
+        """One engine for all that is measured with so many threads. Raises ConfigError."""
+        return dataclasses.replace(
+            self.config,
+            num_threads=num_threads,
+            max_num_seqs=max(self.max_num_seqs),
+            tpot_target_ms=self.tpot_target_ms,
+            adaptive=True,
+            decoding_length=None,
+            wait_for_drafter=True,
+        )
+
+
+def available_cores() -> int:
+    """Of this process, which may have been given a part of the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
