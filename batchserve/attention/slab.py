@@ -119,13 +119,14 @@ class SlabAllocator:
         return all(map(self.reserve, request_ids, num_tokens))
 
     def reclaim(self, num_needed: Mapping[str, int]) -> bool:
-        slabs = {each: self._slabs[each] for each in num_needed}
-        enough = {each: _rounded(slab.num_committed + num_needed[each]) for each, slab in slabs.items()}
-        most = max(slabs, key=lambda each: slabs[each].capacity - enough[each], default=None)
-        if most is None or slabs[most].capacity <= enough[most]:
+        slabs = [(self._slabs[request_id], needed) for request_id, needed in num_needed.items()]
+        spare = [slab.capacity - _rounded(slab.num_committed + needed) for slab, needed in slabs]
+        most = max(spare, default=0)
+        if most <= 0:
             return False
-        self._owned -= slabs[most].capacity - enough[most]
-        self._resize(slabs[most], enough[most])
+        slab, _ = slabs[spare.index(most)]
+        self._owned -= most
+        self._resize(slab, slab.capacity - most)
         return True
 
     def _resize(self, slab: _Slab, capacity: int) -> None:

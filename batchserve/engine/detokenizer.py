@@ -128,21 +128,17 @@ class IncrementalDetokenizer:
 
     def _feed_until_stop(self, token_ids: Sequence[int], *, is_last: bool) -> TextPiece:
         shown = ""
-        for i, token_id in enumerate(token_ids):
-            self._held += self._text_of([token_id], is_last=is_last and i == len(token_ids) - 1)
+        steps = [[token_id] for token_id in token_ids] or [[]]  # none: an end lets out what is torn
+        for i, step in enumerate(steps):
+            is_end = is_last and i == len(steps) - 1
+            self._held += self._text_of(step, is_last=is_end)
             found = self._first_stop()
             if found is not None:
                 shown += self._held[:found]
                 self._held = ""
                 return TextPiece(shown, list(token_ids[: i + 1]), is_stopped=True)
-            keep = 0 if is_last and i == len(token_ids) - 1 else self._undecided()
-            cut = len(self._held) - keep
+            cut = len(self._held) - (0 if is_end else self._undecided())
             shown, self._held = shown + self._held[:cut], self._held[cut:]
-        if is_last and not token_ids:  # what was torn comes out as it is, and may complete a stop string
-            self._held += self._new_text(is_last=True)
-            found = self._first_stop()
-            shown, self._held = self._held[:found], ""
-            return TextPiece(shown, [], is_stopped=found is not None)
         return TextPiece(shown, list(token_ids))
 
     def _new_text(self, *, is_last: bool) -> str:

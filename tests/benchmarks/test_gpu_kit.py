@@ -228,6 +228,10 @@ def test_eager_steps_do_not_pass_for_graphs(tmp_path: Path):
     with pytest.raises(RuntimeError, match="steps are eager") as error:
         check_graphs(engine, is_eager=False)
     assert not is_fault(error.value)  # the part's process goes on
+    said = ["loading", "all steps are eager: it cannot be captured: operation not permitted when stream is capturing"]
+    with pytest.raises(RuntimeError, match=r"cannot be captured: operation not permitted") as error:
+        check_graphs(engine, is_eager=False, said=said)
+    assert is_fault(error.value)  # a capture that failed half-way leaves torch's allocator in its midst
     check_graphs(engine, is_eager=True)
 
 
