@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from batchserve.errors import ConfigError, EngineFaultError
 from batchserve.server.metrics_endpoint import MetricsEndpoint, join_address
 from batchserve.server.servicer import SERVICE_NAME, GenerationServicer
+from batchserve.server.status import is_worth_logging
 from batchserve.server.wire import MalformedRequestInterceptor
 from batchserve.v1 import generation_pb2_grpc
 
@@ -33,6 +34,7 @@ QUIET_S = 0.15
 ARRIVALS_TIMEOUT_S = 1.0
 MIN_PING_INTERVAL_MS = 5000
 MAX_METADATA_BYTES = 16 << 10
+GRPC_LOGGER = "grpc._cython.cygrpc"
 T = TypeVar("T")
 
 
@@ -45,6 +47,7 @@ class GenerationServer:
         self._metrics: MetricsEndpoint | None = None
         self._watching: asyncio.Task[None] | None = None
         self._servicer = GenerationServicer(version)
+        logging.getLogger(GRPC_LOGGER).addFilter(is_worth_logging)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._grpc = grpc.aio.server(
             interceptors=[MalformedRequestInterceptor(SERVICE_NAME)], options=_channel_arguments(config)

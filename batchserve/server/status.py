@@ -88,6 +88,19 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -
         raise asyncio.CancelledError from gone
 
 
+def is_worth_logging(record: logging.LogRecord) -> bool:
+    """A filter for gRPC's own logger: False for a call that was over before gRPC itself could send its last status.
+
+    A deadline that passes just then is nobody's error, but gRPC logs it as one, with a trace; `abort` sees only what
+    is raised inside of a handler.
+    """
+    kind = record.exc_info[0] if record.exc_info else None
+    is_over = kind is not None and kind.__name__ == "ExecuteBatchError"  # gRPC exports its base only
+    if is_over:
+        logger.debug("a call was over before its status was sent: %s", record.getMessage())
+    return not is_over
+
+
 def _code(error: BatchserveError) -> int:
     internal: int = code_pb2.INTERNAL
     return next((_CODES[kind] for kind in type(error).__mro__ if kind in _CODES), internal)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from google.rpc import code_pb2, error_details_pb2
+from grpc._cython import cygrpc
 
 from batchserve.errors import (
     BatchserveError,
@@ -16,7 +19,7 @@ from batchserve.errors import (
     UnavailableError,
     UnknownModelError,
 )
-from batchserve.server.status import MAX_MESSAGE_CHARS, to_status
+from batchserve.server.status import MAX_MESSAGE_CHARS, is_worth_logging, to_status
 
 
 class _Narrower(QueueFullError):
@@ -63,3 +66,16 @@ def test_statuses_fit_into_trailers():
     info = error_details_pb2.ErrorInfo()
     assert status.details[0].Unpack(info)
     assert info.metadata["value"].endswith("... (5000000 characters)")
+
+
+def test_a_call_that_was_over_is_no_error_and_all_else_stays_one(caplog: pytest.LogCaptureFixture):
+    named = logging.getLogger("test.grpc")
+    named.addFilter(is_worth_logging)
+    for error in (cygrpc.ExecuteBatchError("over"), cygrpc.InternalError("listener"), RuntimeError("handler")):
+        try:
+            raise error
+        except Exception:
+            named.exception("raised: %s", error)
+    named.error("without a trace")
+    seen = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert seen == ["raised: listener", "raised: handler", "without a trace"]
