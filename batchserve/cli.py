@@ -14,13 +14,13 @@ import logging
 import os
 import signal
 import sys
-from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from batchserve import __version__
 from batchserve.bench import add_bench_parser
 from batchserve.config import DTYPES, PRIVATE_SCOPE, DraftConfig, EngineConfig, ServerConfig
 from batchserve.errors import BatchserveError, ConfigError, InvalidRequestError
+from batchserve.generate_command import add_generate_flags, run_generate
 from batchserve.kernel_cache import provide_cache_folder
 from batchserve.options import (
     DRAFT_OPTIONS,
@@ -28,16 +28,17 @@ from batchserve.options import (
     SERVER_OPTIONS,
     add_engine_options,
     add_options,
-    flag_of,
     given_flags,
     make_config,
 )
+from batchserve.progress import progress
 from batchserve.threads import apply_thread_policy
 from batchserve.tune import NOT_TUNED_OPTIONS, add_tune_flags, run_tune_command
-from batchserve.types import Delta, SamplingParams, SpeculationParams, Started, Usage, check_priority
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import Sequence
+
+    from batchserve.engine.async_engine import AsyncEngine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -90,9 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     serve.set_defaults(run=_serve)
 
     generate = commands.add_parser("generate", allow_abbrev=False, help="answer one prompt, streaming to the terminal")
-    _add_generate_flags(generate)
+    add_generate_flags(generate)
     add_engine_options(generate, ", without --server")
-    generate.set_defaults(run=_generate)
+    generate.set_defaults(run=run_generate)
 
     warm = commands.add_parser("warm-drafts", allow_abbrev=False, help="make a draft cache from recorded answers")
     _add_warm_flags(warm)
@@ -117,10 +118,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _progress(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
-
-
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach an address; a name other than localhost is taken to be reachable."""
     try:
@@ -133,17 +130,17 @@ def _serve(arguments: argparse.Namespace) -> int:
     server_config: ServerConfig = make_config(ServerConfig, arguments)
     if not is_loopback(server_config.host) and "default_draft_scope" not in arguments:
         arguments.default_draft_scope = PRIVATE_SCOPE
-        _progress(
+        progress(
             f"host = {server_config.host} is not loopback: requests that name no draft scope share no drafts "
             "(--default-draft-scope NAME lets them)"
         )
     engine_config: EngineConfig = make_config(EngineConfig, arguments)
 
-    from batchserve.engine.async_engine import AsyncEngine
     from batchserve.server.lifecycle import serve
 
     async def start_engine() -> AsyncEngine:
-        engine = await AsyncEngine.start(engine_config, _progress)
+        # These imports take seconds, in which the server listens already.
+        engine = await (await asyncio.to_thread(_import_engine)).start(engine_config, progress)
         # What is there now stays: to look through all of it again would stop every stream for some tenths of a second.
         gc.collect()
         gc.freeze()
@@ -156,36 +153,10 @@ def _serve(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt", help="the prompt (default: standard input)")
-    parser.add_argument(
-        "--chat",
-        action="store_true",
-        help="put the prompt into the model's chat template; with --server into that of --model, which must be the "
-        "server's model (default: what the server calls it)",
-    )
-    parser.add_argument("--server", metavar="HOST:PORT", help="ask a running server (default: load the model here)")
-    parser.add_argument(
-        "--priority", type=int, default=0, metavar="N", help="higher comes first, in -1000..1000 (default: 0)"
-    )
-    parser.add_argument(
-        "--reference",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="a text that the answer may quote: drafts are copied from it, the model does not read it; repeatable",
-    )
-    sampling = parser.add_argument_group("sampling (default: the model's own)")
-    sampling.add_argument("--temperature", type=float, help="0 is greedy")
-    sampling.add_argument("--top-p", type=float, help="in (0, 1]")
-    sampling.add_argument("--top-k", type=int, help="0 is off")
-    sampling.add_argument("--seed", type=int, help="makes sampling repeatable")
-    sampling.add_argument("--max-tokens", type=int, help="the most tokens of the answer")
-    sampling.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable"
-    )
-    sampling.add_argument("--ignore-eos", action="store_true", help="go on behind the end-of-sequence token")
-    sampling.add_argument("--no-speculation", action="store_true", help="one token a step")
+def _import_engine() -> type[AsyncEngine]:
+    from batchserve.engine.async_engine import AsyncEngine
+
+    return AsyncEngine
 
 
 def _add_warm_flags(parser: argparse.ArgumentParser) -> None:
@@ -214,165 +185,11 @@ def _warm_drafts(arguments: argparse.Namespace) -> int:
 
     config: EngineConfig = make_config(EngineConfig, arguments)
     warmed = warm_drafts(Path(arguments.file), config)
-    _progress(
+    progress(
         f"{warmed.num_answers} answers of {warmed.num_tokens} tokens; all of {arguments.draft_cache} will take "
         f"{warmed.num_bytes >> 10} KiB of a server's memory"
     )
     return 0
-
-
-def _generate(arguments: argparse.Namespace) -> int:
-    # Nothing here outlives the process, and loading cannot be interrupted otherwise: Ctrl-C ends it at once.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if arguments.server is not None:
-        _check_address(arguments.server)
-        _refuse_engine_options(arguments)
-    elif not arguments.no_speculation:
-        # One answer would be over before they are compiled, and what compiles them ends with it: so it went on.
-        vars(arguments).setdefault("wait_for_drafter", True)
-    text = _prompt_text(arguments)
-    config: EngineConfig = make_config(EngineConfig, arguments)
-    params = SamplingParams(
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        seed=arguments.seed,
-        max_tokens=arguments.max_tokens,
-        stop=tuple(arguments.stop),
-        ignore_eos=arguments.ignore_eos,
-    )
-    if arguments.reference and arguments.no_speculation:
-        raise ConfigError("--reference: must not be given with --no-speculation, which drafts from no text")
-    references = tuple(map(_reference_text, arguments.reference))
-    speculation = SpeculationParams(is_enabled=not arguments.no_speculation, references=references)
-    priority = check_priority(arguments.priority)
-    prompt: str | list[int] = text
-    if arguments.chat:
-        is_servers = arguments.server is not None and "model" not in arguments
-        prompt = _servers_chat(text, arguments.server) if is_servers else _chat_token_ids(text, config)
-    asked = (prompt, params, speculation, priority)
-    events = _local_events(config, *asked) if arguments.server is None else _remote_events(arguments.server, *asked)
-    asyncio.run(_show(events))
-    return 0
-
-
-def _check_address(target: str) -> None:
-    """gRPC would take another port than was meant: 443 where there is none, 1 for 65537."""
-    host, _, port = target.rpartition(":")
-    is_port = port.isascii() and port.isdigit() and 0 < int(port[:6]) <= 65535
-    if not host or not is_port or (":" in host and not host.endswith("]")):
-        raise ConfigError(f"server = {target!r}: must be HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051")
-
-
-def _refuse_engine_options(arguments: argparse.Namespace) -> None:
-    """What would be ignored: the engine is the server's. With --chat the model here has the template."""
-    used = ("model", "trust_remote_code") if arguments.chat else ()
-    given = [flag_of(name) for name in (*ENGINE_OPTIONS, *DRAFT_OPTIONS) if name in arguments and name not in used]
-    if given:
-        raise ConfigError(f"{', '.join(given)}: must not be given with --server, whose engine has its own options")
-    if "trust_remote_code" in arguments and "model" not in arguments:
-        raise ConfigError("--trust-remote-code: must be with --model: a server does not choose whose code runs here")
-
-
-def _prompt_text(arguments: argparse.Namespace) -> str:
-    try:
-        text: str = sys.stdin.read() if arguments.prompt is None else arguments.prompt
-        text.encode()  # bytes of the command line that are no text arrive as lone surrogates
-    except UnicodeError as error:
-        raise InvalidRequestError("INVALID_TEXT", "text", "<bytes>", "UTF-8 text") from error
-    return text
-
-
-def _reference_text(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", newline="") as file:
-            return file.read()
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError("INVALID_TEXT", "reference", path, f"a file of UTF-8 text ({error})") from error
-    except (OSError, ValueError) as error:  # ValueError: no file has a name with a NUL
-        raise InvalidRequestError("INVALID_REFERENCES", "reference", path, f"a file to read ({error})") from error
-
-
-def _chat_token_ids(text: str, config: EngineConfig) -> list[int]:
-    """The prompt in the model's chat template, as token ids: as text it would be given a second BOS."""
-    from batchserve.runner.loader import load_tokenizer, resolve_model
-
-    tokenizer = load_tokenizer(resolve_model(config.model), config)
-    if tokenizer is None or not tokenizer.chat_template:
-        raise ConfigError(f"model = {config.model!r}: has no chat template, which --chat needs")
-    messages = [{"role": "user", "content": text}]
-    ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    return list(ids)
-
-
-def _servers_chat(text: str, target: str) -> list[int]:
-    """The prompt in the chat template of the model that is served: another one's token ids would mean other words."""
-    name = asyncio.run(_served_model(target))
-    try:
-        return _chat_token_ids(text, EngineConfig(model=name))
-    except ConfigError as error:
-        message = f"--chat: must be with --model, a folder or hub id of the server's model, which it calls {name!r}"
-        raise ConfigError(f"{message} ({error})") from error
-
-
-async def _served_model(target: str) -> str:
-    from batchserve.server.client import GenerationClient
-
-    async with GenerationClient(target) as client:
-        return str((await client.model_info()).model)
-
-
-async def _local_events(
-    config: EngineConfig,
-    prompt: str | Sequence[int],
-    params: SamplingParams,
-    speculation: SpeculationParams,
-    priority: int,
-) -> AsyncGenerator[Started | Delta, None]:
-    from batchserve.engine.async_engine import AsyncEngine
-
-    engine = await AsyncEngine.start(config, _progress)
-    try:
-        async with aclosing(engine.stream(prompt, params, speculation=speculation, priority=priority)) as events:
-            async for event in events:
-                yield event
-    finally:
-        await engine.shutdown()
-
-
-async def _remote_events(
-    target: str, prompt: str | Sequence[int], params: SamplingParams, speculation: SpeculationParams, priority: int
-) -> AsyncGenerator[Started | Delta, None]:
-    from batchserve.server.client import GenerationClient
-    from batchserve.server.convert import from_stream_response, to_generate_request
-
-    async with GenerationClient(target) as client:
-        request = to_generate_request(prompt, params, speculation, priority)
-        async with aclosing(client.stream(request)) as messages:
-            async for message in messages:
-                yield from_stream_response(message)
-
-
-async def _show(events: AsyncGenerator[Started | Delta, None]) -> None:
-    """Text to standard output as it comes; what it took, to standard error."""
-    usage: Usage | None = None
-    total_s = 0.0
-    async with aclosing(events):
-        async for event in events:
-            if isinstance(event, Started):
-                continue
-            sys.stdout.write(event.text)
-            sys.stdout.flush()
-            if event.usage is not None and event.timing is not None:
-                usage, total_s = event.usage, event.timing.total_s
-    sys.stdout.write("\n")
-    sys.stdout.flush()
-    if usage is not None:
-        rate = usage.completion_tokens / total_s if total_s > 0 else 0.0
-        _progress(
-            f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} tokens in {total_s:.2f} s ({rate:.0f}/s), "
-            f"{usage.accepted_draft_tokens} of {usage.draft_tokens} draft tokens accepted"
-        )
 
 
 def _tune(arguments: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from batchserve import cli
+from batchserve import generate_command
 from batchserve.cli import is_loopback, main
 from batchserve.config import DraftConfig, EngineConfig, MiB, ServerConfig
 from batchserve.engine.async_engine import AsyncEngine
@@ -24,6 +24,7 @@ from batchserve.options import (
     DRAFT_OPTIONS,
     ENGINE_OPTIONS,
     SERVER_OPTIONS,
+    Option,
     add_options,
     flag_of,
     make_config,
@@ -88,7 +89,7 @@ class TestOptions:
             assert changed == dataclasses.replace(config(), **{field.name: value})
 
 
-def _other_value(name: str, default: Any, option: cli.Option) -> Any:
+def _other_value(name: str, default: Any, option: Option) -> Any:
     if isinstance(default, bool):
         return not default
     if option.choices is not None:
@@ -199,7 +200,7 @@ def test_an_address_without_its_port_is_refused(own_signals, capsys, address):
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "localhost:65535", "[::1]:50051"])
 def test_addresses(address):
-    cli._check_address(address)
+    generate_command._check_address(address)
 
 
 def test_a_server_does_not_choose_whose_code_runs_here(own_signals, capsys):
@@ -291,7 +292,7 @@ def test_a_model_that_is_not_there_is_an_error_with_a_reason(own_signals, capsys
 @pytest.fixture
 def own_signals(monkeypatch):
     """Commands may set the process's signal handlers; the test's process keeps its own."""
-    monkeypatch.setattr(cli.signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(generate_command.signal, "signal", lambda number, handler: None)
 
 
 def _to_a_full_disk(*arguments: str) -> tuple[int, str] | None:
