@@ -42,3 +42,5 @@ class ReplayOptions:
         for name, path in (("json", self.json_file), ("plot", self.plot_file)):
             if path is not None and (path.is_dir() or not path.parent.is_dir()):
                 raise ConfigError(f"{name} = {str(path)!r}: must be a file in a folder that exists")
+        if self.plot_file is not None and self.plot_file.suffix.lower() != ".png":
+            raise ConfigError(f"plot = {str(self.plot_file)!r}: must be called NAME.png, which it will be")

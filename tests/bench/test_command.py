@@ -161,6 +161,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(tmp_pa
         (("--drafter", "none", "--warm", "/no/such"), "/no/such: cannot be read"),
         (("--drafter", "none", "--json", "/no/such/a.json"), "json = '/no/such/a.json': must be a file in a folder"),
         (("--drafter", "none", "--plot", "/"), "plot = '/': must be a file in a folder"),
+        (("--drafter", "none", "--plot", "/tmp/a.svg"), "plot = '/tmp/a.svg': must be called NAME.png"),
     ],
 )
 def test_wrong_options_are_refused(flags: tuple[str, ...], message: str):
