@@ -133,7 +133,7 @@ def test_the_same_run_gives_the_same_figures(tmp_path: Path):
 
 def test_the_plot_is_a_png(tmp_path: Path):
     pytest.importorskip("matplotlib")
-    plot = tmp_path / "plot.dat"
+    plot = tmp_path / "plot.PNG"
     replay(tmp_path, "--drafter", "none", "--limit", "2", "--plot", str(plot))
     assert plot.read_bytes().startswith(b"\x89PNG\r\n")
 
