@@ -38,12 +38,16 @@ def team(size: int) -> Team:
 def _library() -> ctypes.CDLL | None:
     """The OpenMP that torch is linked to, None where it cannot be found: then everything runs on one thread."""
     maps = Path("/proc/self/maps")
-    if not maps.exists():
-        return None
-    loaded = {Path(line.split()[-1]) for line in maps.read_text().splitlines() if line.count(" ") > 4}
-    found = sorted(path for path in loaded if path.name.startswith(NAMES))
-    torchs = [path for path in found if Path(torch.__file__).parent in path.parents]
-    if len(torchs or found) != 1:  # of several it is anybody's guess
-        return None
-    library = ctypes.CDLL(str((torchs or found)[0]))
+    path = _find(maps.read_text(), Path(torch.__file__).parent) if maps.exists() else None
+    library = None if path is None else ctypes.CDLL(str(path))
     return library if hasattr(library, "GOMP_parallel") else None
+
+
+def _find(maps: str, torch_folder: Path) -> Path | None:
+    """What a process has mapped: the OpenMP below torch's folder, or else the only one."""
+    fields = [line.split(maxsplit=5) for line in maps.splitlines()]
+    loaded = {Path(each[5]) for each in fields if len(each) == 6}
+    found = sorted(path for path in loaded if path.name.startswith(NAMES) and path.exists())
+    torchs = [path for path in found if torch_folder.resolve() in path.parents]
+    best = torchs or found
+    return best[0] if len(best) == 1 else None  # of several it is anybody's guess

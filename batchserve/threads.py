@@ -13,17 +13,16 @@ POLICY = {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME
 
 def apply_thread_policy() -> bool:
     """Set the OpenMP wait policy unless the user has set one; warns and returns False when torch came first."""
-    missing = {name: value for name, value in POLICY.items() if name not in os.environ}
-    if not missing:
+    if "OMP_WAIT_POLICY" in os.environ:  # for GNU's OpenMP a spin count would count for more
         return True
     if "torch" in sys.modules:
-        if "OMP_WAIT_POLICY" in missing:
-            warnings.warn(
-                "torch was imported before batchserve, so its thread policy could not be set and steps on a CPU are "
-                "slower. Import batchserve first, or set OMP_WAIT_POLICY=active GOMP_SPINCOUNT=20000.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        warnings.warn(
+            "torch was imported before batchserve, so its thread policy could not be set and steps on a CPU are "
+            "slower. Import batchserve first, or set OMP_WAIT_POLICY=active GOMP_SPINCOUNT=20000.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return False
-    os.environ.update(missing)
+    for name, value in POLICY.items():
+        os.environ.setdefault(name, value)
     return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,22 @@ def outputs(dtype):
 @pytest.mark.skipif(sys.platform != "linux", reason="found by what the process has mapped")
 def test_torchs_threads_are_found():
     assert openmp._library() is not None
+
+
+def test_the_library_beside_torch_is_taken_wherever_that_is(tmp_path: Path):
+    real, link = tmp_path / "a folder" / "torch", tmp_path / "link"
+    own, other = real / "lib" / "libgomp-a34b.so.1", tmp_path / "sentencepiece.libs" / "libgomp-b.so.1"
+    for path in (own, other):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    link.symlink_to(real.parent)
+    start = "7f0a000000-7f0a001000 r-xp 00000000 fe:00 1234                    "
+    lines = [f"{start}{path}" for path in (own, own, other, tmp_path / "libgomp.so.1 (deleted)", "[stack]")]
+    lines.append(start)
+    for folder in (real, link / "torch"):
+        assert openmp._find("\n".join(lines), folder) == own
+    assert openmp._find("\n".join(lines), tmp_path / "none") is None  # whose is it?
+    assert openmp._find(lines[2], tmp_path / "none") == other
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

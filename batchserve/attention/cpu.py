@@ -140,6 +140,8 @@ class CpuBackend:
         for span in self._large:
             rows = slice(span.row_start, span.row_start + span.num_rows)
             out[rows] = attend_alone(span, states[0][:, :, rows], *stored(self.allocator, span, layer), params)
+            if layer == self.allocator.num_layers - 1:
+                span.cache.clear()  # masks of a long prompt, which nobody needs until the next step
         return out.to(query.dtype).unsqueeze(0)
 
     def _check(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:

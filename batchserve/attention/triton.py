@@ -55,7 +55,8 @@ def choose_tile(num_items: int, key_dim: int, value_dim: int, dtype: torch.dtype
     # Wide heads would run out of registers in large tiles, and fp32, which has no tensor cores, does at once.
     widest = 16 if dtype == torch.float32 or bytes_per_key > 1024 else 32 if bytes_per_key > 512 else 64
     block_m = min(16 if num_items <= 64 else 32 if num_items <= 512 else 64, widest)
-    block_n = max(16, min(64, BLOCK_BYTES // bytes_per_key))
+    keys = max(1, BLOCK_BYTES // bytes_per_key)  # no power of two where K and V are of different sizes
+    block_n = max(16, min(64, 1 << keys.bit_length() - 1))
     num_stages = NUM_STAGES if block_n * bytes_per_key <= 2 * BLOCK_BYTES else 2
     return Tile(block_m, block_n, num_warps=4, num_stages=num_stages)
 

@@ -121,12 +121,20 @@ def verify_batch(batch: RaggedBatch, logits: torch.Tensor, forced: Recordings) -
 
 
 def _walk_sampled(samplings: dict[int, ResolvedSampling], logits: torch.Tensor, rows: Rows, walked: np.ndarray) -> None:
-    """Of the requests at these places; on several threads where there is enough to be drawn from."""
+    """Of the requests at these places; on several threads where there is enough to be drawn from.
+
+    Raises MemoryError if there was none to work in.
+    """
     known = (logits if logits.dtype in KINDS else logits.float()).contiguous()
     place = Logits(known.data_ptr(), known.stride(0) * known.element_size(), KINDS[known.dtype], known.shape[1])
-    walks = SampledWalks([*samplings], [*samplings.values()], rows, place, walked)
+    places = [*samplings]
+    walks = SampledWalks(places, [*samplings.values()], rows, place, walked)
+    lengths, starts = walked[2], rows.spans[places, 0]
+    lengths[starts] = -1  # compiled code cannot raise: whoever finds no memory writes none
     is_shared = len(samplings) * known.shape[1] > ALONE
     openmp.run(walk_loop().address, walks.address, torch.get_num_threads() if is_shared else 1)
+    if lengths[starts].min() < 0:
+        raise MemoryError(f"no memory to sample from {known.shape[1]} tokens")
 
 
 def _unverified(rows: RequestRows, sampler: RowSampler, first: int) -> tuple[int, ...]:

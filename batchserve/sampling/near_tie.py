@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # grows with the value (bfloat16 keeps 8 bits, float16 11; a few roundings add up over the layers).
 FP32_BOUND = 1e-4
 RELATIVE_BOUND = {"bfloat16": 2.0**-5, "float16": 2.0**-8}
+MASKED = 1e4  # a logit so far below the largest was put there by the model, to forbid a token: it rounds nothing
 NUCLEUS_SLACK = 0.02  # how far rounding may move a cumulative probability
 
 
@@ -23,7 +24,7 @@ def rounding_bound(dtype: str, logits: np.ndarray) -> float:
     """The stated bound on the gap of two logits that rounding may close."""
     if dtype == "float32":
         return FP32_BOUND
-    return RELATIVE_BOUND[dtype] * max(1.0, float(np.abs(logits).max()))
+    return RELATIVE_BOUND[dtype] * max(1.0, float(np.abs(logits[logits >= logits.max() - MASKED]).max()))
 
 
 def is_near_tie(logits: np.ndarray, token_id: int, position: int, sampling: ResolvedSampling, bound: float) -> bool:

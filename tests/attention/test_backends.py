@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchserve.attention import cpu
+from batchserve.attention import cpu, sdpa
 from batchserve.attention.base import AttentionBackend, AttentionParams, LayerShape, Span, Spans
 from batchserve.attention.cpu import CpuBackend, kernel_supports
 from batchserve.attention.paged import PagedBackend
@@ -325,6 +325,20 @@ def test_a_window_that_hides_nothing_yet_changes_no_bit() -> None:
     tokens = list(range(LAST))
     plain, windowed = (Sequence("batch_invariant", LAST + 1, window).feed_chain(tokens) for window in (None, LAST))
     assert torch.equal(plain, windowed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_large_masks_are_not_written_for_every_head(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    def outputs() -> list[torch.Tensor]:
+        cases = [random_case(seed, dtype) for seed in range(12)]
+        found = [tensor for case in cases for tensor in run_case(case, "sdpa")]
+        assert not any(span.cache for case in cases for span in case.step.spans), "kept behind the last layer"
+        return found
+
+    folded = outputs()
+    monkeypatch.setattr(sdpa, "MAX_FOLDED_BYTES", 0)
+    for unfolded, other in zip(outputs(), folded, strict=True):
+        torch.testing.assert_close(unfolded, other)
 
 
 @pytest.mark.parametrize("kind", ["sdpa", "mixed", "batch_invariant"])

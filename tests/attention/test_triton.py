@@ -379,6 +379,8 @@ def test_rows_alone_choose_tile_and_splits() -> None:
     assert choose_tile(4096, 256, 256, bf16).block_m == 32
     assert choose_tile(4096, 64, 64, torch.float32).block_m == 16
     assert [choose_tile(1, d, d, bf16).block_n for d in (16, 64, 100, 256, 512)] == [64, 64, 32, 16, 16]
+    uneven = (192, 128), (96, 64), (128, 64), (8192, 4096)
+    assert [choose_tile(1, *dims, bf16).block_n for dims in uneven] == [16, 32, 32, 16]
     # One row of a model with 8 K/V heads leaves most of the GPU idle; many rows fill it; few keys stay together.
     assert choose_splits(8, 8192, 132) == 32
     assert choose_splits(256, 8192, 132) == 2

@@ -130,6 +130,17 @@ def test_all_trees_of_a_step_are_walked_as_each_would_be_alone(
         assert found == verify_request(rows, sampler, forced.get(rows.request_id, ()))
 
 
+def test_walks_that_find_no_memory_give_no_token_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(0)
+    batch = random_batch(rng, 500)
+    logits, forced = random_logits(rng, batch, 500, torch.bfloat16), random_forced(rng, batch, 500)
+    assert any(each is not None and each.temperature > 0 for each in batch.samplings)
+    verify_batch(batch, logits, forced)
+    monkeypatch.setattr(openmp, "run", lambda loop, job, count: None)  # as compiled code ends without memory
+    with pytest.raises(MemoryError, match=r"no memory to sample from 500 tokens"):
+        verify_batch(batch, logits, forced)
+
+
 def test_threads_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows' greatest logits are found side by side; sampled requests walked so, their own rows one after the other."""
     started: list[int] = []

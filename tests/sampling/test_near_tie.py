@@ -27,6 +27,12 @@ def test_the_bound_of_16_bit_types_grows_with_the_logits() -> None:
         assert rounding_bound(dtype, large) >= 60 * spacing  # at least one rounding of the largest logit
 
 
+@pytest.mark.parametrize("forbidden", [float("-inf"), float(np.finfo(np.float32).min), -1e9])
+def test_a_forbidden_token_excuses_no_other(forbidden: float) -> None:
+    logits = np.array([1.0, 5.0, 2.0, forbidden], dtype=np.float32)
+    assert rounding_bound("bfloat16", logits) == rounding_bound("bfloat16", logits[:3])
+
+
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 2.0])
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (8, 1.0), (0, 0.9), (0, 0.4), (20, 0.9)])
 def test_rounding_within_the_bound_never_raises_an_alarm(temperature: float, top_k: int, top_p: float) -> None:

@@ -123,7 +123,7 @@ async def test_deadline_while_queued(serve_tiny: Serve):
 
 async def test_deadlines_while_being_told_of_them_are_no_error_of_the_servers(serve_tiny: Serve, caplog: Any):
     rng = random.Random(0)
-    async with serve_tiny(step_s=0.002, max_num_seqs=4, max_waiting=64) as served:
+    async with serve_tiny(step_s=0.002, max_num_seqs=4, max_waiting=1000) as served:
         send = served.client.generate, served.client.stream
         for _ in range(20):
             calls = (send[i % 2](ask(max_tokens=30), timeout=rng.uniform(0.005, 0.2)) for i in range(60))
