@@ -13,8 +13,8 @@ from batchserve.attention.torch_reference import attend_span
 if TYPE_CHECKING:
     from batchserve.attention.base import AttentionParams, Span
 
-# Folding is up to twice as fast in fp16, for which torch prepares K and V once a head, but the mask is written once for
-# each head of a group.
+# Folding is faster in fp16, for which torch prepares K and V once a head, but the mask is written once for each head of
+# a group.
 MAX_FOLDED_BYTES = 64 << 20
 
 

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FORMAT, VERSION = "batchserve-drafts", 1
+MOST_SEEN = 1 << 40  # more than any server learns from, and all of them can be added
 # What NumPy, zipfile and json raise for contents that are not theirs.
 UNREADABLE = (
-    *(ValueError, LookupError, TypeError, EOFError, RuntimeError, MemoryError),
-    *(zipfile.BadZipFile, tokenize.TokenError),
+    *(ValueError, LookupError, TypeError, EOFError, RuntimeError, MemoryError, OverflowError),
+    *(SyntaxError, zipfile.BadZipFile, tokenize.TokenError),
 )
 
 
@@ -98,7 +99,7 @@ def _read_scope(arrays: Any, vocab_size: int, i: int, tenant: str, name: str) ->
         and (text.dtype, seen.dtype, weights.dtype) == (np.int32, np.int64, np.float64)
         and (text.ndim, seen.shape, weights.shape) == (1, shape, shape)
         and START <= text.min(initial=0) <= text.max(initial=0) < vocab_size
-        and seen.min() >= 0
+        and 0 <= seen.min() <= seen.max() <= MOST_SEEN
         and bool(((weights > 0) & (weights < 1)).all())
     )
     if not is_right:

@@ -249,7 +249,8 @@ class MixtureDrafter(Drafter):
             scope.index.append(tokens)
         elif state.context:
             scope.index.separate()
-            scope.index.append(state.context + tokens, first_indexed=len(state.context))
+            # The context's last token was the end of a piece: only here is it followed by what comes next.
+            scope.index.append(state.context + tokens, first_indexed=len(state.context) - 1)
         else:
             scope.index.append([START, *tokens])
         self._count(scope)

@@ -17,8 +17,9 @@ TOKEN, COUNT, PARENT, CHILD, NEXT, PREV, LINK, BIRTH = range(8)
 SIZE, HAND = COUNT, BIRTH
 NODE_WIDTH = 8
 FREED, NEVER = -1, -(1 << 31)  # the parent and the birth of a free row
+MOST_COUNT = (1 << 31) - 1
 # Fields of a header: rows that were ever used, the first free one, the table's mask, nodes, the tree to sweep next, and
-# the last birth, which counts down: so it is never taken for a token.
+# the last birth, which counts down, and from the lowest up to -1 again: so it is never taken for a token.
 USED, FREE, MASK, NUM_NODES, SWEPT, LAST_BIRTH = range(6)
 EMPTY_HEADER = (1, 0, 1, 0, 0, 0)
 
@@ -179,7 +180,7 @@ def _add(nodes, buckets, header, top, parent, token, cursors, capacity, max_rows
     if parent == 0:
         nodes[node, SIZE], nodes[node, HAND] = 0, 0
     else:
-        header[LAST_BIRTH] -= 1
+        header[LAST_BIRTH] = header[LAST_BIRTH] - 1 if header[LAST_BIRTH] > NEVER + 1 else -1
         nodes[node, COUNT], nodes[node, BIRTH] = 1, header[LAST_BIRTH]
     if sibling != 0:
         nodes[sibling, PREV] = node
@@ -212,7 +213,7 @@ def insert_branches(nodes, buckets, header, cursors, num_before, token_ids, capa
                 continue
             child = find_child(nodes, buckets, header, node, token)
             if child != 0:
-                nodes[child, COUNT] += 1
+                nodes[child, COUNT] += nodes[child, COUNT] < MOST_COUNT
             else:
                 child = _add(nodes, buckets, header, top, node, token, cursors, capacity, max_rows)
             cursors[window, 0] = child

@@ -158,7 +158,8 @@ class DraftStage:
         outputs = request.token_ids[request.num_prompt_tokens :]
         # What is committed but not yet published is shared with the rest of its step.
         forgotten = self._forgotten.pop(request.request_id, 0)
-        self._started[request.request_id] = _Unheard(outputs, outputs[forgotten : request.num_published_tokens])
+        shared = outputs[forgotten : request.num_published_tokens]
+        self._started[request.request_id] = _Unheard(outputs, shared, len(outputs))
         return True
 
     def accept(self, request: Request, token_ids: Sequence[int], unverified_token_ids: Sequence[int]) -> None:

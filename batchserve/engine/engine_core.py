@@ -130,10 +130,10 @@ class EngineCore:
         self._publish()
         results = handle.wait()
         num_drafted, forward_s = len(drafts.token_ids), self._clock() - started_s
-        given = self._commit(plan.scheduled, batch, results)
-        self.drafts.step_done(given, self._clock() - began_s)
+        came = self._commit(plan.scheduled, batch, results)
+        self.drafts.step_done(came, self._clock() - began_s)
         self.scheduler.step_done(num_drafted)
-        self.metrics.step_done(batch.num_rows, num_drafted, len(given), forward_s, self._verified)
+        self.metrics.step_done(batch.num_rows, num_drafted, len(came), forward_s, self._verified)
         self._verified.clear()
 
     def _end_late(self) -> None:
@@ -204,10 +204,10 @@ class EngineCore:
     ) -> dict[str, list[int]]:
         """Keep the K/V of accepted paths, append tokens, end what is complete: all that the next step depends on.
 
-        Returns what each request that was decoding was given.
+        Returns what came of each request that was decoding.
         """
         now_s = self._clock()
-        given: dict[str, list[int]] = {}
+        came: dict[str, list[int]] = {}
         kept: dict[str, list[int]] = {}
         going_on = []
         counts = batch.num_pending.tolist(), batch.spans.rows[:, 1].tolist(), batch.num_verified.tolist()
@@ -232,8 +232,8 @@ class EngineCore:
             request.num_draft_tokens += num_verified
             tokens = self._append(request, verified, num_verified, now_s)
             if item.is_decoding:
-                given[request.request_id] = tokens
-        return given
+                came[request.request_id] = tokens
+        return came
 
     def _overflow(self, request: Request, has_drafts: bool) -> None:
         """The logits behind the request's last token say nothing."""
@@ -245,12 +245,13 @@ class EngineCore:
             self._overflowed.append(request)
 
     def _append(self, request: Request, verified: VerifiedTokens, num_drafted: int, now_s: float) -> list[int]:
-        """Give the request its new tokens, up to its end, and end it there; returns them."""
+        """Give the request its new tokens, up to its end, and end it there; returns what came: them, and the end."""
         room = request.max_total_tokens - len(request.token_ids)
-        given = verified.token_ids[:room]
+        given = came = verified.token_ids[:room]
         ends = request.sampling.end_token_ids
         if not ends.isdisjoint(given):
-            given = given[: next(i for i, token in enumerate(given) if token in ends)]
+            end = next(i for i, token in enumerate(given) if token in ends)
+            given, came = given[:end], given[: end + 1]
             request.finish_reason = FinishReason.STOP
         elif len(given) >= room:
             request.finish_reason = FinishReason.LENGTH
@@ -269,7 +270,7 @@ class EngineCore:
         else:
             self.drafts.accept(request, given, verified.unverified_token_ids)
         self._verified.append(Verification(num_drafted, num_accepted, num_given, since_last_s))
-        return given
+        return came
 
     def _publish(self) -> None:
         """Text, stop strings, shared drafts and messages of the step before; on a GPU while the next forward runs."""

@@ -201,3 +201,28 @@ def test_nothing_is_left_to_compile() -> None:
         drafter.share(request_id, tuple(range(1000)))
         drafter.propose([DraftQuery(request_id, 5, 3)])
     assert versions() == compiled
+
+
+def test_births_begin_again_below_zero() -> None:
+    """After 2^31 of them: a birth must neither look like a free row's nor like a token."""
+    wrapped = 0
+    for seed in range(60):
+        rng, trie, idle = random.Random(seed), _SharedTrie(), _Branches(4)
+        trie.header[trie_kernels.LAST_BIRTH] = trie_kernels.NEVER + rng.randint(1, 4)
+        trie.insert(idle, [1, 2, 3], UNBOUNDED, UNBOUNDED)
+        for _ in range(100):  # of others, which prune what the idle one has open
+            insert(trie, [[rng.randrange(1, 9) for _ in range(3)]], 4, 4, 16)
+        trie.insert(idle, [99], UNBOUNDED, UNBOUNDED)
+        check_trie(trie)
+        wrapped += trie.header[trie_kernels.LAST_BIRTH] > -UNBOUNDED
+        assert trie.header[trie_kernels.LAST_BIRTH] < 0
+    assert wrapped == 60
+
+
+def test_counts_end_at_the_most_that_there_is() -> None:
+    trie = _SharedTrie()
+    insert(trie, [[5, 6]], 2)
+    (row,) = [row for path, row in walk(trie) if path == (5, 6)]
+    trie.nodes[row, COUNT] = trie_kernels.MOST_COUNT - 2
+    insert(trie, [[5, 6] * 5], 2)
+    assert counts(trie)[5, 6] == trie_kernels.MOST_COUNT

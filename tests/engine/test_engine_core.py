@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -176,6 +176,26 @@ def test_a_request_that_ends_before_its_drafter_is_ready_leaves_nothing_behind()
     engine.run()
     assert engine.text("a") == "abcdef"
     assert not engine.drafter.started
+
+
+def test_a_drafter_that_is_ready_late_hears_in_one_piece_what_was_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scripted_engine(is_drafting=True)
+    drafter, caught_up = engine.drafter, []
+    assert drafter is not None
+
+    def catch_up(token_ids: Mapping[str, Sequence[int]]) -> None:
+        caught_up.append({name: len(tokens) for name, tokens in token_ids.items()})
+        drafter.accept_all(token_ids)
+
+    monkeypatch.setattr(drafter, "catch_up", catch_up)
+    drafter.unready = {engine.config.drafter}
+    add(engine, "a", "abcdefghij" * 4, max_tokens=40)
+    for _ in range(20):
+        engine.core.step()
+    drafter.unready = set()
+    engine.run()
+    assert engine.text("a") == "abcdefghij" * 4
+    assert caught_up == [{"a": 20}]
 
 
 def test_different_drafters_in_one_batch_each_draft_their_own_requests() -> None:

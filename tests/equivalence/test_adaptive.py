@@ -101,6 +101,26 @@ def test_hostile_trees_of_any_shape_are_left_alone_too(tiny_model: dict[str, Pat
     assert sum(drafts for drafts, _ in late) < 0.01 * sum(total for _, total in late)
 
 
+def test_answers_that_end_at_once_are_misses_too(tiny_model: dict[str, Path]) -> None:
+    """Nothing comes behind an answer's end, so the end itself must tell that the drafts were wrong."""
+    folder, rng = tiny_model["llama"], random.Random(3)
+    plain = PlainPath(folder)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(8)] for _ in range(160)]
+    truth = {tuple(prompt): _greedy_through_eos(plain, prompt, 2) for prompt in prompts}
+    engine = build(folder, SureAndWrong(VOCAB_SIZE, 0, truth), _steady_clock(), adaptive=True, max_num_seqs=4)
+    drafted = []
+    for first in range(0, len(prompts), 4):
+        jobs = [
+            Job(prompt, SamplingParams(temperature=0.0, max_tokens=20, stop_token_ids=(truth[tuple(prompt)][1],)))
+            for prompt in prompts[first : first + 4]
+        ]
+        before = engine.core.metrics.snapshot()["draft_rows_total"]
+        run(engine, jobs, Coverage())
+        drafted.append(engine.core.metrics.snapshot()["draft_rows_total"] - before)
+    assert sum(drafted[:8]) > 0
+    assert sum(drafted[8:]) <= 0.01 * 4 * len(drafted[8:])
+
+
 def _greedy_through_eos(plain: PlainPath, prompt: list[int], count: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
