@@ -37,14 +37,13 @@ with suppress(ConfigError):  # whoever has no kernels needs no folder for them; 
 
 def __getattr__(name: str) -> Any:
     """LLM and AsyncEngine import torch, so they come on first use, behind the thread policy."""
+    if name not in ("LLM", "AsyncEngine"):
+        raise AttributeError(f"module 'batchserve' has no attribute {name!r}")
+    apply_thread_policy()
     if name == "LLM":
-        apply_thread_policy()
         from batchserve.llm import LLM
 
         return LLM
-    if name == "AsyncEngine":
-        apply_thread_policy()
-        from batchserve.engine.async_engine import AsyncEngine
+    from batchserve.engine.async_engine import AsyncEngine
 
-        return AsyncEngine
-    raise AttributeError(f"module 'batchserve' has no attribute {name!r}")
+    return AsyncEngine

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import errno
 import gc
+import io
 import ipaddress
 import logging
 import os
@@ -43,6 +45,9 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
+    for stream in (sys.stdout, sys.stderr):  # what the terminal has no letters for is shown by number
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     parsed = _parser().parse_args(arguments)
     apply_thread_policy()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -92,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", allow_abbrev=False, help="answer one prompt, streaming to the terminal")
     add_generate_flags(generate)
-    add_engine_options(generate, ", without --server")
+    add_engine_options(generate, ", without --server", without=("wait_for_drafter",))  # it always does
     generate.set_defaults(run=run_generate)
 
     warm = commands.add_parser("warm-drafts", allow_abbrev=False, help="make a draft cache from recorded answers")
@@ -169,8 +174,11 @@ def _add_warm_flags(parser: argparse.ArgumentParser) -> None:
         help="whose requests may draft from them (default: default)",
     )
     # The model's tokenizer is all that is needed of it.
-    used = ("model", "drafter", "trust_remote_code")
-    add_options(parser, EngineConfig, {name: ENGINE_OPTIONS[name] for name in used})
+    options = {name: ENGINE_OPTIONS[name] for name in ("model", "trust_remote_code")}
+    options["drafter"] = dataclasses.replace(
+        ENGINE_OPTIONS["drafter"], help="whose drafts; of these mixture's can be kept"
+    )
+    add_options(parser, EngineConfig, options)
     sizes = ("max_scope_bytes", "max_draft_bytes")
     add_options(parser, DraftConfig, {name: DRAFT_OPTIONS[name] for name in sizes})
     parser.add_argument(
@@ -189,6 +197,11 @@ def _warm_drafts(arguments: argparse.Namespace) -> int:
         f"{warmed.num_answers} answers of {warmed.num_tokens} tokens; all of {arguments.draft_cache} will take "
         f"{warmed.num_bytes >> 10} KiB of a server's memory"
     )
+    if warmed.num_lost:
+        progress(
+            f"the oldest {warmed.num_lost} tokens were left out: --max-scope-bytes and --max-draft-bytes leave room "
+            f"for {warmed.num_kept}"
+        )
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,9 +77,18 @@ class DraftConfig:
 
     def cache_path(self) -> Path | None:
         """Where draft_cache is; None: there is none. Raises ConfigError where nothing could be saved."""
-        path = None if self.draft_cache is None else Path(self.draft_cache)
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"draft_cache = {self.draft_cache!r}: must be a file in a folder that exists")
+        if self.draft_cache is None:
+            return None
+        path, named = Path(self.draft_cache), f"draft_cache = {self.draft_cache!r}"
+        if not path.parent.is_dir():
+            raise ConfigError(f"{named}: must be a file in a folder that exists")
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{named}: must be a file, and is not a file")
+        try:
+            with tempfile.NamedTemporaryFile(dir=os.path.dirname(os.path.realpath(path))):
+                pass
+        except OSError as error:
+            raise ConfigError(f"{named}: must be in a folder that can be written to ({error.strerror})") from error
         return path
 
 
@@ -267,17 +277,24 @@ class ServerConfig:
     metrics_port: int | None = None
 
     def __post_init__(self) -> None:
-        _path("host", self.host)
+        host = _path("host", self.host)
+        if host.startswith("[") and host.endswith("]"):  # as IPv6 addresses are written in front of a port
+            object.__setattr__(self, "host", host[1:-1])
         for name, port in (("port", self.port), ("metrics_port", self.metrics_port)):
-            if port is not None and not 0 <= port <= 65535:
-                raise ConfigError(f"{name} = {port}: must be in 0..65535 (0 picks a free one)")
+            if name == "metrics_port" and port is None:
+                continue
+            if not isinstance(port, int) or isinstance(port, bool) or not 0 <= port <= 65535:
+                raise ConfigError(f"{name} = {port!r}: must be an integer in 0..65535 (0 picks a free one)")
         if self.port and self.metrics_port == self.port:
             raise ConfigError(f"metrics_port = {self.metrics_port}: must be another one than port")
         _at_least("max_receive_bytes", self.max_receive_bytes, 1024)
         if self.max_receive_bytes > MAX_RECEIVE_BYTES:
             raise ConfigError(f"max_receive_bytes = {self.max_receive_bytes}: must be at most {MAX_RECEIVE_BYTES}")
-        if not 0 <= self.drain_timeout_s < float("inf"):
-            raise ConfigError(f"drain_timeout_s = {self.drain_timeout_s}: must be finite and >= 0")
+        if not isinstance(self.has_reflection, bool):
+            raise ConfigError(f"has_reflection = {self.has_reflection!r}: must be True or False")
+        timeout_s = self.drain_timeout_s
+        if not isinstance(timeout_s, int | float) or not 0 <= timeout_s < float("inf"):
+            raise ConfigError(f"drain_timeout_s = {timeout_s!r}: must be finite and >= 0")
 
 
 def default_cache_dir() -> str:

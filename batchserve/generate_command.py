@@ -57,6 +57,8 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_generate(arguments: argparse.Namespace) -> int:
     """Print the answer to the terminal; returns the exit status."""
+    if sys.stdout is None:
+        raise ConfigError("standard output: must be open, for the answer")
     # Nothing here outlives the process, and loading cannot be interrupted otherwise: Ctrl-C ends it at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if arguments.server is not None:
@@ -110,6 +112,8 @@ def _refuse_engine_options(arguments: argparse.Namespace) -> None:
 
 
 def _prompt_text(arguments: argparse.Namespace) -> str:
+    if arguments.prompt is None and sys.stdin is None:
+        raise ConfigError("--prompt: must be given: standard input is closed")
     try:
         text: str = sys.stdin.read() if arguments.prompt is None else arguments.prompt
         text.encode()  # bytes of the command line that are no text arrive as lone surrogates
@@ -130,13 +134,18 @@ def _reference_text(path: str) -> str:
 
 def _chat_token_ids(text: str, config: EngineConfig) -> list[int]:
     """The prompt in the model's chat template, as token ids: as text it would be given a second BOS."""
+    from jinja2 import TemplateError
+
     from batchserve.runner.loader import load_tokenizer, resolve_model
 
     tokenizer = load_tokenizer(resolve_model(config.model), config)
     if tokenizer is None or not tokenizer.chat_template:
         raise ConfigError(f"model = {config.model!r}: has no chat template, which --chat needs")
     messages = [{"role": "user", "content": text}]
-    ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    try:
+        ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    except TemplateError as error:
+        raise ConfigError(f"model = {config.model!r}: its chat template cannot be applied: {error}") from error
     return list(ids)
 
 

@@ -15,7 +15,7 @@ from batchserve.config import EngineConfig
 from batchserve.engine.build import build_engine
 from batchserve.engine.engine_core import Event
 from batchserve.engine.output_collector import OutputCollector
-from batchserve.errors import BatchserveError, InvalidRequestError
+from batchserve.errors import BatchserveError, ConfigError, InvalidRequestError
 from batchserve.types import Delta, ModelInfo, RequestOutput, SamplingParams, SpeculationParams
 
 if TYPE_CHECKING:
@@ -102,6 +102,8 @@ class LLM:
 
         Raises ConfigError, OSError.
         """
+        if not os.fspath(path):
+            raise ConfigError("path = '': must not be empty")
         with self._turn:
             self._built.save_drafts(Path(path))
 
@@ -119,13 +121,22 @@ class LLM:
             shared = int(priority)
         priorities = _one_each("priority", shared, int, len(prompts))
         requests = []
-        for prompt, param, drafting, first in zip(prompts, params, speculations, priorities, strict=True):
-            self._num_requests += 1
-            request_id, token_ids = str(self._num_requests), self._processor.tokenize(prompt)
-            requests.append(
-                self._processor.make_request(request_id, token_ids, param, drafting, time.monotonic(), priority=first)
-            )
+        for place, arguments in enumerate(zip(prompts, params, speculations, priorities, strict=True)):
+            try:
+                requests.append(self._request(*arguments))
+            except InvalidRequestError as error:
+                if len(prompts) == 1:
+                    raise
+                where = f"prompts[{place}]: {error.field}"
+                raise InvalidRequestError(error.reason, where, error.value, error.bound) from None
         return requests
+
+    def _request(self, prompt: Prompt, params: SamplingParams, drafting: SpeculationParams, priority: int) -> Request:
+        self._num_requests += 1
+        request_id, token_ids = str(self._num_requests), self._processor.tokenize(prompt)
+        return self._processor.make_request(
+            request_id, token_ids, params, drafting, time.monotonic(), priority=priority
+        )
 
 
 def _one_each(field: str, value: T | Sequence[T] | None, kind: type[T], count: int) -> list[T]:
@@ -162,10 +173,12 @@ def _progress_bar(total: int, is_shown: bool) -> Iterator[Any]:
     if not is_shown:
         yield lambda delta: None
         return
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("Processed prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[speed]}"), transient=False) as progress:
+    console = Console(stderr=True)  # standard output is the program's
+    with Progress(*columns, TextColumn("{task.fields[speed]}"), console=console) as progress:
         task = progress.add_task("", total=total, speed="")
         started, tokens = time.monotonic(), 0
 

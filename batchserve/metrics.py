@@ -55,7 +55,7 @@ HISTOGRAMS = {  # upper bounds in seconds
         (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
     ),
     "time_per_output_token_seconds": (
-        "First to last token over the tokens between, of finished requests.",
+        "First to last token over the tokens behind the first, of finished requests.",
         (0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0),
     ),
     "inter_token_latency_seconds": (

@@ -109,7 +109,7 @@ ENGINE_OPTIONS = {
         "the draft scope of requests that name none: they draft from each other's answers and begin with each other's "
         f"K/V, and timing tells a caller what others have asked and were answered; '{PRIVATE_SCOPE}' shares nothing. "
         "There is no authentication: all callers are one tenant, and who knows a scope's name can join it",
-        default_text=f"'default' on a loopback --host, '{PRIVATE_SCOPE}' otherwise",
+        default_text=f"'default'; of serve on a --host that is not loopback '{PRIVATE_SCOPE}'",
     ),
     "wait_for_drafter": Option(
         "do not serve before drafts are ready; otherwise requests go without while the first start ever compiles them"

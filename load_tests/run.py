@@ -118,6 +118,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--stage-seconds = {args.stage_seconds}: must be finite and > 0")
     stage_s = args.stage_seconds or (SMOKE_STAGE_S if args.smoke else STAGE_S)
     out = args.out
+    if out is not None:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--out = {out}: must be a file in a folder that exists or can be made ({error.strerror})")
     # As an exception, so that the server is ended on the way out.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     print("load: starting the server", flush=True)
@@ -133,7 +138,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     print_table(stages)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(report_of(stages, info, args.server_options), indent=2) + "\n")
         print(f"load: written to {out.name}")
     failures = sum(stage["failures"] for stage in stages)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from batchserve import generate_command
+from batchserve import cli, generate_command
 from batchserve.cli import is_loopback, main
 from batchserve.config import DraftConfig, EngineConfig, MiB, ServerConfig
 from batchserve.engine.async_engine import AsyncEngine
@@ -263,6 +263,35 @@ def test_references_that_cannot_be_read_are_refused_by_name(own_signals, capsys,
     log = capsys.readouterr().err
     assert f"reference = {str(path)!r}"[:60] in log
     assert f"must be {reason}" in log
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('a system message is missing') }}", "{% if %}"])
+def test_a_chat_template_that_fails_is_an_error_with_a_reason(own_signals, capsys, tmp_path, template):
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_model("bundled"), folder)
+    (folder / "chat_template.jinja").write_text(template)
+    assert main(["generate", "--prompt", "x", "--chat", "--model", str(folder)]) == 2
+    assert f"batchserve: model = {str(folder)!r}: its chat template cannot be applied: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "said"), [("stdin", [], "--prompt: must be given"), ("stdout", ["--prompt", "x"], "must be open")]
+)
+def test_streams_that_are_closed_are_an_error_with_a_reason(own_signals, monkeypatch, capsys, name, flags, said):
+    monkeypatch.setattr(sys, name, None)
+    assert main(["generate", "--server", "127.0.0.1:1", *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_the_terminal_has_no_letters_for_is_shown_by_number(monkeypatch, tmp_path):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    monkeypatch.setattr(cli, "_parser", lambda: argparse.ArgumentParser())
+    with pytest.raises(AttributeError, match="run"):
+        cli.main([])
+    sys.stdout.write("ä")
+    sys.stdout.flush()
+    assert written.getvalue() == b"\\xe4"
 
 
 def test_references_without_drafts_are_refused(own_signals, capsys):

@@ -150,10 +150,24 @@ def test_a_draft_cache_may_be_a_path() -> None:
     assert DraftConfig(draft_cache=Path("a") / "b").draft_cache == os.path.join("a", "b")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("port", [-1, 65536])
-def test_ports_that_do_not_exist_are_refused(port: int) -> None:
-    with pytest.raises(ConfigError, match=str(port)):
-        ServerConfig(port=port)
+@pytest.mark.parametrize("port", [-1, 65536, 5.5, True, "5"])
+@pytest.mark.parametrize("name", ["port", "metrics_port"])
+def test_ports_that_do_not_exist_are_refused(name: str, port: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name} = {port!r}: must be an integer in 0\.\.65535"):
+        ServerConfig(**{name: port})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("drain_timeout_s", None), ("drain_timeout_s", "5"), ("has_reflection", "no")]
+)
+def test_what_is_of_another_type_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name} = {value!r}: must be"):
+        ServerConfig(**{name: value})
+
+
+@pytest.mark.parametrize(("host", "meant"), [("[::1]", "::1"), ("::1", "::1"), ("localhost", "localhost")])
+def test_an_ipv6_address_may_be_in_brackets(host: str, meant: str) -> None:
+    assert ServerConfig(host=host).host == meant
 
 
 def test_metrics_have_a_port_of_their_own() -> None:

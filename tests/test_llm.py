@@ -220,7 +220,7 @@ def test_every_prompt_may_have_parameters_of_its_own(llm: LLM, answers: list[Req
 @pytest.mark.parametrize("bad", ["", [], [99_999], [5] * 512])
 def test_one_invalid_prompt_among_valid_ones_runs_nothing(llm: LLM, bad: object) -> None:
     steps = llm._core.metrics.snapshot()["steps_total"]
-    with pytest.raises(InvalidRequestError):
+    with pytest.raises(InvalidRequestError, match=r"^prompts\[1\]: (text|token_ids(\[0\])?) = "):
         generate(llm, [TEXTS[0], bad, TEXTS[1]])
     assert llm._core.metrics.snapshot()["steps_total"] == steps
     assert not llm._core.has_work
@@ -277,14 +277,14 @@ def test_an_interrupted_call_leaves_nothing_for_the_next(
     assert one(llm, dataclasses.replace(GREEDY, max_tokens=8)).token_ids == answers[4].token_ids[:8]
 
 
-def test_the_progress_bar_counts_prompts_and_stays_off_stdout_when_hidden(
-    llm: LLM, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_progress_bar_counts_prompts_on_standard_error(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     short = dataclasses.replace(GREEDY, max_tokens=2)
     generate(llm, TEXTS[:2], short)
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr() == ("", "")
     llm.generate(TEXTS[:2], short)
-    assert "2/2" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert shown.out == "", "it is the program's"
+    assert "2/2" in shown.err
 
 
 def test_a_model_without_a_tokenizer_answers_in_token_ids(tiny_model: dict[str, Path]) -> None:

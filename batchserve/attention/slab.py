@@ -49,7 +49,8 @@ class SlabAllocator:
     """KVAllocator over slabs. The budget is in tokens; extents are reserved whole, so nothing is hidden by rounding.
 
     The budget is what slabs hold between two calls: while one grows, its old planes of one shape live on until they are
-    copied, so for that moment memory exceeds the budget by at most that request's own part.
+    copied, so for that moment memory exceeds the budget by at most that request's own part. So do those of an ended
+    request that were given up while somebody is about to copy from them.
 
     Slabs of ended requests may be kept as a cache of prefixes: memory that nobody owns, given up when it is needed, the
     least recently used first. A hit copies what it takes over, and so does a fork.

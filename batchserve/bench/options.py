@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,5 +43,8 @@ class ReplayOptions:
         for name, path in (("json", self.json_file), ("plot", self.plot_file)):
             if path is not None and (path.is_dir() or not path.parent.is_dir()):
                 raise ConfigError(f"{name} = {str(path)!r}: must be a file in a folder that exists")
+        others = [os.path.realpath(path) for path in (self.file, self.warm_file, self.plot_file) if path is not None]
+        if self.json_file is not None and os.path.realpath(self.json_file) in others:
+            raise ConfigError(f"json = {str(self.json_file)!r}: must be a file of its own")
         if self.plot_file is not None and self.plot_file.suffix.lower() != ".png":
             raise ConfigError(f"plot = {str(self.plot_file)!r}: must be called NAME.png, which it will be")

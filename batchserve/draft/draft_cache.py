@@ -71,7 +71,7 @@ def read_scopes(path: Path, fingerprint: str, vocab_size: int, most_bytes: int) 
 
     try:
         if path.exists() and not path.is_file():  # to open a pipe would wait for ever
-            raise refuse("it is not a file")
+            raise ConfigError(f"draft_cache = {str(path)!r}: must be a file, and is not a file")
         if path.stat().st_size > most_bytes:
             raise refuse(f"it has {path.stat().st_size} bytes, and the drafter may keep {most_bytes}")
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:

@@ -316,6 +316,10 @@ class MixtureDrafter(Drafter):
         own = sum(state.own.nbytes + REQUEST_BYTES for state in self._requests.values())
         return own + sum(scope.nbytes for scope in self._scopes.values())
 
+    def num_tokens(self) -> int:
+        """How many all scopes keep, with those that stand between two texts."""
+        return sum(len(scope.index) for scope in self._scopes.values())
+
     def save(self, path: Path, fingerprint: str) -> None:
         """Write all scopes: whole, or not at all. `fingerprint` names the tokenizer that the ids are of.
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 class PersistentDrafter(Protocol):
     """A drafter whose shared texts outlive the process. `fingerprint` names the vocabulary that token ids are of."""
 
+    def num_tokens(self) -> int:
+        """How many are shared, with those that stand between two texts."""
+
     def save(self, path: Path, fingerprint: str) -> None:
         """Write what is shared, replacing the file whole. Raises OSError."""
 

@@ -59,7 +59,7 @@ class _SharedTrie:
 
     @property
     def num_rows(self) -> int:
-        """Rows that were ever used; those behind them are zero pages: reserved, not taken."""
+        """Rows that were ever used; those behind them are not counted: of large arrays they are zero pages."""
         return int(self.header[trie_kernels.USED])
 
     def memory_bytes(self) -> int:

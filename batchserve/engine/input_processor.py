@@ -7,6 +7,7 @@ import json
 import operator
 import secrets
 from array import array
+from collections.abc import Mapping, Sized
 from typing import TYPE_CHECKING
 
 from batchserve.config import PRIVATE_SCOPE, EngineConfig
@@ -21,7 +22,7 @@ from batchserve.types import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from transformers import PreTrainedTokenizerBase
 
@@ -232,7 +233,10 @@ def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase | None, vocab_size
 def _integers(token_ids: Sequence[int]) -> list[int]:
     """Plain ints, from NumPy's too; floats and truth values are refused, and bytes: text that nobody has decoded."""
     try:
-        if isinstance(token_ids, bytes | bytearray) or bool in set(map(type, token_ids)):
+        # Of an iterator nothing would be left behind the first look; a mapping's keys are no text.
+        if not isinstance(token_ids, Sized) or isinstance(token_ids, bytes | bytearray | Mapping):
+            raise TypeError
+        if bool in set(map(type, token_ids)):
             raise TypeError
         return [operator.index(token_id) for token_id in token_ids]
     except TypeError:

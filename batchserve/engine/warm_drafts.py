@@ -23,14 +23,18 @@ from batchserve.jsonl import Line, read_lines, text_of
 from batchserve.kernel_cache import forget_stale_kernels
 from batchserve.runner.loader import load_tokenizer, resolve_model
 
+AROUND = 2  # what a drafter keeps beside the tokens of a text: its beginning and its end
+
 
 @dataclass(frozen=True, slots=True)
 class Warmed:
-    """What was read, and what the drafter holds now."""
+    """What was read, and what the drafter holds now; of tokens lost and kept those between two texts count, too."""
 
     num_answers: int
     num_tokens: int
     num_bytes: int
+    num_kept: int
+    num_lost: int
 
 
 class _Record(NamedTuple):
@@ -81,15 +85,16 @@ def warm_drafts(path: Path, config: EngineConfig) -> Warmed:
     part = draft_parts(config).get(config.drafter, 0.0)  # a server would forget what does not fit into it
     drafters = {config.drafter: create_drafter(config.drafter, config, 0, part)}
     router = RoutingDrafter(config.drafter, drafters, KernelLoader(in_background=False))
-    router.persistent()
+    store = router.persistent()
     vocabulary = _Vocabulary(config)
     router.prepare()
     if cache.exists():
         router.load(cache, vocabulary.fingerprint, vocabulary.size)
-    num_answers = num_tokens = 0
+    num_answers, num_tokens, expected = 0, 0, store.num_tokens()
     for record in _records(path, vocabulary):
         num_answers += 1
         num_tokens += len(record.response)
+        expected += len(record.response) + AROUND if record.response else 0
         request_id = str(num_answers)
         router.start(DraftRequest(request_id, record.prompt, scope=scope))
         router.accept(request_id, record.response)
@@ -101,7 +106,8 @@ def warm_drafts(path: Path, config: EngineConfig) -> Warmed:
         router.save(cache, vocabulary.fingerprint)
     except OSError as error:
         raise ConfigError(f"draft_cache = {str(cache)!r}: cannot be written: {error}") from error
-    return Warmed(num_answers, num_tokens, router.memory_bytes())
+    kept = store.num_tokens()
+    return Warmed(num_answers, num_tokens, router.memory_bytes(), kept, expected - kept)
 
 
 def _records(path: Path, vocabulary: _Vocabulary) -> Iterator[_Record]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# After the last request ended its status is still to be sent; health watchers never end by themselves.
+# After the last request ended its status is still to be sent; reflection's streams never end by themselves.
 FLUSH_GRACE_S = 1.0
 STATUS_TIMEOUT_S = 5.0
 QUIET_S = 0.15
@@ -48,7 +49,7 @@ class GenerationServer:
         self._watching: asyncio.Task[None] | None = None
         self._servicer = GenerationServicer(version)
         logging.getLogger(GRPC_LOGGER).addFilter(is_worth_logging)
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._health = _Health()
         self._grpc = grpc.aio.server(
             interceptors=[MalformedRequestInterceptor(SERVICE_NAME)], options=_channel_arguments(config)
         )
@@ -99,6 +100,7 @@ class GenerationServer:
         with suppress(TimeoutError):
             async with asyncio.timeout(STATUS_TIMEOUT_S):
                 await self._servicer.wait_idle()
+        self._health.end()
         await self._grpc.stop(FLUSH_GRACE_S)
         if self._metrics is not None:
             self._metrics.close()
@@ -137,6 +139,22 @@ class GenerationServer:
             await self._health.set(service, status)
 
 
+class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]
+    """gRPC's own, whose watchers end with the server: cancelled by gRPC they would leave a trace on standard error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_over = asyncio.Event()
+
+    async def Watch(self, request: Any, context: Any) -> None:
+        """The status now, and each that it changes to."""
+        await _either(super().Watch(request, context), self._is_over.wait())
+
+    def end(self) -> None:
+        """Let every watcher's stream end."""
+        self._is_over.set()
+
+
 async def serve(
     config: ServerConfig,
     version: str,
@@ -148,7 +166,8 @@ async def serve(
     Announces 'listening on HOST:PORT' once requests are answered. Raises what `start_engine` raises.
     """
     # Until it is warm nothing is in flight, and loading cannot be interrupted: a signal ends the process at once.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end_at_once)
     server = GenerationServer(config, version)
     try:
         address = await server.bind()
@@ -168,6 +187,13 @@ async def serve(
     logger.info("draining: waiting at most %g s for the requests in flight", config.drain_timeout_s)
     is_drained = await server.drain(hurry)
     logger.info("stopped; %s", "every request had ended" if is_drained else "the requests still in flight were ended")
+
+
+def _end_at_once(number: int, _: object) -> None:
+    """As without a handler, but also where the kernel spares a process without one: as the first of a container."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    os._exit(128 + number)
 
 
 def _stop_signals() -> tuple[asyncio.Event, asyncio.Event]:

@@ -42,7 +42,9 @@ class MetricsEndpoint:
         try:
             self._server, self._thread = start_http_server(port, addr=host, registry=self._registry)
         except (OSError, OverflowError) as error:  # OverflowError: no port has that number
-            raise ConfigError(f"metrics_port = {port}: cannot listen there ({error})") from error
+            raise ConfigError(
+                f"host:metrics_port = {join_address(host, port)}: cannot listen there ({error})"
+            ) from error
         self.address = join_address(host, self._server.server_port)
 
     def show(self, metrics: EngineMetrics) -> None:

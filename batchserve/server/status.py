@@ -89,13 +89,15 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -
 
 
 def is_worth_logging(record: logging.LogRecord) -> bool:
-    """A filter for gRPC's own logger: False for a call that was over before gRPC itself could send its last status.
+    """A filter for gRPC's own logger: False for calls that nobody is to be told of any more.
 
-    A deadline that passes just then is nobody's error, but gRPC logs it as one, with a trace; `abort` sees only what
-    is raised inside of a handler.
+    They were over before gRPC itself could send their last status, as where a deadline passes just then, or had no end
+    of their own until the server stopped: health's Watch, reflection. That is nobody's error, but gRPC logs it as one,
+    with a trace; `abort` sees only what is raised inside of a handler of ours.
     """
     kind = record.exc_info[0] if record.exc_info else None
-    is_over = kind is not None and kind.__name__ == "ExecuteBatchError"  # gRPC exports its base only
+    # Of the first kind gRPC exports the base only.
+    is_over = kind is not None and (kind.__name__ == "ExecuteBatchError" or issubclass(kind, asyncio.CancelledError))
     if is_over:
         logger.debug("a call was over before its status was sent: %s", record.getMessage())
     return not is_over

@@ -160,6 +160,11 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(tmp_pa
         (("--drafter", "none", "--warm-share", "1"), "warm_share = 1.0: must be between 0 and 1"),
         (("--drafter", "none", "--warm", "/no/such"), "/no/such: cannot be read"),
         (("--drafter", "none", "--json", "/no/such/a.json"), "json = '/no/such/a.json': must be a file in a folder"),
+        (
+            ("--drafter", "none", "--json", "/tmp/a.png", "--plot", "/tmp/a.png"),
+            "json = '/tmp/a.png': must be a file of",
+        ),
+        (("--drafter", "none", "--warm", SAMPLE, "--json", SAMPLE), "json = .*: must be a file of its own"),
         (("--drafter", "none", "--plot", "/"), "plot = '/': must be a file in a folder"),
         (("--drafter", "none", "--plot", "/tmp/a.svg"), "plot = '/tmp/a.svg': must be called NAME.png"),
     ],

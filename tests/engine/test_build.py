@@ -39,6 +39,9 @@ class Keeper(NullDrafter):
     def memory_bytes(self) -> int:
         return 3 << 20
 
+    def num_tokens(self) -> int:
+        return 0
+
 
 @pytest.fixture
 def keeper(monkeypatch: pytest.MonkeyPatch) -> Keeper:
@@ -99,6 +102,16 @@ def test_a_draft_cache_that_cannot_be_used_is_refused(
     keeper.error = ConfigError("draft cache: of another vocabulary")
     with pytest.raises(ConfigError, match="another vocabulary"):
         start(tiny_model["llama"], draft=DraftConfig(draft_cache=str(cache)), is_serving=True)
+
+
+@pytest.mark.parametrize("place", ["/proc/drafts", "."])
+def test_a_draft_cache_that_could_not_be_saved_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, place: str
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"draft_cache = .*: must be (a file, and is not|in a folder that can be written)"
+    ):
+        start(tmp_path / "no model either", draft=DraftConfig(draft_cache=str(tmp_path / place)))
 
 
 def test_a_draft_cache_in_no_folder_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:

@@ -69,6 +69,8 @@ def submit(processor: InputProcessor, prompt: Any = (5, 6, 7), request_id: str =
         ({"prompt": [5, "6"]}, "INVALID_TOKEN_IDS", "token_ids", "integers"),
         ({"prompt": [None]}, "INVALID_TOKEN_IDS", "token_ids", "integers"),
         ({"prompt": b"ab"}, "INVALID_TOKEN_IDS", "token_ids", "integers"),
+        ({"prompt": iter([5, 6])}, "INVALID_TOKEN_IDS", "token_ids", "integers"),
+        ({"prompt": {5: 6}}, "INVALID_TOKEN_IDS", "token_ids", "integers"),
         ({"prompt": [True, False]}, "INVALID_TOKEN_IDS", "token_ids", "integers"),
         ({"prompt": [-1]}, "TOKEN_ID_OUT_OF_RANGE", "token_ids[0]", "0..4095"),
         ({"prompt": [2**70]}, "TOKEN_ID_OUT_OF_RANGE", "token_ids[0]", "0..4095"),

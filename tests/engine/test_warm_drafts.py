@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from batchserve import LLM, SamplingParams
@@ -51,6 +53,9 @@ class Keeper(NullDrafter):
     def memory_bytes(self) -> int:
         return 2048 * len(self.answers)
 
+    def num_tokens(self) -> int:
+        return sum(2 + len(token_ids) for _, token_ids in self.answers)
+
     def save(self, path: Path, fingerprint: str) -> None:
         assert not self.open
         path.write_text(json.dumps([fingerprint, self.answers]))
@@ -88,6 +93,7 @@ def test_every_answer_is_kept_and_a_second_file_adds_to_the_first(keeper: None, 
     warmed = warm_drafts(rows, config(cache))
     first = saved(cache)
     assert (warmed.num_answers, warmed.num_tokens, warmed.num_bytes) == (2, sum(len(ids) for _, ids in first), 4096)
+    assert (warmed.num_kept, warmed.num_lost) == (4 + warmed.num_tokens, 0)
     assert [scope for scope, _ in first] == ["default"] * 2
     warm_drafts(rows, config(cache, default_draft_scope="team"))
     assert saved(cache) == [*first, *(["team", token_ids] for _, token_ids in first)]
@@ -186,6 +192,25 @@ def test_no_more_is_kept_than_a_server_would(tmp_path: Path) -> None:
     vocabulary = module._Vocabulary(EngineConfig())
     server.load(cache, vocabulary.fingerprint, vocabulary.size)  # type: ignore[attr-defined]
     assert server.memory_bytes() == warmed.num_bytes
+
+
+def test_what_finds_no_room_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache, rng, rows = tmp_path / "drafts", random.Random(0), tmp_path / "rows.jsonl"
+    answers = [{"prompt": "", "response": " ".join(str(rng.random()) for _ in range(100))} for _ in range(12)]
+    rows.write_text("\n".join(map(json.dumps, answers)))
+    command = ["warm-drafts", str(rows), "--draft-cache", str(cache), "--max-scope-bytes"]
+    assert main([*command, "16MiB"]) == 0
+    assert "left out" not in capsys.readouterr().err
+    cache.unlink()
+    assert main([*command, "60KiB"]) == 0
+    said = re.search(r"the oldest (\d+) tokens were left out: .* room for (\d+)", capsys.readouterr().err)
+    assert said is not None
+    lost, kept = said.groups()
+    with np.load(cache) as arrays:
+        assert len(arrays["text0"]) == int(kept)
+    vocabulary = module._Vocabulary(EngineConfig())
+    tokens = sum(2 + len(vocabulary.tokenize(answer["response"], is_prompt=False)) for answer in answers)
+    assert int(lost) == tokens - int(kept) > 0
 
 
 def test_files_that_cannot_be_read_or_written_are_named(

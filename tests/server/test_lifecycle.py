@@ -54,7 +54,8 @@ async def test_health_watch_sees_every_transition():
     seen.append((await watch.read()).status)
     names = [health_pb2.HealthCheckResponse.ServingStatus.Name(status) for status in seen]
     assert names == ["NOT_SERVING", "SERVING", "NOT_SERVING"]
-    watch.cancel()
+    assert await watch.read() is grpc.aio.EOF
+    assert await watch.code() is grpc.StatusCode.OK, "the server ends it, so that gRPC need not"
     await draining
     await client.channel.close()
 

@@ -68,14 +68,15 @@ async def test_sigterm_drains(launch: Launch):
         assert (await failure_of(client.generate(ask()))).code is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_signal_during_the_warm_up_ends_the_process_at_once():
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_during_the_warm_up_ends_the_process_at_once(number: signal.Signals):
     async with _cli("serve", "--port", "0") as process:
         assert process.stderr is not None
         async with asyncio.timeout(START_TIMEOUT_S):
             while b"warming up" not in await process.stderr.readline():
                 pass
-            process.send_signal(signal.SIGINT)
-            assert await process.wait() == -signal.SIGINT
+            process.send_signal(number)
+            assert await process.wait() == -number
 
 
 async def test_ctrl_c_drains_too_and_requests_that_outlast_it_are_ended(launch: Launch):

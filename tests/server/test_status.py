@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import pytest
@@ -71,10 +72,11 @@ def test_statuses_fit_into_trailers():
 def test_a_call_that_was_over_is_no_error_and_all_else_stays_one(caplog: pytest.LogCaptureFixture):
     named = logging.getLogger("test.grpc")
     named.addFilter(is_worth_logging)
-    for error in (cygrpc.ExecuteBatchError("over"), cygrpc.InternalError("listener"), RuntimeError("handler")):
+    over = cygrpc.ExecuteBatchError("over"), asyncio.CancelledError("stopped")
+    for error in (*over, cygrpc.InternalError("listener"), RuntimeError("handler")):
         try:
             raise error
-        except Exception:
+        except BaseException:
             named.exception("raised: %s", error)
     named.error("without a trace")
     seen = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
