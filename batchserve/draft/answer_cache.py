@@ -15,7 +15,7 @@ from batchserve.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-OVERHEAD_BYTES = 512  # of an answer, next to its arrays
+OVERHEAD_BYTES = 900  # of an answer, next to its arrays, where it is the only one of its scope
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +25,7 @@ class Probe:
     num_failures: int = 0
     wait: int = 0  # steps until it is asked again
     _is_read: bool = False  # the text, since it is looked at
-    _pairs: set[tuple[int, int]] = field(default_factory=set)
+    _pairs: set[int] = field(default_factory=set)  # of neighbours, as one number each: tuples take longer
     _last: int = -1
     _repeats: float = 0.0
     _repeats_then: float = 0.0
@@ -59,7 +60,8 @@ class Probe:
         if self.is_watching and not self._is_read:
             self._is_read = True
             recent = text[-RECENT:]
-            self._pairs = set(pairwise(recent))
+            tokens = np.array(recent, np.int64)
+            self._pairs = set((tokens[:-1] << 32 | tokens[1:]).tolist())
             self._last = recent[-1] if recent else -1
             self._repeats = 0.0
         self._repeats_then = self._repeats
@@ -74,7 +76,7 @@ class Probe:
         if not self.is_watching or not self._is_read:
             return
         for token_id in token_ids:
-            pair = (self._last, token_id)
+            pair = self._last << 32 | token_id
             self._repeats += REPEAT_RATE * ((pair in self._pairs) - self._repeats)
             self._pairs.add(pair)
             self._last = token_id
