@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -76,13 +76,9 @@ class Acceptance:
     calibration_error: float
 
 
-class Verification(NamedTuple):
-    """One request's part of a step; since_last_s: since its last tokens before, None with its first."""
-
-    num_draft_tokens: int
-    num_accepted: int
-    num_given: int
-    since_last_s: float | None
+# One request's part of a step: its draft tokens, those accepted, the tokens that it was given, and the seconds since
+# its last ones before (None with its first).
+Verification = tuple[int, int, int, float | None]
 
 
 @dataclass(slots=True)

@@ -265,7 +265,7 @@ class Started:
     prompt_token_ids: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
     """What one verified step added to an answer; `finish_reason`, `usage` and `timing` are set on the last one."""
 

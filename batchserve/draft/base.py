@@ -175,6 +175,11 @@ class Drafter(Protocol):
         """Published tokens; a drafter that shares nothing ignores them."""
         return None
 
+    def share_all(self, token_ids: Mapping[str, Sequence[int]]) -> None:
+        """The published tokens of several requests, by request id: what an engine calls."""
+        for request_id, tokens in token_ids.items():
+            self.share(request_id, tokens)
+
     def end(self, request_id: str) -> None: ...
 
     def clear_scope(self, scope: DraftScope) -> None:

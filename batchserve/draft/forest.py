@@ -69,6 +69,16 @@ def _is_sound(starts, token_ids, parents, is_verified, bounds):  # type: ignore[
     return True
 
 
+@njit(cache=True, nogil=True)
+def _spread(starts, places, spread_starts):  # type: ignore[no-untyped-def]
+    """Fill the starts of more trees than there are: tree i comes to places[i], and the others are empty."""
+    tree = 0
+    for place in range(len(spread_starts) - 1):
+        spread_starts[place] = starts[tree]
+        tree += tree < len(places) and places[tree] == place
+    spread_starts[-1] = starts[tree]
+
+
 _NO_NODES = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.bool_)
 
 
@@ -136,11 +146,17 @@ class DraftForest(NamedTuple):
         """Trees without nodes."""
         return cls(np.zeros(num_trees + 1, np.int64), *_NO_NODES)
 
-    def spread(self, places: Sequence[int], num_trees: int) -> DraftForest:
+    @property
+    def sizes(self) -> np.ndarray:
+        """int64 [num_trees]: how many nodes each has."""
+        sizes: np.ndarray = self.starts[1:] - self.starts[:-1]
+        return sizes
+
+    def spread(self, places: np.ndarray, num_trees: int) -> DraftForest:
         """The same trees at ascending `places` among more of them; the others are empty."""
-        sizes = np.zeros(num_trees + 1, np.int64)
-        sizes[1:][list(places)] = np.diff(self.starts)
-        return self._replace(starts=np.cumsum(sizes))
+        starts = np.empty(num_trees + 1, np.int64)
+        _spread(self.starts, places, starts)
+        return DraftForest(starts, self.token_ids, self.parents, self.probs, self.is_verified)
 
     def trees(self) -> list[DraftTree]:
         token_ids, parents, probs = self.token_ids.tolist(), self.parents.tolist(), self.probs.tolist()
@@ -182,4 +198,5 @@ def compile_kernels() -> None:
     forest = DraftForest.of([DraftTree([1], [-1], [1.0])])
     forest.take(np.ones(1, np.bool_))
     bounds = np.ones((1, 3), np.int64)
+    forest.spread(np.zeros(1, np.int64), 1)
     _is_sound(forest.starts, forest.token_ids, forest.parents, forest.is_verified, bounds)

@@ -132,6 +132,7 @@ class MixtureDrafter(Drafter):
         self._scope_bytes = 0  # of all of them
         self._table = np.zeros(0, REQUEST)
         self._free: list[int] = []  # rows of the table
+        self._found: tuple[list[str], np.ndarray] = [], np.zeros(0, np.int64)  # whose slots were asked for last
         self._is_verified = np.zeros(0, np.bool_)
         self._team = ONE_THREAD
         self._job = np.zeros(JOB_SIZE, np.int64)
@@ -209,7 +210,10 @@ class MixtureDrafter(Drafter):
         return DraftForest(starts, links[0, :end], links[1, :end], probs[:end], self._is_verified[:end])
 
     def _slots(self, request_ids: Iterable[str]) -> np.ndarray:
-        return np.array([self._requests[request_id].slot for request_id in request_ids], np.int64)
+        names = list(request_ids)
+        if names != self._found[0]:
+            self._found = names, np.array([self._requests[name].slot for name in names], np.int64)
+        return self._found[1]
 
     def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
         self.accept_all({request_id: token_ids})
@@ -234,12 +238,16 @@ class MixtureDrafter(Drafter):
                 self._requests[name].own.reserve(len(token_ids[name]))
 
     def share(self, request_id: str, token_ids: Sequence[int]) -> None:
-        state = self._requests[request_id]
-        if not state.is_sharing:
-            return
-        state.published += token_ids
-        if len(state.published) >= SHARED_AT_ONCE:
-            self._write(request_id, state)
+        self.share_all({request_id: token_ids})
+
+    def share_all(self, token_ids: Mapping[str, Sequence[int]]) -> None:
+        states = self._requests
+        for request_id, tokens in token_ids.items():
+            state = states[request_id]
+            if state.is_sharing:
+                state.published += tokens
+                if len(state.published) >= SHARED_AT_ONCE:
+                    self._write(request_id, state)
 
     def _write(self, request_id: str, state: _RequestState) -> None:
         """Published tokens go to the scope in pieces: texts of several requests alternate there."""
@@ -288,6 +296,7 @@ class MixtureDrafter(Drafter):
         state = self._requests.pop(request_id, None)
         if state is None:
             return
+        self._found = [], np.zeros(0, np.int64)
         if state.published:
             self._write(request_id, state)
         self._free.append(state.slot)

@@ -106,14 +106,22 @@ class RoutingDrafter(Drafter):
         for drafter, those in self._by_drafter(token_ids).items():
             drafter.catch_up(those)
 
-    def _by_drafter(self, token_ids: Mapping[str, Sequence[int]]) -> dict[Drafter, dict[str, Sequence[int]]]:
+    def _by_drafter(self, token_ids: Mapping[str, Sequence[int]]) -> Mapping[Drafter, Mapping[str, Sequence[int]]]:
+        chosen = self._chosen
+        concerned = {chosen[request_id] for request_id in token_ids}
+        if len(concerned) == 1:
+            return {concerned.pop(): token_ids}
         mine: dict[Drafter, dict[str, Sequence[int]]] = {}
         for request_id, tokens in token_ids.items():
-            mine.setdefault(self._chosen[request_id], {})[request_id] = tokens
+            mine.setdefault(chosen[request_id], {})[request_id] = tokens
         return mine
 
     def share(self, request_id: str, token_ids: Sequence[int]) -> None:
         self._chosen[request_id].share(request_id, token_ids)
+
+    def share_all(self, token_ids: Mapping[str, Sequence[int]]) -> None:
+        for drafter, those in self._by_drafter(token_ids).items():
+            drafter.share_all(those)
 
     def end(self, request_id: str) -> None:
         self._chosen.pop(request_id).end(request_id)

@@ -26,6 +26,7 @@ from batchserve.runner.packed import split_linears
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.runner.row_dependence import find_row_dependence
 from batchserve.sampling import argmax_kernel, device_columns, draw_kernel, sampled_walk, walk_kernel
+from batchserve.scheduler import plan
 
 if TYPE_CHECKING:
     from batchserve.attention.base import AttentionBackend
@@ -40,6 +41,7 @@ GPU_KERNELS = ("flashinfer", "triton", "torch")  # the fastest first
 def build_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tuple[AttentionBackend, int]:
     """(backend, longest request in tokens). Raises ConfigError."""
     say("preparing kernels (compiled at the first start, some seconds)")
+    plan.compile_kernels()
     row_layout.compile_kernels()
     argmax_kernel.compile_kernels()
     draw_kernel.compile_kernels()

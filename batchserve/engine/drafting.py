@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import compress, pairwise
-from operator import not_
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +13,7 @@ from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.metrics import Acceptance
 from batchserve.scheduler.acceptance import DEPTH_OF_BIN
 from batchserve.scheduler.adaptive import UNDRAFTED, StepOutcome
-from batchserve.scheduler.step_time import StepLoad
+from batchserve.scheduler.plan import MOST_DRAFT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from batchserve.request import Request
     from batchserve.scheduler.adaptive import AdaptiveDrafting
     from batchserve.scheduler.kv_allocator import KVAllocator
-    from batchserve.scheduler.scheduler import ScheduledRequest, SchedulerOutput
+    from batchserve.scheduler.plan import SchedulerOutput
     from batchserve.scheduler.step_time import StepTimeModel
 
 LATE_STEPS = 4  # whoever was not asked for more of them is told what has happened since in one piece
@@ -64,58 +63,53 @@ class DraftStage:
 
     def propose(self, plan: SchedulerOutput) -> DraftForest:
         """The drafts of one step, a tree for every scheduled request, with K/V reserved for their rows."""
-        decoding = [s for s in plan.scheduled if s.is_decoding]
-        without = _load(plan.scheduled)
-        alone = without if len(decoding) == len(plan.scheduled) else _load(decoding)
-        self._step = step = StepOutcome(without, alone, without)
-        places = [place for place, s in enumerate(plan.scheduled) if s.max_draft_tokens > 0]
-        if not places or (self.adaptive is not None and not self.adaptive.begin_step(without, alone)):
-            return DraftForest.empty(len(plan.scheduled))
-        asked = [plan.scheduled[place] for place in places]
-        request_ids = [s.request.request_id for s in asked]
+        self._step = step = StepOutcome(plan.load, plan.decoding, plan.load)
+        num_trees, places = len(plan.requests), np.flatnonzero(plan.columns[:, MOST_DRAFT])
+        if not len(places) or (self.adaptive is not None and not self.adaptive.begin_step(plan.load, plan.decoding)):
+            return DraftForest.empty(num_trees)
+        request_ids, bounds = plan.request_ids, plan.columns[places, MOST_DRAFT:]
+        if len(places) < num_trees:
+            request_ids = [request_ids[place] for place in places.tolist()]
         began_s = self._clock()
         self._tell(request_ids)
         started_s = self._clock()
-        queries = self._queries(asked, request_ids)
+        queries = DraftQueries(request_ids, bounds, self._least_probs(request_ids, bounds))
         forest = self.drafter.propose_all(queries)
-        if forest.num_trees != len(asked):
-            raise ValueError(f"drafter {self.drafter.name!r}: {forest.num_trees} trees for {len(asked)} queries")
+        if forest.num_trees != len(places):
+            raise ValueError(f"drafter {self.drafter.name!r}: {forest.num_trees} trees for {len(places)} queries")
         ended_s = self._clock()
-        step.draft_s, step.propose_s, step.num_asked = ended_s - began_s, ended_s - started_s, len(asked)
+        step.draft_s, step.propose_s, step.num_asked = ended_s - began_s, ended_s - started_s, len(places)
         if self.adaptive is not None:
-            requests = [s.request for s in decoding]
-            forest = forest.take(self.adaptive.choose(forest, request_ids, requests, plan.max_draft_rows))
+            decoding = plan.requests
+            if plan.decoding.num_requests < num_trees:
+                decoding = [*compress(decoding, plan.is_decoding.tolist())]
+            forest = forest.take(self.adaptive.choose(forest, request_ids, decoding, plan.max_draft_rows))
         if not len(forest.token_ids):
-            return DraftForest.empty(len(plan.scheduled))
+            return DraftForest.empty(num_trees)
         forest.check(queries)
-        forest, attended = self._with_memory(asked, forest)
-        rows = len(forest.token_ids)
-        more = without.num_rows + rows, without.num_logit_rows + rows, without.attended_tokens + attended
-        step.load = without._replace(num_rows=more[0], num_logit_rows=more[1], attended_tokens=more[2])
-        return forest if len(places) == len(plan.scheduled) else forest.spread(places, len(plan.scheduled))
+        forest = self._with_memory(request_ids, forest)
+        step.load = plan.load_with(places, forest.starts)
+        return forest if len(places) == num_trees else forest.spread(places, num_trees)
 
-    def _with_memory(self, asked: Sequence[ScheduledRequest], forest: DraftForest) -> tuple[DraftForest, int]:
-        """The trees whose rows there is memory for, and the pairs of a row and a K/V entry that they are.
+    def _with_memory(self, request_ids: Sequence[str], forest: DraftForest) -> DraftForest:
+        """The trees whose rows there is memory for. Two requests may have been promised the same last of it."""
+        sizes = forest.sizes.tolist()
+        names, rows = [*compress(request_ids, sizes)], [1 + size for size in sizes if size]
+        if self._allocator.reserve_all(names, rows):
+            return forest
+        refused = {name for name, count in zip(names, rows, strict=True) if not self._allocator.reserve(name, count)}
+        if self.adaptive is not None:
+            for name in refused:
+                self.adaptive.refused(name)
+        return forest.take(np.repeat([name not in refused for name in request_ids], sizes))
 
-        Two requests may have been promised the same last of it.
-        """
-        sizes = [end - start for start, end in pairwise(forest.starts.tolist())]
-        drafted = [(s.request, size) for s, size in zip(asked, sizes, strict=True) if size]
-        names, rows = [request.request_id for request, _ in drafted], [1 + size for _, size in drafted]
-        if not self._allocator.reserve_all(names, rows):
-            has_room = [self._allocator.reserve(*each) for each in zip(names, rows, strict=True)]
-            for name in compress(names, map(not_, has_room)):
-                if self.adaptive is not None:
-                    self.adaptive.refused(name)
-            forest = forest.take(np.repeat(has_room, [size for _, size in drafted]))
-            drafted = list(compress(drafted, has_room))
-        return forest, sum(size * request.num_computed_tokens for request, size in drafted)
-
-    def asks(self, request: Request) -> bool:
-        """Whether a decoding request's drafter is to be called in this step; once a step and request."""
-        if request.request_id not in self._started and not self._begin(request):
-            return False
-        return self.adaptive is None or self.adaptive.asks(request.request_id)
+    def are_asked(self, requests: Sequence[Request]) -> list[bool]:
+        """Whose drafters are to be called in this step, of these that decode; once a step."""
+        started, adaptive = self._started, self.adaptive
+        are_ready = [r.request_id in started or self._begin(r) for r in requests]
+        if adaptive is None:
+            return are_ready
+        return [is_ready and adaptive.asks(r.request_id) for r, is_ready in zip(requests, are_ready, strict=True)]
 
     def _tell(self, request_ids: Collection[str]) -> None:
         """Let the drafter hear what it has missed. A drafter that is not asked costs nothing, not even to listen."""
@@ -135,17 +129,12 @@ class DraftStage:
             self.drafter.accept_all(accepted)
         if late:
             self.drafter.catch_up(late)
-        for request_id, token_ids in shared.items():
-            self.drafter.share(request_id, token_ids)
+        if shared:
+            self.drafter.share_all(shared)
 
-    def _queries(self, asked: Sequence[ScheduledRequest], request_ids: Sequence[str]) -> DraftQueries:
-        flat: list[int] = []
-        for item in asked:
-            flat += item[3:]  # the most draft tokens, the deepest draft, the deepest row
-        bounds = np.array(flat, np.int64).reshape(-1, 3)
-        if self.adaptive is None:
-            return DraftQueries(request_ids, bounds, np.zeros(len(asked)))
-        return DraftQueries(request_ids, bounds, self.adaptive.bound(request_ids, bounds))
+    def _least_probs(self, request_ids: Sequence[str], bounds: np.ndarray) -> np.ndarray:
+        """Of each query its min_prob; lowers its most nodes, bounds[:, 0]."""
+        return np.zeros(len(request_ids)) if self.adaptive is None else self.adaptive.bound(request_ids, bounds)
 
     def _begin(self, request: Request) -> bool:
         """Whether it can be drafted now; its state begins when its drafter is ready, with all that it has by then."""
@@ -244,18 +233,6 @@ def depth_labels() -> tuple[str, ...]:
     """What the depths are called that acceptance is counted by: 1, 2, ..., 5-6, ..., and more."""
     labels = [str(b) if b == a + 1 else f"{a + 1}-{b}" for a, b in pairwise((0, *DEPTH_OF_BIN))]
     return (*labels, f"{DEPTH_OF_BIN[-1] + 1}+")
-
-
-def _load(scheduled: Iterable[ScheduledRequest]) -> StepLoad:
-    rows = logit_rows = requests = context = attended = 0
-    for item in scheduled:
-        computed, count = item.request.num_computed_tokens, item.num_scheduled_tokens
-        rows += count
-        logit_rows += item.is_sampled
-        requests += 1
-        context += computed
-        attended += computed * count
-    return StepLoad(rows, logit_rows, requests, context, attended)
 
 
 def _draft_request(request: Request) -> DraftRequest:

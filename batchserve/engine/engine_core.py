@@ -6,7 +6,7 @@ Synchronous and deterministic: it has no clock of its own, and no asyncio.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from batchserve.engine.detokenizer import Decoder, IncrementalDetokenizer, token_texts
 from batchserve.errors import BatchserveError, DeadlineExceededError, NonFiniteLogitsError
@@ -14,6 +14,7 @@ from batchserve.metrics import Verification
 from batchserve.request import Request
 from batchserve.runner.ragged_batch import RaggedBatch, flatten
 from batchserve.sampling.sampler import NO_TOKEN
+from batchserve.scheduler.plan import IS_SAMPLED
 from batchserve.types import Delta, FinishReason
 
 if TYPE_CHECKING:
@@ -26,17 +27,12 @@ if TYPE_CHECKING:
     from batchserve.request import ResolvedSampling
     from batchserve.runner.model_runner import ModelRunner
     from batchserve.sampling.verify import VerifiedTokens
-    from batchserve.scheduler.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
+    from batchserve.scheduler.plan import SchedulerOutput
+    from batchserve.scheduler.scheduler import Scheduler
 
 
-class _Commit(NamedTuple):
-    """What one step added to a request, waiting to be published."""
-
-    request: Request
-    token_ids: list[int]
-    num_accepted: int
-
-
+# What one step added to a request, waiting to be published: tokens, and how many of them were drafts.
+_Commit = tuple[Request, list[int], int]
 Event = tuple[Request, Delta | BatchserveError]
 
 
@@ -112,10 +108,10 @@ class EngineCore:
         """One step of all requests."""
         self._expire()
         began_s = self._clock()
-        plan = self.scheduler.schedule(began_s, self.drafts.asks)
+        plan = self.scheduler.schedule(began_s, self.drafts.are_asked)
         self.metrics.preempted(len(plan.preempted))
         self.drafts.preempted(plan.preempted)
-        if plan.scheduled:
+        if plan.requests:
             self._run(plan, began_s)
         else:
             self._publish()
@@ -124,13 +120,13 @@ class EngineCore:
     def _run(self, plan: SchedulerOutput, began_s: float) -> None:
         """Draft, execute, verify and update what was scheduled; publish the step before meanwhile."""
         drafts = self.drafts.propose(plan)
-        batch = self._build(plan.scheduled, drafts)
+        batch = self._build(plan, drafts)
         started_s = self._clock()
         handle = self.runner.launch(batch)
         self._publish()
         results = handle.wait()
         num_drafted, forward_s = len(drafts.token_ids), self._clock() - started_s
-        came = self._commit(plan.scheduled, batch, results)
+        came = self._commit(plan, batch, results)
         self.drafts.step_done(came, self._clock() - began_s)
         self.scheduler.step_done(num_drafted)
         self.metrics.step_done(batch.num_rows, num_drafted, len(came), forward_s, self._verified)
@@ -151,7 +147,7 @@ class EngineCore:
         if known != self._names:
             raise RuntimeError(f"requests in flight {sorted(known)}, names {sorted(self._names)}")
         queued = {r.request_id for r in self.scheduler.requests()}
-        unpublished = {c.request.request_id for c in self._unpublished}
+        unpublished = {request.request_id for request, _, _ in self._unpublished}
         if not queued <= known or known - queued - unpublished:
             raise RuntimeError(f"requests in flight {sorted(known)}, scheduled {sorted(queued)}")
 
@@ -177,22 +173,17 @@ class EngineCore:
             if request.prefix_scope == name:
                 request.prefix_scope = None
 
-    def _build(self, scheduled: list[ScheduledRequest], drafts: DraftForest) -> RaggedBatch:
+    def _build(self, plan: SchedulerOutput, drafts: DraftForest) -> RaggedBatch:
         """drafts: a tree for every scheduled request, empty ones included."""
-        names: list[str] = []
         samplings: list[ResolvedSampling | None] = []
-        heads: list[int] = []
         pending: list[int] = []
-        for item in scheduled:
-            request, count = item.request, item.num_scheduled_tokens
+        heads = plan.columns[:, : IS_SAMPLED + 1]
+        for request, (start, count, is_sampled) in zip(plan.requests, heads.tolist(), strict=True):
             if request.first_scheduled_s is None:
                 self._begun(request)
-            start = request.num_computed_tokens
-            names.append(request.request_id)
-            samplings.append(request.sampling if item.is_sampled else None)
-            heads += (start, count, item.is_sampled)
+            samplings.append(request.sampling if is_sampled else None)
             pending += request.token_ids[start : start + count]
-        return flatten(names, samplings, heads, pending, drafts)
+        return flatten(plan.request_ids, samplings, heads, pending, drafts)
 
     def _begun(self, request: Request) -> None:
         request.first_scheduled_s = self._clock()
@@ -200,7 +191,7 @@ class EngineCore:
             self.metrics.looked_up(request.num_prompt_tokens, request.num_cached_tokens)
 
     def _commit(
-        self, scheduled: list[ScheduledRequest], batch: RaggedBatch, results: list[VerifiedTokens | None]
+        self, plan: SchedulerOutput, batch: RaggedBatch, results: list[VerifiedTokens | None]
     ) -> dict[str, list[int]]:
         """Keep the K/V of accepted paths, append tokens, end what is complete: all that the next step depends on.
 
@@ -211,8 +202,7 @@ class EngineCore:
         kept: dict[str, list[int]] = {}
         going_on = []
         counts = batch.num_pending.tolist(), batch.spans.rows[:, 1].tolist(), batch.num_verified.tolist()
-        for item, verified, num_pending, num_rows, num_verified in zip(scheduled, results, *counts, strict=True):
-            request = item.request
+        for request, verified, num_pending, num_rows, num_verified in zip(plan.requests, results, *counts, strict=True):
             if request.finish_reason is not None:  # a stop string was found while the step was under way
                 continue
             rows = [*range(num_pending)]
@@ -222,16 +212,15 @@ class EngineCore:
                     continue
                 rows += verified.rows
             kept[request.request_id] = rows
-            going_on.append((item, num_verified, verified, len(rows)))
+            going_on.append((request, verified, num_pending, num_verified, len(rows)))
         self.runner.backend.allocator.commit_all(kept)
-        for item, num_verified, verified, num_kept in going_on:
-            request = item.request
+        for request, verified, num_pending, num_verified, num_kept in going_on:
             request.num_computed_tokens += num_kept
             if verified is None:
                 continue
             request.num_draft_tokens += num_verified
             tokens = self._append(request, verified, num_verified, now_s)
-            if item.is_decoding:
+            if num_pending == 1:
                 came[request.request_id] = tokens
         return came
 
@@ -264,27 +253,26 @@ class EngineCore:
             request.first_token_s = now_s
         request.last_token_s = now_s
         request.token_ids += given
-        self._unpublished.append(_Commit(request, given, num_accepted))
+        self._unpublished.append((request, given, num_accepted))
         if request.finish_reason is not None:
             self.scheduler.finish(request)
         else:
             self.drafts.accept(request, given, verified.unverified_token_ids)
-        self._verified.append(Verification(num_drafted, num_accepted, num_given, since_last_s))
+        self._verified.append((num_drafted, num_accepted, num_given, since_last_s))
         return came
 
     def _publish(self) -> None:
         """Text, stop strings, shared drafts and messages of the step before; on a GPU while the next forward runs."""
         commits, self._unpublished = self._unpublished, []
         events: list[Event] = []
-        for commit in commits:
-            request = commit.request
+        for request, token_ids, num_accepted in commits:
             detokenizer = self._detokenizers.get(request)
             if detokenizer is None:  # aborted since
                 continue
-            piece = detokenizer.feed(commit.token_ids, is_last=request.finish_reason is not None)
+            piece = detokenizer.feed(token_ids, is_last=request.finish_reason is not None)
             if piece.is_stopped:
                 request.finish_reason = FinishReason.STOP
-                request.num_accepted_draft_tokens -= max(0, commit.num_accepted - len(piece.token_ids))
+                request.num_accepted_draft_tokens -= max(0, num_accepted - len(piece.token_ids))
             self.drafts.share(request, piece.token_ids)
             request.num_published_tokens += len(piece.token_ids)
             events.append((request, self._delta(request, piece.text, piece.token_ids)))

@@ -103,22 +103,22 @@ def build_batch(requests: Sequence[RequestRows]) -> RaggedBatch:
     pending = list(chain.from_iterable(rows.token_ids[: rows.num_pending] for rows in requests))
     heads = [(rows.context_len, rows.num_pending, rows.sampling is not None) for rows in requests]
     names, samplings = [rows.request_id for rows in requests], [rows.sampling for rows in requests]
-    return flatten(names, samplings, list(chain.from_iterable(heads)), pending, trees)
+    return flatten(names, samplings, np.array(heads, np.int64).reshape(-1, 3), pending, trees)
 
 
 def flatten(
     request_ids: list[str],
     samplings: list[ResolvedSampling | None],
-    heads: Sequence[int],
+    heads: IntArray,
     pending_ids: Sequence[int],
     trees: DraftForest,
 ) -> RaggedBatch:
     """Lay the rows of all requests behind each other.
 
-    heads: of each request its context length, its pending tokens, and whether something is sampled, one behind the
-    other; pending_ids: those tokens of all requests. Raises ValueError where a parent does not come before its node.
+    heads int64 [num_requests, 3]: of each request its context length, its pending tokens, and whether something is
+    sampled; pending_ids: those tokens of all requests. Raises ValueError where a parent does not come before its node.
     """
-    head = np.array(heads, np.int64).reshape(-1, 3)
+    head = np.ascontiguousarray(heads)  # in one piece, as kernels were compiled for it
     pending, count = np.array(pending_ids, np.int64), len(request_ids)
     num_rows = len(pending_ids) + int(trees.starts[-1])
     padded = max(num_rows, MIN_ROWS)
@@ -136,7 +136,7 @@ def flatten(
         request_ids=request_ids,
         samplings=samplings,
         spans=Spans(request_ids, rows, is_chain, parents, position_ids[:num_rows]),
-        num_pending=head[:, 1].copy(),  # in one piece, as kernels were compiled for it
+        num_pending=head[:, 1].copy(),  # in one piece, too
         num_verified=num_verified,
         input_ids=input_ids,
         position_ids=position_ids,

@@ -190,11 +190,11 @@ class AdaptiveDrafting:
         if not request_ids:
             return np.zeros(len(forest.token_ids), np.bool_)
         names, market = [each.request_id for each in decoding], self._market
-        slots, places = self._slots_of(names), [*range(len(names))]
+        slots, of_trees, drafted = self._slots_of(names), np.arange(len(names)), decoding
         if names != request_ids:
             place_of = {name: place for place, name in enumerate(names)}
-            places = [place_of[request_id] for request_id in request_ids]
-        of_trees = np.array(places, np.int64)
+            of_trees = np.array([place_of[request_id] for request_id in request_ids], np.int64)
+            drafted = [decoding[place] for place in of_trees.tolist()]
         offer = self._offer(forest, request_ids, of_trees, slots)
         items, bids = offer.items, np.empty((3, len(names)))
         make_bids(self._standing, slots, market.alone_s, bids)
@@ -204,8 +204,7 @@ class AdaptiveDrafting:
         least_gain, is_paying = max(LEAST_GAIN, market.price * self._draft_s), np.zeros(len(names), np.bool_)
         who = (self._standing, slots, of_trees)
         settle(*who, items.owners, items.gains, items.rows, least_gain, chosen, is_paying)
-        pays = is_paying.tolist()
-        self._note([decoding[place] for place in places], [pays[place] for place in places])
+        self._note(drafted, is_paying[of_trees].tolist())
         return chosen if offer.nodes is None else self._unbundled(offer, offer.nodes, chosen)
 
     def _unbundled(self, offer: _Offer, nodes: IntArray, chosen: BoolArray) -> BoolArray:

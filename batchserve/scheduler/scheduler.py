@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import compress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from batchserve.request import Request, RequestStatus
+from batchserve.scheduler.plan import SchedulerOutput, lay_plan
 from batchserve.scheduler.policy import prompt_rank, rank
 from batchserve.scheduler.prompt_room import PromptRoom, StepBound
 from batchserve.scheduler.sharing import best_source
 from batchserve.scheduler.waiting import WaitingQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from batchserve.config import EngineConfig
     from batchserve.scheduler.kv_allocator import KVAllocator
@@ -21,39 +21,11 @@ if TYPE_CHECKING:
 
 
 DRAFT_ROWS_RATE = 0.2
-NONE = (0, 0, 0)  # what _draft_budget says of who gets no draft
 
 
-class ScheduledRequest(NamedTuple):
-    """One request's part of a step: this many pending tokens, and at most so many draft tokens behind them.
-
-    is_sampled: the rows reach the request's last token, so that the next one is sampled. Verified draft tokens may be
-    max_draft_depth deep; no row at all may be deeper than max_row_depth.
-    """
-
-    request: Request
-    num_scheduled_tokens: int
-    is_sampled: bool
-    max_draft_tokens: int = 0
-    max_draft_depth: int = 0
-    max_row_depth: int = 0
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether this is one more token of an answer, or its first where only the prompt's last one is computed."""
-        return self.is_sampled and self.num_scheduled_tokens == 1
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
-    """The plan of one step. K/V for the pending tokens is reserved; for drafts it is not yet.
-
-    max_draft_rows: what max_num_batched_tokens leaves for the drafts of all requests.
-    """
-
-    scheduled: list[ScheduledRequest]
-    preempted: list[Request]
-    max_draft_rows: int = 0
+def everybody(requests: Sequence[Request]) -> list[bool]:
+    """All of them are drafted."""
+    return [True] * len(requests)
 
 
 class Scheduler:
@@ -118,18 +90,25 @@ class Scheduler:
         yield from self.waiting
 
     def schedule(
-        self, now_s: float = 0.0, is_drafted: Callable[[Request], bool] = lambda request: True
+        self, now_s: float = 0.0, are_drafted: Callable[[Sequence[Request]], Sequence[bool]] = everybody
     ) -> SchedulerOutput:
         """Plan one step: a row for everyone who decodes, prefill chunks, then drafts with what is left.
 
-        is_drafted says, once for each request that decodes and may have drafts, whether it is to have any in this step.
+        are_drafted says, once a step, which of the requests that decode and may have drafts are to have any in it.
         """
         self._now_s = now_s
         preempted: list[Request] = []
-        rows_left = self._config.max_num_batched_tokens
         planned = self._plan_decoding(preempted)
+        if self.waiting or len(planned) < len(self.running):
+            self._plan_prompts(planned, preempted)
+        # A request planned above may have been preempted by an older one after that.
+        running = [r for r in self.running if r.request_id in planned]
+        return self._with_drafts(running, planned, preempted, are_drafted)
+
+    def _plan_prompts(self, planned: dict[str, int], preempted: list[Request]) -> None:
+        """Chunks of the prompts that are being computed, and of those that are let in."""
         computing = self._computing(planned)
-        room = self._prompt_room(planned, len(computing), rows_left - len(planned))
+        room = self._prompt_room(planned, len(computing), self._config.max_num_batched_tokens - len(planned))
         for request in computing:
             if request.status is RequestStatus.RUNNING:
                 if not preempted:
@@ -137,10 +116,6 @@ class Scheduler:
                 self._plan_chunk(request, room, planned, preempted)
         if not preempted:
             self._admit(room, planned)
-        # A request planned above may have been preempted by an older one after that.
-        running = [r for r in self.running if r.request_id in planned]
-        rows_left = self._config.max_num_batched_tokens - sum(planned[r.request_id] for r in running)
-        return SchedulerOutput(self._with_drafts(running, planned, rows_left, is_drafted), preempted, rows_left)
 
     def step_done(self, num_draft_rows: int) -> None:
         """The step that was planned last ran with so many draft rows."""
@@ -263,29 +238,32 @@ class Scheduler:
         self.waiting.put_back(request)
 
     def _with_drafts(
-        self, running: list[Request], planned: dict[str, int], rows_left: int, is_drafted: Callable[[Request], bool]
-    ) -> list[ScheduledRequest]:
-        is_drafting = [
-            r.num_pending_tokens == 1 and r.speculation.max_draft_tokens > 0 and is_drafted(r) for r in running
-        ]
-        # Where rows are chosen by their worth, each request may be offered all of them.
-        num_sharing = 1 if self._config.is_adaptive else max(1, sum(is_drafting))
+        self,
+        running: list[Request],
+        planned: dict[str, int],
+        preempted: list[Request],
+        are_drafted: Callable[[Sequence[Request]], Sequence[bool]],
+    ) -> SchedulerOutput:
+        names = [request.request_id for request in running]
+        rows = [planned[name] for name in names]
+        able = [r for r in running if r.speculation.max_draft_tokens > 0 and r.num_pending_tokens == 1]
+        drafted = able and [*compress(able, are_drafted(able))]
         # Drafts take what memory is free.
-        room = iter(self._allocator.reservable_tokens([r.request_id for r in compress(running, is_drafting)]))
-        scheduled = []
-        for request, is_offered in zip(running, is_drafting, strict=True):
-            tokens = planned[request.request_id]
-            is_sampled = tokens == len(request.token_ids) - request.num_computed_tokens
-            budget = self._draft_budget(request, min(rows_left // num_sharing, next(room) - 1)) if is_offered else NONE
-            scheduled.append(ScheduledRequest(request, tokens, is_sampled, *budget))
-        return scheduled
-
-    def _draft_budget(self, request: Request, most: int) -> tuple[int, int, int]:
-        """(most draft tokens, deepest draft, deepest row): no draft deeper than could still be given to the client."""
-        # The bonus token comes on top of the accepted ones, so the last place is never drafted.
-        row_depth = self._max_model_len - len(request.token_ids) - 1
-        depth = min(request.max_total_tokens - len(request.token_ids) - 1, row_depth)
-        budget = min(request.speculation.max_draft_tokens, most)
-        if depth < 1 or budget < 1:
-            return NONE
-        return budget, min(depth, request.speculation.branch_length), row_depth
+        reservable = self._allocator.reservable_tokens([request.request_id for request in drafted])
+        room_of = dict(zip(drafted, reservable, strict=True))
+        facts: list[int] = []
+        for request, count in zip(running, rows, strict=True):
+            allowed = request.speculation
+            facts += (
+                request.num_computed_tokens,
+                count,
+                len(request.token_ids),
+                request.max_total_tokens,
+                room_of.get(request, 0) - 1,
+                allowed.max_draft_tokens,
+                allowed.branch_length,
+            )
+        rows_left = self._config.max_num_batched_tokens - sum(rows)
+        # Where rows are chosen by their worth, each request may be offered all of them.
+        share = rows_left if self._config.is_adaptive else rows_left // max(1, len(drafted))
+        return lay_plan(running, names, facts, preempted, rows_left, share, self._max_model_len)

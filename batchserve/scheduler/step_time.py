@@ -35,7 +35,8 @@ class StepLoad(NamedTuple):
     attended_tokens: int = 0
 
     def floats(self) -> tuple[float, ...]:
-        return tuple(map(float, self))
+        rows, logit_rows, requests, context, attended = self
+        return rows + 0.0, logit_rows + 0.0, requests + 0.0, context + 0.0, attended + 0.0
 
 
 @dataclass(frozen=True, slots=True)

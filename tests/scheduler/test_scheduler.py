@@ -14,9 +14,10 @@ from batchserve.attention.slots import SlotAllocator
 from batchserve.config import DRAFTERS, EngineConfig
 from batchserve.draft.factory import draft_limits
 from batchserve.request import Request, RequestStatus
+from batchserve.scheduler.plan import ScheduledRequest, SchedulerOutput
 from batchserve.scheduler.policy import rank
 from batchserve.scheduler.prompt_room import LEAST_CHUNK
-from batchserve.scheduler.scheduler import ScheduledRequest, Scheduler, SchedulerOutput
+from batchserve.scheduler.scheduler import Scheduler
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from batchserve.types import SpeculationParams
 from tests.factories import examples, make_request, resolve_speculation
@@ -429,7 +430,7 @@ def test_whoever_is_not_drafted_leaves_the_rows_to_the_others() -> None:
         traffic.step(0.0)
     traffic.scheduler.finish(prompt)
     asked: list[Request] = []
-    plan = traffic.scheduler.schedule(0.0, lambda request: asked.append(request) or request is drafted)  # type: ignore[func-returns-value]
+    plan = traffic.scheduler.schedule(0.0, lambda requests: asked.extend(requests) or [r is drafted for r in requests])  # type: ignore[func-returns-value]
     assert asked == [drafted, undrafted]
     assert {s.request.request_id: s.max_draft_tokens for s in plan.scheduled} == {"r0": 61, "r1": 0, "r2": 0}
     assert [s.is_decoding for s in plan.scheduled] == [True] * 3

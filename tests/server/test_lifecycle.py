@@ -227,8 +227,8 @@ async def test_metrics_endpoint():
     metrics.preempted(3)
     metrics.looked_up(100, 64)
     metrics.looked_up(20, 0)
-    verified = [Verification(3, 1, num_given=2, since_last_s=None), Verification(3, 1, 2, 0.008)]
-    verified.append(Verification(3, 0, num_given=1, since_last_s=7.0))
+    # Drafted, accepted, given, seconds since the tokens before.
+    verified: list[Verification] = [(3, 1, 2, None), (3, 1, 2, 0.008), (3, 0, 1, 7.0)]
     metrics.step_done(num_rows=14, num_draft_rows=10, num_decoding=4, forward_s=0.25, verified=verified)
     metrics.adaptive = lambda: {
         "price_tokens_per_second": 80.0,
