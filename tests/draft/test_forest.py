@@ -40,6 +40,15 @@ def test_trees_come_back_as_they_were_whole_or_in_part(seed: int, count: int) ->
     assert forest.take(keep).trees() == [tree.take(nodes) for tree, nodes in zip(trees, kept, strict=True)]
 
 
+@pytest.mark.parametrize("places", [[], [0], [2], [0, 3], [1, 2, 4], [0, 1, 2, 3, 4]])
+def test_trees_among_others_that_are_empty(places: list[int]) -> None:
+    trees = [random_tree(random.Random(place), place, 50) for place in places]  # the one at place 0 is empty, too
+    spread = DraftForest.of(trees).spread(np.array(places, np.int64), 5)
+    expected = dict(zip(places, trees, strict=True))
+    assert spread.trees() == [expected.get(place, DraftTree()) for place in range(5)]
+    assert spread.sizes.tolist() == [len(expected.get(place, DraftTree())) for place in range(5)]
+
+
 def test_a_node_is_not_taken_without_its_parent() -> None:
     forest = DraftForest.of([DraftTree([1], [-1], [1.0]), DraftTree([1, 2], [-1, 0], [1.0, 1.0])])
     with pytest.raises(ValueError, match="left out"):
