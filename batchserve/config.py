@@ -80,15 +80,17 @@ class DraftConfig:
         if self.draft_cache is None:
             return None
         path, named = Path(self.draft_cache), f"draft_cache = {self.draft_cache!r}"
-        if not path.parent.is_dir():
-            raise ConfigError(f"{named}: must be a file in a folder that exists")
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"{named}: must be a file, and is not a file")
         try:
+            if not path.parent.is_dir():
+                raise ConfigError(f"{named}: must be a file in a folder that exists")
+            if path.exists() and not path.is_file():
+                raise ConfigError(f"{named}: must be a file, and is not a file")
             with tempfile.NamedTemporaryFile(dir=os.path.dirname(os.path.realpath(path))):
                 pass
         except OSError as error:
             raise ConfigError(f"{named}: must be in a folder that can be written to ({error.strerror})") from error
+        except ValueError as error:
+            raise ConfigError(f"{named}: cannot be a file's name ({error})") from error
         return path
 
 

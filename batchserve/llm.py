@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from batchserve.request import Request
 
 Prompt = str | Sequence[int]
+_Arguments = tuple[Prompt, SamplingParams, SpeculationParams, int]  # of one request; the last is its priority
 T = TypeVar("T")
 
 
@@ -57,8 +58,9 @@ class LLM:
         Every prompt is checked before any is run: raises InvalidRequestError and runs nothing. What goes wrong for one
         of them later (NonFiniteLogitsError) ends the call, and the others' answers are lost.
         """
+        arguments = _all_arguments(_as_list(prompts), sampling_params, speculation, priority)  # which may use this LLM
         with self._turn:
-            return self._run(self._requests(_as_list(prompts), sampling_params, speculation, priority), show_progress)
+            return self._run(self._requests(arguments), show_progress)
 
     def _run(self, requests: list[Request], show_progress: bool) -> list[RequestOutput]:
         collectors = {r.request_id: OutputCollector(r.prompt_token_ids) for r in requests}
@@ -107,25 +109,13 @@ class LLM:
         with self._turn:
             self._built.save_drafts(Path(path))
 
-    def _requests(
-        self,
-        prompts: list[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        speculation: SpeculationParams | Sequence[SpeculationParams] | None,
-        priority: int | Sequence[int],
-    ) -> list[Request]:
-        params = _one_each("sampling_params", sampling_params, SamplingParams, len(prompts))
-        speculations = _one_each("speculation", speculation, SpeculationParams, len(prompts))
-        shared = priority
-        if isinstance(priority, numbers.Integral) and not isinstance(priority, bool):  # NumPy's are integers, too
-            shared = int(priority)
-        priorities = _one_each("priority", shared, int, len(prompts))
+    def _requests(self, all_arguments: list[_Arguments]) -> list[Request]:
         requests = []
-        for place, arguments in enumerate(zip(prompts, params, speculations, priorities, strict=True)):
+        for place, arguments in enumerate(all_arguments):
             try:
                 requests.append(self._request(*arguments))
             except InvalidRequestError as error:
-                if len(prompts) == 1:
+                if len(all_arguments) == 1:
                     raise
                 where = f"prompts[{place}]: {error.field}"
                 raise InvalidRequestError(error.reason, where, error.value, error.bound) from None
@@ -137,6 +127,21 @@ class LLM:
         return self._processor.make_request(
             request_id, token_ids, params, drafting, time.monotonic(), priority=priority
         )
+
+
+def _all_arguments(
+    prompts: list[Prompt],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    speculation: SpeculationParams | Sequence[SpeculationParams] | None,
+    priority: int | Sequence[int],
+) -> list[_Arguments]:
+    params = _one_each("sampling_params", sampling_params, SamplingParams, len(prompts))
+    speculations = _one_each("speculation", speculation, SpeculationParams, len(prompts))
+    shared = priority
+    if isinstance(priority, numbers.Integral) and not isinstance(priority, bool):  # NumPy's are integers, too
+        shared = int(priority)
+    priorities = _one_each("priority", shared, int, len(prompts))
+    return list(zip(prompts, params, speculations, priorities, strict=True))
 
 
 def _one_each(field: str, value: T | Sequence[T] | None, kind: type[T], count: int) -> list[T]:

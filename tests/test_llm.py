@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,6 +167,12 @@ def test_callers_in_several_threads_take_turns(llm: LLM, answers: list[RequestOu
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda text: generate(llm, text), TEXTS))
     assert [output.token_ids for (output,) in found] == [output.token_ids for output in answers]
+
+
+@pytest.mark.timeout(60)
+def test_prompts_may_be_made_by_the_same_llm_while_they_are_read(llm: LLM, answers: list[RequestOutput]) -> None:
+    made: Any = (text for text in TEXTS if generate(llm, text))
+    assert [output.token_ids for output in generate(llm, made)] == [output.token_ids for output in answers]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 9])

@@ -24,7 +24,7 @@ FORMAT, VERSION = "batchserve-drafts", 1
 MOST_SEEN = 1 << 40  # more than any server learns from, and all of them can be added
 # What NumPy, zipfile and json raise for contents that are not theirs.
 UNREADABLE = (
-    *(ValueError, LookupError, TypeError, EOFError, RuntimeError, MemoryError, OverflowError),
+    *(ValueError, LookupError, TypeError, AttributeError, EOFError, RuntimeError, MemoryError, OverflowError),
     *(SyntaxError, zipfile.BadZipFile, tokenize.TokenError),
 )
 

@@ -137,11 +137,11 @@ class ReferenceDrafter(Drafter):
             self._cache.add(state.scope, state.prompt_token_ids, state.published)
 
     def clear_scope(self, scope: DraftScope) -> None:
-        """Forget the scope's cached answers, also as sources of requests in flight; they will not be cached either."""
+        """Forget the scope's cached answers, also as sources of requests in flight, and what these were given."""
         self._cache.clear(scope)
         for state in self._requests.values():
             if state.scope == scope:
-                state.scope = None
+                state.published = []
                 own = state.sources.tokens()[state.num_cached :]
                 state.sources = TextIndex(1 << 40, len(own) + 256)
                 state.sources.append(own)

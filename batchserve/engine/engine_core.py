@@ -209,6 +209,7 @@ class EngineCore:
             if verified is not None:
                 if verified.token_ids[-1] == NO_TOKEN:
                     self._overflow(request, num_rows > num_pending)
+                    kept[request.request_id] = []
                     continue
                 rows += verified.rows
             kept[request.request_id] = rows

@@ -21,10 +21,11 @@ NUCLEUS_SLACK = 0.02  # how far rounding may move a cumulative probability
 
 
 def rounding_bound(dtype: str, logits: np.ndarray) -> float:
-    """The stated bound on the gap of two logits that rounding may close."""
+    """The stated bound on the gap of two logits that rounding may close; of logits that are not finite, the least."""
     if dtype == "float32":
         return FP32_BOUND
-    return RELATIVE_BOUND[dtype] * max(1.0, float(np.abs(logits[logits >= logits.max() - MASKED]).max()))
+    largest = np.abs(logits[logits >= logits.max() - MASKED]).max(initial=1.0)
+    return RELATIVE_BOUND[dtype] * float(largest if np.isfinite(largest) else 1.0)
 
 
 def is_near_tie(logits: np.ndarray, token_id: int, position: int, sampling: ResolvedSampling, bound: float) -> bool:

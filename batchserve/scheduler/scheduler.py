@@ -233,6 +233,8 @@ class Scheduler:
         self.running.remove(request)
         self._allocator.release(request.request_id)
         request.num_computed_tokens = 0
+        if request.first_scheduled_s is None:  # it had no rows yet, and may find less when it begins again
+            request.num_cached_tokens = 0
         request.num_preemptions += 1
         request.move_to(RequestStatus.WAITING)
         self.waiting.put_back(request)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from batchserve.errors import ConfigError, EngineFaultError
 from batchserve.server.metrics_endpoint import MetricsEndpoint, join_address
@@ -21,7 +21,7 @@ from batchserve.server.wire import MalformedRequestInterceptor
 from batchserve.v1 import generation_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 
     from batchserve.config import ServerConfig
     from batchserve.engine.async_engine import AsyncEngine
@@ -57,7 +57,7 @@ class GenerationServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         if config.has_reflection:
             names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, self._grpc)
+            reflection_pb2_grpc.add_ServerReflectionServicer_to_server(_Reflection(names, self._health), self._grpc)
 
     async def bind(self) -> str:
         """Listen, NOT_SERVING, and return HOST:PORT with the port really taken; raises ConfigError if it cannot."""
@@ -148,11 +148,35 @@ class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]
 
     async def Watch(self, request: Any, context: Any) -> None:
         """The status now, and each that it changes to."""
-        await _either(super().Watch(request, context), self._is_over.wait())
+        await _either(super().Watch(request, context), self.ended())
 
     def end(self) -> None:
         """Let every watcher's stream end."""
         self._is_over.set()
+
+    async def ended(self) -> None:
+        """Returns when the streams are to end."""
+        await self._is_over.wait()
+
+
+class _Reflection(reflection.aio.ReflectionServicer):  # type: ignore[name-defined,misc]
+    """gRPC's own, whose streams end with the watchers', for the same reason."""
+
+    def __init__(self, names: Sequence[str], watchers: _Health) -> None:
+        super().__init__(names)
+        self._watchers = watchers
+
+    async def ServerReflectionInfo(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        """An answer to each request."""
+        async for response in super().ServerReflectionInfo(self._until_the_end(requests), context):
+            yield response
+
+    async def _until_the_end(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        async def following() -> Any:
+            return await anext(requests, None)
+
+        while (request := await _either(following(), self._watchers.ended())) is not None:
+            yield request
 
 
 async def serve(

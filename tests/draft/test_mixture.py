@@ -382,6 +382,12 @@ class Claiming(NamedTuple):
         return file.getvalue() + bytes(8)
 
 
+def _archive(path: Path, name: str) -> None:
+    """Nothing but one member that is no array."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(name, "{}")
+
+
 def _rewrite(path: Path, save: Any = np.savez, **changes: Any) -> None:
     """Save the same file with other arrays, or other entries of its header."""
     with np.load(path) as arrays:
@@ -405,6 +411,8 @@ def _rewrite(path: Path, save: Any = np.savez, **changes: Any) -> None:
         (lambda path: path.write_bytes(path.read_bytes().replace(b"'shape': (", b"'shape': )")), "damaged"),
         (lambda path: path.write_bytes(b"no archive at all"), "damaged"),
         (lambda path: path.write_bytes(b""), "damaged"),
+        (lambda path: _archive(path, "header"), "damaged"),
+        (lambda path: _archive(path, "header.npy"), "damaged"),
         (lambda path: path.write_bytes(pickle.dumps({"a": 1})), "damaged"),
         (lambda path: _rewrite(path, text0=np.array([{}])), "damaged"),
         (lambda path: path.unlink(), "cannot be read"),

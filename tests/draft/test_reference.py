@@ -320,6 +320,21 @@ def test_a_cleared_scope_is_forgotten_by_requests_in_flight_too() -> None:
     assert copied(drafter) == [], "a request from before the clearing has left its answer"
 
 
+def test_what_a_request_is_given_behind_a_clearing_is_cached() -> None:
+    drafter, prompt = ReferenceDrafter(), [1, 2, 3]
+    start(drafter, prompt, "old", scope=SCOPE)
+    for tokens in ([40, 41, 42], [50, 51, 52]):
+        drafter.accept("old", tokens)
+        drafter.share("old", tokens)
+        if tokens[0] == 40:
+            drafter.clear_scope(SCOPE)
+    drafter.end("old")
+    start(drafter, prompt, scope=SCOPE)
+    for token, wanted in ((40, []), (50, [51, 52])):
+        drafter.accept("a", [token])
+        assert copied(drafter) == wanted
+
+
 def test_without_a_scope_or_without_similar_prompts_nothing_is_cached() -> None:
     for drafter, scope in ((ReferenceDrafter(), None), (ReferenceDrafter(similar=0), SCOPE)):
         answer(drafter, [1, 2, 3], FACT, scope)

@@ -33,6 +33,14 @@ def test_a_forbidden_token_excuses_no_other(forbidden: float) -> None:
     assert rounding_bound("bfloat16", logits) == rounding_bound("bfloat16", logits[:3])
 
 
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
+def test_logits_that_are_not_finite_have_the_least_bound(broken: float) -> None:
+    logits = np.full(3, broken)
+    assert rounding_bound("bfloat16", logits) == rounding_bound("bfloat16", np.zeros(3))
+    logits[0] = 1.0  # is_near_tie says what is wrong with such a row: nothing raises on the way there
+    assert rounding_bound("bfloat16", logits) == rounding_bound("bfloat16", np.zeros(3))
+
+
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 2.0])
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (8, 1.0), (0, 0.9), (0, 0.4), (20, 0.9)])
 def test_rounding_within_the_bound_never_raises_an_alarm(temperature: float, top_k: int, top_p: float) -> None:

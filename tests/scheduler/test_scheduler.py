@@ -479,6 +479,19 @@ def test_of_two_that_outgrow_the_memory_the_same_one_always_gives_way(is_overdue
     assert (first.num_preemptions, second.num_preemptions) == (0, 1)
 
 
+def test_what_was_cached_of_who_never_had_a_row_is_counted_when_it_begins_again() -> None:
+    traffic = make_traffic(total_tokens=96, max_model_len=96, max_num_seqs=2, decoding_length=0)
+    traffic.add(40, 1, scope="s")
+    traffic.run_to_the_end()
+    request = traffic.add(30, 40, scope="s")
+    traffic.scheduler.schedule()
+    assert (request.num_cached_tokens, request.first_scheduled_s) == (29, None)
+    traffic.scheduler._preempt(request)
+    request.prefix_scope = None  # its scope was cleared
+    traffic.step()
+    assert request.num_cached_tokens == 0
+
+
 def test_who_was_preempted_begins_again_with_what_is_cached() -> None:
     """And is counted as cached once: what its client is told is of its first beginning."""
     traffic = make_traffic(total_tokens=96, max_model_len=96, max_num_seqs=2, decoding_length=0)

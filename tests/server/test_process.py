@@ -8,9 +8,12 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tests.server.harness import Client, ask, failure_of, read_all
 
@@ -53,6 +56,23 @@ def launch(tiny_model: dict[str, Path]) -> Launch:
                 await client.channel.close()
 
     return start
+
+
+async def test_streams_without_an_end_leave_no_trace_behind(launch: Launch):
+    async with launch() as (process, client):
+        watch = client.health.Watch(health_pb2.HealthCheckRequest(service=""))
+        await watch.read()
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(client.channel)
+        reflection = stub.ServerReflectionInfo()
+        for _ in range(2):
+            await reflection.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+            assert (await reflection.read()).list_services_response.service
+        process.terminate()
+        assert await reflection.read() is grpc.aio.EOF
+        async with asyncio.timeout(20):
+            assert await process.wait() == 0
+        assert process.stderr is not None
+        assert b"Traceback" not in await process.stderr.read()
 
 
 async def test_sigterm_drains(launch: Launch):
