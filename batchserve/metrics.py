@@ -130,7 +130,7 @@ class EngineMetrics:
         """A step ran so many rows, num_draft_rows of them drafts of num_decoding requests, and verified these."""
         num_drafted = num_accepted = 0
         with self.lock:
-            values, latency = self.values, self.histograms["inter_token_latency_seconds"]
+            values, latencies = self.values, dict[float, int]()  # tokens by latency: most have the same
             values["steps_total"] += 1
             values["rows_total"] += num_rows
             values["draft_rows_total"] += num_draft_rows
@@ -142,7 +142,10 @@ class EngineMetrics:
                 num_drafted += drafted
                 num_accepted += accepted
                 if since_last_s is not None and num_given:
-                    latency.add(since_last_s / num_given, num_given)
+                    latency_s = since_last_s / num_given
+                    latencies[latency_s] = latencies.get(latency_s, 0) + num_given
+            for latency_s, count in latencies.items():
+                self.histograms["inter_token_latency_seconds"].add(latency_s, count)
             values["verify_steps_total"] += len(verified)
             values["draft_tokens_total"] += num_drafted
             values["accepted_draft_tokens_total"] += num_accepted
