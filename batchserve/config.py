@@ -73,7 +73,7 @@ class DraftConfig:
                 f"max_draft_bytes = {self.max_draft_bytes}: must be at least max_scope_bytes = {self.max_scope_bytes}"
             )
         if self.draft_cache is not None:
-            object.__setattr__(self, "draft_cache", _path("draft_cache", self.draft_cache))
+            object.__setattr__(self, "draft_cache", path_text("draft_cache", self.draft_cache))
 
     def cache_path(self) -> Path | None:
         """Where draft_cache is; None: there is none. Raises ConfigError where nothing could be saved."""
@@ -89,8 +89,6 @@ class DraftConfig:
                 pass
         except OSError as error:
             raise ConfigError(f"{named}: must be in a folder that can be written to ({error.strerror})") from error
-        except ValueError as error:
-            raise ConfigError(f"{named}: cannot be a file's name ({error})") from error
         return path
 
 
@@ -202,9 +200,9 @@ class EngineConfig:
         if not is_scope_name(self.default_draft_scope):
             raise ConfigError(f"default_draft_scope = {self.default_draft_scope!r}: must be {SCOPE_NAME_BOUND}")
         for name in ("model", "cache_dir"):
-            object.__setattr__(self, name, _path(name, getattr(self, name)))
+            object.__setattr__(self, name, path_text(name, getattr(self, name)))
         if self.served_model_name is not None:
-            _path("served_model_name", self.served_model_name)
+            path_text("served_model_name", self.served_model_name)
         if not is_utf8(served := self.served_model_name or self.model):
             raise ConfigError(f"served_model_name = {served!r}: must be text that is UTF-8 (the default is model)")
         flags = ("adaptive", "wait_for_drafter", "batch_invariant", "trust_remote_code", "prefix_cache")
@@ -279,7 +277,7 @@ class ServerConfig:
     metrics_port: int | None = None
 
     def __post_init__(self) -> None:
-        host = _path("host", self.host)
+        host = path_text("host", self.host)
         if host.startswith("[") and host.endswith("]"):  # as IPv6 addresses are written in front of a port
             object.__setattr__(self, "host", host[1:-1])
         for name, port in (("port", self.port), ("metrics_port", self.metrics_port)):
@@ -319,13 +317,15 @@ def is_utf8(text: str) -> bool:
     return True
 
 
-def _path(name: str, value: object) -> str:
-    """Text of a path or a name."""
+def path_text(name: str, value: object) -> str:
+    """Text of a path or a name. Raises ConfigError."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str):
         raise ConfigError(f"{name} = {value!r}: must be text or a path")
     if not text:
         raise ConfigError(f"{name} = '': must not be empty")
+    if "\0" in text:
+        raise ConfigError(f"{name} = {text!r}: must not hold a NUL")
     return text
 
 

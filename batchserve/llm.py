@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from batchserve.config import EngineConfig
+from batchserve.config import EngineConfig, path_text
 from batchserve.engine.build import build_engine
 from batchserve.engine.engine_core import Event
 from batchserve.engine.output_collector import OutputCollector
-from batchserve.errors import BatchserveError, ConfigError, InvalidRequestError
+from batchserve.errors import BatchserveError, InvalidRequestError
 from batchserve.types import Delta, ModelInfo, RequestOutput, SamplingParams, SpeculationParams
 
 if TYPE_CHECKING:
@@ -104,10 +104,9 @@ class LLM:
 
         Raises ConfigError, OSError.
         """
-        if not os.fspath(path):
-            raise ConfigError("path = '': must not be empty")
+        file = Path(path_text("path", path))
         with self._turn:
-            self._built.save_drafts(Path(path))
+            self._built.save_drafts(file)
 
     def _requests(self, all_arguments: list[_Arguments]) -> list[Request]:
         requests = []

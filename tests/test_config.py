@@ -38,6 +38,7 @@ from batchserve.errors import ConfigError
         {"served_model_name": 5},
         {"served_model_name": "m\udcff"},  # could not be sent
         {"cache_dir": None},
+        {"cache_dir": "/tmp/x\0y"},
         {"device": "tpu"},
         {"attention_backend": "sdpa"},
         {"flashinfer_mask": "none"},

@@ -15,7 +15,7 @@ import torch
 from batchserve import LLM, RequestOutput, SamplingParams, SpeculationParams
 from batchserve.config import DRAFTERS
 from batchserve.demo.prompts import PROMPTS
-from batchserve.errors import InvalidRequestError
+from batchserve.errors import ConfigError, InvalidRequestError
 from batchserve.types import FinishReason
 
 TEXTS = [prompt.text for prompt in PROMPTS]
@@ -167,6 +167,12 @@ def test_callers_in_several_threads_take_turns(llm: LLM, answers: list[RequestOu
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda text: generate(llm, text), TEXTS))
     assert [output.token_ids for (output,) in found] == [output.token_ids for output in answers]
+
+
+@pytest.mark.parametrize("path", ["", 5, None, "a\0b"])
+def test_drafts_are_saved_to_nothing_but_a_path(llm: LLM, path: Any) -> None:
+    with pytest.raises(ConfigError, match="path = "):
+        llm.save_drafts(path)
 
 
 @pytest.mark.timeout(60)

@@ -11,22 +11,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from batchserve.attention import interface
-from batchserve.errors import ConfigError, InvalidRequestError, UnsupportedModelError
+from batchserve.errors import ConfigError, UnsupportedModelError
+from batchserve.runner.generation_defaults import (
+    check_readable,
+    eos_token_ids,
+    sampling_defaults,
+    warn_of_unapplied,
+)
 from batchserve.runner.packed import PackedLinear, can_pack, pack_modules
 from batchserve.runner.probe import ModelProbe
 from batchserve.runner.siblings import join_siblings, on_trial, plain_product, watch_inputs
-from batchserve.types import SamplingParams
 
 if TYPE_CHECKING:
     from batchserve.attention.base import LayerShape
@@ -37,10 +42,9 @@ logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FALLBACK_MAX_MODEL_LEN = 2048
-APPLIED_OR_HARMLESS = frozenset(
-    "temperature top_k top_p do_sample eos_token_id bos_token_id pad_token_id decoder_start_token_id max_length "
-    "transformers_version use_cache output_attentions output_hidden_states return_dict_in_generate "
-    "cache_implementation chat_format max_window_size trust_remote_code".split()
+LOADING_ERRORS = (
+    *(OSError, ValueError, TypeError, KeyError, ImportError, RuntimeError),
+    *(SafetensorError, StrictDataclassError),  # the last: of values in a config.json
 )
 
 
@@ -127,10 +131,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
         pack_modules(model)
     probe.check_swapped()
     probe.check_beside_others()
-    sampling = _sampling_defaults(model.generation_config)
-    unapplied = _unapplied_defaults(model.generation_config)
-    if unapplied:
-        logger.warning("not applied, though generation_config.json asks for it: %s", ", ".join(unapplied))
+    sampling = sampling_defaults(model.generation_config)
+    warn_of_unapplied(model.generation_config, max_model_len)
     return LoadedModel(
         model=model,
         tokenizer=load_tokenizer(source, config),
@@ -139,7 +141,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         layers=layers,
         vocab_size=int(text_config.vocab_size),
         max_model_len=max_model_len,
-        eos_token_ids=_eos_token_ids(model.generation_config.eos_token_id, text_config, text_config.vocab_size),
+        eos_token_ids=eos_token_ids(model.generation_config.eos_token_id, text_config, text_config.vocab_size),
         default_temperature=0.0 if sampling.temperature is None else sampling.temperature,
         default_top_k=sampling.top_k or 0,
         default_top_p=1.0 if sampling.top_p is None else sampling.top_p,
@@ -175,6 +177,7 @@ def _load_weights(source: str, dtype: torch.dtype, config: EngineConfig) -> PreT
         Path(source) / "adapter_config.json"
     ).exists():  # without peft, transformers would load the base and say nothing
         raise ConfigError(f"model = {config.model!r}: has an adapter; merge it into the weights first")
+    check_readable(Path(source))
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
@@ -185,7 +188,7 @@ def _load_weights(source: str, dtype: torch.dtype, config: EngineConfig) -> PreT
             ignore_mismatched_sizes=True,  # they are told apart below
             trust_remote_code=config.trust_remote_code,
         )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+    except LOADING_ERRORS as error:
         known = _known_architecture(source, config)
         if known is not None:
             raise UnsupportedModelError(f"model = {config.model!r} ({known}): cannot be loaded: {error}") from error
@@ -210,7 +213,7 @@ def _load_weights(source: str, dtype: torch.dtype, config: EngineConfig) -> PreT
 def _known_architecture(source: str, config: EngineConfig) -> str | None:
     try:
         read = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError):
+    except LOADING_ERRORS:
         return None
     return str(getattr(read, "model_type", "unknown"))
 
@@ -231,24 +234,6 @@ def load_tokenizer(source: str, config: EngineConfig) -> PreTrainedTokenizerBase
     return loaded
 
 
-def _sampling_defaults(defaults: GenerationConfig) -> SamplingParams:
-    """What a request gets that says nothing: greedy, unless generation_config.json samples."""
-    if not defaults.do_sample:
-        return SamplingParams()
-    temperature = 1.0 if defaults.temperature is None else defaults.temperature
-    try:
-        return SamplingParams(temperature=temperature, top_k=defaults.top_k, top_p=defaults.top_p)
-    except InvalidRequestError as error:
-        raise ConfigError(f"generation_config.json: {error}") from error
-
-
-def _unapplied_defaults(defaults: GenerationConfig) -> tuple[str, ...]:
-    """Options that generate() would apply and we do not know: to be told, not to be ignored silently."""
-    changed = defaults.to_diff_dict()
-    names = sorted(name for name in set(changed) - APPLIED_OR_HARMLESS if not name.startswith("_"))
-    return tuple(f"{name} = {changed[name]!r}" for name in names)
-
-
 def _model_limit(text_config: object) -> int:
     """Longest context. LongRoPE picks its factors by the longest request of a batch: it stays within the short ones."""
     rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
@@ -259,16 +244,3 @@ def _model_limit(text_config: object) -> int:
         if isinstance(value, int) and value > 0:
             return value
     return FALLBACK_MAX_MODEL_LEN
-
-
-def _eos_token_ids(from_generation: object, text_config: object, vocab_size: int) -> tuple[int, ...]:
-    """Raises ConfigError for what are no token ids; those of no token are named in a warning: some mean none by -1."""
-    found = from_generation if from_generation is not None else getattr(text_config, "eos_token_id", None)
-    given = found if isinstance(found, list) else [] if found is None else [found]
-    ids = [each for each in given if isinstance(each, int) and not isinstance(each, bool)]
-    if len(ids) < len(given):
-        raise ConfigError(f"eos_token_id = {found!r}: must be a token id, or a list of them")
-    known = tuple(each for each in ids if 0 <= each < vocab_size)
-    if len(known) < len(ids):
-        logger.warning("eos_token_id = %s: only ids in 0..%d end an answer", found, vocab_size - 1)
-    return known

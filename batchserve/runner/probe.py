@@ -56,6 +56,11 @@ class ModelProbe:
         with self._probing("by itself"):
             model.set_attn_implementation("eager")
             self._expected = model(input_ids=self._ids, use_cache=False).logits[0].float()
+        if not self._expected.isfinite().all():
+            raise UnsupportedModelError(
+                f"{self._name} gives logits that are NaN or infinite, by itself: its weights are damaged, or "
+                f"{str(model.dtype).removeprefix('torch.')} is too narrow for its numbers"
+            )
         model.set_attn_implementation(ATTENTION_NAME)
 
     def check_attention(self) -> list[LayerShape]:
@@ -139,6 +144,8 @@ def _vocab_size(model: PreTrainedModel) -> int:
 
 def _check_calls(model: PreTrainedModel, probe: ShapeProbe) -> None:
     num_layers = int(model.config.get_text_config().num_hidden_layers)
+    if num_layers < 1:
+        raise UnsupportedModelError(f"{type(model).__name__}: num_hidden_layers = {num_layers}: must be at least 1")
     if sorted(probe.calls) != list(range(num_layers)):
         raise UnsupportedModelError(
             f"{type(model).__name__} has {num_layers} layers but called the registered attention for layers "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import tempfile
 from typing import TYPE_CHECKING, Any
 
 from batchserve.errors import ConfigError
@@ -16,6 +17,7 @@ from batchserve.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from batchserve.config import EngineConfig
     from batchserve.tune.options import TuneOptions
@@ -29,11 +31,7 @@ def run_tune(options: TuneOptions) -> int:
     if options.has_plots:
         require_matplotlib()
     requests = read_workload(options)
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"out = {str(options.out)!r}: cannot be made: {error.strerror}") from error
-
+    _make_folder(options.out)
     step_times: list[StepTimes] = []
     measured: list[Measured] = []
     with sweep_progress(options, len(requests)) as listener:
@@ -44,17 +42,32 @@ def run_tune(options: TuneOptions) -> int:
             measured += done
     kv_cache_bytes = {times.num_threads: times.kv_cache_bytes for times in step_times}
     recommendation = recommend(options, measured, kv_cache_bytes)
+    is_written = False
     try:
         written = as_json(options, len(requests), step_times, measured, recommendation)
         (options.out / "tune.json").write_text(json.dumps(written, indent=1) + "\n")
         if options.has_plots:
             plot_frontier(options.out / "frontier.png", options, measured, recommendation)
             plot_step_times(options.out / "step_time.png", step_times)
+        is_written = True
     except OSError as error:
         raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from error
     finally:  # an hour's measurement is not lost to a full disk
-        show(options, len(requests), step_times, measured, recommendation)
+        show(options, len(requests), step_times, measured, recommendation, is_written=is_written)
     return 0
+
+
+def _make_folder(out: Path) -> None:
+    """What takes an hour to measure shall have a place to go to. Raises ConfigError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out = {str(out)!r}: cannot be made: {error.strerror}") from error
+    try:
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ConfigError(f"out = {str(out)!r}: cannot be written to: {error.strerror}") from error
 
 
 def read_workload(options: TuneOptions) -> list[WorkloadRequest]:

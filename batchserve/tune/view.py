@@ -56,6 +56,8 @@ def show(
     step_times: Sequence[StepTimes],
     measured: Sequence[Measured],
     recommendation: Recommendation,
+    *,
+    is_written: bool,
 ) -> None:
     """One row a setting, what t(rows) says, and last the recommended command line."""
     console = Console(highlight=False)
@@ -87,7 +89,8 @@ def show(
         "percentiles are over requests. tokens a step: of one request. K: its draft rows a step.",
         soft_wrap=True,
     )
-    console.print(escape(f"written to {options.out}"), soft_wrap=True)
+    if is_written:
+        console.print(escape(f"written to {options.out}"), soft_wrap=True)
     console.print(escape(recommendation.reason), soft_wrap=True)
     console.print(escape(recommendation.command), soft_wrap=True)
 

@@ -183,7 +183,7 @@ def timed_parts(bench: Lab, workload: Workload, contender: Contender, load: list
         "host_ms": round(statistics.median(beside) * 1e3, 4),
         "scheduler_and_drafts_ms": median_ms(DECIDING),
         "commit_to_launch_ms": median_ms(LAUNCHING),
-        "host_ms_p90": round(statistics.quantiles(beside, n=10)[-1] * 1e3, 4),
+        "host_ms_p90": round(statistics.quantiles(beside * 2, n=10)[-1] * 1e3, 4),  # of one step, too
         "mean_ms_by_part": {
             name: round(statistics.mean(step.get(name, 0.0) for step in parts.steps) * 1e3, 4) for name in names
         },

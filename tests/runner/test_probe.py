@@ -161,6 +161,42 @@ def test_generation_options_that_are_not_applied_are_told(tmp_path: Path, caplog
     assert "not applied, though generation_config.json asks for it: repetition_penalty = 1.3" in caplog.text
 
 
+@pytest.mark.parametrize(("length", "is_told"), [(8, True), (511, True), (512, False), (4096, False)])
+def test_a_length_that_would_cut_answers_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, length: int, is_told: bool
+) -> None:
+    change(save_tiny_model("llama", tmp_path), "generation_config.json", max_length=length)
+    load_model(EngineConfig(str(tmp_path)))
+    assert (f"max_length = {length}" in caplog.text) == is_told
+
+
+@pytest.mark.parametrize("content", ['{"eos_token_id": [2, 160]', "[]", '"text"', "\xff"])
+def test_generation_options_that_cannot_be_read_are_refused_by_their_file(tmp_path: Path, content: str) -> None:
+    file = save_tiny_model("llama", tmp_path) / "generation_config.json"
+    file.write_text(content, encoding="latin-1")
+    with pytest.raises(ConfigError, match=rf"{file}: (cannot be read|must hold an object)"):
+        load_model(EngineConfig(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_position_embeddings", "x"), ("max_position_embeddings", None), ("num_hidden_layers", 0)]
+)
+def test_a_configuration_that_describes_no_model_is_refused_by_name(tmp_path: Path, name: str, value: object) -> None:
+    change(save_tiny_model("llama", tmp_path), "config.json", **{name: value})
+    with pytest.raises((ConfigError, UnsupportedModelError), match=name):
+        load_model(EngineConfig(str(tmp_path)))
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named_as_such(tmp_path: Path, broken: float) -> None:
+    folder = save_tiny_model("llama", tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][0] = broken
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match="NaN or infinite, by itself"):
+        load_model(EngineConfig(str(tmp_path)))
+
+
 @pytest.mark.parametrize(("name", "value"), [("temperature", -1.0), ("top_p", 3.0), ("top_k", -1)])
 def test_sampling_defaults_have_the_bounds_of_requests(tmp_path: Path, name: str, value: float) -> None:
     change(save_tiny_model("llama", tmp_path), "generation_config.json", **{"do_sample": True, name: value})

@@ -128,6 +128,7 @@ def test_a_request_that_the_model_has_no_room_for_is_named(tmp_path: Path, workl
         (("--workload", "missing.jsonl"), "workload = 'missing.jsonl': cannot be read"),
         (("--out", __file__), "must be a folder"),
         (("--out", f"{__file__}/inside"), "cannot be made"),
+        (("--out", "/proc"), "cannot be written to"),
     ],
     ids=str,
 )
@@ -239,7 +240,7 @@ def test_eighty_characters_hold_the_table(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setenv("COLUMNS", "80")
     slow = Measured(Setting(128, 256, True), 12345.6, 1.23456, 12.34567, 123.4567, 12.34, 63.2, 600.0)
     options = make_options()
-    view.show(options, 16, [], [*MEASURED, slow], recommend(options, MEASURED, {1: KV_BYTES}))
+    view.show(options, 16, [], [*MEASURED, slow], recommend(options, MEASURED, {1: KV_BYTES}), is_written=False)
     table = capsys.readouterr().out.split("seqs: max_num_seqs")[0]
     assert "128   256  adaptive   12346   1234.56  12345.67  123456.7   12.34  63.2" in table
     assert "threads  seqs    drafts      /s      (ms)      (ms)      (ms)  a step     K" in table

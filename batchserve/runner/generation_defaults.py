@@ -1,0 +1,76 @@
+"""What a model's own generation_config.json asks for: which of it requests get, and what is said of the rest."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING
+
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from batchserve.errors import ConfigError, InvalidRequestError
+from batchserve.types import SamplingParams
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import GenerationConfig
+
+logger = logging.getLogger(__name__)
+APPLIED_OR_HARMLESS = frozenset(
+    "temperature top_k top_p do_sample eos_token_id bos_token_id pad_token_id decoder_start_token_id "
+    "transformers_version use_cache output_attentions output_hidden_states return_dict_in_generate "
+    "cache_implementation chat_format max_window_size trust_remote_code".split()
+)
+
+
+def check_readable(folder: Path) -> None:
+    """Raises ConfigError for a generation_config.json that is damaged: transformers would go on without it."""
+    file = folder / GENERATION_CONFIG_NAME
+    if not file.exists():
+        return
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: must hold an object, not {type(content).__name__}")
+
+
+def sampling_defaults(defaults: GenerationConfig) -> SamplingParams:
+    """What a request gets that says nothing: greedy, unless generation_config.json samples. Raises ConfigError."""
+    if not defaults.do_sample:
+        return SamplingParams()
+    temperature = 1.0 if defaults.temperature is None else defaults.temperature
+    try:
+        return SamplingParams(temperature=temperature, top_k=defaults.top_k, top_p=defaults.top_p)
+    except InvalidRequestError as error:
+        raise ConfigError(f"{GENERATION_CONFIG_NAME}: {error}") from error
+
+
+def warn_of_unapplied(defaults: GenerationConfig, max_model_len: int) -> None:
+    """Name options that generate() would apply and we do not know: to be told, not to be ignored silently."""
+    changed = defaults.to_diff_dict()
+    longest = changed.get("max_length")
+    if isinstance(longest, int) and longest >= max_model_len:  # no answer is cut by it
+        del changed["max_length"]
+    names = sorted(name for name in set(changed) - APPLIED_OR_HARMLESS if not name.startswith("_"))
+    if names:
+        asked = ", ".join(f"{name} = {changed[name]!r}" for name in names)
+        logger.warning("not applied, though %s asks for it: %s", GENERATION_CONFIG_NAME, asked)
+
+
+def eos_token_ids(from_generation: object, text_config: object, vocab_size: int) -> tuple[int, ...]:
+    """Those of generation_config.json; where it names none, those of the model's configuration.
+
+    Raises ConfigError for what are no token ids; those of no token are named in a warning: some mean none by -1.
+    """
+    found = from_generation if from_generation is not None else getattr(text_config, "eos_token_id", None)
+    given = found if isinstance(found, list) else [] if found is None else [found]
+    ids = [each for each in given if isinstance(each, int) and not isinstance(each, bool)]
+    if len(ids) < len(given):
+        raise ConfigError(f"eos_token_id = {found!r}: must be a token id, or a list of them")
+    known = tuple(each for each in ids if 0 <= each < vocab_size)
+    if len(known) < len(ids):
+        logger.warning("eos_token_id = %s: only ids in 0..%d end an answer", found, vocab_size - 1)
+    return known
