@@ -127,7 +127,7 @@ def submit(processor: InputProcessor, prompt: Any = (5, 6, 7), request_id: str =
         # More tokens than characters over eight: only the tokenizer can tell.
         ({"references": ["a b" * 100_000]}, "REFERENCES_TOO_LONG", "references", "at most 131072 tokens"),
     ],
-    ids=lambda value: repr(value)[:40],
+    ids=lambda value: repr(value)[:40].split(" at 0x")[0],  # an address differs from process to process
 )
 def test_bad_input_names_field_value_and_bound(
     processor: InputProcessor, options: dict[str, Any], reason: str, field: str, bound: str
