@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from batchserve.attention.slots import SlotAllocator
 from batchserve.draft.base import Drafter
 from batchserve.engine.build import BuiltEngine
 from batchserve.engine.engine_core import Event
@@ -62,6 +63,10 @@ def answer(
     while engine.core.has_work:
         engine.core.step()
         engine.core.check_integrity()
+        allocator = engine.core.runner.backend.allocator
+        if isinstance(allocator, SlotAllocator):  # whose commit gives back what drafts took, also behind an overflow
+            needed = [max(r.num_prompt_tokens, r.num_computed_tokens) for r in engine.core.scheduler.running]
+            assert allocator.total_tokens - allocator.free_tokens <= sum(needed)
     return [(text, end) for text, (end,) in zip(tokens, ends, strict=True)]
 
 
