@@ -73,13 +73,14 @@ class SchedulerOutput:
         """The step with drafts: the requests at `places` have as many rows as starts [len(places) + 1] rises."""
         load, rows = self.load, int(starts[-1])
         attended = load.attended_tokens + _count_attended(self.columns, places, starts)
-        return StepLoad(load.num_rows + rows, load.num_logit_rows + rows, load[2], load[3], attended)
+        counts = load.num_rows + rows, load.num_logit_rows + rows, load.num_requests
+        return StepLoad(*counts, load.context_tokens, attended)
 
     @property
     def scheduled(self) -> list[ScheduledRequest]:
         """The plan request by request: for whom a step need not be fast."""
-        rows = zip(self.requests, self.columns.tolist(), strict=True)
-        return [ScheduledRequest(r, rows, bool(sampled), *draft) for r, (_, rows, sampled, *draft) in rows]
+        each = zip(self.requests, self.columns.tolist(), strict=True)
+        return [ScheduledRequest(r, rows, bool(sampled), *draft) for r, (_, rows, sampled, *draft) in each]
 
 
 @njit(cache=True, nogil=True)
