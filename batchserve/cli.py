@@ -12,7 +12,6 @@ import errno
 import gc
 import io
 import ipaddress
-import logging
 import os
 import signal
 import sys
@@ -24,6 +23,7 @@ from batchserve.config import DTYPES, PRIVATE_SCOPE, DraftConfig, EngineConfig, 
 from batchserve.errors import BatchserveError, ConfigError, InvalidRequestError
 from batchserve.generate_command import add_generate_flags, run_generate
 from batchserve.kernel_cache import provide_cache_folder
+from batchserve.logs import configure_logging
 from batchserve.options import (
     DRAFT_OPTIONS,
     ENGINE_OPTIONS,
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     parsed = _parser().parse_args(arguments)
     apply_thread_policy()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logging()
     try:
         provide_cache_folder()
         status: int = parsed.run(parsed)
@@ -145,7 +145,8 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     async def start_engine() -> AsyncEngine:
         # These imports take seconds, in which the server listens already.
-        engine = await (await asyncio.to_thread(_import_engine)).start(engine_config, progress)
+        engine_class = await asyncio.to_thread(_import_engine)
+        engine = await engine_class.start(engine_config, progress, own_process=server_config.has_engine_process)
         # What is there now stays: to look through all of it again would stop every stream for some tenths of a second.
         gc.collect()
         gc.freeze()

@@ -267,7 +267,10 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Where and how the server listens."""
+    """Where and how the server listens.
+
+    has_engine_process: the engine runs in a process of its own (docs/performance.md, "The engine's own process").
+    """
 
     host: str = "127.0.0.1"
     port: int = 50051
@@ -275,6 +278,7 @@ class ServerConfig:
     drain_timeout_s: float = 30.0
     has_reflection: bool = True
     metrics_port: int | None = None
+    has_engine_process: bool = True
 
     def __post_init__(self) -> None:
         host = path_text("host", self.host)
@@ -290,8 +294,9 @@ class ServerConfig:
         _at_least("max_receive_bytes", self.max_receive_bytes, 1024)
         if self.max_receive_bytes > MAX_RECEIVE_BYTES:
             raise ConfigError(f"max_receive_bytes = {self.max_receive_bytes}: must be at most {MAX_RECEIVE_BYTES}")
-        if not isinstance(self.has_reflection, bool):
-            raise ConfigError(f"has_reflection = {self.has_reflection!r}: must be True or False")
+        for name in ("has_reflection", "has_engine_process"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} = {getattr(self, name)!r}: must be True or False")
         timeout_s = self.drain_timeout_s
         if not isinstance(timeout_s, int | float) or not 0 <= timeout_s < float("inf"):
             raise ConfigError(f"drain_timeout_s = {timeout_s!r}: must be finite and >= 0")

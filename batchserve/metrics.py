@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
+from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -97,6 +98,32 @@ class Histogram:
         self.total += value * count
 
 
+@dataclass(frozen=True, slots=True)
+class MetricsReading:
+    """All figures of one moment; nobody writes to them any more."""
+
+    values: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0.0))
+    gauges: dict[str, float] = field(default_factory=dict)
+    load: dict[str, float] = field(default_factory=dict)
+    acceptance: dict[str, Acceptance] = field(default_factory=dict)
+    histograms: dict[str, Histogram] = field(default_factory=lambda: _histograms())
+
+    def numbers(self) -> dict[str, float]:
+        """Counters, and gauges that have been set."""
+        return {**self.values, **self.gauges, **self.load}
+
+
+class MetricsSource(Protocol):
+    """Whose figures can be read, from any thread."""
+
+    def reading(self) -> MetricsReading:
+        """Those of this moment."""
+
+
+def _histograms() -> dict[str, Histogram]:
+    return {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
+
+
 @dataclass(slots=True)
 class EngineMetrics:
     """Figures of one engine, written by its thread, read by anyone who holds the lock.
@@ -110,15 +137,18 @@ class EngineMetrics:
     acceptance: Callable[[], dict[str, Acceptance]] = dict
     adaptive: Callable[[], dict[str, float]] = dict
     load: Callable[[], dict[str, float]] = dict
-    histograms: dict[str, Histogram] = field(
-        default_factory=lambda: {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
-    )
+    histograms: dict[str, Histogram] = field(default_factory=_histograms)
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def reading(self) -> MetricsReading:
+        """All of this moment's figures: the engine waits for nobody's socket."""
+        with self.lock:
+            values, gauges = dict(self.values), self.gauges | self.adaptive()
+            return MetricsReading(values, gauges, self.load(), self.acceptance(), deepcopy(self.histograms))
 
     def snapshot(self) -> dict[str, float]:
         """Counters, and gauges that have been set."""
-        with self.lock:
-            return {**self.values, **self.gauges, **self.adaptive(), **self.load()}
+        return self.reading().numbers()
 
     def _add(self, **amounts: float) -> None:
         for name, amount in amounts.items():

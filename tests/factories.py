@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -12,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from batchserve.config import EngineConfig
 from batchserve.draft.base import DraftTree
 from batchserve.draft.factory import draft_limits
-from batchserve.engine.input_processor import InputProcessor
+from batchserve.engine.input_processor import InputProcessor, ModelFacts
 from batchserve.request import Request, ResolvedSampling, ResolvedSpeculation
 from batchserve.types import SpeculationParams
 
@@ -48,8 +47,8 @@ def make_request(
 
 def resolve_speculation(config: EngineConfig, params: SpeculationParams | None = None) -> ResolvedSpeculation:
     """What a server with these options makes of a request's speculation."""
-    loaded: Any = SimpleNamespace(tokenizer=None, vocab_size=1 << 16)
-    return InputProcessor(loaded, 0, config, draft_limits(config, 0)).resolve_speculation(params or SpeculationParams())
+    facts = ModelFacts("model", 1 << 16, (), 0.0, 0, 1.0)
+    return InputProcessor(facts, 0, config, draft_limits(config, 0)).resolve_speculation(params or SpeculationParams())
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:

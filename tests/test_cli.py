@@ -132,7 +132,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     """The configurations that `serve` would have started an engine with."""
     configs: list[EngineConfig] = []
 
-    async def start(config: EngineConfig, on_progress: Any) -> None:
+    async def start(config: EngineConfig, on_progress: Any, *, own_process: bool) -> None:
         configs.append(config)
 
     async def serve(config: ServerConfig, version: str, start_engine: Any, announce: Any) -> None:

@@ -1,22 +1,20 @@
-"""The asyncio side of the engine: streams in front, one thread with the core behind."""
+"""The asyncio side of the engine: streams in front; behind them its loop, in a thread or in a process of its own."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import itertools
 import numbers
-import queue
-import threading
 import time
 import uuid
 from collections.abc import Sized
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from batchserve.engine.build import BuiltEngine, build_engine
-from batchserve.engine.engine_core import Event
+from batchserve.engine.engine_process import EngineProcess
+from batchserve.engine.engine_thread import EngineThread
+from batchserve.engine.messages import Abort, Add, Cleared, ClearScope, End, Events, Message, Reply
 from batchserve.engine.output_collector import OutputCollector
 from batchserve.errors import (
     BatchserveError,
@@ -34,78 +32,89 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
     from batchserve.config import EngineConfig
-    from batchserve.metrics import EngineMetrics
-    from batchserve.request import Request
+    from batchserve.engine.build import BuiltEngine
+    from batchserve.engine.input_processor import InputProcessor
+    from batchserve.metrics import MetricsSource
 
-logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
-LULL_S = 1.0  # of nothing to do: then the books are checked
 INLINE_SIZE = 4096  # characters, or token ids: shorter prompts are looked at on the loop, a thread would take longer
+
+
+class Back(Protocol):
+    """What runs the engine loop."""
+
+    @property
+    def processor(self) -> InputProcessor: ...
+    @property
+    def info(self) -> ModelInfo: ...
+    @property
+    def metrics(self) -> MetricsSource: ...
+
+    def start(self, on_reply: Callable[[Reply], None]) -> None:
+        """From now on replies come, in a thread of its own."""
+
+    def send(self, message: Message) -> None:
+        """Messages are taken in their order."""
+
+    def join(self) -> None:
+        """Wait until it has ended; it has been sent End."""
 
 
 @dataclass(slots=True, eq=False)
 class _Stream:
     """A request in flight, as the loop sees it. The queue is bounded by the context: one event a step."""
 
-    request: Request | None = None
+    request_id: str
+    ticket: int
+    is_handed_over: bool = False
     events: asyncio.Queue[Delta | BatchserveError] = field(default_factory=asyncio.Queue)
 
 
-@dataclass(frozen=True, slots=True)
-class _Add:
-    request: Request
-
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    request: Request
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _ClearScope:
-    name: str
-    done: asyncio.Future[None]  # belongs to the loop
-
-
-_Message = _Add | _Abort | _ClearScope
-
-
 class AsyncEngine:
-    """One engine thread beside the running asyncio loop. All methods are called on that loop."""
+    """One engine behind the running asyncio loop. All methods are called on that loop."""
 
-    def __init__(self, built: BuiltEngine, config: EngineConfig) -> None:
-        self._built = built
-        self._core, self._processor, self._info = built.core, built.processor, built.info
-        self._draft_cache = config.draft.draft_cache
+    def __init__(self, engine: BuiltEngine | EngineProcess, config: EngineConfig) -> None:
+        """A built engine gets a thread beside the loop."""
+        self._back: Back
+        if isinstance(engine, EngineProcess):
+            self._back = engine
+        else:
+            self._back = EngineThread(engine, config.draft.draft_cache)
+        self._processor, self._info = self._back.processor, self._back.info
         self._loop = asyncio.get_running_loop()
         self._places = config.max_num_seqs, config.max_waiting
-        self._streams: dict[str, _Stream] = {}
-        self._clearing: set[asyncio.Future[None]] = set()
-        self._inbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
+        self._tickets = itertools.count()
+        self._streams: dict[int, _Stream] = {}  # by ticket
+        self._ids: dict[str, int] = {}  # the tickets of request ids
+        self._clearing: dict[int, asyncio.Future[None]] = {}
         self._closed: BatchserveError | None = None  # raised with a fresh traceback each time: it is shared
         self._is_empty = asyncio.Event()
         self._is_empty.set()
         self._has_failed = asyncio.Event()
-        self._core.emit = self._emit
-        self._thread = threading.Thread(target=self._run, name="batchserve-engine", daemon=True)
-        self._thread.start()
+        self._back.start(self._on_reply)
 
     @classmethod
-    async def start(cls, config: EngineConfig, on_progress: Callable[[str], None] | None = None) -> AsyncEngine:
+    async def start(
+        cls, config: EngineConfig, on_progress: Callable[[str], None] | None = None, *, own_process: bool = False
+    ) -> AsyncEngine:
         """Load and warm the model in a thread; raises ConfigError, UnsupportedModelError.
 
+        own_process: the engine runs in one, where it does not share the interpreter with this loop (docs/performance.md).
         The drafter may still be compiling then (unless `wait_for_drafter`): requests go without drafts meanwhile.
         """
-        built = await asyncio.to_thread(build_engine, config, on_progress, is_serving=True)
-        return cls(built, config)
+        if own_process:
+            return cls(await asyncio.to_thread(EngineProcess, config, on_progress), config)
+        from batchserve.engine.build import build_engine
+
+        return cls(await asyncio.to_thread(build_engine, config, on_progress, is_serving=True), config)
 
     @property
     def info(self) -> ModelInfo:
         return self._info
 
     @property
-    def metrics(self) -> EngineMetrics:
-        return self._core.metrics
+    def metrics(self) -> MetricsSource:
+        return self._back.metrics
 
     @property
     def num_in_flight(self) -> int:
@@ -134,8 +143,7 @@ class AsyncEngine:
         deadline_s = _seconds(deadline_s)
         request_id = request_id or uuid.uuid4().hex
         self._check_door(request_id, model)
-        stream = self._streams[request_id] = _Stream()  # taken before the first await: no one else gets this id
-        self._is_empty.clear()
+        stream = self._open(request_id)  # before the first await: no one else gets this id
         try:
             if deadline_s is not None and not deadline_s > 0:  # NaN, too
                 raise DeadlineExceededError("deadline passed before the request was queued")
@@ -156,8 +164,8 @@ class AsyncEngine:
             )
             if self._closed is not None:
                 raise self._closed.with_traceback(None)
-            stream.request = request
-            self._inbox.put(_Add(request))
+            stream.is_handed_over = True
+            self._back.send(Add(stream.ticket, request))
             yield Started(request_id, len(token_ids), list(token_ids))
             while True:
                 event = await stream.events.get()
@@ -167,7 +175,7 @@ class AsyncEngine:
                 if event.finish_reason is not None:
                     return
         finally:
-            self._forget(request_id, stream)
+            self._forget(stream)
 
     async def generate(
         self,
@@ -227,146 +235,94 @@ class AsyncEngine:
             raise self._closed.with_traceback(None)
         if scope is None:  # shares nothing
             return
-        done: asyncio.Future[None] = self._loop.create_future()
-        self._clearing.add(done)
-        self._inbox.put(_ClearScope(scope, done))
+        ticket, done = next(self._tickets), self._loop.create_future()
+        self._clearing[ticket] = done
+        self._back.send(ClearScope(ticket, scope))
         try:
             await done
         finally:
-            self._clearing.discard(done)
+            self._clearing.pop(ticket, None)
 
     async def shutdown(self) -> None:
-        """End every request in flight with UnavailableError and join the engine thread; then save the draft cache.
+        """End every request in flight with UnavailableError and wait for the engine's end; it saves the draft cache.
 
         Harmless when repeated.
         """
         self._closed = UnavailableError("the server is shutting down")
         for stream in self._streams.values():
             stream.events.put_nowait(self._closed)
-        self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join)
+        self._back.send(End())
+        await asyncio.to_thread(self._back.join)
         self._end_clearing(self._closed)
-        path, self._draft_cache = self._draft_cache, None
-        if path is not None and not self._has_failed.is_set():
-            await asyncio.to_thread(self._save_drafts, Path(path))
-        await asyncio.to_thread(self._core.drafter.close)
-
-    def _save_drafts(self, path: Path) -> None:
-        try:
-            self._built.save_drafts(path)
-        except (BatchserveError, OSError):  # the answers have all been given; drafts are only lost
-            logger.exception("draft cache: cannot be saved to %s", path)
 
     def _check_door(self, request_id: str, model: str) -> None:
         if self._closed is not None:
             raise self._closed.with_traceback(None)
         if model and model != self._info.name:
             raise UnknownModelError(model, self._info.name)
-        if request_id in self._streams:
+        if request_id in self._ids:
             raise DuplicateRequestError(request_id)
         if len(self._streams) >= sum(self._places):
             raise QueueFullError(*self._places)
 
-    def _forget(self, request_id: str, stream: _Stream) -> None:
-        """Give the id back; abort the request if it has not ended."""
-        if self._streams.get(request_id) is stream:
-            del self._streams[request_id]
-            if stream.request is not None:
-                self._inbox.put(_Abort(stream.request))
+    def _open(self, request_id: str) -> _Stream:
+        stream = _Stream(request_id, next(self._tickets))
+        self._streams[stream.ticket] = stream
+        self._ids[request_id] = stream.ticket
+        self._is_empty.clear()
+        return stream
+
+    def _close(self, stream: _Stream) -> None:
+        del self._streams[stream.ticket], self._ids[stream.request_id]
         if not self._streams:
             self._is_empty.set()
 
-    def _dispatch(self, events: list[Event]) -> None:
-        """On the loop: hand events to their streams; a terminal one frees the id at once."""
-        for request, event in events:
-            stream = self._streams.get(request.request_id)
-            if stream is None or stream.request is not request:  # gone since
+    def _forget(self, stream: _Stream) -> None:
+        """Give the id back; abort the request if it has not ended."""
+        if stream.ticket in self._streams:
+            self._close(stream)
+            if stream.is_handed_over:
+                self._back.send(Abort(stream.ticket))
+
+    def _on_reply(self, reply: Reply) -> None:
+        """In a thread of the engine's."""
+        self._loop.call_soon_threadsafe(self._take, reply)
+
+    def _take(self, reply: Reply) -> None:
+        """On the loop."""
+        if isinstance(reply, Events):
+            self._dispatch(reply)
+        elif isinstance(reply, Cleared):
+            done = self._clearing.get(reply.ticket)
+            if done is not None and not done.done():
+                done.set_result(None)
+        else:
+            self._end_streams(reply.error, reply.is_consistent)
+
+    def _dispatch(self, reply: Events) -> None:
+        """Hand events to their streams; a terminal one frees the id at once."""
+        for ticket, event in reply.events:
+            stream = self._streams.get(ticket)
+            if stream is None:  # gone since
                 continue
             stream.events.put_nowait(event)
             if not isinstance(event, Delta) or event.finish_reason is not None:
-                del self._streams[request.request_id]
-        if not self._streams:
-            self._is_empty.set()
+                self._close(stream)
 
     def _end_streams(self, error: EngineFaultError, is_consistent: bool) -> None:
-        """On the loop: end every request that has been handed over, whether the core had taken it yet or not."""
+        """End every request that has been handed over, whether the core had taken it yet or not."""
         for stream in self._streams.values():
-            if stream.request is not None:
+            if stream.is_handed_over:
                 stream.events.put_nowait(error)
         self._end_clearing(error)
         if not is_consistent:
+            self._closed = EngineFaultError("the engine has failed and takes no requests; restart the server")
             self._has_failed.set()
 
     def _end_clearing(self, error: BatchserveError) -> None:
-        for done in self._clearing:
+        for done in self._clearing.values():
             if not done.done():
                 done.set_exception(error.with_traceback(None))
-
-    def _cleared(self, done: asyncio.Future[None]) -> None:
-        if not done.done():
-            done.set_result(None)
-
-    # ---- the engine thread ----
-
-    def _emit(self, events: list[Event]) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._dispatch, events)
-        except RuntimeError:  # the loop was closed without shutdown(): nobody listens any more
-            logger.warning("event loop closed; %d events dropped", len(events))
-
-    def _run(self) -> None:
-        self._core.runner.bind_thread()
-        is_going_on = True
-        while is_going_on:
-            try:
-                is_going_on = self._turn()
-            except Exception:
-                logger.exception("the engine failed; every request in flight is ended")
-                is_going_on = self._fail_all()
-
-    def _turn(self) -> bool:
-        """One message, or one step where there is none; False after the last."""
-        try:
-            message = self._inbox.get_nowait() if self._core.has_work else self._next_message()
-        except queue.Empty:
-            self._core.step()
-            return True
-        if message is None:
-            self._core.abort_all()
-            return False
-        if isinstance(message, _Add):
-            self._core.add(message.request)
-        elif isinstance(message, _ClearScope):
-            self._core.clear_draft_scope(message.name)
-            with suppress(RuntimeError):  # the loop was closed without shutdown(): nobody waits any more
-                self._loop.call_soon_threadsafe(self._cleared, message.done)
-        else:
-            self._core.abort(message.request)
-        return True
-
-    def _next_message(self) -> _Message | None:
-        """Waits for it. Whoever comes while the books are checked would wait for that, so it is done in a lull."""
-        try:
-            return self._inbox.get(timeout=LULL_S)
-        except queue.Empty:
-            self._core.check_integrity()
-            return self._inbox.get()
-
-    def _fail_all(self) -> bool:
-        """End every request in flight with an error; False, for good, if the core cannot go on afterwards."""
-        error = EngineFaultError("the engine failed; the request was ended")
-        is_consistent = True
-        try:
-            self._core.abort_all()
-            self._core.check_integrity()
-            self._core.runner.check_device()
-        except Exception:
-            logger.exception("the engine cannot be brought back to a consistent state")
-            is_consistent = False
-            self._closed = EngineFaultError("the engine has failed and takes no requests; restart the server")
-        with suppress(RuntimeError):  # the loop was closed without shutdown(): nobody listens any more
-            self._loop.call_soon_threadsafe(self._end_streams, error, is_consistent)
-        return is_consistent
 
 
 def _seconds(deadline_s: object) -> float | None:

@@ -24,7 +24,7 @@ from batchserve.engine.backend import build_backend
 from batchserve.engine.detokenizer import decoder_of
 from batchserve.engine.drafting import DraftStage
 from batchserve.engine.engine_core import EngineCore
-from batchserve.engine.input_processor import InputProcessor
+from batchserve.engine.input_processor import InputProcessor, ModelFacts
 from batchserve.engine.kv_memory import Progress
 from batchserve.engine.measure_steps import measured_table, time_decoding
 from batchserve.errors import ConfigError
@@ -90,7 +90,7 @@ def build_engine(
     backend, max_model_len = build_backend(config, loaded, say)
     num_parameters = count_parameters(loaded.model)
     limits = draft_limits(config, num_parameters)
-    processor = InputProcessor(loaded, max_model_len, config, limits)
+    processor = InputProcessor(ModelFacts.of(loaded), max_model_len, config, limits)
     runner = ModelRunner(loaded, backend)
     rows = min(config.max_num_seqs, max_model_len - 1)
     _warm_up(runner, rows)

@@ -8,6 +8,7 @@ import operator
 import secrets
 from array import array
 from collections.abc import Mapping, Sized
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from batchserve.config import PRIVATE_SCOPE, EngineConfig
@@ -30,21 +31,41 @@ if TYPE_CHECKING:
     from batchserve.runner.loader import LoadedModel
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the door has to know of a model. A plain message, but for the tokenizer."""
+
+    name: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    default_temperature: float
+    default_top_k: int
+    default_top_p: float
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+    @classmethod
+    def of(cls, loaded: LoadedModel) -> ModelFacts:
+        return cls(**{each.name: getattr(loaded, each.name) for each in fields(cls)})
+
+    def without_tokenizer(self) -> ModelFacts:
+        """What can be sent to another process."""
+        return replace(self, tokenizer=None)
+
+
 class InputProcessor:
     """Checks and resolves requests against one model. Thread-safe: it keeps no state."""
 
     def __init__(
-        self, loaded: LoadedModel, max_model_len: int, config: EngineConfig, limits: Mapping[str, DraftLimits]
+        self, facts: ModelFacts, max_model_len: int, config: EngineConfig, limits: Mapping[str, DraftLimits]
     ) -> None:
-        self._loaded = loaded
+        self.facts, self.limits = facts, limits
         self._max_model_len = max_model_len
         self._default_drafter = config.drafter
         self._default_scope = config.default_draft_scope
         self._default_tpot_target_ms = config.tpot_target_ms
         self._is_adaptive = config.is_adaptive
         self._has_prefix_cache = config.prefix_cache
-        self._limits = limits
-        self._longest_token_chars = _longest_token(loaded.tokenizer)
+        self._longest_token_chars = _longest_token(facts.tokenizer)
 
     def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt, checked. Raises InvalidRequestError."""
@@ -64,7 +85,7 @@ class InputProcessor:
         return ids
 
     def _tokenize_prompt(self, text: str) -> list[int]:
-        if self._loaded.tokenizer is not None:
+        if self.facts.tokenizer is not None:
             if not text:
                 raise InvalidRequestError("EMPTY_PROMPT", "text", text, "at least one character")
             # Megabytes are refused without tokenising them: they cannot fit whatever the tokens are.
@@ -79,7 +100,7 @@ class InputProcessor:
         return self._tokenize_text("text", text)
 
     def _tokenize_text(self, field: str, text: str, **options: bool) -> list[int]:
-        tokenizer = self._loaded.tokenizer
+        tokenizer = self.facts.tokenizer
         if tokenizer is None:
             raise InvalidRequestError("NO_TOKENIZER", field, text, "token_ids: the model has no tokenizer")
         try:
@@ -107,17 +128,17 @@ class InputProcessor:
         return tuple(found)
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
-        if not ids or (min(ids) >= 0 and max(ids) < self._loaded.vocab_size):
+        if not ids or (min(ids) >= 0 and max(ids) < self.facts.vocab_size):
             return
         for i, token_id in enumerate(ids):
-            if not 0 <= token_id < self._loaded.vocab_size:
+            if not 0 <= token_id < self.facts.vocab_size:
                 raise InvalidRequestError(
-                    "TOKEN_ID_OUT_OF_RANGE", f"{field}[{i}]", token_id, f"in 0..{self._loaded.vocab_size - 1}"
+                    "TOKEN_ID_OUT_OF_RANGE", f"{field}[{i}]", token_id, f"in 0..{self.facts.vocab_size - 1}"
                 )
 
     def resolve(self, params: SamplingParams, num_prompt_tokens: int) -> ResolvedSampling:
         """Fill in defaults and check the bounds that need the model. Raises InvalidRequestError."""
-        loaded = self._loaded
+        facts = self.facts
         room = self._max_model_len - num_prompt_tokens
         if params.max_tokens is not None and params.max_tokens > room:
             raise InvalidRequestError(
@@ -126,20 +147,20 @@ class InputProcessor:
                 params.max_tokens,
                 f"at most {room}: the prompt has {num_prompt_tokens} tokens and max_model_len is {self._max_model_len}",
             )
-        if params.top_k is not None and params.top_k > loaded.vocab_size:
+        if params.top_k is not None and params.top_k > facts.vocab_size:
             raise InvalidRequestError(
-                "INVALID_TOP_K", "sampling_params.top_k", params.top_k, f"at most {loaded.vocab_size} (vocabulary)"
+                "INVALID_TOP_K", "sampling_params.top_k", params.top_k, f"at most {facts.vocab_size} (vocabulary)"
             )
-        if params.stop and loaded.tokenizer is None:
+        if params.stop and facts.tokenizer is None:
             raise InvalidRequestError(
                 "NO_TOKENIZER", "stop.stop_strings", params.stop, "empty: the model has no tokenizer"
             )
         self._check_ids("stop.stop_token_ids", params.stop_token_ids)
-        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(loaded.eos_token_ids))
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(facts.eos_token_ids))
         return ResolvedSampling(
-            temperature=loaded.default_temperature if params.temperature is None else params.temperature,
-            top_k=loaded.default_top_k if params.top_k is None else params.top_k,
-            top_p=loaded.default_top_p if params.top_p is None else params.top_p,
+            temperature=facts.default_temperature if params.temperature is None else params.temperature,
+            top_k=facts.default_top_k if params.top_k is None else params.top_k,
+            top_p=facts.default_top_p if params.top_p is None else params.top_p,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             max_tokens=room if params.max_tokens is None else params.max_tokens,
             end_token_ids=frozenset(ends),
@@ -155,7 +176,7 @@ class InputProcessor:
                 "INVALID_TPOT_TARGET_MS", "speculation.tpot_target_ms", params.tpot_target_ms, must_be
             )
         drafter = params.drafter or self._default_drafter
-        limits = self._limits[drafter]
+        limits = self.limits[drafter]
         references = self._tokenize_references(params.references)
         has_drafts = params.is_enabled and limits.max_draft_tokens > 0 and params.max_draft_tokens != 0
         if params.tpot_target_ms is not None and not has_drafts:
@@ -178,11 +199,11 @@ class InputProcessor:
 
     @property
     def vocab_size(self) -> int:
-        return self._loaded.vocab_size
+        return self.facts.vocab_size
 
     def vocabulary_fingerprint(self) -> str:
         """Names the meaning of token ids, so that drafts are never loaded under another one."""
-        return vocabulary_fingerprint(self._loaded.tokenizer, self._loaded.vocab_size, self._loaded.name)
+        return vocabulary_fingerprint(self.facts.tokenizer, self.facts.vocab_size, self.facts.name)
 
     def resolve_scope(self, draft_scope: str) -> str | None:
         """The scope that is meant; None shares nothing."""

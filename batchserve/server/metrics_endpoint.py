@@ -18,8 +18,8 @@ from batchserve.metrics import (
     HISTOGRAMS,
     LOAD,
     PREFIX,
-    EngineMetrics,
     Histogram,
+    MetricsSource,
 )
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class MetricsEndpoint:
             ) from error
         self.address = join_address(host, self._server.server_port)
 
-    def show(self, metrics: EngineMetrics) -> None:
+    def show(self, metrics: MetricsSource) -> None:
         """From now on these, of the one engine."""
         self._registry.register(_EngineCollector(metrics))
 
@@ -59,34 +59,29 @@ class MetricsEndpoint:
 
 
 class _EngineCollector(Collector):
-    def __init__(self, metrics: EngineMetrics) -> None:
+    def __init__(self, metrics: MetricsSource) -> None:
         self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
-        with self._metrics.lock:  # one moment's figures, and the engine waits for nobody's socket
-            families = list(self._families())
-        yield from families
-
-    def _families(self) -> Iterator[Metric]:
-        metrics = self._metrics
-        for name, value in metrics.values.items():
+        read = self._metrics.reading()
+        for name, value in read.values.items():
             yield CounterMetricFamily(PREFIX + name, COUNTERS[name], value=value)
-        for name, value in (metrics.gauges | metrics.adaptive()).items():
+        for name, value in read.gauges.items():
             yield GaugeMetricFamily(PREFIX + name, GAUGES[name], value=value)
-        for name, value in metrics.load().items():
+        for name, value in read.load.items():
             yield GaugeMetricFamily(PREFIX + name, LOAD[name], value=value)
         tested, accepted = (
             CounterMetricFamily(PREFIX + name, text, labels=("drafter", "depth")) for name, text in EDGES.items()
         )
         (error,) = (GaugeMetricFamily(PREFIX + name, text, labels=("drafter",)) for name, text in CALIBRATION.items())
-        for drafter, scored in metrics.acceptance().items():
+        for drafter, scored in read.acceptance.items():
             for depth, num_tested, num_accepted in zip(scored.depths, scored.tested, scored.accepted, strict=True):
                 tested.add_metric((drafter, depth), num_tested)
                 accepted.add_metric((drafter, depth), num_accepted)
             error.add_metric((drafter,), scored.calibration_error)
         yield from (tested, accepted, error)
         for name, (text, _) in HISTOGRAMS.items():
-            histogram = metrics.histograms[name]
+            histogram = read.histograms[name]
             yield HistogramMetricFamily(PREFIX + name, text, buckets=_buckets(histogram), sum_value=histogram.total)
 
 

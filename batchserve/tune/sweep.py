@@ -208,7 +208,7 @@ class _ClosedLoad:
 
     async def run(self) -> Measured:
         waiting, is_over = iter(self.requests), asyncio.Event()
-        before, started_s = self.engine.metrics.snapshot(), time.perf_counter()
+        before, started_s = self.engine.metrics.reading().numbers(), time.perf_counter()
         try:
             async with asyncio.TaskGroup() as group:
                 workers = [
@@ -216,7 +216,7 @@ class _ClosedLoad:
                 ]
                 await is_over.wait()
                 seconds, num_tokens = time.perf_counter() - started_s, self.num_tokens
-                after = self.engine.metrics.snapshot()
+                after = self.engine.metrics.reading().numbers()
                 for worker in workers:
                     worker.cancel()
         except ExceptionGroup as failed:  # one reason is enough: they all have it

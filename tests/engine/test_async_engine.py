@@ -18,7 +18,7 @@ from batchserve.config import DraftConfig, EngineConfig
 from batchserve.draft.base import DraftScope, NullDrafter
 from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.router import RoutingDrafter
-from batchserve.engine import async_engine
+from batchserve.engine import async_engine, engine_loop
 from batchserve.engine.async_engine import INLINE_SIZE, AsyncEngine
 from batchserve.engine.build import BuiltEngine, build_engine
 from batchserve.errors import (
@@ -652,13 +652,13 @@ async def test_nobody_waits_for_the_check_of_the_books(rig: Rig, monkeypatch: py
         loop.call_soon_threadsafe(checked.set)
 
     monkeypatch.setattr(core, "check_integrity", check)
-    monkeypatch.setattr(async_engine, "LULL_S", 30.0)
+    monkeypatch.setattr(engine_loop, "LULL_S", 30.0)
     await rig.finishes()  # wakes the engine, which waits for as long as it was told before
     num_checks = 0
     for _ in range(20):
         await rig.finishes()
     assert num_checks == 0
-    monkeypatch.setattr(async_engine, "LULL_S", 0.01)
+    monkeypatch.setattr(engine_loop, "LULL_S", 0.01)
     await rig.finishes()
     await asyncio.wait_for(checked.wait(), 20)
     await rig.finishes()

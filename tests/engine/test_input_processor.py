@@ -9,37 +9,31 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from batchserve.config import EngineConfig
 from batchserve.draft.factory import draft_limits
-from batchserve.engine.input_processor import InputProcessor
+from batchserve.engine.input_processor import InputProcessor, ModelFacts
 from batchserve.errors import ConfigError, InvalidRequestError
 from batchserve.request import Request, ResolvedSpeculation
-from batchserve.runner.loader import LoadedModel, resolve_model
+from batchserve.runner.loader import resolve_model
 from batchserve.types import MAX_SEED, SamplingParams, SpeculationParams
 
 VOCAB_SIZE, MAX_MODEL_LEN = 4096, 64
 
 
 def make_processor(*, has_tokenizer: bool = True, config: EngineConfig | None = None, **changes: Any) -> InputProcessor:
-    loaded = LoadedModel(
-        model=torch.nn.Module(),  # type: ignore[arg-type]
-        tokenizer=AutoTokenizer.from_pretrained(resolve_model("bundled")) if has_tokenizer else None,
+    facts = ModelFacts(
         name="bundled",
-        dtype=torch.float32,
-        layers=[],
         vocab_size=VOCAB_SIZE,
-        max_model_len=4096,
         eos_token_ids=(1, 3),
         default_temperature=0.0,
         default_top_k=0,
         default_top_p=1.0,
-        has_packed_linears=True,
+        tokenizer=AutoTokenizer.from_pretrained(resolve_model("bundled")) if has_tokenizer else None,
     )
     config = config or EngineConfig()
-    return InputProcessor(dataclasses.replace(loaded, **changes), MAX_MODEL_LEN, config, draft_limits(config, 0))
+    return InputProcessor(dataclasses.replace(facts, **changes), MAX_MODEL_LEN, config, draft_limits(config, 0))
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +284,7 @@ def test_references_are_checked_where_nobody_reads_them(processor: InputProcesso
 
 
 def test_a_vocabulary_has_one_fingerprint_and_no_other_has_it() -> None:
-    tokenizer = make_processor()._loaded.tokenizer
+    tokenizer = make_processor().facts.tokenizer
     changed = AutoTokenizer.from_pretrained(resolve_model("bundled"))
     changed.add_tokens(["one more"])
     processors = [
@@ -311,7 +305,7 @@ def test_megabytes_are_refused_without_tokenising_them(monkeypatch: pytest.Monke
     processor = make_processor()
     longest = processor._longest_token_chars
     with monkeypatch.context() as patch:
-        patch.setattr(type(processor._loaded.tokenizer), "__call__", lambda *args, **kwargs: pytest.fail("tokenised"))
+        patch.setattr(type(processor.facts.tokenizer), "__call__", lambda *args, **kwargs: pytest.fail("tokenised"))
         with pytest.raises(InvalidRequestError, match="at least"):
             processor.tokenize("x" * (longest * (MAX_MODEL_LEN + 1)))
 
@@ -319,7 +313,7 @@ def test_megabytes_are_refused_without_tokenising_them(monkeypatch: pytest.Monke
 def test_a_text_is_never_refused_that_could_fit() -> None:
     """The quick look at its length must allow for the longest token of the vocabulary, 63 times."""
     processor = make_processor()
-    tokenizer = processor._loaded.tokenizer
+    tokenizer = processor.facts.tokenizer
     assert tokenizer is not None
     longest = max((tokenizer.decode([i]) for i in range(10, VOCAB_SIZE)), key=len)
     text = longest * (MAX_MODEL_LEN - 2)

@@ -13,7 +13,7 @@ import pytest
 from batchserve.config import EngineConfig, MiB
 from batchserve.engine.async_engine import AsyncEngine
 from tests.server.fakes import FakeEngine
-from tests.server.harness import Served, serving
+from tests.server.harness import Served, core_of, serving
 
 Serve = Callable[..., AbstractAsyncContextManager[Served]]
 
@@ -76,19 +76,19 @@ async def tiny(serve_tiny: Serve) -> AsyncIterator[Served]:
 
 def _slow_down(engine: AsyncEngine, step_s: float) -> None:
     """Make every step last at least this long, so that an answer's time has a lower bound on any machine."""
-    step = engine._core.step
+    step = core_of(engine).step
 
     def slow_step() -> None:
         time.sleep(step_s)
         step()
 
     if step_s > 0:
-        engine._core.step = slow_step
+        core_of(engine).step = slow_step
 
 
 def assert_nothing_leaked(engine: AsyncEngine) -> None:
     """After shutdown: no request, no K/V memory in use, and the books agree."""
-    core = engine._core
+    core = core_of(engine)
     core.check_integrity()
     allocator = core.runner.backend.allocator
     assert not core.has_work

@@ -15,6 +15,8 @@ from grpc_status import rpc_status
 
 from batchserve.config import ServerConfig
 from batchserve.engine.async_engine import AsyncEngine
+from batchserve.engine.engine_core import EngineCore
+from batchserve.engine.engine_thread import EngineThread
 from batchserve.server.lifecycle import GenerationServer
 from batchserve.server.servicer import SERVICE_NAME
 from batchserve.v1 import generation_pb2 as pb
@@ -117,6 +119,13 @@ def ask(*token_ids: int, max_tokens: int | None = 8, **fields: Any) -> pb.Genera
     )
     request.MergeFrom(pb.GenerateRequest(**fields))
     return request
+
+
+def core_of(engine: AsyncEngine) -> EngineCore:
+    """What is behind an engine that runs in a thread."""
+    back = engine._back
+    assert isinstance(back, EngineThread)
+    return back._loop._core
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from batchserve.config import ServerConfig
 from batchserve.errors import EngineFaultError
 from batchserve.server import lifecycle
 from tests.server.conftest import Serve
-from tests.server.harness import Client, Served, ask, failure_of
+from tests.server.harness import Client, Served, ask, core_of, failure_of
 
 
 def _fail_once(served: Served, name: str) -> None:
     """The next call of one of the core's methods raises."""
-    core: Any = served.engine._core
+    core: Any = core_of(served.engine)
     real = getattr(core, name)
 
     def failing(*arguments: Any) -> None:

@@ -14,7 +14,7 @@ import pytest
 from batchserve.config import MiB
 from batchserve.v1 import generation_pb2 as pb
 from tests.server.conftest import Serve
-from tests.server.harness import Client, Served, ask, failure_of, tokens_of, unpack, until
+from tests.server.harness import Client, Served, ask, core_of, failure_of, tokens_of, unpack, until
 
 OFF = pb.SpeculationOptions(mode=pb.SpeculationOptions.MODE_OFF)
 
@@ -65,7 +65,7 @@ async def test_200_requests_against_a_queue_of_32(serve_tiny: Serve):
     async with serve_tiny(max_num_seqs=8, max_waiting=32) as served:
         request = ask(max_tokens=20)
         wanted = (await served.client.generate(request)).token_ids
-        step, all_refused, failures = served.engine._core.step, threading.Event(), []
+        step, all_refused, failures = core_of(served.engine).step, threading.Event(), []
 
         def step_once_all_are_refused() -> None:
             assert all_refused.wait(60)
@@ -80,7 +80,7 @@ async def test_200_requests_against_a_queue_of_32(serve_tiny: Serve):
                     all_refused.set()
                 return None
 
-        served.engine._core.step = step_once_all_are_refused
+        core_of(served.engine).step = step_once_all_are_refused
         results = await asyncio.gather(*(send() for _ in range(200)))
         answers = [answer for answer in results if answer is not None]
         assert (len(answers), len(failures)) == (40, 160)  # what runs and what waits is answered

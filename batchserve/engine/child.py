@@ -1,0 +1,112 @@
+"""The process that engine/engine_process.py starts: builds an engine and runs its loop, until the pipe says otherwise.
+
+    python -m batchserve.engine.child FD
+
+Signals are the front's: whoever stops a server may send them to all of its processes.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import pickle
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from batchserve.engine.messages import NotBuilt, Progress, Reading, ReadMetrics, Ready
+from batchserve.logs import configure_logging
+from batchserve.threads import apply_thread_policy
+
+if TYPE_CHECKING:
+    from batchserve.config import EngineConfig
+    from batchserve.engine.engine_loop import EngineLoop
+
+logger = logging.getLogger(__name__)
+
+
+class Pipe:
+    """Any thread may write."""
+
+    def __init__(self, connection: Connection[Any, Any]) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+
+    def send(self, what: object) -> None:
+        """Ends the process where the front has gone."""
+        try:
+            with self._sending:
+                self._connection.send(what)
+        except OSError:
+            os._exit(1)
+
+    def receive(self) -> Any:
+        """Ends the process where the front has gone."""
+        try:
+            return self._connection.recv()
+        except (EOFError, OSError):
+            os._exit(1)
+
+
+def main() -> None:
+    """Run one engine."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    configure_logging()
+    apply_thread_policy()
+    pipe = Pipe(Connection(int(sys.argv[1])))
+    config: EngineConfig = pipe.receive()
+    loops: list[EngineLoop] = []
+    is_built = threading.Event()
+    reader = threading.Thread(target=_read, args=(pipe, loops, is_built), name="batchserve-messages", daemon=True)
+    reader.start()  # at once: the front may go while the model is being loaded
+    try:
+        loop = _build(config, pipe)
+    except Exception as error:
+        pipe.send(NotBuilt(_portable(error)))
+        return
+    loops.append(loop)
+    is_built.set()
+    # What is there now stays; to look through all of it again would hold up a step.
+    gc.collect()
+    gc.freeze()
+    try:
+        loop.run()
+    finally:
+        gc.unfreeze()  # what is never collected extension modules call a leak, on standard error
+
+
+def _build(config: EngineConfig, pipe: Pipe) -> EngineLoop:
+    from batchserve.engine.build import build_engine
+    from batchserve.engine.engine_loop import EngineLoop
+
+    built = build_engine(config, lambda message: pipe.send(Progress(message)), is_serving=True)
+    pipe.send(Ready(built.info, built.processor.facts.without_tokenizer(), built.processor.limits))
+    return EngineLoop(built, config.draft.draft_cache, pipe.send)
+
+
+def _read(pipe: Pipe, loops: list[EngineLoop], is_built: threading.Event) -> None:
+    while True:
+        message = pipe.receive()
+        is_built.wait()
+        if isinstance(message, ReadMetrics):
+            pipe.send(Reading(loops[0].metrics.reading()))
+        else:
+            loops[0].inbox.put(message)
+
+
+def _portable(error: Exception) -> Exception:
+    """One that the front can raise, too."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        logger.exception("the engine cannot be built")
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""The engine's side of its boundary: messages in, steps, replies out. One thread runs it, wherever that is."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from batchserve.engine.messages import Abort, Add, Cleared, End, Events, Failed, Message, Reply
+from batchserve.errors import BatchserveError, EngineFaultError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from batchserve.engine.build import BuiltEngine
+    from batchserve.engine.engine_core import Event
+    from batchserve.request import Request
+
+logger = logging.getLogger(__name__)
+LULL_S = 1.0  # of nothing to do: then the books are checked
+
+
+class EngineLoop:
+    """Runs a core until it is told to end. Any thread may put messages into `inbox`; `send` is called by run()'s."""
+
+    def __init__(self, built: BuiltEngine, draft_cache: str | None, send: Callable[[Reply], None]) -> None:
+        self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._built = built
+        self._core = built.core
+        self.metrics = built.core.metrics
+        self._draft_cache = draft_cache
+        self._send = send
+        self._tickets: dict[Request, int] = {}  # of all requests in flight
+        self._requests: dict[int, Request] = {}  # the other way round
+        self._core.emit = self._emit
+
+    def run(self) -> None:
+        """Messages and steps, until End or a failure that cannot be mended; then save the draft cache."""
+        self._core.runner.bind_thread()
+        is_going_on = is_sound = True
+        while is_going_on:
+            try:
+                is_going_on = self._turn()
+            except Exception:
+                logger.exception("the engine failed; every request in flight is ended")
+                is_going_on = is_sound = self._fail_all()
+        if is_sound and self._draft_cache is not None:
+            self._save_drafts(Path(self._draft_cache))
+        self._core.drafter.close()
+
+    def _turn(self) -> bool:
+        """One message, or one step where there is none; False after the last."""
+        try:
+            message = self.inbox.get_nowait() if self._core.has_work else self._next_message()
+        except queue.Empty:
+            self._core.step()
+            return True
+        if isinstance(message, End):
+            self._core.abort_all()
+            return False
+        if isinstance(message, Add):
+            self._tickets[message.request] = message.ticket
+            self._requests[message.ticket] = message.request
+            self._core.add(message.request)
+        elif isinstance(message, Abort):
+            self._abort(message.ticket)
+        else:
+            self._core.clear_draft_scope(message.name)
+            self._send(Cleared(message.ticket))
+        return True
+
+    def _next_message(self) -> Message:
+        """Waits for it. Whoever comes while the books are checked would wait for that, so it is done in a lull."""
+        try:
+            return self.inbox.get(timeout=LULL_S)
+        except queue.Empty:
+            self._core.check_integrity()
+            return self.inbox.get()
+
+    def _abort(self, ticket: int) -> None:
+        request = self._requests.pop(ticket, None)
+        if request is not None:
+            del self._tickets[request]
+            self._core.abort(request)
+
+    def _emit(self, events: list[Event]) -> None:
+        self._send(Events([(self._tickets[request], event) for request, event in events]))
+        for request, event in events:
+            if isinstance(event, BatchserveError) or event.finish_reason is not None:
+                del self._requests[self._tickets.pop(request)]
+
+    def _fail_all(self) -> bool:
+        """End every request in flight with an error; False, for good, if the core cannot go on afterwards."""
+        is_consistent = True
+        try:
+            self._tickets.clear()
+            self._requests.clear()
+            self._core.abort_all()
+            self._core.check_integrity()
+            self._core.runner.check_device()
+        except Exception:
+            logger.exception("the engine cannot be brought back to a consistent state")
+            is_consistent = False
+        self._send(Failed(EngineFaultError("the engine failed; the request was ended"), is_consistent))
+        return is_consistent
+
+    def _save_drafts(self, path: Path) -> None:
+        try:
+            self._built.save_drafts(path)
+        except (BatchserveError, OSError):  # the answers have all been given; drafts are only lost
+            logger.exception("draft cache: cannot be saved to %s", path)

@@ -1,0 +1,42 @@
+"""The engine loop in a thread of this process."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from batchserve.engine.engine_loop import EngineLoop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from batchserve.engine.build import BuiltEngine
+    from batchserve.engine.messages import Message, Reply
+
+logger = logging.getLogger(__name__)
+
+
+class EngineThread:
+    """async_engine.Back beside the asyncio loop."""
+
+    def __init__(self, built: BuiltEngine, draft_cache: str | None) -> None:
+        self.processor, self.info, self.metrics = built.processor, built.info, built.core.metrics
+        self._loop = EngineLoop(built, draft_cache, self._reply)
+        self._thread = threading.Thread(target=self._loop.run, name="batchserve-engine", daemon=True)
+
+    def start(self, on_reply: Callable[[Reply], None]) -> None:
+        self._on_reply = on_reply
+        self._thread.start()
+
+    def _reply(self, reply: Reply) -> None:
+        try:
+            self._on_reply(reply)
+        except RuntimeError:  # the asyncio loop was closed without shutdown(): nobody listens any more
+            logger.warning("event loop closed; dropped: %s", type(reply).__name__)
+
+    def send(self, message: Message) -> None:
+        self._loop.inbox.put(message)
+
+    def join(self) -> None:
+        self._thread.join()

@@ -1,0 +1,176 @@
+"""The engine in a process of its own: it answers as a thread does, and its end, or its front's, is everybody's."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from batchserve.config import DraftConfig, EngineConfig, MiB
+from batchserve.engine.async_engine import AsyncEngine
+from batchserve.engine.engine_process import EngineProcess, RemoteMetrics
+from batchserve.errors import ConfigError, DeadlineExceededError, EngineFaultError
+from batchserve.llm import LLM
+from batchserve.metrics import MetricsReading
+from batchserve.types import SamplingParams, SpeculationParams, Started
+
+PROMPTS = [[5, 7, 9], [5, 7, 9, 11], [8] * 30, [3, 4, 3, 4, 3, 4]]
+LONG = SamplingParams(max_tokens=60, ignore_eos=True)
+OPTIONS = {"dtype": "float32", "kv_cache_memory": 32 * MiB, "num_threads": 1, "wait_for_drafter": True}
+
+
+def make_config(tiny_model: dict[str, Path], **changes: object) -> EngineConfig:
+    return EngineConfig(**{"model": str(tiny_model["llama"]), **OPTIONS, **changes})  # type: ignore[arg-type]
+
+
+def process_of(engine: AsyncEngine) -> EngineProcess:
+    assert isinstance(engine._back, EngineProcess)
+    return engine._back
+
+
+def is_gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+async def test_it_answers_and_counts_as_in_this_process(tiny_model: dict[str, Path], tmp_path: Path) -> None:
+    config = make_config(tiny_model, draft=DraftConfig(draft_cache=str(tmp_path / "drafts")))
+    messages: list[str] = []
+    engine = await AsyncEngine.start(config, messages.append, own_process=True)
+    here = LLM(**{name: getattr(config, name) for name in ("model", *OPTIONS) if name != "wait_for_drafter"})
+    assert engine.info == dataclasses.replace(here.info)
+    assert any("LlamaForCausalLM" in message for message in messages)
+
+    # Several at once, with drafts; whole and as streams.
+    expected = [each.token_ids for each in here.generate(PROMPTS, LONG, show_progress=False)]
+    outputs = await asyncio.gather(
+        *(engine.generate(prompt, LONG, request_id=f"r{i}") for i, prompt in enumerate(PROMPTS))
+    )
+    assert [output.token_ids for output in outputs] == expected
+    assert [output.request_id for output in outputs] == ["r0", "r1", "r2", "r3"]
+    again = await engine.generate(PROMPTS[0], LONG)
+    assert again.usage.accepted_draft_tokens > 20, "it drafts from what it has given before"
+
+    # What clients leave behind is freed, under an id that is in use again at once.
+    async with aclosing(
+        engine.stream([6, 7], SamplingParams(max_tokens=250, ignore_eos=True), request_id="a")
+    ) as events:
+        assert isinstance(await anext(events), Started)
+        await anext(events)
+    assert (await engine.generate(PROMPTS[1], LONG, request_id="a")).token_ids == expected[1]
+    with pytest.raises(DeadlineExceededError):
+        await engine.generate(PROMPTS[0], SamplingParams(max_tokens=250, ignore_eos=True), deadline_s=0.01)
+
+    # Figures come from there.
+    numbers = engine.metrics.reading().numbers()
+    assert numbers["requests_finished_total"] == len(PROMPTS) + 2
+    assert numbers["requests_running"] == numbers["requests_waiting"] == numbers["kv_used_tokens"] == 0
+    assert engine.metrics.reading().acceptance["mixture"].tested[0] > 0
+
+    # Scopes are cleared there.
+    await engine.clear_draft_scope()
+    cold = await engine.generate(PROMPTS[0], LONG, speculation=SpeculationParams(draft_scope="other"))
+    assert cold.token_ids == expected[0]
+    fresh = await engine.generate(PROMPTS[0], LONG)
+    assert max(fresh.usage.accepted_draft_tokens, cold.usage.accepted_draft_tokens) < 20
+
+    pid = process_of(engine)._process.pid
+    await engine.shutdown()
+    await engine.shutdown()
+    assert process_of(engine)._process.returncode == 0
+    assert is_gone(pid)
+    assert (tmp_path / "drafts").stat().st_size > 0
+    assert not engine._has_failed.is_set()
+    assert engine.metrics.reading().numbers()["requests_finished_total"] == len(PROMPTS) + 2, "the last that were read"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "named"),
+    [
+        ({"model": "/nowhere"}, ConfigError, "'/nowhere'"),
+        ({"kv_cache_memory": 1}, ConfigError, "kv_cache_memory"),
+    ],
+)
+async def test_what_cannot_be_built_is_refused_by_the_same_error(
+    tiny_model: dict[str, Path], changes: dict[str, object], error: type[Exception], named: str
+) -> None:
+    with pytest.raises(error, match=named):
+        await AsyncEngine.start(make_config(tiny_model, **changes), own_process=True)
+
+
+async def test_its_death_ends_everyone_and_refuses_the_next(tiny_model: dict[str, Path]) -> None:
+    engine = await AsyncEngine.start(make_config(tiny_model, decoding_length=0), own_process=True)
+    answer = engine.stream([5, 6], SamplingParams(max_tokens=250, ignore_eos=True))
+    await anext(answer)
+    clearing = asyncio.create_task(engine.clear_draft_scope())
+    os.kill(process_of(engine)._process.pid, signal.SIGKILL)
+    with pytest.raises(EngineFaultError, match="killed by signal 9"):
+        async for _ in answer:
+            pass
+    async with asyncio.timeout(5):
+        await engine.wait_failed()
+        await asyncio.gather(clearing, return_exceptions=True)
+    with pytest.raises(EngineFaultError, match="restart the server"):
+        await engine.generate([5, 6], LONG)
+    assert engine.num_in_flight == 0
+    started_s = time.monotonic()
+    assert isinstance(engine.metrics.reading(), MetricsReading)
+    await engine.shutdown()
+    assert time.monotonic() - started_s < 4, "nobody waits for an answer from the dead"
+
+
+FRONT = """
+import sys, time
+from batchserve.config import EngineConfig
+from batchserve.engine import engine_process
+
+start = engine_process._start
+
+def telling():
+    started = start()
+    print(started[0].pid, flush=True)
+    return started
+
+engine_process._start = telling
+engine_process.EngineProcess(EngineConfig(model=sys.argv[1], kv_cache_memory=1 << 25))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_it_does_not_outlive_its_front(tiny_model: dict[str, Path], is_ready: bool) -> None:
+    """Killed before it could say anything, while the engine starts or serves."""
+    command = [sys.executable, "-c", FRONT, str(tiny_model["llama"])]
+    front = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert front.stdout is not None
+    pid = int(front.stdout.readline())
+    if is_ready:
+        assert front.stdout.readline() == "ready\n"
+    front.kill()
+    front.communicate()
+    until_s = time.monotonic() + 20
+    while not is_gone(pid) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert is_gone(pid)
+
+
+def test_metrics_that_do_not_come_are_those_that_came_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchserve.engine.engine_process.READING_TIMEOUT_S", 0.01)
+    answer = MetricsReading(load={"requests_running": 3.0})
+    answers = [answer]
+
+    def ask() -> None:
+        if answers:
+            metrics.take(answers.pop())
+
+    metrics = RemoteMetrics(ask)
+    assert metrics.reading() is answer
+    assert metrics.reading() is answer, "late"
