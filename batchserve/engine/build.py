@@ -33,7 +33,7 @@ from batchserve.metrics import EngineMetrics
 from batchserve.request import GREEDY
 from batchserve.runner import huge_pages
 from batchserve.runner.compiled import CompiledModel
-from batchserve.runner.cuda_graphs import StepGraphs, choose_capturer
+from batchserve.runner.cuda_graphs import CannotBeCapturedError, StepGraphs, choose_capturer
 from batchserve.runner.loader import LoadedModel, load_model
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.packed import PackedLinear
@@ -134,7 +134,7 @@ def build_engine(
 def _capture_graphs(
     config: EngineConfig, loaded: LoadedModel, runner: ModelRunner, max_model_len: int, say: Progress
 ) -> None:
-    """Steps become CUDA graphs where there can be any. Raises ConfigError for options that need them."""
+    """Steps become CUDA graphs where there can be any. Raises ConfigError if options need them, or one fails."""
     backend, run_model = runner.backend, runner.run_model
     capturer = choose_capturer(config, loaded.device, backend.kernel) if isinstance(backend, PagedBackend) else None
     if capturer is None or not isinstance(backend, PagedBackend):
@@ -164,10 +164,16 @@ def _capture_graphs(
             f"{what} = {getattr(config, what)}: leaves no memory for CUDA graphs; lower it, or max_graph_rows = "
             f"{max_rows}, or set enforce_eager"
         ) from error
-    except RuntimeError as error:  # models that read what they computed cannot be captured
+    except CannotBeCapturedError as error:  # models that read what they computed
+        say(f"all steps are eager: {type(loaded.model).__name__} cannot be captured: {error}")
+    except RuntimeError as error:
         if isinstance(error, torch.AcceleratorError) and "captur" not in str(error):
             raise  # a fault of the device is no matter of graphs
-        say(f"all steps are eager: {type(loaded.model).__name__} cannot be captured: {error}")
+        # Not eagerly in this process: what has failed inside of a capture leaves torch's allocator in its midst.
+        name = type(loaded.model).__name__
+        raise ConfigError(
+            f"enforce_eager = False: the CUDA graph capture of {name} failed ({error}); set enforce_eager"
+        ) from error
 
 
 def _warm_up(runner: ModelRunner, rows: int) -> None:

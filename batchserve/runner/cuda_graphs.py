@@ -75,15 +75,24 @@ class CudaCapturer:
         return output, graph.replay
 
 
-def run_without_waiting(run: Callable[[], torch.Tensor]) -> None:
-    """Run it once; raises RuntimeError if it waits for the device, as whatever else of the process does meanwhile will.
+class CannotBeCapturedError(RuntimeError):
+    """A step waits for the device. It was not captured, and nothing is spoiled: eager steps may follow."""
 
-    A capture would, too, but where it fails torch's allocator believes for good that it is under way.
+
+def run_without_waiting(run: Callable[[], torch.Tensor]) -> None:
+    """Run it once; raises CannotBeCapturedError if it waits for the device, as whatever else of the process does
+    meanwhile will.
+
+    A capture would fail, too, but then torch's allocator believes for good that it is under way.
     """
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
         run()
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise  # of no matter here
+    except RuntimeError as error:
+        raise CannotBeCapturedError(str(error)) from error
     finally:
         torch.cuda.set_sync_debug_mode(mode)
 
@@ -150,7 +159,8 @@ class _Graph:
 
 
 class StepGraphs:
-    """All buckets, captured when this is made; raises what capturing raises (RuntimeError of torch).
+    """All buckets, captured when this is made. Raises CannotBeCapturedError; after any other RuntimeError, torch's own,
+    this process must not go on.
 
     run_model: ModelRunner's, or the same compiled.
 

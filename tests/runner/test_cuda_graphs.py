@@ -28,7 +28,14 @@ from batchserve.config import EngineConfig
 from batchserve.engine import build as build_module
 from batchserve.engine.build import BuiltEngine
 from batchserve.errors import ConfigError
-from batchserve.runner.cuda_graphs import StepGraphs, bucket_sizes, buckets, choose_capturer, run_without_waiting
+from batchserve.runner.cuda_graphs import (
+    CannotBeCapturedError,
+    StepGraphs,
+    bucket_sizes,
+    buckets,
+    choose_capturer,
+    run_without_waiting,
+)
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.sampling.recordings import Recordings
@@ -310,6 +317,9 @@ def test_no_garbage_is_collected_while_steps_are_captured(
     [
         (torch.OutOfMemoryError("CUDA out of memory"), ConfigError, "gpu_memory_utilization = 0.9: leaves no memory"),
         (torch.AcceleratorError("CUDA error: an illegal memory access"), torch.AcceleratorError, "illegal memory"),
+        # Half a capture spoils the process: no eager steps in it.
+        (torch.AcceleratorError("operation not permitted when stream is capturing"), ConfigError, "set enforce_eager"),
+        (RuntimeError("FlashInfer plans a step otherwise"), ConfigError, r"graph capture of Llama.* set enforce_eager"),
     ],
 )
 def test_want_of_memory_and_faults_are_not_taken_for_models_that_cannot_be_captured(
@@ -339,9 +349,21 @@ def test_a_step_is_run_where_waiting_is_an_error_before_it_is_captured(monkeypat
         seen.append(modes[-1])
         raise RuntimeError("called a synchronizing CUDA operation")
 
-    with pytest.raises(RuntimeError, match="synchronizing"):
+    with pytest.raises(CannotBeCapturedError, match="synchronizing"):
         run_without_waiting(run)
     assert (seen, modes[-1]) == (["error"], "default")
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), torch.AcceleratorError("CUDA error")])
+def test_what_is_no_waiting_is_not_taken_for_it(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: "default")
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+
+    def run() -> torch.Tensor:
+        raise error
+
+    with pytest.raises(type(error)):
+        run_without_waiting(run)
 
 
 def test_a_model_that_cannot_be_captured_is_served_eagerly_and_says_so(
@@ -349,7 +371,7 @@ def test_a_model_that_cannot_be_captured_is_served_eagerly_and_says_so(
 ) -> None:
     class Refusing(RerunCapturer):
         def capture(self, run: Any) -> Any:
-            raise RuntimeError("operation not permitted when stream is capturing")
+            raise CannotBeCapturedError("called a synchronizing CUDA operation")
 
     monkeypatch.setattr(build_module, "choose_capturer", lambda config, device, kernel: Refusing())
     says: list[str] = []
@@ -358,5 +380,5 @@ def test_a_model_that_cannot_be_captured_is_served_eagerly_and_says_so(
     )
     built = build_module.build_engine(config, says.append)
     assert built.core.runner.graphs is None
-    assert any("all steps are eager: LlamaForCausalLM cannot be captured: operation not" in said for said in says)
+    assert any("all steps are eager: LlamaForCausalLM cannot be captured: called a" in said for said in says)
     assert built.core.runner.backend.allocator.free_tokens == built.core.runner.backend.allocator.total_tokens
