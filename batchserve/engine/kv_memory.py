@@ -120,7 +120,9 @@ class ProfilingStep:
         loaded, rows = self._loaded, sum(self._counts)
         allocator = SlotAllocator(rows, len(self._counts), rows, 0)
         backend = PagedBackend(loaded.layers, loaded.dtype, loaded.device, self._kernel, allocator)
-        nucleus = ResolvedSampling(1.0, 0, 0.9, 0, 1, frozenset())  # sampling that takes the most memory
+        # Sampling that takes the most memory. With that top_k the device decides: a nucleus alone may be too wide for
+        # it, and then the logits of all rows would be sent to the host.
+        nucleus = ResolvedSampling(1.0, 1, 0.9, 0, 1, frozenset())
         requests = []
         for i, count in enumerate(self._counts):
             allocator.reserve(f"profile-{i}", count)

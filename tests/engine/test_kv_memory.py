@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,11 @@ from batchserve.engine.backend import create_kernel
 from batchserve.engine.build import build_engine
 from batchserve.engine.kv_memory import ProfilingStep, profiled_budget
 from batchserve.errors import ConfigError
-from batchserve.runner import loader
+from batchserve.request import ResolvedSampling
+from batchserve.runner import loader, model_runner
 from batchserve.runner.loader import load_model, resolve_device
+from batchserve.runner.step_handle import QueuedStep
+from batchserve.sampling.device import DeviceSampler
 
 PER_TOKEN = 3 * 2 * 2 * 16 * 4  # of the tiny llama in fp32
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -100,6 +104,22 @@ def test_the_profiling_step_has_all_the_rows_there_can_be(
     step()
     assert seen == [(rows, rows)]
     assert step.kv_bytes == (rows + 1) * PER_TOKEN
+
+
+def test_the_profiling_step_fetches_no_logits(tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all rows they would be hundreds of megabytes, at each start."""
+
+    def refuse(step: QueuedStep, index: int) -> None:
+        raise AssertionError("the host samples")
+
+    monkeypatch.setattr(QueuedStep, "_verify_on_host", refuse)
+    monkeypatch.setattr(model_runner, "DeviceSampler", partial(DeviceSampler, num_candidates=4))
+    config = paged(tiny_model["llama"], max_num_batched_tokens=40)
+    step = ProfilingStep(config, load_model(config), TorchKernel())
+    step()
+    monkeypatch.setattr(kv_memory, "ResolvedSampling", lambda t, k, p, *more: ResolvedSampling(t, 0, p, *more))
+    with pytest.raises(AssertionError, match="the host samples"):
+        step()
 
 
 def test_the_gpu_path_on_a_cpu_is_chosen_by_name_and_runs_the_model_as_it_is(tiny_model: dict[str, Path]) -> None:
