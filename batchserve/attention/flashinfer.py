@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from importlib import metadata as packages
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -80,7 +81,8 @@ class FlashInferKernel:
         self._wrappers: dict[_Kind, _Wrapper] = {}
         self._planned: set[_Kind] = set()
         # By the metadata of the bucket, in whose tensors all its steps are: numbers of rows alone may come twice.
-        self._graph_wrappers: dict[TreeMetadata, dict[_Kind, _GraphWrapper]] = {}
+        # Weakly: the wrappers of graphs that are gone would keep their memory.
+        self._graph_wrappers: WeakKeyDictionary[TreeMetadata, dict[_Kind, _GraphWrapper]] = WeakKeyDictionary()
         # Its presence puts the kernel into the mode in which the variant is asked about every key.
         self._no_mask = torch.zeros(16, dtype=torch.uint8, device=device)
 

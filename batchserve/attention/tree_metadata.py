@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from batchserve.attention.base import AttentionParams
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class TreeMetadata:
     """One step. Tensors are on the device, but for those that end in _cpu.
 

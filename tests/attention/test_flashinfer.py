@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import ctypes
 import dataclasses
+import gc
 import inspect
 import platform
 import random
@@ -385,6 +386,17 @@ def test_buckets_of_the_same_rows_have_wrappers_of_their_own(flashinfer: Any) ->
             for out, expected in zip(mine, attend_all(TorchKernel(), seed), strict=True):
                 assert torch.equal(out, expected)
     assert len(made) == 2 * 2  # with a soft cap and without
+
+
+def test_the_wrappers_of_a_graph_go_with_it(flashinfer: Any) -> None:
+    kernel, buckets = make_kernel(flashinfer, "tree", []), [Bucket(), Bucket()]
+    for i in range(2):
+        attend_static(kernel, [1], buckets[i])
+    gc.collect()
+    assert len(kernel._graph_wrappers) == 2
+    buckets.pop()
+    gc.collect()
+    assert list(kernel._graph_wrappers) == [buckets[0].static.metadata]
 
 
 def test_the_installed_module_is_planned_by_these_arguments(flashinfer: Any) -> None:
