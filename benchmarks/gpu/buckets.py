@@ -15,6 +15,7 @@ from typing import Any
 from batchserve.config import MiB
 from batchserve.runner.cuda_graphs import CudaCapturer, StepGraphs
 from benchmarks.gpu.kit import Kit, Report, used_memory
+from benchmarks.gpu.models import build_for
 from benchmarks.gpu.step_bench import WARM_RUNS, StepBench
 from tests.graphs import RerunCapturer
 
@@ -30,9 +31,7 @@ TURNS = 11
 
 def run(kit: Kit, report: Report, shape: str, bandwidth: float) -> None:
     cells = {f"buckets/b{requests}": requests for requests in kit.pick(REQUESTS, REQUESTS[:2])}
-    if not report.wants(*cells):
-        return
-    bench = report.build("buckets", lambda: BucketBench(kit, shape, bandwidth))
+    bench = build_for(kit, report, "buckets", cells, lambda kit: BucketBench(kit, shape, bandwidth))
     if bench is None:
         return
     # Once for nothing: what the first capture loads and takes would be booked to its way.
@@ -91,7 +90,11 @@ class BucketBench:
         missing = self._bench.lacks_memory(requests * (context + max(ROWS_EACH)))
         if missing is not None:
             return {"skipped": missing}
-        found: dict[str, Any] = {"rows_each": list(ROWS_EACH), "ms": {way: [] for way in self._graphs}}
+        found: dict[str, Any] = {
+            **self._bench.ran_on(),
+            "rows_each": list(ROWS_EACH),
+            "ms": {way: [] for way in self._graphs},
+        }
         with self._bench.contexts(requests, context, max(ROWS_EACH)) as names:
             for rows in ROWS_EACH:
                 for way, seconds in self._turns(names, context, rows).items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -26,6 +26,8 @@ LONGEST = 16_384
 SEEDS = 3
 TREES = tuple(range(1, 33))
 PAGE_SIZES = (16, 5)
+GRAPHS = "graphs"  # in the names of cells, where others have their dtype
+EARLY = 2  # eager cases before the graphs
 
 
 def cases(kit: Kit) -> list[Case]:
@@ -88,7 +90,7 @@ def graph_cases(kit: Kit) -> list[Case]:
 
 
 def kernels(kit: Kit) -> dict[str, Callable[[Case, torch.dtype], TreeKernel]]:
-    """What makes each kernel that is there, by name; FlashInfer's read a case's pages, the others slots."""
+    """What makes each kernel that is there and fit, by name; FlashInfer's read a case's pages, the others slots."""
 
     def layers(case: Case) -> list[LayerShape]:
         return [LayerShape(case.kv_heads, case.head_dim, case.head_dim)]
@@ -107,7 +109,8 @@ def kernels(kit: Kit) -> dict[str, Callable[[Case, torch.dtype], TreeKernel]]:
     found: dict[str, Callable[[Case, torch.dtype], TreeKernel]] = {}
     if is_installed():
         found |= {"flashinfer_custom": flashinfer("custom"), "flashinfer_tree": flashinfer("tree")}
-    return {**found, "triton": lambda case, dtype: TritonTreeKernel(layers(case), dtype, LONGEST)}
+    found["triton"] = lambda case, dtype: TritonTreeKernel(layers(case), dtype, LONGEST)
+    return {name: make for name, make in found.items() if name not in kit.unfit}
 
 
 def missing_module(kit: Kit, kernel: str, case: Case, dtype: torch.dtype) -> str | None:
@@ -129,20 +132,50 @@ def run(kit: Kit, report: Report) -> None:
     makers = kernels(kit)
     report.about(kernels=list(makers))
     report.cell("control: chains instead of trees", partial(negative_control, kit))
-    for name, make in makers.items():
-        for case in graph_cases(kit):
-            report.cell(f"{name}/graphs/{case.name}", partial(graphs, kit, name, make, case))
     if not kit.is_dry and not is_installed():
         report.cell("flashinfer", lambda: {"skipped": f"it is not here in the versions {VERSIONS}"})
-    dtypes = kit.pick((torch.bfloat16, torch.float16), (torch.bfloat16, torch.float32))
-    for dtype in dtypes:
-        for name, make in makers.items():  # Triton, last, compiles something for almost every case
-            for case in cases(kit):
-                report.cell(f"{name}/{_short(dtype)}/{case.name}", partial(check, kit, name, make, case, dtype))
+    for name, dtype, case in ordered(kit, list(makers)):
+        cell = f"{name}/{_kind(dtype)}/{case.name}"
+        lost = _lost(report, name, dtype)
+        if lost is not None:
+            report.cell(cell, partial(dict, skipped=f"{lost} ended a process"))
+        elif dtype is None:
+            report.cell(cell, partial(graphs, kit, name, makers[name], case))
+        else:
+            report.cell(cell, partial(check, kit, name, makers[name], case, dtype))
+
+
+def ordered(kit: Kit, names: Sequence[str]) -> Iterator[tuple[str, torch.dtype | None, Case]]:
+    """(kernel, dtype of eager steps or None: graphs, case) of all cells, the most telling first.
+
+    A word on each kernel's eager steps comes before any graph, which may end processes; Triton, which compiles
+    something for almost every case, comes behind FlashInfer.
+    """
+    first, second = kit.pick((torch.bfloat16, torch.float16), (torch.bfloat16, torch.float32))
+    eager = cases(kit)
+    ready_made = [name for name in names if name.startswith("flashinfer")]
+    compiled = [name for name in names if name not in ready_made]
+    plan: list[tuple[list[str], torch.dtype | None, list[Case]]] = []
+    for some in (ready_made, compiled):
+        plan += [(some, first, eager[:EARLY]), (some, None, graph_cases(kit)), (some, first, eager[EARLY:])]
+    plan.append((list(names), second, eager))
     if not kit.is_dry:
-        for case in cases(kit)[:4]:
-            maker = partial(check, kit, "triton", makers["triton"], case, torch.float32)
-            report.cell(f"triton/float32/{case.name}", maker)
+        plan.append((compiled, torch.float32, eager[:4]))
+    for some, dtype, those in plan:
+        for name in some:
+            yield from ((name, dtype, case) for case in those)
+
+
+def _lost(report: Report, name: str, dtype: torch.dtype | None) -> str | None:
+    """The cell after which this kernel's eager steps (or its graphs, dtype None) are not tried again.
+
+    The part may only begin anew so often: the other kernels are to be reached. Behind a fault of eager steps graphs
+    are not tried, either.
+    """
+    for cell in report.faults(*report.cells):
+        if cell.startswith(f"{name}/") and (dtype is None or not cell.startswith(f"{name}/{GRAPHS}/")):
+            return cell
+    return None
 
 
 def check(
@@ -191,5 +224,5 @@ def as_chains(step: Step, case: Case) -> torch.Tensor:
     )
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _kind(dtype: torch.dtype | None) -> str:
+    return GRAPHS if dtype is None else str(dtype).removeprefix("torch.")

@@ -23,7 +23,7 @@ from batchserve.engine.async_engine import AsyncEngine
 from batchserve.engine.build import BuiltEngine
 from batchserve.types import Delta, SamplingParams, SpeculationParams, Started
 from benchmarks.gpu.kit import Kit, Report
-from benchmarks.gpu.models import engine_on, random_llama, shape_names
+from benchmarks.gpu.models import backend_options, build_for, engine_on, random_llama, shape_names
 
 STREAMS = 16
 PROMPT, METHOD = "def compute(values):\n    total = 0\n    for value in values:\n", "StreamGenerate"
@@ -33,34 +33,54 @@ BUDGET_MS = 0.3  # the design's
 def run(kit: Kit, report: Report) -> None:
     shape = shape_names(kit)[0]
     for model in kit.pick((shape, "bundled"), ("bundled",)):
-        modes = {"drafts": True, "no drafts": False}
-        if not report.wants(*(f"{model}/{name}" for name in modes)):
+        cells = {f"{model}/{name}": is_enabled for name, is_enabled in (("drafts", True), ("no drafts", False))}
+        head_dim = 64 if model == "bundled" else 128
+        bench = build_for(kit, report, model, cells, partial(GapBench, model=model), head_dim)
+        if bench is None:
             continue
-        for name, is_enabled in modes.items():
-            report.cell(f"{model}/{name}", partial(_measured, kit, model, is_enabled))
-            kit.free()
+        for name, is_enabled in cells.items():
+            report.cell(name, partial(bench.measure, is_enabled))
+        bench.close()
+        del bench
+        kit.free()
 
 
-def _measured(kit: Kit, model: str, is_enabled: bool) -> dict[str, Any]:
-    return asyncio.run(measure(kit, model, is_enabled))
+class GapBench:
+    """One engine and its loop, for requests that draft and for those that do not."""
 
+    def __init__(self, kit: Kit, model: str) -> None:
+        self._kit = kit
+        built = build(kit, model)
+        self._attention = built.info.attention_backend
+        self._probe = Probe(built, kit.pick(STREAMS, 2))
+        self._loop = asyncio.Runner()
+        self._engine = self._loop.run(_start(built))
 
-async def measure(kit: Kit, model: str, is_enabled: bool) -> dict[str, Any]:
-    engine_built = build(kit, model)
-    probe = Probe(engine_built, kit.pick(STREAMS, 2))
-    engine = AsyncEngine(engine_built, EngineConfig(max_num_seqs=STREAMS))
-    try:
-        server, requests, kind = serve(engine, kit, is_enabled)
+    def measure(self, is_enabled: bool) -> dict[str, Any]:
+        return self._loop.run(self._measure(is_enabled))
+
+    async def _measure(self, is_enabled: bool) -> dict[str, Any]:
+        self._probe.clear()
+        server, requests, kind = serve(self._engine, self._kit, is_enabled)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         task = {"address": f"127.0.0.1:{port}", "method": f"/batchserve.v1.GenerationService/{METHOD}"}
-        said = await _clients({**task, "requests": [request.hex() for request in requests]})
-        await server.stop(1.0)
-    finally:
-        await engine.shutdown()
-    if said["errors"]:
-        raise RuntimeError(f"{len(said['errors'])} streams failed: {said['errors'][0]}")
-    return {"server": kind, "messages": said["messages"], **probe.figures()}
+        try:
+            said = await _clients({**task, "requests": [request.hex() for request in requests]})
+        finally:  # the engine goes on: what is left of these requests must not
+            await server.stop(1.0)
+        if said["errors"]:
+            raise RuntimeError(f"{len(said['errors'])} streams failed: {said['errors'][0]}")
+        facts = {"attention": self._attention, "server": kind, "messages": said["messages"]}
+        return {**facts, **self._probe.figures()}
+
+    def close(self) -> None:
+        self._loop.run(self._engine.shutdown())
+        self._loop.close()
+
+
+async def _start(built: BuiltEngine) -> AsyncEngine:
+    return AsyncEngine(built, EngineConfig(max_num_seqs=STREAMS))
 
 
 def build(kit: Kit, model: str) -> BuiltEngine:
@@ -70,7 +90,6 @@ def build(kit: Kit, model: str) -> BuiltEngine:
         llama = random_llama(kit, model, vocab_size=4096)
         return engine_on(kit, llama, f"{model}-text", with_tokenizer=True, **options)
     from batchserve.engine.build import build_engine
-    from benchmarks.gpu.models import backend_options
 
     memory, dtype = kit.pick(1024, 64) << 20, kit.pick("bfloat16", "float32")
     more = {"kv_cache_memory": memory, "dtype": dtype, "cache_dir": str(kit.scratch / "cache")}
@@ -145,13 +164,19 @@ class Probe:
         self._launches: list[float] = []
         self._waits: list[float] = []
         self._stages: dict[str, list[float]] = {}
-        self._ended_s: float | None = None
+        self._ended_s: float | None = None  # of a step in which all streams decoded
         self._launch = engine.core.runner.launch
         engine.core.runner.launch = self._timed_launch  # type: ignore[method-assign]
         for owner_name, name in self.STAGES:
             owner = engine.core if owner_name is None else getattr(engine.core, owner_name)
             if hasattr(owner, name):  # the core's own stages are private, and may be called otherwise one day
                 self._watch(owner, name)
+
+    def clear(self) -> None:
+        """Forget all samples; to be called while nothing runs."""
+        for samples in (self._gaps, self._launches, self._waits, *self._stages.values()):
+            samples.clear()
+        self._ended_s = None
 
     def _watch(self, owner: Any, name: str) -> None:
         call, samples = getattr(owner, name), self._stages.setdefault(name.strip("_"), [])

@@ -34,7 +34,7 @@ class Kit:
     """One run. scratch: a folder for models and measured tables, gone afterwards; replay: recorded answers, or None.
 
     backend: an attention backend that engines shall use, "auto": the fastest whose kernels are there. can_compile:
-    whether FlashInfer may compile what it lacks, which takes minutes.
+    whether FlashInfer may compile what it lacks, which takes minutes. unfit: kernels that were found wrong or failing.
     """
 
     is_dry: bool
@@ -42,6 +42,7 @@ class Kit:
     replay: Path | None = None
     backend: str = "auto"
     can_compile: bool = False
+    unfit: frozenset[str] = frozenset()
 
     @property
     def device(self) -> torch.device:
@@ -81,7 +82,8 @@ class Report:
     """A part's results by cell, written to `path` whenever one begins or ends.
 
     What an earlier process of the same part has finished is not done again; a cell that it began and did not end is an
-    error of its own. deadline_s: time.monotonic() behind which no cell begins; those are named in left_out.
+    error of its own. Errors that end a process have is_fault. deadline_s: time.monotonic() behind which no cell begins;
+    those are named in left_out.
     """
 
     def __init__(self, path: Path, deadline_s: float) -> None:
@@ -93,7 +95,7 @@ class Report:
             self._data["left_out"] = []
             under_way = self._data.pop("under_way", None)
             if under_way is not None:
-                self.cells[under_way] = {"error": "the process ended in it"}
+                self.cells[under_way] = {"error": "the process ended in it", "is_fault": True}
         self._before_s = float(self._data["took_s"])
 
     @property
@@ -113,6 +115,15 @@ class Report:
             self._write()
             return False
         return bool(missing)
+
+    def faults(self, *names: str) -> list[str]:
+        """Those of the cells that a process ended in."""
+        return [name for name in names if self.cells.get(name, {}).get("is_fault")]
+
+    def rename(self, name: str, other: str) -> None:
+        """What is kept under `name` is kept under `other`, and the cell can be run again."""
+        self.cells[other] = self.cells.pop(name)
+        self._write()
 
     def about(self, **facts: Any) -> None:
         self._data["about"].update(facts)
@@ -141,6 +152,7 @@ class Report:
             text = "".join(traceback.format_exception(error))
             self.cells[name] = {"error": text[-MOST_ERROR_CHARS:]}
             if is_fault(error):
+                self.cells[name]["is_fault"] = True
                 raise DeviceFaultError(str(error)) from error
             return None
         finally:
@@ -167,6 +179,7 @@ def environment(kit: Kit) -> dict[str, Any]:
     packages = ("torch", "transformers", "triton", "flashinfer-python", "apache-tvm-ffi", "numpy", "numba", "grpcio")
     facts: dict[str, Any] = {"python": platform.python_version(), "cores": os.cpu_count(), "dry": kit.is_dry}
     facts |= {name: version(name) for name in packages}
+    facts |= {"backend": kit.backend, "unfit": sorted(kit.unfit)}
     if not kit.is_dry:
         properties = torch.cuda.get_device_properties(0)
         facts |= {

@@ -12,7 +12,7 @@ from benchmarks.adaptive.driver import WarmDrafter, fixed
 from benchmarks.adaptive.workloads import new_drafter
 from benchmarks.gpu import answers
 from benchmarks.gpu.kit import Kit, Report, used_memory
-from benchmarks.gpu.models import shape_names
+from benchmarks.gpu.models import build_for, shape_names
 from benchmarks.gpu.replay import ReplayBench
 
 LENGTHS = (0, 4, 8, 16, 32, 48, 64)
@@ -22,16 +22,15 @@ KV_BYTES = 16 << 30
 def run(kit: Kit, report: Report) -> None:
     shape = shape_names(kit)[0]
     sizes: tuple[int, ...] = kit.pick((1, 16), (1,))
-    if not report.wants(*(f"{shape}/b{size}" for size in sizes)):
-        return
+    cells = {f"{shape}/b{size}": size for size in sizes}
     # Eager: what a graph needs is set aside when it is captured, whatever it is used for.
     options = {"kv_cache_memory": kit.pick(KV_BYTES, 64 * MiB), "enforce_eager": True}
-    bench = report.build(shape, partial(ReplayBench, kit, shape, **options))
+    bench = build_for(kit, report, shape, cells, lambda kit: ReplayBench(kit, shape, **options))
     if bench is None:
         return
     report.about(kv_mib=kit.pick(KV_BYTES, 64 * MiB) >> 20, after_start=used_memory(kit))
-    for size in sizes:
-        report.cell(f"{shape}/b{size}", partial(_by_length, kit, bench, size))
+    for name, size in cells.items():
+        report.cell(name, partial(_by_length, kit, bench, size))
 
 
 def _by_length(kit: Kit, bench: ReplayBench, size: int) -> dict[str, Any]:
@@ -48,4 +47,4 @@ def _by_length(kit: Kit, bench: ReplayBench, size: int) -> dict[str, Any]:
             "drafter_mib": round(drafter.memory_bytes() / MiB, 2),
             "rows_per_step": round(sum(run.step_rows) / len(run.step_rows), 1),
         }
-    return found
+    return {"attention": bench.engine.info.attention_backend, "lengths": found}

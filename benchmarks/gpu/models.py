@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -19,9 +21,14 @@ from batchserve.draft.base import NullDrafter
 from batchserve.engine.build import BuiltEngine, build_engine
 from batchserve.runner import loader
 from batchserve.runner.loader import resolve_model
-from benchmarks.gpu.kit import Kit
+from benchmarks.gpu.kit import Kit, Report
 from benchmarks.gpu.modules import is_ready, stock, variant
 
+T = TypeVar("T")
+BEFORE_TRITON = ", FlashInfer"  # behind the names of cells that failed, and are tried again
+# A few tokens take nearly all probability, as where a model was trained. Untouched (1.3) a nucleus has half of the
+# vocabulary, more than is sorted on the device, and every row with top_p would be the host's.
+LOGITS_STD = 5.0
 MAX_POSITIONS = 16_384  # beyond the models' own: how long a step takes does not depend on what the positions mean
 SHAPES: dict[str, dict[str, int]] = {
     "llama-2-7b": {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
@@ -55,6 +62,8 @@ def random_llama(kit: Kit, shape: str, attention: str = "eager", **changes: Any)
     with torch.device(kit.device):
         dtype = kit.pick(torch.bfloat16, torch.float32)
         model = LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation=attention)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(LOGITS_STD / (config.initializer_range * math.sqrt(config.hidden_size)))
     model.generation_config.eos_token_id = None
     ready: LlamaForCausalLM = model.eval()
     return ready
@@ -119,31 +128,60 @@ def check_graphs(engine: BuiltEngine, is_eager: bool, said: Sequence[str] = ()) 
 
 
 def backend_options(kit: Kit, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """device, attention_backend and flashinfer_mask: the fastest whose kernels need no minutes of compiling."""
+    """device, attention_backend and flashinfer_mask: the best that the kit's backend stands for."""
     if kit.is_dry:
         # The fewer rows a step may have, the sooner all sizes of steps have been timed at start.
         return {"device": "cpu", "attention_backend": "torch", "max_num_batched_tokens": 40}
-    options: dict[str, Any] = {"device": "cuda", "attention_backend": kit.backend}
-    if kit.backend in ("auto", "flashinfer"):
-        has_stock = is_ready(kit, stock(head_dim, dtype))
-        if has_stock and is_ready(kit, variant(head_dim, dtype)):
-            options["flashinfer_mask"] = "tree"
-        if kit.backend == "auto":
-            options["attention_backend"] = "flashinfer" if has_stock else "triton"
-    return options
+    for options in all_backends(kit, head_dim, dtype).values():
+        if kit.backend in ("auto", options["attention_backend"]):
+            return options
+    return {"device": "cuda", "attention_backend": kit.backend}
 
 
 def all_backends(kit: Kit, head_dim: int, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
-    """By name, the options of every backend that can run now."""
+    """By name, the options of every backend that can run now and is not known to be wrong, the fastest first.
+
+    Triton's where nothing is left.
+    """
     if kit.is_dry:
         return {"torch": backend_options(kit, head_dim)}
-    found: dict[str, dict[str, Any]] = {}
+    names = []
     if is_ready(kit, stock(head_dim, dtype)):
-        found["flashinfer_custom"] = {"device": "cuda", "attention_backend": "flashinfer", "flashinfer_mask": "custom"}
-        if is_ready(kit, variant(head_dim, dtype)):
-            found["flashinfer_tree"] = {**found["flashinfer_custom"], "flashinfer_mask": "tree"}
-    found["triton"] = {"device": "cuda", "attention_backend": "triton"}
+        names = ["flashinfer_tree"] if is_ready(kit, variant(head_dim, dtype)) else []
+        names.append("flashinfer_custom")
+    names = [name for name in (*names, "triton") if name not in kit.unfit] or ["triton"]
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        backend, _, mask = name.partition("_")
+        found[name] = {"device": "cuda", "attention_backend": backend, **({"flashinfer_mask": mask} if mask else {})}
     return found
+
+
+def build_for(
+    kit: Kit, report: Report, place: str, cells: Collection[str], make: Callable[[Kit], T], head_dim: int = 128
+) -> T | None:
+    """What make(kit) gives, an engine, for cells that are still to be run; None: nothing is to be measured.
+
+    Where "auto" means FlashInfer and that fails, in the making or by ending a process in one of the cells, this engine
+    is tried once more with Triton, and the part's later ones have Triton from the start. FlashInfer's errors are kept
+    under names of their own.
+    """
+    attempts = [kit]
+    if kit.backend == "auto" and backend_options(kit, head_dim)["attention_backend"] == "flashinfer":
+        attempts.append(dataclasses.replace(kit, backend="triton"))
+        if not any(name.endswith(BEFORE_TRITON) for name in report.cells):
+            for name in report.faults(place, *cells):
+                report.rename(name, name + BEFORE_TRITON)
+        if any(name.endswith(BEFORE_TRITON) for name in report.cells):
+            del attempts[0]
+    while attempts and report.wants(*cells):
+        made = report.build(place, partial(make, attempts.pop(0)))
+        if made is not None:
+            return made
+        kit.free()  # of what its making got hold of
+        if attempts:
+            report.rename(place, place + BEFORE_TRITON)
+    return None
 
 
 def graph_modes(kit: Kit) -> dict[str, dict[str, Any]]:

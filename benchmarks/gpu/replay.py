@@ -30,7 +30,7 @@ from benchmarks.adaptive.driver import (
 from benchmarks.adaptive.workloads import WARM_SHARE, new_drafter
 from benchmarks.gpu import answers
 from benchmarks.gpu.kit import Kit, Report
-from benchmarks.gpu.models import engine_on, num_graphs, random_llama, shape_names
+from benchmarks.gpu.models import build_for, engine_on, num_graphs, random_llama, shape_names
 from benchmarks.gpu.step_bench import fill_caches
 
 SIZES = (1, 2, 4, 8, 16, 32)
@@ -97,7 +97,8 @@ class ReplayBench:
 
         runs = interleave(contenders, self._kit.pick(ROUNDS, 1), run)
         found = {each: self._figures(of, runs["off"]) for each, of in runs.items()}
-        return {"tokens_of_a_run": load[0][1], "mean_context": _mean_context(records), "contenders": found}
+        facts = {"tokens_of_a_run": load[0][1], "mean_context": _mean_context(records)}
+        return {"attention": self.engine.info.attention_backend, **facts, "contenders": found}
 
     def _figures(self, runs: list[Run], off: list[Run]) -> dict[str, Any]:
         """Besides the driver's own: K, and what a forward with drafts costs over one without.
@@ -122,13 +123,10 @@ def run(kit: Kit, report: Report) -> None:
     sets = answers.SETS if kit.replay is not None else ("made up",)
     plan = [(name, size) for name in sets for size in kit.pick(SIZES, (1, 2))]
     cells = {f"{shape}/{name}/b{size}": (name, size) for name, size in plan}
-    if not report.wants(*cells):
-        return
-    bench = report.build(shape, partial(ReplayBench, kit, shape))
+    bench = build_for(kit, report, shape, cells, lambda kit: ReplayBench(kit, shape))
     if bench is None:
         return
-    about = {"attention": bench.engine.info.attention_backend, "graphs": num_graphs(bench.engine)}
-    report.about(**about, drafter="mixture", warm_share=WARM_SHARE)
+    report.about(graphs=num_graphs(bench.engine), drafter="mixture", warm_share=WARM_SHARE)
     for cell, (name, size) in cells.items():
         report.cell(cell, partial(bench.measure, name, size, with_fixed=name == sets[0]))
 

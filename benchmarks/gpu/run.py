@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
+import json
 import multiprocessing
 import os
 import signal
@@ -22,7 +24,10 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.kit import Kit
 
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
@@ -48,7 +53,7 @@ PARTS = {
     "gap": 0.07,
 }
 MODULES = {"transformers": "baseline"}  # where the file has another name than the part
-MOST_STARTS = 4  # of one part: each start after a fault of the device skips the cell at fault
+MOST_STARTS = 6  # of one part: each start after a fault of the device skips the cell at fault
 DEVICE_LOST = 77
 PRELOAD = ("torch", "transformers", "transformers.models.llama.modeling_llama", "batchserve.llm", "numba")
 
@@ -79,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             left = end_s - time.monotonic()
             limit_s = left * PARTS[name] / sum(PARTS[part] for part in args.parts[place:])
             _say(f"{name}: at most {limit_s:.0f} s")
-            _run_part(start, name, kit, args.out / f"{name}.json", limit_s)
+            _run_part(start, name, _fit(kit, name, args.out), args.out / f"{name}.json", limit_s)
             _summarise(args.out)
     _say(f"{time.monotonic() - started_s:.0f} s; {args.out}/summary.txt:\n{(args.out / 'summary.txt').read_text()}")
     return 0
@@ -166,6 +171,19 @@ def _start(process: Any) -> None:
         process.start()
 
 
+def _fit(kit: Kit, name: str, out: Path) -> Kit:
+    """The kit without the kernels that `correctness` has found wrong, in this run or before into the same folder."""
+    from benchmarks.gpu.verdict import unfit
+
+    path = out / "correctness.json"
+    if name == "correctness" or not path.exists():
+        return kit
+    found = unfit(json.loads(path.read_text()))
+    for kernel, cell in found.items():
+        _say(f"{name}: without {kernel}, because of {cell} in {path.name}")
+    return dataclasses.replace(kit, unfit=frozenset(found))
+
+
 def _run_part(context: Any, name: str, kit: Any, path: Path, limit_s: float) -> None:
     from benchmarks.gpu.kit import SOFT_SHARE
 
@@ -201,8 +219,6 @@ def _kill(process: Any) -> None:
 
 def _note_end(path: Path, why: str) -> None:
     """Write into a part's file why it ended, in place of the part that no longer can."""
-    import json
-
     data = json.loads(path.read_text()) if path.exists() else {"part": path.stem, "cells": {}, "left_out": []}
     data["error"] = why
     under_way = data.pop("under_way", None)

@@ -16,6 +16,8 @@ import torch
 from batchserve.attention.paged import PagedBackend
 from batchserve.request import GREEDY, ResolvedSampling
 from batchserve.runner.ragged_batch import RequestRows, build_batch
+from batchserve.runner.step_handle import QueuedStep
+from batchserve.sampling.device_rows import NEEDS_HOST
 from batchserve.scheduler.step_time import CRITICAL_RATIO
 from benchmarks.gpu.cases import random_parents
 from benchmarks.gpu.kit import Kit
@@ -57,7 +59,7 @@ class StepBench:
     def about(self) -> dict[str, Any]:
         model = self._core.drafts.adaptive.step_time
         return {
-            "attention": self.engine.info.attention_backend,
+            **self.ran_on(),
             "graphs": num_graphs(self.engine),
             "weight_bytes": self._weight_bytes,
             "kv_bytes_per_token": self._bytes_per_token,
@@ -65,6 +67,9 @@ class StepBench:
             "critical_length": model.critical_length(),
             "table": {"rows": model.table.rows, "ms": [round(s * 1e3, 3) for s in model.table.seconds]},
         }
+
+    def ran_on(self) -> dict[str, str]:
+        return {"attention": self.engine.info.attention_backend}
 
     def measure(self, batch: int, context: int, max_rows: int = ROWS[-1]) -> dict[str, Any]:
         """Milliseconds by rows of all requests together, trees where a request has several."""
@@ -75,11 +80,13 @@ class StepBench:
         found: dict[str, list[float]] = {"ms": [], "launch_ms": []}
         with self.contexts(batch, context, max(wanted) // batch) as names:
             for rows in wanted:
-                for key, value in self._time(names, context, rows // batch).items():
-                    found[key].append(round(value, 4))
+                timed = self._time(names, context, rows // batch)
+                for key, values in found.items():
+                    values.append(round(timed[key], 4))
         floor_ms = (self._weight_bytes + batch * context * self._bytes_per_token) / self._bandwidth * 1e3
         critical = [rows for rows, ms in zip(wanted, found["ms"], strict=True) if ms <= CRITICAL_RATIO * found["ms"][0]]
         return {
+            **self.ran_on(),
             "rows": wanted,
             **found,
             "roofline_ms": round(floor_ms, 4),
@@ -88,16 +95,19 @@ class StepBench:
         }
 
     def measure_sampling(self, batch: int, context: int) -> dict[str, Any]:
-        """Milliseconds by how tokens are chosen, and by rows of all requests together."""
+        """Milliseconds by how tokens are chosen, and by rows of all requests together; of how many the host decided."""
         wanted = self._kit.pick((1, 4, 16), (1, 2))
         missing = self.lacks_memory(batch * (context + max(wanted)))
         if missing is not None:
             return {"skipped": missing}
-        found: dict[str, list[float]] = {}
+        ms: dict[str, list[float]] = {}
+        host_rows: dict[str, list[float]] = {}
         with self.contexts(batch, context, max(wanted)) as names:
             for name, sampling in SAMPLINGS.items():
-                found[name] = [round(self._time(names, context, rows, sampling)["ms"], 4) for rows in wanted]
-        return {"rows": [batch * rows for rows in wanted], "ms": found}
+                timed = [self._time(names, context, rows, sampling) for rows in wanted]
+                ms[name] = [round(each["ms"], 4) for each in timed]
+                host_rows[name] = [each["host_rows"] for each in timed]
+        return {**self.ran_on(), "rows": [batch * rows for rows in wanted], "ms": ms, "host_rows": host_rows}
 
     def lacks_memory(self, num_tokens: int) -> str | None:
         """Why there is no K/V memory for so many tokens; None: there is."""
@@ -122,13 +132,14 @@ class StepBench:
         rng = random.Random(rows)
         runs = self._kit.pick(RUNS, 1) + WARM_RUNS
         steps = [self.step(rng, names, context, rows, sampling) for _ in range(runs)]
-        total, launched = zip(*steps[WARM_RUNS:], strict=True)
-        return {"ms": statistics.median(total) * 1e3, "launch_ms": statistics.median(launched) * 1e3}
+        total, launched, host_rows = zip(*steps[WARM_RUNS:], strict=True)
+        times = {"ms": statistics.median(total) * 1e3, "launch_ms": statistics.median(launched) * 1e3}
+        return {**times, "host_rows": statistics.median(host_rows)}
 
     def step(
         self, rng: random.Random, names: list[str], context: int, rows: int, sampling: ResolvedSampling = GREEDY
-    ) -> tuple[float, float]:
-        """Seconds of one step of so many rows of each request, and of its launch alone."""
+    ) -> tuple[float, float, int]:
+        """Seconds of one step of so many rows of each request, and of its launch alone; rows left to the host."""
         requests = []
         for name in names:
             self.runner.backend.allocator.reserve(name, rows)
@@ -139,4 +150,6 @@ class StepBench:
         handle = self.runner.launch(batch)
         launched_s = time.perf_counter() - started_s
         handle.wait()
-        return time.perf_counter() - started_s, launched_s
+        took_s = time.perf_counter() - started_s
+        assert isinstance(handle, QueuedStep)
+        return took_s, launched_s, int((handle._copy.wait()[0] == NEEDS_HOST).sum())

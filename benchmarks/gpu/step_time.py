@@ -18,7 +18,7 @@ from benchmarks.gpu import buckets, small_q
 from benchmarks.gpu.cases import Case, make_step
 from benchmarks.gpu.correctness import kernels, missing_module
 from benchmarks.gpu.kit import Kit, Report, copy_bandwidth, tolerated
-from benchmarks.gpu.models import all_backends, graph_modes, shape_names
+from benchmarks.gpu.models import all_backends, build_for, graph_modes, shape_names
 from benchmarks.gpu.small_q import call_us, several
 from benchmarks.gpu.step_bench import ROWS, StepBench
 
@@ -34,20 +34,19 @@ def run(kit: Kit, report: Report) -> None:
     _grid(kit, report, first, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1, 2)))
     if "eager" in modes:
         _grid(kit, report, first, "eager", modes["eager"], bandwidth, (1, 16), CONTEXTS[:1])
-    if "compiled" in modes:  # every size of step takes about a minute to compile
-        few = {**modes["compiled"], "max_graph_rows": 1}
-        _grid(kit, report, first, "compiled", few, bandwidth, (1,), CONTEXTS[:1], max_rows=1)
     for batch in kit.pick((1, 8), (1,)):
         report.cell(f"attention/b{batch}", partial(attention_ms, kit, batch))
     _grid(kit, report, second, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1,)), CONTEXTS[:1])
     small_q.run(kit, report, bandwidth)
     buckets.run(kit, report, first, bandwidth)
     for name, options in all_backends(kit, 128, torch.bfloat16).items():
-        _grid(kit, report, second, name, options, bandwidth, kit.pick((1, 8), (1,)), CONTEXTS[:1])
+        named = dataclasses.replace(kit, backend=options["attention_backend"])  # no other is to take its place
+        _grid(named, report, second, name, options, bandwidth, kit.pick((1, 8), (1,)), CONTEXTS[:1])
     _grid(kit, report, second, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1,)), CONTEXTS[1:])
-    if "compiled" in modes:
-        more = {**modes["compiled"], "max_graph_rows": 16}
-        _grid(kit, report, first, "compiled_16", more, bandwidth, (1,), CONTEXTS[:1], max_rows=16)
+    if "compiled" in modes:  # every size of step takes about a minute to compile
+        for mode, rows in (("compiled", 1), ("compiled_16", 16)):
+            options = {**modes["compiled"], "max_graph_rows": rows}
+            _grid(kit, report, first, mode, options, bandwidth, (1,), CONTEXTS[:1], max_rows=rows)
 
 
 def _grid(
@@ -64,20 +63,22 @@ def _grid(
     """One engine, a cell for every number of requests and context, of steps of up to max_rows."""
     contexts = kit.pick(contexts, (64,))
     names = {f"{shape}/{mode}/b{b}/c{c}": (b, c) for c in contexts for b in batches}
-    if not report.wants(*names):
-        return
+    sampling_batch = min(16, max(batches))
+    sampling = [f"{shape}/sampling/b{sampling_batch}"] if mode == "default" else []
     longest = max(contexts) + max(ROWS) + 1
-    more = {"max_num_seqs": max(batches), "max_model_len": longest}
-    bench = report.build(f"{shape}/{mode}", lambda: StepBench(kit, shape, bandwidth, {**more, **options}))
+    sizes = {"max_num_seqs": max(batches), "max_model_len": longest}
+
+    def make(kit: Kit) -> StepBench:
+        return StepBench(kit, shape, bandwidth, {**sizes, **options})
+
+    bench = build_for(kit, report, f"{shape}/{mode}", [*names, *sampling], make)
     if bench is None:
-        kit.free()  # of what its making got hold of
         return
     report.about(**{f"{shape}/{mode}": bench.about()})
     for name, (batch, context) in names.items():
         report.cell(name, partial(bench.measure, batch, context, max_rows))
-    if mode == "default":
-        batch = min(16, max(batches))
-        report.cell(f"{shape}/sampling/b{batch}", partial(bench.measure_sampling, batch, contexts[0]))
+    for name in sampling:
+        report.cell(name, partial(bench.measure_sampling, sampling_batch, contexts[0]))
     del bench
     kit.free()
 

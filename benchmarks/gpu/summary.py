@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.verdict import unfit
+
 Data = dict[str, Any]
 # What issue and design ask for; each line of a summary that has a bound says whether it was kept.
 MOST_OVER_ROOFLINE, LEAST_GRAPHS_OVER_EAGER, MOST_TREE_OVER_CAUSAL = 1.25, 1.5, 1.15
@@ -19,7 +21,7 @@ LEAST_SHARE_OF_BOUND, LEAST_OVER_OFF = 0.9, {"32": 1.0}
 def summary(folder: Path) -> str:
     """One block a part that has begun; parts without a file are named at the end."""
     tell: dict[str, Callable[[Data], list[str]]] = {
-        "correctness": _verdicts,
+        "correctness": lambda data: _verdicts(data) + _unfit(data),
         "equivalence": _verdicts,
         "step_time": _step_time,
         "replay": lambda data: _replay(data, _read(folder / "transformers.json")),
@@ -110,6 +112,15 @@ def _verdicts(data: Data) -> list[str]:
     return lines
 
 
+def _unfit(data: Data) -> list[str]:
+    return [f"engines do without {kernel} from here on, because of {cell}" for kernel, cell in unfit(data).items()]
+
+
+def _on(cell: Data) -> str:
+    """Which kernel an engine's figures are of."""
+    return f" on {cell['attention']}" if "attention" in cell else ""
+
+
 def _short(cell: Data) -> str:
     return str({key: value for key, value in cell.items() if key != "is_right"})[:160]
 
@@ -124,7 +135,7 @@ def _step_time(data: Data) -> list[str]:
         if "roofline_ms" not in cell:
             continue
         few = [ratio for rows, ratio in zip(cell["rows"], cell["over_roofline"], strict=True) if rows <= 16]
-        text = f"{name}: {cell['ms'][0]} ms at {cell['rows'][0]} rows, {cell['critical_rows']} rows in 1.25x"
+        text = f"{name}{_on(cell)}: {cell['ms'][0]} ms at {cell['rows'][0]} rows, {cell['critical_rows']} rows in 1.25x"
         if few:
             is_kept = max(few) <= MOST_OVER_ROOFLINE
             text += f"; to 16 rows {max(few)}x the roofline of {cell['roofline_ms']} ms ({_mark(is_kept)})"
@@ -143,7 +154,8 @@ def _sampling(cells: dict[str, Data]) -> list[str]:
         greedy = cell["ms"]["greedy"]
         for kind in ("sampled", "top_p"):
             ratios = [f"{ms / least:.2f}" for ms, least in zip(cell["ms"][kind], greedy, strict=True)]
-            lines.append(f"{name}, {kind}: {', '.join(ratios)}x a greedy step of {cell['rows']} rows")
+            text = f"{name}{_on(cell)}, {kind}: {', '.join(ratios)}x a greedy step of {cell['rows']} rows"
+            lines.append(f"{text}, of which the host decided {cell['host_rows'][kind]}")
     return lines
 
 
@@ -154,6 +166,8 @@ def _graphs(cells: dict[str, Data]) -> list[str]:
             continue
         mode = name.split("/")[1]
         other = cells.get(name.replace(f"/{mode}/", "/default/"))
+        if other is not None and _on(other) != _on(cell):  # it would be kernels that are compared
+            other = None
         if mode.startswith("compiled") and other is not None:
             lines.append(f"{name}: {other['ms'][0] / cell['ms'][0]:.2f}x as fast as graphs alone")
         if mode == "eager" and other is not None:
@@ -200,7 +214,7 @@ def _buckets(about: Data, cells: dict[str, Data]) -> list[str]:
         for way, ratios in cell.get("over_fitting", {}).items():
             steps = zip(ratios, cell["rows_each"], strict=True)
             text = ", ".join(f"{ratio:.3f}x at {rows} rows each" for ratio, rows in steps)
-            lines.append(f"{name}: graphs of `{way}` requests over those of fitting ones: {text}")
+            lines.append(f"{name}{_on(cell)}: graphs of `{way}` requests over those of fitting ones: {text}")
     return lines
 
 
@@ -228,7 +242,9 @@ def _replay(data: Data, baseline: Data | None) -> list[str]:
         size = name.rsplit("/b", 1)[-1]
         for each, found in cell["contenders"].items():
             ratio = found["over_off"]["median"]
-            text = f"{name} {each}: {found['tokens_per_s']} tokens/s, acceptance {found['acceptance_length']}, "
+            text = (
+                f"{name}{_on(cell)} {each}: {found['tokens_per_s']} tokens/s, acceptance {found['acceptance_length']}, "
+            )
             text += f"K {found['draft_rows_per_step']}, {ratio:.2f}x off"
             if each == "adaptive":
                 share = ratio / found["acceptance_over_cost"]
@@ -262,9 +278,11 @@ def _transformers(data: Data) -> list[str]:
 def _memory(data: Data) -> list[str]:
     lines = []
     for name, cell in _measured(data).items():
-        for length, found in cell.items():
+        for length, found in cell["lengths"].items():
             peak = found.get("peak_mib", found.get("process_peak_mib"))
-            lines.append(f"{name}, decoding length {length}: {peak} MiB at most, drafter {found['drafter_mib']} MiB")
+            lines.append(
+                f"{name}{_on(cell)}, decoding length {length}: {peak} MiB at most, drafter {found['drafter_mib']} MiB"
+            )
     return lines
 
 
@@ -273,7 +291,7 @@ def _gap(data: Data) -> list[str]:
     for name, cell in _measured(data).items():
         gap, launch = cell["gap_ms"], cell["launch_ms"]
         kept = _mark(cell["is_within_budget"])
-        text = f"{name}: {gap['median']} ms from commit to launch, p99 {gap['p99']} ms ({kept}); launch "
+        text = f"{name}{_on(cell)}: {gap['median']} ms from commit to launch, p99 {gap['p99']} ms ({kept}); launch "
         lines.append(f"{text}{launch['median']} ms; {cell['streams']} streams, {cell['server'][:60]}")
     return lines
 
