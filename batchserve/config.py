@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from batchserve.errors import ConfigError
+from batchserve.errors import ConfigError, shortened
 
 DRAFTERS = ("mixture", "trie", "reference", "jacobi", "none")
 TRIE_MODES = ("hierarchical", "parallel", "single")
@@ -24,6 +24,7 @@ MIN_TARGET_MS = 0.001
 ITL_INFLATION = 1.25  # of a running request's inter-token latency, by what others have in its steps
 MAX_RECEIVE_BYTES = (1 << 31) - 1  # gRPC counts them in an int
 MiB = 1 << 20
+MOST_TOKENS, MOST_BYTES = (1 << 31) - 1, 1 << 60  # of anything that is counted: compiled code adds them up in 64 bits
 MOST_MIN_MATCH = 32  # tokens; no drafter compares more of a context (draft/text_index.py)
 MAX_THREADS = 4 * (os.cpu_count() or 1)  # OpenMP ends the process where it cannot start as many as it is told to
 
@@ -60,8 +61,9 @@ class DraftConfig:
         for name in (*optional, "reference_copy_length"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
-        for name in ("reference_min_match", "max_scope_bytes", "max_draft_bytes"):
-            _at_least(name, getattr(self, name), 1)
+        _at_least("reference_min_match", self.reference_min_match, 1)
+        for name in ("max_scope_bytes", "max_draft_bytes"):
+            _at_least(name, getattr(self, name), 1, MOST_BYTES)
         if self.reference_min_match > MOST_MIN_MATCH:
             raise ConfigError(f"reference_min_match = {self.reference_min_match}: must be at most {MOST_MIN_MATCH}")
         _at_least("jacobi_ngram", self.jacobi_ngram, 2)
@@ -188,9 +190,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_graph_rows"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("branch_length", "prefill_chunk_size", "max_model_len", "kv_cache_memory", "num_threads"):
+        for name in ("branch_length", "prefill_chunk_size", "max_model_len", "num_threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
+        if self.kv_cache_memory is not None:
+            _at_least("kv_cache_memory", self.kv_cache_memory, 1, MOST_BYTES)
         if self.num_threads is not None and self.num_threads > MAX_THREADS:
             raise ConfigError(f"num_threads = {self.num_threads}: must be at most {MAX_THREADS}, 4 for each processor")
         if not isinstance(self.draft, DraftConfig):
@@ -249,20 +253,22 @@ class EngineConfig:
 
     def _check_drafts_fit(self) -> None:
         """Of what was asked for, that is: a default is cut to what a step holds."""
-        draft, most = self.draft, self.max_num_batched_tokens - 1
+        draft = self.draft
         copied = draft.reference_copy_length or 0
         window, guesses, levels = draft.jacobi_window or 0, draft.jacobi_guesses or 0, draft.jacobi_ngram - 1
-        for name, value, num_rows in (
-            ("decoding_length", self.decoding_length, self.decoding_length or 0),
-            ("reference_copy_length", copied, copied),
-            ("jacobi_guesses", guesses, guesses * levels),
-            ("jacobi_window", window, (window + (guesses or window)) * levels if window else 0),
-        ):
-            if num_rows > most:
-                raise ConfigError(
-                    f"{name} = {value}: must be for at most {most} draft tokens, which is one less than "
-                    f"max_num_batched_tokens, but is for {num_rows}"
-                )
+        self.check_fits("decoding_length", self.decoding_length, self.decoding_length or 0)
+        self.check_fits("reference_copy_length", copied, copied)
+        self.check_fits("jacobi_guesses", guesses, guesses * levels)
+        self.check_fits("jacobi_window", window, (window + (guesses or window)) * levels if window else 0)
+
+    def check_fits(self, name: str, value: object, num_rows: int) -> None:
+        """Raises ConfigError where what the option asks for is more draft tokens than a step holds."""
+        most = self.max_num_batched_tokens - 1
+        if num_rows > most:
+            raise ConfigError(
+                f"{name} = {value}: must be for at most {most} draft tokens, which is one less than "
+                f"max_num_batched_tokens, but is for {num_rows}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,9 +297,7 @@ class ServerConfig:
                 raise ConfigError(f"{name} = {port!r}: must be an integer in 0..65535 (0 picks a free one)")
         if self.port and self.metrics_port == self.port:
             raise ConfigError(f"metrics_port = {self.metrics_port}: must be another one than port")
-        _at_least("max_receive_bytes", self.max_receive_bytes, 1024)
-        if self.max_receive_bytes > MAX_RECEIVE_BYTES:
-            raise ConfigError(f"max_receive_bytes = {self.max_receive_bytes}: must be at most {MAX_RECEIVE_BYTES}")
+        _at_least("max_receive_bytes", self.max_receive_bytes, 1024, MAX_RECEIVE_BYTES)
         for name in ("has_reflection", "has_engine_process"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} = {getattr(self, name)!r}: must be True or False")
@@ -334,11 +338,13 @@ def path_text(name: str, value: object) -> str:
     return text
 
 
-def _at_least(name: str, value: object, bound: int) -> None:
+def _at_least(name: str, value: object, bound: int, most: int = MOST_TOKENS) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{name} = {value!r}: must be an integer")
     if value < bound:
         raise ConfigError(f"{name} = {value}: must be at least {bound}")
+    if value > most:
+        raise ConfigError(f"{name} = {shortened(value)}: must be at most {most}")
 
 
 def _number(name: str, value: object, bound: float) -> None:

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from batchserve.config import MAX_SCOPE_CHARS, MAX_THREADS, MOST_MIN_MATCH, DraftConfig, EngineConfig, ServerConfig
+from batchserve.config import (
+    MAX_SCOPE_CHARS,
+    MAX_THREADS,
+    MOST_MIN_MATCH,
+    MOST_TOKENS,
+    DraftConfig,
+    EngineConfig,
+    ServerConfig,
+)
 from batchserve.errors import ConfigError
 
 
@@ -190,3 +198,17 @@ def test_configurations_are_frozen() -> None:
     for config, name in configs:
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(config, name, 5)
+
+
+@pytest.mark.parametrize("name", ["branch_length", "max_num_batched_tokens", "max_waiting", "max_model_len"])
+@pytest.mark.parametrize("value", [MOST_TOKENS + 1, 1 << 63, 10**40])
+def test_numbers_that_compiled_code_cannot_hold_are_refused(name: str, value: int):
+    assert getattr(EngineConfig(**{name: MOST_TOKENS}), name) == MOST_TOKENS
+    with pytest.raises(ConfigError, match=f"{name} = {value}: must be at most {MOST_TOKENS}"):
+        EngineConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["trie_capacity", "trie_min_retrieved_tokens", "jacobi_ngram", "max_scope_bytes"])
+def test_so_are_those_of_drafts(name: str):
+    with pytest.raises(ConfigError, match=f"{name} = {10**40}: must be at most"):
+        DraftConfig(**{name: 10**40})

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from batchserve.files import parse_path
 from batchserve.options import parse_integers
 
 
@@ -27,7 +28,7 @@ def add_bench_parser(commands: Any) -> None:
 
 
 def _add_replay_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE", help="the recorded requests, as JSONL")
+    parser.add_argument("file", type=parse_path, metavar="FILE", help="the recorded requests, as JSONL")
     parser.add_argument(
         "--tokenizer",
         required=True,
@@ -44,7 +45,7 @@ def _add_replay_flags(parser: argparse.ArgumentParser) -> None:
         help="the most draft tokens of one request in one step (default: 16)",
     )
     warm = parser.add_mutually_exclusive_group()
-    warm.add_argument("--warm", type=Path, metavar="FILE", help="let the drafters see these requests before")
+    warm.add_argument("--warm", type=parse_path, metavar="FILE", help="let the drafters see these requests before")
     warm.add_argument(
         "--warm-share",
         type=float,
@@ -53,8 +54,10 @@ def _add_replay_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--streams", type=int, default=1, metavar="N", help="requests that run at once (default: 1)")
     parser.add_argument("--limit", type=int, metavar="N", help="read only the first N requests of FILE (default: all)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the results to this file")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="plot acceptance length against draft tokens a step")
+    parser.add_argument("--json", type=parse_path, metavar="OUT", help="write the results to this file")
+    parser.add_argument(
+        "--plot", type=parse_path, metavar="PNG", help="plot acceptance length against draft tokens a step"
+    )
 
 
 def _names(text: str) -> tuple[str, ...]:

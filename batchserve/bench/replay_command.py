@@ -17,6 +17,7 @@ from batchserve.draft.base import Drafter
 from batchserve.draft.factory import create_drafter
 from batchserve.draft.kernels import KernelLoader
 from batchserve.errors import ConfigError
+from batchserve.files import writing
 
 if TYPE_CHECKING:
     from batchserve.bench.options import ReplayOptions
@@ -31,13 +32,12 @@ def run_replay(options: ReplayOptions) -> int:
     with replay_progress(total) as on_record:
         results = measure(options, warm, measured, on_record)
     show_results(options, results, len(warm), len(measured))
-    try:
-        if options.json_file is not None:
-            options.json_file.write_text(json.dumps(as_json(options, results), indent=1) + "\n")
-        if options.plot_file is not None:
-            plot_results(options.plot_file, options, results)
-    except OSError as error:  # the table has been shown
-        raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from error
+    if options.json_file is not None:
+        with writing(options.json_file) as path:
+            path.write_text(json.dumps(as_json(options, results), indent=1) + "\n")
+    if options.plot_file is not None:
+        with writing(options.plot_file) as path:
+            plot_results(path, options, results)
     return 0
 
 

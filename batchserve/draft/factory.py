@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from batchserve.config import DRAFTERS
+from batchserve.config import DRAFTERS, DraftConfig
 from batchserve.draft.base import Drafter, NullDrafter
 from batchserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from batchserve.config import DraftConfig, EngineConfig
+    from batchserve.config import EngineConfig
 
 # Where each step chooses what is worth its rows, this only bounds the choice. A fixed length has to suit a CPU, where a
 # row costs about what it can gain: the papers' larger drafts (64 tokens in the trie's) are a GPU's.
@@ -20,6 +20,8 @@ COPY_LENGTH = 16  # LLMA's k
 SHARING = ("mixture", "trie", "reference")  # those that keep texts for other requests
 # Lookahead Decoding, section 5: W = 15, 10 and 7 for models of 7, 13 and 34 billion parameters; here, what is nearer.
 JACOBI_WINDOWS = ((10e9, 15), (21e9, 10), (float("inf"), 7))
+LARGEST_MODEL = 1 << 50  # parameters: where the model is not known yet, its window is the smallest
+DEFAULT_NGRAM = DraftConfig().jacobi_ngram
 
 
 class DraftLimits(NamedTuple):
@@ -66,6 +68,14 @@ def draft_limits(config: EngineConfig, num_parameters: int) -> dict[str, DraftLi
     return limits | {"none": DraftLimits(0, 1)}
 
 
+def _checked_shape(config: EngineConfig, num_parameters: int) -> JacobiShape:
+    """That of a drafter to be made: its memory grows with the square of an N that was asked for. Raises ConfigError."""
+    shape = jacobi_shape(config.draft, num_parameters)
+    if shape.ngram != DEFAULT_NGRAM:
+        config.check_fits("jacobi_ngram", shape.ngram, (shape.window + shape.guesses) * (shape.ngram - 1))
+    return shape
+
+
 def create_drafter(name: str, config: EngineConfig, num_parameters: int, part: float = 1.0) -> Drafter:
     """A new drafter, without any state, that takes `part` of max_draft_bytes. Raises ConfigError."""
     limits, draft = draft_limits(config, num_parameters)[name], config.draft
@@ -104,7 +114,7 @@ def create_drafter(name: str, config: EngineConfig, num_parameters: int, part: f
     if name == "jacobi":
         from batchserve.draft.jacobi import JacobiDrafter
 
-        return JacobiDrafter(*jacobi_shape(draft, num_parameters))
+        return JacobiDrafter(*_checked_shape(config, num_parameters))
     return NullDrafter()
 
 

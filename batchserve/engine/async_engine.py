@@ -99,7 +99,7 @@ class AsyncEngine:
     ) -> AsyncEngine:
         """Load and warm the model in a thread; raises ConfigError, UnsupportedModelError.
 
-        own_process: the engine runs in one, where it does not share the interpreter with this loop (docs/performance.md).
+        own_process: the engine gets one, and does not share the interpreter with this loop (docs/performance.md).
         The drafter may still be compiling then (unless `wait_for_drafter`): requests go without drafts meanwhile.
         """
         if own_process:

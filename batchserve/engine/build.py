@@ -17,7 +17,7 @@ from batchserve.attention.paged import PagedBackend
 from batchserve.config import EngineConfig, MiB
 from batchserve.draft import forest
 from batchserve.draft.base import Drafter
-from batchserve.draft.factory import create_drafters, draft_limits
+from batchserve.draft.factory import LARGEST_MODEL, create_drafters, draft_limits
 from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.router import RoutingDrafter
 from batchserve.engine.backend import build_backend
@@ -83,7 +83,7 @@ def build_engine(
     say = on_progress or (lambda message: None)
     # What cannot be is refused before minutes have gone into loading.
     config.draft.cache_path()
-    create_drafters(config, 0)
+    create_drafters(config, LARGEST_MODEL)
     forget_stale_kernels()
     say(f"loading {config.model}")
     loaded = load_model(config)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from batchserve.files import parse_path
 from batchserve.options import parse_integers
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def add_tune_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of the sweep; those of the engine are the command line's."""
     parser.add_argument(
         "--workload",
-        type=Path,
+        type=parse_path,
         required=True,
         metavar="FILE",
         help='the requests, as JSONL: "prompt", and "max_tokens" or "response" (whose length counts); "reference"',
@@ -58,7 +59,7 @@ def add_tune_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=parse_path,
         default=Path("batchserve-tune"),
         metavar="DIR",
         help="the folder for tune.json and the plots (default: batchserve-tune)",

@@ -9,6 +9,7 @@ import tempfile
 from typing import TYPE_CHECKING, Any
 
 from batchserve.errors import ConfigError
+from batchserve.files import writing
 from batchserve.tune.recommend import PERCENTILE, recommend
 from batchserve.tune.sweep import sweep_threads
 from batchserve.tune.view import plot_frontier, plot_step_times, require_matplotlib, show, sweep_progress
@@ -45,13 +46,14 @@ def run_tune(options: TuneOptions) -> int:
     is_written = False
     try:
         written = as_json(options, len(requests), step_times, measured, recommendation)
-        (options.out / "tune.json").write_text(json.dumps(written, indent=1) + "\n")
+        with writing(options.out / "tune.json") as path:
+            path.write_text(json.dumps(written, indent=1) + "\n")
         if options.has_plots:
-            plot_frontier(options.out / "frontier.png", options, measured, recommendation)
-            plot_step_times(options.out / "step_time.png", step_times)
+            with writing(options.out / "frontier.png") as path:
+                plot_frontier(path, options, measured, recommendation)
+            with writing(options.out / "step_time.png") as path:
+                plot_step_times(path, step_times)
         is_written = True
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from error
     finally:  # an hour's measurement is not lost to a full disk
         show(options, len(requests), step_times, measured, recommendation, is_written=is_written)
     return 0

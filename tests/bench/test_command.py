@@ -210,3 +210,10 @@ def test_a_file_that_cannot_be_written_is_said_behind_the_table(tmp_path: Path, 
     with pytest.raises(ConfigError, match="loop: cannot be written: "):
         run(SAMPLE, "--tokenizer", "bundled", *flags)
     assert "2 requests" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk is Linux's")
+def test_a_full_disk_names_the_file():
+    flags = ("--drafter", "none", "--limit", "2", "--json", "/dev/full")
+    with pytest.raises(ConfigError, match="/dev/full: cannot be written: No space left on device"):
+        run(SAMPLE, "--tokenizer", "bundled", *flags)

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from batchserve.config import DRAFTERS, MOST_MIN_MATCH, DraftConfig, EngineConfig, MiB
-from batchserve.draft.base import DraftQuery, DraftRequest, DraftScope, NullDrafter
+from batchserve.config import DRAFTERS, MOST_MIN_MATCH, MOST_TOKENS, DraftConfig, EngineConfig, MiB
+from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, NullDrafter
 from batchserve.draft.factory import SHARING, create_drafters, draft_limits, jacobi_shape
 from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.mixture import MIN_SCOPE_BYTES
@@ -29,6 +29,23 @@ def test_what_is_configured_of_jacobi_is_taken() -> None:
     assert jacobi_shape(config, 7 * 10**9) == (4, 3, 2)
     assert jacobi_shape(DraftConfig(jacobi_window=4), 7 * 10**9) == (4, 5, 4)  # G = W
     assert draft_limits(EngineConfig(draft=config), 0)["jacobi"] == ((4 + 2) * 2, 2)
+
+
+@pytest.mark.parametrize(("billions", "longest"), [(1, 35), (34, 74)])
+def test_ngrams_too_long_for_a_step_are_refused(billions: int, longest: int) -> None:
+    """Their window takes memory with the square of their length, for whichever drafter a server has."""
+
+    def create(ngram: int) -> dict[str, Drafter]:
+        return create_drafters(EngineConfig(draft=DraftConfig(jacobi_ngram=ngram)), billions * 10**9)
+
+    assert create(longest)
+    for ngram in (longest + 1, 10**6, MOST_TOKENS):
+        with pytest.raises(ConfigError, match=f"jacobi_ngram = {ngram}: must be for at most 1023 draft tokens"):
+            create(ngram)
+
+
+def test_a_default_window_is_cut_to_what_a_step_holds() -> None:
+    assert create_drafters(EngineConfig(max_num_seqs=2, max_num_batched_tokens=8), 0)
 
 
 def test_limits_are_each_drafters_own_unless_they_are_configured() -> None:

@@ -109,6 +109,13 @@ def test_a_request_that_the_model_has_no_room_for_is_named(tmp_path: Path, workl
     assert "stop.max_tokens = 320: must be at most" in error
 
 
+@pytest.mark.usefixtures("no_engine")
+def test_an_empty_folder_is_not_the_current_one(workload: Path, capsys: Any):
+    with pytest.raises(SystemExit):
+        main(["tune", "--workload", str(workload), "--out", ""])
+    assert "--out: must not be empty" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
