@@ -167,6 +167,19 @@ def huge_pages_table() -> str:
     return table(["model", "MiB in them", "drafts", "step ms without", "forward x", "beside it x", "step x"], rows)
 
 
+def serving_table() -> str:
+    rows = []
+    for model, part in read("serving")["models"].items():
+        for cell in part["cells"]:
+            by = (cell["thread"], cell["process"])
+            gaps = [middle(each["inter_token_ms"], 1) if cell["asked"] == "stream" else "" for each in by]
+            ratio = report_adaptive.interval(cell["process_over_thread"])
+            asked = [str(cell["requests"]), cell["asked"], cell["speculation"]]
+            rows.append([model, *asked, *(middle(each["tokens_per_s"]) for each in by), ratio, *gaps])
+    head = ["model", "requests", "asked", "drafts", "thread: tokens/s", "process", "process x"]
+    return table([*head, "thread: inter-token ms", "process"], rows)
+
+
 PERFORMANCE = (
     "batch_bundled",
     "batch_90m",
@@ -175,11 +188,13 @@ PERFORMANCE = (
     "attention",
     "attention_amx",
     "huge_pages",
+    "serving",
 )
 ADAPTIVE = ("regret", "gain", "ceiling", "never_slower", "overhead", "budget", "prefill", "prefix")
 TABLES = {
     "load": load_table,
     "huge pages": huge_pages_table,
+    "serving": serving_table,
     "norm": norm_table,
     "sampling": sampling_table,
     "sampled": sampled_table,

@@ -120,7 +120,7 @@ class AsyncEngine:
     def num_in_flight(self) -> int:
         return len(self._streams)
 
-    async def stream(
+    def stream(
         self,
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
@@ -137,6 +137,20 @@ class AsyncEngine:
         Raises a BatchserveError at any point. Closing the generator (aclose(), or cancelling the task that iterates
         it) aborts the request within one step; use contextlib.aclosing.
         """
+        return self._events(prompt, params, request_id, model, speculation, deadline_s, priority)
+
+    async def _events(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None,
+        request_id: str,
+        model: str,
+        speculation: SpeculationParams | None,
+        deadline_s: float | None,
+        priority: int,
+        is_whole: bool = False,
+    ) -> AsyncGenerator[Started | Delta, None]:
+        """stream(); is_whole: one Delta that holds everything, so that a step need not wake anybody."""
         arrival_s = time.monotonic()
         if not isinstance(request_id, str):
             raise InvalidRequestError("INVALID_REQUEST_ID", "request_id", request_id, "a string")
@@ -165,7 +179,7 @@ class AsyncEngine:
             if self._closed is not None:
                 raise self._closed.with_traceback(None)
             stream.is_handed_over = True
-            self._back.send(Add(stream.ticket, request))
+            self._back.send(Add(stream.ticket, request, is_whole))
             yield Started(request_id, len(token_ids), list(token_ids))
             while True:
                 event = await stream.events.get()
@@ -189,18 +203,10 @@ class AsyncEngine:
         priority: int = 0,
     ) -> RequestOutput:
         """The same, whole. Cancelling the awaiting task aborts the request."""
-        stream = self.stream(
-            prompt,
-            params,
-            request_id=request_id,
-            model=model,
-            speculation=speculation,
-            deadline_s=deadline_s,
-            priority=priority,
-        )
-        collector = OutputCollector([])
-        async with aclosing(stream):
-            async for event in stream:
+        given = (prompt, params, request_id, model, speculation, deadline_s, priority)
+        async with aclosing(self._events(*given, is_whole=True)) as events:
+            collector = OutputCollector([])
+            async for event in events:
                 if isinstance(event, Started):
                     collector = OutputCollector(event.prompt_token_ids)
                 else:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchserve.engine.messages import Abort, Add, Cleared, End, Events, Failed, Message, Reply
+from batchserve.engine.output_collector import OutputCollector
 from batchserve.errors import BatchserveError, EngineFaultError
+from batchserve.types import Delta
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +35,7 @@ class EngineLoop:
         self._send = send
         self._tickets: dict[Request, int] = {}  # of all requests in flight
         self._requests: dict[int, Request] = {}  # the other way round
+        self._held: dict[int, OutputCollector] = {}  # what those have been given who want it in one piece
         self._core.emit = self._emit
 
     def run(self) -> None:
@@ -62,6 +65,8 @@ class EngineLoop:
         if isinstance(message, Add):
             self._tickets[message.request] = message.ticket
             self._requests[message.ticket] = message.request
+            if message.is_whole:
+                self._held[message.ticket] = OutputCollector([])
             self._core.add(message.request)
         elif isinstance(message, Abort):
             self._abort(message.ticket)
@@ -79,16 +84,32 @@ class EngineLoop:
             return self.inbox.get()
 
     def _abort(self, ticket: int) -> None:
-        request = self._requests.pop(ticket, None)
+        request = self._requests.get(ticket)
         if request is not None:
-            del self._tickets[request]
+            self._forget(request)
             self._core.abort(request)
 
+    def _forget(self, request: Request) -> None:
+        ticket = self._tickets.pop(request)
+        del self._requests[ticket]
+        self._held.pop(ticket, None)
+
     def _emit(self, events: list[Event]) -> None:
-        self._send(Events([(self._tickets[request], event) for request, event in events]))
+        told: list[tuple[int, Delta | BatchserveError]] = []
         for request, event in events:
-            if isinstance(event, BatchserveError) or event.finish_reason is not None:
-                del self._requests[self._tickets.pop(request)]
+            ticket = self._tickets[request]
+            is_last, held = isinstance(event, BatchserveError), self._held.get(ticket)
+            if isinstance(event, Delta):
+                is_last = event.finish_reason is not None
+                if held is not None:
+                    held.add(event)
+                    event = held.whole() if is_last else event
+            if is_last:
+                self._forget(request)
+            if is_last or held is None:
+                told.append((ticket, event))
+        if told:
+            self._send(Events(told))
 
     def _fail_all(self) -> bool:
         """End every request in flight with an error; False, for good, if the core cannot go on afterwards."""
@@ -96,6 +117,7 @@ class EngineLoop:
         try:
             self._tickets.clear()
             self._requests.clear()
+            self._held.clear()
             self._core.abort_all()
             self._core.check_integrity()
             self._core.runner.check_device()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from batchserve.types import Delta, RequestOutput
 
 
@@ -18,6 +20,12 @@ class OutputCollector:
         self._texts.append(delta.text)
         self._token_ids += delta.token_ids
         self._last = delta
+
+    def whole(self) -> Delta:
+        """All deltas as one."""
+        if self._last is None:
+            raise RuntimeError("the answer has not begun")
+        return replace(self._last, text="".join(self._texts), token_ids=self._token_ids)
 
     def output(self) -> RequestOutput:
         """Only after the delta with a finish_reason."""

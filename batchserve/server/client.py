@@ -67,6 +67,14 @@ class GenerationClient:
             raise _remote_error(error) from error
         return info
 
+    async def generate(self, request: pb.GenerateRequest, timeout_s: float | None = None) -> pb.GenerateResponse:
+        """One answer, whole."""
+        try:
+            response: pb.GenerateResponse = await self._stub.Generate(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise _remote_error(error) from error
+        return response
+
     async def stream(
         self, request: pb.GenerateRequest, timeout_s: float | None = None
     ) -> AsyncGenerator[pb.StreamGenerateResponse, None]:

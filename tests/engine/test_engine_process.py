@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from contextlib import aclosing
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from batchserve.engine.engine_process import EngineProcess, RemoteMetrics
 from batchserve.errors import ConfigError, DeadlineExceededError, EngineFaultError
 from batchserve.llm import LLM
 from batchserve.metrics import MetricsReading
+from batchserve.server.metrics_endpoint import MetricsEndpoint
 from batchserve.types import SamplingParams, SpeculationParams, Started
 
 PROMPTS = [[5, 7, 9], [5, 7, 9, 11], [8] * 30, [3, 4, 3, 4, 3, 4]]
@@ -73,6 +75,12 @@ async def test_it_answers_and_counts_as_in_this_process(tiny_model: dict[str, Pa
     assert numbers["requests_finished_total"] == len(PROMPTS) + 2
     assert numbers["requests_running"] == numbers["requests_waiting"] == numbers["kv_used_tokens"] == 0
     assert engine.metrics.reading().acceptance["mixture"].tested[0] > 0
+    endpoint = MetricsEndpoint("127.0.0.1", 0)
+    endpoint.show(engine.metrics)
+    page = await asyncio.to_thread(lambda: urllib.request.urlopen(f"http://{endpoint.address}/metrics").read().decode())
+    endpoint.close()
+    assert "batchserve_requests_finished_total 6.0" in page
+    assert 'batchserve_tested_edges_total{depth="1",drafter="mixture"}' in page
 
     # Scopes are cleared there.
     await engine.clear_draft_scope()
