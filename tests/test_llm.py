@@ -70,7 +70,7 @@ def test_texts_are_the_same_with_and_without_speculation(llm: LLM, answers: list
 
 
 def test_text_is_the_decoded_token_ids(llm: LLM, answers: list[RequestOutput]) -> None:
-    tokenizer = llm._processor._loaded.tokenizer
+    tokenizer = llm._processor.facts.tokenizer
     assert tokenizer is not None
     for output in answers:
         assert output.text == tokenizer.decode(output.token_ids, skip_special_tokens=True)
