@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class BatchserveError(Exception):
     """Base of every error that this package raises on purpose.
@@ -10,6 +12,17 @@ class BatchserveError(Exception):
     """
 
     reason: str = "INTERNAL"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As it is: it may cross processes, and not all are made from their message."""
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def _restore(kind: type[BatchserveError], args: tuple[object, ...], attributes: dict[str, object]) -> BatchserveError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
 
 
 class ConfigError(BatchserveError):

@@ -1,8 +1,7 @@
 """The process that engine/engine_process.py starts: builds an engine and runs its loop, until the pipe says otherwise.
 
-    python -m batchserve.engine.child FD
-
-Signals are the front's: whoever stops a server may send them to all of its processes.
+Its argument is the pipe's number. Signals are the front's: whoever stops a server may send them to all of its
+processes.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from batchserve.engine.messages import NotBuilt, Progress, Reading, ReadMetrics, Ready
+from batchserve.errors import BatchserveError
 from batchserve.logs import configure_logging
 from batchserve.threads import apply_thread_policy
 
@@ -54,10 +54,12 @@ class Pipe:
 def main() -> None:
     """Run one engine."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which whatever is started from here would inherit
     configure_logging()
     apply_thread_policy()
-    pipe = Pipe(Connection(int(sys.argv[1])))
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)
+    pipe = Pipe(Connection(descriptor))
     config: EngineConfig = pipe.receive()
     loops: list[EngineLoop] = []
     is_built = threading.Event()
@@ -66,6 +68,8 @@ def main() -> None:
     try:
         loop = _build(config, pipe)
     except Exception as error:
+        if not isinstance(error, BatchserveError):
+            logger.exception("the engine cannot be built")
         pipe.send(NotBuilt(_portable(error)))
         return
     loops.append(loop)
@@ -89,13 +93,17 @@ def _build(config: EngineConfig, pipe: Pipe) -> EngineLoop:
 
 
 def _read(pipe: Pipe, loops: list[EngineLoop], is_built: threading.Event) -> None:
-    while True:
-        message = pipe.receive()
-        is_built.wait()
-        if isinstance(message, ReadMetrics):
-            pipe.send(Reading(loops[0].metrics.reading()))
-        else:
-            loops[0].inbox.put(message)
+    try:
+        while True:
+            message = pipe.receive()
+            is_built.wait()
+            if isinstance(message, ReadMetrics):
+                pipe.send(Reading(loops[0].metrics.reading()))
+            else:
+                loops[0].inbox.put(message)
+    except Exception:  # nobody would hear of requests any more, nor of the end
+        logger.exception("the front is not understood")
+        os._exit(1)
 
 
 def _portable(error: Exception) -> Exception:
@@ -103,10 +111,5 @@ def _portable(error: Exception) -> Exception:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        logger.exception("the engine cannot be built")
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
-
-
-if __name__ == "__main__":
-    main()

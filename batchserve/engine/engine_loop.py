@@ -36,6 +36,7 @@ class EngineLoop:
         self._tickets: dict[Request, int] = {}  # of all requests in flight
         self._requests: dict[int, Request] = {}  # the other way round
         self._held: dict[int, OutputCollector] = {}  # what those have been given who want it in one piece
+        self._is_ending = False
         self._core.emit = self._emit
 
     def run(self) -> None:
@@ -47,7 +48,8 @@ class EngineLoop:
                 is_going_on = self._turn()
             except Exception:
                 logger.exception("the engine failed; every request in flight is ended")
-                is_going_on = is_sound = self._fail_all()
+                is_sound = self._fail_all()
+                is_going_on = is_sound and not self._is_ending
         if is_sound and self._draft_cache is not None:
             self._save_drafts(Path(self._draft_cache))
         self._core.drafter.close()
@@ -60,6 +62,7 @@ class EngineLoop:
             self._core.step()
             return True
         if isinstance(message, End):
+            self._is_ending = True
             self._core.abort_all()
             return False
         if isinstance(message, Add):

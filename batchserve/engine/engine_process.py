@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
+import os
+import queue
 import socket
 import subprocess
 import sys
@@ -21,6 +24,7 @@ from batchserve.engine.messages import (
     Failed,
     Message,
     NotBuilt,
+    Progress,
     Reading,
     ReadMetrics,
     Ready,
@@ -35,6 +39,10 @@ if TYPE_CHECKING:
     from batchserve.config import EngineConfig
 
 READING_TIMEOUT_S = 5.0
+JOIN_TIMEOUT_S = 120.0  # a last step, and saving a large draft cache, have to fit into it
+# By this process's path, as the interpreter by itself would look for modules in the current folder.
+CHILD = "import sys; sys.path[:] = {path!r}; from batchserve.engine.child import main; main()"
+logger = logging.getLogger(__name__)
 
 
 class EngineProcess:
@@ -42,41 +50,42 @@ class EngineProcess:
 
     def __init__(self, config: EngineConfig, on_progress: Callable[[str], None] | None = None) -> None:
         """Start the process and wait for its engine. Raises what build_engine does; EngineFaultError if it died."""
-        self._sending = threading.Lock()  # the event loop's messages, and requests for metrics
+        self._outbox: queue.SimpleQueue[Message | ReadMetrics | None] = queue.SimpleQueue()  # None: nobody reads
         self._is_ending = False
         self._process, self._pipe = _start()
         try:
-            self._pipe.send(config)
             # Takes seconds, in which the engine is being built.
             threading.Thread(target=importlib.import_module, args=("batchserve.runner.loader",), daemon=True).start()
-            ready = self._wait_ready(on_progress or (lambda message: None))
+            ready = self._ask_for(config, on_progress or (lambda message: None))
             from batchserve.runner.loader import load_tokenizer, resolve_model
 
             tokenizer = load_tokenizer(resolve_model(config.model), config)
         except BaseException:
             self._process.kill()
             self._process.wait()
+            self._pipe.close()
             raise
         self.info = ready.info
         self.processor = InputProcessor(
             dataclasses.replace(ready.facts, tokenizer=tokenizer), ready.info.max_model_len, config, ready.limits
         )
-        self.metrics = RemoteMetrics(lambda: self._write(ReadMetrics()))
+        self.metrics = RemoteMetrics(lambda: self._outbox.put(ReadMetrics()))
 
-    def _wait_ready(self, on_progress: Callable[[str], None]) -> Ready:
-        while True:
-            try:
-                said = self._pipe.recv()
-            except (EOFError, OSError):
-                raise EngineFaultError(f"the engine's process ended while it started: {self._how()}") from None
-            if isinstance(said, NotBuilt):
-                raise said.error
-            if isinstance(said, Ready):
-                return said
-            on_progress(said.message)
+    def _ask_for(self, config: EngineConfig, on_progress: Callable[[str], None]) -> Ready:
+        try:
+            self._pipe.send(config)
+            while isinstance(said := self._pipe.recv(), Progress):
+                on_progress(said.message)
+        except (EOFError, OSError):
+            raise EngineFaultError(f"the engine's process ended while it started: {self._how()}") from None
+        if isinstance(said, NotBuilt):
+            raise said.error
+        assert isinstance(said, Ready)
+        return said
 
     def start(self, on_reply: Callable[[Reply], None]) -> None:
         threading.Thread(target=self._read, args=(on_reply,), name="batchserve-replies", daemon=True).start()
+        threading.Thread(target=self._write, name="batchserve-messages", daemon=True).start()
 
     def _read(self, on_reply: Callable[[Reply], None]) -> None:
         try:
@@ -84,14 +93,36 @@ class EngineProcess:
                 said = self._pipe.recv()
                 if isinstance(said, Reading):
                     self.metrics.take(said.reading)
-                else:
-                    on_reply(said)
+                elif not self._tell(on_reply, said):
+                    break
         except (EOFError, OSError):
-            self.metrics.is_over = True
-            if not self._is_ending:
-                error = EngineFaultError(f"the engine's process ended: {self._how()}")
-                on_reply(Failed(error, is_consistent=False))
-        except RuntimeError:  # the asyncio loop was closed without shutdown(): nobody listens any more
+            pass
+        except Exception:  # what nobody can make sense of
+            logger.exception("the engine's process is not understood")
+        self._outbox.put(None)
+        self.metrics.end()
+        if not self._is_ending:
+            self._process.kill()
+            self._tell(on_reply, Failed(EngineFaultError(f"the engine's process ended: {self._how()}"), False))
+        self._pipe.close()
+
+    def _tell(self, on_reply: Callable[[Reply], None], reply: Reply) -> bool:
+        """Whether anybody listens: the asyncio loop may have been closed without shutdown()."""
+        try:
+            on_reply(reply)
+        except RuntimeError:
+            return False
+        return True
+
+    def _write(self) -> None:
+        """In a thread: whoever sends a message never waits until it is read."""
+        try:
+            while (message := self._outbox.get()) is not None:
+                self._pipe.send(message)
+        except OSError:  # it has ended: whoever reads the replies says so
+            pass
+        except Exception:
+            logger.exception("a message cannot be sent to the engine's process, which is ended")
             self._process.kill()
 
     def _how(self) -> str:
@@ -100,25 +131,24 @@ class EngineProcess:
 
     def send(self, message: Message) -> None:
         self._is_ending = self._is_ending or isinstance(message, End)
-        self._write(message)
-
-    def _write(self, message: Message | ReadMetrics) -> None:
-        try:
-            with self._sending:
-                self._pipe.send(message)
-        except OSError:  # it has ended: whoever reads the replies says so
-            pass
+        self._outbox.put(message)
 
     def join(self) -> None:
-        self._process.wait()
+        try:
+            self._process.wait(JOIN_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            logger.error("the engine's process did not end within %g s, and is killed", JOIN_TIMEOUT_S)
+            self._process.kill()
+        if self._process.wait() != 0:
+            logger.error("the engine's process did not end in order: %s", self._how())
 
 
 class RemoteMetrics:
     """MetricsSource of an engine in another process: where that does not answer, what it has answered last."""
 
     def __init__(self, ask: Callable[[], None]) -> None:
-        self.is_over = False  # nobody answers any more
         self._ask = ask
+        self._is_over = False
         self._asking = threading.Lock()
         self._has_come = threading.Event()
         self._last = MetricsReading()
@@ -128,11 +158,16 @@ class RemoteMetrics:
         self._last = reading
         self._has_come.set()
 
+    def end(self) -> None:
+        """Nobody answers any more."""
+        self._is_over = True
+        self._has_come.set()
+
     def reading(self) -> MetricsReading:
         with self._asking:
             self._has_come.clear()
-            self._ask()
-            if not self.is_over:
+            if not self._is_over:  # or it is from now on, and has said so behind the line before
+                self._ask()
                 self._has_come.wait(READING_TIMEOUT_S)
             return self._last
 
@@ -141,6 +176,12 @@ def _start() -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:
     """The process, which says what it has to say on standard error, and this side of the pipe to it."""
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [sys.executable, "-m", "batchserve.engine.child", str(theirs.fileno())]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()])
+        code = CHILD.format(path=[folder or os.getcwd() for folder in sys.path])
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", code, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # a terminal's Ctrl-C is the front's
+        )
     return process, Connection(ours.detach())

@@ -158,13 +158,13 @@ class InputProcessor:
         self._check_ids("stop.stop_token_ids", params.stop_token_ids)
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(facts.eos_token_ids))
         return ResolvedSampling(
-            temperature=facts.default_temperature if params.temperature is None else params.temperature,
-            top_k=facts.default_top_k if params.top_k is None else params.top_k,
-            top_p=facts.default_top_p if params.top_p is None else params.top_p,
-            seed=secrets.randbits(64) if params.seed is None else params.seed,
-            max_tokens=room if params.max_tokens is None else params.max_tokens,
-            end_token_ids=frozenset(ends),
-            stop=params.stop,
+            temperature=float(facts.default_temperature if params.temperature is None else params.temperature),
+            top_k=int(facts.default_top_k if params.top_k is None else params.top_k),
+            top_p=float(facts.default_top_p if params.top_p is None else params.top_p),
+            seed=secrets.randbits(64) if params.seed is None else int(params.seed),
+            max_tokens=room if params.max_tokens is None else int(params.max_tokens),
+            end_token_ids=frozenset(map(int, ends)),
+            stop=tuple(map(_plain, params.stop)),
             skip_special_tokens=params.skip_special_tokens,
         )
 
@@ -189,9 +189,9 @@ class InputProcessor:
         tokens, length = params.max_draft_tokens, params.branch_length
         target_ms = self._default_tpot_target_ms if params.tpot_target_ms is None else params.tpot_target_ms
         return ResolvedSpeculation(
-            drafter=drafter,
-            max_draft_tokens=limits.max_draft_tokens if tokens is None else min(tokens, limits.max_draft_tokens),
-            branch_length=limits.branch_length if length is None else min(length, limits.branch_length),
+            drafter=_plain(drafter),
+            max_draft_tokens=limits.max_draft_tokens if tokens is None else min(int(tokens), limits.max_draft_tokens),
+            branch_length=limits.branch_length if length is None else min(int(length), limits.branch_length),
             draft_scope=self.resolve_scope(params.draft_scope),
             references=references,
             tpot_target_s=None if target_ms is None else target_ms / 1e3,
@@ -208,7 +208,7 @@ class InputProcessor:
     def resolve_scope(self, draft_scope: str) -> str | None:
         """The scope that is meant; None shares nothing."""
         scope = draft_scope or self._default_scope
-        return None if scope == PRIVATE_SCOPE else scope
+        return None if scope == PRIVATE_SCOPE else _plain(scope)
 
     def make_request(
         self,
@@ -234,13 +234,13 @@ class InputProcessor:
         sampling = self.resolve(params, len(prompt_token_ids))
         resolved = self.resolve_speculation(speculation)
         return Request(
-            request_id,
+            _plain(request_id),
             prompt_token_ids,
             sampling,
             arrival_s,
             resolved,
             deadline_s,
-            check_priority(priority),
+            int(check_priority(priority)),
             prefix_scope=self.resolve_scope(speculation.draft_scope) if self._has_prefix_cache else None,
         )
 
@@ -249,6 +249,11 @@ def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase | None, vocab_size
     """A hash over every token's text and id, and the model's bound on ids; without a tokenizer, over its name."""
     tokens = model if tokenizer is None else sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps([vocab_size, tokens]).encode()).hexdigest()
+
+
+def _plain(text: str) -> str:
+    """Text of str's own type: another process knows nothing of a program's enumerations."""
+    return str.__str__(text)
 
 
 def _integers(token_ids: Sequence[int]) -> list[int]:

@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.request
 from contextlib import aclosing
+from enum import StrEnum
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,15 @@ def make_config(tiny_model: dict[str, Path], **changes: object) -> EngineConfig:
 def process_of(engine: AsyncEngine) -> EngineProcess:
     assert isinstance(engine._back, EngineProcess)
     return engine._back
+
+
+def assert_signals_are_caught(pid: int) -> None:
+    """And not ignored: what it starts, to compile drafters, would ignore them, too, and never end."""
+    status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        bit = 1 << (number - 1)
+        assert not int(status["SigIgn"], 16) & bit
+        assert int(status["SigCgt"], 16) & bit
 
 
 def is_gone(pid: int) -> bool:
@@ -90,6 +100,7 @@ async def test_it_answers_and_counts_as_in_this_process(tiny_model: dict[str, Pa
     assert max(fresh.usage.accepted_draft_tokens, cold.usage.accepted_draft_tokens) < 20
 
     pid = process_of(engine)._process.pid
+    assert_signals_are_caught(pid)
     await engine.shutdown()
     await engine.shutdown()
     assert process_of(engine)._process.returncode == 0
@@ -182,3 +193,56 @@ def test_metrics_that_do_not_come_are_those_that_came_last(monkeypatch: pytest.M
     metrics = RemoteMetrics(ask)
     assert metrics.reading() is answer
     assert metrics.reading() is answer, "late"
+
+
+def test_a_reading_under_way_does_not_outwait_the_engines_end() -> None:
+    metrics = RemoteMetrics(lambda: metrics.end())
+    started_s = time.monotonic()
+    assert metrics.reading() == metrics.reading() == MetricsReading()
+    assert time.monotonic() - started_s < 4
+
+
+class Tenant(StrEnum):
+    """Of this module, which the engine's process cannot import."""
+
+    A = "tenant"
+
+
+async def test_a_programs_own_types_do_not_cross(tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = await AsyncEngine.start(make_config(tiny_model), own_process=True)
+    monkeypatch.setattr(Tenant, "__module__", "nowhere")
+    named = SpeculationParams(draft_scope=Tenant.A)
+    async with asyncio.timeout(60):
+        output = await engine.generate(PROMPTS[0], LONG, request_id=Tenant.A, speculation=named)
+        await engine.clear_draft_scope(Tenant.A)
+        assert (await engine.generate(PROMPTS[0], LONG)).token_ids == output.token_ids
+        await engine.shutdown()
+    assert process_of(engine)._process.returncode == 0
+
+
+async def test_an_engine_that_does_not_read_holds_nobody_up(tiny_model: dict[str, Path]) -> None:
+    engine = await AsyncEngine.start(make_config(tiny_model), own_process=True)
+    process = process_of(engine)._process
+    os.kill(process.pid, signal.SIGSTOP)
+    long = [5] * 200
+    for _ in range(400):  # far more than the pipe holds
+        async with aclosing(engine.stream(long, LONG)) as events:
+            assert isinstance(await anext(events), Started)
+    assert engine.num_in_flight == 0
+    os.kill(process.pid, signal.SIGCONT)
+    async with asyncio.timeout(60):
+        assert len((await engine.generate(PROMPTS[0], LONG)).token_ids) == 60
+        await engine.shutdown()
+    assert process.returncode == 0
+
+
+async def test_it_is_the_fronts_own_package_whatever_the_folder_holds(
+    tiny_model: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "random.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(tmp_path)
+    engine = await AsyncEngine.start(make_config(tiny_model), own_process=True)
+    assert len((await engine.generate(PROMPTS[0], LONG)).token_ids) == 60
+    await engine.shutdown()
+    with pytest.raises(ConfigError, match="'/nowhere'"):
+        await AsyncEngine.start(make_config(tiny_model, model="/nowhere"), own_process=True)
