@@ -141,12 +141,11 @@ def _serve(arguments: argparse.Namespace) -> int:
         )
     engine_config: EngineConfig = make_config(EngineConfig, arguments)
 
+    from batchserve.engine.async_engine import AsyncEngine
     from batchserve.server.lifecycle import serve
 
     async def start_engine() -> AsyncEngine:
-        # These imports take seconds, in which the server listens already.
-        engine_class = await asyncio.to_thread(_import_engine)
-        engine = await engine_class.start(engine_config, progress, own_process=server_config.has_engine_process)
+        engine = await AsyncEngine.start(engine_config, progress, own_process=server_config.has_engine_process)
         # What is there now stays: to look through all of it again would stop every stream for some tenths of a second.
         gc.collect()
         gc.freeze()
@@ -157,12 +156,6 @@ def _serve(arguments: argparse.Namespace) -> int:
     finally:
         gc.unfreeze()  # what is never collected extension modules call a leak, on standard error
     return 0
-
-
-def _import_engine() -> type[AsyncEngine]:
-    from batchserve.engine.async_engine import AsyncEngine
-
-    return AsyncEngine
 
 
 def _add_warm_flags(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Files that a command is told to write."""
+"""Files that a command is given, or told to write."""
 
 from __future__ import annotations
 

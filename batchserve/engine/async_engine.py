@@ -102,11 +102,8 @@ class AsyncEngine:
         own_process: the engine gets one, and does not share the interpreter with this loop (docs/performance.md).
         The drafter may still be compiling then (unless `wait_for_drafter`): requests go without drafts meanwhile.
         """
-        if own_process:
-            return cls(await asyncio.to_thread(EngineProcess, config, on_progress), config)
-        from batchserve.engine.build import build_engine
-
-        return cls(await asyncio.to_thread(build_engine, config, on_progress, is_serving=True), config)
+        make = EngineProcess if own_process else _build
+        return cls(await asyncio.to_thread(make, config, on_progress), config)
 
     @property
     def info(self) -> ModelInfo:
@@ -329,6 +326,13 @@ class AsyncEngine:
         for done in self._clearing.values():
             if not done.done():
                 done.set_exception(error.with_traceback(None))
+
+
+def _build(config: EngineConfig, on_progress: Callable[[str], None] | None) -> BuiltEngine:
+    """Imported here, in a thread: that takes seconds, and a front whose engine is elsewhere needs none of it."""
+    from batchserve.engine.build import build_engine
+
+    return build_engine(config, on_progress, is_serving=True)
 
 
 def _seconds(deadline_s: object) -> float | None:

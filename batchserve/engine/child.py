@@ -13,6 +13,7 @@ import pickle
 import signal
 import sys
 import threading
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -61,9 +62,8 @@ def main() -> None:
     os.set_inheritable(descriptor, False)
     pipe = Pipe(Connection(descriptor))
     config: EngineConfig = pipe.receive()
-    loops: list[EngineLoop] = []
-    is_built = threading.Event()
-    reader = threading.Thread(target=_read, args=(pipe, loops, is_built), name="batchserve-messages", daemon=True)
+    built: Future[EngineLoop] = Future()
+    reader = threading.Thread(target=_read, args=(pipe, built), name="batchserve-messages", daemon=True)
     reader.start()  # at once: the front may go while the model is being loaded
     try:
         loop = _build(config, pipe)
@@ -72,8 +72,7 @@ def main() -> None:
             logger.exception("the engine cannot be built")
         pipe.send(NotBuilt(_portable(error)))
         return
-    loops.append(loop)
-    is_built.set()
+    built.set_result(loop)
     # What is there now stays; to look through all of it again would hold up a step.
     gc.collect()
     gc.freeze()
@@ -92,18 +91,27 @@ def _build(config: EngineConfig, pipe: Pipe) -> EngineLoop:
     return EngineLoop(built, config.draft.draft_cache, pipe.send)
 
 
-def _read(pipe: Pipe, loops: list[EngineLoop], is_built: threading.Event) -> None:
+def _read(pipe: Pipe, built: Future[EngineLoop]) -> None:
     try:
         while True:
             message = pipe.receive()
-            is_built.wait()
             if isinstance(message, ReadMetrics):
-                pipe.send(Reading(loops[0].metrics.reading()))
+                _answer(pipe, built.result())
             else:
-                loops[0].inbox.put(message)
+                built.result().inbox.put(message)
     except Exception:  # nobody would hear of requests any more, nor of the end
         logger.exception("the front is not understood")
         os._exit(1)
+
+
+def _answer(pipe: Pipe, loop: EngineLoop) -> None:
+    """Figures, in the midst of a step; without an answer the front has those that it was told last."""
+    try:
+        reading = loop.metrics.reading()
+    except Exception:
+        logger.exception("the metrics cannot be read")
+    else:
+        pipe.send(Reading(reading))
 
 
 def _portable(error: Exception) -> Exception:

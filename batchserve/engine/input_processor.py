@@ -264,7 +264,7 @@ def _integers(token_ids: Sequence[int]) -> list[int]:
             raise TypeError
         if bool in set(map(type, token_ids)):
             raise TypeError
-        return [operator.index(token_id) for token_id in token_ids]
+        return list(map(int, map(operator.index, token_ids)))  # of int's own type, as `_plain` is of str's
     except TypeError:
         raise InvalidRequestError("INVALID_TOKEN_IDS", "token_ids", token_ids, "integers") from None
 

@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.request
 from contextlib import aclosing
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from pathlib import Path
 
 import pytest
@@ -208,12 +208,20 @@ class Tenant(StrEnum):
     A = "tenant"
 
 
+class Token(IntEnum):
+    """The same of a number."""
+
+    A = PROMPTS[0][0]
+
+
 async def test_a_programs_own_types_do_not_cross(tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = await AsyncEngine.start(make_config(tiny_model), own_process=True)
     monkeypatch.setattr(Tenant, "__module__", "nowhere")
+    monkeypatch.setattr(Token, "__module__", "nowhere")
     named = SpeculationParams(draft_scope=Tenant.A)
+    prompt = [Token.A, *PROMPTS[0][1:]]
     async with asyncio.timeout(60):
-        output = await engine.generate(PROMPTS[0], LONG, request_id=Tenant.A, speculation=named)
+        output = await engine.generate(prompt, LONG, request_id=Tenant.A, speculation=named, priority=Token.A)
         await engine.clear_draft_scope(Tenant.A)
         assert (await engine.generate(PROMPTS[0], LONG)).token_ids == output.token_ids
         await engine.shutdown()
