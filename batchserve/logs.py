@@ -6,6 +6,6 @@ import logging
 import sys
 
 
-def configure_logging() -> None:
-    """To standard error, from INFO on."""
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+def configure_logging(level: int = logging.INFO) -> None:
+    """To standard error, from that level on."""
+    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -30,7 +30,7 @@ _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 
 
 def parse_size(text: str) -> int:
     """Bytes of '2GiB', '512MiB', '1.5 GiB' or '1048576'; raises argparse.ArgumentTypeError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]iB|B?)", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]iB|B?)", text.strip(), re.IGNORECASE | re.ASCII)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 2GiB, 512MiB or 1048576 (bytes)")
     return int(Fraction(match[1]) * _UNITS[match[2].upper()])

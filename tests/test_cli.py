@@ -51,7 +51,7 @@ def test_sizes(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "2GB", "-1", "1e9", "2 G", "nan"])
+@pytest.mark.parametrize("text", ["", "GiB", "2GB", "-1", "1e9", "2 G", "nan", "٣GiB"])
 def test_not_sizes(text):
     with pytest.raises(argparse.ArgumentTypeError, match="not a size"):
         parse_size(text)

@@ -171,17 +171,13 @@ class DraftForest(NamedTuple):
 
         Raises ValueError otherwise.
         """
-        size = int(np.count_nonzero(keep))
-        taken = (
-            np.zeros(len(self.starts), np.int64),
-            np.empty(size, np.int64),
-            np.empty(size, np.int64),
-            np.empty(size),
-            np.empty(size, np.bool_),
-        )
-        if _take(self.starts, self.token_ids, self.parents, self.probs, self.is_verified, keep, taken) < 0:
+        starts, (tokens, parents) = np.zeros(len(self.starts), np.int64), np.empty((2, len(keep)), np.int64)
+        probs, is_verified = np.empty(len(keep)), np.empty(len(keep), np.bool_)
+        taken = starts, tokens, parents, probs, is_verified
+        size = _take(self.starts, self.token_ids, self.parents, self.probs, self.is_verified, keep, taken)
+        if size < 0:
             raise ValueError("a draft node's parent does not come before it, or is left out")
-        return DraftForest(*taken)
+        return DraftForest(starts, tokens[:size], parents[:size], probs[:size], is_verified[:size])
 
     def check(self, queries: DraftQueries) -> None:
         """Raises ValueError on a tree that breaks the contract, or is more than its query asks for."""

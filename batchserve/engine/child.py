@@ -1,7 +1,7 @@
 """The process that engine/engine_process.py starts: builds an engine and runs its loop, until the pipe says otherwise.
 
-Its argument is the pipe's number. Signals are the front's: whoever stops a server may send them to all of its
-processes.
+Its arguments are the pipe's number and the level from which on the front logs. Signals are the front's: whoever stops a
+server may send them to all of its processes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> None:
     """Run one engine."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which whatever is started from here would inherit
-    configure_logging()
+    configure_logging(int(sys.argv[2]))
     apply_thread_policy()
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)

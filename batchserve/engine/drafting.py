@@ -64,7 +64,7 @@ class DraftStage:
     def propose(self, plan: SchedulerOutput) -> DraftForest:
         """The drafts of one step, a tree for every scheduled request, with K/V reserved for their rows."""
         self._step = step = StepOutcome(plan.load, plan.decoding, plan.load)
-        num_trees, places = len(plan.requests), np.flatnonzero(plan.columns[:, MOST_DRAFT])
+        num_trees, places = len(plan.requests), plan.drafted
         if not len(places) or (self.adaptive is not None and not self.adaptive.begin_step(plan.load, plan.decoding)):
             return DraftForest.empty(num_trees)
         request_ids, bounds = plan.request_ids, plan.columns[places, MOST_DRAFT:]

@@ -177,8 +177,9 @@ def _start() -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:
     ours, theirs = socket.socketpair()
     with theirs:
         code = CHILD.format(path=[folder or os.getcwd() for folder in sys.path])
+        level = logging.getLogger("batchserve").getEffectiveLevel()
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", code, str(theirs.fileno())],
+            [sys.executable, "-P", "-c", code, str(theirs.fileno()), str(level)],
             stdin=subprocess.DEVNULL,
             stdout=2,
             pass_fds=[theirs.fileno()],

@@ -74,7 +74,7 @@ class Market(NamedTuple):
 
         speed_up: how much faster than without drafts tokens come (price.py); max_inflation: longest_s over alone_s.
         """
-        without_s, alone_s, row_s, least_row_s = quote(step_time.arrays, load.floats(), alone.floats())
+        without_s, alone_s, row_s, least_row_s = quote(step_time.arrays, tuple(load), tuple(alone))
         price, longest_s = speed_up * alone.num_requests / alone_s, max_inflation * alone_s
         return cls(load, without_s, alone_s, price, row_s, least_row_s, longest_s, never_longer_s)
 
@@ -94,5 +94,5 @@ def choose_drafts(
     prompts_s = market.without_s - market.alone_s
     terms = (market.price, market.row_s, market.least_row_s, max_rows, prompts_s, market.longest_s)
     what = (offer.owners, offer.gains, offer.rows, (bidders.contexts, bidders.bids))
-    buy(*what, step_time.arrays, market.load.floats(), (*terms, market.never_longer_s), chosen)
+    buy(*what, step_time.arrays, tuple(market.load), (*terms, market.never_longer_s), chosen)
     return chosen

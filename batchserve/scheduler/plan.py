@@ -50,13 +50,15 @@ class ScheduledRequest(NamedTuple):
 class SchedulerOutput:
     """The plan of one step. K/V for the pending tokens is reserved; for drafts it is not yet.
 
-    columns int64 [num_requests, 6]: see above. load: the step without drafts; decoding: what of it gives requests one
-    more token each. max_draft_rows: what max_num_batched_tokens leaves for the drafts of all requests.
+    columns int64 [num_requests, 6]: see above. drafted int64: the places of those that may be drafted. load: the step
+    without drafts; decoding: what of it gives requests one more token each. max_draft_rows: what max_num_batched_tokens
+    leaves for the drafts of all requests.
     """
 
     requests: list[Request]
     request_ids: list[str]
     columns: IntArray
+    drafted: IntArray
     load: StepLoad
     decoding: StepLoad
     preempted: list[Request]
@@ -84,14 +86,14 @@ class SchedulerOutput:
 
 
 @njit(cache=True, nogil=True)
-def _lay_out(facts, share, max_model_len, columns):  # type: ignore[no-untyped-def]
-    """Fill the columns from facts [num_requests, 7]; nobody gets more than `share` draft tokens.
+def _lay_out(facts, share, max_model_len, columns, drafted):  # type: ignore[no-untyped-def]
+    """Fill the columns, and the places of whom is drafted, from facts [num_requests, 7].
 
-    No draft is deeper than could still be given to the client. Returns the step's load and that of those who decode,
-    as StepLoad has them.
+    Nobody gets more than `share` draft tokens, and no draft is deeper than could still be given to the client. Returns
+    the step's load and that of those who decode, as StepLoad has them, and how many are drafted.
     """
     logit_rows, context, attended, all_rows = 0, 0, 0, 0
-    num_decoding, decoding_context = 0, 0
+    num_decoding, decoding_context, num_drafted = 0, 0, 0
     for i in range(len(facts)):
         computed, rows, length, most_total, room, most, branch_length = facts[i]
         is_sampled = computed + rows == length
@@ -103,6 +105,9 @@ def _lay_out(facts, share, max_model_len, columns):  # type: ignore[no-untyped-d
         columns[i, MOST_DRAFT] = budget if is_drafted else 0
         columns[i, DRAFT_DEPTH] = min(depth, branch_length) if is_drafted else 0
         columns[i, ROW_DEPTH] = row_depth if is_drafted else 0
+        if is_drafted:
+            drafted[num_drafted] = i
+            num_drafted += 1
         all_rows += rows
         logit_rows += is_sampled
         context += computed
@@ -111,7 +116,7 @@ def _lay_out(facts, share, max_model_len, columns):  # type: ignore[no-untyped-d
             num_decoding += 1
             decoding_context += computed
     decoding = (num_decoding, num_decoding, num_decoding, decoding_context, decoding_context)
-    return (all_rows, logit_rows, len(facts), context, attended), decoding
+    return (all_rows, logit_rows, len(facts), context, attended), decoding, num_drafted
 
 
 @njit(cache=True, nogil=True)
@@ -133,10 +138,11 @@ def lay_plan(
     max_model_len: int,
 ) -> SchedulerOutput:
     """facts: FACTS numbers of each request, one behind the other; share: of max_draft_rows, what each may have."""
-    columns = np.empty((len(requests), 6), np.int64)
-    load, decoding = _lay_out(np.array(facts, np.int64).reshape(-1, FACTS), share, max_model_len, columns)
-    loads = StepLoad(*load), StepLoad(*decoding)
-    return SchedulerOutput(requests, request_ids, columns, *loads, preempted, max_draft_rows)
+    columns, drafted = np.empty((len(requests), 6), np.int64), np.empty(len(requests), np.int64)
+    numbers = np.array(facts, np.int64).reshape(-1, FACTS)
+    load, decoding, num_drafted = _lay_out(numbers, share, max_model_len, columns, drafted)
+    what = columns, drafted[:num_drafted], StepLoad(*load), StepLoad(*decoding)
+    return SchedulerOutput(requests, request_ids, *what, preempted, max_draft_rows)
 
 
 def compile_kernels() -> None:

@@ -70,7 +70,7 @@ class PromptRoom:
         bound, wanted = self._bound, min(num_tokens, most)
         if bound is None or wanted <= least:
             return wanted
-        what = bound.decoding.floats(), self._taken.floats(), float(bound.num_draft_rows), float(context_len)
+        what = tuple(bound.decoding), tuple(self._taken), bound.num_draft_rows, context_len
         sizes, limits = (least, CHUNK_STEP, most), (bound.max_inflation, bound.max_step_s)
         fitting: int = fitting_rows(bound.step_time.arrays, what, sizes, limits)
         return min(wanted, fitting)

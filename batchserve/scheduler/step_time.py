@@ -34,10 +34,6 @@ class StepLoad(NamedTuple):
     context_tokens: int = 0
     attended_tokens: int = 0
 
-    def floats(self) -> tuple[float, ...]:
-        rows, logit_rows, requests, context, attended = self
-        return rows + 0.0, logit_rows + 0.0, requests + 0.0, context + 0.0, attended + 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class StepTimeTable:
@@ -90,7 +86,7 @@ class StepTimeModel:
 
     def predict(self, load: StepLoad) -> float:
         """Seconds of such a step."""
-        return seconds_at(self.arrays, load.floats(), 0.0, 0.0)  # type: ignore[no-any-return]
+        return seconds_at(self.arrays, tuple(load), 0.0, 0.0)  # type: ignore[no-any-return]
 
     def critical_length(self) -> int:
         """The most rows that one step runs in CRITICAL_RATIO times the time of the fewest.
@@ -114,7 +110,7 @@ class StepTimeModel:
 
         Returns what it, and the others that are given, were predicted to take before.
         """
-        loads = (load.floats(), (without or load).floats(), (decoding or load).floats())
+        loads = tuple(load), tuple(without or load), tuple(decoding or load)
         return learn_step(self.arrays, *loads, seconds, num_steps)  # type: ignore[no-any-return]
 
 

@@ -31,7 +31,7 @@ def _segment(knots, rows):  # type: ignore[no-untyped-def]
 def seconds_at(table, load, more_rows, more_attended):  # type: ignore[no-untyped-def]
     """Seconds of a step that has so many more sampled rows and attended pairs.
 
-    table: StepTimeModel.arrays; load: StepLoad.floats().
+    table: StepTimeModel.arrays; load: a StepLoad, as a plain tuple.
     """
     knots, seconds, shape, slopes = table
     num_rows, num_logit_rows, num_requests, context, attended = load
@@ -90,7 +90,7 @@ def _seconds_beside(table, what, rows, num_drafts):  # type: ignore[no-untyped-d
 def fitting_rows(table, what, sizes, bounds):  # type: ignore[no-untyped-def]
     """The most rows that one more prompt may have in a step; see prompt_room.py.
 
-    what: the loads, as StepLoad.floats(), of decoding requests and of the prompts that have rows already; draft rows to
+    what: the loads, as plain tuples, of decoding requests and of the prompts that have rows already; draft rows to
     be expected; K/V entries behind the prompt. sizes: the least number of rows, which is returned where none fits, what
     is added to it, the most. bounds: how many times as long as without prompts the step may become, and the seconds
     that it may take without drafts.
@@ -114,6 +114,6 @@ def fitting_rows(table, what, sizes, bounds):  # type: ignore[no-untyped-def]
 
 def compile_kernels() -> None:
     """Compile every kernel, or load it from the cache on disk."""
-    table, load = (np.array([1.0, 2.0]), np.ones(2), np.zeros(2), np.zeros(5)), (1.0, 1.0, 1.0, 0.0, 0.0)
+    table, load = (np.array([1.0, 2.0]), np.ones(2), np.zeros(2), np.zeros(5)), (1, 1, 1, 0, 0)
     learn_step(table, load, load, load, seconds_at(table, load, 0.0, 0.0), 1)
-    fitting_rows(table, (load, load, 0.0, 0.0), (1, 1, 2), (1.0, 1.0))
+    fitting_rows(table, (load, load, 0, 0), (1, 1, 2), (1.0, 1.0))

@@ -7,9 +7,9 @@ replay does nothing, and what a step would have given is made up from the record
 as long as a step of a 7B model takes on a large GPU, however many rows it has. So rows look free, and drafts become as
 large as they would be there. The device has nothing to do while the host reads what came back, in the gap from wait()'s
 end to launch() (benchmarks/gpu/gap.py has the same), and in the launch itself, up to the replay; answers are published
-behind that. One core for everything; and once more with a second thread for the drafter. The same also with steps one
-right behind the other, while the engine's clock goes on as if the device had been waited for: that is what the code
-itself takes, whoever else uses the machine meanwhile.
+behind that. Of the gap's parts another run tells. One core for everything; and once more with a second thread for the
+drafter. The same also with steps one right behind the other, while the engine's clock goes on as if the device had been
+waited for: that is what the code itself takes, whoever else uses the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ SIZE, STEPS = 16, 200
 RECORDED = "gsm_qwen2_7b"
 FORWARD_S = 5e-3
 MOST_ROWS = 512  # of a graph, and of a step: none is eager
-OUTSIDE = ("launch", "reading", "publish")  # of the gap
 
 
 class IdleCapturer:
@@ -89,13 +88,17 @@ def pretended() -> Iterator[None]:
 
 
 @contextmanager
-def watched(bench: Lab, parts: Parts) -> Iterator[None]:
-    """Beside overhead's parts the launch, the device's own, and what wait() makes of what came back."""
-    launch = parts.timed("launch", bench.engine.core.runner.launch)
+def watched(bench: Lab, parts: Parts, *, is_gap_split: bool) -> Iterator[None]:
+    """The launch, the device's own part, what wait() makes of what came back, and publishing; the gap in one or split
+    into overhead's parts.
+    """
+    core = bench.engine.core
+    launch, publish = parts.timed("launch", core.runner.launch), parts.timed("publish", core._publish)
     device, reading = parts.timed("device", made_up), parts.timed("reading", DeviceSampler.to_verified)
     with (
-        instrumented(bench, parts),
-        mock.patch.object(bench.engine.core.runner, "launch", launch),
+        mock.patch.object(core, "_publish", publish),
+        mock.patch.object(core.runner, "launch", launch),
+        instrumented(bench, parts, is_host_split=is_gap_split),
         mock.patch.object(sys.modules[__name__], "made_up", device),
         mock.patch.object(DeviceSampler, "to_verified", lambda *arguments: reading(*arguments)),
     ):
@@ -116,21 +119,22 @@ def measure(bench: Lab, records: Sequence[ReplayRecord], contender: Contender, o
 def timed_parts(
     bench: Lab, records: Sequence[ReplayRecord], contender: Contender, load: list[tuple[int, int]]
 ) -> dict[str, Any]:
-    parts = Parts()
-    with watched(bench, parts):
-        run = bench.driver.run(records, load, contender)
+    whole, parts = Parts(), Parts()
+    for timed in (whole, parts):
+        with watched(bench, timed, is_gap_split=timed is parts):
+            run = bench.driver.run(records, load, contender)
 
-    def median_ms(*names: str) -> float:
-        return round(statistics.median(sum(step.get(name, 0.0) for name in names) for step in parts.steps) * 1e3, 4)
+    def median_ms(name: str, timed: Parts = whole) -> float:
+        return round(statistics.median(step.get(name, 0.0) for step in timed.steps) * 1e3, 4)
 
     names = sorted({name for step in parts.steps for name in step} - {"device"})
     return {
         "steps": len(run.step_s),
         "reading_ms": median_ms("reading"),
-        "gap_ms": median_ms(*(name for name in names if name not in OUTSIDE)),
+        "gap_ms": median_ms("other"),
         "launch_ms": median_ms("launch"),
         "publish_ms": median_ms("publish"),
-        "median_ms_by_part": {name: median_ms(name) for name in names},
+        "median_ms_by_part": {name: median_ms(name, parts) for name in names},
         "draft_rows_per_step": round(run.draft_rows / len(run.step_s), 1),
         "acceptance_length": round(run.tokens_per_step, 3),
     }

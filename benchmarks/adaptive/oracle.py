@@ -146,7 +146,7 @@ class KnownOdds(AsksAll):
             rows += len(nodes)
             attended += len(nodes) * each.num_computed_tokens
         tally.tokens += tokens
-        load = self._market.load.floats()
+        load = tuple(self._market.load)
         tally.seconds += seconds_at(self._truth.arrays, load, float(rows), float(attended)) + self._beside_s
 
 
@@ -169,7 +169,7 @@ def buy(
     rows = rows[: len(bundles)].astype(np.float64)
     tokens = np.cumsum([tokens for _, _, tokens, _ in bundles])
     attended = np.cumsum([float(len(nodes) * each.num_computed_tokens) for _, each, _, nodes in bundles])
-    table, alone = step_time.arrays, load.floats()
+    table, alone = step_time.arrays, tuple(load)
     seconds = np.array([seconds_at(table, alone, r, a) for r, a in zip(rows, attended, strict=True)])
     seconds -= step_time.predict(load)
     worth = tokens - price * seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import os
 import signal
 import subprocess
@@ -242,6 +243,21 @@ async def test_an_engine_that_does_not_read_holds_nobody_up(tiny_model: dict[str
         assert len((await engine.generate(PROMPTS[0], LONG)).token_ids) == 60
         await engine.shutdown()
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING])
+async def test_it_logs_from_the_fronts_level_on(
+    tiny_model: dict[str, Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    level: int,
+) -> None:
+    (tmp_path / "file").touch()
+    caplog.set_level(level, "batchserve")
+    engine = await AsyncEngine.start(make_config(tiny_model, cache_dir=str(tmp_path / "file")), own_process=True)
+    await engine.shutdown()
+    assert ("step times are not kept" in capfd.readouterr().err) is (level == logging.INFO)
 
 
 async def test_it_is_the_fronts_own_package_whatever_the_folder_holds(

@@ -57,6 +57,7 @@ def load_of(scheduled: list[ScheduledRequest]) -> StepLoad:
 def test_a_plan_is_what_it_is_request_by_request(all_facts: list[tuple[int, ...]], share: int) -> None:
     plan, expected = planned(all_facts, share)
     assert plan.scheduled == expected
+    assert plan.drafted.tolist() == [place for place, item in enumerate(expected) if item.max_draft_tokens]
     assert plan.is_decoding.tolist() == [item.is_decoding for item in expected]
     assert plan.load == load_of(expected)
     assert plan.decoding == load_of([item for item in expected if item.is_decoding])

@@ -34,7 +34,7 @@ def test_more_rows_are_as_a_step_that_has_them(rows: int, requests: int, context
             model.observe(StepLoad(each, each, 1), 0.01 * (1 + i % 3))
         load = StepLoad(rows, max(1, rows // 2), requests, context, 3 * context)
         more = load._replace(num_rows=rows + 7, num_logit_rows=max(1, rows // 2) + 7, attended_tokens=3 * context + 70)
-        assert seconds_at(model.arrays, load.floats(), 7.0, 70.0) == pytest.approx(model.predict(more))
+        assert seconds_at(model.arrays, tuple(load), 7.0, 70.0) == pytest.approx(model.predict(more))
 
 
 def test_more_rows_never_take_less_whatever_was_measured() -> None:
