@@ -30,6 +30,8 @@ TURNS = 11
 
 
 def run(kit: Kit, report: Report, shape: str, bandwidth: float) -> None:
+    if kit.is_eager:
+        return
     cells = {f"buckets/b{requests}": requests for requests in kit.pick(REQUESTS, REQUESTS[:2])}
     bench = build_for(kit, report, "buckets", cells, lambda kit: BucketBench(kit, shape, bandwidth))
     if bench is None:

@@ -35,6 +35,7 @@ class Kit:
 
     backend: an attention backend that engines shall use, "auto": the fastest whose kernels are there. can_compile:
     whether FlashInfer may compile what it lacks, which takes minutes. unfit: kernels that were found wrong or failing.
+    is_eager: engines have no graphs.
     """
 
     is_dry: bool
@@ -43,6 +44,7 @@ class Kit:
     backend: str = "auto"
     can_compile: bool = False
     unfit: frozenset[str] = frozenset()
+    is_eager: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -179,7 +181,7 @@ def environment(kit: Kit) -> dict[str, Any]:
     packages = ("torch", "transformers", "triton", "flashinfer-python", "apache-tvm-ffi", "numpy", "numba", "grpcio")
     facts: dict[str, Any] = {"python": platform.python_version(), "cores": os.cpu_count(), "dry": kit.is_dry}
     facts |= {name: version(name) for name in packages}
-    facts |= {"backend": kit.backend, "unfit": sorted(kit.unfit)}
+    facts |= {"backend": kit.backend, "unfit": sorted(kit.unfit), "is_eager": kit.is_eager}
     if not kit.is_dry:
         properties = torch.cuda.get_device_properties(0)
         facts |= {

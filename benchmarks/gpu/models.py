@@ -135,7 +135,7 @@ def backend_options(kit: Kit, head_dim: int, dtype: torch.dtype = torch.bfloat16
     for options in all_backends(kit, head_dim, dtype).values():
         if kit.backend in ("auto", options["attention_backend"]):
             return options
-    return {"device": "cuda", "attention_backend": kit.backend}
+    return {"device": "cuda", "attention_backend": kit.backend, "enforce_eager": kit.is_eager}
 
 
 def all_backends(kit: Kit, head_dim: int, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
@@ -153,7 +153,9 @@ def all_backends(kit: Kit, head_dim: int, dtype: torch.dtype) -> dict[str, dict[
     found: dict[str, dict[str, Any]] = {}
     for name in names:
         backend, _, mask = name.partition("_")
-        found[name] = {"device": "cuda", "attention_backend": backend, **({"flashinfer_mask": mask} if mask else {})}
+        found[name] = {"device": "cuda", "attention_backend": backend, "enforce_eager": kit.is_eager}
+        if mask:
+            found[name]["flashinfer_mask"] = mask
     return found
 
 
@@ -186,6 +188,6 @@ def build_for(
 
 def graph_modes(kit: Kit) -> dict[str, dict[str, Any]]:
     """The engine as it is, without graphs, and compiled, as far as it has these; a CPU has none of them."""
-    known = set() if kit.is_dry else {field.name for field in dataclasses.fields(EngineConfig)}
+    known = set() if kit.is_dry or kit.is_eager else {field.name for field in dataclasses.fields(EngineConfig)}
     modes = {"eager": {"enforce_eager": True}, "compiled": {"compile_model": True}}
     return {"default": {}, **{name: options for name, options in modes.items() if known >= options.keys()}}

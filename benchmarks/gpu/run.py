@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="gpu-kit-") as scratch:
         from benchmarks.gpu.kit import Kit
 
-        kit = Kit(args.dry_run, Path(scratch), args.replay, args.backend, args.compile)
+        kit = Kit(args.dry_run, Path(scratch), args.replay, args.backend, args.compile, is_eager=args.eager)
         start = _way_to_start(kit)
         if start is None:
             _say("no process could use the device; nothing was measured")
@@ -109,6 +109,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", type=_parts, default=tuple(PARTS), metavar="A,B", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--backend", default="auto", help="attention backend of the engines (default: the fastest)")
     parser.add_argument("--compile", action="store_true", help="let FlashInfer compile modules that are not there")
+    parser.add_argument("--eager", action="store_true", help="engines without graphs")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU")
     args = parser.parse_args(arguments)
     if args.minutes <= 0:
@@ -172,16 +173,22 @@ def _start(process: Any) -> None:
 
 
 def _fit(kit: Kit, name: str, out: Path) -> Kit:
-    """The kit without the kernels that `correctness` has found wrong, in this run or before into the same folder."""
-    from benchmarks.gpu.verdict import unfit
+    """The kit without the kernels that `correctness` has found wrong, in this run or before into the same folder;
+    without graphs where those of all kernels are.
+    """
+    from benchmarks.gpu.verdict import has_no_graphs, unfit
 
     path = out / "correctness.json"
     if name == "correctness" or not path.exists():
         return kit
-    found = unfit(json.loads(path.read_text()))
+    data = json.loads(path.read_text())
+    is_eager = kit.is_eager or has_no_graphs(data)
+    if is_eager:
+        _say(f"{name}: all steps are eager")
+    found = unfit(data, is_eager=is_eager)
     for kernel, cell in found.items():
         _say(f"{name}: without {kernel}, because of {cell} in {path.name}")
-    return dataclasses.replace(kit, unfit=frozenset(found))
+    return dataclasses.replace(kit, unfit=frozenset(found), is_eager=is_eager)
 
 
 def _run_part(context: Any, name: str, kit: Any, path: Path, limit_s: float) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.verdict import unfit
+from benchmarks.gpu.verdict import has_no_graphs, unfit
 
 Data = dict[str, Any]
 # What issue and design ask for; each line of a summary that has a bound says whether it was kept.
@@ -113,7 +113,10 @@ def _verdicts(data: Data) -> list[str]:
 
 
 def _unfit(data: Data) -> list[str]:
-    return [f"engines do without {kernel} from here on, because of {cell}" for kernel, cell in unfit(data).items()]
+    is_eager = has_no_graphs(data)
+    lines = ["engines do without graphs from here on: no kernel's are right"] if is_eager else []
+    found = unfit(data, is_eager=is_eager)
+    return lines + [f"engines do without {kernel} from here on, because of {cell}" for kernel, cell in found.items()]
 
 
 def _on(cell: Data) -> str:

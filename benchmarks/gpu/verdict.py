@@ -8,12 +8,22 @@ KERNELS = ("flashinfer_tree", "flashinfer_custom", "triton")
 OF_ENGINES = ("graphs/", "bfloat16/")  # what bf16 engines need of a kernel; pages of several tokens they have not
 
 
-def unfit(data: dict[str, Any]) -> dict[str, str]:
-    """By kernel that is wrong or fails where an engine needs it: the first cell that says so."""
+def has_no_graphs(data: dict[str, Any]) -> bool:
+    """Whether Triton, the last resort, and all that were tried beside it fail in graphs, or before: eager steps are
+    left.
+    """
+    tried = {name.partition("/")[0] for name in data["cells"]}.intersection(KERNELS)
+    return "triton" in tried and tried == unfit(data).keys()
+
+
+def unfit(data: dict[str, Any], *, is_eager: bool = False) -> dict[str, str]:
+    """By kernel that is wrong or fails where an engine (whose steps are all eager) needs it: the first cell that says
+    so.
+    """
     found: dict[str, str] = {}
     for name, cell in data["cells"].items():
         kernel, _, rest = name.partition("/")
-        is_of_engines = kernel in KERNELS and rest.startswith(OF_ENGINES) and "pages of" not in rest
+        is_of_engines = kernel in KERNELS and rest.startswith(OF_ENGINES[is_eager:]) and "pages of" not in rest
         if is_of_engines and _is_against(kernel, cell):
             found.setdefault(kernel, name)
     return found

@@ -16,7 +16,7 @@ from batchserve.errors import ConfigError
 from benchmarks.gpu import correctness, models, run
 from benchmarks.gpu.correctness import EARLY, cases, graph_cases, ordered
 from benchmarks.gpu.kit import DeviceFaultError, Kit, Report, is_fault
-from benchmarks.gpu.models import all_backends, backend_options, build_for, shape_names
+from benchmarks.gpu.models import all_backends, backend_options, build_for, graph_modes, shape_names
 from benchmarks.gpu.step_bench import StepBench
 from benchmarks.gpu.summary import summary
 from benchmarks.gpu.verdict import unfit
@@ -69,7 +69,7 @@ def test_triton_may_have_been_compiling_when_it_was_stopped() -> None:
         ((), "auto", "flashinfer tree"),
         ((TREE,), "auto", "flashinfer custom"),
         ((TREE, CUSTOM), "auto", "triton"),
-        (KERNELS, "auto", "triton"),
+        (KERNELS, "auto", "flashinfer tree"),  # without graphs
         ((TREE,), "flashinfer", "flashinfer custom"),
         ((), "triton", "triton"),
         ((TRITON,), "triton", "triton"),
@@ -86,7 +86,24 @@ def test_engines_run_on_the_best_that_was_not_found_wrong(
     assert run._fit(kit, "correctness", tmp_path) is kit, "what was found before does not count there"
     options = backend_options(run._fit(kit, "step_time", tmp_path), 128)
     said = f"{options['attention_backend']} {options.get('flashinfer_mask', '')}".strip()
-    assert (said, options["device"]) == (chosen, "cuda")
+    assert (said, options["device"], options["enforce_eager"]) == (chosen, "cuda", wrong == KERNELS)
+
+
+def test_where_no_graphs_are_right_steps_are_eager(kit: Kit, tmp_path: Path) -> None:
+    """A kernel that is wrong without graphs, too, is still left out."""
+    cells: dict[str, Any] = {f"{name}/graphs/plain": {"is_right": False} for name in (TREE, TRITON)}
+    cells |= {f"{TREE}/bfloat16/plain": {"is_right": False}, f"{CUSTOM}/bfloat16/plain": {"error": FAULT}}
+    cells |= {f"{TRITON}/bfloat16/plain": RIGHT}
+    (tmp_path / "correctness.json").write_text(json.dumps({"cells": cells, "left_out": []}))
+    eager = run._fit(kit, "step_time", tmp_path)
+    assert list(all_backends(eager, 128, torch.bfloat16)) == [TRITON]
+    assert backend_options(eager, 128)["enforce_eager"]
+    assert list(graph_modes(eager)) == ["default"]
+    assert "engines do without graphs" in summary(tmp_path)
+    cells[f"{TRITON}/graphs/plain"] = RIGHT
+    (tmp_path / "correctness.json").write_text(json.dumps({"cells": cells}))
+    assert not run._fit(kit, "step_time", tmp_path).is_eager
+    assert run._fit(replace(kit, is_eager=True), "step_time", tmp_path).unfit == {TREE, CUSTOM}
 
 
 def test_what_is_wrong_is_not_compared_with_others(kit: Kit) -> None:
@@ -185,6 +202,9 @@ def test_faults_of_all_graphs_leave_starts_for_all_eager_steps(
     rest = [report.cells[f"{name}/graphs/{case.name}"] for name in KERNELS for case in graph_cases(kit)[1:]]
     assert all("ended a process" in cell["skipped"] for cell in rest)
     assert list(unfit({"cells": report.cells})) == [*KERNELS]
+    (tmp_path / "correctness.json").write_text(json.dumps({"cells": report.cells, "left_out": []}))
+    assert "engines do without graphs from here on" in summary(tmp_path)
+    del report.cells[f"{TRITON}/graphs/plain"]
     (tmp_path / "correctness.json").write_text(json.dumps({"cells": report.cells, "left_out": []}))
     assert f"engines do without {TREE} from here on, because of {TREE}/graphs/plain" in summary(tmp_path)
 
