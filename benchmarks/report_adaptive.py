@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from benchmarks.report_drafting import read, table
@@ -24,8 +25,8 @@ PARTS = (
 )
 
 
-def result(name: str) -> dict[str, Any]:
-    return read(f"adaptive/{name}")
+def result(name: str, folder: str = "adaptive") -> dict[str, Any]:
+    return read(f"{folder}/{name}")
 
 
 def interval(cell: dict[str, float]) -> str:
@@ -60,9 +61,9 @@ def regret_wall_table() -> str:
     return table(head, rows)
 
 
-def gain_table() -> str:
+def gain_table(folder: str = "adaptive") -> str:
     rows = []
-    for model, name, found in cells_of(result("gain")["models"]):
+    for model, name, found in cells_of(result("gain", folder)["models"]):
         for size, cell in found["wall"]["sizes"].items():
             adaptive = cell["contenders"]["adaptive"]
             p10 = adaptive["p10_request_over_off"]
@@ -195,6 +196,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "regret": regret_table,
     "regret wall": regret_wall_table,
     "gain": gain_table,
+    "gain avx512": partial(gain_table, "adaptive_avx512"),
     "ceiling": ceiling_table,
     "never slower": never_slower_table,
     "overhead": overhead_table,

@@ -127,7 +127,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help=f"pairs of runs of each cell (default: {ROUNDS})")
     parser.add_argument("--quick", action="store_true", help="a few tokens, to see that it runs; nothing is written")
     args = parser.parse_args()
-    rounds = args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS)
+    rounds = (QUICK_ROUNDS if args.quick else ROUNDS) if args.rounds is None else args.rounds
+    if rounds < 1:
+        parser.error(f"--rounds {rounds}: must be at least 1")
     results: dict[str, Any] = {}
     for model in (args.model,) if args.model else MODELS:
         max_tokens = QUICK_TOKENS if args.quick else TOKENS[model]
