@@ -80,6 +80,10 @@ def run_generate(arguments: argparse.Namespace) -> int:
     )
     if arguments.reference and arguments.no_speculation:
         raise ConfigError("--reference: must not be given with --no-speculation, which drafts from no text")
+    nothing = {"--drafter none": config.drafter == "none", "--decoding-length 0": config.decoding_length == 0}
+    if arguments.reference and arguments.server is None and any(nothing.values()):
+        why = next(option for option, is_given in nothing.items() if is_given)
+        raise ConfigError(f"--reference: must not be given with {why}, which drafts from no text")
     references = tuple(map(_reference_text, arguments.reference))
     speculation = SpeculationParams(is_enabled=not arguments.no_speculation, references=references)
     priority = check_priority(arguments.priority)

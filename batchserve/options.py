@@ -154,7 +154,7 @@ DRAFT_OPTIONS = {
         "trie: with so many tokens found, shorter matches are not looked up", default_text="twice the decoding length"
     ),
     "reference_min_match": Option("reference: the shortest match that is copied from, 1 to 32 tokens"),
-    "reference_copy_length": Option("reference: how many tokens are copied", default_text="16"),
+    "reference_copy_length": Option("reference: how many tokens are copied", default_text="16, or the decoding length"),
     "jacobi_window": Option("jacobi: W, the window's width", default_text="15, 10 or 7 by the model's size"),
     "jacobi_ngram": Option("jacobi: N, tokens of an n-gram; the window has N-1 levels"),
     "jacobi_guesses": Option("jacobi: G, the most n-grams verified in one step", default_text="W"),

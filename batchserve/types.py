@@ -279,7 +279,10 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is being served; decoding_length is the most draft tokens that one request has in one step."""
+    """What is being served.
+
+    decoding_length is the most draft tokens that one request has in one step, by the server's own drafter.
+    """
 
     name: str
     architecture: str

@@ -297,6 +297,9 @@ def test_what_the_terminal_has_no_letters_for_is_shown_by_number(monkeypatch, tm
 def test_references_without_drafts_are_refused(own_signals, capsys):
     assert main(["generate", "--prompt", "x", "--reference", "any.txt", "--no-speculation"]) == 2
     assert "--reference: must not be given with --no-speculation" in capsys.readouterr().err
+    for flags in (["--drafter", "none"], ["--decoding-length", "0"]):
+        assert main(["generate", "--prompt", "x", "--reference", "any.txt", *flags]) == 2
+        assert f"--reference: must not be given with {' '.join(flags)}" in capsys.readouterr().err
 
 
 def test_a_priority_out_of_its_bounds_is_refused(own_signals, capsys):

@@ -46,10 +46,15 @@ def jacobi_shape(config: DraftConfig, num_parameters: int) -> JacobiShape:
     return JacobiShape(window, config.jacobi_ngram, config.jacobi_guesses or window)
 
 
+def reference_copy_length(config: EngineConfig) -> int:
+    """What is configured; else 16, or as many as drafts are to have."""
+    return config.draft.reference_copy_length or max(COPY_LENGTH, config.decoding_length or 0)
+
+
 def draft_limits(config: EngineConfig, num_parameters: int) -> dict[str, DraftLimits]:
     """Every drafter's bounds by name: the configured ones, or else its own."""
     window, ngram, guesses = jacobi_shape(config.draft, num_parameters)
-    copied = config.draft.reference_copy_length or COPY_LENGTH
+    copied = reference_copy_length(config)
     tree = ADAPTIVE_DECODING_LENGTH if config.is_adaptive else FIXED_DECODING_LENGTH
     own = {
         "mixture": DraftLimits(tree, MIXTURE_BRANCH_LENGTH),
@@ -107,7 +112,7 @@ def create_drafter(name: str, config: EngineConfig, num_parameters: int, part: f
 
         return ReferenceDrafter(
             min_match=draft.reference_min_match,
-            copy_length=draft.reference_copy_length or COPY_LENGTH,
+            copy_length=reference_copy_length(config),
             max_scope_bytes=draft.max_scope_bytes,
             max_total_bytes=max_total_bytes,
         )

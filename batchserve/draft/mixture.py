@@ -55,6 +55,7 @@ REQUEST_BYTES = NODE.itemsize + ROOM * OCCURRENCE.itemsize  # what a request tak
 LATE_LEARNED = 2  # tokens
 MOST_THREADS = 8
 SHARED_NODES = 400  # to wake threads for fewer takes about as long as they save
+LEAST_GROWTH = 2  # by less than such a part of what it has no scope grows, nor are others dropped for it
 UNBOUNDED = 1 << 40  # a request's own text is bounded by its context
 
 
@@ -271,6 +272,14 @@ class MixtureDrafter(Drafter):
         """Let the scope grow, as far as the bound on all of them allows."""
         index = scope.index
         index.max_tokens = self._max_scope_tokens
+        if index.capacity_for(num_tokens) == index.capacity:
+            return
+        others = sum(each.counted_bytes for each in self._scopes.values() if each.num_requests and each is not scope)
+        most = (self._max_total_bytes - others - SCOPE_BYTES) // BYTES_PER_TOKEN  # without those that nobody uses
+        if most < index.capacity + index.capacity // LEAST_GROWTH:
+            index.max_tokens = index.capacity
+            return
+        index.max_tokens = min(self._max_scope_tokens, most)
         wanted = index.capacity_for(num_tokens) * BYTES_PER_TOKEN - index.nbytes
         if wanted > 0 and not self._is_room_for(wanted):
             index.max_tokens = index.capacity

@@ -258,6 +258,10 @@ def _build_drafter(
     router = RoutingDrafter(name, drafters, kernels, shared)
     cache = config.draft.cache_path()
     if cache is not None:
+        if config.decoding_length == 0:
+            raise ConfigError(
+                f"draft_cache = {str(cache)!r}: must be unset with decoding_length = 0: nothing is drafted"
+            )
         router.persistent()
     # What is to be loaded is loaded before anybody is served, so that a file that cannot be used is refused here.
     has_cache = cache is not None and cache.exists()

@@ -100,6 +100,7 @@ class EngineCore:
         for request in requests:
             self._end(request)
         self._unpublished.clear()
+        self._verified.clear()
         self._stopped.clear()
         self._overflowed.clear()
         return requests
@@ -293,7 +294,11 @@ class EngineCore:
         return Delta(request.request_id, text, token_ids, request.finish_reason, usage, timing)
 
     def _expire(self) -> None:
-        self._fail([(request, _expiry(request)) for request in self.scheduler.expired(self._clock())])
+        now_s = self._clock()
+        if self.scheduler.expired(now_s):
+            self._publish()  # what came in time, be it an answer's end
+            self._end_late()
+            self._fail([(request, _expiry(request)) for request in self.scheduler.expired(now_s)])
 
     def _fail(self, failures: Sequence[tuple[Request, BatchserveError]]) -> None:
         for request, _ in failures:

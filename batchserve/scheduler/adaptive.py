@@ -306,7 +306,11 @@ class AdaptiveDrafting:
             outcome.load, forward_s, num_steps, without=outcome.without, decoding=outcome.decoding
         )
         if outcome.num_asked:
-            self._draft_s += 0.1 * (outcome.propose_s / outcome.num_asked - self._draft_s)
+            each_s = outcome.propose_s / outcome.num_asked
+            if self._draft_s:
+                # A pause of the machine says nothing of the drafter, and while nobody pays hardly anybody is asked.
+                each_s = min(each_s, MOST_SURPRISE * self._draft_s)
+            self._draft_s += 0.1 * (each_s - self._draft_s)
         num_tokens = sum(map(len, token_ids.values()))
         if num_tokens:
             surprise = min(MOST_SURPRISE, max(1.0 / MOST_SURPRISE, forward_s / predicted_s))

@@ -3,8 +3,7 @@
     python -m benchmarks.adaptive.gain FOLDER [--quick]
 
 Recorded answers forced through random Llamas of about 90M and 430M parameters: the decode phase, adaptive over off, in
-pairs of runs that take turns and give the same tokens, a part of each request's answer: so long that what is learned
-of a request, and what it may lose until then, have the weight that they have in an answer. "pooled": of all pairs
+pairs of runs that take turns and give the same tokens, a part of each request's answer. "pooled": of all pairs
 together, the time of one over that of the other. End to end: the measured time of computing such prompts alone, added
 to both. How much of what could be had that is: benchmarks.adaptive.ceiling, on the step times measured here.
 """
@@ -34,7 +33,6 @@ SIZES = (1, 2, 4, 8, 16)
 SETS = ("llma_rag", "mbpp_gpt4")
 PROMPTS = 3
 FEW = 4  # requests
-TOKENS, QUICK_TOKENS = 64, 8  # of each request
 
 
 def prompt_s(bench: Lab, workload: Workload) -> float:
@@ -54,7 +52,7 @@ def on_wall(bench: Lab, workload: Workload, options: Options) -> dict[str, Any]:
     prefill_s = prompt_s(bench, workload)
     answer = statistics.mean(len(record.response_token_ids) for record in workload.records)
     for size in options.sizes(*SIZES):
-        tokens = QUICK_TOKENS if options.is_quick else TOKENS
+        tokens = bench.tokens_each(size, workload, options)
 
         def run(contender: Contender, number: int, size: int = size, tokens: int = tokens) -> Run:
             return bench.driver.run_parts(workload.records, size, tokens, contender, seed=number)

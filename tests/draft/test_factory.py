@@ -55,6 +55,7 @@ def test_limits_are_each_drafters_own_unless_they_are_configured() -> None:
     assert (fixed["mixture"], fixed["trie"]) == ((8, 64), (8, 12))
     configured = draft_limits(EngineConfig(decoding_length=3, branch_length=2), 0)
     assert configured == {**dict.fromkeys(DRAFTERS, (3, 2)), "none": (0, 1)}
+    assert draft_limits(EngineConfig(decoding_length=20), 0)["reference"] == (20, 20)
     longer = draft_limits(EngineConfig(branch_length=20), 0)
     assert longer["trie"] == (64, 20)
 

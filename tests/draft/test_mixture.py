@@ -18,10 +18,10 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from batchserve.draft import mixture_noise
 from batchserve.draft.base import DraftQuery, DraftRequest, DraftScope, DraftTree
-from batchserve.draft.mixture import MIN_SCOPE_BYTES, SHARED_AT_ONCE, MixtureDrafter
+from batchserve.draft.mixture import MIN_SCOPE_BYTES, SCOPE_BYTES, SHARED_AT_ONCE, MixtureDrafter
 from batchserve.draft.mixture_kernels import count_common, initial_weights, make_common
 from batchserve.draft.mixture_learning import RIPE
-from batchserve.draft.text_index import MIN_CAPACITY
+from batchserve.draft.text_index import BYTES_PER_TOKEN, MIN_CAPACITY
 from batchserve.errors import ConfigError
 from batchserve.sampling import draw_kernel, noise
 from tests.draft.scope_machine import OTHER_SCOPES, SCOPE, ScopeMachine, check_tree, first_chain, say
@@ -319,6 +319,33 @@ def test_memory_is_bounded_and_the_newest_text_stays() -> None:
     drafter.start(DraftRequest("b", PATTERN[:2], scope=key))
     drafter.accept("b", PATTERN[:2])
     assert has_path(propose(drafter, "b", 64), PATTERN[2:4])
+
+
+def filled(drafter: MixtureDrafter, name: str, num_tokens: int) -> None:
+    """A scope that nobody uses any more."""
+    rng = random.Random(name)
+    drafter.start(DraftRequest(name, [0], scope=DraftScope("default", name)))
+    for _ in range(0, num_tokens, 32):
+        say(drafter, name, [rng.randrange(500) for _ in range(32)])
+    drafter.end(name)
+
+
+def test_a_scope_that_cannot_grow_costs_others_nothing(tmp_path: Path) -> None:
+    """Nor is it cut to its beginning when it is loaded: it has what the bound leaves."""
+    bound = 5 * MIN_CAPACITY * BYTES_PER_TOKEN + 2 * SCOPE_BYTES
+    live = MixtureDrafter(max_total_bytes=bound)
+    filled(live, "large", 4 * MIN_CAPACITY)
+    filled(live, "small", 64)
+    filled(live, "large", MIN_CAPACITY)
+    assert [key.name for key in live._scopes] == ["small", "large"]
+    whole, bounded = MixtureDrafter(), MixtureDrafter(max_total_bytes=bound)
+    filled(whole, "large", 12 * MIN_CAPACITY)
+    whole.save(tmp_path / "large", "fingerprint")
+    bounded.load(tmp_path / "large", "fingerprint", 500)
+    (scope,), (all_of_it,) = bounded._scopes.values(), whole._scopes.values()
+    assert 4 * MIN_CAPACITY < len(scope.index) < 6 * MIN_CAPACITY
+    assert scope.index.tokens().tolist() == all_of_it.index.tokens()[-len(scope.index) :].tolist()
+    assert bounded.memory_bytes() <= bound
 
 
 def test_clearing_a_scope_takes_effect_for_requests_in_flight() -> None:

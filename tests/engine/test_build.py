@@ -121,6 +121,11 @@ def test_a_draft_cache_in_no_folder_is_refused_before_the_model_is_loaded(tmp_pa
         start(tmp_path / "no model either", draft=DraftConfig(draft_cache=str(nowhere)))
 
 
+def test_a_draft_cache_needs_drafts(tiny_model: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"draft_cache = .*: must be unset with decoding_length = 0"):
+        start(tiny_model["llama"], draft=DraftConfig(draft_cache=str(tmp_path / "drafts")), decoding_length=0)
+
+
 def test_a_draft_cache_needs_a_drafter_that_can_be_saved(tiny_model: dict[str, Path], keeper: Keeper) -> None:
     with pytest.raises(ConfigError, match=r"drafter = 'none': .*trie can"):
         start(tiny_model["llama"], drafter="none", draft=DraftConfig(draft_cache="drafts"))

@@ -296,6 +296,19 @@ def test_a_deadline_after_the_last_token_was_made_does_not_spoil_the_answer() ->
     assert (engine.text("a"), engine.failures("a")) == ("x", [])
 
 
+@pytest.mark.parametrize(("stop", "text", "num_failures"), [(("lo",), "hel", 0), ((), "hello", 1)])
+def test_what_came_before_a_deadline_is_given(stop: tuple[str, ...], text: str, num_failures: int) -> None:
+    """The fifth token comes in the last step that begins in time; with it the stop string is complete."""
+    engine = scripted_engine()
+    add(engine, "a", "hello world", stop=stop, max_tokens=11, deadline_s=0.45)
+    while engine.core.has_work:
+        engine.step()
+        engine.now_s += 0.1
+    assert engine.text("a") == text
+    assert len(engine.tokens("a")) == 5
+    assert len(engine.failures("a")) == num_failures
+
+
 def test_preemption_changes_nothing_but_the_time(engine: ScriptedEngine) -> None:
     """Memory for 128 tokens, and two that need 110 each."""
     small = scripted_engine(is_drafting=engine.drafter is not None, total_tokens=128)

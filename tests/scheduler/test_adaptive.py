@@ -122,8 +122,10 @@ class Machine:
             if text.depth or text.window:
                 self.adaptive.start(text.name, "drafter", text.tpot_target_s)
 
-    def step(self, *, chunk: int = 0, max_rows: int = MOST_ROWS, slowness: float = 1.0) -> Step:
-        """One step of all texts, beside `chunk` rows of a prompt."""
+    def step(
+        self, *, chunk: int = 0, max_rows: int = MOST_ROWS, slowness: float = 1.0, proposal_s: float = 0.0
+    ) -> Step:
+        """One step of all texts, beside `chunk` rows of a prompt; each proposal takes proposal_s."""
         adaptive, texts = self.adaptive, self.texts
         count, context = len(texts), sum(text.context for text in texts)
         alone = StepLoad(count, count, count, context, context)
@@ -154,7 +156,8 @@ class Machine:
             attended_tokens=context + attended,
         )
         seconds = slowness * self._truth.predict(load)
-        adaptive.step_done(StepOutcome(without, alone, load, seconds, 0.0, 0.0, len(asked)), given)
+        draft_s = proposal_s * len(asked)
+        adaptive.step_done(StepOutcome(without, alone, load, seconds + draft_s, draft_s, draft_s, len(asked)), given)
         for text in texts:
             text.tokens += given[text.name]
         window = {n: sum(not trees[n].is_verified[node] for node in nodes) for n, nodes in chosen.items()}
@@ -162,6 +165,21 @@ class Machine:
 
     def steps(self, count: int, **each: float) -> list[Step]:
         return [self.step(**each) for _ in range(count)]  # type: ignore[arg-type]
+
+
+def test_one_pause_while_drafts_are_made_does_not_end_drafting() -> None:
+    """Nothing would seem worth asking for, and it would take hundreds of steps until that was found to be wrong."""
+    machine = Machine([Text("a")], DEAR)
+    before = machine.steps(200, proposal_s=1e-4)[100:]
+    machine.step(proposal_s=5.0)
+    behind = machine.steps(50, proposal_s=1e-4)
+    assert mean_rows(behind, "a") > 0.7 * mean_rows(before, "a") > 0.0
+
+
+def test_a_drafter_that_is_slow_for_good_is_found_out() -> None:
+    machine = Machine([Text("a")], DEAR)
+    machine.steps(100, proposal_s=1e-4)
+    assert mean_rows(machine.steps(300, proposal_s=5.0)[200:], "a") < 0.1
 
 
 def mean_rows(steps: Sequence[Step], name: str) -> float:
