@@ -1,10 +1,12 @@
 """Calls that bring no message of the protocol: INVALID_ARGUMENT with details.
 
-For bytes that do not parse gRPC would say a bare UNKNOWN; a call without any message it would never end.
+For bytes that do not parse gRPC would say a bare UNKNOWN; a call without any message it would never end, neither a
+half-closed one nor one that stays open, which is refused after a while.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     Behaviour = Callable[[Any, grpc.aio.ServicerContext[Any, Any]], Awaitable[Any]]
+
+
+MESSAGE_TIMEOUT_S = 30.0
 
 
 class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
@@ -57,8 +62,11 @@ def _returning_errors(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], 
 
 def _refusing_malformed(behaviour: Behaviour) -> Behaviour:
     async def wrapped(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        request = await context.read()
-        if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in the stubs
+        try:
+            request = await asyncio.wait_for(context.read(), MESSAGE_TIMEOUT_S)
+        except TimeoutError:  # nothing else would ever end it
+            request = grpc.aio.EOF  # type: ignore[attr-defined]  # not in the stubs
+        if request is grpc.aio.EOF:  # type: ignore[attr-defined]
             await abort(context, InvalidRequestError("MISSING_MESSAGE", "request", None, "one message"))
         if isinstance(request, DecodeError):
             bound = "bytes that parse as the method's request message"

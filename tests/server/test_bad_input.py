@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
+from batchserve.server import wire
 from batchserve.server.servicer import SERVICE_NAME
 from batchserve.v1 import generation_pb2 as pb
 from tests.server.harness import Served, ask, failure_of, read_all, tokens_of
@@ -204,6 +205,14 @@ async def test_bytes_that_are_no_message_get_a_status(fake: Served, method: str,
 async def test_a_call_without_any_message_gets_a_status(fake: Served, method: str):
     """What a bare POST sends; gRPC alone would leave it unanswered for as long as the connection lasts."""
     call = fake.client.channel.stream_stream(f"/{SERVICE_NAME}/{method}")(iter(()))
+    async with asyncio.timeout(20):
+        failed = await failure_of(read_all(call))
+    assert (failed.code, failed.reason, failed.field) == (INVALID, "MISSING_MESSAGE", "request")
+
+
+async def test_a_message_is_not_waited_for_without_end(fake: Served, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(wire, "MESSAGE_TIMEOUT_S", 0.2)
+    call = fake.client.channel.stream_stream(f"/{SERVICE_NAME}/StreamGenerate")()  # nor half-closed
     async with asyncio.timeout(20):
         failed = await failure_of(read_all(call))
     assert (failed.code, failed.reason, failed.field) == (INVALID, "MISSING_MESSAGE", "request")
