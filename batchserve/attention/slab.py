@@ -117,13 +117,7 @@ class SlabAllocator:
         return True
 
     def reserve_all(self, request_ids: Sequence[str], num_tokens: Sequence[int]) -> bool:
-        slabs = self._slabs
-        for request_id, count in zip(request_ids, num_tokens, strict=True):
-            slab = slabs.get(request_id)
-            # In most steps all have room.
-            if (slab is None or slab.num_committed + count > slab.capacity) and not self.reserve(request_id, count):
-                return False
-        return True
+        return all(map(self.reserve, request_ids, num_tokens))
 
     def reclaim(self, num_needed: Mapping[str, int]) -> bool:
         slabs = [(self._slabs[request_id], needed) for request_id, needed in num_needed.items()]
