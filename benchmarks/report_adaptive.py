@@ -39,9 +39,9 @@ def cells_of(models: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
     return [(model, name, found) for model, part in models.items() for name, found in part["workloads"].items()]
 
 
-def regret_table() -> str:
+def regret_table(folder: str = "adaptive") -> str:
     rows = []
-    for model, name, found in cells_of(result("regret")["models"]):
+    for model, name, found in cells_of(result("regret", folder)["models"]):
         for size, cell in [*found["table"]["sizes"].items(), ("1 to 32", found["table"]["trace"])]:
             speeds = {each: of["over_off"]["median"] for each, of in cell["contenders"].items()}
             lengths = [f"{speeds[length]:.2f}" for length in LENGTHS]
@@ -194,6 +194,7 @@ def reliability_table() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "regret": regret_table,
+    "regret avx512": partial(regret_table, "adaptive_avx512"),
     "regret wall": regret_wall_table,
     "gain": gain_table,
     "gain avx512": partial(gain_table, "adaptive_avx512"),
