@@ -25,6 +25,7 @@ ITL_INFLATION = 1.25  # of a running request's inter-token latency, by what othe
 MAX_RECEIVE_BYTES = (1 << 31) - 1  # gRPC counts them in an int
 MiB = 1 << 20
 MOST_TOKENS, MOST_BYTES = (1 << 31) - 1, 1 << 60  # of anything that is counted: compiled code adds them up in 64 bits
+MOST_BRANCH_LENGTH = 4096  # tokens; the trie walks through as many windows for each token that it is given
 MOST_MIN_MATCH = 32  # tokens; no drafter compares more of a context (draft/text_index.py)
 MAX_THREADS = 4 * (os.cpu_count() or 1)  # OpenMP ends the process where it cannot start as many as it is told to
 
@@ -68,8 +69,10 @@ class DraftConfig:
             raise ConfigError(f"reference_min_match = {self.reference_min_match}: must be at most {MOST_MIN_MATCH}")
         _at_least("jacobi_ngram", self.jacobi_ngram, 2)
         weight = self.trie_prompt_weight
-        if weight is not None and not (isinstance(weight, int | float) and 0 < weight <= sys.float_info.max):
-            raise ConfigError(f"trie_prompt_weight = {weight!r}: must be a finite number > 0")
+        if weight is not None:
+            _number("trie_prompt_weight", weight, 0.0)
+            if weight == 0:
+                raise ConfigError(f"trie_prompt_weight = {weight}: must be more than 0")
         if self.max_draft_bytes < self.max_scope_bytes:
             raise ConfigError(
                 f"max_draft_bytes = {self.max_draft_bytes}: must be at least max_scope_bytes = {self.max_scope_bytes}"
@@ -120,7 +123,8 @@ class EngineConfig:
     ITL_INFLATION, but for prompts no bound beside max_itl_ms.
     max_itl_ms: the longest step beside running requests that prompts and drafts may make; None: as max_itl_inflation.
     Drafts of a fixed length are bounded by neither.
-    max_priority_wait_s: a request that has waited so long comes before all of higher priority.
+    max_priority_wait_s: a request that came so long ago, waiting or running, comes before all that came later, whatever
+    their priority.
     tpot_target_ms: favour requests while their time per output token is above this; they may name their own.
     prefix_cache: prompts of the same scope that begin alike share K/V: that of requests that are running, and of ended
     ones, which is kept where memory is free.
@@ -128,7 +132,8 @@ class EngineConfig:
     branch_length: the most draft tokens in one line of descent; None: the drafter's own.
     default_draft_scope: whose answers requests draft from that name no scope; "request" shares nothing.
     wait_for_drafter: do not serve before drafts are ready (the first start ever compiles them); False: serve without.
-    num_threads: compute threads on a CPU, at most MAX_THREADS; None takes what measures fastest at start.
+    num_threads: compute threads on a CPU, at most MAX_THREADS; None takes what measures fastest at start. Beside a GPU
+    those that drafts are made on.
     huge_pages: on a CPU, put the weights and all else in memory into huge pages at start, where Linux gives any.
     """
 
@@ -190,7 +195,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_graph_rows"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("branch_length", "prefill_chunk_size", "max_model_len", "num_threads"):
+        if self.branch_length is not None:
+            _at_least("branch_length", self.branch_length, 1, MOST_BRANCH_LENGTH)
+        for name in ("prefill_chunk_size", "max_model_len", "num_threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         if self.kv_cache_memory is not None:
@@ -301,9 +308,7 @@ class ServerConfig:
         for name in ("has_reflection", "has_engine_process"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} = {getattr(self, name)!r}: must be True or False")
-        timeout_s = self.drain_timeout_s
-        if not isinstance(timeout_s, int | float) or not 0 <= timeout_s < float("inf"):
-            raise ConfigError(f"drain_timeout_s = {timeout_s!r}: must be finite and >= 0")
+        _number("drain_timeout_s", self.drain_timeout_s, 0.0)
 
 
 def default_cache_dir() -> str:

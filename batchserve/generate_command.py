@@ -100,7 +100,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
 def _check_address(target: str) -> None:
     """gRPC would take another port than was meant: 443 where there is none, 1 for 65537."""
     host, _, port = target.rpartition(":")
-    is_port = port.isascii() and port.isdigit() and 0 < int(port[:6]) <= 65535
+    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) <= 65535
     if not host or not is_port or (":" in host and not host.endswith("]")):
         raise ConfigError(f"server = {target!r}: must be HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051")
 

@@ -29,7 +29,8 @@ T = TypeVar("T")
 class LLM:
     """A model and an engine in this process, for batches of prompts.
 
-    Options are those of EngineConfig. Calls of several threads take turns; AsyncEngine serves its callers at once.
+    Options are those of EngineConfig. Calls of several threads take turns; AsyncEngine serves its callers at once. On a
+    CPU it sets the number of torch's compute threads, for all of the program (`num_threads`).
     """
 
     def __init__(self, model: str = "bundled", **options: Any) -> None:
@@ -63,7 +64,7 @@ class LLM:
             return self._run(self._requests(arguments), show_progress)
 
     def _run(self, requests: list[Request], show_progress: bool) -> list[RequestOutput]:
-        collectors = {r.request_id: OutputCollector(r.prompt_token_ids) for r in requests}
+        collectors = {r.request_id: OutputCollector(r.token_ids[:]) for r in requests}
         errors: list[BatchserveError] = []
         self._core.runner.bind_thread()
         with _progress_bar(len(requests), show_progress) as advance:
@@ -84,6 +85,7 @@ class LLM:
                     self._core.step()
             finally:  # an error or Ctrl-C leaves nothing behind for the next call
                 self._core.abort_all()
+                self._core.emit = lambda events: None  # that one holds all prompts and answers
         if errors:
             raise errors[0]
         self._core.check_integrity()

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from batchserve.types import Timing, Usage
-
 PREFIX = "batchserve_"
 COUNTERS = {
     "steps_total": "Engine steps.",
@@ -27,8 +25,11 @@ COUNTERS = {
     "prefix_hit_tokens_total": "Those of them whose K/V was cached.",
     "preemptions_total": "Requests preempted for want of K/V memory.",
     "requests_finished_total": "Requests that ended with a finish reason.",
-    "prompt_tokens_total": "Prompt tokens of finished requests.",
-    "completion_tokens_total": "Tokens delivered by finished requests.",
+    "requests_aborted_total": "Requests that ended because their client went away, or the server did.",
+    "requests_expired_total": "Requests whose deadline passed, waiting or running.",
+    "requests_failed_total": "Requests that ended in any other error of the engine.",
+    "prompt_tokens_total": "Prompt tokens of requests that were begun, once each, those included whose K/V was cached.",
+    "completion_tokens_total": "Tokens that clients were given.",
 }
 GAUGES = {  # of the last step that decoded; all but the first are the adaptive decoding length's, and absent without it
     "draft_rows_per_request": "K: mean draft rows of a decoding request.",
@@ -52,7 +53,7 @@ CALIBRATION = {  # a gauge by drafter; absent without the adaptive decoding leng
 }
 HISTOGRAMS = {  # upper bounds in seconds
     "time_to_first_token_seconds": (
-        "Arrival to first token, of finished requests.",
+        "Arrival to first token.",
         (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
     ),
     "time_per_output_token_seconds": (
@@ -77,9 +78,9 @@ class Acceptance:
     calibration_error: float
 
 
-# One request's part of a step: its draft tokens, those accepted, the tokens that it was given, and the seconds since
-# its last ones before (None with its first).
-Verification = tuple[int, int, int, float | None]
+# One request's part of a step: its draft tokens, those accepted, the tokens that it was given, whether they are its
+# first, and the seconds since its last ones before, or else since its arrival.
+Verification = tuple[int, int, int, bool, float]
 
 
 @dataclass(slots=True)
@@ -168,11 +169,13 @@ class EngineMetrics:
             values["forward_seconds_total"] += forward_s
             if num_decoding:
                 self.gauges["draft_rows_per_request"] = num_draft_rows / num_decoding
-            for drafted, accepted, num_given, since_last_s in verified:
+            for drafted, accepted, num_given, is_first, waited_s in verified:
                 num_drafted += drafted
                 num_accepted += accepted
-                if since_last_s is not None and num_given:
-                    latency_s = since_last_s / num_given
+                if is_first:
+                    self.histograms["time_to_first_token_seconds"].add(waited_s)
+                elif num_given:
+                    latency_s = waited_s / num_given
                     latencies[latency_s] = latencies.get(latency_s, 0) + num_given
             for latency_s, count in latencies.items():
                 self.histograms["inter_token_latency_seconds"].add(latency_s, count)
@@ -180,24 +183,32 @@ class EngineMetrics:
             values["draft_tokens_total"] += num_drafted
             values["accepted_draft_tokens_total"] += num_accepted
 
-    def looked_up(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """A request was begun whose prompt was looked for in the prefix cache."""
+    def begun(self, num_prompt_tokens: int, num_cached_tokens: int | None) -> None:
+        """A request got its first rows; of its prompt so many tokens were cached, None: it was not looked for."""
         with self.lock:
-            self._add(prefix_queried_tokens_total=num_prompt_tokens, prefix_hit_tokens_total=num_cached_tokens)
+            self._add(prompt_tokens_total=num_prompt_tokens)
+            if num_cached_tokens is not None:
+                self._add(prefix_queried_tokens_total=num_prompt_tokens, prefix_hit_tokens_total=num_cached_tokens)
 
     def preempted(self, num_requests: int) -> None:
         if num_requests:
             with self.lock:
                 self._add(preemptions_total=num_requests)
 
-    def finished(self, usage: Usage, timing: Timing) -> None:
+    def published(self, num_tokens: int) -> None:
         with self.lock:
-            self._add(
-                requests_finished_total=1,
-                prompt_tokens_total=usage.prompt_tokens,
-                completion_tokens_total=usage.completion_tokens,
-            )
-            self.histograms["time_to_first_token_seconds"].add(timing.first_token_s)
-            tpot_s = timing.tpot_s(usage.completion_tokens)
+            self.values["completion_tokens_total"] += num_tokens
+
+    def finished(self, tpot_s: float | None) -> None:
+        """A request ended with a finish reason; its time per output token, if it has one."""
+        with self.lock:
+            self._add(requests_finished_total=1)
             if tpot_s is not None:
                 self.histograms["time_per_output_token_seconds"].add(tpot_s)
+
+    def unfinished(self, *, num_aborted: int = 0, num_expired: int = 0, num_failed: int = 0) -> None:
+        """Requests ended without a finish reason."""
+        with self.lock:
+            self._add(
+                requests_aborted_total=num_aborted, requests_expired_total=num_expired, requests_failed_total=num_failed
+            )

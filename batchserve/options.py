@@ -95,7 +95,9 @@ ENGINE_OPTIONS = {
         "the longest step beside running requests that prompts and drafts may make, in milliseconds",
         default_text="as --max-itl-inflation says",
     ),
-    "max_priority_wait_s": Option("a request that has waited so long, in seconds, comes before all of higher priority"),
+    "max_priority_wait_s": Option(
+        "a request that came so long ago, in seconds, waiting or running, comes before all that came later"
+    ),
     "tpot_target_ms": Option(
         "prefer the drafts of requests whose time per output token is above this, in milliseconds; a request may name "
         "its own",
@@ -135,7 +137,10 @@ ENGINE_OPTIONS = {
     "enforce_eager": Option("launch every kernel of every step by itself, without CUDA graphs"),
     "max_graph_rows": Option("steps of up to so many rows are CUDA graphs on a GPU; larger ones are eager"),
     "compile_model": Option("compile the model for its CUDA graphs (torch.compile), which takes minutes at start"),
-    "num_threads": Option("compute threads on a CPU", default_text="what measures fastest at start"),
+    "num_threads": Option(
+        "compute threads on a CPU; beside a GPU those that drafts are made on",
+        default_text="what measures fastest at start",
+    ),
     "huge_pages": Option(
         "on a CPU, put the weights and all else in memory into huge pages at start, where Linux gives any; takes about "
         "two seconds a GiB",

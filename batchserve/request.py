@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 from batchserve.types import FinishReason, Timing, Usage
 
@@ -66,11 +66,11 @@ class Request:
     """State of one request. The scheduler moves it; the engine core appends to it; nobody else writes.
 
     token_ids: the prompt, then the answer so far, at most max_total_tokens. num_computed_tokens: how many of them have
-    K/V; at least one never has. Times are seconds of the engine's clock.
+    K/V; while it runs at least one has none. Times are seconds of the engine's clock.
     """
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt_token_ids: InitVar[list[int]]
     sampling: ResolvedSampling
     arrival_s: float
     speculation: ResolvedSpeculation = field(default_factory=ResolvedSpeculation)
@@ -78,6 +78,7 @@ class Request:
     priority: int = 0  # higher comes first
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
     max_total_tokens: int = field(init=False)
     num_computed_tokens: int = 0
     prefix_scope: str | None = None  # whose cached K/V it may begin with, and leaves its own to; None: nobody's
@@ -91,17 +92,14 @@ class Request:
     last_token_s: float | None = None
     finish_reason: FinishReason | None = None
 
-    def __post_init__(self) -> None:
-        self.token_ids = list(self.prompt_token_ids)
-        self.max_total_tokens = len(self.prompt_token_ids) + self.sampling.max_tokens
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
+    def __post_init__(self, prompt_token_ids: list[int]) -> None:
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.max_total_tokens = self.num_prompt_tokens + self.sampling.max_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - len(self.prompt_token_ids)
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_pending_tokens(self) -> int:

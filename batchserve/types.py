@@ -55,7 +55,7 @@ def _check_bool(path: str, value: object) -> None:
 
 
 def _tuple_of(path: str, values: object, kind: type) -> tuple[Any, ...]:
-    """None is empty; NumPy's integers become plain ones."""
+    """None is empty; NumPy's integers and an enumeration's texts become plain ones."""
     allowed = numbers.Integral if kind is int else kind
     if values is None:
         return ()
@@ -71,7 +71,8 @@ def _tuple_of(path: str, values: object, kind: type) -> tuple[Any, ...]:
         if isinstance(item, bool) or not isinstance(item, allowed):
             bound = "a string" if kind is str else "an integer"
             raise InvalidRequestError(f"INVALID_{path.split('.')[-1].upper()}", f"{path}[{i}]", item, bound)
-    return tuple(kind(item) for item in items)
+    # str() of an enumeration's member would be its name.
+    return tuple(map(str.__str__ if kind is str else int, items))
 
 
 def _is_encodable(text: str) -> bool:

@@ -129,6 +129,7 @@ def test_the_bounds_themselves_are_inside(options: dict[str, Any]) -> None:
     "options",
     [
         {"trie_mode": "flat"},
+        {"trie_prompt_weight": True},
         {"trie_capacity": 0},
         {"trie_prompt_weight": 0.0},
         {"trie_prompt_weight": float("nan")},
@@ -167,7 +168,8 @@ def test_ports_that_do_not_exist_are_refused(name: str, port: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("drain_timeout_s", None), ("drain_timeout_s", "5"), ("has_reflection", "no")]
+    ("name", "value"),
+    [("drain_timeout_s", None), ("drain_timeout_s", "5"), ("drain_timeout_s", True), ("has_reflection", "no")],
 )
 def test_what_is_of_another_type_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^{name} = {value!r}: must be"):

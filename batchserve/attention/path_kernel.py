@@ -192,7 +192,7 @@ def attend_loop(element: str) -> CFunc[Any]:
         size = tiles.padded(dim, parts)
         lanes = (np.zeros((LANES, size), np.float32), np.zeros((LANES, size), np.float32))
         block = (lanes[0], lanes[1], np.zeros((LANES, longest + 1 + WIDTH), np.float32), np.zeros(LANES, np.float32))
-        paths, lane_sinks = np.zeros((LANES, longest), np.int64), np.zeros(LANES, np.float32)
+        paths, lane_sinks = np.zeros((LANES, job[MOST_ROWS]), np.int64), np.zeros(LANES, np.float32)
         work = (paths, np.zeros(LANES, np.int64), lane_sinks, block)
         num_parts = (job[MOST_ROWS] + job[PART_ROWS] - 1) // job[PART_ROWS]
         while True:

@@ -29,7 +29,7 @@ class TreeMetadata:
     ancestors: int32 [num_rows, words]; bit i of word w of a row: it sees row 32 * w + i of its own request (every row
     sees itself). words is that of the request with the most rows.
     positions: int32 [num_rows], absolute. A context key's position is its index; that of a row's key is the row's.
-    slot_mapping: int64 [num_rows + padding], where each row's K and V are written; 0 for padding.
+    slot_mapping: int64 [num_rows], where each row's K and V are written; 0 for a bucket's padding.
     is_causal: every request is a chain, so that attention is plain causal attention.
     bucket: None for a step of its own. Otherwise this is a CUDA graph's, padded to so many rows (max_rows is as many):
     all steps of the graph are in the same tensors, in turn; requests that a step lacks have no rows and no keys, and

@@ -99,6 +99,10 @@ class DraftQueries(NamedTuple):
         min_probs = np.array([query.min_prob for query in queries], np.float64)
         return cls([query.request_id for query in queries], np.array(bounds, np.int64).reshape(-1, 3), min_probs)
 
+    def at(self, places: Sequence[int]) -> DraftQueries:
+        """Some of them."""
+        return DraftQueries([self.request_ids[i] for i in places], self.bounds[places], self.min_probs[places])
+
     def each(self) -> list[DraftQuery]:
         return [
             DraftQuery(request_id, most, depth, row_depth, min_prob)
@@ -145,6 +149,23 @@ class DraftForest(NamedTuple):
     def empty(cls, num_trees: int) -> DraftForest:
         """Trees without nodes."""
         return cls(np.zeros(num_trees + 1, np.int64), *_NO_NODES)
+
+    @classmethod
+    def merged(cls, parts: Sequence[tuple[Sequence[int], DraftForest]]) -> DraftForest:
+        """The trees of several forests as one, each beside the places that its trees come to.
+
+        Raises ValueError where these are not as many.
+        """
+        for places, forest in parts:
+            if forest.num_trees != len(places):
+                raise ValueError(f"{forest.num_trees} draft trees for {len(places)} queries")
+        order = np.argsort(np.concatenate([places for places, _ in parts]))
+        sizes = np.concatenate([forest.sizes for _, forest in parts])
+        began, sizes = (np.cumsum(sizes) - sizes)[order], sizes[order]
+        starts = np.concatenate(([0], np.cumsum(sizes)))
+        nodes = np.arange(starts[-1]) + np.repeat(began - starts[:-1], sizes)
+        fields = zip(*(forest[1:] for _, forest in parts), strict=True)
+        return cls(starts, *(np.concatenate(each)[nodes] for each in fields))
 
     @property
     def sizes(self) -> np.ndarray:

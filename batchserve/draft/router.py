@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree, NullDrafter
+from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from batchserve.addresses import Team
-    from batchserve.draft.forest import DraftForest, DraftQueries
     from batchserve.draft.kernels import KernelLoader
 
 
@@ -76,21 +76,16 @@ class RoutingDrafter(Drafter):
         return self._used.setdefault(name, self._drafters[name])
 
     def propose(self, queries: Sequence[DraftQuery]) -> list[DraftTree]:
-        """One call to each drafter that is concerned; trees in the order of the queries."""
-        places: dict[Drafter, list[int]] = {}
-        for i, query in enumerate(queries):
-            places.setdefault(self._chosen[query.request_id], []).append(i)
-        trees = [DraftTree()] * len(queries)
-        for drafter, mine in places.items():
-            for i, tree in zip(mine, drafter.propose([queries[i] for i in mine]), strict=True):
-                trees[i] = tree
-        return trees
+        return self.propose_all(DraftQueries.of(queries)).trees()
 
     def propose_all(self, queries: DraftQueries) -> DraftForest:
-        concerned = {self._chosen[request_id] for request_id in queries.request_ids}
-        if len(concerned) == 1:
-            return concerned.pop().propose_all(queries)
-        return super().propose_all(queries)
+        """One call to each drafter that is concerned."""
+        places: dict[Drafter, list[int]] = {}
+        for place, request_id in enumerate(queries.request_ids):
+            places.setdefault(self._chosen[request_id], []).append(place)
+        if len(places) == 1:
+            return next(iter(places)).propose_all(queries)
+        return DraftForest.merged([(mine, drafter.propose_all(queries.at(mine))) for drafter, mine in places.items()])
 
     def observe(self, request_id: str, token_ids: Sequence[int]) -> None:
         self._chosen[request_id].observe(request_id, token_ids)

@@ -239,7 +239,7 @@ def _draft_request(request: Request) -> DraftRequest:
     sampling, speculation = request.sampling, request.speculation
     return DraftRequest(
         request.request_id,
-        request.prompt_token_ids,
+        request.token_ids[: request.num_prompt_tokens],
         references=speculation.references,
         scope=None if speculation.draft_scope is None else DraftScope(TENANT, speculation.draft_scope),
         drafter=speculation.drafter,

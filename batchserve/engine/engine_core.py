@@ -93,6 +93,7 @@ class EngineCore:
         """Forget a request and free its memory now; nothing more is said of it. Harmless when it has ended."""
         if request in self._detokenizers:
             self._end(request)
+            self.metrics.unfinished(num_aborted=1)
 
     def abort_all(self) -> list[Request]:
         """Forget every request; returns them."""
@@ -139,7 +140,9 @@ class EngineCore:
         for request in stopped:
             self._end(request)
         overflowed, self._overflowed = self._overflowed, []
-        self._fail([(request, _no_logits(request)) for request in overflowed])
+        if overflowed:
+            self.metrics.unfinished(num_failed=len(overflowed))
+            self._fail([(request, _no_logits(request)) for request in overflowed])
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if memory, requests and drafts disagree."""
@@ -188,8 +191,8 @@ class EngineCore:
 
     def _begun(self, request: Request) -> None:
         request.first_scheduled_s = self._clock()
-        if request.prefix_scope is not None:
-            self.metrics.looked_up(request.num_prompt_tokens, request.num_cached_tokens)
+        is_looked_for = request.prefix_scope is not None
+        self.metrics.begun(request.num_prompt_tokens, request.num_cached_tokens if is_looked_for else None)
 
     def _commit(
         self, plan: SchedulerOutput, batch: RaggedBatch, results: list[VerifiedTokens | None]
@@ -250,8 +253,9 @@ class EngineCore:
         num_given = len(given)
         num_accepted = min(len(verified.rows), num_given)
         request.num_accepted_draft_tokens += num_accepted
-        since_last_s = None if request.last_token_s is None else now_s - request.last_token_s
-        if request.first_token_s is None:
+        is_first = request.last_token_s is None
+        waited_s = now_s - (request.arrival_s if request.last_token_s is None else request.last_token_s)
+        if is_first:
             request.first_token_s = now_s
         request.last_token_s = now_s
         request.token_ids += given
@@ -260,13 +264,14 @@ class EngineCore:
             self.scheduler.finish(request)
         else:
             self.drafts.accept(request, given, verified.unverified_token_ids)
-        self._verified.append((num_drafted, num_accepted, num_given, since_last_s))
+        self._verified.append((num_drafted, num_accepted, num_given, is_first, waited_s))
         return came
 
     def _publish(self) -> None:
         """Text, stop strings, shared drafts and messages of the step before; on a GPU while the next forward runs."""
         commits, self._unpublished = self._unpublished, []
         events: list[Event] = []
+        num_published = 0
         for request, token_ids, num_accepted in commits:
             detokenizer = self._detokenizers.get(request)
             if detokenizer is None:  # aborted since
@@ -277,8 +282,10 @@ class EngineCore:
                 request.num_accepted_draft_tokens -= max(0, num_accepted - len(piece.token_ids))
             self.drafts.share(request, piece.token_ids)
             request.num_published_tokens += len(piece.token_ids)
+            num_published += len(piece.token_ids)
             events.append((request, self._delta(request, piece.text, piece.token_ids)))
         if events:
+            self.metrics.published(num_published)
             self.emit(events)
 
     def _delta(self, request: Request, text: str, token_ids: list[int]) -> Delta:
@@ -286,7 +293,7 @@ class EngineCore:
             return Delta(request.request_id, text, token_ids)
         usage = request.usage(request.num_published_tokens)
         timing = request.timing(self._clock())
-        self.metrics.finished(usage, timing)
+        self.metrics.finished(timing.tpot_s(usage.completion_tokens))
         if request.is_finished:
             self._end(request)
         else:
@@ -298,7 +305,9 @@ class EngineCore:
         if self.scheduler.expired(now_s):
             self._publish()  # what came in time, be it an answer's end
             self._end_late()
-            self._fail([(request, _expiry(request)) for request in self.scheduler.expired(now_s)])
+            late = [(request, _expiry(request)) for request in self.scheduler.expired(now_s)]
+            self.metrics.unfinished(num_expired=len(late))
+            self._fail(late)
 
     def _fail(self, failures: Sequence[tuple[Request, BatchserveError]]) -> None:
         for request, _ in failures:

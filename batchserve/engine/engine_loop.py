@@ -63,6 +63,7 @@ class EngineLoop:
             return True
         if isinstance(message, End):
             self._is_ending = True
+            self.metrics.unfinished(num_aborted=len(self._requests))
             self._core.abort_all()
             return False
         if isinstance(message, Add):
@@ -118,6 +119,7 @@ class EngineLoop:
         """End every request in flight with an error; False, for good, if the core cannot go on afterwards."""
         is_consistent = True
         try:
+            self.metrics.unfinished(num_failed=len(self._requests))
             self._tickets.clear()
             self._requests.clear()
             self._held.clear()

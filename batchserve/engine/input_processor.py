@@ -161,10 +161,10 @@ class InputProcessor:
             temperature=float(facts.default_temperature if params.temperature is None else params.temperature),
             top_k=int(facts.default_top_k if params.top_k is None else params.top_k),
             top_p=float(facts.default_top_p if params.top_p is None else params.top_p),
-            seed=secrets.randbits(64) if params.seed is None else int(params.seed),
-            max_tokens=room if params.max_tokens is None else int(params.max_tokens),
-            end_token_ids=frozenset(map(int, ends)),
-            stop=tuple(map(_plain, params.stop)),
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            max_tokens=room if params.max_tokens is None else params.max_tokens,
+            end_token_ids=frozenset(ends),
+            stop=params.stop,
             skip_special_tokens=params.skip_special_tokens,
         )
 
@@ -190,8 +190,8 @@ class InputProcessor:
         target_ms = self._default_tpot_target_ms if params.tpot_target_ms is None else params.tpot_target_ms
         return ResolvedSpeculation(
             drafter=_plain(drafter),
-            max_draft_tokens=limits.max_draft_tokens if tokens is None else min(int(tokens), limits.max_draft_tokens),
-            branch_length=limits.branch_length if length is None else min(int(length), limits.branch_length),
+            max_draft_tokens=limits.max_draft_tokens if tokens is None else min(tokens, limits.max_draft_tokens),
+            branch_length=limits.branch_length if length is None else min(length, limits.branch_length),
             draft_scope=self.resolve_scope(params.draft_scope),
             references=references,
             tpot_target_s=None if target_ms is None else target_ms / 1e3,
@@ -240,7 +240,7 @@ class InputProcessor:
             arrival_s,
             resolved,
             deadline_s,
-            int(check_priority(priority)),
+            check_priority(priority),
             prefix_scope=self.resolve_scope(speculation.draft_scope) if self._has_prefix_cache else None,
         )
 

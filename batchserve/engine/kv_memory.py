@@ -106,7 +106,9 @@ def kv_capacity(
 class ProfilingStep:
     """A step of as many rows as a step may have, all with their logits and sampled, over K/V of its own.
 
-    No other step takes more memory beside the K/V: drafts run the head on every row, prompts on one of each request.
+    No other step's model takes more memory beside the K/V: drafts run the head on every row, prompts on one of each
+    request. Not in it: the masks of trees where FlashInfer is told of them by its own (rows x keys / 8 bytes for each
+    kind of layer), and tables of slots (4 bytes for each token of max_num_seqs whole contexts).
     """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, kernel: TreeKernel) -> None:

@@ -57,8 +57,10 @@ class ModelRunner:
         return isinstance(self.backend, PagedBackend)
 
     def bind_thread(self) -> None:
-        """Give the calling thread its compute threads: OpenMP keeps their number per thread."""
+        """Give the calling thread its compute threads, and its device: OpenMP and CUDA keep these per thread."""
         torch.set_num_threads(self.num_threads)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
 
     def check_device(self) -> None:
         """Raises RuntimeError where the device takes no more work: a fault of a CUDA kernel stays for good."""

@@ -154,7 +154,7 @@ class AdaptiveDrafting:
     def asks(self, request_id: str) -> bool:
         """Whether the request's drafter is to be called in this step; once a step and request."""
         probe = self._probes.get(request_id)
-        return probe is None or probe.wait == 0 or probe.is_due()
+        return probe is None or probe.is_due()
 
     def begin_step(self, load: StepLoad, alone: StepLoad) -> bool:
         """A step is to be drafted that is `load` without any drafts; `alone` are its decoding rows only.

@@ -145,8 +145,12 @@ class Scheduler:
         if not planned or not num_computing + num_waiting:
             return PromptRoom(rows)
         decoding = [r for r in self.running if r.request_id in planned]
-        # The others are kept for drafts: as many as may be asked for, at most half.
-        rows -= min(rows // 2, sum(r.speculation.max_draft_tokens for r in decoding))
+        # The others are kept for drafts: as many as may be asked for, or twice as many as there were of late where they
+        # are chosen by their worth, so that they can become more; at most half.
+        num_asked = sum(r.speculation.max_draft_tokens for r in decoding)
+        if self._config.is_adaptive:
+            num_asked = min(num_asked, len(decoding) + 2 * round(self._draft_rows))
+        rows -= min(rows // 2, num_asked)
         if self._step_time is None:
             return PromptRoom(rows)
         bound = StepBound.beside(
@@ -198,21 +202,27 @@ class Scheduler:
 
     def _begin(self, request: Request) -> bool:
         """Reserve memory for all tokens of a waiting request; what others have left or have is computed already."""
-        name, scope, free_tokens = request.request_id, request.prefix_scope, self._allocator.free_tokens
-        if scope is None:
-            return self._allocator.reserve(name, request.num_pending_tokens)
         # To look again in every step would take as long as some drafts: only if more is free, or a prompt was computed.
         state = request, sum(other.num_pending_tokens == 1 for other in self.running)
-        if state == self._refused[0] and free_tokens <= self._refused[1]:
+        if state == self._refused[0] and self._allocator.free_tokens <= self._refused[1]:
             return False
-        known = self._allocator.match_prefix(name, scope, request.token_ids, *best_source(request, self.running))
+        known = self._match(request)
+        while known is None and self._reclaim():
+            known = self._match(request)
         if known is None:
-            self._refused = state, free_tokens
+            self._refused = state, self._allocator.free_tokens
             return False
         request.num_computed_tokens = known
         if request.first_scheduled_s is None:  # else what it computed itself may be there
             request.num_cached_tokens = known
         return True
+
+    def _match(self, request: Request) -> int | None:
+        """How many of its tokens are there already, now that there is memory for all of them; None: there is not."""
+        name, scope = request.request_id, request.prefix_scope
+        if scope is None:
+            return 0 if self._allocator.reserve(name, request.num_pending_tokens) else None
+        return self._allocator.match_prefix(name, scope, request.token_ids, *best_source(request, self.running))
 
     def _reserve(self, request: Request, num_tokens: int, preempted: list[Request]) -> bool:
         """Reserve, preempting whoever comes last for as long as it takes; False if that was this one.
@@ -222,12 +232,16 @@ class Scheduler:
         while request.status is RequestStatus.RUNNING:
             if self._allocator.reserve(request.request_id, num_tokens):
                 return True
-            if self._allocator.reclaim({r.request_id: r.num_pending_tokens for r in self.running}):
+            if self._reclaim():
                 continue
             last = max(reversed(self.running), key=self._rank)
             self._preempt(last)
             preempted.append(last)
         return False
+
+    def _reclaim(self) -> bool:
+        """Whether somebody who is running gave back memory that it does not need in this step."""
+        return self._allocator.reclaim({r.request_id: r.num_pending_tokens for r in self.running})
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)

@@ -99,7 +99,8 @@ def refuse_unknown_fields(message: Message, path: str = "") -> None:
 def to_generate_request(
     prompt: str | Sequence[int], params: SamplingParams, speculation: SpeculationParams, priority: int = 0
 ) -> pb.GenerateRequest:
-    """The request of a client; the inverse of `from_generate_request`, but for the wire's 32-bit floats.
+    """The request of a client, without an id and a model; the inverse of `from_generate_request`, but for the wire's
+    32-bit floats.
 
     Raises InvalidRequestError for a priority out of its bounds, and a count that the wire has no room for.
     """

@@ -1,7 +1,7 @@
 """Calls that bring no message of the protocol: INVALID_ARGUMENT with details.
 
 For bytes that do not parse gRPC would say a bare UNKNOWN; a call without any message it would never end, neither a
-half-closed one nor one that stays open, which is refused after a while.
+half-closed one nor one that stays open, which has its own deadline here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from batchserve.errors import InvalidRequestError
+from batchserve.errors import DeadlineExceededError, InvalidRequestError
 from batchserve.server.status import abort
 
 if TYPE_CHECKING:
@@ -65,8 +65,9 @@ def _refusing_malformed(behaviour: Behaviour) -> Behaviour:
         try:
             request = await asyncio.wait_for(context.read(), MESSAGE_TIMEOUT_S)
         except TimeoutError:  # nothing else would ever end it
-            request = grpc.aio.EOF  # type: ignore[attr-defined]  # not in the stubs
-        if request is grpc.aio.EOF:  # type: ignore[attr-defined]
+            what = f"the call's message was not there, or not all of it, after {MESSAGE_TIMEOUT_S:g} s"
+            await abort(context, DeadlineExceededError(what))
+        if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in the stubs
             await abort(context, InvalidRequestError("MISSING_MESSAGE", "request", None, "one message"))
         if isinstance(request, DecodeError):
             bound = "bytes that parse as the method's request message"

@@ -48,7 +48,7 @@ def add_tune_flags(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=parse_integers,
         metavar="T[,T...]",
-        help="compute threads (default: this machine's cores, half and a quarter of them)",
+        help="compute threads (default: this machine's cores, half and a quarter of them; beside a GPU all)",
     )
     parser.add_argument(
         "--requests",

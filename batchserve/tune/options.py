@@ -34,7 +34,7 @@ class TuneOptions:
     def __post_init__(self) -> None:
         cores = available_cores()
         if self.threads is None:
-            object.__setattr__(self, "threads", tuple(sorted({n for n in (cores // 4, cores // 2, cores) if n})))
+            object.__setattr__(self, "threads", _default_threads(self.config, cores))
         for name, values in (("max_num_seqs", self.max_num_seqs), ("threads", self.thread_counts)):
             if not values or len(set(values)) < len(values):
                 raise ConfigError(f"{name} = {', '.join(map(str, values))}: must name each only once")
@@ -70,6 +70,14 @@ class TuneOptions:
             decoding_length=None,
             wait_for_drafter=True,
         )
+
+
+def _default_threads(config: EngineConfig, cores: int) -> tuple[int, ...]:
+    """Beside a GPU only drafts are made on threads: there is nothing to be found out."""
+    from batchserve.runner.loader import resolve_device  # which imports torch
+
+    is_on_cpu = resolve_device(config).type == "cpu"
+    return tuple(sorted({n for n in (cores // 4, cores // 2, cores) if n})) if is_on_cpu else (cores,)
 
 
 def available_cores() -> int:

@@ -151,3 +151,13 @@ def test_requests_that_are_drafted_together_get_what_each_gets_alone() -> None:
         num_nodes += len(forest.token_ids)
     assert num_nodes > 500
     assert together.memory_bytes() == alone.memory_bytes()
+
+
+def test_forests_become_one_in_any_order() -> None:
+    trees = [DraftTree([n] * n, [-1] * n, [0.1 * n] * n, [n % 2 == 0] * n) for n in range(6)]
+    for places in ([[0, 1], [2, 3, 4, 5]], [[1, 5], [3], [0, 2, 4]], [[5, 3, 1], [4, 2, 0]]):
+        merged = DraftForest.merged([(mine, DraftForest.of([trees[i] for i in mine])) for mine in places])
+        assert merged.trees() == trees
+        assert [array.dtype for array in merged] == [array.dtype for array in DraftForest.of(trees)]
+    with pytest.raises(ValueError, match="1 draft trees for 2 queries"):
+        DraftForest.merged([([0, 1], DraftForest.of(trees[:1])), ([2], DraftForest.of(trees[:2]))])

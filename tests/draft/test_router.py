@@ -30,7 +30,8 @@ class Recorder(Drafter):
 
     def propose(self, queries: Sequence[DraftQuery]) -> list[DraftTree]:
         self.calls.append(("propose", [query.request_id for query in queries]))
-        return [DraftTree([self.number] * q.max_tokens, list(range(-1, q.max_tokens - 1))) for q in queries]
+        count = [q.max_tokens for q in queries]
+        return [DraftTree([self.number] * n, [*range(-1, n - 1)], [0.1 * self.number] * n, [True] * n) for n in count]
 
     def observe(self, request_id: str, token_ids: Sequence[int]) -> None:
         self.calls.append(("observe", request_id, token_ids))

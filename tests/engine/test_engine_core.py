@@ -409,3 +409,25 @@ def test_metrics_agree_with_what_was_given() -> None:
     decoding = [rows for batch in batches for rows in batch.requests if rows.context_len]
     assert values["draft_rows_total"] == sum(len(rows.token_ids) - rows.num_pending for rows in decoding) > 0
     assert values["decoding_requests_total"] == len(decoding) - 1, "b was stopped while its last step was under way"
+
+
+def test_metrics_know_of_those_who_do_not_finish() -> None:
+    """Their first token and what they were given counts, and so does how they ended."""
+    engine = scripted_engine(max_num_seqs=2)
+    add(engine, "late", "abcdef", deadline_s=3.0)
+    gone = add(engine, "gone", "abcdef")
+    add(engine, "never", "abcdef", deadline_s=2.0)
+    engine.now_s = 1.0
+    for _ in range(2):
+        engine.step()
+        engine.now_s += 1.0
+    engine.core.abort(gone)
+    engine.core.abort(gone)
+    engine.run()
+    values = engine.core.metrics.snapshot()
+    ended = {name: values[f"requests_{name}_total"] for name in ("finished", "aborted", "expired", "failed")}
+    assert ended == {"finished": 0, "aborted": 1, "expired": 2, "failed": 0}
+    assert values["completion_tokens_total"] == len(engine.tokens("late")) + len(engine.tokens("gone")) == 3
+    assert values["prompt_tokens_total"] == 12, "of those that were begun"
+    first = engine.core.metrics.reading().histograms["time_to_first_token_seconds"]
+    assert (sum(first.counts), first.total) == (2, 2.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 from array import array
 from typing import Any
@@ -350,7 +351,7 @@ def test_stop_tokens_join_the_eos_and_ignore_eos_leaves_them(processor: InputPro
 
 def test_a_model_without_a_tokenizer_takes_ids_and_neither_text_nor_stop_strings() -> None:
     bare = make_processor(has_tokenizer=False)
-    assert submit(bare).prompt_token_ids == [5, 6, 7]
+    assert submit(bare).token_ids == [5, 6, 7]
     assert len(submit(bare, references=[[5, 6]]).speculation.references) == 1
     for options, field in (
         ({"prompt": "hello"}, "text"),
@@ -365,3 +366,12 @@ def test_a_model_without_a_tokenizer_takes_ids_and_neither_text_nor_stop_strings
 def test_one_stop_string_may_be_given_bare() -> None:
     assert SamplingParams(stop="ab").stop == ("ab",)  # type: ignore[arg-type]
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+
+
+def test_texts_of_an_enumeration_are_what_they_are_worth(processor: InputProcessor) -> None:
+    class End(str, enum.Enum):
+        HASHES = "###"
+
+    request = submit(processor, stop=(End.HASHES, "x"))
+    assert request.sampling.stop == ("###", "x")
+    assert [type(each) for each in request.sampling.stop] == [str, str]

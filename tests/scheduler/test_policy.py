@@ -34,7 +34,7 @@ def test_who_has_waited_long_comes_before_all_others_and_the_oldest_first() -> N
 def test_the_prompt_with_the_fewest_tokens_left_comes_first_among_its_equals() -> None:
     long, short, best, overdue = request(0, 5.0), request(0, 6.0), request(1, 7.0), request(-1, 1.0)
     for each, length in ((long, 9), (short, 4), (best, 90), (overdue, 50)):
-        each.prompt_token_ids = each.token_ids = [5] * length
+        each.token_ids, each.num_prompt_tokens = [5] * length, length
     everybody = [long, short, best, overdue]
     assert sorted(everybody, key=lambda r: prompt_rank(r, 9.0, 10.0)) == [best, short, long, overdue]
     assert sorted(everybody, key=lambda r: prompt_rank(r, 11.5, 10.0)) == [overdue, best, short, long]

@@ -252,9 +252,7 @@ class Traffic:
     def run_to_the_end(self, accepted_share: float = 0.0) -> int:
         """Steps until nobody is left; every step gives the first in line a token or a chunk, so there is a bound."""
         requests = [*self.scheduler.running, *self.scheduler.waiting]
-        bound = 10 + sum(2 * len(r.prompt_token_ids) + 2 * r.sampling.max_tokens for r in requests) * (
-            len(requests) + 1
-        )
+        bound = 10 + sum(2 * r.num_prompt_tokens + 2 * r.sampling.max_tokens for r in requests) * (len(requests) + 1)
         steps = 0
         while self.scheduler.has_requests:
             self.step(accepted_share)
@@ -381,6 +379,21 @@ def test_a_long_prompt_does_not_hold_up_those_who_decode() -> None:
         assert prefilling.num_scheduled_tokens >= 8  # drafts may take half of a busy step, not more
 
 
+def test_prompts_are_kept_from_no_more_rows_than_drafts_may_soon_have() -> None:
+    traffic = make_traffic(max_num_seqs=4, max_num_batched_tokens=128)
+    for _ in range(2):
+        traffic.add(3, 100)
+    traffic.step(0.0)
+    prompt = traffic.add(200, 5)
+    chunks = []
+    for num_draft_rows in (0, 40, 40, 40):
+        chunks += [i.num_scheduled_tokens for i in traffic.step(0.0).scheduled if i.request is prompt]
+        for _ in range(30):
+            traffic.scheduler.step_done(num_draft_rows)
+        prompt.num_computed_tokens = 0
+    assert chunks == [124, 124, 63, 63], "a row for each who decodes, and then half of what is left"
+
+
 def test_requests_join_and_leave_at_every_step() -> None:
     traffic = make_traffic(max_num_seqs=2, max_num_batched_tokens=64, decoding_length=0)
     first, second, third = traffic.add(4, 3), traffic.add(4, 1), traffic.add(4, 1)
@@ -434,6 +447,20 @@ def test_whoever_is_not_drafted_leaves_the_rows_to_the_others() -> None:
     assert asked == [drafted, undrafted]
     assert {s.request.request_id: s.max_draft_tokens for s in plan.scheduled} == {"r0": 61, "r1": 0, "r2": 0}
     assert [s.is_decoding for s in plan.scheduled] == [True] * 3
+
+
+@pytest.mark.parametrize("scope", [None, "a"])
+def test_who_waits_gets_what_others_have_reserved_in_vain(scope: str | None) -> None:
+    traffic = make_traffic(total_tokens=64, max_model_len=64, max_num_seqs=2, decoding_length=0)
+    first = traffic.add(20, 20)
+    traffic.step()
+    assert traffic.allocator.reserve(first.request_id, 40), "drafts, none of which is accepted"
+    second = traffic.add(30, 4, scope=scope)
+    assert [i.request for i in traffic.step().scheduled] == [first, second]
+    third = traffic.add(30, 4, scope=scope)
+    traffic.step()
+    assert third in traffic.scheduler.waiting
+    traffic.run_to_the_end()
 
 
 def test_who_is_preempted_would_not_have_fitted_any_more() -> None:

@@ -225,10 +225,12 @@ async def test_metrics_endpoint():
     engine = _engine()
     metrics = engine.metrics
     metrics.preempted(3)
-    metrics.looked_up(100, 64)
-    metrics.looked_up(20, 0)
-    # Drafted, accepted, given, seconds since the tokens before.
-    verified: list[Verification] = [(3, 1, 2, None), (3, 1, 2, 0.008), (3, 0, 1, 7.0)]
+    metrics.begun(100, 64)
+    metrics.begun(20, 0)
+    metrics.begun(9, None)
+    metrics.unfinished(num_aborted=1, num_failed=4)
+    # Drafted, accepted, given, whether these are the first, seconds since the tokens before.
+    verified: list[Verification] = [(3, 1, 2, True, 0.7), (3, 1, 2, False, 0.008), (3, 0, 1, False, 7.0)]
     metrics.step_done(num_rows=14, num_draft_rows=10, num_decoding=4, forward_s=0.25, verified=verified)
     metrics.adaptive = lambda: {
         "price_tokens_per_second": 80.0,
@@ -249,6 +251,10 @@ async def test_metrics_endpoint():
     }
     expected = {
         ("preemptions_total",): 3,
+        ("prompt_tokens_total",): 129,
+        ("requests_aborted_total",): 1,
+        ("requests_expired_total",): 0,
+        ("requests_failed_total",): 4,
         ("prefix_queried_tokens_total",): 120,
         ("prefix_hit_tokens_total",): 64,
         ("draft_rows_total",): 10,
@@ -272,7 +278,8 @@ async def test_metrics_endpoint():
         ("inter_token_latency_seconds_bucket", "+Inf"): 3,
         ("inter_token_latency_seconds_count",): 3,
         ("inter_token_latency_seconds_sum",): pytest.approx(7.008),
-        ("time_to_first_token_seconds_count",): 0,
+        ("time_to_first_token_seconds_count",): 1,
+        ("time_to_first_token_seconds_sum",): 0.7,
     }
     assert {name: samples.get(name) for name in expected} == expected
     names = {name for name, *_ in samples}
