@@ -1,4 +1,4 @@
-"""tokens/s and step time by batch size: speculation off, on (best fixed length), and transformers' generate.
+"""tokens/s and step time by batch size: speculation off, on (adaptive, and each fixed length), transformers' generate.
 
     python -m benchmarks.batch [--models bundled 90m] [--sizes 1 2 4 8 16] [--rounds 7]
 
@@ -88,7 +88,8 @@ def run_transformers(model: Any, prompts: list[list[int]], params: SamplingParam
     return Run(tokens, seconds, median_gap(clock.times))
 
 
-def run_batchserve(llm: LLM, prompts: list[list[int]], params: SamplingParams, draft_tokens: int) -> Run:
+def run_batchserve(llm: LLM, prompts: list[list[int]], params: SamplingParams, draft_tokens: int | None) -> Run:
+    """draft_tokens: the most of a request in a step; None: as many as the engine makes of its own."""
     times: list[float] = []
     core = llm._core
     step = core.step
@@ -98,7 +99,7 @@ def run_batchserve(llm: LLM, prompts: list[list[int]], params: SamplingParams, d
         times.append(time.perf_counter())
 
     core.step = timed  # type: ignore[method-assign]
-    speculation = SpeculationParams(draft_tokens > 0, draft_tokens or None)
+    speculation = SpeculationParams(draft_tokens != 0, draft_tokens or None)
     before = core.metrics.snapshot()
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, speculation=speculation, show_progress=False)
@@ -111,13 +112,20 @@ def run_batchserve(llm: LLM, prompts: list[list[int]], params: SamplingParams, d
     return Run(tokens, seconds, median_gap(times), 1 + accepted / max(1, verified))
 
 
-def measure(llm: LLM, model: Any, prompts: list[list[int]], params: SamplingParams, rounds: int) -> dict[str, Any]:
-    """Every contender once a round, in a new order each time; the first round warms up and is not counted."""
+def measure(
+    llms: tuple[LLM, LLM], model: Any, prompts: list[list[int]], params: SamplingParams, rounds: int
+) -> dict[str, Any]:
+    """Every contender once a round, in a new order each time; the first round warms up and is not counted.
+
+    llms: with the adaptive decoding length, and with fixed ones.
+    """
+    adaptive, llm = llms
     contenders: dict[str, Any] = {
         f"transformers_{n}_threads": lambda n=n: run_transformers(model, prompts, params, n)
         for n in {1, os.cpu_count() or 1}
     }
-    contenders["off"] = lambda: run_batchserve(llm, prompts, params, 0)
+    contenders["off"] = lambda: run_batchserve(adaptive, prompts, params, 0)
+    contenders["on"] = lambda: run_batchserve(adaptive, prompts, params, None)
     for length in LENGTHS:
         contenders[f"on_{length}"] = lambda length=length: run_batchserve(llm, prompts, params, length)
     runs: dict[str, list[Run]] = {name: [] for name in contenders}
@@ -137,8 +145,9 @@ def measure(llm: LLM, model: Any, prompts: list[list[int]], params: SamplingPara
     return {
         "best_length": best,
         "off_over_transformers": ratio(runs["off"], runs["transformers"]),
-        "on_over_off": ratio(runs[f"on_{best}"], runs["off"]),
-        "on_over_transformers": ratio(runs[f"on_{best}"], runs["transformers"]),
+        "on_over_off": ratio(runs["on"], runs["off"]),
+        "on_over_transformers": ratio(runs["on"], runs["transformers"]),
+        "on_over_best_length": ratio(runs["on"], runs[f"on_{best}"]),
         "contenders": {
             name: {
                 "tokens_per_s": spread([r.tokens_per_s for r in of]),
@@ -154,6 +163,10 @@ def measure(llm: LLM, model: Any, prompts: list[list[int]], params: SamplingPara
 def ratio(a: list[Run], b: list[Run]) -> dict[str, float]:
     """Round by round: tokens/s of a over b."""
     return spread([x.tokens_per_s / y.tokens_per_s for x, y in zip(a, b, strict=True)])
+
+
+def _llm(source: str, **options: Any) -> LLM:
+    return LLM(source, max_num_batched_tokens=2560, default_draft_scope="request", **options)
 
 
 def workload(name: str, size: int, tokens: int, llm: LLM) -> tuple[list[list[int]], SamplingParams]:
@@ -182,19 +195,17 @@ def main() -> None:
                 source = str(Path(folder) / name)
                 save(random_model(name), Path(source))
             # Rounds repeat their prompts: with shared drafts a round would be told the answers by the one before.
-            llm = LLM(
-                source,
-                dtype=args.dtype,
-                decoding_length=max(LENGTHS),
-                max_num_batched_tokens=2560,
-                default_draft_scope="request",
+            llms = (
+                _llm(source, dtype=args.dtype),
+                _llm(source, dtype=args.dtype, decoding_length=max(LENGTHS)),
             )
+            llm = llms[0]
             dtype = getattr(torch, llm.info.dtype)
             model = AutoModelForCausalLM.from_pretrained(resolve_model(source), dtype=dtype).eval()
             results[name] = {"dtype": llm.info.dtype, "sizes": {}}
             for size in args.sizes:
                 prompts, params = workload(name, size, args.tokens, llm)
-                cell = measure(llm, model, prompts, params, args.rounds)
+                cell = measure(llms, model, prompts, params, args.rounds)
                 results[name]["sizes"][size] = cell
                 print(describe(name, size, cell), flush=True)
                 write_results(f"batch_{name}", {"rounds": args.rounds, **results[name]})
@@ -202,11 +213,11 @@ def main() -> None:
 
 def describe(name: str, size: int, cell: dict[str, Any]) -> str:
     by = cell["contenders"]
-    best = cell["best_length"]
-    on = by[f"on_{best}"]
+    on, best = by["on"], by[f"on_{cell['best_length']}"]
     return (
         f"{name:8} B={size:<3} tokens/s: transformers {by['transformers']['tokens_per_s']['median']:7.1f}  "
-        f"off {by['off']['tokens_per_s']['median']:7.1f}  on({best}) {on['tokens_per_s']['median']:7.1f}  "
+        f"off {by['off']['tokens_per_s']['median']:7.1f}  on {on['tokens_per_s']['median']:7.1f}  "
+        f"({cell['best_length']}: {best['tokens_per_s']['median']:7.1f})  "
         f"step ms: {by['transformers']['step_ms']['median']:6.2f} {by['off']['step_ms']['median']:6.2f} "
         f"{on['step_ms']['median']:6.2f}  accept {on['acceptance_length']:.2f}  "
         f"off/hf {cell['off_over_transformers']['median']:.2f}  on/off {cell['on_over_off']['median']:.2f}"

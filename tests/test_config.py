@@ -12,6 +12,7 @@ import pytest
 from batchserve.config import (
     MAX_SCOPE_CHARS,
     MAX_THREADS,
+    MOST_BRANCH_LENGTH,
     MOST_MIN_MATCH,
     MOST_TOKENS,
     DraftConfig,
@@ -202,12 +203,18 @@ def test_configurations_are_frozen() -> None:
             setattr(config, name, 5)
 
 
-@pytest.mark.parametrize("name", ["branch_length", "max_num_batched_tokens", "max_waiting", "max_model_len"])
+@pytest.mark.parametrize("name", ["prefill_chunk_size", "max_num_batched_tokens", "max_waiting", "max_model_len"])
 @pytest.mark.parametrize("value", [MOST_TOKENS + 1, 1 << 63, 10**40])
 def test_numbers_that_compiled_code_cannot_hold_are_refused(name: str, value: int):
     assert getattr(EngineConfig(**{name: MOST_TOKENS}), name) == MOST_TOKENS
     with pytest.raises(ConfigError, match=f"{name} = {value}: must be at most {MOST_TOKENS}"):
         EngineConfig(**{name: value})
+
+
+def test_a_branch_is_no_longer_than_a_drafter_can_follow_for_each_token() -> None:
+    assert EngineConfig(branch_length=MOST_BRANCH_LENGTH).branch_length == MOST_BRANCH_LENGTH
+    with pytest.raises(ConfigError, match=f"branch_length = {MOST_BRANCH_LENGTH + 1}: must be at most"):
+        EngineConfig(branch_length=MOST_BRANCH_LENGTH + 1)
 
 
 @pytest.mark.parametrize("name", ["trie_capacity", "trie_min_retrieved_tokens", "jacobi_ngram", "max_scope_bytes"])
