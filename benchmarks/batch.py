@@ -195,17 +195,15 @@ def main() -> None:
                 source = str(Path(folder) / name)
                 save(random_model(name), Path(source))
             # Rounds repeat their prompts: with shared drafts a round would be told the answers by the one before.
-            llms = (
-                _llm(source, dtype=args.dtype),
-                _llm(source, dtype=args.dtype, decoding_length=max(LENGTHS)),
-            )
-            llm = llms[0]
+            llm = _llm(source, dtype=args.dtype)
+            threads = llm._core.runner.num_threads  # what was chosen at start, where noise may decide
+            fixed = _llm(source, dtype=args.dtype, num_threads=threads, decoding_length=max(LENGTHS))
             dtype = getattr(torch, llm.info.dtype)
             model = AutoModelForCausalLM.from_pretrained(resolve_model(source), dtype=dtype).eval()
             results[name] = {"dtype": llm.info.dtype, "sizes": {}}
             for size in args.sizes:
                 prompts, params = workload(name, size, args.tokens, llm)
-                cell = measure(llms, model, prompts, params, args.rounds)
+                cell = measure((llm, fixed), model, prompts, params, args.rounds)
                 results[name]["sizes"][size] = cell
                 print(describe(name, size, cell), flush=True)
                 write_results(f"batch_{name}", {"rounds": args.rounds, **results[name]})
