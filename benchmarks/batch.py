@@ -119,15 +119,15 @@ def measure(
 
     llms: with the adaptive decoding length, and with fixed ones.
     """
-    adaptive, llm = llms
+    adaptive, fixed = llms
     contenders: dict[str, Any] = {
         f"transformers_{n}_threads": lambda n=n: run_transformers(model, prompts, params, n)
         for n in {1, os.cpu_count() or 1}
     }
-    contenders["off"] = lambda: run_batchserve(adaptive, prompts, params, 0)
+    contenders["off"] = lambda: run_batchserve(fixed, prompts, params, 0)
     contenders["on"] = lambda: run_batchserve(adaptive, prompts, params, None)
     for length in LENGTHS:
-        contenders[f"on_{length}"] = lambda length=length: run_batchserve(llm, prompts, params, length)
+        contenders[f"on_{length}"] = lambda length=length: run_batchserve(fixed, prompts, params, length)
     runs: dict[str, list[Run]] = {name: [] for name in contenders}
     rng = random.Random(0)
     for number in range(rounds + 1):

@@ -48,11 +48,15 @@ def batch_table(model: str) -> str:
                 f"{kinds[2]['acceptance_length']:.2f}",
                 between(cell["off_over_transformers"]),
                 between(cell["on_over_off"]),
+                between(cell["on_over_transformers"]),
                 f"{between(cell['on_over_best_length'])} [{cell['best_length']}]",
             ]
         )
     head = ["requests", "transformers tokens/s", "off", "on", "transformers step ms", "off", "on"]
-    return table([*head, "acceptance length", "off / transformers", "on / off", "on / best length [it]"], rows)
+    return table(
+        [*head, "acceptance length", "off / transformers", "on / off", "on / transformers", "on / best length [it]"],
+        rows,
+    )
 
 
 def machines(*names: str) -> str:
