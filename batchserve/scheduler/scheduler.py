@@ -221,7 +221,7 @@ class Scheduler:
         """How many of its tokens are there already, now that there is memory for all of them; None: there is not."""
         name, scope = request.request_id, request.prefix_scope
         if scope is None:
-            return 0 if self._allocator.reserve(name, request.num_pending_tokens) else None
+            return request.num_computed_tokens if self._allocator.reserve(name, request.num_pending_tokens) else None
         return self._allocator.match_prefix(name, scope, request.token_ids, *best_source(request, self.running))
 
     def _reserve(self, request: Request, num_tokens: int, preempted: list[Request]) -> bool:
