@@ -191,7 +191,19 @@ def test_options_of_an_engine_are_not_ignored_with_a_server(own_signals, capsys,
 
 @pytest.mark.parametrize(
     "address",
-    ["", "host", "127.0.0.1", ":50051", "host:", "host:x", "host:0", "host:65536", "host:00655379", "::1:50051", "http://host:50051"],
+    [
+        "",
+        "host",
+        "127.0.0.1",
+        ":50051",
+        "host:",
+        "host:x",
+        "host:0",
+        "host:65536",
+        "host:00655379",
+        "::1:50051",
+        "http://host:50051",
+    ],
 )
 def test_an_address_without_its_port_is_refused(own_signals, capsys, address):
     assert main(["generate", "--prompt", "x", "--server", address]) == 2

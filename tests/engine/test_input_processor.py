@@ -369,7 +369,7 @@ def test_one_stop_string_may_be_given_bare() -> None:
 
 
 def test_texts_of_an_enumeration_are_what_they_are_worth(processor: InputProcessor) -> None:
-    class End(str, enum.Enum):
+    class End(str, enum.Enum):  # noqa: UP042  # str() of a StrEnum would be its value
         HASHES = "###"
 
     request = submit(processor, stop=(End.HASHES, "x"))
