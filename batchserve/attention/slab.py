@@ -117,7 +117,12 @@ class SlabAllocator:
         return True
 
     def reserve_all(self, request_ids: Sequence[str], num_tokens: Sequence[int]) -> bool:
-        return all(map(self.reserve, request_ids, num_tokens))
+        slabs = self._slabs
+        for request_id, count in zip(request_ids, num_tokens, strict=True):
+            slab = slabs.get(request_id, _NO_SLAB)  # most have room
+            if slab.num_committed + count > slab.capacity and not self.reserve(request_id, count):
+                return False
+        return True
 
     def reclaim(self, num_needed: Mapping[str, int]) -> bool:
         slabs = [(self._slabs[request_id], needed) for request_id, needed in num_needed.items()]

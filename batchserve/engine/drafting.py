@@ -30,12 +30,13 @@ TENANT = "default"  # there is no authentication: all callers are one
 
 
 @dataclasses.dataclass(slots=True)
-class _Unheard:
-    """Tokens of a request that its drafter was not told of yet: accepted ones, and those that the client was given."""
+class _Told:
+    """What a request's drafter was told of it until now."""
 
-    accepted: list[int] = dataclasses.field(default_factory=list)
-    shared: list[int] = dataclasses.field(default_factory=list)
-    num_steps: int = 0  # in which they were accepted
+    request: Request
+    num_tokens: int  # of all of its tokens
+    num_shared: int  # of those that the client was given
+    step: int  # in which that was
 
 
 class DraftStage:
@@ -57,12 +58,14 @@ class DraftStage:
         self._allocator = allocator
         self._clock = clock
         self._step_time = step_time
-        self._started: dict[str, _Unheard] = {}  # requests that have draft state
+        self._started: dict[str, _Told] = {}  # requests that have draft state
+        self._num_steps = 0
         self._forgotten: dict[str, int] = {}  # of others: so many tokens were published when their scope was cleared
         self._step: StepOutcome | None = None  # the one under way
 
     def propose(self, plan: SchedulerOutput) -> DraftForest:
         """The drafts of one step, a tree for every scheduled request, with K/V reserved for their rows."""
+        self._num_steps += 1
         self._step = step = StepOutcome(plan.load, plan.decoding, plan.load)
         num_trees, places = len(plan.requests), plan.drafted
         if not len(places) or (self.adaptive is not None and not self.adaptive.begin_step(plan.load, plan.decoding)):
@@ -115,20 +118,30 @@ class DraftStage:
         """Let the drafter hear what it has missed. A drafter that is not asked costs nothing, not even to listen."""
         accepted: dict[str, list[int]] = {}
         late: dict[str, list[int]] = {}
-        shared: dict[str, list[int]] = {}
         for request_id in request_ids:
-            each = self._started[request_id]
-            if each.accepted:
-                (late if each.num_steps > LATE_STEPS else accepted)[request_id] = each.accepted
-                each.accepted = []
-            if each.shared:
-                shared[request_id] = each.shared
-                each.shared = []
-            each.num_steps = 0
+            told = self._started[request_id]
+            token_ids = told.request.token_ids
+            if told.num_tokens < len(token_ids):
+                is_late = self._num_steps - told.step > LATE_STEPS
+                (late if is_late else accepted)[request_id] = token_ids[told.num_tokens :]
+                told.num_tokens = len(token_ids)
+            told.step = self._num_steps
         if accepted:
             self.drafter.accept_all(accepted)
         if late:
             self.drafter.catch_up(late)
+        self._share(request_ids)
+
+    def _share(self, request_ids: Iterable[str]) -> None:
+        """Let the drafter hear what clients were given: that may reach other requests."""
+        shared: dict[str, list[int]] = {}
+        for request_id in request_ids:
+            told = self._started[request_id]
+            num_published = told.request.num_published_tokens
+            if told.num_shared < num_published:
+                first = told.request.num_prompt_tokens
+                shared[request_id] = told.request.token_ids[first + told.num_shared : first + num_published]
+                told.num_shared = num_published
         if shared:
             self.drafter.share_all(shared)
 
@@ -144,21 +157,16 @@ class DraftStage:
         self.drafter.start(_draft_request(request))
         if self.adaptive is not None:
             self.adaptive.start(request.request_id, name or self.drafter.name, request.speculation.tpot_target_s)
-        outputs = request.token_ids[request.num_prompt_tokens :]
-        # What is committed but not yet published is shared with the rest of its step.
+        # Of its answer it hears before it is asked; it is late where that is long.
+        begun_at = self._num_steps + 1 - request.num_output_tokens
         forgotten = self._forgotten.pop(request.request_id, 0)
-        shared = outputs[forgotten : request.num_published_tokens]
-        self._started[request.request_id] = _Unheard(outputs, shared, len(outputs))
+        self._started[request.request_id] = _Told(request, request.num_prompt_tokens, forgotten, begun_at)
         return True
 
-    def accept(self, request: Request, token_ids: Sequence[int], unverified_token_ids: Sequence[int]) -> None:
-        """A request's new tokens, and the argmax of its rows that were not verified."""
-        unheard = self._started.get(request.request_id)
-        if unheard is not None:
-            if unverified_token_ids:
-                self.drafter.observe(request.request_id, unverified_token_ids)
-            unheard.accepted += token_ids
-            unheard.num_steps += 1
+    def observe(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """The argmax of a request's rows that were not verified."""
+        if request_id in self._started:
+            self.drafter.observe(request_id, token_ids)
 
     def step_done(self, token_ids: Mapping[str, Sequence[int]], step_s: float) -> None:
         """The step took so long, from its beginning to its commit, and gave its decoding requests these tokens."""
@@ -202,18 +210,9 @@ class DraftStage:
             if drafter != UNDRAFTED
         }
 
-    def share(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Tokens that the client was given."""
-        unheard = self._started.get(request.request_id)
-        if unheard is not None:
-            unheard.shared += token_ids
-
     def end(self, request: Request) -> None:
         if request.request_id in self._started:
-            unheard = self._started[request.request_id]
-            if unheard.num_steps > LATE_STEPS:  # its drafter was not asked any more: nobody will draft from this text
-                unheard.accepted.clear()
-            self._tell([request.request_id])
+            self._share([request.request_id])  # nobody will ask for more: the rest of it is not accepted
             del self._started[request.request_id]
             self.drafter.end(request.request_id)
         self._forgotten.pop(request.request_id, None)
@@ -222,7 +221,7 @@ class DraftStage:
 
     def clear_scope(self, name: str, in_flight: Iterable[Request]) -> None:
         """Forget what the scope's requests have been given until now, those in flight included."""
-        self._tell(self._started)  # what was said before is forgotten, too
+        self._share(self._started)  # what was said before is forgotten, too
         self.drafter.clear_scope(DraftScope(TENANT, name))
         for request in in_flight:
             if request.request_id not in self._started and request.speculation.draft_scope == name:

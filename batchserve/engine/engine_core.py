@@ -253,18 +253,17 @@ class EngineCore:
         num_given = len(given)
         num_accepted = min(len(verified.rows), num_given)
         request.num_accepted_draft_tokens += num_accepted
-        is_first = request.last_token_s is None
-        waited_s = now_s - (request.arrival_s if request.last_token_s is None else request.last_token_s)
-        if is_first:
-            request.first_token_s = now_s
+        since_s, is_first = request.last_token_s, request.last_token_s is None
+        if since_s is None:
+            since_s, request.first_token_s = request.arrival_s, now_s
         request.last_token_s = now_s
         request.token_ids += given
         self._unpublished.append((request, given, num_accepted))
         if request.finish_reason is not None:
             self.scheduler.finish(request)
-        else:
-            self.drafts.accept(request, given, verified.unverified_token_ids)
-        self._verified.append((num_drafted, num_accepted, num_given, is_first, waited_s))
+        elif verified.unverified_token_ids:
+            self.drafts.observe(request.request_id, verified.unverified_token_ids)
+        self._verified.append((num_drafted, num_accepted, num_given, is_first, now_s - since_s))
         return came
 
     def _publish(self) -> None:
@@ -280,9 +279,9 @@ class EngineCore:
             if piece.is_stopped:
                 request.finish_reason = FinishReason.STOP
                 request.num_accepted_draft_tokens -= max(0, num_accepted - len(piece.token_ids))
-            self.drafts.share(request, piece.token_ids)
-            request.num_published_tokens += len(piece.token_ids)
-            num_published += len(piece.token_ids)
+            num_new = len(piece.token_ids)
+            request.num_published_tokens += num_new
+            num_published += num_new
             events.append((request, self._delta(request, piece.text, piece.token_ids)))
         if events:
             self.metrics.published(num_published)
