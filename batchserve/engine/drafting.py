@@ -110,7 +110,7 @@ class DraftStage:
         """Whose drafters are to be called in this step, of these that decode; once a step."""
         started, adaptive = self._started, self.adaptive
         are_ready = [r.request_id in started or self._begin(r) for r in requests]
-        if adaptive is None:
+        if adaptive is None or not adaptive.is_anybody_waiting:
             return are_ready
         return [is_ready and adaptive.asks(r.request_id) for r, is_ready in zip(requests, are_ready, strict=True)]
 

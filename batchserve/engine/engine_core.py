@@ -282,14 +282,15 @@ class EngineCore:
             num_new = len(piece.token_ids)
             request.num_published_tokens += num_new
             num_published += num_new
-            events.append((request, self._delta(request, piece.text, piece.token_ids)))
+            if request.finish_reason is None:
+                events.append((request, Delta(request.request_id, piece.text, piece.token_ids)))
+            else:
+                events.append((request, self._last_delta(request, piece.text, piece.token_ids)))
         if events:
             self.metrics.published(num_published)
             self.emit(events)
 
-    def _delta(self, request: Request, text: str, token_ids: list[int]) -> Delta:
-        if request.finish_reason is None:
-            return Delta(request.request_id, text, token_ids)
+    def _last_delta(self, request: Request, text: str, token_ids: list[int]) -> Delta:
         usage = request.usage(request.num_published_tokens)
         timing = request.timing(self._clock())
         self.metrics.finished(timing.tpot_s(usage.completion_tokens))

@@ -95,16 +95,13 @@ class HostCopy:
 def verify_batch(batch: RaggedBatch, logits: torch.Tensor, forced: Recordings) -> list[VerifiedTokens | None]:
     """Walk every request's tree; logits are those of batch.logit_rows, forced is ModelRunner's."""
     sampler, spans = RowSampler(logits), batch.spans
-    greedy: dict[int, ResolvedSampling] = {}  # by place
-    sampled: dict[int, ResolvedSampling] = {}
-    for place, sampling in enumerate(batch.samplings):
-        if sampling is not None:
-            (sampled if sampling.temperature > 0.0 else greedy)[place] = sampling
+    greedy = [place for place, each in enumerate(batch.samplings) if each is not None and each.temperature == 0.0]
+    sampled = {place: each for place, each in enumerate(batch.samplings) if each is not None and each.temperature > 0.0}
     where = (spans.rows, batch.num_pending, batch.first_logit)
     drafts = (batch.input_ids, spans.parents, batch.is_verified)
     recorded, walked = forced.places(batch.request_ids), np.empty((3, batch.num_rows), np.int64)
     if greedy:
-        walk_greedy(np.array([*greedy]), where, sampler.greedy(), recorded, drafts, walked)
+        walk_greedy(np.array(greedy), where, sampler.greedy(), recorded, drafts, walked)
     if sampled:
         _walk_sampled(sampled, logits, Rows(*where, *drafts, recorded), walked)
     rows, tokens, lengths = walked.tolist()

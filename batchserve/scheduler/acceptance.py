@@ -14,7 +14,7 @@ import numpy as np
 from batchserve.scheduler.budget_kernels import CLOSED, correct, score_trees, weigh_nodes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from batchserve.draft.forest import DraftForest
 
@@ -65,13 +65,14 @@ class Given(NamedTuple):
     token_ids: IntArray
 
     @classmethod
-    def of(cls, token_ids: Sequence[tuple[int, Sequence[int]]]) -> Given:
-        """Of slots with their tokens."""
+    def of(cls, slot_of: Mapping[str, int], token_ids: Mapping[str, Sequence[int]]) -> Given:
+        """Of requests with their tokens; those that have no slot are left out."""
         slots, starts, tokens = [], [0], list[int]()
-        for slot, those in token_ids:
-            slots.append(slot)
-            tokens += those
-            starts.append(len(tokens))
+        for request_id, those in token_ids.items():
+            if request_id in slot_of:
+                slots.append(slot_of[request_id])
+                tokens += those
+                starts.append(len(tokens))
         return cls(np.array(slots, np.int64), np.array(starts), np.array(tokens, np.int64))
 
 

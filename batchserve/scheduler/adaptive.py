@@ -151,6 +151,11 @@ class AdaptiveDrafting:
         if slot is not None:
             self.acceptance.close(slot)
 
+    @property
+    def is_anybody_waiting(self) -> bool:
+        """Whether there is a request that is not asked in every step: otherwise `asks` need not be called."""
+        return bool(self._probes)
+
     def asks(self, request_id: str) -> bool:
         """Whether the request's drafter is to be called in this step; once a step and request."""
         probe = self._probes.get(request_id)
@@ -288,10 +293,8 @@ class AdaptiveDrafting:
         if len(heard) > 1:  # without drafts: the machine's pace is learned from the median one
             middle = sorted(range(len(heard)), key=lambda place: heard[place][0].step_s)[(len(heard) - 1) // 2]
         stretch = self._learn_times(*heard[middle], num_steps=len(heard))
-        slot_of = self._slots  # requests that nothing is known of are left out
         for place, (outcome, token_ids) in enumerate(heard):
-            known = [(slot_of[each], tokens) for each, tokens in token_ids.items() if each in slot_of]
-            given = Given.of(known)
+            given = Given.of(self._slots, token_ids)
             times = outcome.step_s, stretch if place == middle else 1.0
             note_step(self._standing, given.slots, given.starts, *times)
             # While trees are open every step is learned from at once: there is but one.

@@ -30,7 +30,7 @@ def propose(model: AcceptanceModel, slot: int, tokens: list[int], parents: list[
 
 
 def arrive(model: AcceptanceModel, slot: int, tokens: list[int]) -> None:
-    model.arrive(Given.of([(slot, tokens)]))
+    model.arrive(Given.of({"a": slot}, {"a": tokens}))
 
 
 def scored(model: AcceptanceModel) -> tuple[list[int], list[int]]:
