@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention
 # rounding adds up over the layers, in a large vocabulary some logit is always far off, and a rounding error can send a
 # token to another expert; so there it is the median row's mean (square): a wrong mask or position is wrong for most.
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+TOLERANT_LAYERS = 32  # of so many; of more it grows with their root, as rounding does
 
 
 class ModelProbe:
@@ -119,18 +121,19 @@ class ModelProbe:
         difference = (actual - self._expected) / self._expected.std().clamp_min(1e-6)
         is_exact = self._model.dtype == torch.float32
         worst = (difference.abs().max() if is_exact else difference.square().mean(-1).sqrt().median()).item()
-        tolerance = TOLERANCE[self._model.dtype]
+        depth = int(self._model.config.get_text_config().num_hidden_layers) / TOLERANT_LAYERS
+        tolerance = TOLERANCE[self._model.dtype] * max(1.0, math.sqrt(depth))
         if not worst <= tolerance:  # NaN fails, too
             raise UnsupportedModelError(
                 f"{self._name} answers differently {where}: logits differ by {worst:.2g} standard deviations, bound "
-                f"{tolerance}; suspect {suspect}"
+                f"{tolerance:.2g}; suspect {suspect}"
             )
 
     @contextmanager
     def _probing(self, how: str) -> Iterator[None]:
-        """Windows are small, and whatever fails means that the model cannot be served."""
+        """Windows are small, sums exact, and whatever fails means that the model cannot be served."""
         try:
-            with _small_windows(self._model):
+            with _small_windows(self._model), _wide_sums():
                 yield
         except UnsupportedModelError:
             raise
@@ -151,6 +154,20 @@ def _check_calls(model: PreTrainedModel, probe: ShapeProbe) -> None:
             f"{type(model).__name__} has {num_layers} layers but called the registered attention for layers "
             f"{sorted(probe.calls)}: it must call it exactly once a layer"
         )
+
+
+@contextmanager
+def _wide_sums() -> Iterator[None]:
+    """CUDA's matrix products add up in fp32, however many parts they are split into: in 16 bits the parts' own rounding
+    would be as large as what is looked for.
+    """
+    matmul = torch.backends.cuda.matmul
+    saved = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+    try:
+        matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
+        yield
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = saved
 
 
 @contextmanager

@@ -189,7 +189,7 @@ def check(
         step = make_step(case, kit.device, dtype, seed)
         kernel.plan(step.metadata)
         out = kernel.run(step.query, step.key_cache, step.value_cache, step.metadata, case.params)
-        found = compare(out, reference(step, case.params), dtype)
+        found = compare(out, reference(step, case.params), dtype, case.softcap)
         if worst is None or (found["is_right"], -found["max_error"]) < (worst["is_right"], -worst["max_error"]):  # type: ignore[operator]
             worst = found
     assert worst is not None

@@ -89,6 +89,7 @@ def test_every_part_runs_without_the_packages_that_only_serving_needs(tmp_path: 
 CASES = [
     Case("long context", (6000, 900), (12, 20), heads=4, kv_heads=2, head_dim=64),
     Case("window", (300, 40), (9, 14), heads=2, kv_heads=2, head_dim=64, window=32),
+    Case("softcap", (300, 40), (9, 14), heads=2, kv_heads=2, head_dim=64, softcap=50.0),
 ]
 
 
@@ -97,15 +98,15 @@ CASES = [
 def test_a_wrong_mask_is_seen_and_rounding_is_not(case: Case, dtype: torch.dtype):
     step = make_step(case, CPU, dtype)
     exact = reference(step, case.params)
-    assert compare(exact.to(dtype), exact, dtype)["is_right"]
-    assert not compare(as_chains(step, case), exact, dtype)["is_right"]
+    assert compare(exact.to(dtype), exact, dtype, case.softcap)["is_right"]
+    assert not compare(as_chains(step, case), exact, dtype, case.softcap)["is_right"]
     # One ancestor too few, of one row.
     bits = step.metadata.ancestors.clone()
     assert bits[-1, 0] & (bits[-1, 0] - 1), "the last row has no ancestor"
     bits[-1, 0] &= bits[-1, 0] - 1
     fewer = dataclasses.replace(step, metadata=dataclasses.replace(step.metadata, ancestors=bits))
-    assert not compare(reference(fewer, case.params), exact, dtype)["is_right"]
-    assert not compare(torch.full_like(exact, torch.nan), exact, dtype)["is_right"]
+    assert not compare(reference(fewer, case.params), exact, dtype, case.softcap)["is_right"]
+    assert not compare(torch.full_like(exact, torch.nan), exact, dtype, case.softcap)["is_right"]
 
 
 def test_a_window_off_by_one_is_seen():

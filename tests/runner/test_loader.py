@@ -128,6 +128,20 @@ def test_windows_are_as_they_were_after_the_probe_also_when_it_refuses(
     assert windows_of(model) == before
 
 
+def test_cuda_adds_up_in_fp32_while_the_probe_looks_and_as_before_behind_it(tiny_model: dict[str, Path]) -> None:
+    def sums() -> tuple[bool, bool]:
+        matmul = torch.backends.cuda.matmul
+        return matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+
+    register()
+    model = AutoModelForCausalLM.from_pretrained(tiny_model["llama"], attn_implementation="eager").eval()
+    before, seen = sums(), []
+    model.model.layers[0].register_forward_hook(lambda *_: seen.append(sums()))
+    probe.ModelProbe(model, 512).check_attention()
+    assert set(seen) == {(False, False)}
+    assert sums() == before
+
+
 @torch.inference_mode()
 def test_a_model_whose_attention_is_called_twice_is_refused(tiny_model: dict[str, Path]) -> None:
     register()
