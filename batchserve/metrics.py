@@ -172,7 +172,7 @@ class EngineMetrics:
             for drafted, accepted, num_given, is_first, waited_s in verified:
                 num_drafted += drafted
                 num_accepted += accepted
-                if is_first:
+                if is_first and num_given:
                     self.histograms["time_to_first_token_seconds"].add(waited_s)
                 elif num_given:
                     latency_s = waited_s / num_given

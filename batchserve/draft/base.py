@@ -135,8 +135,8 @@ class Drafter(Protocol):
     """Proposes draft trees. State is keyed by request id, never by batch row.
 
     Calls of one request come in this order: start, any number of (propose, observe, accept, share), end. `accept` is
-    called with every verified token before the next proposal, so not with those of the last step; `share` later, with
-    those of all steps that the client was given: only these may reach other requests. One thread makes all calls.
+    called with every verified token before the next proposal, and before the end, unless it was not asked for long;
+    `share` later, with what its client was given: only that may reach other requests. One thread makes all calls.
     """
 
     @property

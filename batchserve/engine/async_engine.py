@@ -175,8 +175,8 @@ class AsyncEngine:
             )
             if self._closed is not None:
                 raise self._closed.with_traceback(None)
-            stream.is_handed_over = True
-            self._back.send(Add(stream.ticket, request, is_whole))
+            stream.is_handed_over, request.is_whole = True, is_whole
+            self._back.send(Add(stream.ticket, request))
             yield Started(request_id, len(token_ids), list(token_ids))
             while True:
                 event = await stream.events.get()

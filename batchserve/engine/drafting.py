@@ -118,30 +118,23 @@ class DraftStage:
         """Let the drafter hear what it has missed. A drafter that is not asked costs nothing, not even to listen."""
         accepted: dict[str, list[int]] = {}
         late: dict[str, list[int]] = {}
+        shared: dict[str, list[int]] = {}  # what clients were given: that may reach other requests
         for request_id in request_ids:
             told = self._started[request_id]
-            token_ids = told.request.token_ids
+            request, token_ids = told.request, told.request.token_ids
             if told.num_tokens < len(token_ids):
                 is_late = self._num_steps - told.step > LATE_STEPS
                 (late if is_late else accepted)[request_id] = token_ids[told.num_tokens :]
                 told.num_tokens = len(token_ids)
+            if told.num_shared < request.num_published_tokens and request.is_given:
+                begin, last = request.num_prompt_tokens, request.num_published_tokens
+                shared[request_id] = token_ids[begin + told.num_shared : begin + last]
+                told.num_shared = last
             told.step = self._num_steps
         if accepted:
             self.drafter.accept_all(accepted)
         if late:
             self.drafter.catch_up(late)
-        self._share(request_ids)
-
-    def _share(self, request_ids: Iterable[str]) -> None:
-        """Let the drafter hear what clients were given: that may reach other requests."""
-        shared: dict[str, list[int]] = {}
-        for request_id in request_ids:
-            told = self._started[request_id]
-            num_published = told.request.num_published_tokens
-            if told.num_shared < num_published:
-                first = told.request.num_prompt_tokens
-                shared[request_id] = told.request.token_ids[first + told.num_shared : first + num_published]
-                told.num_shared = num_published
         if shared:
             self.drafter.share_all(shared)
 
@@ -212,7 +205,10 @@ class DraftStage:
 
     def end(self, request: Request) -> None:
         if request.request_id in self._started:
-            self._share([request.request_id])  # nobody will ask for more: the rest of it is not accepted
+            told = self._started[request.request_id]
+            if self._num_steps - told.step > LATE_STEPS:  # nobody will draft from this text
+                told.num_tokens = len(request.token_ids)
+            self._tell([request.request_id])
             del self._started[request.request_id]
             self.drafter.end(request.request_id)
         self._forgotten.pop(request.request_id, None)
@@ -220,12 +216,15 @@ class DraftStage:
             self.adaptive.end(request.request_id)
 
     def clear_scope(self, name: str, in_flight: Iterable[Request]) -> None:
-        """Forget what the scope's requests have been given until now, those in flight included."""
-        self._share(self._started)  # what was said before is forgotten, too
-        self.drafter.clear_scope(DraftScope(TENANT, name))
+        """Forget the text of the scope's requests until now, of those in flight, too, told or not."""
         for request in in_flight:
-            if request.request_id not in self._started and request.speculation.draft_scope == name:
-                self._forgotten[request.request_id] = request.num_published_tokens
+            if request.speculation.draft_scope == name:
+                told = self._started.get(request.request_id)
+                if told is None:
+                    self._forgotten[request.request_id] = request.num_published_tokens
+                else:
+                    told.num_shared = request.num_published_tokens
+        self.drafter.clear_scope(DraftScope(TENANT, name))
 
 
 def depth_labels() -> tuple[str, ...]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from batchserve.scheduler.scheduler import Scheduler
 
 
+DEADLINE_SLACK_S = 0.05  # by which a front may take a request back before the deadline that it has told
 # What one step added to a request, waiting to be published: tokens, and how many of them were drafts.
 _Commit = tuple[Request, list[int], int]
 Event = tuple[Request, Delta | BatchserveError]
@@ -93,7 +94,9 @@ class EngineCore:
         """Forget a request and free its memory now; nothing more is said of it. Harmless when it has ended."""
         if request in self._detokenizers:
             self._end(request)
-            self.metrics.unfinished(num_aborted=1)
+            # gRPC takes a call back at its deadline, and that mostly comes before a step finds it passed.
+            is_expired = request.deadline_s is not None and request.deadline_s <= self._clock() + DEADLINE_SLACK_S
+            self.metrics.unfinished(num_aborted=not is_expired, num_expired=is_expired)
 
     def abort_all(self) -> list[Request]:
         """Forget every request; returns them."""
@@ -255,8 +258,10 @@ class EngineCore:
         request.num_accepted_draft_tokens += num_accepted
         since_s, is_first = request.last_token_s, request.last_token_s is None
         if since_s is None:
-            since_s, request.first_token_s = request.arrival_s, now_s
-        request.last_token_s = now_s
+            since_s = request.arrival_s
+        if given:  # an end alone is no token
+            request.last_token_s = now_s
+            request.first_token_s = now_s if is_first else request.first_token_s
         request.token_ids += given
         self._unpublished.append((request, given, num_accepted))
         if request.finish_reason is not None:
@@ -281,7 +286,8 @@ class EngineCore:
                 request.num_accepted_draft_tokens -= max(0, num_accepted - len(piece.token_ids))
             num_new = len(piece.token_ids)
             request.num_published_tokens += num_new
-            num_published += num_new
+            if request.is_given:
+                num_published += request.num_published_tokens if request.is_whole else num_new
             if request.finish_reason is None:
                 events.append((request, Delta(request.request_id, piece.text, piece.token_ids)))
             else:

@@ -69,7 +69,7 @@ class EngineLoop:
         if isinstance(message, Add):
             self._tickets[message.request] = message.ticket
             self._requests[message.ticket] = message.request
-            if message.is_whole:
+            if message.request.is_whole:
                 self._held[message.ticket] = OutputCollector([])
             self._core.add(message.request)
         elif isinstance(message, Abort):

@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Queue a request; is_whole: its deltas are to come in one, with the last."""
+    """Queue a request; where it is_whole its deltas come in one, with the last."""
 
     ticket: int
     request: Request
-    is_whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
@@ -431,3 +432,65 @@ def test_metrics_know_of_those_who_do_not_finish() -> None:
     assert values["prompt_tokens_total"] == 12, "of those that were begun"
     first = engine.core.metrics.reading().histograms["time_to_first_token_seconds"]
     assert (sum(first.counts), first.total) == (2, 2.0)
+
+
+@pytest.mark.parametrize("answer", ["ab", "abcdefghij", ""])
+def test_an_end_token_in_a_step_of_its_own_takes_no_part_in_times(answer: str) -> None:
+    engine = scripted_engine()
+    launch = engine.runner.launch
+
+    def timed_launch(batch: Any) -> Any:
+        engine.now_s += 0.01
+        return launch(batch)
+
+    engine.runner.launch = timed_launch  # type: ignore[method-assign]
+    add(engine, "a", answer + chr(END), end_token_ids=frozenset({END}))
+    engine.run()
+    timing = engine.deltas("a")[-1].timing
+    assert timing is not None
+    assert timing.tpot_s(len(answer)) == (pytest.approx(0.01) if answer else None)
+    histograms = engine.core.metrics.reading().histograms
+    assert histograms["inter_token_latency_seconds"].total == pytest.approx(0.01 * max(0, len(answer) - 1))
+    assert sum(histograms["time_to_first_token_seconds"].counts) == bool(answer)
+    assert timing.total_s == pytest.approx(0.01 * max(1, len(answer)))
+
+
+@pytest.mark.parametrize("is_in_time", [True, False])
+def test_what_is_given_at_the_end_is_neither_shared_nor_counted_before(is_in_time: bool) -> None:
+    engine = scripted_engine(is_drafting=True, decoding_length=4)
+    assert engine.drafter is not None
+    request = add(engine, "a", "abcdefghijklmnop", max_tokens=16, deadline_s=1.0)
+    request.is_whole = True
+    for _ in range(3):
+        engine.step()
+    assert len(engine.tokens("a")) > 0
+    assert engine.drafter.shared["a"] == []
+    assert engine.core.metrics.snapshot()["completion_tokens_total"] == 0
+    engine.now_s = 0.5 if is_in_time else 1.5
+    engine.run()
+    given = [ord(c) for c in "abcdefghijklmnop"] if is_in_time else []
+    assert engine.drafter.shared["a"] == given
+    assert engine.core.metrics.snapshot()["completion_tokens_total"] == len(given)
+
+
+def test_a_request_that_its_front_takes_back_at_its_deadline_has_expired() -> None:
+    engine = scripted_engine()
+    late = add(engine, "late", "abcdef", deadline_s=2.0)
+    early = add(engine, "early", "abcdef", deadline_s=9.0)
+    engine.step()
+    engine.now_s = 1.99
+    engine.core.abort(late)
+    engine.core.abort(early)
+    values = engine.core.metrics.snapshot()
+    assert (values["requests_expired_total"], values["requests_aborted_total"]) == (1, 1)
+
+
+def test_a_drafter_hears_of_a_short_answers_last_tokens_too() -> None:
+    engine = scripted_engine(is_drafting=True, decoding_length=4)
+    assert engine.drafter is not None
+    heard = []
+    engine.drafter.accept = lambda request_id, token_ids: heard.extend(token_ids)  # type: ignore[method-assign]
+    engine.drafter.propose = lambda queries: [DraftTree() for _ in queries]  # type: ignore[method-assign]
+    add(engine, "a", "abcdef", max_tokens=6)
+    engine.run()
+    assert heard == [ord(c) for c in "abcdef"]
