@@ -195,7 +195,8 @@ class EngineMetrics:
             with self.lock:
                 self._add(preemptions_total=num_requests)
 
-    def published(self, num_tokens: int) -> None:
+    def given(self, num_tokens: int) -> None:
+        """Clients were given so many tokens."""
         with self.lock:
             self.values["completion_tokens_total"] += num_tokens
 

@@ -85,6 +85,7 @@ class Request:
     num_cached_tokens: int = 0  # of the prompt, whose K/V was there
     num_published_tokens: int = 0  # whose text is out
     is_whole: bool = False  # its client is given all of it at its end
+    num_given_tokens: int = 0  # of those published
     num_preemptions: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
@@ -106,11 +107,6 @@ class Request:
     def num_pending_tokens(self) -> int:
         """Tokens without K/V: 1 while decoding, more while (re)computing a prompt."""
         return len(self.token_ids) - self.num_computed_tokens
-
-    @property
-    def is_given(self) -> bool:
-        """Whether the client has what is published, or is given it now."""
-        return not self.is_whole or self.finish_reason is not None
 
     @property
     def is_finished(self) -> bool:

@@ -117,12 +117,7 @@ class SlabAllocator:
         return True
 
     def reserve_all(self, request_ids: Sequence[str], num_tokens: Sequence[int]) -> bool:
-        slabs = self._slabs
-        for request_id, count in zip(request_ids, num_tokens, strict=True):
-            slab = slabs.get(request_id, _NO_SLAB)  # most have room
-            if slab.num_committed + count > slab.capacity and not self.reserve(request_id, count):
-                return False
-        return True
+        return all(map(self.reserve, request_ids, num_tokens))
 
     def reclaim(self, num_needed: Mapping[str, int]) -> bool:
         slabs = [(self._slabs[request_id], needed) for request_id, needed in num_needed.items()]
@@ -156,18 +151,18 @@ class SlabAllocator:
         self.commit_all({request_id: rows})
 
     def commit_all(self, rows: Mapping[str, Sequence[int]]) -> None:
-        where, moved = [], []
-        for request_id, kept in rows.items():
-            slab, count = self._slabs[request_id], len(kept)
-            if count and kept[-1] != count - 1:  # they ascend: else all are in their places
+        # They ascend: where the last one is in its place, all are.
+        moved = {each: kept for each, kept in rows.items() if len(kept) and kept[-1] != len(kept) - 1}
+        if moved:
+            slabs = [self._slabs[each] for each in moved]
+            for slab, (request_id, kept) in zip(slabs, moved.items(), strict=True):
                 if slab.num_committed + kept[-1] >= slab.capacity:  # compiled code would not notice
                     raise IndexError(f"rows of {request_id!r}: {kept[-1]} was not reserved")
-                where.append((slab.addresses_at, slab.capacity, slab.num_committed))
-                moved.append(kept)
-            slab.num_committed += count
-        if moved:
-            starts = np.array([0, *accumulate(map(len, moved))])
-            move_rows(np.array(where), self._plane_sizes, starts, np.array([*chain.from_iterable(moved)]))
+            where = [(slab.addresses_at, slab.capacity, slab.num_committed) for slab in slabs]
+            starts = np.array([0, *accumulate(map(len, moved.values()))])
+            move_rows(np.array(where), self._plane_sizes, starts, np.array([*chain.from_iterable(moved.values())]))
+        for each, kept in rows.items():
+            self._slabs[each].num_committed += len(kept)
 
     def touch(self, request_id: str) -> None:
         for stack in self._slabs[request_id].stacks:

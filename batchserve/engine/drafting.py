@@ -35,7 +35,7 @@ class _Told:
 
     request: Request
     num_tokens: int  # of all of its tokens
-    num_shared: int  # of those that the client was given
+    num_shared: int  # of those that the client was given; what its scope has forgotten is not told any more
     step: int  # in which that was
 
 
@@ -110,7 +110,7 @@ class DraftStage:
         """Whose drafters are to be called in this step, of these that decode; once a step."""
         started, adaptive = self._started, self.adaptive
         are_ready = [r.request_id in started or self._begin(r) for r in requests]
-        if adaptive is None or not adaptive.is_anybody_waiting:
+        if adaptive is None:
             return are_ready
         return [is_ready and adaptive.asks(r.request_id) for r, is_ready in zip(requests, are_ready, strict=True)]
 
@@ -126,8 +126,8 @@ class DraftStage:
                 is_late = self._num_steps - told.step > LATE_STEPS
                 (late if is_late else accepted)[request_id] = token_ids[told.num_tokens :]
                 told.num_tokens = len(token_ids)
-            if told.num_shared < request.num_published_tokens and request.is_given:
-                begin, last = request.num_prompt_tokens, request.num_published_tokens
+            if told.num_shared < request.num_given_tokens:
+                begin, last = request.num_prompt_tokens, request.num_given_tokens
                 shared[request_id] = token_ids[begin + told.num_shared : begin + last]
                 told.num_shared = last
             told.step = self._num_steps

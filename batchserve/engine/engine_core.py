@@ -261,7 +261,8 @@ class EngineCore:
             since_s = request.arrival_s
         if given:  # an end alone is no token
             request.last_token_s = now_s
-            request.first_token_s = now_s if is_first else request.first_token_s
+            if is_first:
+                request.first_token_s = now_s
         request.token_ids += given
         self._unpublished.append((request, given, num_accepted))
         if request.finish_reason is not None:
@@ -272,10 +273,10 @@ class EngineCore:
         return came
 
     def _publish(self) -> None:
-        """Text, stop strings, shared drafts and messages of the step before; on a GPU while the next forward runs."""
+        """Text, stop strings and messages of the step before; on a GPU while the next forward runs."""
         commits, self._unpublished = self._unpublished, []
         events: list[Event] = []
-        num_published = 0
+        num_given = 0
         for request, token_ids, num_accepted in commits:
             detokenizer = self._detokenizers.get(request)
             if detokenizer is None:  # aborted since
@@ -284,16 +285,16 @@ class EngineCore:
             if piece.is_stopped:
                 request.finish_reason = FinishReason.STOP
                 request.num_accepted_draft_tokens -= max(0, num_accepted - len(piece.token_ids))
-            num_new = len(piece.token_ids)
-            request.num_published_tokens += num_new
-            if request.is_given:
-                num_published += request.num_published_tokens if request.is_whole else num_new
+            request.num_published_tokens += len(piece.token_ids)
+            if request.finish_reason is not None or not request.is_whole:
+                num_given += request.num_published_tokens - request.num_given_tokens
+                request.num_given_tokens = request.num_published_tokens
             if request.finish_reason is None:
                 events.append((request, Delta(request.request_id, piece.text, piece.token_ids)))
             else:
                 events.append((request, self._last_delta(request, piece.text, piece.token_ids)))
         if events:
-            self.metrics.published(num_published)
+            self.metrics.given(num_given)
             self.emit(events)
 
     def _last_delta(self, request: Request, text: str, token_ids: list[int]) -> Delta:

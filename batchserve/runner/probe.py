@@ -131,7 +131,7 @@ class ModelProbe:
 
     @contextmanager
     def _probing(self, how: str) -> Iterator[None]:
-        """Windows are small, sums exact, and whatever fails means that the model cannot be served."""
+        """Windows are small, sums wide, and whatever fails means that the model cannot be served."""
         try:
             with _small_windows(self._model), _wide_sums():
                 yield

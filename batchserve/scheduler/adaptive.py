@@ -151,11 +151,6 @@ class AdaptiveDrafting:
         if slot is not None:
             self.acceptance.close(slot)
 
-    @property
-    def is_anybody_waiting(self) -> bool:
-        """Whether there is a request that is not asked in every step: otherwise `asks` need not be called."""
-        return bool(self._probes)
-
     def asks(self, request_id: str) -> bool:
         """Whether the request's drafter is to be called in this step; once a step and request."""
         probe = self._probes.get(request_id)

@@ -101,9 +101,8 @@ class Scheduler:
         planned = self._plan_decoding(preempted)
         if self.waiting or len(planned) < len(self.running):
             self._plan_prompts(planned, preempted)
-        running = [*self.running]
-        if preempted or len(planned) < len(running):  # one planned above may have been preempted by an older one later
-            running = [r for r in running if r.request_id in planned]
+        # A request planned above may have been preempted by an older one after that.
+        running = [r for r in self.running if r.request_id in planned]
         return self._with_drafts(running, planned, preempted, are_drafted)
 
     def _plan_prompts(self, planned: dict[str, int], preempted: list[Request]) -> None:
