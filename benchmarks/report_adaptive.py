@@ -49,6 +49,16 @@ def regret_table(folder: str = "adaptive") -> str:
     return table(["model", "text", "requests", *LENGTHS, "adaptive", "adaptive / best length"], rows)
 
 
+def breadth_table() -> str:
+    drafters = result("breadth", "adaptive_avx512")["drafters"]
+    rows = [
+        [drafter, text, *(f"{cell['adaptive_over_best']:.1%} [{cell['best_length']}]" for cell in sizes.values())]
+        for drafter, texts in drafters.items()
+        for text, sizes in texts.items()
+    ]
+    return table(["drafter", "text", "1 request", "4", "16", "1 to 32"], rows)
+
+
 def regret_wall_table() -> str:
     rows = []
     for model, name, found in cells_of(result("regret")["models"]):
@@ -195,6 +205,7 @@ def reliability_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "regret": regret_table,
     "regret avx512": partial(regret_table, "adaptive_avx512"),
+    "breadth": breadth_table,
     "regret wall": regret_wall_table,
     "gain": gain_table,
     "gain avx512": partial(gain_table, "adaptive_avx512"),

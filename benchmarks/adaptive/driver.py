@@ -275,7 +275,7 @@ class Driver:
     def _rows(self) -> tuple[float, float]:
         """Rows and draft rows until now. Nobody reads all metrics between two steps: it would cost the next one."""
         values = self.core.metrics.values
-        return values["rows_total"], values["draft_tokens_total"]
+        return values["rows_total"], values["draft_rows_total"]
 
     def land(self, flights: list[Flight]) -> list[Flight]:
         """Those that go on."""

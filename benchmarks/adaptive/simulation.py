@@ -1,7 +1,8 @@
 """The same engine core without a model: a step takes what the measured table says, on a clock of its own.
 
 Scheduler, draft stage, adaptive decoding length and drafter are the real ones; only forward and time are made up. So
-every contender meets the same machine to the microsecond, and a ceiling can be computed.
+every contender meets the same machine to the microsecond, and a ceiling can be computed. A Jacobi window costs its
+rows and gains nothing: what fills it is a model's.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class _Handle:
 
 def _walk(rows: RequestRows, recorded: Sequence[int]) -> VerifiedTokens:
     first = rows.context_len + rows.num_pending
-    return walk_tree(rows.token_ids, rows.parents, rows.root, lambda row, depth: recorded[first + depth])
+    tree = rows.token_ids, rows.parents, rows.root
+    return walk_tree(*tree, lambda row, depth: recorded[first + depth], rows.is_verified)
 
 
 def load_of(batch: RaggedBatch) -> StepLoad:

@@ -66,21 +66,26 @@ class Options:
         return sizes[:2] if self.is_quick else sizes
 
 
-def read_options(description: str | None, sets: tuple[str, ...] = ()) -> Options:
-    """sets: those that are taken where nobody asks for others; where it is one, one is asked for. None: no folder."""
+def read_options(description: str | None, sets: tuple[str, ...] = (), *, has_drafter: bool = True) -> Options:
+    """sets: those that are taken where nobody asks for others; where it is one, one is asked for. None: no folder.
+
+    has_drafter: whether one is chosen; else it is "all".
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if sets:
         parser.add_argument("folder", type=Path, help="the recorded sets, one JSONL each")
         parser.add_argument("--sets", default=",".join(sets), help="which of the folder's (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it runs")
-    parser.add_argument("--drafter", choices=DRAFTERS, default="mixture")
+    if has_drafter:
+        parser.add_argument("--drafter", choices=DRAFTERS, default="mixture")
     parser.add_argument("--out", default="adaptive", help="folder in benchmarks/results/ (quick runs: adaptive_quick)")
     args = parser.parse_args()
     asked = tuple(dict.fromkeys(args.sets.split(","))) if sets else ()
     if len(sets) == 1 < len(asked):
         parser.error(f"argument --sets: {args.sets}: must be one set")
     out = "adaptive_quick" if args.quick and args.out == "adaptive" else args.out
-    return Options(getattr(args, "folder", None), args.quick, args.drafter, out, asked)
+    drafter = args.drafter if has_drafter else "all"
+    return Options(getattr(args, "folder", None), args.quick, drafter, out, asked)
 
 
 def say(text: str) -> None:

@@ -97,6 +97,24 @@ def test_the_load_is_held(simulation: Simulation) -> None:
     assert driver.core.runner.forced == {}
 
 
+class Unverified(Guesses):
+    """The truth, as rows that only the drafter wants to know of."""
+
+    name = "unverified"
+
+    def propose(self, queries: Sequence[DraftQuery]) -> list[DraftTree]:
+        trees = super().propose(queries)
+        return [DraftTree(t.token_ids, t.parents, t.probs, [False] * len(t)) for t in trees]
+
+
+def test_rows_that_are_not_verified_gain_nothing_in_simulation() -> None:
+    records = make_records()
+    driver = Simulation(TABLE, Unverified(records, wrong=0.0), [], records).driver()
+    run = driver.run(records, [(2, 60)], fixed(4))
+    assert run.draft_rows > 0
+    assert run.tokens == run.requests_steps
+
+
 @pytest.mark.parametrize("size", [1, 5])
 def test_parts_of_answers_are_the_same_for_every_contender(simulation: Simulation, size: int) -> None:
     """However fast each request is: of a run that ends at a number of tokens the easy ones would give most."""
