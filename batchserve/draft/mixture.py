@@ -64,7 +64,7 @@ class _Experience:
     """Mixing weights, and how often each was learned from."""
 
     weights: np.ndarray = field(default_factory=initial_weights)
-    seen: np.ndarray = field(default_factory=lambda: np.zeros(initial_weights().shape, np.int64))
+    seen: np.ndarray = field(default_factory=lambda: np.zeros(NUM_WEIGHTS, np.int64))
 
 
 class _Scope:

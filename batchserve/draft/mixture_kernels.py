@@ -12,6 +12,8 @@ section 4.2) drafts from.
 # ruff: noqa: ANN001, ANN201, ANN202
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from numba import carray, njit
 
@@ -326,10 +328,9 @@ def read_recent(own, num_output, recent):  # type: ignore[no-untyped-def]
         recent[SCOPE, num_output] = START
 
 
-def initial_weights() -> np.ndarray:
-    """Shares before anything was learned, float64, flat.
-
-    Long and often seen contexts with one follower are trusted most. The log odds are a fit, rounded, to what was
+@functools.cache
+def _first_weights() -> np.ndarray:
+    """Long and often seen contexts with one follower are trusted most. The log odds are a fit, rounded, to what was
     learned on recorded answers (GSM8K, CRUXEval).
     """
     lengths, counts = np.arange(LENGTH_BINS)[:, None, None], np.arange(COUNT_BINS)[None, :, None]
@@ -342,6 +343,11 @@ def initial_weights() -> np.ndarray:
     noise = np.full(NUM_NOISE_BINS, -1.0)
     flat = 1.0 / (1.0 + np.exp(-np.concatenate((flat, noise))))
     return flat
+
+
+def initial_weights() -> np.ndarray:
+    """Shares before anything was learned, float64, flat: the caller's own."""
+    return _first_weights().copy()
 
 
 def make_common() -> tuple[np.ndarray, ...]:
