@@ -14,8 +14,10 @@ from numba import njit
 from batchserve.scheduler import budget_kernels
 from batchserve.scheduler.budget_kernels import own_shift
 
-FEW_NODES, GROWTH, MOST_NODES = 8, 3.0, 1 << 20  # asked for: some, and a multiple of what is bought lately
-CHOSEN_RATE = 0.2
+# What is asked for: some nodes, and a multiple of what is bought lately. That rises at once and falls slowly, as most
+# answers are short.
+FEW_NODES, GROWTH, MOST_NODES = 16, 3.0, 1 << 20
+FALL_RATE = 0.2
 MOST_URGENCY, URGENCY_UP, URGENCY_DOWN = 16.0, 1.05, 0.98
 TPOT_RATE = 0.1
 # What a request may lose to the drafts of others: so much of its steps, and so many steps. Less than the second costs
@@ -31,7 +33,7 @@ STANDING = np.dtype(
         ("step_s", np.float64),  # smoothed, as what its steps give; apart, for a mean of ratios is no mean time
         ("step_tokens", np.float64),
         ("num_steps", np.int64),
-        ("num_chosen", np.float64),  # nodes, smoothed
+        ("num_chosen", np.float64),  # nodes, of late
         ("ahead", np.float64),  # steps without drafts that it is ahead of decoding without any
         ("has_window", np.int64),  # of a drafter that has one
     ],
@@ -104,7 +106,9 @@ def settle(table, slots, places, owners, gains, rows, least_gain, chosen, is_pay
     for place in places:
         is_paying[place] = expected[place] > least_gain
         request = table[slots[place]]
-        request.num_chosen += CHOSEN_RATE * ((count[place] if is_paying[place] else 0.0) - request.num_chosen)
+        bought = count[place] if is_paying[place] else 0.0
+        rate = 1.0 if bought > request.num_chosen else FALL_RATE
+        request.num_chosen += rate * (bought - request.num_chosen)
     for i in range(len(owners)):
         chosen[i] = chosen[i] and is_paying[owners[i]]
 
