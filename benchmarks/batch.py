@@ -2,9 +2,10 @@
 
     python -m benchmarks.batch [--models bundled 90m] [--sizes 1 2 4 8 16] [--rounds 7]
 
-All contenders run in one process, interleaved round by round, over the same prompts and the same dtype; a ratio is the
-median of the rounds' ratios. transformers runs a static batch, left-padded, SDPA attention. The bundled model ends
-where it ends (EOS); the random-weight model goes on for --tokens tokens. End to end: prefill is in.
+All contenders run in one process, interleaved round by round, each round over prompts of its own, the same ones for
+all, and in the same dtype; a ratio is the median of the rounds' ratios. transformers runs a static batch, left-padded,
+SDPA attention. The bundled model ends where it ends (EOS); the random-weight model goes on for --tokens tokens. End to
+end: prefill is in.
 """
 
 from __future__ import annotations
@@ -113,31 +114,32 @@ def run_batchserve(llm: LLM, prompts: list[list[int]], params: SamplingParams, d
 
 
 def measure(
-    llms: tuple[LLM, LLM], model: Any, prompts: list[list[int]], params: SamplingParams, rounds: int
+    llms: tuple[LLM, LLM], model: Any, batches: list[list[list[int]]], params: SamplingParams
 ) -> dict[str, Any]:
     """Every contender once a round, in a new order each time; the first round warms up and is not counted.
 
-    llms: with the adaptive decoding length, and with fixed ones.
+    llms: with the adaptive decoding length, and with fixed ones. batches: the prompts of each round.
     """
     adaptive, fixed = llms
     contenders: dict[str, Any] = {
-        f"transformers_{n}_threads": lambda n=n: run_transformers(model, prompts, params, n)
+        f"transformers_{n}_threads": lambda prompts, n=n: run_transformers(model, prompts, params, n)
         for n in {1, os.cpu_count() or 1}
     }
-    contenders["off"] = lambda: run_batchserve(fixed, prompts, params, 0)
-    contenders["on"] = lambda: run_batchserve(adaptive, prompts, params, None)
+    contenders["off"] = lambda prompts: run_batchserve(fixed, prompts, params, 0)
+    contenders["on"] = lambda prompts: run_batchserve(adaptive, prompts, params, None)
     for length in LENGTHS:
-        contenders[f"on_{length}"] = lambda length=length: run_batchserve(fixed, prompts, params, length)
+        contenders[f"on_{length}"] = lambda prompts, n=length: run_batchserve(fixed, prompts, params, n)
     runs: dict[str, list[Run]] = {name: [] for name in contenders}
     rng = random.Random(0)
-    for number in range(rounds + 1):
+    for number, prompts in enumerate(batches):
         for name in rng.sample(list(contenders), len(contenders)):
-            run = contenders[name]()
+            run = contenders[name](prompts)
             if number:
                 runs[name].append(run)
 
     def speed(name: str) -> float:
-        return statistics.median(run.tokens_per_s for run in runs[name])
+        """Of all rounds together, as their texts differ."""
+        return sum(run.tokens for run in runs[name]) / sum(run.seconds for run in runs[name])
 
     best = max(LENGTHS, key=lambda n: speed(f"on_{n}"))
     # transformers, too, gets the number of threads that suits it best.
@@ -152,8 +154,8 @@ def measure(
             name: {
                 "tokens_per_s": spread([r.tokens_per_s for r in of]),
                 "step_ms": spread([r.step_s * 1e3 for r in of]),
-                "tokens": of[0].tokens,
-                "acceptance_length": round(of[0].acceptance_length, 3),
+                "tokens": sum(r.tokens for r in of),
+                "acceptance_length": round(statistics.mean(r.acceptance_length for r in of), 3),
             }
             for name, of in runs.items()
         },
@@ -169,14 +171,16 @@ def _llm(source: str, **options: Any) -> LLM:
     return LLM(source, max_num_batched_tokens=2560, default_draft_scope="request", **options)
 
 
-def workload(name: str, size: int, tokens: int, llm: LLM) -> tuple[list[list[int]], SamplingParams]:
+def workload(name: str, size: int, rounds: int, tokens: int, llm: LLM) -> tuple[list[list[list[int]]], SamplingParams]:
+    """Prompts for as many rounds, and one more that warms up."""
+    rng, count = random.Random(size), size * (rounds + 1)
     if name == "bundled":
-        texts = chat_prompts(size, seed=size)
-        prompts = [llm._processor.tokenize(text) for text in texts]
-        return prompts, SamplingParams(temperature=0.0, max_tokens=200)
-    rng = random.Random(size)
-    prompts = [[rng.randrange(3, llm.info.vocab_size) for _ in range(128)] for _ in range(size)]
-    return prompts, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        prompts = [llm._processor.tokenize(text) for text in chat_prompts(count, seed=size)]
+        params = SamplingParams(temperature=0.0, max_tokens=200)
+    else:
+        prompts = [[rng.randrange(3, llm.info.vocab_size) for _ in range(128)] for _ in range(count)]
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    return [prompts[start : start + size] for start in range(0, count, size)], params
 
 
 def main() -> None:
@@ -194,7 +198,7 @@ def main() -> None:
             if name != "bundled":
                 source = str(Path(folder) / name)
                 save(random_model(name), Path(source))
-            # Rounds repeat their prompts: with shared drafts a round would be told the answers by the one before.
+            # Contenders repeat their prompts: with shared drafts one would be told the answers by another.
             llm = _llm(source, dtype=args.dtype)
             threads = llm._core.runner.num_threads  # what was chosen at start, where noise may decide
             fixed = _llm(source, dtype=args.dtype, num_threads=threads, decoding_length=max(LENGTHS))
@@ -202,8 +206,8 @@ def main() -> None:
             model = AutoModelForCausalLM.from_pretrained(resolve_model(source), dtype=dtype).eval()
             results[name] = {"dtype": llm.info.dtype, "sizes": {}}
             for size in args.sizes:
-                prompts, params = workload(name, size, args.tokens, llm)
-                cell = measure((llm, fixed), model, prompts, params, args.rounds)
+                batches, params = workload(name, size, args.rounds, args.tokens, llm)
+                cell = measure((llm, fixed), model, batches, params)
                 results[name]["sizes"][size] = cell
                 print(describe(name, size, cell), flush=True)
                 write_results(f"batch_{name}", {"rounds": args.rounds, **results[name]})

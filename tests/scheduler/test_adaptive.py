@@ -22,7 +22,17 @@ from batchserve.scheduler.adaptive import (
 )
 from batchserve.scheduler.budget_kernels import EVEN_STEPS
 from batchserve.scheduler.probing import LONGEST_WAIT, PATIENCE
-from batchserve.scheduler.standing import GRACE_STEPS, MAX_LOSS, MOST_URGENCY, STANDING, grown, note_step
+from batchserve.scheduler.standing import (
+    FEW_NODES,
+    GRACE_STEPS,
+    MAX_LOSS,
+    MOST_URGENCY,
+    STANDING,
+    bound_queries,
+    grown,
+    note_step,
+    settle,
+)
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 
 STEP_S, ROW_S = 0.010, 0.001
@@ -180,6 +190,25 @@ def test_a_drafter_that_is_slow_for_good_is_found_out() -> None:
     machine = Machine([Text("a")], DEAR)
     machine.steps(100, proposal_s=1e-4)
     assert mean_rows(machine.steps(300, proposal_s=5.0)[200:], "a") < 0.1
+
+
+def test_whoever_can_use_more_drafts_has_them_within_three_steps() -> None:
+    """Most answers are short: what is asked of a drafter must not grow slowly."""
+    steps = Machine([Text("a", hit=1.0, claim=1.0, depth=500)], CHEAP).steps(3)
+    rows = [step.rows["a"] for step in steps]
+    assert 1 <= rows[0] <= FEW_NODES
+    assert rows[1] >= 3 * rows[0]
+    assert rows[2] >= 3 * rows[1]
+
+
+def test_one_step_without_use_for_drafts_does_not_end_them() -> None:
+    bounds, standing, slots = np.full((1, 3), 1 << 40), grown(np.zeros(0, STANDING), 1), np.zeros(1, np.int64)
+    for gain, least in ((0.9, FEW_NODES + 2 * 8), (0.0, FEW_NODES + 2 * 4)):
+        bought, one = np.ones(8, np.bool_), np.ones(8, np.int64)
+        settle(standing, slots, slots, 0 * one, gain * one, one, 0.1, bought, np.zeros(1, np.bool_))
+        bounds[:] = 1 << 40
+        bound_queries(standing, np.zeros((1, 3)), slots, 0.1, bounds, np.zeros(1))
+        assert bounds[0, 0] >= least
 
 
 def mean_rows(steps: Sequence[Step], name: str) -> float:
