@@ -14,10 +14,12 @@ from numba import njit
 from batchserve.scheduler import budget_kernels
 from batchserve.scheduler.budget_kernels import own_shift
 
-# What is asked for: some nodes, and a multiple of what is bought lately. That rises at once and falls slowly, as most
-# answers are short.
-FEW_NODES, GROWTH, MOST_NODES = 16, 3.0, 1 << 20
-FALL_RATE = 0.2
+# What is asked for: some nodes, and a multiple of what is bought lately. Where rows are cheap, worth running at a lower
+# probability than CHEAP_ROW, that is more from the start, and rises at once: most answers are short. Where they are
+# dear whoever believes a long chain that is wrong takes rows from all others.
+FEW_NODES, GROWTH, MOST_NODES = 8, 3.0, 1 << 20
+MORE_NODES, CHEAP_ROW = 16, 0.1
+CHOSEN_RATE = 0.2
 MOST_URGENCY, URGENCY_UP, URGENCY_DOWN = 16.0, 1.05, 0.98
 TPOT_RATE = 0.1
 # What a request may lose to the drafts of others: so much of its steps, and so many steps. Less than the second costs
@@ -33,13 +35,14 @@ STANDING = np.dtype(
         ("step_s", np.float64),  # smoothed, as what its steps give; apart, for a mean of ratios is no mean time
         ("step_tokens", np.float64),
         ("num_steps", np.int64),
-        ("num_chosen", np.float64),  # nodes, of late
+        ("num_chosen", np.float64),  # nodes, smoothed
+        ("most_chosen", np.float64),  # the same, but rises at once
         ("ahead", np.float64),  # steps without drafts that it is ahead of decoding without any
         ("has_window", np.int64),  # of a drafter that has one
     ],
     align=True,
 )
-UNKNOWN = np.array((np.inf, 1.0, 0.0, 0.0, 0, 0.0, 0.0, 0), STANDING)
+UNKNOWN = np.array((np.inf, 1.0, 0.0, 0.0, 0, 0.0, 0.0, 0.0, 0), STANDING)
 
 
 def grown(table: np.ndarray, size: int) -> np.ndarray:
@@ -69,7 +72,11 @@ def bound_queries(table, records, slots, least, bounds, least_probs):  # type: i
     """
     for i in range(len(slots)):
         request, shift = table[slots[i]], own_shift(records[slots[i]])
-        most = MOST_NODES if request.has_window else int(FEW_NODES + GROWTH * request.num_chosen)
+        most = int(FEW_NODES + GROWTH * request.num_chosen)
+        if least < CHEAP_ROW:
+            most = int(MORE_NODES + GROWTH * request.most_chosen)
+        if request.has_window:
+            most = MOST_NODES
         bounds[i, 0] = min(bounds[i, 0], most)
         least_probs[i] = min(0.5, least / _weight(request) * math.exp(-max(0.0, shift)))
 
@@ -107,8 +114,8 @@ def settle(table, slots, places, owners, gains, rows, least_gain, chosen, is_pay
         is_paying[place] = expected[place] > least_gain
         request = table[slots[place]]
         bought = count[place] if is_paying[place] else 0.0
-        rate = 1.0 if bought > request.num_chosen else FALL_RATE
-        request.num_chosen += rate * (bought - request.num_chosen)
+        request.num_chosen += CHOSEN_RATE * (bought - request.num_chosen)
+        request.most_chosen = max(bought, request.most_chosen + CHOSEN_RATE * (bought - request.most_chosen))
     for i in range(len(owners)):
         chosen[i] = chosen[i] and is_paying[owners[i]]
 
