@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
@@ -18,7 +18,7 @@ class Line(NamedTuple):
     num_bytes: int
 
 
-def read_lines(path: Path, option: str = "") -> Iterator[Line]:
+def read_lines(path: Path, option: str = "") -> Generator[Line, None, None]:
     """The objects of a file; empty lines are skipped.
 
     Raises ConfigError naming file and line, and the option that the file was given by, if it has a name.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
@@ -20,7 +21,8 @@ def load_records(path: Path, encode: Encode, limit: int | None = None) -> list[R
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"limit = {limit}: must be at least 1")
-    records = [_record(line, encode) for line in islice(read_lines(path), limit)]
+    with closing(read_lines(path)) as lines:  # the file is closed where a line is refused, too
+        records = [_record(line, encode) for line in islice(lines, limit)]
     if not records:
         raise ConfigError(f"{path}: holds no requests")
     return records
