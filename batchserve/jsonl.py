@@ -19,7 +19,7 @@ class Line(NamedTuple):
 
 
 def read_lines(path: Path, option: str = "") -> Generator[Line, None, None]:
-    """The objects of a file; empty lines are skipped.
+    """The objects of a file; empty lines are skipped. Whoever may stop before its end closes it (contextlib.closing).
 
     Raises ConfigError naming file and line, and the option that the file was given by, if it has a name.
     """

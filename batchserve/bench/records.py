@@ -21,7 +21,7 @@ def load_records(path: Path, encode: Encode, limit: int | None = None) -> list[R
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"limit = {limit}: must be at least 1")
-    with closing(read_lines(path)) as lines:  # the file is closed where a line is refused, too
+    with closing(read_lines(path)) as lines:
         records = [_record(line, encode) for line in islice(lines, limit)]
     if not records:
         raise ConfigError(f"{path}: holds no requests")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -111,9 +112,9 @@ def warm_drafts(path: Path, config: EngineConfig) -> Warmed:
 
 
 def _records(path: Path, vocabulary: _Vocabulary) -> Iterator[_Record]:
-    with Progress(console=Console(stderr=True)) as progress:
+    with Progress(console=Console(stderr=True)) as progress, closing(read_lines(path)) as lines:
         task = progress.add_task("Warming drafts", total=_size(path))
-        for line in read_lines(path):
+        for line in lines:
             yield _record(line, vocabulary)
             progress.update(task, completed=line.num_bytes)
 

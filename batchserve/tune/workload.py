@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -40,8 +41,8 @@ def load_workload(path: Path, count_tokens: Count, limit: int) -> list[WorkloadR
     DEFAULT_MAX_TOKENS tokens. Other fields are those of recorded answers, and say nothing here.
     Raises ConfigError naming file, line and field.
     """
-    lines = enumerate(islice(read_lines(path, "workload"), limit))
-    requests = [_request(line, count_tokens, seed) for seed, line in lines]
+    with closing(read_lines(path, "workload")) as lines:
+        requests = [_request(line, count_tokens, seed) for seed, line in enumerate(islice(lines, limit))]
     if not requests:
         raise ConfigError(f"workload = {str(path)!r}: holds no requests")
     return requests
