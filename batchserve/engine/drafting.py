@@ -80,13 +80,13 @@ class DraftStage:
         forest = self.drafter.propose_all(queries)
         if forest.num_trees != len(places):
             raise ValueError(f"drafter {self.drafter.name!r}: {forest.num_trees} trees for {len(places)} queries")
-        ended_s = self._clock()
-        step.draft_s, step.propose_s, step.num_asked = ended_s - began_s, ended_s - started_s, len(places)
+        step.propose_s, step.num_asked = self._clock() - started_s, len(places)
         if self.adaptive is not None:
             decoding = plan.requests
             if plan.decoding.num_requests < num_trees:
                 decoding = [*compress(decoding, plan.is_decoding.tolist())]
             forest = forest.take(self.adaptive.choose(forest, request_ids, decoding, plan.max_draft_rows))
+        step.draft_s = self._clock() - began_s
         if not len(forest.token_ids):
             return DraftForest.empty(num_trees)
         forest.check(queries)
@@ -161,16 +161,16 @@ class DraftStage:
         if request_id in self._started:
             self.drafter.observe(request_id, token_ids)
 
-    def step_done(self, token_ids: Mapping[str, Sequence[int]], step_s: float) -> None:
+    def step_done(self, token_ids: Mapping[str, Sequence[int]], step_s: float, forward_s: float) -> None:
         """The step took so long, from its beginning to its commit, and gave its decoding requests these tokens."""
         if self._step is None:
             return
         step, self._step = self._step, None
+        step.step_s, step.forward_s = step_s, forward_s
         if self.adaptive is None:
             if self._step_time is not None:
-                self._step_time.observe(step.load, step_s - step.draft_s)
+                self._step_time.observe(step.load, forward_s, step.host_s)
             return
-        step.step_s = step_s
         self.adaptive.step_done(step, token_ids)
 
     def preempted(self, requests: Iterable[Request]) -> None:

@@ -132,7 +132,7 @@ class EngineCore:
         results = handle.wait()
         num_drafted, forward_s = len(drafts.token_ids), self._clock() - started_s
         came = self._commit(plan, batch, results)
-        self.drafts.step_done(came, self._clock() - began_s)
+        self.drafts.step_done(came, self._clock() - began_s, forward_s)
         self.scheduler.step_done(num_drafted)
         self.metrics.step_done(batch.num_rows, num_drafted, len(came), forward_s, self._verified)
         self._verified.clear()

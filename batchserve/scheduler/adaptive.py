@@ -51,17 +51,23 @@ class _Offer(NamedTuple):
 class StepOutcome:
     """What a step was and took: its load without drafts, that of its decoding rows alone, and what was run.
 
-    step_s: from its beginning to its commit; draft_s: the part of it in which drafters were told and asked, propose_s:
-    the part in which num_asked requests were drafted.
+    step_s: from its beginning to its commit; forward_s: the part of it from launch to tokens; draft_s: that in which
+    drafters were told and asked and drafts chosen; propose_s: of that, what num_asked requests' drafting took.
     """
 
     without: StepLoad
     decoding: StepLoad
     load: StepLoad
     step_s: float = 0.0
+    forward_s: float = 0.0
     draft_s: float = 0.0
     propose_s: float = 0.0
     num_asked: int = 0
+
+    @property
+    def host_s(self) -> float:
+        """What is on no drafter's account, and on no row's."""
+        return self.step_s - self.draft_s - self.forward_s
 
 
 class Introspection(NamedTuple):
@@ -298,10 +304,9 @@ class AdaptiveDrafting:
 
     def _learn_times(self, outcome: StepOutcome, token_ids: Mapping[str, Sequence[int]], num_steps: int) -> float:
         """How many times as long the step was as without drafts; there were num_steps like it."""
-        # What the drafter takes is no part of the forward's time: the table knows nothing of it.
-        forward_s = outcome.step_s - outcome.draft_s
+        times = outcome.forward_s, outcome.host_s
         predicted_s, without_s, decoding_s = self.step_time.observe(
-            outcome.load, forward_s, num_steps, without=outcome.without, decoding=outcome.decoding
+            outcome.load, *times, num_steps=num_steps, without=outcome.without, decoding=outcome.decoding
         )
         if outcome.num_asked:
             each_s = outcome.propose_s / outcome.num_asked
@@ -311,7 +316,7 @@ class AdaptiveDrafting:
             self._draft_s += 0.1 * (each_s - self._draft_s)
         num_tokens = sum(map(len, token_ids.values()))
         if num_tokens:
-            surprise = min(MOST_SURPRISE, max(1.0 / MOST_SURPRISE, forward_s / predicted_s))
+            surprise = min(MOST_SURPRISE, max(1.0 / MOST_SURPRISE, sum(times) / predicted_s))
             decode_s = max(decoding_s, predicted_s - (without_s - decoding_s)) * surprise + outcome.draft_s
             for _ in range(num_steps):
                 self._speed_up.observe(outcome.decoding.num_requests, num_tokens, decode_s, decoding_s)

@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit
 
 from batchserve.scheduler import time_kernels
-from batchserve.scheduler.time_kernels import ATTENDED, LOG_FACTOR, seconds_at
+from batchserve.scheduler.time_kernels import ATTENDED, LOG_FACTOR, NUM_SLOPES, seconds_at
 
 LEAST_PROB, MOST_PROB = 1e-4, 0.995  # nothing is certain
 REQUEST_PRIOR = 6.0  # edges
@@ -248,7 +248,7 @@ def compile_kernels() -> None:
     books = np.zeros((1, 3, 2)), np.zeros((1, 3, 10)), np.zeros((1, 2, 1), np.int64), np.zeros((1, 2), np.bool_)
     offered = (trees, starts, indices, indices - 1, links, results)
     score_trees(*offered, indices, starts, indices, indices, records, books)
-    table, load = (one, one, zeros, np.zeros(5)), (1, 1, 1, 0, 0)
+    table, load = (one, one, zeros, np.zeros(NUM_SLOPES)), (1, 1, 1, 0, 0)
     quote(table, load, load)
     bidders, market = (indices, np.ones((3, 1))), (1.0, 1.0, 1.0, 1, 0.0, 1.0, 1.0)
     buy(indices, one, np.ones(1, np.int64), bidders, table, load, market, np.zeros(1, np.bool_))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from batchserve.scheduler.time_kernels import LOG_FACTOR, learn_step, seconds_at
+from batchserve.scheduler.time_kernels import HOST, LOG_FACTOR, NUM_SLOPES, learn_step, seconds_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,8 +65,9 @@ class StepTimeTable:
 class StepTimeModel:
     """Predicts a step's seconds from a measured table, corrected by what steps really take.
 
-    The correction is a fast global factor (the machine's moment) times a slow shape over the number of rows; a step
-    far from its prediction moves only the factor.
+    The correction of a forward is a fast global factor (the machine's moment) times a slow shape over the number of
+    rows; a forward far from its prediction moves only the factor. What the host takes beside it is added: it makes no
+    row dearer.
     """
 
     def __init__(self, table: StepTimeTable) -> None:
@@ -75,14 +76,20 @@ class StepTimeModel:
         lowest = list(itertools.accumulate(reversed(table.seconds), min))[::-1]
         knots = [float(rows) for rows in table.rows]
         slopes = table.per_request, table.per_logit_row, table.per_context_token, table.per_attended_token
-        self._slopes = np.array([*slopes, 0.0])
+        self._slopes = np.zeros(NUM_SLOPES)
+        self._slopes[: len(slopes)] = slopes
         # What `seconds_at` takes; `learn_step` changes the shape and the factor in place.
         self.arrays = np.array(knots), np.array(lowest), np.zeros(len(knots)), self._slopes
 
     @property
     def factor(self) -> float:
-        """How much slower than at warm-up the machine is at the moment."""
+        """How many times as long as at warm-up forwards take at the moment."""
         return math.exp(self._slopes[LOG_FACTOR])
+
+    @property
+    def host_s(self) -> float:
+        """What the host takes of a step at the moment, beside the forward."""
+        return float(self._slopes[HOST])
 
     def predict(self, load: StepLoad) -> float:
         """Seconds of such a step."""
@@ -100,18 +107,19 @@ class StepTimeModel:
     def observe(
         self,
         load: StepLoad,
-        seconds: float,
-        num_steps: int = 1,
+        forward_s: float,
+        host_s: float = 0.0,
         *,
+        num_steps: int = 1,
         without: StepLoad | None = None,
         decoding: StepLoad | None = None,
     ) -> tuple[float, float, float]:
-        """Learn from a step that took so long, or from one that stands for several.
+        """Learn from a step whose forward and host took so long, or from one that stands for several.
 
         Returns what it, and the others that are given, were predicted to take before.
         """
         loads = tuple(load), tuple(without or load), tuple(decoding or load)
-        return learn_step(self.arrays, *loads, seconds, num_steps)  # type: ignore[no-any-return]
+        return learn_step(self.arrays, *loads, forward_s, host_s, num_steps)  # type: ignore[no-any-return]
 
 
 def grid(most_rows: int) -> list[int]:

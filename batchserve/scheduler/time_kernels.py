@@ -8,13 +8,15 @@ import math
 import numpy as np
 from numba import njit
 
-FACTOR_RATE = 0.2  # of the fast factor: a noisy neighbour is followed within some five steps
-SHAPE_RATE = 0.02  # of the slow shape
+FAST_RATE = 0.2  # of the factor and the host's time: a noisy neighbour is followed within some five steps
+SHAPE_RATE = 0.01  # of the slow shape
 OUTLIER = math.log(1.3)  # a step further off than this says something of the machine's moment, nothing of the shape
 MOST_CORRECTION = math.log(4.0)
-# Of a table's slopes: seconds for one more request, row through the head, K/V entry read, pair of row and entry; and
-# the log of the factor.
-REQUEST, LOGIT_ROW, CONTEXT, ATTENDED, LOG_FACTOR = range(5)
+MOST_RISE = 0.1  # of a forward: by so much more than itself the host's time is believed to have grown at once
+# Of a table's slopes: seconds for one more request, row through the head, K/V entry read, pair of row and entry; the
+# log of the factor; and seconds of the host, which no rows make more.
+REQUEST, LOGIT_ROW, CONTEXT, ATTENDED, LOG_FACTOR, HOST = range(6)
+NUM_SLOPES = 6
 
 
 @njit(cache=True, nogil=True)
@@ -46,22 +48,28 @@ def seconds_at(table, load, more_rows, more_attended):  # type: ignore[no-untype
     base = max(seconds[low] + share * rise - slopes[LOGIT_ROW] * (num_rows - num_logit_rows), seconds[0])
     fixed = slopes[REQUEST] * max(0.0, num_requests - 1.0) + slopes[CONTEXT] * context
     total = base + fixed + slopes[ATTENDED] * (attended + more_attended)
-    return total * math.exp(slopes[LOG_FACTOR] + shape[low] + min(1.0, share) * bend)
+    return total * math.exp(slopes[LOG_FACTOR] + shape[low] + min(1.0, share) * bend) + slopes[HOST]
 
 
 @njit(cache=True, nogil=True)
-def learn_step(table, load, without, decoding, step_s, num_steps):  # type: ignore[no-untyped-def]
-    """Move the factor and the shape towards a step that took step_s and stands for num_steps; see StepTimeModel.
+def learn_step(table, load, without, decoding, forward_s, host_s, num_steps):  # type: ignore[no-untyped-def]
+    """Move the factor, the shape and the host's time towards a step that stands for num_steps; see StepTimeModel.
 
     Returns what it, `without` and `decoding` were predicted to take before.
     """
     knots, _, shape, slopes = table
     predicted_s = seconds_at(table, load, 0.0, 0.0)
     known = predicted_s, seconds_at(table, without, 0.0, 0.0), seconds_at(table, decoding, 0.0, 0.0)
-    if not 0.0 < step_s < math.inf:
+    if not (0.0 < forward_s < math.inf and abs(host_s) < math.inf):
         return known
-    error = math.log(step_s / predicted_s)
-    slopes[LOG_FACTOR] += (1.0 - (1.0 - FACTOR_RATE) ** num_steps) * max(-1.0, min(1.0, error))
+    expected_s = predicted_s - slopes[HOST]
+    error = math.log(forward_s / expected_s)
+    moved = 0.0
+    for _ in range(num_steps):
+        # A pause says little of the steps behind it, and these teach the shape.
+        moved += FAST_RATE * max(-OUTLIER, min(OUTLIER, error - moved))
+        slopes[HOST] += FAST_RATE * min(max(0.0, host_s) - slopes[HOST], slopes[HOST] + MOST_RISE * expected_s)
+    slopes[LOG_FACTOR] += moved
     if abs(error) <= OUTLIER:
         low, high = _segment(knots, load[0])
         share = 1.0
@@ -114,6 +122,6 @@ def fitting_rows(table, what, sizes, bounds):  # type: ignore[no-untyped-def]
 
 def compile_kernels() -> None:
     """Compile every kernel, or load it from the cache on disk."""
-    table, load = (np.array([1.0, 2.0]), np.ones(2), np.zeros(2), np.zeros(5)), (1, 1, 1, 0, 0)
-    learn_step(table, load, load, load, seconds_at(table, load, 0.0, 0.0), 1)
+    table, load = (np.array([1.0, 2.0]), np.ones(2), np.zeros(2), np.zeros(NUM_SLOPES)), (1, 1, 1, 0, 0)
+    learn_step(table, load, load, load, seconds_at(table, load, 0.0, 0.0), 0.0, 1)
     fitting_rows(table, (load, load, 0, 0), (1, 1, 2), (1.0, 1.0))

@@ -138,7 +138,7 @@ def measure(table: StepTimeTable, steps: int, between: Callable[[], object], see
             more, seen = sum(counts), int(np.dot(counts, contexts))
             full = StepLoad(REQUESTS + more, REQUESTS + more, REQUESTS, sum(contexts), sum(contexts) + seen)
             step_s = model.predict(full) * rng.lognormvariate(0.0, MACHINE_NOISE)
-            learn(StepOutcome(load, load, full, step_s, 0.0, 0.0, REQUESTS), given)
+            learn(StepOutcome(load, load, full, step_s, step_s, num_asked=REQUESTS), given)
             rows.append(more)
             if number + 1 == WARM_UP:
                 for times in (*seconds.values(), rows):

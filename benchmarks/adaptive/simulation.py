@@ -18,6 +18,7 @@ from batchserve.attention.slab import SlabAllocator
 from batchserve.bench.replay import ReplayRecord
 from batchserve.config import EngineConfig
 from batchserve.draft.base import Drafter
+from batchserve.draft.forest import DraftForest
 from batchserve.engine.drafting import DraftStage
 from batchserve.engine.engine_core import EngineCore
 from batchserve.metrics import EngineMetrics
@@ -25,6 +26,7 @@ from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RaggedBatch, RequestRows
 from batchserve.sampling.verify import VerifiedTokens, walk_tree
 from batchserve.scheduler.adaptive import AdaptiveDrafting
+from batchserve.scheduler.plan import SchedulerOutput
 from batchserve.scheduler.scheduler import Scheduler
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS, Contender, Driver, Run, WarmDrafter, fixed
@@ -55,7 +57,7 @@ class _Handle:
     batch: RaggedBatch
 
     def wait(self) -> list[VerifiedTokens | None]:
-        self.runner.clock.advance(self.runner.truth.predict(load_of(self.batch)) + HOST_S)
+        self.runner.clock.advance(self.runner.truth.predict(load_of(self.batch)))
         return [_walk(rows, self.runner.forced[rows.request_id]) for rows in self.batch.requests]
 
 
@@ -89,6 +91,15 @@ class SimulatedRunner(ModelRunner):
         return _Handle(self, batch)
 
 
+class SimulatedCore(EngineCore):
+    """A step takes HOST_S beside its forward and its drafts."""
+
+    def _build(self, plan: SchedulerOutput, drafts: DraftForest) -> RaggedBatch:
+        assert isinstance(self.runner, SimulatedRunner)
+        self.runner.clock.advance(HOST_S)
+        return super()._build(plan, drafts)
+
+
 @dataclass(frozen=True, slots=True)
 class Simulation:
     """One table, one drafter that has seen the warm records, and the records that are measured."""
@@ -108,7 +119,7 @@ class Simulation:
         drafts = DraftStage(
             WarmDrafter(self.drafter, self.warm, lambda number: clock.advance(DRAFT_S * number)), None, allocator, clock
         )
-        return Driver(EngineCore(scheduler, drafts, runner, None, EngineMetrics(), clock), clock)
+        return Driver(SimulatedCore(scheduler, drafts, runner, None, EngineMetrics(), clock), clock)
 
     def adaptive(self) -> Contender:
         inflation = EngineConfig().draft_inflation

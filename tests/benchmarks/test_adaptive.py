@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import comb
 
@@ -18,7 +19,9 @@ from benchmarks.adaptive import overhead
 from benchmarks.adaptive.driver import CONFIDENCE, Contender, Run, fixed, interleave, median_interval
 from benchmarks.adaptive.never_slower import HostileDrafter, random_records
 from benchmarks.adaptive.oracle import accepted_path, draw, in_order
+from benchmarks.adaptive.row_price import LENGTHS, measure
 from benchmarks.adaptive.simulation import HOST_S, Simulation
+from benchmarks.adaptive.workloads import Options
 from tests.factories import examples, random_tree
 
 TABLE = StepTimeTable((4, 8, 16, 32, 64, 128), (0.019, 0.021, 0.028, 0.040, 0.065, 0.118), per_attended_token=2e-8)
@@ -128,6 +131,23 @@ def test_parts_of_answers_are_the_same_for_every_contender(simulation: Simulatio
     assert fast.all_tokens >= fast.tokens
     assert not driver.core.has_work
     assert driver.core.runner.forced == {}
+
+
+def test_a_row_s_price_is_seen_to_be_right_or_wrong(simulation: Simulation) -> None:
+    """Of a machine that is as the table says, and of one whose rows take twice as long as was measured."""
+    options = Options(None, True, "guesses", "")
+    dearer = replace(TABLE, seconds=tuple(2 * s - 0.019 for s in TABLE.seconds))
+    right, wrong = (
+        measure(replace(simulation, table=truth).driver(), TABLE, simulation.records, 8, options)
+        for truth in (TABLE, dearer)
+    )
+    assert right["real_over_predicted"]["median"] == pytest.approx(1.0)
+    # A step of as many rows as are mostly run is foretold right by then, so one of fewer is held to be too long.
+    assert wrong["real_over_predicted"]["median"] < 0.9
+    for length in LENGTHS[1:]:
+        assert 0.75 * 8 * length < right[str(length)]["rows"] <= 8 * length
+        assert right[str(length)]["believed_over_real"] == pytest.approx(1.0, rel=0.01)
+        assert 0.5 < wrong[str(length)]["believed_over_real"] < 0.9
 
 
 def test_rounds_begin_with_one_after_the_other() -> None:

@@ -130,6 +130,7 @@ def test_prompts_arrive_beside_answers_that_are_long_enough(
         ("draft_cost", [".", "--drafters", "trie,jacobi"], "--drafters trie,jacobi: must be of "),
         ("replay", [".", "--max-draft-tokens", "x"], "'x' is not a list of integers"),
         ("adaptive.gain", [".", "--drafter", "x"], "--drafter: invalid choice: 'x'"),
+        ("adaptive.row_price", [".", "--drafter", "none"], "unrecognized arguments: --drafter none"),
         ("adaptive.overhead", [".", "--sets", "one,two"], "argument --sets: one,two: must be one set"),
     ],
 )

@@ -169,7 +169,9 @@ class Machine:
         )
         seconds = slowness * self._truth.predict(load)
         draft_s = proposal_s * len(asked)
-        adaptive.step_done(StepOutcome(without, alone, load, seconds + draft_s, draft_s, draft_s, len(asked)), given)
+        adaptive.step_done(
+            StepOutcome(without, alone, load, seconds + draft_s, seconds, draft_s, draft_s, len(asked)), given
+        )
         for text in texts:
             text.tokens += given[text.name]
         window = {n: sum(not trees[n].is_verified[node] for node in nodes) for n, nodes in chosen.items()}
@@ -588,7 +590,7 @@ def test_the_price_that_is_shown_stays_while_nobody_decodes() -> None:
     shown = machine.adaptive.last
     assert shown is not None
     prompt = StepLoad(64, 0, 1)
-    machine.adaptive.step_done(StepOutcome(prompt, StepLoad(0, 0, 0), prompt, 0.05, 0.0, 0.0, 0), {})
+    machine.adaptive.step_done(StepOutcome(prompt, StepLoad(0, 0, 0), prompt, 0.05, 0.05), {})
     later = machine.adaptive.last
     assert later is not None
     assert later.price == shown.price > 0.0

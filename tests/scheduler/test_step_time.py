@@ -78,11 +78,47 @@ def test_outliers_touch_only_the_factor() -> None:
     assert after == pytest.approx(before)
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
-def test_a_clock_that_stands_or_jumps_teaches_nothing(seconds: float) -> None:
+def test_what_the_host_takes_makes_no_row_dearer() -> None:
+    model, truth = StepTimeModel(TABLE), StepTimeModel(TABLE)
+    one, more = StepLoad(4, 4, 1), StepLoad(16, 16, 1)
+    for load in (one, more) * 50:
+        model.observe(load, 1.1 * truth.predict(load), 0.005)
+    assert model.host_s == pytest.approx(0.005, rel=0.01)
+    assert model.predict(one) == pytest.approx(1.1 * truth.predict(one) + 0.005, rel=0.01)
+    assert model.predict(more) - model.predict(one) == pytest.approx(1.1 * (0.014 - 0.010), rel=0.02)
+
+
+def test_a_pause_is_no_habit() -> None:
+    """Neither of the forward nor of the host, and the steps behind it leave the shape alone."""
+    model, truth = StepTimeModel(TABLE), StepTimeModel(TABLE)
+    loads = StepLoad(4, 4, 1), StepLoad(16, 16, 1)
+    for load in loads * 50:
+        model.observe(load, truth.predict(load), 0.001)
+    before_s = [model.predict(load) for load in loads]
+    model.observe(loads[0], 0.2, 0.2)
+    assert all(model.predict(load) < 1.15 * was_s for load, was_s in zip(loads, before_s, strict=True))
+    for load in loads * 20:
+        model.observe(load, truth.predict(load), 0.001)
+    assert [model.predict(load) for load in loads] == pytest.approx(before_s, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("forward_s", "host_s"),
+    [(0.0, 0.0), (-1.0, 0.0), (math.inf, 0.0), (math.nan, 0.0), (1.0, math.nan), (1.0, math.inf)],
+)
+def test_a_clock_that_stands_or_jumps_teaches_nothing(forward_s: float, host_s: float) -> None:
     model = StepTimeModel(TABLE)
-    model.observe(StepLoad(8, 8, 1), seconds)
+    model.observe(StepLoad(8, 8, 1), forward_s, host_s)
     assert model.factor == 1.0
+    assert model.host_s == 0.0
+
+
+def test_a_host_that_took_less_than_nothing_took_nothing() -> None:
+    """Differences of a clock's readings are rounded."""
+    model = StepTimeModel(TABLE)
+    model.observe(StepLoad(8, 8, 1), 0.022, -1e-18)
+    assert model.host_s == 0.0
+    assert model.factor > 1.0
 
 
 @examples(50)
