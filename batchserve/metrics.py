@@ -17,7 +17,7 @@ COUNTERS = {
     "rows_total": "Rows run through the model, drafts and prefill included.",
     "draft_rows_total": "Rows of drafts, those of a Jacobi window included, which are not verified.",
     "decoding_requests_total": "Requests that decoded, summed over steps; draft rows over these is the mean K.",
-    "forward_seconds_total": "Time from the launch of forwards to their tokens; answers are published in it, too.",
+    "forward_seconds_total": "Time from the launch of forwards to their tokens; on a GPU answers are published in it.",
     "draft_tokens_total": "Draft tokens verified.",
     "accepted_draft_tokens_total": "Draft tokens accepted, before stop strings are searched for.",
     "verify_steps_total": "Verifications of one request in one step.",

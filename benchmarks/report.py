@@ -193,9 +193,14 @@ PERFORMANCE = (
     "attention",
     "attention_amx",
     "huge_pages",
+    "norm",
+    "sampling",
     "serving",
+    "waiting",
 )
+DRAFTING = ("draft_cost", "drafters", "jacobi")
 ADAPTIVE = ("regret", "gain", "ceiling", "never_slower", "overhead", "budget", "prefill", "prefix")
+ADAPTIVE_AVX512 = ("regret", "breadth", "gain", "ceiling", "never_slower", "row_price", "prefill", "prefix")
 TABLES = {
     "load": load_table,
     "huge pages": huge_pages_table,
@@ -204,7 +209,9 @@ TABLES = {
     "sampling": sampling_table,
     "sampled": sampled_table,
     "machines": lambda: machines(*PERFORMANCE),
+    "drafting machines": lambda: machines(*DRAFTING),
     "adaptive machines": lambda: machines(*(f"adaptive/{name}" for name in ADAPTIVE)),
+    "adaptive avx512 machines": lambda: machines(*(f"adaptive_avx512/{name}" for name in ADAPTIVE_AVX512)),
     "batch bundled": lambda: batch_table("bundled"),
     "batch 90m": lambda: batch_table("90m"),
     "lossless": lossless_table,

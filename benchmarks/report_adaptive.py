@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -118,6 +118,30 @@ def never_slower_table() -> str:
     return table([*head, "draft rows behind 32 steps"], rows)
 
 
+def row_price_table() -> str:
+    """By model, number of requests and draft rows of each: the figures of all starts, lowest to highest."""
+    rows = []
+    for model, part in result("row_price", "adaptive_avx512")["models"].items():
+        starts = [start["sizes"] for start in part["starts"]]
+        for size in starts[0]:
+            steps = lowest_to_highest(start[size]["real_over_predicted"]["median"] for start in starts)
+            for length in sorted(starts[0][size].keys() - {"real_over_predicted"}, key=int):
+                cells = [start[size][length] for start in starts]
+                prices = [
+                    lowest_to_highest((cell[kind]["median"] for cell in cells), 0)
+                    for kind in ("real_us", "believed_us")
+                ]
+                rows.append([model, size, length, *prices, steps])
+    return table(
+        ["model", "requests", "draft rows of each", "a row, us", "believed, us", "plain step / believed"], rows
+    )
+
+
+def lowest_to_highest(values: Iterable[float], digits: int = 2) -> str:
+    ordered = sorted(values)
+    return f"{ordered[0]:.{digits}f} to {ordered[-1]:.{digits}f}"
+
+
 def overhead_table() -> str:
     rows = []
     for model, part in result("overhead")["models"].items():
@@ -212,6 +236,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gain avx512": partial(gain_table, "adaptive_avx512"),
     "ceiling": ceiling_table,
     "never slower": never_slower_table,
+    "row price": row_price_table,
     "overhead": overhead_table,
     "overhead warm": warm_overhead_table,
     "device host": device_host_table,

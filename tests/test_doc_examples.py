@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from batchserve.metrics import CALIBRATION, COUNTERS, EDGES, GAUGES, HISTOGRAMS, LOAD
+
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 
 
@@ -26,6 +28,23 @@ def test_retrieved_documents(capsys: pytest.CaptureFixture[str]) -> None:
 def test_cached_answers(capsys: pytest.CaptureFixture[str]) -> None:
     first, second, third, elsewhere = tokens_per_step("cached_answers", capsys)
     assert min(second, third) > 2 * max(first, elsewhere)
+
+
+def test_async_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "async_engine.py"), run_name="__main__")
+    shown = capsys.readouterr().out
+    assert len(re.findall(r"\d+ tokens, \d+ from drafts", shown)) == 2
+    assert "name: socket reader" in shown
+    assert "name: stream writer" in shown
+    assert "INVALID_TOP_P: sampling_params.top_p = 1.5" in shown
+
+
+def test_the_metrics_that_are_named_exist() -> None:
+    table = (EXAMPLES.parent / "serving.md").read_text().split("## Watch")[1].split("## Choose")[0]
+    named = {name for name in re.findall(r"`([a-z_]+)`", table) if "_" in name}
+    known = {*COUNTERS, *GAUGES, *LOAD, *EDGES, *CALIBRATION, *HISTOGRAMS}
+    assert len(named) > 20
+    assert named <= known
 
 
 def test_earlier_turns(capsys: pytest.CaptureFixture[str]) -> None:

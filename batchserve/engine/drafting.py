@@ -67,26 +67,24 @@ class DraftStage:
         """The drafts of one step, a tree for every scheduled request, with K/V reserved for their rows."""
         self._num_steps += 1
         self._step = step = StepOutcome(plan.load, plan.decoding, plan.load)
-        num_trees, places = len(plan.requests), plan.drafted
-        if not len(places) or (self.adaptive is not None and not self.adaptive.begin_step(plan.load, plan.decoding)):
+        num_trees, places, adaptive = len(plan.requests), plan.drafted, self.adaptive
+        if not len(places) or (adaptive is not None and not adaptive.begin_step(plan.load, plan.decoding, len(places))):
             return DraftForest.empty(num_trees)
         request_ids, bounds = plan.request_ids, plan.columns[places, MOST_DRAFT:]
         if len(places) < num_trees:
             request_ids = [request_ids[place] for place in places.tolist()]
         began_s = self._clock()
         self._tell(request_ids)
-        started_s = self._clock()
         queries = DraftQueries(request_ids, bounds, self._least_probs(request_ids, bounds))
         forest = self.drafter.propose_all(queries)
         if forest.num_trees != len(places):
             raise ValueError(f"drafter {self.drafter.name!r}: {forest.num_trees} trees for {len(places)} queries")
-        step.propose_s, step.num_asked = self._clock() - started_s, len(places)
-        if self.adaptive is not None:
+        if adaptive is not None:
             decoding = plan.requests
             if plan.decoding.num_requests < num_trees:
                 decoding = [*compress(decoding, plan.is_decoding.tolist())]
-            forest = forest.take(self.adaptive.choose(forest, request_ids, decoding, plan.max_draft_rows))
-        step.draft_s = self._clock() - began_s
+            forest = forest.take(adaptive.choose(forest, request_ids, decoding, plan.max_draft_rows))
+        step.draft_s, step.num_asked = self._clock() - began_s, len(places)
         if not len(forest.token_ids):
             return DraftForest.empty(num_trees)
         forest.check(queries)

@@ -128,9 +128,13 @@ class EngineCore:
         batch = self._build(plan, drafts)
         started_s = self._clock()
         handle = self.runner.launch(batch)
+        launched_s = self._clock()
         self._publish()
+        published_s = self._clock()
         results = handle.wait()
         num_drafted, forward_s = len(drafts.token_ids), self._clock() - started_s
+        if not self.runner.is_paged:  # a CPU publishes or runs the forward, a GPU's forward runs meanwhile
+            forward_s -= published_s - launched_s
         came = self._commit(plan, batch, results)
         self.drafts.step_done(came, self._clock() - began_s, forward_s)
         self.scheduler.step_done(num_drafted)

@@ -34,6 +34,7 @@ LEAST_GAIN = 0.1  # expected tokens
 MARGIN = 0.8  # nodes this much less likely than what is worth a row are still proposed: odds are learned from them
 UNDRAFTED = "none"
 NOBODY = np.zeros(0, np.int64)
+FORGOTTEN = 0.98  # in a step of the time that drafting is known to take, while it is too long to be tried
 MOST_HEARD = 8  # steps without drafts
 HOPELESS = 8  # steps in which requests gave up on a drafter since it last paid: from then on new ones wait at once
 
@@ -52,7 +53,7 @@ class StepOutcome:
     """What a step was and took: its load without drafts, that of its decoding rows alone, and what was run.
 
     step_s: from its beginning to its commit; forward_s: the part of it from launch to tokens; draft_s: that in which
-    drafters were told and asked and drafts chosen; propose_s: of that, what num_asked requests' drafting took.
+    the drafters of num_asked requests were told and asked, and drafts chosen.
     """
 
     without: StepLoad
@@ -61,7 +62,6 @@ class StepOutcome:
     step_s: float = 0.0
     forward_s: float = 0.0
     draft_s: float = 0.0
-    propose_s: float = 0.0
     num_asked: int = 0
 
     @property
@@ -103,7 +103,7 @@ class AdaptiveDrafting:
         self._market: Market
         self._last_price = 0.0  # of the last step that was to be drafted
         self._num_steps = 0
-        self._draft_s = 0.0  # what a proposal for one request takes, smoothed
+        self._draft_s = 0.0  # what drafting for one request takes, smoothed
         self._heard: list[tuple[StepOutcome, Mapping[str, Sequence[int]]]] = []  # steps that are not learned from yet
 
     def start(self, request_id: str, drafter: str, tpot_target_s: float | None = None) -> None:
@@ -162,16 +162,20 @@ class AdaptiveDrafting:
         probe = self._probes.get(request_id)
         return probe is None or probe.is_due()
 
-    def begin_step(self, load: StepLoad, alone: StepLoad) -> bool:
+    def begin_step(self, load: StepLoad, alone: StepLoad, num_asked: int) -> bool:
         """A step is to be drafted that is `load` without any drafts; `alone` are its decoding rows only.
 
-        Whether there is room for any: where prompts fill all of a step nobody's drafter is to blame.
+        Whether there is room for a row: where prompts fill all of a step nobody is asked.
         """
         self._learn()
         gain = self._speed_up.ratio(alone.num_requests)
-        self._market = market = Market.open(self.step_time, load, alone, gain, self._max_inflation, self._max_step_s)
+        room_s = self._max_step_s - num_asked * self._draft_s
+        self._market = market = Market.open(self.step_time, load, alone, gain, self._max_inflation, room_s)
         self._last_price = market.price
-        return market.without_s + market.least_row_s <= self._max_step_s
+        least_s = market.without_s + market.row_s
+        if room_s < least_s <= self._max_step_s:
+            self._draft_s *= FORGOTTEN  # nobody is asked: it would never be measured again
+        return least_s <= room_s
 
     def bound(self, request_ids: Sequence[str], bounds: IntArray) -> FloatArray:
         """What to ask of each drafter: lowers the most nodes, bounds[:, 0] (forest.py: DraftQueries), and returns the
@@ -208,8 +212,12 @@ class AdaptiveDrafting:
         chosen = choose_drafts(items, bidders, self.step_time, market, max_rows)
         # So little is not worth asking for, let alone its rows.
         least_gain, is_paying = max(LEAST_GAIN, market.price * self._draft_s), np.zeros(len(names), np.bool_)
-        who = (self._standing, slots, of_trees)
-        settle(*who, items.owners, items.gains, items.rows, least_gain, chosen, is_paying)
+        # Where one row more would have been too many, whoever has drafts that are worth theirs is not to blame.
+        num_rows = int(items.rows[chosen].sum()) + 1
+        is_full = num_rows > max_rows or market.without_s + num_rows * market.row_s > market.never_longer_s
+        bounds = least_gain, market.price * market.row_s if is_full else math.inf
+        who, what = (self._standing, slots, of_trees), (items.owners, items.gains, items.rows)
+        settle(*who, *what, bounds, chosen, is_paying)
         self._note(drafted, is_paying[of_trees].tolist())
         return chosen if offer.nodes is None else self._unbundled(offer, offer.nodes, chosen)
 
@@ -297,7 +305,8 @@ class AdaptiveDrafting:
         for place, (outcome, token_ids) in enumerate(heard):
             given = Given.of(self._slots, token_ids)
             times = outcome.step_s, stretch if place == middle else 1.0
-            note_step(self._standing, given.slots, given.starts, *times)
+            if len(given.slots):  # until then it may not be compiled: nobody waits for that
+                note_step(self._standing, given.slots, given.starts, *times)
             # While trees are open every step is learned from at once: there is but one.
             self.acceptance.arrive(given)
         self._arrive([token_ids for _, token_ids in heard])
@@ -309,7 +318,7 @@ class AdaptiveDrafting:
             outcome.load, *times, num_steps=num_steps, without=outcome.without, decoding=outcome.decoding
         )
         if outcome.num_asked:
-            each_s = outcome.propose_s / outcome.num_asked
+            each_s = outcome.draft_s / outcome.num_asked
             if self._draft_s:
                 # A pause of the machine says nothing of the drafter, and while nobody pays hardly anybody is asked.
                 each_s = min(each_s, MOST_SURPRISE * self._draft_s)

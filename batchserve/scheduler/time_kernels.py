@@ -10,9 +10,11 @@ from numba import njit
 
 FAST_RATE = 0.2  # of the factor and the host's time: a noisy neighbour is followed within some five steps
 SHAPE_RATE = 0.01  # of the slow shape
-OUTLIER = math.log(1.3)  # a step further off than this says something of the machine's moment, nothing of the shape
+# A forward further off than this says nothing of the shape. Nor does it move the factor further than one that is just
+# so far off: it may be a pause. A machine that is half as fast for good is followed within some fifteen steps.
+OUTLIER = math.log(1.3)
 MOST_CORRECTION = math.log(4.0)
-MOST_RISE = 0.1  # of a forward: by so much more than itself the host's time is believed to have grown at once
+MOST_RISE = 0.1  # of a forward: by so much more than itself the host's time is believed to have grown at once, at most
 # Of a table's slopes: seconds for one more request, row through the head, K/V entry read, pair of row and entry; the
 # log of the factor; and seconds of the host, which no rows make more.
 REQUEST, LOGIT_ROW, CONTEXT, ATTENDED, LOG_FACTOR, HOST = range(6)
@@ -62,13 +64,11 @@ def learn_step(table, load, without, decoding, forward_s, host_s, num_steps):  #
     known = predicted_s, seconds_at(table, without, 0.0, 0.0), seconds_at(table, decoding, 0.0, 0.0)
     if not (0.0 < forward_s < math.inf and abs(host_s) < math.inf):
         return known
-    expected_s = predicted_s - slopes[HOST]
-    error = math.log(forward_s / expected_s)
-    moved = 0.0
+    error, moved = math.log(forward_s / (predicted_s - slopes[HOST])), 0.0
+    most_rise_s = MOST_RISE * (known[2] - slopes[HOST])  # of decoding: a long prompt's step may start many requests
     for _ in range(num_steps):
-        # A pause says little of the steps behind it, and these teach the shape.
         moved += FAST_RATE * max(-OUTLIER, min(OUTLIER, error - moved))
-        slopes[HOST] += FAST_RATE * min(max(0.0, host_s) - slopes[HOST], slopes[HOST] + MOST_RISE * expected_s)
+        slopes[HOST] += FAST_RATE * min(max(0.0, host_s) - slopes[HOST], slopes[HOST] + most_rise_s)
     slopes[LOG_FACTOR] += moved
     if abs(error) <= OUTLIER:
         low, high = _segment(knots, load[0])

@@ -126,7 +126,7 @@ def measure(table: StepTimeTable, steps: int, between: Callable[[], object], see
             # Every REQUESTS-th tree has the same confidence: a request's drafts are of one kind.
             offered = [trees[i + REQUESTS * rng.randrange(TREES // REQUESTS)] for i in range(REQUESTS)]
             bidders = [Bidder(name, context, [0]) for name, context in zip(names, contexts, strict=True)]
-            adaptive.begin_step(load, load)
+            adaptive.begin_step(load, load, REQUESTS)
             between()
             keep = choose(DraftForest.of(offered), names, bidders, 4096)
             chosen = np.split(keep, range(CANDIDATES, size, CANDIDATES))

@@ -83,8 +83,8 @@ class TriedDrafting(AdaptiveDrafting):
         self._rng = random.Random(0)
         self._num_begun = 0
 
-    def begin_step(self, load: StepLoad, alone: StepLoad) -> bool:
-        is_asked = super().begin_step(load, alone)
+    def begin_step(self, load: StepLoad, alone: StepLoad, num_asked: int) -> bool:
+        is_asked = super().begin_step(load, alone, num_asked)
         self._num_begun += 1
         self.model.is_trial = is_asked and self._num_begun % EVERY == 0
         if self.model.is_trial and len(self.lengths) == len(self.model.trials):

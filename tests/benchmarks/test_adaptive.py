@@ -87,6 +87,20 @@ def test_plain_decoding_takes_what_the_table_says(simulation: Simulation) -> Non
     assert run.step_s[0] == pytest.approx(model.predict(StepLoad(1, 1, 1, first, first)) + HOST_S)
 
 
+def test_what_is_published_before_a_forward_makes_no_row_dearer(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU the forward waits for it."""
+    driver, contender = simulation.driver(), simulation.adaptive()
+    core, clock, publish_s = driver.core, driver.core.runner.clock, 2e-3
+    publish = core._publish
+    monkeypatch.setattr(core, "_publish", lambda: (clock.advance(publish_s), publish()))
+    driver.run(simulation.records, [(4, 400)], contender)
+    model = contender.adaptive.step_time
+    assert model.factor == pytest.approx(1.0, rel=1e-3)
+    assert model.host_s == pytest.approx(HOST_S + publish_s, rel=1e-3)
+
+
 def test_the_load_is_held(simulation: Simulation) -> None:
     driver = simulation.driver()
     run = driver.run(simulation.records, [(3, 300), (1, 100), (5, 200)], fixed(2))

@@ -144,7 +144,7 @@ class Machine:
         without = alone._replace(num_rows=count + chunk, num_requests=count + bool(chunk))
         drafted = [text for text in texts if text.depth or text.window]
         asked = [text for text in drafted if adaptive.asks(text.name)]
-        asked = asked if asked and adaptive.begin_step(without, alone) else []
+        asked = asked if asked and adaptive.begin_step(without, alone, len(asked)) else []
         trees: dict[str, DraftTree] = {}
         chosen: dict[str, list[int]] = {}
         if asked:
@@ -169,9 +169,7 @@ class Machine:
         )
         seconds = slowness * self._truth.predict(load)
         draft_s = proposal_s * len(asked)
-        adaptive.step_done(
-            StepOutcome(without, alone, load, seconds + draft_s, seconds, draft_s, draft_s, len(asked)), given
-        )
+        adaptive.step_done(StepOutcome(without, alone, load, seconds + draft_s, seconds, draft_s, len(asked)), given)
         for text in texts:
             text.tokens += given[text.name]
         window = {n: sum(not trees[n].is_verified[node] for node in nodes) for n, nodes in chosen.items()}
@@ -218,7 +216,7 @@ def test_what_is_asked_for_follows_what_was_bought(least: float, asked: list[int
         bound_queries(standing, np.zeros((1, 3)), slots, least, bounds, np.zeros(1))
         found.append(bounds[0, 0])
         bought, one = np.ones(8, np.bool_), np.ones(8, np.int64)
-        settle(standing, slots, slots, 0 * one, gain * one, one, 0.1, bought, np.zeros(1, np.bool_))
+        settle(standing, slots, slots, 0 * one, gain * one, one, (0.1, math.inf), bought, np.zeros(1, np.bool_))
     assert found == asked
 
 
@@ -438,6 +436,20 @@ def test_no_step_is_made_longer_than_its_hard_bound(count: int) -> None:
     assert longest_s(math.inf) > bound_s
 
 
+def test_what_drafting_takes_is_part_of_the_hard_bound() -> None:
+    texts, bound_s, proposal_s = [Text(f"r{i}", hit=1.0, seed=i) for i in range(4)], 1.8 * STEP_S, 0.1 * STEP_S
+    steps = Machine(texts, DEAR, max_step_s=bound_s).steps(200, proposal_s=proposal_s)
+    known = [step.seconds + proposal_s * len(step.asked) for step in steps[100:]]  # what it takes is learned slowly
+    assert STEP_S + 2 * ROW_S < max(known) <= bound_s * 1.02
+
+
+def test_drafting_that_took_too_long_for_the_bound_is_tried_again() -> None:
+    machine = Machine([Text("a", hit=1.0)], DEAR, max_step_s=1.8 * STEP_S)
+    machine.steps(100, proposal_s=0.01 * STEP_S)
+    machine.steps(100, proposal_s=STEP_S)
+    assert mean_rows(machine.steps(100, proposal_s=0.01 * STEP_S), "a") > 1
+
+
 def test_a_step_is_stretched_beyond_its_inflation_only_where_everybody_gains_or_is_even() -> None:
     def stretches(hits: Sequence[float]) -> list[float]:
         texts = [Text(f"r{i}", hit=hit, depth=16 if hit else 0, seed=i) for i, hit in enumerate(hits)]
@@ -549,6 +561,13 @@ def test_whoever_ends_leaves_nothing_to_be_learned_of_the_next_of_his_name() -> 
     machine.adaptive.end("a")
 
 
+def test_nothing_is_called_for_nobody_that_may_not_be_compiled_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a server's drafter is being compiled, steps do not wait for what belongs to it."""
+    machine, prompt = Machine([], DEAR), StepLoad(64, 1, 1)
+    monkeypatch.setattr("batchserve.scheduler.adaptive.note_step", None)
+    machine.adaptive.step_done(StepOutcome(prompt, StepLoad(1, 1, 1), prompt, 0.05, 0.05), {"a": [1]})
+
+
 def test_steps_beside_prompts_are_learned_from_at_once() -> None:
     machine = Machine([Text("a", depth=0)], DEAR)
     machine.step(chunk=16, slowness=2.0)
@@ -561,6 +580,26 @@ def test_nobody_s_drafter_is_to_blame_where_a_prompt_fills_the_step() -> None:
     full = machine.steps(40, chunk=1000)
     assert not any(step.asked for step in full)
     assert all("a" in step.asked and step.rows["a"] > 1 for step in machine.steps(10))
+
+
+@pytest.mark.parametrize("full", [{"chunk": 505}, {"max_rows": 2}, {"max_rows": 0}])
+def test_whoever_finds_the_step_full_is_not_to_blame(full: dict[str, int]) -> None:
+    """Of sixteen whose drafts are worth their rows few have any; as soon as there is room all do."""
+    texts = [Text(f"r{i}", hit=0.9, claim=0.9, seed=i) for i in range(16)]
+    machine = Machine(texts, CHEAP_PROMPTS, max_step_s=2.0 * STEP_S)
+    before = machine.steps(50)[-1]
+    for step in machine.steps(20, **full):
+        assert sum(step.rows.values()) < 16
+    behind = machine.step()
+    assert behind.asked == before.asked == {text.name for text in texts}
+    assert sum(behind.rows.values()) > 0.8 * sum(before.rows.values())
+
+
+def test_a_drafter_that_does_not_pay_is_found_out_in_full_steps_too() -> None:
+    texts = [Text("a", hit=0.9, claim=0.9), Text("b", hit=0.0, claim=0.02, seed=1)]
+    steps = Machine(texts, DEAR).steps(100, max_rows=1)
+    assert all("a" in step.asked for step in steps)
+    assert sum("b" in step.asked for step in steps) < 30
 
 
 def test_what_was_offered_before_a_preemption_is_not_held_against_what_comes_later() -> None:
@@ -579,7 +618,7 @@ def test_what_was_not_learned_from_yet_is_before_anything_is_chosen() -> None:
     machine.step(slowness=2.0)  # it waits for one step more
     before = machine.adaptive.step_time.factor
     alone = StepLoad(1, 1, 1, 50, 50)
-    machine.adaptive.begin_step(alone, alone)
+    machine.adaptive.begin_step(alone, alone, 1)
     assert machine.adaptive.step_time.factor > before
 
 

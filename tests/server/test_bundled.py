@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import runpy
+from pathlib import Path
+from typing import Any
 
 import grpc
+import pytest
 
 from batchserve.v1 import generation_pb2 as pb
 from tests.server.harness import Served, failure_of, tokens_of
@@ -27,6 +31,17 @@ async def test_text_streams_and_adds_up(bundled: Served):
     assert tokens_of(messages) == list(whole.token_ids)
     assert messages[0].started.prompt_tokens == whole.usage.prompt_tokens
     assert whole.text.startswith("{")
+
+
+async def test_the_documentation_s_client(bundled: Served, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    client = Path(__file__).parents[2] / "docs" / "examples" / "grpc_client.py"
+    monkeypatch.setattr("sys.argv", [str(client), bundled.address])
+    await asyncio.to_thread(runpy.run_path, str(client), run_name="__main__")
+    shown = capsys.readouterr().out
+    assert shown.startswith("name: socket reader")
+    assert " tokens, " in shown
+    assert "INVALID_ARGUMENT: " in shown
+    assert "INVALID_TOP_P: {'bound': 'in (0, 1]', 'field': 'sampling_params.top_p', 'value': '1.5'}" in shown
 
 
 async def test_a_stop_string_ends_the_answer_before_it(bundled: Served):
