@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import signal
 import sys
 from contextlib import aclosing
@@ -118,6 +119,8 @@ def _refuse_engine_options(arguments: argparse.Namespace) -> None:
 def _prompt_text(arguments: argparse.Namespace) -> str:
     if arguments.prompt is None and sys.stdin is None:
         raise ConfigError("--prompt: must be given: standard input is closed")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(newline="")  # a prompt is what it is, line ends included
     try:
         text: str = sys.stdin.read() if arguments.prompt is None else arguments.prompt
         text.encode()  # bytes of the command line that are no text arrive as lone surrogates

@@ -253,6 +253,12 @@ async def test_a_chat_is_put_into_the_template_of_the_servers_model(own_signals,
     assert f"--chat: must be with --model, a folder or hub id of the server's model, which it calls {gone!r}" in log
 
 
+def test_a_prompt_from_standard_input_keeps_its_line_ends(monkeypatch):
+    arguments = argparse.Namespace(prompt=None)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\r\nb\rc\n"), encoding="utf-8"))
+    assert generate_command._prompt_text(arguments) == "a\r\nb\rc\n"
+
+
 def test_bytes_that_are_no_text_are_refused(own_signals, monkeypatch, capsys):
     assert main(["generate", "--server", "127.0.0.1:1", "--prompt", "\udcff"]) == 2
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))

@@ -257,7 +257,9 @@ class SlotAllocator:
         prefix_refs = self._count("prefixes keep", list(self._kept.values()), self._prefix_refs)
         unused = (request_refs == 0) & (prefix_refs == 0)
         unused[DUMMY_SLOT] = False
-        if not np.array_equal(np.sort(free), np.flatnonzero(unused)):
+        is_free = np.zeros(len(unused), np.bool_)  # not sorted: a GPU may have millions
+        is_free[free] = True
+        if not np.array_equal(is_free, unused) or np.count_nonzero(is_free) != num_free:
             raise RuntimeError(f"{num_free} K/V slots are free, {np.count_nonzero(unused)} are unused")
         if np.count_nonzero(request_refs) != num_owned:
             raise RuntimeError(f"requests own {np.count_nonzero(request_refs)} K/V slots, the books say {num_owned}")

@@ -2,9 +2,7 @@
 
 A drafter module with compiled parts has a function `compile_kernels()`: it compiles them, or loads them from Numba's
 cache on disk, and does nothing when repeated. Compiling takes many seconds, for most of which Numba holds the
-interpreter's lock, so a server lets a child process fill the cache and then loads from it. That process is
-
-    python -m batchserve.draft.kernels MODULE
+interpreter's lock, so a server lets a child process fill the cache and then loads from it.
 """
 
 from __future__ import annotations
@@ -19,8 +17,10 @@ from contextlib import suppress
 from importlib import import_module
 
 from batchserve.errors import ConfigError
+from batchserve.interpreter import python
 
 logger = logging.getLogger(__name__)
+CHILD = "from batchserve.draft.kernels import main; main()"
 CHILD_NICENESS = 5  # a step under way is worth more than drafts a second earlier
 
 
@@ -101,7 +101,7 @@ class _Job:
             if self._is_closed:
                 return
             self._child = subprocess.Popen(
-                [sys.executable, "-m", __name__, self._module],
+                python(CHILD, self._module),
                 stdin=subprocess.PIPE,  # never written to: it closes when this process ends, however that happens
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -127,14 +127,11 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _main() -> None:
+def main() -> None:
+    """Of the child: compile the module that its command line names."""
     with suppress(OSError):
         os.nice(CHILD_NICENESS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     compile_kernels = _find_compile(sys.argv[1])
     if compile_kernels is not None:
         compile_kernels()
-
-
-if __name__ == "__main__":
-    _main()

@@ -186,8 +186,9 @@ class IncrementalDetokenizer:
         return str(self.decoder.decode(token_ids, skip_special_tokens=self.skip_special_tokens))
 
     def _first_stop(self) -> int | None:
-        places = [place for text in self.stop if (place := self._held.find(text)) >= 0]
-        return min(places) if places else None
+        """Where the stop string begins that is complete first; of several that end there, the longest."""
+        found = [(place + len(text), place) for text in self.stop if (place := self._held.find(text)) >= 0]
+        return min(found)[1] if found else None
 
     def _undecided(self) -> int:
         """Characters at the end of the held text that are the beginning of a stop string."""

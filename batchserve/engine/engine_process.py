@@ -9,11 +9,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
-import os
 import queue
 import socket
 import subprocess
-import sys
 import threading
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -31,6 +29,7 @@ from batchserve.engine.messages import (
     Reply,
 )
 from batchserve.errors import EngineFaultError
+from batchserve.interpreter import python
 from batchserve.metrics import MetricsReading
 
 if TYPE_CHECKING:
@@ -40,8 +39,7 @@ if TYPE_CHECKING:
 
 READING_TIMEOUT_S = 5.0
 JOIN_TIMEOUT_S = 120.0  # a last step, and saving a large draft cache, have to fit into it
-# By this process's path, as the interpreter by itself would look for modules in the current folder.
-CHILD = "import sys; sys.path[:] = {path!r}; from batchserve.engine.child import main; main()"
+CHILD = "from batchserve.engine.child import main; main()"
 logger = logging.getLogger(__name__)
 
 
@@ -176,10 +174,9 @@ def _start() -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:
     """The process, which says what it has to say on standard error, and this side of the pipe to it."""
     ours, theirs = socket.socketpair()
     with theirs:
-        code = CHILD.format(path=[folder or os.getcwd() for folder in sys.path])
         level = logging.getLogger("batchserve").getEffectiveLevel()
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", code, str(theirs.fileno()), str(level)],
+            python(CHILD, str(theirs.fileno()), str(level)),
             stdin=subprocess.DEVNULL,
             stdout=2,
             pass_fds=[theirs.fileno()],

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from batchserve.draft.factory import DraftLimits
     from batchserve.runner.loader import LoadedModel
 
+HEAD_CHARS, CUT_TOKENS = 16, 64  # for each place of the context; tokens that the cut behind them may bring
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -90,6 +92,9 @@ class InputProcessor:
                 raise InvalidRequestError("EMPTY_PROMPT", "text", text, "at least one character")
             # Megabytes are refused without tokenising them: they cannot fit whatever the tokens are.
             fewest = len(text) // self._longest_token_chars
+            if fewest <= self._max_model_len and len(text) > HEAD_CHARS * self._max_model_len:
+                # Some vocabularies have a token of a hundred spaces, and hardly anything else that is as long.
+                fewest = len(self._tokenize_text("text", text[: HEAD_CHARS * self._max_model_len])) - CUT_TOKENS
             if fewest > self._max_model_len:
                 raise InvalidRequestError(
                     "PROMPT_TOO_LONG",

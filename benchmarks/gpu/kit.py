@@ -181,7 +181,12 @@ def environment(kit: Kit) -> dict[str, Any]:
     packages = ("torch", "transformers", "triton", "flashinfer-python", "apache-tvm-ffi", "numpy", "numba", "grpcio")
     facts: dict[str, Any] = {"python": platform.python_version(), "cores": os.cpu_count(), "dry": kit.is_dry}
     facts |= {name: version(name) for name in packages}
-    facts |= {"backend": kit.backend, "unfit": sorted(kit.unfit), "is_eager": kit.is_eager}
+    facts |= {
+        "backend": kit.backend,
+        "unfit": sorted(kit.unfit),
+        "is_eager": kit.is_eager,
+        "can_compile": kit.can_compile,
+    }
     if not kit.is_dry:
         properties = torch.cuda.get_device_properties(0)
         facts |= {

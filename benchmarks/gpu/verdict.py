@@ -21,16 +21,19 @@ def unfit(data: dict[str, Any], *, is_eager: bool = False) -> dict[str, str]:
     so.
     """
     found: dict[str, str] = {}
+    may_compile = {"triton"}
+    if data.get("about", {}).get("environment", {}).get("can_compile"):
+        may_compile.update(KERNELS)
     for name, cell in data["cells"].items():
         kernel, _, rest = name.partition("/")
         is_of_engines = kernel in KERNELS and rest.startswith(OF_ENGINES[is_eager:]) and "pages of" not in rest
-        if is_of_engines and _is_against(kernel, cell):
+        if is_of_engines and _is_against(cell, may_compile=kernel in may_compile):
             found.setdefault(kernel, name)
     return found
 
 
-def _is_against(kernel: str, cell: dict[str, Any]) -> bool:
-    """Of a skipped cell nothing is known. Triton may have been compiling when the part was stopped: FlashInfer hung."""
+def _is_against(cell: dict[str, Any], *, may_compile: bool) -> bool:
+    """Of a skipped cell nothing is known. A kernel may have been compiling when the part was stopped, or else hung."""
     if "error" in cell:
-        return not (kernel == "triton" and cell["error"].startswith("stopped"))
+        return not (may_compile and cell["error"].startswith("stopped"))
     return not cell.get("is_right", True)

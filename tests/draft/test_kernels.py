@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from batchserve.draft import kernels
-from batchserve.draft.kernels import KernelLoader
+from batchserve.draft.kernels import CHILD, KernelLoader
 from batchserve.errors import ConfigError
+from batchserve.interpreter import python
 
 WAIT_S = 60.0
 
@@ -102,7 +103,7 @@ def test_in_the_background_nobody_waits_and_a_child_process_comes_first(module, 
     child.may_end.set()
     wait_for(loader, name)
     assert loader.is_ready(name)
-    assert child.command[-2:] == ["batchserve.draft.kernels", name]
+    assert child.command == python(CHILD, name)
     assert calls == [f"compile {name}"]
     loader.close()
 
@@ -159,7 +160,9 @@ def test_a_real_child_process_runs_the_modules_compile_kernels(
     code = f"import os\ndef compile_kernels():\n    {body}\n"
     (tmp_path / "compiled_for_real.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "random.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(tmp_path / "here")
     loader = KernelLoader(in_background=True)
     loader.is_ready("compiled_for_real")
     wait_for(loader, "compiled_for_real")
@@ -170,11 +173,10 @@ def test_a_real_child_process_runs_the_modules_compile_kernels(
     assert not [record for record in caplog.records if record.levelno > logging.INFO], "the child failed"
 
 
-def test_a_child_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
+def test_a_child_does_not_outlive_a_parent_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "compiled_for_ever.py").write_text("import time\ndef compile_kernels():\n    time.sleep(3600)\n")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    command = [sys.executable, "-m", "batchserve.draft.kernels", "compiled_for_ever"]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+    monkeypatch.syspath_prepend(tmp_path)
+    child = subprocess.Popen(python(CHILD, "compiled_for_ever"), stdin=subprocess.PIPE)
     assert child.stdin is not None
     child.stdin.close()  # as the system does for a process that is gone
     assert child.wait(WAIT_S) == 1

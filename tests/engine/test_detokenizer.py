@@ -281,6 +281,29 @@ def test_overlapping_stop_strings_against_the_literal_search(text: str, stop: li
     assert bool(pieces and pieces[-1].is_stopped) == (expected != text or any(s in text for s in stop))
 
 
+class Syllables:
+    """A tokenizer of tokens of up to three letters."""
+
+    TOKENS = ("a", "b", "ab", "ba", "aab", "abb", "bab")
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(self.TOKENS[token] for token in token_ids)
+
+
+@examples(300)
+@given(
+    st.lists(st.integers(0, len(Syllables.TOKENS) - 1), max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),
+    sizes,
+)
+def test_of_several_stop_strings_in_one_token_the_first_to_be_complete_counts(
+    token_ids: list[int], stop: list[str], sizes: list[int]
+) -> None:
+    pieces = feed_in_pieces(IncrementalDetokenizer(Syllables(), tuple(stop)), token_ids, sizes, has_end_token=False)
+    text = Syllables().decode(token_ids, skip_special_tokens=True)
+    assert joined(pieces) == literal_stop(text, tuple(stop))
+
+
 def test_nothing_that_could_become_a_stop_string_is_shown_early() -> None:
     rng = random.Random(0)
     for _ in range(200):

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from batchserve.config import EngineConfig
 from batchserve.draft.factory import draft_limits
-from batchserve.engine.input_processor import InputProcessor, ModelFacts
+from batchserve.engine.input_processor import HEAD_CHARS, InputProcessor, ModelFacts
 from batchserve.errors import ConfigError, InvalidRequestError
 from batchserve.request import Request, ResolvedSpeculation
 from batchserve.runner.loader import resolve_model
@@ -309,6 +309,18 @@ def test_megabytes_are_refused_without_tokenising_them(monkeypatch: pytest.Monke
         patch.setattr(type(processor.facts.tokenizer), "__call__", lambda *args, **kwargs: pytest.fail("tokenised"))
         with pytest.raises(InvalidRequestError, match="at least"):
             processor.tokenize("x" * (longest * (MAX_MODEL_LEN + 1)))
+
+
+def test_only_the_head_of_megabytes_is_tokenised_where_a_token_may_be_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor, seen = make_processor(), []
+    monkeypatch.setattr(processor, "_longest_token_chars", 1 << 20)
+    tokenize = processor._tokenize_text
+    monkeypatch.setattr(
+        processor, "_tokenize_text", lambda field, text: seen.append(len(text)) or tokenize(field, text)
+    )
+    with pytest.raises(InvalidRequestError, match="this is at least"):
+        processor.tokenize("word " * 1_000_000)
+    assert seen == [HEAD_CHARS * MAX_MODEL_LEN]
 
 
 def test_a_text_is_never_refused_that_could_fit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -195,6 +196,24 @@ def test_millions_of_references_are_refused_before_anybody_looks_at_them(monkeyp
     monkeypatch.setattr(convert, "refuse_unknown_fields", lambda *arguments: pytest.fail("looked at each"))
     with pytest.raises(InvalidRequestError, match="references = 100000: must be at most 64"):
         from_generate_request(pb.GenerateRequest(text="x", references=[pb.Reference()] * 100_000), MAX_MODEL_LEN)
+
+
+@pytest.mark.parametrize("unknown", [b"\x60\x00", b"\x63\x64"])  # numbers, groups
+@pytest.mark.parametrize("part", [pb.GenerateRequest, pb.Reference])
+def test_millions_of_unknown_fields_are_refused_without_an_object_for_each(unknown, part):
+    request = part.FromString(unknown * 4_000_000)
+    if part is pb.Reference:
+        request = pb.GenerateRequest(text="x", references=[pb.Reference(text="y"), request])
+    path = "#12" if part is pb.GenerateRequest else "references[1].#12"
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequestError) as caught:
+            from_generate_request(request, MAX_MODEL_LEN)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (caught.value.reason, caught.value.field) == ("UNKNOWN_FIELD", path)
+    assert most < 4 * 8_000_000  # bytes; as many objects would take ten times that
 
 
 def test_last_delta_becomes_a_delta_and_a_finished():
