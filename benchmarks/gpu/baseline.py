@@ -116,6 +116,7 @@ class Baseline:
             )
         finally:  # where it fails early, it leaves its own attention in the model
             self._model.set_attn_implementation(attention)
+            self._kit.free()  # what it had for K/V is most of the device's memory
         if len(found) != size:
             raise RuntimeError(f"{len(found)} of {size} requests were answered")
         return continuous_rate([each.timestamps for each in found.values()])
