@@ -17,7 +17,7 @@ from batchserve.scheduler.acceptance import AcceptanceModel, Given
 from batchserve.scheduler.draft_budget import Bidders, DraftOffer, Market, choose_drafts
 from batchserve.scheduler.jacobi_window import JacobiWindow
 from batchserve.scheduler.price import MOST_SURPRISE, SpeedUp
-from batchserve.scheduler.probing import PATIENCE, WATCHED, Probe
+from batchserve.scheduler.probing import LONG_WAIT, PATIENCE, WATCHED, Probe
 from batchserve.scheduler.standing import STANDING, UNKNOWN, bound_queries, grown, make_bids, note_step, settle
 
 if TYPE_CHECKING:
@@ -117,7 +117,10 @@ class AdaptiveDrafting:
         self._drafters[request_id] = drafter
         # Where nobody has gained for a while a new request has to show at once that it is another matter.
         if given_up := self._given_up.get(drafter, 0):
-            self._probes[request_id] = Probe(min(PATIENCE, given_up) if given_up < HOPELESS else PATIENCE + WATCHED + 1)
+            probe = self._probes[request_id] = Probe(min(PATIENCE, given_up))
+            if given_up >= HOPELESS:
+                probe.num_failures = PATIENCE + WATCHED + 1
+                probe.wait = (1 - self._num_steps) % LONG_WAIT  # asked beside those who have waited long
 
     def _new_slot(self, request_id: str, drafter: str) -> int:
         slot = self._slots[request_id] = self.acceptance.start(drafter)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PATIENCE = 4  # proposals in a row that were worth nothing before one is left out
-LONGEST_WAIT = 32  # steps
+LONG_WAIT, LONGEST_WAIT = 8, 32  # steps
 WATCHED = 2  # waits from which on the text is looked at: before, it is asked again soon anyway
 RECENT = 2048  # tokens that a repetition is looked for in
 REPEAT_RATE = 0.1
@@ -45,8 +45,8 @@ class Probe:
     def note(self, is_paying: bool, text: Sequence[int], longest_wait: int = LONGEST_WAIT, step: int = 0) -> None:
         """The outcome of asking in this step; `text` is the request's so far, read only when waiting begins.
 
-        Whoever waits longest is asked in the same steps as all others who do: most of what asking costs is the same
-        for one request as for all.
+        Whoever waits long is asked in the same steps as all others who do: most of what asking costs is the same for
+        one request as for all.
         """
         if is_paying:
             self.num_failures, self.wait = 0, 0
@@ -55,8 +55,8 @@ class Probe:
         if self.num_failures <= PATIENCE:
             return
         self.wait = min(longest_wait, 1 << min(30, self.num_failures - PATIENCE))
-        if self.wait == longest_wait:
-            self.wait -= step % longest_wait
+        if self.wait >= LONG_WAIT:
+            self.wait -= step % self.wait
         if self.is_watching and not self._is_read:
             self._is_read = True
             recent = text[-RECENT:]

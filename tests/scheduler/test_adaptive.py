@@ -21,7 +21,7 @@ from batchserve.scheduler.adaptive import (
     StepOutcome,
 )
 from batchserve.scheduler.budget_kernels import EVEN_STEPS
-from batchserve.scheduler.probing import LONGEST_WAIT, PATIENCE
+from batchserve.scheduler.probing import LONG_WAIT, LONGEST_WAIT, PATIENCE
 from batchserve.scheduler.standing import (
     CHEAP_ROW,
     FEW_NODES,
@@ -475,8 +475,9 @@ def test_a_drafter_that_is_always_wrong_is_asked_for_probes_only(claim: float) -
     gaps = gaps_of(steps, "a")
     first = next(i for i, gap in enumerate(gaps) if gap > 1)
     assert first <= 20, "it took long to be found out"
-    assert gaps[first : first + 4] == [3, 5, 9, 17]
-    assert 1 < gaps[first + 4] <= LONGEST_WAIT + 1, "until all are asked together"
+    assert gaps[first : first + 2] == [3, 5]
+    for gap, wait in zip(gaps[first + 2 : first + 5], (8, 16, 32), strict=True):
+        assert 1 < gap <= wait + 1, "until all are asked together"
     assert set(gaps[first + 5 :]) == {LONGEST_WAIT}
     assert not any(step.rows for step in steps[32:]), "a probe takes no rows"
 
@@ -542,6 +543,28 @@ def test_newcomers_have_less_patience_with_a_drafter_that_has_failed_all_before_
     assert mean_rows(machine.steps(100), "good") > 1, "one try is enough for those who gain"
     joined(machine, Text("bad", hit=0.0, claim=0.02, seed=99))
     assert steps_until_left_alone(machine, "bad") == PATIENCE + 1
+
+
+def test_where_nobody_gains_newcomers_are_first_asked_together() -> None:
+    """Asking one takes as long as asking all; whoever can be drafted waits some steps for that, and no longer."""
+    machine = Machine([Text("r0", hit=0.0, claim=0.02)], DEAR)
+    for number in range(1, 16):
+        steps_until_left_alone(machine, machine.texts[0].name)
+        joined(machine, Text(f"r{number}", hit=0.0, claim=0.02, seed=number))
+    late = [Text(f"late{i}", hit=0.0, claim=0.02, seed=50 + i) for i in range(3)]
+    first: dict[str, int] = {}
+    for step in range(2 * LONG_WAIT):
+        if step % 2 == 0 and late:
+            machine.texts.append(late.pop())
+            machine.adaptive.start(machine.texts[-1].name, "drafter")
+        for name in machine.step().asked:
+            first.setdefault(name, step)
+    places = [place for name, place in first.items() if name.startswith("late")]
+    assert len(places) == 3
+    assert all((place - places[0]) % LONG_WAIT == 0 for place in places)
+    assert max(places) < LONG_WAIT + 4
+    joined(machine, Text("good", hit=0.95, claim=0.95))
+    assert mean_rows(machine.steps(LONG_WAIT + 50)[LONG_WAIT:], "good") > 1
 
 
 def test_steps_without_drafts_are_learned_from_a_little_later() -> None:
