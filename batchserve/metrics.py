@@ -36,7 +36,8 @@ GAUGES = {  # of the last step that decoded; all but the first are the adaptive 
     "price_tokens_per_second": "Lambda: tokens per second of decode time, the price that a draft row must be worth.",
     "predicted_step_seconds": "What a step was predicted to take beside drafting; the last that was learned from.",
     "actual_step_seconds": "What that step took, from its beginning to its commit, drafting included.",
-    "step_time_factor": "How much slower than when it was measured the machine is: the fast correction of step times.",
+    "step_time_factor": "How many times as long as when they were measured forwards take: the fast correction.",
+    "host_seconds": "What the host is known to take of a step, beside its forward and drafting.",
 }
 LOAD = {  # gauges, read when they are asked for
     "requests_running": "Requests that have K/V memory.",

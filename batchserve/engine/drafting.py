@@ -188,6 +188,7 @@ class DraftStage:
             "predicted_step_seconds": last.predicted_s,
             "actual_step_seconds": last.step_s,
             "step_time_factor": adaptive.step_time.factor,
+            "host_seconds": adaptive.step_time.host_s,
         }
 
     def acceptance(self) -> dict[str, Acceptance]:

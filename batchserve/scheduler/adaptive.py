@@ -117,10 +117,8 @@ class AdaptiveDrafting:
         self._drafters[request_id] = drafter
         # Where nobody has gained for a while a new request has to show at once that it is another matter.
         if given_up := self._given_up.get(drafter, 0):
-            probe = self._probes[request_id] = Probe(min(PATIENCE, given_up))
-            if given_up >= HOPELESS:
-                probe.num_failures = PATIENCE + WATCHED + 1
-                probe.wait = (1 - self._num_steps) % LONG_WAIT  # asked beside those who have waited long
+            late = Probe(PATIENCE + WATCHED + 1, wait=(1 - self._num_steps) % LONG_WAIT)  # beside those who waited long
+            self._probes[request_id] = late if given_up >= HOPELESS else Probe(min(PATIENCE, given_up))
 
     def _new_slot(self, request_id: str, drafter: str) -> int:
         slot = self._slots[request_id] = self.acceptance.start(drafter)
@@ -216,9 +214,8 @@ class AdaptiveDrafting:
         # So little is not worth asking for, let alone its rows.
         least_gain, is_paying = max(LEAST_GAIN, market.price * self._draft_s), np.zeros(len(names), np.bool_)
         # Where one row more would have been too many, whoever has drafts that are worth theirs is not to blame.
-        num_rows = int(items.rows[chosen].sum()) + 1
-        is_full = num_rows > max_rows or market.without_s + num_rows * market.row_s > market.never_longer_s
-        bounds = least_gain, market.price * market.row_s if is_full else math.inf
+        room = min(float(max_rows), (market.never_longer_s - market.without_s) / market.row_s)
+        bounds = least_gain, market.price * market.row_s, room
         who, what = (self._standing, slots, of_trees), (items.owners, items.gains, items.rows)
         settle(*who, *what, bounds, chosen, is_paying)
         self._note(drafted, is_paying[of_trees].tolist())

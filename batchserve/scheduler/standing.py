@@ -100,21 +100,24 @@ def make_bids(table, slots, alone_s, bids):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def settle(table, slots, places, owners, gains, rows, bounds, chosen, is_paying):  # type: ignore[no-untyped-def]
-    """Give back what is chosen for requests that gain no more than bounds[0] tokens by all of it.
+    """Give back what is chosen for requests that gain too little by all of it.
 
     The bidders are at `slots` of the table, those that were drafted are at `places` among them; the items are those of
-    draft_budget.DraftOffer. Fills is_paying [num_bidders], and notes how many rows were chosen. Where a step has no
-    room for more rows, bounds[1] is what a row must bring, else infinite: the drafter of whoever would gain enough by
-    rows that bring it pays, and that few of them were chosen says nothing.
+    draft_budget.DraftOffer. bounds: the tokens that a request must gain by more than, those that a row must bring, and
+    the rows that the step has room for. Fills is_paying [num_bidders], and notes how many rows were chosen. Of a full
+    step, the drafter of whoever would gain enough by rows that bring enough pays, and that few of them were chosen says
+    nothing.
     """
-    least_gain, worth_a_row = bounds
+    least_gain, worth_a_row, room = bounds
     expected, count, wanted = np.zeros(len(slots)), np.zeros(len(slots)), np.zeros(len(slots))
     for i in range(len(owners)):
         if chosen[i]:
             expected[owners[i]] += gains[i]
             count[owners[i]] += rows[i]
-        if gains[i] > worth_a_row * rows[i]:
-            wanted[owners[i]] += gains[i]
+    if count.sum() + 1 > room:
+        for i in range(len(owners)):
+            if gains[i] > worth_a_row * rows[i]:
+                wanted[owners[i]] += gains[i]
     for place in places:
         request = table[slots[place]]
         is_paying[place] = expected[place] > least_gain
@@ -152,5 +155,5 @@ def compile_kernels() -> None:
     bound_queries(table, np.zeros((1, 3)), slots, 0.5, np.ones((1, 3), np.int64), one.copy())
     make_bids(table, slots, 1.0, np.zeros((3, 1)))
     flag = np.zeros(1, np.bool_)
-    settle(table, slots, slots, slots, one, slots + 1, (0.0, 1.0), flag, flag.copy())
+    settle(table, slots, slots, slots, one, slots + 1, (0.0, 1.0, 1.0), flag, flag.copy())
     note_step(table, slots, np.array([0, 1]), 1.0, 1.0)

@@ -54,23 +54,15 @@ class WatchedModel(StepTimeModel):
         self.trials: list[Trial] = []
 
     def observe(
-        self,
-        load: StepLoad,
-        forward_s: float,
-        host_s: float = 0.0,
-        *,
-        num_steps: int = 1,
-        without: StepLoad | None = None,
-        decoding: StepLoad | None = None,
+        self, load: StepLoad, forward_s: float, host_s: float = 0.0, **others: Any
     ) -> tuple[float, float, float]:
         if not self.is_trial:
-            of_step = {"num_steps": num_steps, "without": without, "decoding": decoding}
-            return super().observe(load, forward_s, host_s, **of_step)
+            return super().observe(load, forward_s, host_s, **others)
         self.is_trial = False
-        plain = without or load
-        predicted_s, without_s = self.predict(load), self.predict(plain)
-        self.trials.append(Trial(load.num_rows - plain.num_rows, predicted_s, without_s, forward_s + host_s))
-        return predicted_s, without_s, self.predict(decoding or load)
+        without, decoding = others["without"], others["decoding"]
+        known = self.predict(load), self.predict(without), self.predict(decoding)
+        self.trials.append(Trial(load.num_rows - without.num_rows, known[0], known[1], forward_s + host_s))
+        return known
 
 
 class TriedDrafting(AdaptiveDrafting):
@@ -82,6 +74,7 @@ class TriedDrafting(AdaptiveDrafting):
         self.lengths: list[int] = []
         self._rng = random.Random(0)
         self._num_begun = 0
+        self._block: list[int] = []
 
     def begin_step(self, load: StepLoad, alone: StepLoad, num_asked: int) -> bool:
         is_asked = super().begin_step(load, alone, num_asked)

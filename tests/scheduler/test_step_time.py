@@ -57,6 +57,13 @@ def test_a_slower_machine_moves_the_factor_and_every_prediction_with_it() -> Non
     assert model.predict(StepLoad(20, 20, 1)) == pytest.approx(2.0 * 0.016, rel=0.1)
 
 
+def test_a_machine_that_is_suddenly_half_as_fast_is_followed_within_fifteen_steps() -> None:
+    model, truth, load = StepTimeModel(TABLE), StepTimeModel(TABLE), StepLoad(16, 16, 1)
+    for _ in range(15):
+        model.observe(load, 2.0 * truth.predict(load))
+    assert model.predict(load) == pytest.approx(2.0 * truth.predict(load), rel=0.1)
+
+
 def test_a_wrong_shape_is_corrected_where_it_is_wrong() -> None:
     model, truth = StepTimeModel(TABLE), StepTimeModel(StepTimeTable((4, 8, 16, 32), (0.010, 0.011, 0.016, 0.022)))
     rng = np.random.default_rng(0)

@@ -237,6 +237,7 @@ async def test_metrics_endpoint():
         "predicted_step_seconds": 0.02,
         "actual_step_seconds": 0.03,
         "step_time_factor": 1.5,
+        "host_seconds": 0.001,
     }
     metrics.acceptance = lambda: {"trie": Acceptance(("1", "2+"), [8, 4], accepted=[6, 1], calibration_error=0.125)}
     metrics.load = lambda: dict(zip(LOAD, (3, 2, 128, 512), strict=True))
@@ -263,6 +264,7 @@ async def test_metrics_endpoint():
         ("predicted_step_seconds",): 0.02,
         ("actual_step_seconds",): 0.03,
         ("step_time_factor",): 1.5,
+        ("host_seconds",): 0.001,
         ("requests_running",): 3,
         ("requests_waiting",): 2,
         ("kv_used_tokens",): 128,
