@@ -31,13 +31,12 @@ from batchserve.errors import ConfigError
 from batchserve.kernel_cache import forget_stale_kernels
 from batchserve.metrics import EngineMetrics
 from batchserve.request import GREEDY
-from batchserve.runner import huge_pages
+from batchserve.runner import huge_pages, packed
 from batchserve.runner.compiled import CompiledModel
 from batchserve.runner.cuda_graphs import CannotBeCapturedError, StepGraphs, choose_capturer
 from batchserve.runner.loader import LoadedModel, load_model
 from batchserve.runner.model_runner import ModelRunner
-from batchserve.runner.packed import PackedLinear
-from batchserve.runner.ragged_batch import RequestRows, build_batch
+from batchserve.runner.ragged_batch import MIN_ROWS, RequestRows, build_batch
 from batchserve.scheduler import standing, time_kernels
 from batchserve.scheduler.adaptive import AdaptiveDrafting
 from batchserve.scheduler.scheduler import Scheduler
@@ -49,6 +48,7 @@ THREAD_TRIALS = 9
 # A server has an event loop to run beside its steps, and often its clients, too.
 THREAD_GAIN, SERVING_GAIN = 1.1, 1.3
 SLOW_FORWARD_S = 0.5
+MOST_DRAFT_ROWS, COMPILE_S = 64, 1.0  # steps of more rows are mostly a prompt's, and long
 MOST_THREADS = 8  # that share a draft beside a GPU
 
 
@@ -101,6 +101,8 @@ def build_engine(
             runner, config.max_num_seqs, max_model_len, SERVING_GAIN if is_serving else THREAD_GAIN
         )
     runner.bind_thread()
+    most_rows = min(MOST_DRAFT_ROWS, config.max_num_batched_tokens)
+    packed.compile_for(loaded.model, range(MIN_ROWS, most_rows + 1), COMPILE_S)
     step_time = _build_step_time(config, loaded, runner, max_model_len, has_huge_pages, say)
     scheduler = Scheduler(config, backend.allocator, max_model_len, step_time)
     used_drafter = drafter or _build_drafter(config, num_parameters, processor, is_serving, say)
@@ -279,8 +281,8 @@ def _build_drafter(
 
 def count_parameters(model: torch.nn.Module) -> int:
     """Packed weights, which are no longer parameters, included; a weight that two layers share counts twice."""
-    packed = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, PackedLinear))
-    return packed + sum(parameter.numel() for parameter in model.parameters())
+    in_packed = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, packed.PackedLinear))
+    return in_packed + sum(parameter.numel() for parameter in model.parameters())
 
 
 def machine_name(device: torch.device) -> str:

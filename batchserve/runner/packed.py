@@ -5,10 +5,16 @@ Nothing here knows a model: a module is swapped by what it is (a Linear, a Conv1
 
 from __future__ import annotations
 
+import time
+from typing import TYPE_CHECKING
+
 import torch
 from transformers.pytorch_utils import Conv1D
 
 from batchserve.runner.norm_kernel import rms_norm
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 ROWS_HINT = 16  # rows that the packed layout is chosen for; any number works afterwards
 
@@ -56,6 +62,28 @@ def split_linears(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, PackedLinear):
             module.is_split = True
+
+
+@torch.inference_mode()
+def compile_for(model: torch.nn.Module, counts: Iterable[int], most_seconds: float) -> int:
+    """Multiply so many rows by every shape of packed linear once; the last count that there was time for, or 0.
+
+    oneDNN compiles code for each number of rows when it first sees it, which makes that step one or two milliseconds
+    longer, and keeps it for all linears of the same shape.
+    """
+    linears = {
+        (each.out_features, each.in_features, each.bias is None): each
+        for each in model.modules()
+        if isinstance(each, PackedLinear)
+    }
+    until, done = time.monotonic() + most_seconds, 0
+    for count in counts:
+        if not linears or time.monotonic() >= until:
+            break
+        for each in linears.values():
+            each(torch.zeros(count, each.in_features, dtype=each.packed.dtype))
+        done = count
+    return done
 
 
 class FusedRMSNorm(torch.nn.Module):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from batchserve.config import DraftConfig, EngineConfig, MiB
 from batchserve.draft.base import NullDrafter
@@ -14,11 +15,14 @@ from batchserve.draft.router import RoutingDrafter
 from batchserve.engine import build
 from batchserve.engine.build import BuiltEngine, build_engine, count_parameters
 from batchserve.errors import ConfigError
+from batchserve.request import GREEDY
 from batchserve.runner import huge_pages
 from batchserve.runner.huge_pages import HugePages
 from batchserve.runner.packed import PackedLinear, can_pack
+from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.scheduler.step_time import StepTimeTable
 from tests.drafters import RandomTreeDrafter
+from tests.tiny_models import SUPPORTED
 
 
 class Keeper(NullDrafter):
@@ -190,6 +194,24 @@ def test_step_times_are_of_the_pages_that_are_served(
     assert done == (["step times"] if pages is None else ["huge pages", "step times"])
     said = [message for message in says if message.startswith("huge pages: ")]
     assert [message.rpartition(", ")[0] for message in said] == ([] if pages is None else [f"huge pages: {pages}"])
+
+
+def test_the_first_drafts_find_their_linears_compiled(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of a model whose shapes no other test has: what oneDNN compiles it keeps for the whole process."""
+    sizes = {**SUPPORTED["llama"][1], "hidden_size": 88, "head_dim": 22, "intermediate_size": 104, "vocab_size": 136}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes)).save_pretrained(tmp_path)
+    built = start(tmp_path, drafter="none", max_num_seqs=4)
+    counts = []
+    for num_rows in (5, 37, 64, 65):
+        capfd.readouterr()
+        with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON_CREATION):
+            tree = RequestRows("drafts", 0, [0] * num_rows, list(range(-1, num_rows - 1)), 1, GREEDY)
+            built.core.runner.backend.allocator.reserve("drafts", num_rows)
+            built.core.runner.launch(build_batch([tree])).wait()
+            built.core.runner.backend.allocator.release("drafts")
+        counts.append(capfd.readouterr().out.count("cache_miss"))
+    assert counts[:3] == [0, 0, 0]
+    assert counts[3] > 0
 
 
 def test_parameters_are_counted_before_and_after_packing() -> None:

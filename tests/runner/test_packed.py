@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from batchserve.runner.packed import (
     FusedRMSNorm,
     PackedLinear,
     can_pack,
+    compile_for,
     pack_modules,
     piece_sizes,
     split_linears,
@@ -102,6 +104,38 @@ def test_the_fused_norm_is_chosen_by_what_the_norm_does(norm_type: type, dtype: 
     assert pack_modules(model) == (0, 1)
     assert isinstance(model[0], FusedRMSNorm)
     torch.testing.assert_close(model[0](x), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def num_compiled(capfd: pytest.CaptureFixture[str], multiply: Callable[[], object]) -> int:
+    """How many products oneDNN compiles meanwhile, by what it says itself."""
+    capfd.readouterr()
+    with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON_CREATION):
+        multiply()
+    return capfd.readouterr().out.count("cache_miss")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numbers_of_rows_that_were_compiled_for_are_compiled_once(
+    dtype: torch.dtype, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Shapes that no other test has: what oneDNN compiles it keeps for the whole process."""
+    bias = rows(1, 91, dtype)[0]
+    layers = [(PackedLinear(rows(91, 53, dtype), bias), PackedLinear(rows(53, 91, dtype), None)) for _ in range(2)]
+    model = torch.nn.Sequential(*layers[0], *layers[1])
+
+    def run(count: int) -> Callable[[], object]:
+        return lambda: model(rows(count, 53, dtype))
+
+    assert num_compiled(capfd, run(7)) > 0
+    assert compile_for(model, range(4, 10), 60.0) == 9
+    assert [num_compiled(capfd, run(count)) for count in range(4, 10)] == [0] * 6
+    assert min(num_compiled(capfd, run(count)) for count in (10, 11)) > 0
+
+
+def test_nothing_is_compiled_beyond_the_time_for_it() -> None:
+    model = torch.nn.Sequential(PackedLinear(rows(8, 8, DTYPES[0]), None))
+    assert compile_for(model, range(4, 10), 0.0) == 0
+    assert compile_for(torch.nn.Linear(8, 8), range(4, 10), 60.0) == 0
 
 
 class OddRMSNorm(LlamaRMSNorm):
