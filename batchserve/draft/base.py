@@ -171,6 +171,10 @@ class Drafter(Protocol):
         """accept_all() of requests whose drafter was not asked for some steps: it may make less of their tokens."""
         self.accept_all(token_ids)
 
+    def window_tokens(self, request_id: str) -> int:
+        """Of the tokens of the last accept(): how many drafts only nodes that nobody verified had found before."""
+        return 0
+
     def share(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Published tokens; a drafter that shares nothing ignores them."""
         return None

@@ -22,13 +22,19 @@ FILLERS = 64  # the latest tokens of the text, of which the window's first guess
 
 @dataclass(slots=True)
 class _RequestState:
-    """The pool and the window are described in jacobi_kernels; `columns` is what the last tree had of the window."""
+    """The pool and the window are described in jacobi_kernels; `columns` is what the last tree had of the window.
+
+    candidates: that tree's verified nodes, each with its parent and whether only the window knew it; earned: how many
+    of those were accepted.
+    """
 
     pool: tuple[np.ndarray, ...]
     window: tuple[np.ndarray, ...]
     following: np.ndarray
     recent: np.ndarray  # the text's last tokens
     columns: int = 0
+    candidates: tuple[list[int], list[int], list[bool]] = ([], [], [])
+    earned: int = 0
 
     @property
     def shape(self) -> np.ndarray:
@@ -92,10 +98,11 @@ class JacobiDrafter(Drafter):
         self._requests: dict[str, _RequestState] = {}
         most_nodes = self._guesses * self._levels
         most_rows = max(h * (self._first_columns + 1 - h) for h in range(1, ngram))
-        self._nodes = np.empty((5, most_nodes + 1), np.int32)
+        self._nodes = np.empty((6, most_nodes + 1), np.int32)
         self._weights = np.empty(most_nodes, np.float64)
         size = most_nodes + most_rows
-        self._tree = (np.empty(size, np.int32), np.empty(size, np.int32), np.empty(size, np.float64))
+        integers = np.empty((2, size), np.int32)
+        self._tree = (integers[0], integers[1], np.empty(size, np.float64), np.empty(size, np.bool_))
 
     def start(self, request: DraftRequest) -> None:
         if request.request_id in self._requests:
@@ -115,6 +122,7 @@ class JacobiDrafter(Drafter):
             np.empty(self._max_ngrams, np.int32),
             np.full(1 << self._max_ngrams.bit_length(), -1, np.int32),
             np.zeros(1, np.int64),
+            np.zeros(self._max_ngrams, np.bool_),
         )
 
     def _new_window(self) -> tuple[np.ndarray, ...]:
@@ -137,7 +145,9 @@ class JacobiDrafter(Drafter):
             self._weights,
             self._tree,
         )
-        token_ids, parents, probs = (values[:count].tolist() for values in self._tree)
+        token_ids, parents = self._tree[0][:count].tolist(), self._tree[1][:count].tolist()
+        probs, are_found = self._tree[2][:count].tolist(), self._tree[3][:num_verified].tolist()
+        state.candidates = token_ids[:num_verified], parents[:num_verified], are_found
         return DraftTree(token_ids, parents, probs, [True] * num_verified + [False] * (count - num_verified))
 
     def observe(self, request_id: str, token_ids: Sequence[int]) -> None:
@@ -155,6 +165,7 @@ class JacobiDrafter(Drafter):
         if not token_ids:
             return
         state = self._requests[request_id]
+        state.earned = _num_found(*state.candidates, token_ids[:-1])
         accepted = np.array(token_ids, np.int32)
         text = np.concatenate((state.recent, accepted))
         state.recent = text[-self._num_recent :]
@@ -162,11 +173,25 @@ class JacobiDrafter(Drafter):
         if self._has_prompt_ngrams:
             insert_text(state.pool, self._guesses, text[-self._levels - len(accepted) :])
 
+    def window_tokens(self, request_id: str) -> int:
+        return self._requests[request_id].earned
+
     def end(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
 
     def memory_bytes(self) -> int:
         return sum(state.nbytes for state in self._requests.values())
+
+
+def _num_found(
+    token_ids: Sequence[int], parents: Sequence[int], are_found: Sequence[bool], accepted: Sequence[int]
+) -> int:
+    """How many nodes that only a window knew there are on the way of the accepted tokens down a tree."""
+    node, depth, count = -1, 0, 0
+    for place, (token, parent) in enumerate(zip(token_ids, parents, strict=True)):
+        if depth < len(accepted) and parent == node and token == accepted[depth]:
+            node, depth, count = place, depth + 1, count + are_found[place]
+    return count
 
 
 def compile_kernels() -> None:

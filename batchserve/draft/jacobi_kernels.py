@@ -3,7 +3,8 @@
 A pool is a ring of n-grams `grams` int32 [capacity, N], numbered in the order of their arrival: number s is in row
 s % capacity until s + capacity comes. `newest` int32 [power of two] has the newest number of each hash bucket and
 `older` int32 [capacity] leads on from there, so that a token's n-grams are met newest first and what was overwritten
-ends a chain. `counter` int64 [1] is the next number.
+ends a chain. `counter` int64 [1] is the next number. `is_found` bool [capacity] says which n-grams are in no text, and
+known from the window alone.
 
 A window is `tokens` int32 [N - 1, W + N - 2]: row l is level l, column j holds the trajectory whose tokens stand j + l
 positions behind the request's last token; (0, 0) is that token itself. `is_true` says which of them the model gave, and
@@ -29,9 +30,9 @@ def _bucket(token, num_buckets):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def insert_gram(pool, guesses, gram):  # type: ignore[no-untyped-def]
+def insert_gram(pool, guesses, gram, is_found):  # type: ignore[no-untyped-def]
     """Make gram [N] the newest of those that begin with its first token; the oldest goes if there are too many."""
-    grams, older, newest, counter = pool
+    grams, older, newest, counter, are_found = pool
     capacity, number = grams.shape[0], counter[0]
     bucket = _bucket(gram[0], newest.shape[0])
     # Row number % capacity is about to be overwritten, so the oldest number is gone already.
@@ -45,6 +46,7 @@ def insert_gram(pool, guesses, gram):  # type: ignore[no-untyped-def]
                 is_same = is_same and grams[row, i] == gram[i]
             count += 1
             if is_same or count == guesses:
+                is_found = is_found and (are_found[row] or not is_same)
                 if before < 0:
                     newest[bucket] = older[row]
                 else:
@@ -53,6 +55,7 @@ def insert_gram(pool, guesses, gram):  # type: ignore[no-untyped-def]
         before, seq = row, older[row]
     row = number % capacity
     grams[row] = gram
+    are_found[row] = is_found
     older[row] = newest[bucket]
     newest[bucket] = number
     counter[0] = number + 1
@@ -64,7 +67,7 @@ def insert_text(pool, guesses, token_ids):  # type: ignore[no-untyped-def]
     capacity, ngram = pool[0].shape
     count = token_ids.shape[0] - ngram + 1
     for i in range(max(0, count - capacity), count):
-        insert_gram(pool, guesses, token_ids[i : i + ngram])
+        insert_gram(pool, guesses, token_ids[i : i + ngram], False)
 
 
 @njit(cache=True, nogil=True)
@@ -101,7 +104,7 @@ def _collect(pool, guesses, window, following):  # type: ignore[no-untyped-def]
         if is_trajectory:
             gram[:levels] = tokens[:, j]
             gram[levels] = following[j]
-            insert_gram(pool, guesses, gram)
+            insert_gram(pool, guesses, gram, True)
 
 
 @njit(cache=True, nogil=True)
@@ -140,12 +143,12 @@ def roll_window(pool, guesses, window, following, recent, accepted):  # type: ig
 
 @njit(cache=True, nogil=True)
 def _merge(pool, guesses, last, max_depth, nodes, weights):  # type: ignore[no-untyped-def]
-    """Token `last`'s n-grams merged by prefix into nodes [token, parent]; returns their number.
+    """Token `last`'s n-grams merged by prefix into nodes [token, parent, whether found]; returns their number.
 
     A node's weight is its path probability: the sum over its n-grams, of which the newer count for more, falling with
-    depth; a child's is less than its parent's.
+    depth; a child's is less than its parent's. It is found if all of its n-grams are.
     """
-    grams, older, newest, counter = pool
+    grams, older, newest, counter, are_found = pool
     capacity, num_nodes, weight, total = grams.shape[0], 0, 1.0, 0.0
     oldest = max(0, counter[0] - capacity)
     seq, count = newest[_bucket(last, newest.shape[0])], 0
@@ -159,9 +162,10 @@ def _merge(pool, guesses, last, max_depth, nodes, weights):  # type: ignore[no-u
                 while node < num_nodes and (nodes[0, node] != grams[row, level] or nodes[1, node] != parent):
                     node += 1
                 if node == num_nodes:
-                    nodes[0, node], nodes[1, node], weights[node] = grams[row, level], parent, 0.0
+                    nodes[0, node], nodes[1, node], nodes[2, node], weights[node] = grams[row, level], parent, 1, 0.0
                     num_nodes += 1
                 weights[node] += share
+                nodes[2, node] &= are_found[row]
                 parent = node
             total += weight
             weight *= RECENCY
@@ -175,8 +179,8 @@ def _merge(pool, guesses, last, max_depth, nodes, weights):  # type: ignore[no-u
 @njit(cache=True, nogil=True)
 def _write_candidates(num_nodes, most, nodes, weights, tree):  # type: ignore[no-untyped-def]
     """The `most` likeliest nodes in depth-first order, likelier siblings first; returns their number."""
-    token_ids, parents, probs = tree
-    order, first, following = nodes[2], nodes[3], nodes[4]
+    token_ids, parents, probs, are_found = tree
+    order, first, following = nodes[3], nodes[4], nodes[5]
     for i in range(num_nodes):  # by falling weight, so parents before children
         at = i
         while at > 0 and weights[order[at - 1]] < weights[i]:
@@ -193,7 +197,7 @@ def _write_candidates(num_nodes, most, nodes, weights, tree):  # type: ignore[no
     count, node = 0, first[0]
     while node >= 0:
         place[node] = count
-        token_ids[count], probs[count] = nodes[0, node], weights[node]
+        token_ids[count], probs[count], are_found[count] = nodes[0, node], weights[node], nodes[2, node]
         parents[count] = place[nodes[1, node]] if nodes[1, node] >= 0 else -1
         count += 1
         if first[node + 1] >= 0:
@@ -209,11 +213,11 @@ def _write_candidates(num_nodes, most, nodes, weights, tree):  # type: ignore[no
 def draft(pool, guesses, window, max_tokens, max_depth, max_row_depth, nodes, weights, tree):  # type: ignore[no-untyped-def]
     """Write a tree: candidates first, then as many whole columns of the window as fit.
 
-    tree is (token_ids, parents, probs), arrays that are long enough for both. Returns the number of candidate nodes,
-    of all nodes, and of columns.
+    tree is (token_ids, parents, probs, are_found), arrays that are long enough for both; the last is filled for
+    candidates only. Returns the number of candidate nodes, of all nodes, and of columns.
     """
     tokens, _, shape = window
-    token_ids, parents, probs = tree
+    token_ids, parents, probs, _ = tree
     height = shape[HEIGHT]
     num_nodes = _merge(pool, guesses, tokens[0, 0], max_depth, nodes, weights)
     num_verified = _write_candidates(num_nodes, max_tokens, nodes, weights, tree)

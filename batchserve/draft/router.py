@@ -111,6 +111,9 @@ class RoutingDrafter(Drafter):
             mine.setdefault(chosen[request_id], {})[request_id] = tokens
         return mine
 
+    def window_tokens(self, request_id: str) -> int:
+        return self._chosen[request_id].window_tokens(request_id)
+
     def share(self, request_id: str, token_ids: Sequence[int]) -> None:
         self._chosen[request_id].share(request_id, token_ids)
 

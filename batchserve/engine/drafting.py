@@ -75,6 +75,9 @@ class DraftStage:
             request_ids = [request_ids[place] for place in places.tolist()]
         began_s = self._clock()
         self._tell(request_ids)
+        if adaptive is not None:
+            for name in adaptive.windows_run(request_ids):
+                adaptive.window_earned(name, self.drafter.window_tokens(name))
         queries = DraftQueries(request_ids, bounds, self._least_probs(request_ids, bounds))
         forest = self.drafter.propose_all(queries)
         if forest.num_trees != len(places):

@@ -163,6 +163,15 @@ class AdaptiveDrafting:
         probe = self._probes.get(request_id)
         return probe is None or probe.is_due()
 
+    def windows_run(self, request_ids: Sequence[str]) -> list[str]:
+        """Whose Jacobi window was run since it was last said what it had earned."""
+        windows = self._windows
+        return [each for each in request_ids if each in windows and windows[each].is_run] if windows else []
+
+    def window_earned(self, request_id: str, num_tokens: int) -> None:
+        """So many accepted tokens were known from its window alone, in the step in which that was run last."""
+        self._windows[request_id].note(num_tokens)
+
     def begin_step(self, load: StepLoad, alone: StepLoad, num_asked: int) -> bool:
         """A step is to be drafted that is `load` without any drafts; `alone` are its decoding rows only.
 
@@ -336,7 +345,3 @@ class AdaptiveDrafting:
         for request_id, probe in self._probes.items():
             if probe.is_watching:
                 probe.arrive([token for token_ids in given for token in token_ids.get(request_id, ())])
-        for request_id, window in self._windows.items():
-            for token_ids in given:
-                if tokens := token_ids.get(request_id):
-                    window.note(len(tokens) - 1)

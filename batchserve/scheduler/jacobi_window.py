@@ -12,7 +12,9 @@ LONGEST_WINDOW_WAIT = 4096  # a window earns nothing unless its rows are compute
 
 @dataclass(slots=True)
 class JacobiWindow:
-    """What a Jacobi window has earned: draft tokens accepted in the steps in which it was run, over their number."""
+    """What a Jacobi window has earned: draft tokens that were accepted in the steps in which it was run, and that were
+    known from it alone, over the number of these steps.
+    """
 
     tokens: float = WINDOW_PRIOR
     windows: float = WINDOW_PRIOR
@@ -29,12 +31,11 @@ class JacobiWindow:
         """It was offered, and nobody wanted it: so it is not offered in every step for nothing, nor never again."""
         self.probe.note(False, (), LONGEST_WINDOW_WAIT)
 
-    def note(self, num_accepted: int) -> None:
-        if not self.is_run:  # what is accepted without it is not its merit
-            return
+    def note(self, num_earned: int) -> None:
+        """It was run, and earned so many tokens in that step."""
         self.is_run = False
-        self.tokens += num_accepted
+        self.tokens += num_earned
         self.windows += 1.0
-        self.probe.note(num_accepted > 0, (), LONGEST_WINDOW_WAIT)
+        self.probe.note(num_earned > 0, (), LONGEST_WINDOW_WAIT)
         if self.windows > WINDOW_MEMORY:
             self.tokens, self.windows = self.tokens / 2, self.windows / 2

@@ -428,7 +428,7 @@ def test_the_pool_keeps_the_latest_of_each_token_within_its_bound(
     start(drafter, [0])
     latest: list[tuple[int, ...]] = []  # with the places of those that were seen again, which stay empty
     for gram in grams:
-        insert_gram(drafter._requests["a"].pool, guesses, np.array(gram, np.int32))
+        insert_gram(drafter._requests["a"].pool, guesses, np.array(gram, np.int32), True)
         again = [i for i, kept in enumerate(latest) if kept == gram]
         same = [i for i, kept in enumerate(latest) if kept and kept[0] == gram[0]]
         # The row that is overwritten is gone before the count of those that begin alike is looked at.
@@ -473,6 +473,42 @@ def test_a_request_is_started_once_and_options_have_bounds() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             JacobiDrafter(**options)
+
+
+@pytest.mark.parametrize(
+    ("grams", "given", "earned"),
+    [
+        ([((0, 1, 2), True)], [1, 2, 0], 2),
+        ([((0, 1, 2), True)], [1, 0], 1),  # what comes behind the last draft was no draft
+        ([((0, 1, 2), True)], [1], 0),
+        ([((0, 1, 2), True)], [2, 1, 0], 0),
+        ([((0, 1, 2), False)], [1, 2, 0], 0),
+        ([((0, 1, 2), True), ((0, 1, 2), False)], [1, 2, 0], 0),
+        ([((0, 1, 2), False), ((0, 1, 2), True)], [1, 2, 0], 0),  # the text had it before
+        ([((0, 1, 3), False), ((0, 1, 2), True)], [1, 2, 0], 1),  # the first token stands in the text, too
+        ([((0, 4, 5), False), ((0, 1, 2), True)], [1, 2, 0], 2),
+        ([((0, 4, 5), False), ((0, 1, 2), True)], [4, 5, 0], 0),
+    ],
+)
+def test_a_window_earns_what_only_it_has_found(
+    grams: list[tuple[tuple[int, int, int], bool]], given: list[int], earned: int
+) -> None:
+    drafter = JacobiDrafter(1, 3, 4, prompt_ngrams=False)
+    start(drafter, [0])
+    for gram, is_found in grams:
+        insert_gram(drafter._requests["a"].pool, 4, np.array(gram, np.int32), is_found)
+    drafter.propose([DraftQuery("a", WIDE, 8)])
+    drafter.accept("a", given)
+    assert drafter.window_tokens("a") == earned
+
+
+def test_the_texts_n_grams_are_not_the_windows() -> None:
+    drafter = JacobiDrafter(1, 3, 4)
+    start(drafter, [0, 1, 2, 3, 0])
+    (tree,) = drafter.propose([DraftQuery("a", WIDE, 8)])
+    assert tree.token_ids[: tree.num_verified] == [1, 2]
+    drafter.accept("a", [1, 2, 3])
+    assert drafter.window_tokens("a") == 0
 
 
 def test_kernels_are_compiled_once_for_all_calls() -> None:

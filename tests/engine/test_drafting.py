@@ -90,6 +90,22 @@ def test_a_drafter_that_is_seldom_asked_hears_in_one_piece_what_it_has_missed(mo
     assert all(count <= LATE_STEPS for how, count in told if how == "accept_all")
 
 
+@pytest.mark.parametrize("earned", [3, 0])
+def test_a_window_is_worth_what_the_drafter_says_it_has_earned(monkeypatch: pytest.MonkeyPatch, earned: int) -> None:
+    engine = adaptive_engine()
+    drafter = engine.drafter
+    assert drafter is not None
+    window = DraftTree([1, 2], [-1, 0], [0.0, 0.0], [False, False])
+    monkeypatch.setattr(drafter, "propose_all", lambda queries: DraftForest.of([window] * len(queries.request_ids)))
+    monkeypatch.setattr(drafter, "window_tokens", lambda request_id: earned)
+    add(engine, "a", ANSWER, max_tokens=100)
+    engine.run()
+    steps = [batch.num_rows - len(batch.request_ids) for batch in engine.runner.batches[1:]]
+    num_run = sum(rows == 2 for rows in steps)
+    assert set(steps) <= {0, 2}
+    assert num_run > 90 if earned else 2 <= num_run < 15
+
+
 def test_a_request_without_speculation_decodes_beside_one_that_drafts() -> None:
     engine = adaptive_engine()
     add(engine, "off", ANSWER, max_tokens=40, speculation=SpeculationParams(is_enabled=False))

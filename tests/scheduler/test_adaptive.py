@@ -52,7 +52,8 @@ class Text:
 
     hit: how many of its tokens the drafter knows, which claims to know that share; depth: of its proposals, 0 for a
     request that is not drafted; window: so many rows to each proposal that are not verified; repeats_from: the place in
-    the answer from which it says the same eight tokens again and again, which the drafter then knows.
+    the answer from which it says the same eight tokens again and again, which the drafter then knows; has_found:
+    whether it knows what it knows from its window alone.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Text:
     repeats_from: int = 1 << 30
     seed: int = 0
     is_bushy: bool = False
+    has_found: bool = True
     tokens: list[int] = field(default_factory=list)  # given so far
 
     def token(self, place: int) -> int:
@@ -130,6 +132,7 @@ class Machine:
         self.adaptive = AdaptiveDrafting(StepTimeModel(table), inflation, max_step_s)
         self.texts = list(texts)
         self._truth = StepTimeModel(table)
+        self._num_accepted: dict[str, int] = {}  # in the last step
         for text in texts:
             if text.depth or text.window:
                 self.adaptive.start(text.name, "drafter", text.tpot_target_s)
@@ -147,6 +150,9 @@ class Machine:
         asked = asked if asked and adaptive.begin_step(without, alone, len(asked)) else []
         trees: dict[str, DraftTree] = {}
         chosen: dict[str, list[int]] = {}
+        earned = {text.name: self._num_accepted.get(text.name, 0) * text.has_found for text in asked}
+        for name in adaptive.windows_run(list(earned)):
+            adaptive.window_earned(name, earned[name])
         if asked:
             bounds = np.full((len(asked), 3), 1 << 40)
             adaptive.bound([text.name for text in asked], bounds)
@@ -172,6 +178,7 @@ class Machine:
         adaptive.step_done(StepOutcome(without, alone, load, seconds + draft_s, seconds, draft_s, len(asked)), given)
         for text in texts:
             text.tokens += given[text.name]
+        self._num_accepted = {name: len(tokens) - 1 for name, tokens in given.items()}
         window = {n: sum(not trees[n].is_verified[node] for node in nodes) for n, nodes in chosen.items()}
         return Step({text.name for text in asked}, rows, window, given, seconds)
 
@@ -341,6 +348,14 @@ def test_a_window_is_worth_what_its_n_grams_have_earned(earned: float, least: in
     late = [step.window_rows.get("a", 0) for step in steps[16:]]
     assert set(late) <= {0, WINDOW}
     assert least <= late.count(WINDOW) <= most
+
+
+def test_a_window_earns_nothing_by_what_is_known_without_it() -> None:
+    """As of n-grams of the prompt: they are accepted in every step, and the window's rows bring nothing."""
+    machine = Machine([Text("a", hit=1.0, claim=0.9, depth=1, window=WINDOW, has_found=False)], DEAR)
+    late = machine.steps(400)[16:]
+    assert mean_rows(late, "a") > 0.9
+    assert 2 <= sum(step.window_rows.get("a", 0) == WINDOW for step in late) <= 8
 
 
 def test_a_window_earns_nothing_by_what_is_accepted_without_it() -> None:
