@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 DRAFT_ROWS_RATE = 0.2
+MOST_OVERTAKING = 32  # of those who wait are looked at for a short prompt, in a step
 
 
 def everybody(requests: Sequence[Request]) -> list[bool]:
@@ -186,8 +187,8 @@ class Scheduler:
     def _admit(self, room: PromptRoom, planned: dict[str, int], before: Request | None = None) -> None:
         """Let waiting requests in, only those whose prompt comes before that of `before` if it is given."""
         while self.waiting and len(self.running) < self._config.max_num_seqs and room.rows_for(1, 0) > 0:
-            request = self.waiting.first(self._now_s)
-            if before is not None and self._prompt_rank(request) >= self._prompt_rank(before):
+            request = self.waiting.first(self._now_s) if before is None else self._overtaking(before)
+            if request is None:
                 break
             # Room for all of its tokens, not only the first chunk: half a prompt in memory helps nobody.
             if not self._begin(request):
@@ -199,6 +200,21 @@ class Scheduler:
             if chunk < 1:  # behind what is cached of it not even a row fits any more
                 break
             self._take(request, chunk, room, planned)
+
+    def _overtaking(self, before: Request) -> Request | None:
+        """The first of those who wait whose prompt comes before that of `before`.
+
+        Who is first of all is passed over only where that takes neither his seat nor his memory.
+        """
+        first, rank = self.waiting.first(self._now_s), self._prompt_rank(before)
+        if self._prompt_rank(first) < rank:
+            return first
+        if self._config.max_num_seqs - len(self.running) < 2:
+            return None
+        behind = self.waiting.foremost(self._now_s, MOST_OVERTAKING)[1:]
+        found = next((request for request in behind if self._prompt_rank(request) < rank), None)
+        num_tokens = first.num_pending_tokens + (0 if found is None else found.num_pending_tokens)
+        return found if num_tokens <= self._allocator.free_tokens else None
 
     def _begin(self, request: Request) -> bool:
         """Reserve memory for all tokens of a waiting request; what others have left or have is computed already."""

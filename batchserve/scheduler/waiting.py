@@ -63,6 +63,12 @@ class WaitingQueue:
         oldest = self._by_arrival[0][-1]
         return oldest if now_s - oldest.arrival_s > self._max_wait_s else self._by_priority[0][-1]
 
+    def foremost(self, now_s: float, most: int) -> list[Request]:
+        """Who comes first, and so many at most of those behind him; nobody else while he has waited max_wait_s."""
+        if not self._by_arrival or now_s - self._by_arrival[0][-1].arrival_s > self._max_wait_s:
+            return [entry[-1] for entry in self._by_arrival[:1]]
+        return [entry[-1] for entry in self._by_priority[:most]]
+
     def expired(self, now_s: float) -> list[Request]:
         """Those whose deadline has passed."""
         return [late[-1] for late in self._by_deadline[: bisect_right(self._by_deadline, (now_s, math.inf))]]

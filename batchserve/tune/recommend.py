@@ -7,8 +7,6 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from batchserve.errors import ConfigError
-
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -23,22 +21,27 @@ class Recommendation:
     """One measured setting, why it, and the command line that serves with it."""
 
     measured: Measured
-    meets_target: bool | None  # None: there is no target
+    meets_target: bool | None  # None: there is no target, or nobody knows
     reason: str
     command: str
 
 
 def recommend(options: TuneOptions, measured: Sequence[Measured], kv_cache_bytes: Mapping[int, int]) -> Recommendation:
-    """The highest throughput whose p99 TPOT meets the target; where none does, the lowest p99 TPOT.
+    """The highest throughput whose p99 TPOT meets the target; where none does, the lowest p99 TPOT; and where no answer
+    has a second token, the highest throughput.
 
     kv_cache_bytes: the K/V memory that was measured with, by the number of threads.
     """
     known = [each for each in measured if not math.isnan(each.p99_tpot_s)]
-    if not known:
-        raise ConfigError(f"workload = {str(options.workload)!r}: no answer has a second token: nothing to compare")
     target_ms = options.tpot_target_ms
     meeting = known if target_ms is None else [each for each in known if each.p99_tpot_s * 1e3 <= target_ms]
-    if meeting:
+    if not known:
+        best = max(measured, key=lambda each: each.tokens_per_s)
+        reason = (
+            "no answer has a second token, so there is no time per output token; the highest throughput: "
+            f"{best.tokens_per_s:.0f} tokens/s ({best.setting})"
+        )
+    elif meeting:
         best = max(meeting, key=lambda each: each.tokens_per_s)
         bound = "no target was given" if target_ms is None else f"{PERCENTILE} <= {target_ms:g} ms"
         reason = f"the highest throughput ({bound}): {_figures(best)}"
@@ -46,7 +49,7 @@ def recommend(options: TuneOptions, measured: Sequence[Measured], kv_cache_bytes
         best = min(known, key=lambda each: each.p99_tpot_s)
         reason = f"no setting has a {PERCENTILE} <= {target_ms:g} ms; the lowest: {_figures(best)}"
     command = serve_command(options, best, kv_cache_bytes[best.setting.num_threads])
-    return Recommendation(best, None if target_ms is None else bool(meeting), reason, command)
+    return Recommendation(best, None if target_ms is None or not known else bool(meeting), reason, command)
 
 
 def _figures(each: Measured) -> str:

@@ -18,7 +18,7 @@ from batchserve.bench.replay import SCOPE, ReplayRecord
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
 from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.engine.engine_core import EngineCore, Event
-from batchserve.errors import BatchserveError
+from batchserve.errors import BatchserveError, ConfigError
 from batchserve.request import Request, ResolvedSampling, ResolvedSpeculation
 from batchserve.scheduler.adaptive import AdaptiveDrafting
 
@@ -243,7 +243,8 @@ class Driver:
         """K/V that attention takes as long to read as any other."""
         backend = self.core.runner.backend
         if not backend.allocator.reserve(name, num_tokens + 1):
-            raise RuntimeError(f"no K/V memory for a context of {num_tokens} tokens")
+            free = backend.allocator.free_tokens
+            raise ConfigError(f"K/V memory: {free} tokens are free, must be {num_tokens + 1} for one more request")
         backend.allocator.commit(name, range(num_tokens))
         if isinstance(backend, PagedBackend):  # its caches are there from the start
             return
@@ -321,7 +322,8 @@ def _rotated(contenders: Sequence[Contender], by: int) -> Iterator[Contender]:
 
 
 def median_interval(values: Sequence[float]) -> dict[str, float]:
-    """The median and a distribution-free interval of at least CONFIDENCE around it, of order statistics.
+    """The median and a distribution-free interval of at least CONFIDENCE around it, of order statistics; of fewer than
+    five values it is their extremes, which is less.
 
     P(x[k] <= median <= x[n - 1 - k]) = 1 - 2 P(Binomial(n, 1/2) <= k).
     """

@@ -21,7 +21,7 @@ from benchmarks.adaptive.workloads import Lab, Options, lab, read_options, say, 
 from benchmarks.common import spread
 
 REQUESTS, PREFIX_TOKENS, OWN_TOKENS, ANSWER_TOKENS = 16, 1000, 24, 4
-ROUNDS = 3
+ROUNDS = 5
 
 
 class Wave:

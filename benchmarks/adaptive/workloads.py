@@ -29,7 +29,7 @@ from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTabl
 from batchserve.types import SamplingParams, SpeculationParams
 from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS, Contender, Driver, WarmDrafter
 from benchmarks.common import RESULTS, chat_prompts, find_sets, write_results
-from tools.widen_model import deepen_folder, random_model, save
+from tools.widen_model import MAX_POSITIONS, deepen_folder, random_model, save
 
 WARM_SHARE = 0.6
 FEWEST_RECORDS = 2  # to measure: one may warm up
@@ -119,20 +119,22 @@ class Workload:
 
 
 def recorded(options: Options, name: str) -> Workload:
-    """A set of the folder, but for empty prompts, and answers of fewer than two tokens: there is nothing to draft.
-
-    Raises ConfigError.
+    """A set of the folder, but for empty prompts, answers of fewer than two tokens (there is nothing to draft), and
+    records longer than the models' context. Raises ConfigError.
     """
     assert options.folder is not None
     path = find_sets(options.folder, [name])[name]
     records = load_records(path, load_encoder(MISTRAL_V1))
     warm, records = split_warm(records, WARM_SHARE) if len(records) > 1 else ([], records)
-    measured = [record for record in records if record.prompt_token_ids and len(record.response_token_ids) > 1]
+    answered = [record for record in records if record.prompt_token_ids and len(record.response_token_ids) > 1]
+    measured = [each for each in answered if len(each.prompt_token_ids) + len(each.response_token_ids) <= MAX_POSITIONS]
     if len(measured) < FEWEST_RECORDS:
         raise ConfigError(
-            f"{path}: behind the first {len(warm)} records, {len(measured)} have a prompt and an answer of two tokens; "
-            f"must be at least {FEWEST_RECORDS}"
+            f"{path}: behind the first {len(warm)} records, {len(measured)} have a prompt and an answer of two tokens, "
+            f"and at most {MAX_POSITIONS} in all; must be at least {FEWEST_RECORDS}"
         )
+    if num_long := len(answered) - len(measured):
+        say(f"{path}: {num_long} of {len(answered)} records are left out: of more than {MAX_POSITIONS} tokens")
     return Workload(name, warm, measured)
 
 

@@ -215,7 +215,7 @@ def _common(a: list[int], b: list[int]) -> int:
 
 
 TestSlabs = SlabMachine.TestCase
-TestSlabs.settings = examples(60, stateful_step_count=40)
+TestSlabs.settings = examples(100, stateful_step_count=100)  # 10,000 operations
 
 
 @pytest.mark.slow

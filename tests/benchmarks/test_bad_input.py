@@ -158,3 +158,15 @@ def test_two_records_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         2,
         [[99, 100], [101, 102]],
     )
+
+
+def test_records_longer_than_the_models_context_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """They would be run without drafts, and look like text that gains nothing. A prompt here has five tokens."""
+    monkeypatch.setattr(workloads, "load_encoder", characters)
+    fitting, long = "x" * (workloads.MAX_POSITIONS - len("to do")), "x" * (workloads.MAX_POSITIONS - len("to do") + 1)
+    path = write(tmp_path / "mine.jsonl", *["an answer"] * 6, "two", fitting, long, "three")
+    workload = recorded(Options(tmp_path, True, "mixture", ""), "mine")
+    assert [len(record.response_token_ids) for record in workload.records] == [3, len(fitting), 5]
+    assert capsys.readouterr().err == f"{path}: 1 of 4 records are left out: of more than 4096 tokens\n"

@@ -206,15 +206,22 @@ class Traffic:
             assert max(map(self.place, running)) < min(map(self.place, plan.preempted)), "not the last in line"
         else:
             assert running[: len(running_before)] == running_before
-        if admitted:
-            assert admitted == sorted(admitted, key=self.place)
-            assert all(self.place(admitted[-1]) < self.place(request) for request in waiting), "not the first in line"
+        for place, request in enumerate(admitted):
+            behind = [*admitted[place + 1 :], *waiting]
+            assert all(self.comes_before(request, other) for other in behind), "not the first in line"
         for request in plan.preempted:
             assert request.status is RequestStatus.WAITING
             assert request.num_computed_tokens == 0
         for request in admitted:
             assert request.num_cached_tokens < request.num_prompt_tokens
             assert request.num_cached_tokens == 0 or request.prefix_scope is not None
+
+    def comes_before(self, request: Request, other: Request) -> bool:
+        """A shorter prompt may pass the first in line, but nobody who has waited long."""
+        is_overdue = self.now_s - other.arrival_s > self.config.max_priority_wait_s
+        is_shorter = request.num_output_tokens > 0 or len(request.token_ids) < len(other.token_ids)
+        may_pass = request.priority == other.priority and is_shorter and not is_overdue
+        return self.place(request) < self.place(other) or may_pass
 
     def check_length(self, plan: SchedulerOutput, step_time: StepTimeModel, num_waiting: int) -> None:
         """Prompts stretch the step of those who decode no further than they may, whatever they have behind them."""
@@ -685,6 +692,24 @@ def test_a_short_prompt_does_not_wait_for_all_of_a_long_one_nor_the_long_one_for
     traffic.add(800, 1)
     traffic.run_to_the_end()
     assert traffic.finished[-3] == "r0", "nor does another long one, nor what waits behind that, come before it"
+
+
+@pytest.mark.parametrize(
+    ("seats", "total_tokens", "is_let_in"), [(3, 2000, True), (2, 2000, False), (3, 1724, True), (3, 1723, False)]
+)
+def test_a_short_prompt_passes_a_long_one_that_waits_as_well(seats: int, total_tokens: int, is_let_in: bool) -> None:
+    """Behind 800 tokens that are computed and 900 that wait for rows, whose seat and memory it leaves alone."""
+    traffic = make_traffic(
+        total_tokens=total_tokens, max_model_len=1000, max_num_seqs=seats, max_num_batched_tokens=16, decoding_length=0
+    )
+    computing = traffic.add(800, 1)
+    traffic.step()
+    traffic.add(900, 1)
+    short = traffic.add(24, 1)
+    scheduled = [i.request for i in traffic.step().scheduled]
+    assert scheduled == [short if is_let_in else computing]
+    traffic.run_to_the_end()
+    assert traffic.finished == (["r2", "r0", "r1"] if is_let_in else ["r0", "r1", "r2"])
 
 
 @examples(100)

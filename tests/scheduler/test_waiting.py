@@ -48,6 +48,9 @@ def test_it_is_a_sorted_list(what: list[tuple[bool, Request] | int]) -> None:
             if line:
                 first = min(line, key=lambda r: rank(r, now_s, MAX_WAIT_S))
                 assert queue.first(now_s) is first, "of equals the one that stands first"
+                is_overdue = now_s - first.arrival_s > MAX_WAIT_S
+                ordered = sorted(line, key=lambda r: rank(r, now_s, MAX_WAIT_S))
+                assert queue.foremost(now_s, 3) == ([first] if is_overdue else ordered[:3])
 
 
 def test_who_does_not_wait_cannot_be_taken_out() -> None:
