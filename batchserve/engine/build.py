@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import platform
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -201,19 +201,34 @@ def _choose_threads(runner: ModelRunner, max_num_seqs: int, max_model_len: int, 
     """The number of compute threads that runs a decoding step fastest; half as many unless twice gain least_gain.
 
     Small layers do not repay the barrier between threads, and a busy neighbour makes it a hundred times dearer; a core
-    left free serves the event loop.
+    left free serves the event loop. They are tried in turns, so that a pause of the machine does not decide, and what
+    is compared is the lower quartile.
     """
-    best, best_s = runner.num_threads, float("inf")
-    threads = torch.get_num_threads()
-    while threads >= 1:
-        runner.num_threads = threads
+    most = torch.get_num_threads()
+    counts = [most >> halvings for halvings in range(most.bit_length())]
+    seconds: dict[int, list[float]] = {count: [] for count in counts}
+
+    def trial(count: int) -> float:
+        runner.num_threads = count
         runner.bind_thread()
-        seconds = statistics.median(time_decoding(runner, max_num_seqs, max_model_len) for _ in range(THREAD_TRIALS))
-        if seconds < best_s * least_gain:
-            best, best_s = threads, min(seconds, best_s)
-        if seconds > SLOW_FORWARD_S:  # large layers gain from every core, and trying fewer takes long
-            break
-        threads //= 2
+        taken_s = time_decoding(runner, max_num_seqs, max_model_len)
+        return (
+            taken_s if taken_s <= SLOW_FORWARD_S else min(taken_s, time_decoding(runner, max_num_seqs, max_model_len))
+        )
+
+    for _ in range(THREAD_TRIALS):
+        for place, count in enumerate(counts):
+            seconds[count].append(trial(count))
+            if seconds[count][-1] > SLOW_FORWARD_S:  # large layers gain from every core, and trying fewer takes long
+                counts = counts[: place + 1]
+                break
+        if len(counts) == 1:
+            return most
+    best, best_s = most, math.inf
+    for count in counts:
+        typical_s = sorted(seconds[count])[len(seconds[count]) // 4]
+        if typical_s < best_s * least_gain:
+            best, best_s = count, min(typical_s, best_s)
     return best
 
 
