@@ -150,17 +150,16 @@ class FakeWrapper:
 
 
 def literal_variant(given: dict[str, Any], start: int, qo_len: int, kv_len: int) -> torch.Tensor:
-    """The variant's mask as its source says it, row by row and key by key."""
-    mask = torch.zeros(qo_len, kv_len, dtype=torch.bool)
+    """The variant's mask as its source says it, for every row and key."""
     words = given["ancestors"].numpy().view(np.uint32).reshape(-1, given["ancestor_words"])
-    for row in range(qo_len):
-        for key in range(kv_len):
-            behind = key - (kv_len - qo_len)
-            position = key if behind < 0 else int(given["positions"][start + behind])
-            is_seen = behind < 0 or int(words[start + row, behind // 32]) >> behind % 32 & 1
-            window = given["window"]
-            mask[row, key] = bool(is_seen) and (not window or position > int(given["positions"][start + row]) - window)
-    return mask
+    positions, window = given["positions"].numpy(), given["window"]
+    row, key = np.arange(qo_len)[:, None], np.arange(kv_len)[None, :]
+    in_context = key < kv_len - qo_len
+    behind = np.where(in_context, 0, key - (kv_len - qo_len))
+    position = np.where(in_context, key, positions[start + behind])
+    is_seen = in_context | (words[start + row, behind // 32] >> (behind % 32).astype(np.uint32) & 1 > 0)
+    is_near = position > positions[start + row] - window if window else True
+    return torch.from_numpy(is_seen & is_near)
 
 
 class FakeModule:

@@ -1,12 +1,20 @@
 """The suite runs over what a CPU has: its own backend, and the GPU path with torch in its kernel's place.
 
-The GPU path twice: eager, and as graphs, which run again what was captured instead of replaying it.
+The GPU path twice: eager, and as graphs, which run again what was captured instead of replaying it. Some of it over the
+FlashInfer kernel as well, with either mask, of which only FlashInfer's own wrapper is replaced by torch.
 """
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+
+from batchserve.attention import flashinfer
+from batchserve.attention.flashinfer import FlashInferKernel
+from batchserve.engine import backend as backends
 from batchserve.engine import build
 from tests.equivalence import harness
 from tests.graphs import RerunCapturer
@@ -31,6 +39,10 @@ ALWAYS = (
     "test_seeded_faults_turn_it_red[torch-",
     "test_tokens_are_the_same_whatever_is_chosen[torch-llama-mixed]",
     "test_tiny_models[torch-llama-torch.bfloat16]",
+    "test_every_family_under_every_drafter[flashinfer_custom_graphs-gemma2]",
+    "test_every_family_under_every_drafter[flashinfer_tree_graphs-llama]",
+    "test_many_at_once_under_every_drafter_in_scopes_and_with_preemption[flashinfer_tree-mistral]",
+    "test_seeded_faults_turn_it_red[flashinfer_custom-wrong_parent]",
 )
 
 
@@ -47,25 +59,61 @@ AS_GRAPHS = (
 )
 
 
+OVER_FLASHINFER = (
+    "test_every_family_under_every_drafter",
+    "test_many_at_once_under_every_drafter_in_scopes_and_with_preemption",
+    "test_seeded_faults_turn_it_red",
+)
+FLASHINFER = [f"flashinfer_{mask}{graphs}" for mask in ("custom", "tree") for graphs in ("", "_graphs")]
+NOT_OVER_FLASHINFER = ("gpt_oss", "deepseek_v3")  # sinks; K and V of different widths
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.definition.get_closest_marker("cpu_backend") is None:
         graphs = ["graphs"] if metafunc.definition.originalname in AS_GRAPHS else []
-        metafunc.parametrize("backend", ["cpu", "torch", *graphs], indirect=True)
+        kernels = FLASHINFER if metafunc.definition.originalname in OVER_FLASHINFER else []
+        metafunc.parametrize("backend", ["cpu", "torch", *graphs, *kernels], indirect=True)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = [item for item in items if not ("[flashinfer_" in item.name and item.name.endswith(_REFUSED))]
     for item in items:
         backend = getattr(getattr(item, "callspec", None), "params", {}).get("backend")
-        if backend in ("torch", "graphs") and not item.name.startswith(ALWAYS):
+        if backend not in (None, "cpu") and not item.name.startswith(ALWAYS):
             item.add_marker(pytest.mark.slow)
 
 
+_REFUSED = tuple(f"-{family}]" for family in NOT_OVER_FLASHINFER)
+
+
 @pytest.fixture(autouse=True)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """The attention backend of every engine that harness.build makes."""
-    name = getattr(request, "param", "cpu")
-    monkeypatch.setitem(harness.BACKEND, "attention_backend", "torch" if name == "graphs" else name)
-    if name == "graphs":
+    name: str = getattr(request, "param", "cpu")
+    monkeypatch.setitem(harness.BACKEND, "attention_backend", "cpu" if name == "cpu" else "torch")
+    if name.endswith("graphs"):
         monkeypatch.setattr(build, "choose_capturer", lambda config, device, kernel: RerunCapturer())
+    if name.startswith("flashinfer"):
+        _use_flashinfer(monkeypatch, tmp_path, mask="tree" if "tree" in name else "custom")
     return name
+
+
+def _use_flashinfer(monkeypatch: pytest.MonkeyPatch, folder: Path, mask: str) -> None:
+    """Engines take the FlashInfer kernel, whose wrappers are the test's; these also take fp32, and narrow heads."""
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(folder))
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper as Real
+
+    from tests.attention.test_flashinfer import FakeGraphWrapper, FakeWrapper
+
+    def make_wrapper(jit_args: list[Any] | None, workspace: torch.Tensor, **graph: Any) -> FakeWrapper:
+        return FakeGraphWrapper(Real, jit_args, workspace, **graph) if graph else FakeWrapper(Real, jit_args, workspace)
+
+    def make_kernel(name: str, config: Any, loaded: Any) -> FlashInferKernel:
+        what = loaded.layers, backends._num_heads(loaded), loaded.dtype, loaded.device
+        return FlashInferKernel(*what, mask=mask, make_wrapper=make_wrapper)
+
+    monkeypatch.setattr(backends, "_make_kernel", make_kernel)
+    monkeypatch.setattr(flashinfer, "DTYPES", (*flashinfer.DTYPES, torch.float32))
+    monkeypatch.setattr(flashinfer, "HEAD_DIMS", (16, 32, *flashinfer.HEAD_DIMS))
