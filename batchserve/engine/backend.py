@@ -123,7 +123,7 @@ def _try(kernel: TreeKernel, loaded: LoadedModel) -> None:
         rows = RequestRows("trial", 0, [0] * len(parents), parents, num_pending, sampling)
         try:
             ModelRunner(loaded, backend).launch(build_batch([rows])).wait()
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # behind a fault of the device no other kernel runs
             raise
         except Exception as error:  # no compiler, no module for this GPU, a library that cannot be loaded
             raise ConfigError(f"it cannot run: {type(error).__name__}: {error}") from error

@@ -28,6 +28,7 @@ TREES = tuple(range(1, 33))
 PAGE_SIZES = (16, 5)
 GRAPHS = "graphs"  # in the names of cells, where others have their dtype
 EARLY = 2  # eager cases before the graphs
+USUAL_DIM = 128
 
 
 def cases(kit: Kit) -> list[Case]:
@@ -115,17 +116,20 @@ def kernels(kit: Kit) -> dict[str, Callable[[Case, torch.dtype], TreeKernel]]:
 
 def missing_module(kit: Kit, kernel: str, case: Case, dtype: torch.dtype) -> str | None:
     """The FlashInfer module that this case would have to compile first; None: it can run."""
+    module = module_of(kernel, case, dtype)
+    return None if module is None or is_ready(kit, module) else str(module)
+
+
+def module_of(kernel: str, case: Case, dtype: torch.dtype) -> Module | None:
+    """The FlashInfer module that this case runs on."""
     if not kernel.startswith("flashinfer"):
         return None
     has_cap, is_causal = case.softcap is not None, all(rows < 0 or rows == 1 for rows in case.rows)
-    needed: list[Module] = []
     if kernel == "flashinfer_custom" or is_causal:
         # The window of a tree is in its mask: only the causal kernel has one of its own.
         window = case.window is not None and is_causal
-        needed.append(stock(case.head_dim, dtype, has_softcap=has_cap, has_window=window))
-    else:
-        needed.append(variant(case.head_dim, dtype, has_softcap=has_cap))
-    return next((str(module) for module in needed if not is_ready(kit, module)), None)
+        return stock(case.head_dim, dtype, has_softcap=has_cap, has_window=window)
+    return variant(case.head_dim, dtype, has_softcap=has_cap)
 
 
 def run(kit: Kit, report: Report) -> None:
@@ -158,7 +162,9 @@ def ordered(kit: Kit, names: Sequence[str]) -> Iterator[tuple[str, torch.dtype |
     plan: list[tuple[list[str], torch.dtype | None, list[Case]]] = []
     for some in (ready_made, compiled):
         plan += [(some, first, eager[:EARLY]), (some, None, graph_cases(kit)), (some, first, eager[EARLY:])]
-    plan.append((list(names), second, eager))
+    # FlashInfer has a module for every width, type and cap: of the second type only the usual ones are carried.
+    usual = [case for case in eager if case.head_dim == USUAL_DIM and case.softcap is None]
+    plan += [(ready_made, second, usual), (compiled, second, eager)]
     if not kit.is_dry:
         plan.append((compiled, torch.float32, eager[:4]))
     for some, dtype, those in plan:

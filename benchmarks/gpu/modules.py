@@ -58,8 +58,9 @@ def decode(head_dim: int, dtype: torch.dtype) -> Module:
     return Module("decode", head_dim, dtype)
 
 
-# In the order in which they are worth their minutes: the shapes that are timed, the bundled model, what attention of
-# one row is compared with, the tiny models, the rest.
+# In the order in which they are worth their minutes: the shapes that are timed, the bundled model (these are what
+# engines need), what attention of one row is compared with, the tiny models, the rest.
+OF_ENGINES = 4
 NEEDED = [
     stock(128, torch.bfloat16),
     variant(128, torch.bfloat16),
@@ -74,6 +75,8 @@ NEEDED = [
     variant(256, torch.bfloat16),
     stock(128, torch.float16),
     variant(128, torch.float16),
+    stock(128, torch.bfloat16, has_softcap=True),
+    variant(128, torch.bfloat16, has_softcap=True),
 ]
 
 

@@ -35,7 +35,7 @@ from benchmarks.gpu.step_bench import fill_caches
 
 SIZES = (1, 2, 4, 8, 16, 32)
 FIXED = (8, 32)
-TOKENS_EACH = 48
+TOKENS_EACH, LEAST_TOKENS = 48, 384  # of a run: few requests are given more of their answers, as they differ a lot
 ROUNDS = 3
 LONGEST = 4096
 
@@ -90,7 +90,7 @@ class ReplayBench:
         records = [r for r in records if len(r.prompt_token_ids) + len(r.response_token_ids) < room]
         self.core.drafts.drafter = WarmDrafter(new_drafter("mixture"), warm)
         contenders = [fixed(0), self.adaptive(), *(fixed(length) for length in FIXED if with_fixed)]
-        load = [(size, size * self._kit.pick(TOKENS_EACH, 4))]
+        load = [(size, self._kit.pick(max(LEAST_TOKENS, size * TOKENS_EACH), size * 4))]
 
         def run(contender: Contender, number: int) -> Run:
             return self.driver.run(records, load, contender, seed=number)

@@ -37,16 +37,23 @@ def run(kit: Kit, report: Report) -> None:
     for batch in kit.pick((1, 8), (1,)):
         report.cell(f"attention/b{batch}", partial(attention_ms, kit, batch))
     _grid(kit, report, second, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1,)), CONTEXTS[:1])
+    _compiled(kit, report, first, modes, bandwidth, "compiled", rows=1)  # what decides whether it is worth it
     small_q.run(kit, report, bandwidth)
     buckets.run(kit, report, first, bandwidth)
     for name, options in all_backends(kit, 128, torch.bfloat16).items():
         named = dataclasses.replace(kit, backend=options["attention_backend"])  # no other is to take its place
         _grid(named, report, second, name, options, bandwidth, kit.pick((1, 8), (1,)), CONTEXTS[:1])
     _grid(kit, report, second, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1,)), CONTEXTS[1:])
-    if "compiled" in modes:  # every size of step takes about a minute to compile
-        for mode, rows in (("compiled", 1), ("compiled_16", 16)):
-            options = {**modes["compiled"], "max_graph_rows": rows}
-            _grid(kit, report, first, mode, options, bandwidth, (1,), CONTEXTS[:1], max_rows=rows)
+    _compiled(kit, report, first, modes, bandwidth, "compiled_16", rows=16)
+
+
+def _compiled(
+    kit: Kit, report: Report, shape: str, modes: dict[str, dict[str, Any]], bandwidth: float, mode: str, rows: int
+) -> None:
+    """Steps of up to so many rows; every size takes about a minute to compile."""
+    if "compiled" in modes:
+        options = {**modes["compiled"], "max_graph_rows": rows}
+        _grid(kit, report, shape, mode, options, bandwidth, (1,), CONTEXTS[:1], max_rows=rows)
 
 
 def _grid(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 KERNELS = ("flashinfer_tree", "flashinfer_custom", "triton")
-OF_ENGINES = ("graphs/", "bfloat16/")  # what bf16 engines need of a kernel; pages of several tokens they have not
+OF_ENGINES = ("graphs/", "bfloat16/")  # what bf16 engines need of a kernel
+NOT_OF_ENGINES = ("pages of", "softcap", "d256")  # what none of the kit's has
 
 
 def has_no_graphs(data: dict[str, Any]) -> bool:
@@ -26,7 +27,8 @@ def unfit(data: dict[str, Any], *, is_eager: bool = False) -> dict[str, str]:
         may_compile.update(KERNELS)
     for name, cell in data["cells"].items():
         kernel, _, rest = name.partition("/")
-        is_of_engines = kernel in KERNELS and rest.startswith(OF_ENGINES[is_eager:]) and "pages of" not in rest
+        is_of_engines = kernel in KERNELS and rest.startswith(OF_ENGINES[is_eager:])
+        is_of_engines = is_of_engines and not any(what in rest for what in NOT_OF_ENGINES)
         if is_of_engines and _is_against(cell, may_compile=kernel in may_compile):
             found.setdefault(kernel, name)
     return found

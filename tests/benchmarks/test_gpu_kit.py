@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import torch
 
 from batchserve.attention.paged import PagedBackend
 from batchserve.attention.torch_paged import TorchKernel
-from benchmarks.gpu import answers, modules, run
+from benchmarks.gpu import answers, correctness, modules, run
 from benchmarks.gpu.baseline import continuous_rate
 from benchmarks.gpu.cases import Case, compare, make_step, reference
 from benchmarks.gpu.correctness import as_chains
@@ -25,6 +26,7 @@ from benchmarks.gpu.graph_replay import check_replays
 from benchmarks.gpu.kit import DeviceFaultError, Kit, Report, is_fault, tolerated
 from benchmarks.gpu.models import check_graphs, engine_on, num_graphs, random_llama, shape_names
 from benchmarks.gpu.summary import summary
+from benchmarks.gpu.verdict import KERNELS
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -83,6 +85,7 @@ def test_every_part_runs_without_the_packages_that_only_serving_needs(tmp_path: 
         assert all(sum(cell[mode][what] for mode in ("greedy", "sampled")) for what in ("left", "cached_tokens"))
     gaps = json.loads((out / "gap.json").read_text())["cells"].values()
     assert all(cell["server"].startswith("plain") and cell["gap_ms"]["count"] > 3 for cell in gaps)
+    assert all(cell["idle_ms"]["median"] > max(cell["gap_ms"]["median"], cell["launch_ms"]["median"]) for cell in gaps)
     assert "not run" not in (out / "summary.txt").read_text()
 
 
@@ -361,3 +364,42 @@ def test_continuous_batching_is_timed_while_all_requests_decode():
     assert found == {"tokens_per_s": 2.5, "tokens": 5}, "from 2.0 to 4.0"
     with pytest.raises(RuntimeError, match="never decoded together"):
         continuous_rate([[0.0, 1.0], [2.0, 3.0]])
+
+
+def test_every_case_of_flashinfer_runs_on_a_module_that_is_carried(tmp_path: Path) -> None:
+    """Or it would be skipped in every run."""
+    kit = Kit(is_dry=False, scratch=tmp_path)
+    wanted = {
+        correctness.module_of(name, case, torch.bfloat16 if dtype is None else dtype)
+        for name, dtype, case in correctness.ordered(kit, KERNELS)
+        if name.startswith("flashinfer")
+    }
+    assert wanted <= set(modules.NEEDED)
+
+
+class FakeSpec:
+    """FlashInfer's JitSpec of a module that is there, can be compiled, cannot, or takes for ever."""
+
+    def __init__(self, module: modules.Module, folder: Path) -> None:
+        self.kind, self.path = f"{module.kind}{module.head_dim}", folder / f"{module.kind}{module.head_dim}"
+
+    def try_load(self) -> object | None:
+        return self if self.kind == "stock128" else None
+
+    def build(self, verbose: bool) -> None:
+        if self.kind == "stock64":
+            raise RuntimeError("no nvcc")
+        if self.kind == "tree64":
+            time.sleep(600)
+        self.path.touch()
+
+
+def test_modules_are_compiled_ahead_within_their_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(modules, "is_installed", lambda: True)
+    monkeypatch.setattr(modules.Module, "spec", lambda module: FakeSpec(module, tmp_path))
+    run._compile_modules(multiprocessing.get_context("fork"), 5.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["tree128"]
+    said = [line.rpartition(": ")[2] for line in capsys.readouterr().err.splitlines() if line.startswith("Module")]
+    assert said == ["ready", "ready", "failed", "not done in time"]
