@@ -108,10 +108,10 @@ def run_batchserve(llm: LLM, prompts: list[list[int]], params: SamplingParams, d
     seconds = time.perf_counter() - start
     del core.step
     after = core.metrics.snapshot()
-    verified = after["verify_steps_total"] - before["verify_steps_total"]
+    decoded = after["decoding_requests_total"] - before["decoding_requests_total"]
     accepted = after["accepted_draft_tokens_total"] - before["accepted_draft_tokens_total"]
     tokens = sum(len(o.token_ids) for o in outputs)
-    return Run(tokens, seconds, median_gap(times), 1 + accepted / max(1, verified))
+    return Run(tokens, seconds, median_gap(times), 1 + accepted / max(1, decoded))
 
 
 def measure(

@@ -107,7 +107,7 @@ def ceiling_table() -> str:
 
 def never_slower_table() -> str:
     rows = []
-    for model, part in result("never_slower")["models"].items():
+    for model, part in result("never_slower", "adaptive_avx512")["models"].items():
         for name, sizes in part["cells"].items():
             for size, cell in sizes.items():
                 adaptive = cell["contenders"]["adaptive"]
