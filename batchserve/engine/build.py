@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import platform
 import time
 from collections.abc import Callable
@@ -21,12 +20,13 @@ from batchserve.draft.factory import LARGEST_MODEL, create_drafters, draft_limit
 from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.router import RoutingDrafter
 from batchserve.engine.backend import build_backend
+from batchserve.engine.choose_threads import choose_threads
 from batchserve.engine.detokenizer import decoder_of
 from batchserve.engine.drafting import DraftStage
 from batchserve.engine.engine_core import EngineCore
 from batchserve.engine.input_processor import InputProcessor, ModelFacts
 from batchserve.engine.kv_memory import Progress
-from batchserve.engine.measure_steps import measured_table, time_decoding
+from batchserve.engine.measure_steps import measured_table
 from batchserve.errors import ConfigError
 from batchserve.kernel_cache import forget_stale_kernels
 from batchserve.metrics import EngineMetrics
@@ -44,10 +44,8 @@ from batchserve.scheduler.step_time import StepTimeModel
 from batchserve.types import ModelInfo
 from batchserve.version import __version__
 
-THREAD_TRIALS = 9
 # A server has an event loop to run beside its steps, and often its clients, too.
 THREAD_GAIN, SERVING_GAIN = 1.1, 1.3
-SLOW_FORWARD_S = 0.5
 MOST_DRAFT_ROWS, COMPILE_S = 64, 1.0  # steps of more rows are mostly a prompt's, and long
 MOST_THREADS = 8  # that share a draft beside a GPU
 
@@ -97,7 +95,7 @@ def build_engine(
     has_huge_pages = _use_huge_pages(config, loaded, say)
     _capture_graphs(config, loaded, runner, max_model_len, say)
     if config.num_threads or loaded.device.type == "cpu":
-        runner.num_threads = config.num_threads or _choose_threads(
+        runner.num_threads = config.num_threads or choose_threads(
             runner, config.max_num_seqs, max_model_len, SERVING_GAIN if is_serving else THREAD_GAIN
         )
     runner.bind_thread()
@@ -195,41 +193,6 @@ def _use_huge_pages(config: EngineConfig, loaded: LoadedModel, say: Progress) ->
     pages = huge_pages.collapse()
     say(f"huge pages: {pages}, {time.perf_counter() - started_s:.1f} s")
     return pages.has_most
-
-
-def _choose_threads(runner: ModelRunner, max_num_seqs: int, max_model_len: int, least_gain: float) -> int:
-    """The number of compute threads that runs a decoding step fastest; half as many unless twice gain least_gain.
-
-    Small layers do not repay the barrier between threads, and a busy neighbour makes it a hundred times dearer; a core
-    left free serves the event loop. They are tried in turns, so that a pause of the machine does not decide, and what
-    is compared is the lower quartile.
-    """
-    most = torch.get_num_threads()
-    counts = [most >> halvings for halvings in range(most.bit_length())]
-    seconds: dict[int, list[float]] = {count: [] for count in counts}
-
-    def trial(count: int) -> float:
-        runner.num_threads = count
-        runner.bind_thread()
-        taken_s = time_decoding(runner, max_num_seqs, max_model_len)
-        if taken_s > SLOW_FORWARD_S:  # it may have been a pause
-            taken_s = min(taken_s, time_decoding(runner, max_num_seqs, max_model_len))
-        return taken_s
-
-    for _ in range(THREAD_TRIALS):
-        for place, count in enumerate(counts):
-            seconds[count].append(trial(count))
-            if seconds[count][-1] > SLOW_FORWARD_S:  # large layers gain from every core, and trying fewer takes long
-                counts = counts[: place + 1]
-                break
-        if len(counts) == 1:
-            return most
-    best, best_s = most, math.inf
-    for count in counts:
-        typical_s = sorted(seconds[count])[len(seconds[count]) // 4]
-        if typical_s < best_s * least_gain:
-            best, best_s = count, min(typical_s, best_s)
-    return best
 
 
 def _build_step_time(

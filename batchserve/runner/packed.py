@@ -68,8 +68,8 @@ def split_linears(model: torch.nn.Module) -> None:
 def compile_for(model: torch.nn.Module, counts: Iterable[int], most_seconds: float) -> int:
     """Multiply so many rows by every shape of packed linear once; the last count that there was time for, or 0.
 
-    oneDNN compiles code for each number of rows when it first sees it, which makes that step longer, and keeps it for all
-    linears of the same shape.
+    oneDNN compiles code for each number of rows when it first sees it, which makes that step longer, and keeps it for
+    all linears of the same shape.
     """
     linears = {
         (each.out_features, each.in_features, each.bias is None): each

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -213,44 +212,6 @@ def test_the_first_drafts_find_their_linears_compiled(tmp_path: Path, capfd: pyt
         counts.append(capfd.readouterr().out.count("cache_miss"))
     assert counts[:3] == [0, 0, 0]
     assert counts[3] > 0
-
-
-@dataclass
-class Cores:
-    """A runner whose steps take so long by the number of threads; so many of the first ones come with a pause."""
-
-    step_s: dict[int, float]
-    num_pauses: int = 0
-    num_threads: int = 0
-    num_steps: int = 0
-
-    def bind_thread(self) -> None: ...
-
-    def time_decoding(self, runner: object, max_requests: int, max_context: int) -> float:
-        self.num_steps += 1
-        return self.step_s[self.num_threads] + 2.0 * (self.num_steps <= self.num_pauses)
-
-
-@pytest.mark.parametrize(
-    ("cores", "chosen", "most_steps"),
-    [
-        (Cores({4: 0.010, 2: 0.015, 1: 0.020}), 4, 27),
-        (Cores({4: 0.010, 2: 0.0105, 1: 0.020}), 2, 27),  # the second half gains a twentieth
-        (Cores({4: 0.010, 2: 0.0105, 1: 0.0109}), 1, 27),
-        (Cores({4: 0.300, 2: 0.015, 1: 0.020}), 2, 27),  # a busy neighbour
-        (Cores({4: 0.010, 2: 0.015, 1: 0.020}, num_pauses=1), 4, 28),
-        (Cores({4: 0.010, 2: 0.015, 1: 0.020}, num_pauses=10), 4, 40),
-        (Cores({4: 0.600, 2: 0.300, 1: 0.600}), 4, 2),  # so long a step that no more are tried
-        (Cores({4: 0.400, 2: 0.700, 1: 1.400}), 4, 27),
-    ],
-)
-def test_the_threads_that_are_worth_it_are_chosen(
-    monkeypatch: pytest.MonkeyPatch, cores: Cores, chosen: int, most_steps: int
-) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(build, "time_decoding", cores.time_decoding)
-    assert build._choose_threads(cores, 16, 512, 1.1) == chosen  # type: ignore[arg-type]
-    assert cores.num_steps <= most_steps
 
 
 def test_parameters_are_counted_before_and_after_packing() -> None:

@@ -1,0 +1,51 @@
+"""How many compute threads steps run on, by trial."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from batchserve.engine.measure_steps import time_decoding
+
+if TYPE_CHECKING:
+    from batchserve.runner.model_runner import ModelRunner
+
+TRIALS = 9
+SLOW_FORWARD_S = 0.5
+
+
+def choose_threads(runner: ModelRunner, max_num_seqs: int, max_model_len: int, least_gain: float) -> int:
+    """The number of compute threads that runs a decoding step fastest; half as many unless twice gain least_gain.
+
+    Small layers do not repay the barrier between threads, and a busy neighbour makes it a hundred times dearer; a core
+    left free serves the event loop. They are tried in turns, so that a pause of the machine does not decide, and what
+    is compared is the lower quartile.
+    """
+    most = torch.get_num_threads()
+    counts = [most >> halvings for halvings in range(most.bit_length())]
+    seconds: dict[int, list[float]] = {count: [] for count in counts}
+
+    def trial(count: int) -> float:
+        runner.num_threads = count
+        runner.bind_thread()
+        taken_s = time_decoding(runner, max_num_seqs, max_model_len)
+        if taken_s > SLOW_FORWARD_S:  # it may have been a pause
+            taken_s = min(taken_s, time_decoding(runner, max_num_seqs, max_model_len))
+        return taken_s
+
+    for _ in range(TRIALS):
+        for place, count in enumerate(counts):
+            seconds[count].append(trial(count))
+            if seconds[count][-1] > SLOW_FORWARD_S:  # large layers gain from every core, and trying fewer takes long
+                counts = counts[: place + 1]
+                break
+        if len(counts) == 1:
+            return most
+    best, best_s = most, math.inf
+    for count in counts:
+        typical_s = sorted(seconds[count])[len(seconds[count]) // 4]
+        if typical_s < best_s * least_gain:
+            best, best_s = count, min(typical_s, best_s)
+    return best
