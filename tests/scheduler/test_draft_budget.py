@@ -140,12 +140,14 @@ def _markets(draw: st.DrawFn) -> tuple[list[list[float]], list[list[int]], float
 
 
 @examples(150)
-@given(_markets())
+@given(_markets(), st.integers(0, 8), st.data())
 def test_it_buys_what_brute_force_finds_best(
-    market: tuple[list[list[float]], list[list[int]], float, StepTimeModel],
+    market: tuple[list[list[float]], list[list[int]], float, StepTimeModel], max_rows: int, data: st.DataObject
 ) -> None:
+    """Of all sets of nodes that have their parents in them, with room for so many, and whosever tokens count more."""
     probs, parents, price, model = market
-    count = len(probs)
+    count, who = len(probs), bidders(len(probs))
+    who.bids[0] = data.draw(st.lists(st.floats(0.25, 4.0), min_size=count, max_size=count))
     load = StepLoad(count, count, count)
     what = offer(*probs)
     starts = np.cumsum([0, *map(len, probs)])
@@ -155,11 +157,13 @@ def test_it_buys_what_brute_force_finds_best(
     def worth(nodes: tuple[int, ...]) -> float:
         seconds = model.predict(StepLoad(count + len(nodes), count + len(nodes), count))
         seconds = max(seconds, without_s * (1 + LEAST_ROW_COST * len(nodes) / count))
-        return float(what.gains[list(nodes)].sum()) - price * (seconds - without_s)
+        gains = what.gains[list(nodes)] * who.bids[0][what.owners[list(nodes)]]
+        return float(gains.sum()) - price * (seconds - without_s)
 
-    sets = itertools.chain.from_iterable(itertools.combinations(range(len(flat)), n) for n in range(len(flat) + 1))
+    most = min(max_rows, len(flat))
+    sets = itertools.chain.from_iterable(itertools.combinations(range(len(flat)), n) for n in range(most + 1))
     closed = [nodes for nodes in sets if all(flat[node] < 0 or flat[node] in nodes for node in nodes)]
     best = max(map(worth, closed))
-    chosen = tuple(choose(what, bidders(count), price, model=model))
+    chosen = tuple(choose(what, who, price, max_rows=max_rows, model=model))
     assert chosen in closed
     assert worth(chosen) == pytest.approx(best, abs=1e-9)
