@@ -3,8 +3,8 @@
 A pool is a ring of n-grams `grams` int32 [capacity, N], numbered in the order of their arrival: number s is in row
 s % capacity until s + capacity comes. `newest` int32 [power of two] has the newest number of each hash bucket and
 `older` int32 [capacity] leads on from there, so that a token's n-grams are met newest first and what was overwritten
-ends a chain. `counter` int64 [1] is the next number. `is_found` bool [capacity] says which n-grams are in no text, and
-known from the window alone.
+ends a chain. `counter` int64 [1] is the next number. `are_found` bool [capacity] says which n-grams are in no
+text, and known from the window alone.
 
 A window is `tokens` int32 [N - 1, W + N - 2]: row l is level l, column j holds the trajectory whose tokens stand j + l
 positions behind the request's last token; (0, 0) is that token itself. `is_true` says which of them the model gave, and

@@ -121,11 +121,13 @@ def _try(kernel: TreeKernel, loaded: LoadedModel) -> None:
         backend = PagedBackend(loaded.layers, loaded.dtype, loaded.device, kernel, allocator)
         num_pending, sampling = (3, None) if parents[-1] == 1 else (1, GREEDY)
         rows = RequestRows("trial", 0, [0] * len(parents), parents, num_pending, sampling)
+        runner = ModelRunner(loaded, backend)
         try:
-            ModelRunner(loaded, backend).launch(build_batch([rows])).wait()
-        except (torch.OutOfMemoryError, torch.AcceleratorError):  # behind a fault of the device no other kernel runs
+            runner.launch(build_batch([rows])).wait()
+        except torch.OutOfMemoryError:
             raise
         except Exception as error:  # no compiler, no module for this GPU, a library that cannot be loaded
+            runner.check_device()  # behind a fault that stays no other kernel would run, either
             raise ConfigError(f"it cannot run: {type(error).__name__}: {error}") from error
 
 

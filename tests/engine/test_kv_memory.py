@@ -23,6 +23,7 @@ from batchserve.errors import ConfigError
 from batchserve.request import ResolvedSampling
 from batchserve.runner import loader, model_runner
 from batchserve.runner.loader import load_model, resolve_device
+from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.step_handle import QueuedStep
 from batchserve.sampling.device import DeviceSampler
 
@@ -222,6 +223,24 @@ def test_a_kernel_that_turns_out_not_to_run_is_passed_over(
         ConfigError, match="attention_backend = 'flashinfer': it cannot run: FileNotFoundError: no nvcc"
     ):
         create_kernel(EngineConfig(attention_backend="flashinfer"), loaded, says.append)
+
+
+def test_no_other_kernel_is_blamed_for_a_device_that_is_lost(
+    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Faulty(TorchKernel):
+        def plan(self, metadata: Any) -> None:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    def check_device(runner: ModelRunner) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(backend, "_make_kernel", lambda name, config, loaded: Faulty())
+    monkeypatch.setattr(ModelRunner, "check_device", check_device)
+    loaded, says = load_model(paged(tiny_model["llama"])), []
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        create_kernel(EngineConfig(), loaded, says.append)
+    assert len(says) == 1, "one kernel was tried"
 
 
 def test_flashinfer_leaves_models_with_sinks_to_others() -> None:
