@@ -118,9 +118,9 @@ class EngineConfig:
     adaptive: choose in every step which draft tokens are worth their rows; False: run all that are drafted.
     decoding_length: so many draft tokens of each request in every step, not adaptive; None: as many as pay, or the
     drafter's own number where `adaptive` is False; 0: none for anybody.
-    max_itl_inflation: drafts, and each prompt that is computed beside them, stretch the steps of running requests to at
-    most so many times their length; drafts further where everybody gains or is even (docs/adaptive.md). None:
-    ITL_INFLATION, but for prompts no bound beside max_itl_ms.
+    max_itl_inflation: drafts, and all prompts together that are computed beside them, stretch the steps of running
+    requests to at most so many times their length; drafts further where everybody gains or is even (docs/adaptive.md).
+    None: ITL_INFLATION, for each prompt by itself, but for prompts no bound beside max_itl_ms.
     max_itl_ms: the longest step beside running requests that prompts and drafts may make; None: as max_itl_inflation.
     Drafts of a fixed length are bounded by neither.
     max_priority_wait_s: a request that came so long ago, waiting or running, comes before all that came later, whatever
@@ -186,6 +186,13 @@ class EngineConfig:
         """How far a prompt may stretch a step: whoever bounds steps in milliseconds alone means these to be used."""
         is_bound_otherwise = self.max_itl_inflation is None and self.max_itl_ms is not None
         return float("inf") if is_bound_otherwise else self.draft_inflation
+
+    @property
+    def has_prompt_shares(self) -> bool:
+        """Whether each prompt may stretch a step by itself: a queue does not wait longer the more of it there is. A
+        number that was asked for holds for all of them together.
+        """
+        return self.max_itl_inflation is None
 
     @property
     def max_step_s(self) -> float:

@@ -87,9 +87,9 @@ ENGINE_OPTIONS = {
         "--reference-copy-length, jacobi (W+G)(N-1)",
     ),
     "max_itl_inflation": Option(
-        "drafts, and each prompt that is computed or waits for it, stretch the steps of running requests to at most so "
-        "many times their length (drafts: unless nobody loses by it); at least 1",
-        default_text=f"{ITL_INFLATION}; prompts beside --max-itl-ms: that alone bounds them",
+        "drafts, and all prompts together that are computed beside them, stretch the steps of running requests to at "
+        "most so many times their length (drafts: unless nobody loses by it); at least 1",
+        default_text=f"{ITL_INFLATION}, for each prompt by itself; prompts beside --max-itl-ms: that alone bounds them",
     ),
     "max_itl_ms": Option(
         "the longest step beside running requests that prompts and drafts may make, in milliseconds",

@@ -42,12 +42,12 @@ class StepBound:
         max_inflation: float,
         max_step_s: float,
     ) -> StepBound:
-        """Each of the prompts that are to be computed may stretch the step by max_inflation - 1 of its length, so that
-        a queue does not wait longer the more of it there is; all together by no more than max_step_s allows.
+        """num_prompts times max_inflation - 1 of its length is what prompts may stretch the step by, all together, and
+        by no more than max_step_s allows.
         """
         contexts = [request.num_computed_tokens for request in decoding]
         count, context = len(contexts), sum(contexts)
-        inflation = 1.0 + (max_inflation - 1.0) * max(1, num_prompts)
+        inflation = 1.0 + (max_inflation - 1.0) * num_prompts
         load = StepLoad(count, count, count, context, context)
         return cls(step_time, load, num_draft_rows, inflation, max_step_s)
 

@@ -158,7 +158,7 @@ class Scheduler:
             self._step_time,
             decoding,
             round(self._draft_rows),
-            num_computing + min(num_waiting, self._num_fitting()),
+            num_computing + min(num_waiting, self._num_fitting()) if self._config.has_prompt_shares else 1,
             self._config.prompt_inflation,
             self._config.max_step_s,
         )

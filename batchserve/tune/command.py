@@ -11,52 +11,58 @@ from typing import TYPE_CHECKING, Any
 from batchserve.errors import ConfigError
 from batchserve.files import writing
 from batchserve.tune.recommend import PERCENTILE, recommend
-from batchserve.tune.sweep import sweep_threads
+from batchserve.tune.sweep import Results, sweep_threads
 from batchserve.tune.view import plot_frontier, plot_step_times, require_matplotlib, show, sweep_progress
 from batchserve.tune.workload import load_workload
 from batchserve.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from batchserve.config import EngineConfig
     from batchserve.tune.options import TuneOptions
     from batchserve.tune.recommend import Recommendation
-    from batchserve.tune.sweep import Measured, StepTimes
+    from batchserve.tune.sweep import Measured
     from batchserve.tune.workload import Count, WorkloadRequest
 
 
 def run_tune(options: TuneOptions) -> int:
-    """Measure, show, write; returns the exit status. Raises ConfigError, for bad input before a model is loaded."""
+    """Measure, show, write; returns the exit status. Raises ConfigError, for bad input before a model is loaded.
+
+    Whatever ends the sweep early, Ctrl-C too, is raised behind what was measured until then.
+    """
     if options.has_plots:
         require_matplotlib()
     requests = read_workload(options)
     _make_folder(options.out)
-    step_times: list[StepTimes] = []
-    measured: list[Measured] = []
-    with sweep_progress(options, len(requests)) as listener:
-        for num_threads in options.thread_counts:
-            config = options.engine_config(num_threads)
-            times, done = sweep_threads(config, options.max_num_seqs, requests, listener)
-            step_times.append(times)
-            measured += done
-    kv_cache_bytes = {times.num_threads: times.kv_cache_bytes for times in step_times}
-    recommendation = recommend(options, measured, kv_cache_bytes)
+    results = Results()
+    try:
+        with sweep_progress(options, len(requests)) as listener:
+            for num_threads in options.thread_counts:
+                config = options.engine_config(num_threads)
+                sweep_threads(config, options.max_num_seqs, requests, results, listener)
+    finally:
+        if results.measured:
+            _report(options, len(requests), results)
+    return 0
+
+
+def _report(options: TuneOptions, num_requests: int, results: Results) -> None:
+    kv_cache_bytes = {times.num_threads: times.kv_cache_bytes for times in results.step_times}
+    recommendation = recommend(options, results.measured, kv_cache_bytes)
     is_written = False
     try:
-        written = as_json(options, len(requests), step_times, measured, recommendation)
+        written = as_json(options, num_requests, results, recommendation)
         with writing(options.out / "tune.json") as path:
             path.write_text(json.dumps(written, indent=1) + "\n")
         if options.has_plots:
             with writing(options.out / "frontier.png") as path:
-                plot_frontier(path, options, measured, recommendation)
+                plot_frontier(path, options, results.measured, recommendation)
             with writing(options.out / "step_time.png") as path:
-                plot_step_times(path, step_times)
+                plot_step_times(path, results.step_times)
         is_written = True
     finally:  # an hour's measurement is not lost to a full disk
-        show(options, len(requests), step_times, measured, recommendation, is_written=is_written)
-    return 0
+        show(options, num_requests, results, recommendation, is_written=is_written)
 
 
 def _make_folder(out: Path) -> None:
@@ -107,11 +113,7 @@ def _counter(config: EngineConfig) -> Count:
 
 
 def as_json(
-    options: TuneOptions,
-    num_requests: int,
-    step_times: Sequence[StepTimes],
-    measured: Sequence[Measured],
-    recommendation: Recommendation,
+    options: TuneOptions, num_requests: int, results: Results, recommendation: Recommendation
 ) -> dict[str, Any]:
     """Everything; an unknown figure is null."""
     return {
@@ -119,16 +121,17 @@ def as_json(
         "model": options.config.model,
         "workload": options.workload.name,
         "num_requests": num_requests,
+        "is_complete": len(results.measured) == options.num_settings,
         "tpot_target_ms": options.tpot_target_ms,
         "percentile": f"{PERCENTILE}, over requests, nearest rank",
-        "results": [_flat(each) for each in measured],
+        "results": [_flat(each) for each in results.measured],
         "step_times": [
             {
                 "num_threads": times.num_threads,
                 "critical_length": times.critical_length,
                 **dataclasses.asdict(times.table),
             }
-            for times in step_times
+            for times in results.step_times
         ],
         "recommended": {
             **_flat(recommendation.measured),

@@ -59,6 +59,12 @@ class TuneOptions:
     def most_requests(self) -> int:
         return self.num_requests or REQUESTS_PER_SEQ * max(self.max_num_seqs)
 
+    @property
+    def num_settings(self) -> int:
+        """How many are measured in all: without a drafter there is nothing but no speculation."""
+        num_modes = 1 if self.config.drafter == "none" else 2
+        return len(self.thread_counts) * len(self.max_num_seqs) * num_modes
+
     def engine_config(self, num_threads: int) -> EngineConfig:
         """One engine for all that is measured with so many threads. Raises ConfigError."""
         return dataclasses.replace(

@@ -81,6 +81,14 @@ class StepTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class Results:
+    """What a sweep has found until now: step times of each number of threads, and every setting that is done."""
+
+    step_times: list[StepTimes] = field(default_factory=list)
+    measured: list[Measured] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
 class Listener:
     """Who is told how far the sweep is: what goes on, a request that is done, a setting that is."""
 
@@ -90,11 +98,16 @@ class Listener:
 
 
 def sweep_threads(
-    config: EngineConfig, sizes: Sequence[int], requests: Sequence[WorkloadRequest], listener: Listener
-) -> tuple[StepTimes, list[Measured]]:
-    """Everything with config.num_threads threads; the model is loaded once. Raises ConfigError.
+    config: EngineConfig,
+    sizes: Sequence[int],
+    requests: Sequence[WorkloadRequest],
+    results: Results,
+    listener: Listener,
+) -> None:
+    """Everything with config.num_threads threads, added to `results` as it is found; the model is loaded once.
 
-    config.max_num_seqs is the largest of `sizes`; fewer requests than it admits are a closed load of that many.
+    config.max_num_seqs is the largest of `sizes`; fewer requests than it admits are a closed load of that many. Raises
+    ConfigError.
     """
     with _no_interrupt_lost():
         built = build_engine(config, listener.say)
@@ -104,11 +117,10 @@ def sweep_threads(
         raise RuntimeError("the sweep needs an adaptive engine and a number of threads")
     allocator = built.core.runner.backend.allocator
     kv_cache_bytes = allocator.total_tokens * allocator.bytes_per_token
-    step_times = StepTimes(config.num_threads, adaptive.step_time.table, kv_cache_bytes)
-    measured = asyncio.run(_sweep(built, config, sizes, requests, listener))
+    results.step_times.append(StepTimes(config.num_threads, adaptive.step_time.table, kv_cache_bytes))
+    asyncio.run(_sweep(built, config, sizes, requests, results, listener))
     del built, adaptive
     gc.collect()  # an engine's parts hold each other, and two models may be more than the memory is
-    return step_times, measured
 
 
 @contextmanager
@@ -152,10 +164,11 @@ async def _sweep(
     config: EngineConfig,
     sizes: Sequence[int],
     requests: Sequence[WorkloadRequest],
+    results: Results,
     listener: Listener,
-) -> list[Measured]:
+) -> None:
     engine = AsyncEngine(built, config)
-    adaptive, measured = built.core.drafts.adaptive, []
+    adaptive = built.core.drafts.adaptive
     modes = (False, True) if config.drafter != "none" else (False,)
     try:
         listener.say("warming up")
@@ -170,11 +183,10 @@ async def _sweep(
             built.core.drafts.adaptive = adaptive if is_adaptive else None
             listener.say(str(setting))
             done = await _ClosedLoad(engine, requests, setting, scope, listener.request_done).run()
-            measured.append(done)
+            results.measured.append(done)
             listener.setting_done(done)
     finally:
         await engine.shutdown()
-    return measured
 
 
 async def _warm_up(engine: AsyncEngine, request: WorkloadRequest) -> None:

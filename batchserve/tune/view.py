@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from batchserve.tune.options import TuneOptions
     from batchserve.tune.recommend import Recommendation
-    from batchserve.tune.sweep import Measured, StepTimes
+    from batchserve.tune.sweep import Measured, Results, StepTimes
 
 REFRESH_PER_S = 2  # what is measured meanwhile shares the processor with the bar
 
@@ -31,13 +31,11 @@ REFRESH_PER_S = 2  # what is measured meanwhile shares the processor with the ba
 def sweep_progress(options: TuneOptions, num_requests: int) -> Iterator[Listener]:
     """A bar over all requests of all settings; where nobody would see it move, a line for each setting."""
     console = Console(stderr=True, highlight=False)
-    num_modes = 2 if options.config.drafter != "none" else 1
-    total = len(options.thread_counts) * len(options.max_num_seqs) * num_modes * num_requests
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(
         *columns, console=console, refresh_per_second=REFRESH_PER_S, transient=True, disable=not console.is_terminal
     ) as progress:
-        task = progress.add_task("", total=total)
+        task = progress.add_task("", total=options.num_settings * num_requests)
 
         def setting_done(measured: Measured) -> None:
             if not console.is_terminal:
@@ -51,13 +49,7 @@ def sweep_progress(options: TuneOptions, num_requests: int) -> Iterator[Listener
 
 
 def show(
-    options: TuneOptions,
-    num_requests: int,
-    step_times: Sequence[StepTimes],
-    measured: Sequence[Measured],
-    recommendation: Recommendation,
-    *,
-    is_written: bool,
+    options: TuneOptions, num_requests: int, results: Results, recommendation: Recommendation, *, is_written: bool
 ) -> None:
     """One row a setting, what t(rows) says, and last the recommended command line."""
     console = Console(highlight=False)
@@ -65,6 +57,7 @@ def show(
     table = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for name in ("threads", "seqs", "drafts", *_COLUMNS):
         table.add_column(name, justify="right", no_wrap=True)
+    measured = results.measured
     previous = measured[0].setting.num_threads
     for each in measured:
         if each.setting.num_threads != previous:
@@ -78,7 +71,7 @@ def show(
             style="bold" if each is recommendation.measured else None,
         )
     console.print(table)
-    for times in step_times:
+    for times in results.step_times:
         console.print(
             f"{threads_text(times.num_threads)}: a step of {times.table.rows[0]} rows takes "
             f"{times.table.seconds[0] * 1e3:.2f} ms; critical decoding length {times.critical_length} rows",
@@ -89,6 +82,12 @@ def show(
         "percentiles are over requests. tokens a step: of one request. K: its draft rows a step.",
         soft_wrap=True,
     )
+    if len(measured) < options.num_settings:
+        console.print(
+            f"ended early: {len(measured)} of {options.num_settings} settings were measured, and nothing is known of "
+            "the others",
+            soft_wrap=True,
+        )
     if is_written:
         console.print(escape(f"written to {options.out}"), soft_wrap=True)
     console.print(escape(recommendation.reason), soft_wrap=True)

@@ -112,19 +112,26 @@ def test_without_a_bound_a_prompt_is_computed_at_once() -> None:
     assert alone.engine.runner.batches[0].num_rows == len(PROMPT)
 
 
-@pytest.mark.parametrize("max_itl_ms", [None, 13.0])
-def test_each_prompt_may_stretch_a_step_once_and_all_together_no_further_than_the_hard_bound(
-    max_itl_ms: float | None,
+@pytest.mark.parametrize(
+    ("max_itl_ms", "inflation", "bounds"),
+    [
+        (None, None, [1.25, 1.5, 1.75]),
+        (13.0, None, [1.3, 1.3, 1.3]),
+        (None, 1.2, [1.2, 1.2, 1.2]),
+        (11.0, 1.2, [1.1, 1.1, 1.1]),
+    ],
+)
+def test_each_prompt_may_stretch_a_step_once_and_all_together_no_further_than_any_bound_that_was_given(
+    max_itl_ms: float | None, inflation: float | None, bounds: list[float]
 ) -> None:
     longest = []
     for num_prompts in (1, 2, 3):
-        steps = Steps(max_itl_ms=max_itl_ms, max_itl_inflation=1.2, max_num_seqs=8)
+        steps = Steps(max_itl_ms=max_itl_ms, max_itl_inflation=inflation, max_num_seqs=8)
         engine = steps.decoding(2)
         for i in range(num_prompts):
             add(engine, f"p{i}", "answer", prompt=PROMPT, max_tokens=2, speculation=OFF)
         engine.step()
         longest.append(steps.seconds[0] / 0.010)
-    bounds = [1.2, 1.4, 1.6] if max_itl_ms is None else [1.2, 1.3, 1.3]
     for stretch, bound in zip(longest, bounds, strict=True):
         assert bound - 0.1 < stretch <= bound + 0.03  # of two rows more than one request's; to CHUNK_STEP
 

@@ -230,7 +230,7 @@ class Traffic:
         if not decoding or sum(i.num_scheduled_tokens for i in prompts) <= LEAST_CHUNK:
             return
         plain_s, step_s = (step_time.predict(load_of(items)) for items in (decoding, [*decoding, *prompts]))
-        num_prompts = len(self.scheduler.running) - len(decoding) + num_waiting
+        num_prompts = len(self.scheduler.running) - len(decoding) + num_waiting if self.config.has_prompt_shares else 1
         assert step_s <= plain_s * (1 + (self.config.prompt_inflation - 1) * num_prompts) * (1 + 1e-9)
         assert self.config.max_itl_ms is None or step_s <= self.config.max_itl_ms / 1e3 * (1 + 1e-9)
 

@@ -15,12 +15,13 @@ import pytest
 from batchserve.cli import _parser, main
 from batchserve.config import EngineConfig
 from batchserve.demo.prompts import PROMPTS
+from batchserve.errors import ConfigError
 from batchserve.options import make_config
 from batchserve.tune import command, sweep, view
 from batchserve.tune.command import as_json
 from batchserve.tune.options import TuneOptions, available_cores
 from batchserve.tune.recommend import recommend
-from batchserve.tune.sweep import Measured, Setting, StepTimes
+from batchserve.tune.sweep import Measured, Results, Setting, StepTimes
 
 HAS_PLOTS = importlib.util.find_spec("matplotlib") is not None  # of the extra "bench"
 KV_BYTES = 3 << 20
@@ -68,7 +69,7 @@ def test_a_sweep_of_the_bundled_model(tmp_path: Path, workload: Path, capsys: An
     results = written["results"]
     settings = [(r["num_threads"], r["max_num_seqs"], r["is_adaptive"]) for r in results]
     assert settings == [(1, 1, False), (1, 1, True), (1, 3, False), (1, 3, True)]
-    assert written["num_requests"] == 4
+    assert (written["num_requests"], written["is_complete"]) == (4, True)
     for result in results:
         assert 0 < result["p50_tpot_s"] <= result["p99_tpot_s"] < result["seconds"]
         assert 0 < result["p50_ttft_s"] < result["seconds"]
@@ -170,10 +171,50 @@ def test_without_matplotlib_only_the_plots_are_refused(
     given = ["tune", "--workload", str(workload), "--max-num-seqs", "2", "--threads", "1", "--out", str(tmp_path)]
     assert main(given) == 2
     assert "pip install 'batchserve[bench]'" in capsys.readouterr().err
-    times = StepTimes(1, view_table(), KV_BYTES)
-    monkeypatch.setattr(command, "sweep_threads", lambda *arguments: (times, MEASURED))
+    monkeypatch.setattr(command, "sweep_threads", lambda config, sizes, requests, results, listener: found(results))
     assert main([*given, "--no-plots"]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"tune.json", workload.name}
+    assert "ended early" not in capsys.readouterr().out
+
+
+def found(results: Results, number: int = 2) -> None:
+    """A sweep that has come so far."""
+    results.step_times.append(StepTimes(1, view_table(), KV_BYTES))
+    results.measured.extend(MEASURED[:number])
+
+
+@pytest.mark.parametrize(("ended_by", "status"), [(KeyboardInterrupt(), 130), (ConfigError("no memory"), 2)])
+def test_what_ends_a_sweep_early_takes_nothing_that_was_measured(
+    tmp_path: Path, workload: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, ended_by: BaseException, status: int
+):
+    def sweep(config: object, sizes: object, requests: object, results: Results, listener: object) -> None:
+        if results.measured:
+            raise ended_by
+        found(results)
+
+    monkeypatch.setattr(command, "sweep_threads", sweep)
+    monkeypatch.setattr("batchserve.tune.options.available_cores", lambda: 2)
+    given = ("--max-num-seqs", "2", "--threads", "1,2", "--out", str(tmp_path), *NO_PLOTS)
+    assert main(["tune", "--workload", str(workload), *given]) == status
+    written = json.loads((tmp_path / "tune.json").read_text())
+    assert (len(written["results"]), written["is_complete"]) == (2, False)
+    shown = capsys.readouterr()
+    assert "ended early: 2 of 4 settings were measured" in shown.out
+    assert shown.out.splitlines()[-1] == written["recommended"]["command"]
+    assert ("no memory" in shown.err) == (status == 2)
+
+
+def test_a_sweep_that_ends_before_its_first_setting_leaves_nothing(
+    tmp_path: Path, workload: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+):
+    def sweep(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "sweep_threads", sweep)
+    given = ("--max-num-seqs", "2", "--threads", "1", "--out", str(tmp_path / "out"), "--no-plots")
+    assert main(["tune", "--workload", str(workload), *given]) == 130
+    assert list((tmp_path / "out").iterdir()) == []
+    assert capsys.readouterr().out == ""
 
 
 def view_table() -> Any:
@@ -194,15 +235,15 @@ def view_table() -> Any:
     ],
 )
 def test_the_highest_throughput_within_the_target(target_ms: float | None, best: Measured, meets: bool | None):
-    options = make_options(tpot_target_ms=target_ms)
-    chosen = recommend(options, MEASURED, {1: KV_BYTES})
+    asked = make_options(tpot_target_ms=target_ms)
+    chosen = recommend(asked, MEASURED, {1: KV_BYTES})
     assert (chosen.measured, chosen.meets_target) == (best, meets)
     assert "p99" in chosen.reason
     assert ("no setting" in chosen.reason) == (meets is False)
     target = "" if target_ms is None else f" --tpot-target-ms {target_ms:g}"
     seqs = best.setting.max_num_seqs
     # Fewer requests would be given less K/V memory than they were measured with.
-    memory = f" --kv-cache-memory {KV_BYTES}" if seqs < max(options.max_num_seqs) else ""
+    memory = f" --kv-cache-memory {KV_BYTES}" if seqs < max(asked.max_num_seqs) else ""
     assert (
         chosen.command == f"batchserve serve --model 'my model' --max-num-seqs {seqs} --num-threads 1{memory}{target}"
     )
@@ -242,7 +283,8 @@ def make_options(**changes: Any) -> TuneOptions:
 
 def test_what_is_not_known_is_null_in_the_json():
     best = recommend(make_options(), MEASURED, {1: KV_BYTES})
-    written = as_json(make_options(), 4, [StepTimes(1, view_table(), KV_BYTES)], MEASURED, best)
+    results = Results([StepTimes(1, view_table(), KV_BYTES)], MEASURED)
+    written = as_json(make_options(), 4, results, best)
     again = json.loads(json.dumps(written, allow_nan=False))
     assert again["results"][-1]["p99_tpot_s"] is None
     assert again["results"][0]["tokens_per_s"] == 100
@@ -251,8 +293,8 @@ def test_what_is_not_known_is_null_in_the_json():
 def test_eighty_characters_hold_the_table(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     monkeypatch.setenv("COLUMNS", "80")
     slow = Measured(Setting(128, 256, True), 12345.6, 1.23456, 12.34567, 123.4567, 12.34, 63.2, 600.0)
-    options = make_options()
-    view.show(options, 16, [], [*MEASURED, slow], recommend(options, MEASURED, {1: KV_BYTES}), is_written=False)
+    asked, results = make_options(), Results([], [*MEASURED, slow])
+    view.show(asked, 16, results, recommend(asked, MEASURED, {1: KV_BYTES}), is_written=False)
     table = capsys.readouterr().out.split("seqs: max_num_seqs")[0]
     assert "128   256  adaptive   12346   1234.56  12345.67  123456.7   12.34  63.2" in table
     assert "threads  seqs    drafts      /s      (ms)      (ms)      (ms)  a step     K" in table

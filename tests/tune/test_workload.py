@@ -61,7 +61,7 @@ def test_answers_are_as_long_as_asked_for_or_as_the_recorded_ones(tmp_path: Path
         ({"prompt": "x", "reference": ["a"], "references": ["b"]}, "must not both be given"),
         ({"prompt": "x", "reference": [[1, 2]]}, "field 'reference' must be a list of texts"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, message: str):
     path = write(tmp_path, {"prompt": "fine"}, line)
