@@ -50,7 +50,7 @@ EDGES = {  # counters by drafter and depth; the adaptive decoding length's, and 
     "accepted_edges_total": "Draft edges that came true.",
 }
 CALIBRATION = {  # a gauge by drafter; absent without the adaptive decoding length, too
-    "calibration_error": "Mean distance of an edge's probability and how often such edges come true.",
+    "calibration_error": "Mean distance of an edge's probability and how often such edges come true, of the last 100,000.",
 }
 HISTOGRAMS = {  # upper bounds in seconds
     "time_to_first_token_seconds": (
@@ -71,7 +71,7 @@ HISTOGRAMS = {  # upper bounds in seconds
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What one drafter's edges came to until now: running totals by depth, and how well they were foretold."""
+    """What one drafter's edges came to: running totals by depth, and how well they were foretold of late."""
 
     depths: Sequence[str]
     tested: Sequence[float]

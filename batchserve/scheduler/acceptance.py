@@ -81,7 +81,7 @@ class _Books:
 
     def __init__(self, num_drafters: int) -> None:
         self.sums = np.zeros((num_drafters, 3, NUM_DEPTHS * NUM_PROBS))  # edges, their claims, hits
-        self.tallies = np.zeros((num_drafters, 3, 10))  # the same by tenths of calibrated probability
+        self.tallies = np.zeros((num_drafters, 3, 10))  # the same by tenths of calibrated probability, of late
         self.tested = np.zeros((num_drafters, 2, NUM_DEPTHS), np.int64)  # edges and hits by depth
         self.shifts = np.zeros((num_drafters, NUM_DEPTHS, NUM_PROBS))
         self.is_stale = np.zeros((num_drafters, NUM_PROBS), np.bool_)  # shifts of which something was counted since
@@ -95,8 +95,8 @@ class _Books:
 
 @dataclass(frozen=True, slots=True)
 class Reliability:
-    """How well calibrated edges came true: counts, sums of probability and hits by tenths of probability, and the edges
-    scored and those that came true by depth bin.
+    """How well calibrated edges came true of late: counts, sums of probability and hits by tenths of probability; and
+    all edges scored and those that came true, by depth bin.
     """
 
     count: list[float]
@@ -190,7 +190,7 @@ class AcceptanceModel:
 
     @property
     def reliability(self) -> dict[str, Reliability]:
-        """What came true of all edges so far, by drafter."""
+        """What came true of edges, by drafter."""
         books = self._books
         numbers = self._numbers.copy()  # in one piece: another thread may be looking
         return {

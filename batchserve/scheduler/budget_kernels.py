@@ -15,6 +15,7 @@ LEAST_PROB, MOST_PROB = 1e-4, 0.995  # nothing is certain
 REQUEST_PRIOR = 6.0  # edges
 CHANCE = 0.5  # what is so many variances off what was expected is half believed
 MEMORY, REQUEST_MEMORY = 1000.0, 64.0  # edges that are remembered of a drafter's claim, and of a request
+TALLY_MEMORY = 100_000.0  # of a drafter in all: how well it is calibrated lately, not since the start
 CLOSED = -2  # of a tree that the truth has left
 # Whoever is less behind than so many steps without drafts counts as even. Everybody is new once, and in a large batch
 # there is always one who has not been drafted well yet: all others would wait for him.
@@ -159,6 +160,9 @@ def score_trees(  # type: ignore[no-untyped-def]
                     break
         reached[tree] = at
         num_open += at != CLOSED
+    for drafter in range(len(tallies)):
+        if tallies[drafter, 0].sum() > TALLY_MEMORY:  # all tenths at once: they weigh what they have of the edges
+            tallies[drafter] *= 0.5
     return num_open
 
 

@@ -9,27 +9,33 @@ files hold the recorded texts: the licences of the sets are theirs too.
 from __future__ import annotations
 
 import json
-import random
 import sys
 from dataclasses import asdict
+from importlib import resources
 from pathlib import Path
 
 from batchserve.bench.records import load_records
 from batchserve.bench.replay import ReplayRecord
-from batchserve.bench.tokenizer import MISTRAL_V1, load_encoder
+from batchserve.bench.tokenizer import BUNDLED, MISTRAL_V1, load_encoder
 
 SETS = ("llma_rag", "gsm_qwen2_7b", "mbpp_gpt4", "crux_qwen25_7b")  # the paper's own case first
-VOCAB_SIZE = 32_000
+EXCERPTS = ("gsm_qwen2_7b", "crux_qwen25_7b", "gsm8k_gpt3_175b")  # of which the package has a few records
 MOST_RECORDS = 400  # of one set
 
 
+def set_names(folder: Path | None) -> tuple[str, ...]:
+    """The sets of a folder of recorded answers; without one, those that the package has."""
+    return EXCERPTS if folder is None else SETS
+
+
 def load(folder: Path | None, name: str) -> list[ReplayRecord]:
-    """A set's records with at least two tokens of answer; without a folder, made-up ones.
+    """A set's records with at least two tokens of answer; without a folder, the package's, in its own tokens.
 
     Raises ConfigError where the tokenizer is missing, FileNotFoundError where the set is.
     """
     if folder is None:
-        return made_up()
+        excerpts = Path(str(resources.files("batchserve"))) / "data" / "replay"
+        return _answered(load_records(excerpts / f"{name}.jsonl", load_encoder(BUNDLED), MOST_RECORDS))
     ready = folder / f"{name}.tokens.json"
     if ready.exists():
         records = [ReplayRecord(**fields) for fields in json.loads(ready.read_text())]
@@ -38,20 +44,11 @@ def load(folder: Path | None, name: str) -> list[ReplayRecord]:
         if not found:
             raise FileNotFoundError(f"{folder}: has no set {name}")
         records = load_records(found[0], load_encoder(MISTRAL_V1), MOST_RECORDS)
+    return _answered(records)
+
+
+def _answered(records: list[ReplayRecord]) -> list[ReplayRecord]:
     return [record for record in records if len(record.response_token_ids) > 1]
-
-
-def made_up(count: int = 40, prompt: int = 48, answer: int = 40) -> list[ReplayRecord]:
-    """Answers half of which are quoted from their prompts, a few tokens at a time."""
-    rng, records = random.Random(0), []
-    for _ in range(count):
-        asked = [rng.randrange(3, VOCAB_SIZE) for _ in range(prompt)]
-        given: list[int] = []
-        while len(given) < answer:
-            start = rng.randrange(prompt - 8)
-            given += asked[start : start + 8] if rng.random() < 0.5 else [rng.randrange(3, VOCAB_SIZE)] * 4
-        records.append(ReplayRecord(asked, given[:answer], []))
-    return records
 
 
 def main() -> None:

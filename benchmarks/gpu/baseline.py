@@ -36,7 +36,7 @@ class Recorded(LogitsProcessor):
 
 def run(kit: Kit, report: Report) -> None:
     shape = shape_names(kit)[0]
-    name = answers.SETS[0]
+    name = answers.set_names(kit.replay)[0]
     sizes: tuple[int, ...] = kit.pick((1, 2, 4, 8, 16, 32), (1, 2))
     bench = report.build(shape, partial(Baseline, kit, shape, name))
     if bench is None:

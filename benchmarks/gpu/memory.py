@@ -34,7 +34,7 @@ def run(kit: Kit, report: Report) -> None:
 
 
 def _by_length(kit: Kit, bench: ReplayBench, size: int) -> dict[str, Any]:
-    records = answers.load(kit.replay, answers.SETS[0])
+    records = answers.load(kit.replay, answers.set_names(kit.replay)[0])
     found = {}
     for length in kit.pick(LENGTHS, (0, 8)):
         drafter = bench.core.drafts.drafter = WarmDrafter(new_drafter("mixture"), records[: len(records) // 2])

@@ -120,13 +120,13 @@ class ReplayBench:
 
 def run(kit: Kit, report: Report) -> None:
     shape = shape_names(kit)[0]
-    sets = answers.SETS if kit.replay is not None else ("made up",)
+    sets = answers.set_names(kit.replay)
     plan = [(name, size) for name in sets for size in kit.pick(SIZES, (1, 2))]
     cells = {f"{shape}/{name}/b{size}": (name, size) for name, size in plan}
     bench = build_for(kit, report, shape, cells, lambda kit: ReplayBench(kit, shape))
     if bench is None:
         return
-    report.about(graphs=num_graphs(bench.engine), drafter="mixture", warm_share=WARM_SHARE)
+    report.about(graphs=num_graphs(bench.engine), drafter="mixture", warm_share=WARM_SHARE, excerpts=kit.replay is None)
     for cell, (name, size) in cells.items():
         report.cell(cell, partial(bench.measure, name, size, with_fixed=name == sets[0]))
 

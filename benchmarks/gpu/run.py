@@ -138,7 +138,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0, help="for all parts together (default: 9)")
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
-    parser.add_argument("--replay", type=Path, help="folder of recorded answers; none: made-up ones")
+    parser.add_argument("--replay", type=Path, help="folder of recorded answers (default: the package's few)")
     parser.add_argument("--parts", type=_parts, default=tuple(PARTS), metavar="A,B", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--backend", default="auto", help="attention backend of the engines (default: the fastest)")
     parser.add_argument("--compile", action="store_true", help="let FlashInfer compile modules that are not there")

@@ -18,13 +18,15 @@ import torch
 
 from batchserve.attention.paged import PagedBackend
 from batchserve.attention.torch_paged import TorchKernel
+from batchserve.bench.replay import ReplayRecord
 from benchmarks.gpu import answers, correctness, modules, run
 from benchmarks.gpu.baseline import continuous_rate
 from benchmarks.gpu.cases import Case, compare, make_step, reference
 from benchmarks.gpu.correctness import as_chains
 from benchmarks.gpu.graph_replay import check_replays
 from benchmarks.gpu.kit import DeviceFaultError, Kit, Report, is_fault, tolerated
-from benchmarks.gpu.models import check_graphs, engine_on, num_graphs, random_llama, shape_names
+from benchmarks.gpu.models import SHAPES, check_graphs, engine_on, num_graphs, random_llama, shape_names
+from benchmarks.gpu.replay import LONGEST
 from benchmarks.gpu.summary import summary
 from benchmarks.gpu.verdict import KERNELS
 
@@ -267,13 +269,21 @@ def test_a_part_that_hangs_is_stopped_and_says_so(tmp_path: Path, monkeypatch: p
 
 
 def test_recorded_answers_are_read_as_token_ids_where_there_is_no_tokenizer(tmp_path: Path):
-    records = [dataclasses.asdict(record) for record in answers.made_up(3)]
-    records[1]["response_token_ids"] = [5]  # nothing to draft
+    records = [dataclasses.asdict(ReplayRecord([i, 4], [5, 6, 7][:length], [])) for i, length in enumerate((3, 1, 2))]
     (tmp_path / "llma_rag.tokens.json").write_text(json.dumps(records))
     loaded = answers.load(tmp_path, "llma_rag")
-    assert [dataclasses.asdict(record) for record in loaded] == [records[0], records[2]]
+    assert [dataclasses.asdict(record) for record in loaded] == [records[0], records[2]], "one has nothing to draft"
     with pytest.raises(FileNotFoundError, match="no set mbpp_gpt4"):
         answers.load(tmp_path, "mbpp_gpt4")
+
+
+def test_a_checkout_has_recorded_answers_of_its_own():
+    for name in answers.set_names(None):
+        records = answers.load(None, name)
+        assert len(records) == 24
+        tokens = [token for each in records for token in (*each.prompt_token_ids, *each.response_token_ids)]
+        assert 0 <= min(tokens) <= max(tokens) < min(shape["vocab_size"] for shape in SHAPES.values())
+        assert all(len(each.prompt_token_ids) + len(each.response_token_ids) < LONGEST // 2 for each in records)
 
 
 def test_the_summary_holds_figures_against_their_bounds(tmp_path: Path):

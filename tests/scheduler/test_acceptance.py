@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from batchserve.draft.base import DraftTree
 from batchserve.draft.forest import DraftForest
 from batchserve.scheduler.acceptance import AcceptanceModel, Given
-from batchserve.scheduler.budget_kernels import MOST_PROB
+from batchserve.scheduler.budget_kernels import MOST_PROB, TALLY_MEMORY
 from tests.factories import examples
 
 
@@ -161,3 +161,20 @@ def test_calibration_error_is_the_distance_of_claims_from_the_truth() -> None:
         arrive(model, request, [7 if rng.random() < 0.3 else 8])
     assert model.reliability["a"].error() < 0.05
     assert sum(model.reliability["a"].count) == 2000
+
+
+def test_calibration_error_is_that_of_the_edges_of_late() -> None:
+    """A server that has run for weeks says how its drafters do now."""
+    model, size = AcceptanceModel(), 500
+    step = list(range(size)), [-1] * size, [1.0 / size] * size
+    counts = []
+    for _ in range(3 * int(TALLY_MEMORY) // size):
+        request = model.start("a")
+        propose(model, request, *step)
+        arrive(model, request, [7])
+        kept = model.reliability["a"]
+        counts.append(sum(kept.count))
+    assert max(counts) == TALLY_MEMORY
+    assert counts[-1] > TALLY_MEMORY / 2
+    assert sum(kept.hits) == pytest.approx(counts[-1] / size), "what is forgotten takes its hits along"
+    assert kept.num_scored[0] == 3 * TALLY_MEMORY, "the counters of edges are totals"
