@@ -50,7 +50,7 @@ EDGES = {  # counters by drafter and depth; the adaptive decoding length's, and 
     "accepted_edges_total": "Draft edges that came true.",
 }
 CALIBRATION = {  # a gauge by drafter; absent without the adaptive decoding length, too
-    "calibration_error": "Mean distance of an edge's probability and how often such edges come true, of the last 100,000.",
+    "calibration_error": "Mean distance of an edge's probability and how often such edges come true, of late.",
 }
 HISTOGRAMS = {  # upper bounds in seconds
     "time_to_first_token_seconds": (
