@@ -217,7 +217,7 @@ class AdaptiveDrafting:
             drafted = [decoding[place] for place in of_trees.tolist()]
         offer = self._offer(forest, request_ids, of_trees, slots)
         items, bids = offer.items, np.empty((3, len(names)))
-        make_bids(self._standing, slots, market.alone_s, bids)
+        make_bids(self._standing, slots, market.alone_s, len(request_ids) * self._draft_s, bids)
         bidders = Bidders(np.array([each.num_computed_tokens for each in decoding], np.int64), bids)
         chosen = choose_drafts(items, bidders, self.step_time, market, max_rows)
         # So little is not worth asking for, let alone its rows.
@@ -321,7 +321,10 @@ class AdaptiveDrafting:
         self._arrive([token_ids for _, token_ids in heard])
 
     def _learn_times(self, outcome: StepOutcome, token_ids: Mapping[str, Sequence[int]], num_steps: int) -> float:
-        """How many times as long the step was as without drafts; there were num_steps like it."""
+        """How many times as long the step was as without drafts; there were num_steps like it.
+
+        Drafting is in it as long as it usually takes: nobody's account is charged for a pause.
+        """
         times = outcome.forward_s, outcome.host_s
         predicted_s, without_s, decoding_s = self.step_time.observe(
             outcome.load, *times, num_steps=num_steps, without=outcome.without, decoding=outcome.decoding
@@ -339,7 +342,7 @@ class AdaptiveDrafting:
             for _ in range(num_steps):
                 self._speed_up.observe(outcome.decoding.num_requests, num_tokens, decode_s, decoding_s)
         self.last = Introspection(self._last_price, predicted_s, outcome.step_s)
-        return 1.0 + (predicted_s - without_s) / decoding_s
+        return 1.0 + (predicted_s - without_s + outcome.num_asked * self._draft_s) / decoding_s
 
     def _arrive(self, given: Sequence[Mapping[str, Sequence[int]]]) -> None:
         for request_id, probe in self._probes.items():

@@ -82,10 +82,10 @@ def bound_queries(table, records, slots, least, bounds, least_probs):  # type: i
 
 
 @njit(cache=True, nogil=True)
-def make_bids(table, slots, alone_s, bids):  # type: ignore[no-untyped-def]
+def make_bids(table, slots, alone_s, spent_s, bids):  # type: ignore[no-untyped-def]
     """Fill bids [3, num_requests] of draft_budget.Bidders, for the requests at `slots`.
 
-    alone_s: of the step without drafts. A request with a target that it misses is urgent beside others only: where all
+    alone_s: of the step without drafts; spent_s: what drafting has taken of it, which nobody has any more. A request with a target that it misses is urgent beside others only: where all
     are, or there is but one, what is best for all is best for each, and rows hardly ever right would slow everybody.
     """
     mean = 0.0
@@ -94,7 +94,7 @@ def make_bids(table, slots, alone_s, bids):  # type: ignore[no-untyped-def]
     for i in range(len(slots)):
         request = table[slots[i]]
         bids[0, i] = _weight(request) / mean
-        bids[1, i] = request.ahead * alone_s
+        bids[1, i] = request.ahead * alone_s - spent_s
         bids[2, i] = _grace(request) * alone_s
 
 
@@ -153,7 +153,7 @@ def compile_kernels() -> None:
     budget_kernels.compile_kernels()
     table, slots, one = grown(np.zeros(0, STANDING), 1), np.zeros(1, np.int64), np.ones(1)
     bound_queries(table, np.zeros((1, 3)), slots, 0.5, np.ones((1, 3), np.int64), one.copy())
-    make_bids(table, slots, 1.0, np.zeros((3, 1)))
+    make_bids(table, slots, 1.0, 0.0, np.zeros((3, 1)))
     flag = np.zeros(1, np.bool_)
     settle(table, slots, slots, slots, one, slots + 1, (0.0, 1.0, 1.0), flag, flag.copy())
     note_step(table, slots, np.array([0, 1]), 1.0, 1.0)

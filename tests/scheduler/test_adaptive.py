@@ -297,6 +297,21 @@ def test_nobody_pays_more_than_his_grace_for_the_drafts_of_others(others: int, k
     assert lost > 0.9 * (GRACE_STEPS + MAX_LOSS * 300)
 
 
+@pytest.mark.parametrize("others", [1, 3, 15])
+@pytest.mark.parametrize("kind", ["not drafted", "hopeless"])
+def test_the_time_that_drafting_for_others_takes_is_on_his_account(others: int, kind: str) -> None:
+    """Beyond his grace he pays only for their being asked again now and then."""
+    victim = Text("victim", depth=0) if kind == "not drafted" else Text("victim", hit=0.0, claim=0.5)
+    machine = Machine([victim, *(Text(f"r{i}", hit=1.0, seed=i) for i in range(others))], DEAR)
+    plain_s = StepTimeModel(DEAR).predict(StepLoad(others + 1, others + 1, others + 1))
+    proposal_s = 0.15 * plain_s / others
+    lost = 0.0
+    for number, step in enumerate(machine.steps(300, proposal_s=proposal_s), 1):
+        lost += (step.seconds + proposal_s * len(step.asked)) / plain_s - len(step.given["victim"])
+        assert lost <= GRACE_STEPS + MAX_LOSS * number + 5.0
+    assert lost > GRACE_STEPS + MAX_LOSS * 300
+
+
 def test_whoever_fell_behind_for_others_catches_up_first() -> None:
     """His drafts are run though better ones of others are there: otherwise those could not be run, either."""
     texts = [Text(f"good{i}", hit=0.9, claim=0.9, seed=i) for i in range(3)]
