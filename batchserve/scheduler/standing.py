@@ -85,9 +85,9 @@ def bound_queries(table, records, slots, least, bounds, least_probs):  # type: i
 def make_bids(table, slots, alone_s, spent_s, bids):  # type: ignore[no-untyped-def]
     """Fill bids [3, num_requests] of draft_budget.Bidders, for the requests at `slots`.
 
-    alone_s: of the step without drafts; spent_s: what drafting has taken of it, which nobody has any more. A request with
-    a target that it misses is urgent beside others only: where all are, or there is but one, what is best for all is best
-    for each, and rows hardly ever right would slow everybody.
+    alone_s: of the step without drafts; spent_s: what drafting has taken of it, which nobody has any more. A request
+    with a target that it misses is urgent beside others only: where all are, or there is but one, what is best for all
+    is best for each, and rows hardly ever right would slow everybody.
     """
     mean = 0.0
     for i in range(len(slots)):
