@@ -67,7 +67,8 @@ def measure(runner: ModelRunner, max_rows: int, max_requests: int, max_context: 
     sizes = [_Case(_split(n, max_context), is_prefill=n > MOST_DRAFT) for n in rows]
     with _requests(runner, probes[-1] if probes[-1].context else _Case(())) as names:
         seconds = _time_all(runner, sizes, probes, names)
-    return _table([case for case in sizes if case in seconds], probes, seconds)
+    # Where memory is hardly more than one request needs, all that is known is a step of single rows.
+    return _table([case for case in sizes if case in seconds] or probes[:1], probes, seconds)
 
 
 class _Extent(NamedTuple):

@@ -329,16 +329,16 @@ class AdaptiveDrafting:
         predicted_s, without_s, decoding_s = self.step_time.observe(
             outcome.load, *times, num_steps=num_steps, without=outcome.without, decoding=outcome.decoding
         )
+        draft_s = 0.0
         if outcome.num_asked:
-            each_s = outcome.draft_s / outcome.num_asked
-            if self._draft_s:
-                # A pause of the machine says nothing of the drafter, and while nobody pays hardly anybody is asked.
-                each_s = min(each_s, MOST_SURPRISE * self._draft_s)
-            self._draft_s += 0.1 * (each_s - self._draft_s)
+            # A pause of the machine says nothing of the drafter, and while nobody pays hardly anybody is asked.
+            most_s = MOST_SURPRISE * self._draft_s * outcome.num_asked if self._draft_s else predicted_s
+            draft_s = min(outcome.draft_s, most_s)
+            self._draft_s += 0.1 * (draft_s / outcome.num_asked - self._draft_s)
         num_tokens = sum(map(len, token_ids.values()))
         if num_tokens:
             surprise = min(MOST_SURPRISE, max(1.0 / MOST_SURPRISE, sum(times) / predicted_s))
-            decode_s = max(decoding_s, predicted_s - (without_s - decoding_s)) * surprise + outcome.draft_s
+            decode_s = max(decoding_s, predicted_s - (without_s - decoding_s)) * surprise + draft_s
             for _ in range(num_steps):
                 self._speed_up.observe(outcome.decoding.num_requests, num_tokens, decode_s, decoding_s)
         self.last = Introspection(self._last_price, predicted_s, outcome.step_s)

@@ -110,6 +110,13 @@ def test_where_little_fits_that_is_measured(
     assert time_decoding(machine, max_requests, max_context) < 2 * FIXED_S  # type: ignore[arg-type]
 
 
+def test_where_next_to_nothing_fits_a_single_row_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four rows are two requests here, and so two extents."""
+    table = measure(timed_by(Machine(64), monkeypatch), 1024, 16, 3)  # type: ignore[arg-type]
+    assert table.rows == (1,)
+    assert table.seconds[0] == pytest.approx(FIXED_S + ROW_S)
+
+
 @pytest.mark.parametrize(
     ("max_rows", "max_requests", "max_context", "total"), [(1024, 16, 16, 1024), (4352, 68, 68, 8704)]
 )

@@ -195,6 +195,23 @@ def test_one_pause_while_drafts_are_made_does_not_end_drafting() -> None:
     assert mean_rows(behind, "a") > 0.7 * mean_rows(before, "a") > 0.0
 
 
+@pytest.mark.parametrize("num_before", [0, 100])
+def test_one_pause_while_drafts_are_made_changes_no_price(num_before: int) -> None:
+    """Also in the first step ever, when nothing is known of what drafting takes."""
+
+    def behind(proposal_s: float) -> tuple[float, float]:
+        machine = Machine([Text(name, seed=i) for i, name in enumerate("abcd")], DEAR)
+        machine.steps(num_before, proposal_s=1e-4)
+        machine.step(proposal_s=proposal_s)
+        steps = machine.steps(50, proposal_s=1e-4)
+        assert machine.adaptive.last is not None
+        return machine.adaptive.last.price, sum(mean_rows(steps, name) for name in "abcd")
+
+    paused, quiet = behind(5.0), behind(1e-4)
+    assert paused == pytest.approx(quiet, rel=0.2)
+    assert quiet[1] > 1.0
+
+
 def test_a_drafter_that_is_slow_for_good_is_found_out() -> None:
     machine = Machine([Text("a")], DEAR)
     machine.steps(100, proposal_s=1e-4)
