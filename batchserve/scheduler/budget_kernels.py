@@ -20,7 +20,7 @@ CLOSED = -2  # of a tree that the truth has left
 # Whoever is less behind than so many steps without drafts counts as even. Everybody is new once, and in a large batch
 # there is always one who has not been drafted well yet: all others would wait for him.
 EVEN_STEPS = 4.0
-LEAST_ROW_COST = 0.01  # of a step without drafts, over its requests: no row is quite free, whatever a flat table says
+LEAST_ROW_COST = 0.0003  # of a step without drafts: no row is quite free, whatever a flat table says
 SPAN = 16  # draft rows whose mean is what one costs
 
 
@@ -186,7 +186,7 @@ def quote(table, load, alone):  # type: ignore[no-untyped-def]
     without_s, alone_s = seconds_at(table, load, 0.0, 0.0), seconds_at(table, alone, 0.0, 0.0)
     num_rows, num_logit_rows, num_requests, context, attended = load
     more = (num_rows + SPAN, num_logit_rows + SPAN, num_requests, context, attended)
-    least_row_s = LEAST_ROW_COST * alone_s / alone[2]
+    least_row_s = LEAST_ROW_COST * alone_s
     return without_s, alone_s, max((seconds_at(table, more, 0.0, 0.0) - without_s) / SPAN, least_row_s), least_row_s
 
 

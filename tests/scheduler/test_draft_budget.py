@@ -156,7 +156,7 @@ def test_it_buys_what_brute_force_finds_best(
 
     def worth(nodes: tuple[int, ...]) -> float:
         seconds = model.predict(StepLoad(count + len(nodes), count + len(nodes), count))
-        seconds = max(seconds, without_s * (1 + LEAST_ROW_COST * len(nodes) / count))
+        seconds = max(seconds, without_s * (1 + LEAST_ROW_COST * len(nodes)))
         gains = what.gains[list(nodes)] * who.bids[0][what.owners[list(nodes)]]
         return float(gains.sum()) - price * (seconds - without_s)
 
