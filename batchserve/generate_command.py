@@ -11,6 +11,7 @@ import io
 import signal
 import sys
 from contextlib import aclosing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchserve.config import EngineConfig
@@ -159,10 +160,12 @@ def _chat_token_ids(text: str, config: EngineConfig) -> list[int]:
 def _servers_chat(text: str, target: str) -> list[int]:
     """The prompt in the chat template of the model that is served: another one's token ids would mean other words."""
     name = asyncio.run(_served_model(target))
+    message = f"--chat: must be with --model, a folder or hub id of the server's model, which it calls {name!r}"
+    if name != "bundled" and "/" not in name and not Path(name).is_dir():
+        raise ConfigError(message)  # a name of the server's own is not looked up anywhere
     try:
         return _chat_token_ids(text, EngineConfig(model=name))
     except ConfigError as error:
-        message = f"--chat: must be with --model, a folder or hub id of the server's model, which it calls {name!r}"
         raise ConfigError(f"{message} ({error})") from error
 
 

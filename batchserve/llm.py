@@ -16,6 +16,7 @@ from batchserve.engine.build import build_engine
 from batchserve.engine.engine_core import Event
 from batchserve.engine.output_collector import OutputCollector
 from batchserve.errors import BatchserveError, InvalidRequestError
+from batchserve.interrupts import interrupts_held
 from batchserve.types import Delta, ModelInfo, RequestOutput, SamplingParams, SpeculationParams
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ class LLM:
         collectors = {r.request_id: OutputCollector(r.token_ids[:]) for r in requests}
         errors: list[BatchserveError] = []
         self._core.runner.bind_thread()
-        with _progress_bar(len(requests), show_progress) as advance:
+        # A step that is cut short would leave the engine's books wrong for good.
+        with interrupts_held() as is_interrupted, _progress_bar(len(requests), show_progress) as advance:
 
             def collect(events: list[Event]) -> None:
                 for request, event in events:
@@ -81,7 +83,7 @@ class LLM:
             try:
                 for request in requests:
                     self._core.add(request)
-                while self._core.has_work and not errors:
+                while self._core.has_work and not errors and not is_interrupted():
                     self._core.step()
             finally:  # an error or Ctrl-C leaves nothing behind for the next call
                 self._core.abort_all()

@@ -30,6 +30,7 @@ from batchserve.options import (
     make_config,
     parse_size,
 )
+from batchserve.runner import loader
 from batchserve.runner.loader import resolve_model
 from batchserve.server import lifecycle
 from tests.server.harness import serving
@@ -246,11 +247,13 @@ async def test_a_chat_is_put_into_the_template_of_the_servers_model(own_signals,
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("bundled"))
     assert [tokenizer.decode(ids) for ids in asked] == ["hello and so on", "<s><|user|>hello<|assistant|>"]
     capsys.readouterr()
-    gone = str(tmp_path / "gone")  # as from another machine
-    async with serving(await AsyncEngine.start(dataclasses.replace(engine, served_model_name=gone))) as served:
-        assert await asyncio.to_thread(main, [*chat, served.address]) == 2
-    log = capsys.readouterr().err
-    assert f"--chat: must be with --model, a folder or hub id of the server's model, which it calls {gone!r}" in log
+    for name in (str(tmp_path / "gone"), "a-name-of-its-own"):  # as from another machine
+        async with serving(await AsyncEngine.start(dataclasses.replace(engine, served_model_name=name))) as served:
+            with monkeypatch.context() as patch:
+                patch.setattr(loader, "load_tokenizer", lambda *arguments: pytest.fail("it was looked up"))
+                assert await asyncio.to_thread(main, [*chat, served.address]) == 2
+        log = capsys.readouterr().err
+        assert f"--chat: must be with --model, a folder or hub id of the server's model, which it calls {name!r}" in log
 
 
 def test_a_prompt_from_standard_input_keeps_its_line_ends(monkeypatch):

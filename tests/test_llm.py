@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -55,6 +56,28 @@ def check_usage(llm: LLM, output: RequestOutput) -> None:
 def answers(llm: LLM) -> list[RequestOutput]:
     """All prompts at once, greedy, with speculation."""
     return generate(llm, TEXTS)
+
+
+def test_a_ctrl_c_in_the_midst_of_a_step_ends_the_call_and_leaves_the_engine_whole(
+    llm: LLM, answers: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, begun, ended = llm._core.step, [], []
+
+    def interrupted() -> None:
+        begun.append(None)
+        if len(begun) == 3:
+            signal.raise_signal(signal.SIGINT)
+        step()
+        ended.append(None)
+
+    monkeypatch.setattr(llm._core, "step", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm, TEXTS)
+    assert len(begun) == len(ended) == 3, "the step is not cut short, and the last one"
+    assert signal.getsignal(signal.SIGINT) is before
+    monkeypatch.undo()
+    assert [each.token_ids for each in generate(llm, TEXTS)] == [each.token_ids for each in answers]
 
 
 def test_texts_are_the_same_with_and_without_speculation(llm: LLM, answers: list[RequestOutput]) -> None:

@@ -71,7 +71,9 @@ class _Stream:
 
 
 class AsyncEngine:
-    """One engine behind the running asyncio loop. All methods are called on that loop."""
+    """One engine behind the running asyncio loop. All methods are called on that loop; on others requests are refused
+    with RuntimeError.
+    """
 
     def __init__(self, engine: BuiltEngine | EngineProcess, config: EngineConfig) -> None:
         """A built engine gets a thread beside the loop."""
@@ -159,7 +161,7 @@ class AsyncEngine:
             if deadline_s is not None and not deadline_s > 0:  # NaN, too
                 raise DeadlineExceededError("deadline passed before the request was queued")
             deadline_s = None if deadline_s is None else arrival_s + deadline_s
-            size = len(prompt) if isinstance(prompt, Sized) else 0
+            size = _size(prompt)
             token_ids = await _beside_loop(size, self._processor.tokenize, prompt)
             references = speculation.references if isinstance(speculation, SpeculationParams) else ()
             request = await _beside_loop(
@@ -216,13 +218,10 @@ class AsyncEngine:
         Returns whether all ended in time.
         """
         self._closed = self._closed or UnavailableError("the server is draining: it takes no new requests")
-        if self._is_empty.is_set():  # Python 3.11's wait_for times out at 0 without looking
-            return True
-        try:
-            await asyncio.wait_for(self._is_empty.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._is_empty.wait()
+        return self._is_empty.is_set()
 
     async def wait_failed(self) -> None:
         """Returns once the engine has failed for good: from then on it refuses everything with EngineFaultError."""
@@ -233,6 +232,7 @@ class AsyncEngine:
 
         Requests in flight keep drafts from their own text. Raises InvalidRequestError, and what a new request would.
         """
+        self._check_loop()
         scope = self._processor.resolve_scope(SpeculationParams(draft_scope=name).draft_scope)
         if self._closed is not None:
             raise self._closed.with_traceback(None)
@@ -258,7 +258,13 @@ class AsyncEngine:
         await asyncio.to_thread(self._back.join)
         self._end_clearing(self._closed)
 
+    def _check_loop(self) -> None:
+        """On another loop nobody would ever be told of an answer."""
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError("an AsyncEngine belongs to the asyncio loop that it was started on")
+
     def _check_door(self, request_id: str, model: str) -> None:
+        self._check_loop()
         if self._closed is not None:
             raise self._closed.with_traceback(None)
         if model and model != self._info.name:
@@ -343,6 +349,13 @@ def _seconds(deadline_s: object) -> float | None:
         if isinstance(deadline_s, numbers.Real):
             return float(deadline_s)
     raise InvalidRequestError("INVALID_DEADLINE", "deadline_s", deadline_s, "a number of seconds")
+
+
+def _size(prompt: object) -> int:
+    """How much of a prompt there is to look at."""
+    with suppress(TypeError):  # NumPy's single numbers are Sized, too
+        return len(prompt) if isinstance(prompt, Sized) else 0
+    return 0
 
 
 async def _beside_loop(size: int, call: Callable[..., _T], *arguments: object) -> _T:

@@ -35,6 +35,7 @@ QUIET_S = 0.15
 ARRIVALS_TIMEOUT_S = 1.0
 MIN_PING_INTERVAL_MS = 5000
 MAX_METADATA_BYTES = 16 << 10
+MOST_PENDING_CALLS = 1 << 20
 GRPC_LOGGER = "grpc._cython.cygrpc"
 T = TypeVar("T")
 
@@ -97,9 +98,7 @@ class GenerationServer:
             await self._engine.shutdown()
         await self._arrivals_ended()
         # Every call has its end now; a client that does not read it is not waited for long.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(STATUS_TIMEOUT_S):
-                await self._servicer.wait_idle()
+        await _unless_hurried(self._answers_read(), hurry)
         self._health.end()
         await self._grpc.stop(FLUSH_GRACE_S)
         if self._metrics is not None:
@@ -120,6 +119,13 @@ class GenerationServer:
         except TimeoutError:
             return False
         return is_drained
+
+    async def _answers_read(self) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
+                await self._servicer.wait_idle()
+                return True
+        return False
 
     async def _arrivals_ended(self) -> None:
         """Returns once no call has come for a moment; not much later if they never cease.
@@ -145,6 +151,12 @@ class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]
     def __init__(self) -> None:
         super().__init__()
         self._is_over = asyncio.Event()
+
+    async def List(self, request: Any, context: Any) -> health_pb2.HealthListResponse:
+        """The status of each service: gRPC's own has no answer, but a traceback in the log."""
+        names = ("", SERVICE_NAME)
+        statuses = {name: await self.Check(health_pb2.HealthCheckRequest(service=name), context) for name in names}
+        return health_pb2.HealthListResponse(statuses=statuses)
 
     async def Watch(self, request: Any, context: Any) -> None:
         """The status now, and each that it changes to."""
@@ -259,6 +271,9 @@ def _channel_arguments(config: ServerConfig) -> list[tuple[str, int]]:
         # On by default on Linux, where a second server on the same port would silently take half of the connections.
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_permit_without_calls", 1),
+        # Of more calls than these that wait for our turn gRPC cancels some at random; we say why we refuse.
+        ("grpc.server.max_pending_requests", MOST_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MOST_PENDING_CALLS),
         # gRPC's default of five minutes answers a client that pings more often with GOAWAY.
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
     ]

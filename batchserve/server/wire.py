@@ -63,7 +63,8 @@ def _returning_errors(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], 
 def _refusing_malformed(behaviour: Behaviour) -> Behaviour:
     async def wrapped(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
-            request = await asyncio.wait_for(context.read(), MESSAGE_TIMEOUT_S)
+            async with asyncio.timeout(MESSAGE_TIMEOUT_S):  # Python 3.11's wait_for may lose a cancellation
+                request = await context.read()
         except TimeoutError:  # nothing else would ever end it
             what = f"the call's message was not there, or not all of it, after {MESSAGE_TIMEOUT_S:g} s"
             await abort(context, DeadlineExceededError(what))

@@ -1,14 +1,16 @@
 """(b) Answers on the device: speculation on against off, both against transformers, near-ties counted.
 
 Every token of every answer is also re-scored by transformers, given the tokens before it: it wins, or loses by less
-than the rounding bound of batchserve.sampling.near_tie. A token that does neither is an error.
+than the rounding bound of batchserve.sampling.near_tie, or than what rounding did to transformers' own logits of that
+row, which in 16 bits may be more. A token that does neither is an error.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from batchserve.request import ResolvedSampling
 from batchserve.runner.loader import resolve_model
-from batchserve.sampling.near_tie import is_near_tie, rounding_bound
+from batchserve.sampling.near_tie import MASKED, is_near_tie, rounding_bound
 from batchserve.types import FinishReason, SamplingParams, SpeculationParams
 from benchmarks.gpu.kit import Kit, Report
 from benchmarks.gpu.models import all_backends, check_graphs, graph_modes, num_graphs
@@ -117,8 +119,8 @@ def folder_of(kit: Kit, model: str) -> Path:
 def _wider(model: str) -> dict[str, int]:
     if model not in WIDE:
         return {}
-    if model == "phi3":  # its head_dim follows from these
-        return {"hidden_size": 4 * HEAD_DIM}
+    if model == "phi3":  # its head_dim follows from these; wider, its random weights would round far too much in bf16
+        return {"hidden_size": HEAD_DIM, "num_attention_heads": 1, "num_key_value_heads": 1}
     return {"head_dim": HEAD_DIM}
 
 
@@ -130,6 +132,7 @@ class PlainPath:
         self.dtype = str(dtype).removeprefix("torch.")
         model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype, attn_implementation="eager")
         self._model = model.eval().to(self.device)
+        self._exact = None if dtype == torch.float32 else copy.deepcopy(self._model).float()  # of the same weights
         self._answers: dict[tuple[int, ...], list[int]] = {}
 
     @torch.inference_mode()
@@ -146,11 +149,20 @@ class PlainPath:
         return self._answers[key]
 
     @torch.inference_mode()
-    def logits(self, token_ids: list[int]) -> np.ndarray:
-        """float32 [len(token_ids), vocab_size]"""
+    def logits(self, token_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """float32 [len(token_ids), vocab_size]; and of each row how much of a gap of two logits rounding may close."""
         ids = torch.tensor([token_ids], device=self.device)
-        found: np.ndarray = self._model(input_ids=ids, use_cache=False).logits[0].float().cpu().numpy()
-        return found
+
+        def of(model: Any) -> np.ndarray:
+            found: np.ndarray = model(input_ids=ids, use_cache=False).logits[0].float().cpu().numpy()
+            return found
+
+        logits = of(self._model)
+        if self._exact is None:
+            return logits, np.zeros(len(logits))
+        is_open = logits >= logits.max(axis=1, keepdims=True) - MASKED
+        rounded = np.abs(np.subtract(logits, of(self._exact), where=is_open, out=np.zeros_like(logits)))
+        return logits, 2.0 * rounded.max(axis=1)
 
 
 def compare(kit: Kit, plain: PlainPath, way: Way) -> dict[str, Any]:
@@ -175,6 +187,7 @@ def compare(kit: Kit, plain: PlainPath, way: Way) -> dict[str, Any]:
             "differ_from_off": _differences(speculated, plainly),
             "near_ties": [score.near_ties for score in scores],
             "near_ties_per_million": round(1e6 * scores[0].near_ties / max(1, scores[0].tokens)),
+            "near_ties_of_loud_rows": [score.loud for score in scores],
             "wrong": [score.wrong for score in scores],
         }
         if temperature == 0.0:
@@ -220,37 +233,38 @@ def _differs(answer: Answer, wanted: Answer) -> bool:
 
 
 class Scores:
-    """How each token of all answers stands in the plain path's logits."""
+    """How each token of all answers stands in the plain path's logits. loud: near-ties beyond the stated bound, in rows
+    of which the plain path itself was rounded by more.
+    """
 
     def __init__(self, plain: PlainPath, jobs: list[Job], answers: dict[int, Answer]) -> None:
-        self.tokens = self.near_ties = 0
+        self.tokens = self.near_ties = self.loud = 0
         self.wrong: list[str] = []
         for i, job in enumerate(jobs):
             answer = answers[i]
             assert answer.sampling is not None
             text = job.prompt + answer.token_ids
-            rows = plain.logits(text)[len(job.prompt) - 1 :]
+            rows, rounding = (each[len(job.prompt) - 1 :] for each in plain.logits(text))
             chosen = [frozenset([token]) for token in answer.token_ids]
             if answer.reason is FinishReason.STOP:  # by an end token, which is not part of the answer
                 chosen.append(answer.sampling.end_token_ids)
             for place, tokens in enumerate(chosen):
-                self._judge(plain.dtype, rows[place], tokens, len(job.prompt) + place, answer.sampling, f"{i}:{place}")
+                loses_by = partial(_loses_by, rows[place], tokens, len(job.prompt) + place, answer.sampling)
+                self._judge(loses_by, rounding_bound(plain.dtype, rows[place]), rounding[place], f"{i}:{place}")
 
-    def _judge(
-        self,
-        dtype: str,
-        logits: np.ndarray,
-        tokens: frozenset[int],
-        position: int,
-        sampling: ResolvedSampling,
-        where: str,
-    ) -> None:
-        """One of `tokens` was chosen."""
+    def _judge(self, loses_by: Callable[[float], bool], bound: float, rounding: float, where: str) -> None:
         self.tokens += 1
-        if any(is_near_tie(logits, token, position, sampling, 0.0) for token in tokens):  # it wins
+        if loses_by(0.0):  # it wins
             return
-        bound = rounding_bound(dtype, logits)
-        if any(is_near_tie(logits, token, position, sampling, bound) for token in tokens):
-            self.near_ties += 1
-        else:
+        if not loses_by(max(bound, rounding)):
             self.wrong.append(where)
+            return
+        self.near_ties += 1
+        self.loud += not loses_by(bound)
+
+
+def _loses_by(
+    logits: np.ndarray, tokens: frozenset[int], position: int, sampling: ResolvedSampling, bound: float
+) -> bool:
+    """Whether one of `tokens`, of which one was chosen, wins or loses by at most so much."""
+    return any(is_near_tie(logits, token, position, sampling, bound) for token in tokens)

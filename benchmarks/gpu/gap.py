@@ -24,7 +24,7 @@ from batchserve.engine.async_engine import AsyncEngine
 from batchserve.engine.build import BuiltEngine
 from batchserve.types import Delta, SamplingParams, SpeculationParams, Started
 from benchmarks.gpu.kit import Kit, Report
-from benchmarks.gpu.models import backend_options, build_for, engine_on, random_llama, shape_names
+from benchmarks.gpu.models import backend_options, build_for, check_graphs, engine_on, random_llama, shape_names
 from benchmarks.gpu.summary import BUDGET_MS
 
 STREAMS = 16
@@ -94,7 +94,11 @@ def build(kit: Kit, model: str) -> BuiltEngine:
 
     memory, dtype = kit.pick(1024, 64) << 20, kit.pick("bfloat16", "float32")
     more = {"kv_cache_memory": memory, "dtype": dtype, "cache_dir": str(kit.scratch / "cache")}
-    return build_engine(EngineConfig(**{**backend_options(kit, 64), **options, **more}))
+    config = EngineConfig(**{**backend_options(kit, 64), **options, **more})
+    said: list[str] = []
+    built = build_engine(config, said.append)
+    check_graphs(built, config.enforce_eager, said)
+    return built
 
 
 def serve(engine: AsyncEngine, kit: Kit, is_enabled: bool) -> tuple[Any, list[bytes], str]:

@@ -128,7 +128,10 @@ def _compile_modules(context: Any, limit_s: float) -> None:
 
 
 def _compile_module(module: Any) -> None:
+    from batchserve.attention.cuda_toolkit import name_toolkit
+
     os.setsid()
+    name_toolkit()  # nvcc on the path may be a script, whose folder is not the toolkit's
     spec = module.spec()
     if spec.try_load() is None:
         spec.build(verbose=False)

@@ -109,7 +109,8 @@ def _verdicts(data: Data) -> list[str]:
     if ties:
         lines.append(f"whole engines with {', '.join(sorted({name.split('/')[2] for name in cells}))}")
         tokens, near = sum(t["tokens"] for t in ties), sum(t["near_ties"][0] for t in ties)
-        lines.append(f"greedy: {near} near-ties in {tokens} tokens")
+        loud = sum(t.get("near_ties_of_loud_rows", [0])[0] for t in ties)
+        lines.append(f"greedy: {near} near-ties in {tokens} tokens, {loud} of them beyond the stated bound")
     return lines
 
 

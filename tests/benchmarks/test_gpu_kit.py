@@ -13,13 +13,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from batchserve.attention.paged import PagedBackend
 from batchserve.attention.torch_paged import TorchKernel
 from batchserve.bench.replay import ReplayRecord
-from benchmarks.gpu import answers, correctness, modules, run
+from batchserve.request import ResolvedSampling
+from batchserve.sampling.near_tie import rounding_bound
+from batchserve.types import FinishReason, SamplingParams
+from benchmarks.gpu import answers, correctness, equivalence, modules, run
 from benchmarks.gpu.baseline import continuous_rate
 from benchmarks.gpu.cases import Case, compare, make_step, reference
 from benchmarks.gpu.correctness import as_chains
@@ -29,6 +33,7 @@ from benchmarks.gpu.models import SHAPES, check_graphs, engine_on, num_graphs, r
 from benchmarks.gpu.replay import LONGEST
 from benchmarks.gpu.summary import summary
 from benchmarks.gpu.verdict import KERNELS
+from tests.equivalence.harness import Answer, Job
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -413,3 +418,26 @@ def test_modules_are_compiled_ahead_within_their_time(
     assert [path.name for path in tmp_path.iterdir()] == ["tree128"]
     said = [line.rpartition(": ")[2] for line in capsys.readouterr().err.splitlines() if line.startswith("Module")]
     assert said == ["ready", "ready", "failed", "not done in time"]
+
+
+@pytest.mark.parametrize("model", ["llama", "phi3"])
+def test_what_rounding_does_to_the_plain_path_itself_is_no_wrong_token(tmp_path: Path, model: str):
+    kit = Kit(True, tmp_path)
+    plain = equivalence.PlainPath(kit, model, torch.bfloat16)
+    found = equivalence.compare(kit, plain, equivalence.Way({"device": "cpu", "attention_backend": "torch"}))
+    assert found["is_right"], found
+    assert found["greedy"]["tokens"] > 0
+
+
+def test_a_token_that_rounding_does_not_explain_is_wrong(tmp_path: Path):
+    plain = equivalence.PlainPath(Kit(True, tmp_path), "llama", torch.bfloat16)
+    prompt, sampling = [5, 9, 17], ResolvedSampling(0.0, 0, 1.0, 0, 4, frozenset())
+    logits, rounding = plain.logits(prompt)
+    assert (rounding > 0).all()
+    loud = float(max(rounding_bound("bfloat16", logits[-1]), rounding[-1]))
+    below = logits[-1].max() - logits[-1]
+    wins, loses = int(below.argmin()), int(np.where(below > loud, below, np.inf).argmin())
+    for token, wrong in ((wins, []), (loses, ["0:0"])):
+        answer = Answer([token], FinishReason.LENGTH, sampling=sampling)
+        scores = equivalence.Scores(plain, [Job(prompt, SamplingParams())], {0: answer})
+        assert (scores.tokens, scores.near_ties, scores.wrong) == (1, 0, wrong)

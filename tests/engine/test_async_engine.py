@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from batchserve.config import DraftConfig, EngineConfig
@@ -225,6 +226,7 @@ async def test_a_full_queue_refuses_and_takes_again_when_there_is_room(rig: Rig)
         ({"deadline_s": -5.0}, DeadlineExceededError),
         ({"deadline_s": "5"}, InvalidRequestError),
         ({"deadline_s": 10**400}, InvalidRequestError),
+        ({"prompt": np.array(5)}, InvalidRequestError),
         ({"params": {}}, InvalidRequestError),
         ({"params": 0}, InvalidRequestError),
         ({"speculation": []}, InvalidRequestError),
@@ -244,6 +246,17 @@ async def test_a_bad_request_is_refused_before_started_and_harms_nobody(
         assert rig.engine.num_in_flight == 1
         assert [event async for event in events][-1].finish_reason is FinishReason.LENGTH
     assert len(await collect(rig, "bad")) > 1  # the id was given back
+
+
+async def test_on_another_loop_it_is_refused_instead_of_waited_for_in_vain(rig: Rig) -> None:
+    async def ask() -> None:
+        await rig.engine.generate(PROMPT, SHORT)
+
+    for call in (ask, rig.engine.clear_draft_scope):
+        with pytest.raises(RuntimeError, match="belongs to the asyncio loop that it was started on"):
+            await asyncio.to_thread(asyncio.run, call())
+    assert rig.engine.num_in_flight == 0
+    await rig.finishes()
 
 
 async def test_a_stream_that_was_never_begun_takes_no_place(rig: Rig) -> None:

@@ -60,6 +60,12 @@ async def test_health_watch_sees_every_transition():
     await client.channel.close()
 
 
+async def test_health_lists_all_services(fake: Served):
+    serving_now = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+    answer = await fake.client.health.List(health_pb2.HealthListRequest())
+    assert dict(answer.statuses) == {"": serving_now, SERVICE_NAME: serving_now}
+
+
 async def test_unknown_service_is_not_found_in_health(fake: Served):
     assert (await failure_of(fake.client.health_of("nobody"))).code is grpc.StatusCode.NOT_FOUND
 
@@ -100,6 +106,24 @@ async def test_a_second_signal_ends_the_waiting(fake: Served):
     async with asyncio.timeout(5):
         assert await draining is False
     assert (await failure_of(read_all(call))).code is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_second_signal_does_not_wait_for_clients_that_do_not_read(
+    fake: Served, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(lifecycle, "STATUS_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(fake.server._servicer, "wait_idle", asyncio.Event().wait)  # as long as nobody reads
+    hurry = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.1, hurry.set)
+    async with asyncio.timeout(10):
+        assert await fake.server.drain(hurry) is False
+
+
+async def test_a_burst_of_calls_is_answered_and_none_is_cancelled(fake: Served):
+    """Of more than a thousand that wait gRPC would cancel some by itself."""
+    fake.engine.go_on.set()
+    calls = await asyncio.gather(*(fake.client.generate(ask()) for _ in range(1500)))
+    assert {tuple(call.token_ids) for call in calls} == {(1, 2)}
 
 
 async def test_calls_that_arrive_while_it_stops_are_refused_and_not_cancelled():
