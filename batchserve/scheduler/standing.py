@@ -24,7 +24,7 @@ MOST_URGENCY, URGENCY_UP, URGENCY_DOWN = 16.0, 1.05, 0.98
 TPOT_RATE = 0.1
 # What a request may lose to the drafts of others: so much of its steps, and so many steps. Less than the second costs
 # everybody some of what drafts gain, as every request is new once.
-MAX_LOSS, GRACE_STEPS = 0.03, 8.0
+MAX_LOSS, GRACE_STEPS = 0.04, 8.0
 # Whoever is as far behind as he may be has his tokens counted so many times more: what holds up all others is worth it.
 CATCHING_UP = 4.0
 
