@@ -48,9 +48,9 @@ _NO_SLAB = _Slab()
 class SlabAllocator:
     """KVAllocator over slabs. The budget is in tokens; extents are reserved whole, so nothing is hidden by rounding.
 
-    The budget is what slabs hold between two calls: while one grows, its old planes of one shape live on until they are
-    copied, so for that moment memory exceeds the budget by at most that request's own part. So do those of an ended
-    request that were given up while somebody is about to copy from them.
+    The budget is what slabs hold between two calls: while one grows, its old planes live on until they are copied, so
+    for that moment memory exceeds the budget by at most that request's own part. So do those of an ended request that
+    were given up while somebody is about to copy from them.
 
     Slabs of ended requests may be kept as a cache of prefixes: memory that nobody owns, given up when it is needed, the
     least recently used first. A hit copies what it takes over, and so does a fork.
@@ -126,21 +126,18 @@ class SlabAllocator:
         if most <= 0:
             return False
         slab, _ = slabs[spare.index(most)]
-        self._owned -= most
         self._resize(slab, slab.capacity - most)
+        self._owned -= most
         return True
 
     def _resize(self, slab: _Slab, capacity: int) -> None:
         kept = slab.num_committed
-        for i, (count, heads, dim) in enumerate(self._stack_shapes):
-            resized = torch.empty((count, heads, capacity, dim), dtype=self.dtype)
-            if kept:
-                resized[:, :, :kept] = slab.stacks[i][:, :, :kept]
-            if i < len(slab.stacks):
-                slab.stacks[i] = resized
-            else:
-                slab.stacks.append(resized)
-        slab.capacity = capacity
+        # All of them or none: the system may have no memory for one.
+        resized = [torch.empty((n, heads, capacity, dim), dtype=self.dtype) for n, heads, dim in self._stack_shapes]
+        if kept:
+            for new, old in zip(resized, slab.stacks, strict=True):
+                new[:, :, :kept] = old[:, :, :kept]
+        slab.stacks, slab.capacity = resized, capacity
         slab.planes.clear()
         # Not asked of the planes one by one: a model may have hundreds, and a step waits for this.
         where = [each for stack in slab.stacks for each in (stack.data_ptr(), stack.stride(0) * stack.itemsize)]

@@ -342,6 +342,29 @@ def test_a_refused_reservation_changes_nothing() -> None:
     assert allocator.reserve("b", EXTENT)
 
 
+def test_what_the_system_has_no_memory_for_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = SlabAllocator(LAYERS, torch.float32, 20 * EXTENT)
+    assert allocator.reserve("a", 10)
+    allocator.commit("a", range(10))
+    left, empty = [True], torch.empty  # for the planes of one shape of two
+
+    def scarce(*arguments: Any, **options: Any) -> torch.Tensor:
+        if not left:
+            raise MemoryError
+        left.pop()
+        return empty(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", scarce)
+        with pytest.raises(MemoryError):
+            allocator.reserve("a", 2 * EXTENT)
+        with pytest.raises(MemoryError):
+            allocator.reclaim({"a": -10})
+    allocator.check_integrity({"a"})
+    assert allocator.free_tokens == 19 * EXTENT
+    assert allocator.reserve("a", 2 * EXTENT)
+
+
 def test_check_integrity_finds_leaked_and_lost_memory() -> None:
     allocator = SlabAllocator(LAYERS, torch.float32, 4 * EXTENT)
     allocator.reserve("leaked", 5)
