@@ -71,11 +71,14 @@ def test_a_ctrl_c_in_the_midst_of_a_step_ends_the_call_and_leaves_the_engine_who
         ended.append(None)
 
     monkeypatch.setattr(llm._core, "step", interrupted)
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        generate(llm, TEXTS)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm, TEXTS)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert len(begun) == len(ended) == 3, "the step is not cut short, and the last one"
-    assert signal.getsignal(signal.SIGINT) is before
     monkeypatch.undo()
     assert [each.token_ids for each in generate(llm, TEXTS)] == [each.token_ids for each in answers]
 
