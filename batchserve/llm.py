@@ -69,7 +69,7 @@ class LLM:
         errors: list[BatchserveError] = []
         self._core.runner.bind_thread()
         # A step that is cut short would leave the engine's books wrong for good.
-        with interrupts_held() as is_interrupted, _progress_bar(len(requests), show_progress) as advance:
+        with interrupts_held() as let_interrupts_in, _progress_bar(len(requests), show_progress) as advance:
 
             def collect(events: list[Event]) -> None:
                 for request, event in events:
@@ -83,8 +83,9 @@ class LLM:
             try:
                 for request in requests:
                     self._core.add(request)
-                while self._core.has_work and not errors and not is_interrupted():
+                while self._core.has_work and not errors:
                     self._core.step()
+                    let_interrupts_in()
             finally:  # an error or Ctrl-C leaves nothing behind for the next call
                 self._core.abort_all()
                 self._core.emit = lambda events: None  # that one holds all prompts and answers

@@ -6,6 +6,7 @@ import dataclasses
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,16 +72,38 @@ def test_a_ctrl_c_in_the_midst_of_a_step_ends_the_call_and_leaves_the_engine_who
         ended.append(None)
 
     monkeypatch.setattr(llm._core, "step", interrupted)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            generate(llm, TEXTS)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with handled_by(signal.default_int_handler), pytest.raises(KeyboardInterrupt):
+        generate(llm, TEXTS)
     assert len(begun) == len(ended) == 3, "the step is not cut short, and the last one"
     monkeypatch.undo()
     assert [each.token_ids for each in generate(llm, TEXTS)] == [each.token_ids for each in answers]
+
+
+def test_a_ctrl_c_whose_handler_only_takes_note_ends_nothing(
+    llm: LLM, answers: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, noted = llm._core.step, list[int]()
+
+    def interrupted() -> None:
+        if not noted:
+            signal.raise_signal(signal.SIGINT)
+        step()
+
+    monkeypatch.setattr(llm._core, "step", interrupted)
+    with handled_by(lambda number, frame: noted.append(number)):
+        assert [each.token_ids for each in generate(llm, TEXTS)] == [each.token_ids for each in answers]
+    assert noted == [signal.SIGINT]
+
+
+@contextmanager
+def handled_by(handler: Any) -> Iterator[None]:
+    """A Ctrl-C meanwhile; the handler is still there at the end."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_texts_are_the_same_with_and_without_speculation(llm: LLM, answers: list[RequestOutput]) -> None:

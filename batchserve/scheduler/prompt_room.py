@@ -47,7 +47,7 @@ class StepBound:
         """
         contexts = [request.num_computed_tokens for request in decoding]
         count, context = len(contexts), sum(contexts)
-        inflation = 1.0 + (max_inflation - 1.0) * num_prompts
+        inflation = 1.0 + (max_inflation - 1.0) * max(1, num_prompts)
         load = StepLoad(count, count, count, context, context)
         return cls(step_time, load, num_draft_rows, inflation, max_step_s)
 
