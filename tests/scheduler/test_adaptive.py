@@ -337,7 +337,7 @@ def test_whoever_fell_behind_for_others_catches_up_first() -> None:
         assert mean_rows(steps, name) > 1, name
     plain_s = StepTimeModel(DEAR).predict(StepLoad(4, 4, 4))
     seconds = sum(step.seconds for step in steps)
-    assert sum(len(step.given["slow"]) for step in steps) > (1 - MAX_LOSS) * seconds / plain_s
+    assert sum(len(step.given["slow"]) for step in steps) > 0.97 * seconds / plain_s
     assert sum(len(step.given["good0"]) for step in steps) > 1.4 * seconds / plain_s
 
 
@@ -544,11 +544,15 @@ def test_a_drafter_is_asked_again_when_the_text_changes_its_character() -> None:
 
 
 def test_one_request_s_failures_do_not_silence_another_s_drafter() -> None:
-    machine = Machine([Text("bad", hit=0.0, claim=0.9), Text("good", hit=0.9, seed=1)], CHEAP)
-    steps = machine.steps(200)
+    texts = [Text("bad", hit=0.0, claim=0.9), Text("good", hit=0.9, seed=1)]
+    steps = Machine(texts, CHEAP).steps(200)
     assert all("good" in step.asked for step in steps)
     assert mean_rows(steps[100:], "good") > 1
     assert mean_rows(steps[100:], "bad") < 0.4 * mean_rows(steps[100:], "good")
+    # Where rows are not nearly free, the other's successes do not speak for it, either.
+    texts = [Text("bad", hit=0.0, claim=0.9), Text("good", hit=0.9, seed=1)]
+    steps = Machine(texts, DEAR).steps(200)[100:]
+    assert mean_rows(steps, "bad") < 0.2 * mean_rows(steps, "good")
 
 
 @pytest.mark.parametrize(("count", "least"), [(1, 8.0), (4, 6.5)])
