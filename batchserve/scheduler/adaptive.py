@@ -15,6 +15,7 @@ import numpy as np
 
 from batchserve.scheduler.acceptance import AcceptanceModel, Given
 from batchserve.scheduler.draft_budget import Bidders, DraftOffer, Market, choose_drafts
+from batchserve.scheduler.draft_time import DraftTime
 from batchserve.scheduler.jacobi_window import JacobiWindow
 from batchserve.scheduler.price import MOST_SURPRISE, SpeedUp
 from batchserve.scheduler.probing import LONG_WAIT, PATIENCE, WATCHED, Probe
@@ -34,7 +35,6 @@ LEAST_GAIN = 0.1  # expected tokens
 MARGIN = 0.8  # nodes this much less likely than what is worth a row are still proposed: odds are learned from them
 UNDRAFTED = "none"
 NOBODY = np.zeros(0, np.int64)
-FORGOTTEN = 0.98  # in a step of the time that drafting is known to take, while it is too long to be tried
 MOST_HEARD = 8  # steps without drafts
 HOPELESS = 8  # steps in which requests gave up on a drafter since it last paid: from then on new ones wait at once
 
@@ -103,7 +103,7 @@ class AdaptiveDrafting:
         self._market: Market
         self._last_price = 0.0  # of the last step that was to be drafted
         self._num_steps = 0
-        self._draft_s = 0.0  # what drafting for one request takes, smoothed
+        self._draft_time = DraftTime()
         self._heard: list[tuple[StepOutcome, Mapping[str, Sequence[int]]]] = []  # steps that are not learned from yet
 
     def start(self, request_id: str, drafter: str, tpot_target_s: float | None = None) -> None:
@@ -179,12 +179,12 @@ class AdaptiveDrafting:
         """
         self._learn()
         gain = self._speed_up.ratio(alone.num_requests)
-        room_s = self._max_step_s - num_asked * self._draft_s
+        room_s = self._max_step_s - self._draft_time.predict(num_asked)
         self._market = market = Market.open(self.step_time, load, alone, gain, self._max_inflation, room_s)
         self._last_price = market.price
         least_s = market.without_s + market.row_s
         if room_s < least_s <= self._max_step_s:
-            self._draft_s *= FORGOTTEN  # nobody is asked: it would never be measured again
+            self._draft_time.forget(num_asked)
         return least_s <= room_s
 
     def bound(self, request_ids: Sequence[str], bounds: IntArray) -> FloatArray:
@@ -216,12 +216,13 @@ class AdaptiveDrafting:
             of_trees = np.array([place_of[request_id] for request_id in request_ids], np.int64)
             drafted = [decoding[place] for place in of_trees.tolist()]
         offer = self._offer(forest, request_ids, of_trees, slots)
-        items, bids = offer.items, np.empty((3, len(names)))
-        make_bids(self._standing, slots, market.alone_s, len(request_ids) * self._draft_s, bids)
+        items, bids, draft_s = offer.items, np.empty((3, len(names))), self._draft_time.predict(len(request_ids))
+        make_bids(self._standing, slots, market.alone_s, draft_s, bids)
         bidders = Bidders(np.array([each.num_computed_tokens for each in decoding], np.int64), bids)
         chosen = choose_drafts(items, bidders, self.step_time, market, max_rows)
         # So little is not worth asking for, let alone its rows.
-        least_gain, is_paying = max(LEAST_GAIN, market.price * self._draft_s), np.zeros(len(names), np.bool_)
+        least_gain = max(LEAST_GAIN, market.price * draft_s / len(request_ids))
+        is_paying = np.zeros(len(names), np.bool_)
         # Where one row more would have been too many, whoever has drafts that are worth theirs is not to blame.
         room = min(float(max_rows), (market.never_longer_s - market.without_s) / market.row_s)
         bounds = least_gain, market.price * market.row_s, room
@@ -329,12 +330,11 @@ class AdaptiveDrafting:
         predicted_s, without_s, decoding_s = self.step_time.observe(
             outcome.load, *times, num_steps=num_steps, without=outcome.without, decoding=outcome.decoding
         )
-        draft_s = 0.0
+        draft_s = usual_s = 0.0
         if outcome.num_asked:
             # A pause of the machine says nothing of the drafter, and while nobody pays hardly anybody is asked.
-            most_s = MOST_SURPRISE * self._draft_s * outcome.num_asked if self._draft_s else predicted_s
-            draft_s = min(outcome.draft_s, most_s)
-            self._draft_s += 0.1 * (draft_s / outcome.num_asked - self._draft_s)
+            draft_s = self._draft_time.observe(outcome.num_asked, outcome.draft_s, predicted_s)
+            usual_s = self._draft_time.predict(outcome.num_asked)
         num_tokens = sum(map(len, token_ids.values()))
         if num_tokens:
             surprise = min(MOST_SURPRISE, max(1.0 / MOST_SURPRISE, sum(times) / predicted_s))
@@ -342,7 +342,7 @@ class AdaptiveDrafting:
             for _ in range(num_steps):
                 self._speed_up.observe(outcome.decoding.num_requests, num_tokens, decode_s, decoding_s)
         self.last = Introspection(self._last_price, predicted_s, outcome.step_s)
-        return 1.0 + (predicted_s - without_s + outcome.num_asked * self._draft_s) / decoding_s
+        return 1.0 + (predicted_s - without_s + usual_s) / decoding_s
 
     def _arrive(self, given: Sequence[Mapping[str, Sequence[int]]]) -> None:
         for request_id, probe in self._probes.items():

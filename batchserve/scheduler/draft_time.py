@@ -1,0 +1,39 @@
+"""How long drafting takes of a step, by how many requests are drafted."""
+
+from __future__ import annotations
+
+RATE = 0.1
+MOST_SURPRISE = 2.0  # what takes longer than so many times as usual counts as if it had taken so long: a pause
+FIRST_SHARE = 0.125  # of a step; the first time may be a pause, too, and is believed up to that
+FORGOTTEN = 0.98
+
+
+class DraftTime:
+    """Seconds that the drafters and the choice take together, smoothed by number of requests (in powers of two).
+
+    Of the whole step, not of one request: most of what asking takes is the same for one as for all.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._counts: dict[int, int] = {}
+
+    def predict(self, num_asked: int) -> float:
+        """For so many requests; of a number that was never asked for what the nearest one takes, at first nothing."""
+        size = num_asked.bit_length()
+        nearest = min(self._seconds, key=lambda known: abs(known - size), default=None)
+        return 0.0 if nearest is None else self._seconds[nearest]
+
+    def observe(self, num_asked: int, seconds: float, step_s: float) -> float:
+        """Asking so many took so long, in a step of which the rest took step_s; returns what counts of it."""
+        size = num_asked.bit_length()
+        usual_s, count = self._seconds.get(size, 0.0), self._counts.get(size, 0) + 1
+        seconds = min(seconds, MOST_SURPRISE * usual_s if usual_s else FIRST_SHARE * step_s)
+        self._seconds[size] = usual_s + max(RATE, 1.0 / count) * (seconds - usual_s)
+        self._counts[size] = count
+        return seconds
+
+    def forget(self, num_asked: int) -> None:
+        """It seems too long to be tried: with every step a little less so, for it would never be measured again."""
+        size = num_asked.bit_length()
+        self._seconds[size] = FORGOTTEN * self.predict(num_asked)
