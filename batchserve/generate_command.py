@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
+import os
 import signal
 import sys
 from contextlib import aclosing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchserve.config import EngineConfig
@@ -161,7 +161,7 @@ def _servers_chat(text: str, target: str) -> list[int]:
     """The prompt in the chat template of the model that is served: another one's token ids would mean other words."""
     name = asyncio.run(_served_model(target))
     message = f"--chat: must be with --model, a folder or hub id of the server's model, which it calls {name!r}"
-    if name != "bundled" and "/" not in name and not Path(name).is_dir():
+    if name != "bundled" and "/" not in name and not os.path.isdir(name):
         raise ConfigError(message)  # a name of the server's own is not looked up anywhere
     try:
         return _chat_token_ids(text, EngineConfig(model=name))

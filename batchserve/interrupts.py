@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 
 @contextmanager
@@ -19,19 +20,25 @@ def interrupts_held() -> Iterator[Callable[[], None]]:
     if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
         yield lambda: None
         return
-    came = threading.Event()
+    has_come, where = False, None
+
+    def note(number: int, frame: FrameType | None) -> None:
+        # Nothing that takes a lock: another Ctrl-C may come in here.
+        nonlocal has_come, where
+        has_come, where = True, frame
 
     def let_in() -> None:
-        if not came.is_set():
+        nonlocal has_come, where
+        if not has_come:
             return
-        came.clear()
+        frame, has_come, where = where, False, None
         if callable(before):
-            before(signal.SIGINT, None)
+            before(signal.SIGINT, frame)
         else:  # the system's own way, which ends the process
             signal.signal(signal.SIGINT, before)
             signal.raise_signal(signal.SIGINT)
 
-    signal.signal(signal.SIGINT, lambda number, frame: came.set())
+    signal.signal(signal.SIGINT, note)
     try:
         yield let_in
     finally:

@@ -101,7 +101,7 @@ class LLM:
         """
         scope = self._processor.resolve_scope(SpeculationParams(draft_scope=name).draft_scope)
         if scope is not None:
-            with self._turn:
+            with self._turn, interrupts_held():
                 self._core.clear_draft_scope(scope)
 
     def save_drafts(self, path: str | os.PathLike[str]) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from batchserve import LLM, RequestOutput, SamplingParams, SpeculationParams
+from batchserve import LLM, RequestOutput, SamplingParams, SpeculationParams, interrupts
 from batchserve.config import DRAFTERS
 from batchserve.demo.prompts import PROMPTS
 from batchserve.errors import ConfigError, InvalidRequestError
@@ -93,6 +95,48 @@ def test_a_ctrl_c_whose_handler_only_takes_note_ends_nothing(
     with handled_by(lambda number, frame: noted.append(number)):
         assert [each.token_ids for each in generate(llm, TEXTS)] == [each.token_ids for each in answers]
     assert noted == [signal.SIGINT]
+
+
+def test_a_second_ctrl_c_while_the_first_is_noted_waits_for_nothing(
+    llm: LLM, answers: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes inside of the handler, wherever that is: here at every line of it."""
+    step, file = llm._core.step, interrupts.__file__
+
+    def again(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename == file and event == "line":
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+            sys.settrace(again)
+        return again
+
+    def interrupted() -> None:
+        sys.settrace(again)
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            sys.settrace(None)
+        step()
+
+    monkeypatch.setattr(llm._core, "step", interrupted)
+    with handled_by(signal.default_int_handler), pytest.raises(KeyboardInterrupt):
+        generate(llm, TEXTS)
+    monkeypatch.undo()
+    assert [each.token_ids for each in generate(llm, TEXTS)] == [each.token_ids for each in answers]
+
+
+def test_a_ctrl_c_does_not_cut_short_the_clearing_of_a_scope(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    clear, cleared = llm._core.clear_draft_scope, list[str]()
+
+    def interrupted(name: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+        clear(name)
+        cleared.append(name)
+
+    monkeypatch.setattr(llm._core, "clear_draft_scope", interrupted)
+    with handled_by(signal.default_int_handler), pytest.raises(KeyboardInterrupt):
+        llm.clear_draft_scope()
+    assert len(cleared) == 1
 
 
 @contextmanager

@@ -110,9 +110,9 @@ class SlabAllocator:
         if has_plenty:
             wanted = roomy
         self._make_room(wanted - owned)
-        if slab is None:
-            slab = self._slabs[request_id] = _Slab()
+        slab = slab or _Slab()
         self._resize(slab, wanted)
+        self._slabs[request_id] = slab
         self._owned += wanted - owned
         return True
 

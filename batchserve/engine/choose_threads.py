@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from batchserve.runner.model_runner import ModelRunner
 
 TRIALS = 9
-SLOW_FORWARD_S = 0.5
+SLOW_FORWARD_S, LARGE_FORWARD_S = 0.5, 2.0  # seconds; no pause makes two steps in a row take the second
 
 
 def choose_threads(runner: ModelRunner, max_num_seqs: int, max_model_len: int, least_gain: float) -> int:
@@ -21,7 +21,7 @@ def choose_threads(runner: ModelRunner, max_num_seqs: int, max_model_len: int, l
 
     Small layers do not repay the barrier between threads, and a busy neighbour makes it a hundred times dearer; a core
     left free serves the event loop. They are tried in turns, so that a pause of the machine does not decide, and what
-    is compared is the lower quartile.
+    is compared is the lower quartile. A number whose steps are slow in two turns is tried no more.
     """
     most = torch.get_num_threads()
     counts = [most >> halvings for halvings in range(most.bit_length())]
@@ -38,13 +38,16 @@ def choose_threads(runner: ModelRunner, max_num_seqs: int, max_model_len: int, l
     for _ in range(TRIALS):
         for place, count in enumerate(counts):
             seconds[count].append(trial(count))
-            if seconds[count][-1] > SLOW_FORWARD_S:  # large layers gain from every core, and trying fewer takes long
-                counts = counts[: place + 1]
-                break
+            if seconds[count][-1] > (SLOW_FORWARD_S if place > 0 else LARGE_FORWARD_S):
+                break  # still fewer would take longer still
+        latest = {count: seconds[count][-1] for count in counts[:2] if seconds[count]}
+        if min(latest.values()) > SLOW_FORWARD_S:  # large layers gain from every core, and more trials would take long
+            return min(latest, key=lambda count: latest[count])
+        counts = [count for count in counts if sum(each > SLOW_FORWARD_S for each in seconds[count]) < 2]
         if len(counts) == 1:
-            return most
+            return counts[0]
     best, best_s = most, math.inf
-    for count in counts:
+    for count in filter(seconds.get, counts):
         typical_s = sorted(seconds[count])[len(seconds[count]) // 4]
         if typical_s < best_s * least_gain:
             best, best_s = count, min(typical_s, best_s)

@@ -207,8 +207,6 @@ class AdaptiveDrafting:
         The forest's trees are those of request_ids, of all that were asked; `decoding` are all the requests that decode
         in the step, and max_rows the most drafts that the step can take.
         """
-        if not request_ids:
-            return np.zeros(len(forest.token_ids), np.bool_)
         names, market = [each.request_id for each in decoding], self._market
         slots, of_trees, drafted = self._slots_of(names), np.arange(len(names)), decoding
         if names != request_ids:
@@ -312,11 +310,11 @@ class AdaptiveDrafting:
         if len(heard) > 1:  # without drafts: the machine's pace is learned from the median one
             middle = sorted(range(len(heard)), key=lambda place: heard[place][0].step_s)[(len(heard) - 1) // 2]
         stretch = self._learn_times(*heard[middle], num_steps=len(heard))
-        for place, (outcome, token_ids) in enumerate(heard):
+        for outcome, token_ids in heard:
             given = Given.of(self._slots, token_ids)
-            times = outcome.step_s, stretch if place == middle else 1.0
             if len(given.slots):  # until then it may not be compiled: nobody waits for that
-                note_step(self._standing, given.slots, given.starts, *times)
+                # Of several steps none has drafts or prompts, and the stretch is that of all.
+                note_step(self._standing, given.slots, given.starts, outcome.step_s, stretch)
             # While trees are open every step is learned from at once: there is but one.
             self.acceptance.arrive(given)
         self._arrive([token_ids for _, token_ids in heard])

@@ -204,7 +204,8 @@ class Scheduler:
     def _overtaking(self, before: Request) -> Request | None:
         """The first of those who wait whose prompt comes before that of `before`.
 
-        Who is first of all is passed over only where that takes neither his seat nor his memory.
+        Who is first of all is passed over only where that takes neither his seat nor (but for what is rounded up) his
+        memory.
         """
         first, rank = self.waiting.first(self._now_s), self._prompt_rank(before)
         if self._prompt_rank(first) < rank:

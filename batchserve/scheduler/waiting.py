@@ -64,7 +64,7 @@ class WaitingQueue:
         return oldest if now_s - oldest.arrival_s > self._max_wait_s else self._by_priority[0][-1]
 
     def foremost(self, now_s: float, most: int) -> list[Request]:
-        """Who comes first, and so many at most of those behind him; nobody else while he has waited max_wait_s."""
+        """At most so many, who comes first before all others; him alone once he has waited max_wait_s."""
         if not self._by_arrival or now_s - self._by_arrival[0][-1].arrival_s > self._max_wait_s:
             return [entry[-1] for entry in self._by_arrival[:1]]
         return [entry[-1] for entry in self._by_priority[:most]]

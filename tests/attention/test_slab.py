@@ -360,6 +360,8 @@ def test_what_the_system_has_no_memory_for_changes_nothing(monkeypatch: pytest.M
             allocator.reserve("a", 2 * EXTENT)
         with pytest.raises(MemoryError):
             allocator.reclaim({"a": -10})
+        with pytest.raises(MemoryError):
+            allocator.reserve("new", 10)
     allocator.check_integrity({"a"})
     assert allocator.free_tokens == 19 * EXTENT
     assert allocator.reserve("a", 2 * EXTENT)

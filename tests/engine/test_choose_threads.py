@@ -13,10 +13,10 @@ from batchserve.engine.choose_threads import choose_threads
 
 @dataclass
 class Cores:
-    """A runner whose steps take so long by the number of threads; so many of the first ones come with a pause."""
+    """A runner whose steps take so long by the number of threads; those of these numbers come with a pause."""
 
     step_s: dict[int, float]
-    num_pauses: int = 0
+    paused: range = range(0)
     num_threads: int = 0
     num_steps: int = 0
 
@@ -24,7 +24,7 @@ class Cores:
 
     def time_decoding(self, runner: object, max_requests: int, max_context: int) -> float:
         self.num_steps += 1
-        return self.step_s[self.num_threads] + 2.0 * (self.num_steps <= self.num_pauses)
+        return self.step_s[self.num_threads] + 1.0 * (self.num_steps in self.paused)
 
 
 @pytest.mark.parametrize(
@@ -34,9 +34,15 @@ class Cores:
         (Cores({4: 0.010, 2: 0.0105, 1: 0.020}), 2, 27),  # the second half gains a twentieth
         (Cores({4: 0.010, 2: 0.0105, 1: 0.0109}), 1, 27),
         (Cores({4: 0.300, 2: 0.015, 1: 0.020}), 2, 27),  # a busy neighbour
-        (Cores({4: 0.010, 2: 0.015, 1: 0.020}, num_pauses=1), 4, 28),
-        (Cores({4: 0.010, 2: 0.015, 1: 0.020}, num_pauses=10), 4, 40),
-        (Cores({4: 0.600, 2: 0.300, 1: 0.600}), 4, 2),  # so long a step that no more are tried
+        (Cores({4: 0.010, 2: 0.015, 1: 0.020}, range(1, 2)), 4, 28),
+        (Cores({4: 0.010, 2: 0.015, 1: 0.020}, range(1, 11)), 4, 40),
+        (Cores({4: 0.010, 2: 0.005, 1: 0.004}, range(1, 3)), 1, 29),
+        (Cores({4: 0.010, 2: 0.005, 1: 0.004}, range(25, 27)), 1, 29),
+        (Cores({4: 0.010, 2: 0.005, 1: 0.004}, range(26, 28)), 1, 29),
+        (Cores({4: 0.600, 2: 0.015, 1: 0.020}), 2, 29),
+        (Cores({4: 0.600, 2: 1.100, 1: 2.100}), 4, 4),  # so long a step that no more are tried
+        (Cores({4: 0.600, 2: 0.300, 1: 0.600}), 2, 10),
+        (Cores({4: 2.500, 2: 5.000, 1: 10.000}), 4, 2),
         (Cores({4: 0.400, 2: 0.700, 1: 1.400}), 4, 27),
     ],
 )
