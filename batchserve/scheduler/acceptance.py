@@ -58,22 +58,31 @@ class Offered(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The tokens of one step: the request at slots[i] was given those from starts[i] to starts[i + 1]."""
+    """The tokens of some steps: the request at slots[i] was given those from starts[i] to starts[i + 1], and that in
+    num_steps[i] of the steps.
+    """
 
     slots: IntArray
     starts: IntArray
     token_ids: IntArray
+    num_steps: IntArray
 
     @classmethod
-    def of(cls, slot_of: Mapping[str, int], token_ids: Mapping[str, Sequence[int]]) -> Given:
-        """Of requests with their tokens; those that have no slot are left out."""
-        slots, starts, tokens = [], [0], list[int]()
+    def of(
+        cls,
+        slot_of: Mapping[str, int],
+        token_ids: Mapping[str, Sequence[int]],
+        num_steps: Mapping[str, int] | None = None,
+    ) -> Given:
+        """Of requests with their tokens, and the number of steps (None: one); those that have no slot are left out."""
+        slots, starts, tokens, counts = [], [0], list[int](), []
         for request_id, those in token_ids.items():
             if request_id in slot_of:
                 slots.append(slot_of[request_id])
                 tokens += those
                 starts.append(len(tokens))
-        return cls(np.array(slots, np.int64), np.array(starts), np.array(tokens, np.int64))
+                counts.append(1 if num_steps is None else num_steps[request_id])
+        return cls(np.array(slots, np.int64), np.array(starts), np.array(tokens, np.int64), np.array(counts, np.int64))
 
 
 class _Books:
@@ -184,7 +193,7 @@ class AcceptanceModel:
         if not self._open or not len(given.slots):
             return
         books = (self._books.sums, self._books.tallies, self._books.tested, self._books.is_stale)
-        arrived = (*given, self._drafter_of, self.records, books)
+        arrived = (*given[:3], self._drafter_of, self.records, books)
         self._open = [each for each in self._open if score_trees(*each, *arrived)]
         self._is_stale = True
 

@@ -19,7 +19,7 @@ from batchserve.scheduler.draft_time import DraftTime
 from batchserve.scheduler.jacobi_window import JacobiWindow
 from batchserve.scheduler.price import MOST_SURPRISE, SpeedUp
 from batchserve.scheduler.probing import LONG_WAIT, PATIENCE, WATCHED, Probe
-from batchserve.scheduler.standing import STANDING, UNKNOWN, bound_queries, grown, make_bids, note_step, settle
+from batchserve.scheduler.standing import STANDING, UNKNOWN, bound_queries, grown, make_bids, note_steps, settle
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -70,6 +70,9 @@ class StepOutcome:
         return self.step_s - self.draft_s - self.forward_s
 
 
+_Heard = tuple[StepOutcome, "Mapping[str, Sequence[int]]"]  # a step, and what it gave to whom
+
+
 class Introspection(NamedTuple):
     """Figures of the last step that was learned from, for metrics."""
 
@@ -104,7 +107,7 @@ class AdaptiveDrafting:
         self._last_price = 0.0  # of the last step that was to be drafted
         self._num_steps = 0
         self._draft_time = DraftTime()
-        self._heard: list[tuple[StepOutcome, Mapping[str, Sequence[int]]]] = []  # steps that are not learned from yet
+        self._heard: list[_Heard] = []  # steps that are not learned from yet
 
     def start(self, request_id: str, drafter: str, tpot_target_s: float | None = None) -> None:
         before = self._slots.get(request_id)
@@ -310,14 +313,16 @@ class AdaptiveDrafting:
         if len(heard) > 1:  # without drafts: the machine's pace is learned from the median one
             middle = sorted(range(len(heard)), key=lambda place: heard[place][0].step_s)[(len(heard) - 1) // 2]
         stretch = self._learn_times(*heard[middle], num_steps=len(heard))
-        for outcome, token_ids in heard:
-            given = Given.of(self._slots, token_ids)
-            if len(given.slots):  # until then it may not be compiled: nobody waits for that
-                # Of several steps none has drafts or prompts, and the stretch is that of all.
-                note_step(self._standing, given.slots, given.starts, outcome.step_s, stretch)
-            # While trees are open every step is learned from at once: there is but one.
-            self.acceptance.arrive(given)
-        self._arrive([token_ids for _, token_ids in heard])
+        token_ids, num_steps = _together(heard)
+        given = Given.of(self._slots, token_ids, num_steps)
+        if len(given.slots):  # until then it may not be compiled: nobody waits for that
+            # Of several steps none has drafts or prompts, and the stretch is that of all.
+            step_s = sum(outcome.step_s for outcome, _ in heard) / len(heard)
+            note_steps(self._standing, given.slots, given.num_steps, given.starts, step_s, stretch)
+        self.acceptance.arrive(given)
+        for request_id, probe in self._probes.items():
+            if probe.is_watching:
+                probe.arrive(token_ids.get(request_id, ()))
 
     def _learn_times(self, outcome: StepOutcome, token_ids: Mapping[str, Sequence[int]], num_steps: int) -> float:
         """How many times as long the step was as without drafts; there were num_steps like it.
@@ -342,7 +347,18 @@ class AdaptiveDrafting:
         self.last = Introspection(self._last_price, predicted_s, outcome.step_s)
         return 1.0 + (predicted_s - without_s + usual_s) / decoding_s
 
-    def _arrive(self, given: Sequence[Mapping[str, Sequence[int]]]) -> None:
-        for request_id, probe in self._probes.items():
-            if probe.is_watching:
-                probe.arrive([token for token_ids in given for token in token_ids.get(request_id, ())])
+
+def _together(heard: Sequence[_Heard]) -> tuple[Mapping[str, Sequence[int]], Mapping[str, int] | None]:
+    """Each request's tokens, and in how many of the steps they came: None where there is but one."""
+    if len(heard) == 1:
+        return heard[0][1], None
+    tokens: dict[str, list[int]] = {}
+    num_steps: dict[str, int] = {}
+    for _, given in heard:
+        for request_id, token_ids in given.items():
+            if request_id in tokens:
+                tokens[request_id] += token_ids
+                num_steps[request_id] += 1
+            else:
+                tokens[request_id], num_steps[request_id] = [*token_ids], 1
+    return tokens, num_steps

@@ -132,20 +132,22 @@ def settle(table, slots, places, owners, gains, rows, bounds, chosen, is_paying)
 
 
 @njit(cache=True, nogil=True)
-def note_step(table, slots, token_starts, step_s, stretch):  # type: ignore[no-untyped-def]
-    """What a step of step_s seconds, `stretch` times as long as without drafts, gave to the requests at `slots`: as
-    many tokens as token_starts [num_requests + 1] rises.
+def note_steps(table, slots, num_steps, token_starts, step_s, stretch):  # type: ignore[no-untyped-def]
+    """What steps of step_s seconds, `stretch` times as long as without drafts, gave to the requests at `slots`.
+
+    In num_steps[i] of them request i was given as many tokens as token_starts [num_requests + 1] rises.
     """
     for i in range(len(slots)):
-        request, num_tokens = table[slots[i]], token_starts[i + 1] - token_starts[i]
-        request.num_steps += 1
-        request.ahead += num_tokens - stretch
-        rate = 1.0 if request.num_steps == 1 else TPOT_RATE
+        request, count = table[slots[i]], num_steps[i]
+        num_tokens = token_starts[i + 1] - token_starts[i]
+        rate = 1.0 if request.num_steps == 0 else 1.0 - (1.0 - TPOT_RATE) ** count
+        request.num_steps += count
+        request.ahead += num_tokens - count * stretch
         request.step_s += rate * (step_s - request.step_s)
-        request.step_tokens += rate * (num_tokens - request.step_tokens)
+        request.step_tokens += rate * (num_tokens / count - request.step_tokens)
         if request.tpot_target_s < np.inf:
             is_late = request.step_s > request.tpot_target_s * max(1.0, request.step_tokens)
-            change = URGENCY_UP if is_late else URGENCY_DOWN
+            change = (URGENCY_UP if is_late else URGENCY_DOWN) ** count
             request.urgency = max(1.0, min(MOST_URGENCY, request.urgency * change))
 
 
@@ -157,4 +159,4 @@ def compile_kernels() -> None:
     make_bids(table, slots, 1.0, 0.0, np.zeros((3, 1)))
     flag = np.zeros(1, np.bool_)
     settle(table, slots, slots, slots, one, slots + 1, (0.0, 1.0, 1.0), flag, flag.copy())
-    note_step(table, slots, np.array([0, 1]), 1.0, 1.0)
+    note_steps(table, slots, slots + 1, np.array([0, 1]), 1.0, 1.0)

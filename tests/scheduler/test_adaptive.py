@@ -32,7 +32,7 @@ from batchserve.scheduler.standing import (
     STANDING,
     bound_queries,
     grown,
-    note_step,
+    note_steps,
     settle,
 )
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
@@ -306,8 +306,22 @@ def test_time_per_token_is_that_of_all_tokens(target_s: float, is_missed: bool) 
     table = grown(np.zeros(0, STANDING), 1)
     table["tpot_target_s"] = target_s
     for num_tokens in (1, 1, 1, 9) * 50:
-        note_step(table, np.zeros(1, np.int64), np.array([0, num_tokens]), 0.030, 1.0)
+        note_steps(table, np.zeros(1, np.int64), np.ones(1, np.int64), np.array([0, num_tokens]), 0.030, 1.0)
     assert (table["urgency"][0] > 1.5) == is_missed
+
+
+@pytest.mark.parametrize("target_s", [0.020, 0.040])
+def test_steps_that_are_noted_together_count_as_if_each_were_by_itself(target_s: float) -> None:
+    tables, slots, once = [grown(np.zeros(0, STANDING), 2) for _ in range(2)], np.arange(2), np.ones(2, np.int64)
+    for table in tables:
+        table["tpot_target_s"] = target_s
+        note_steps(table, slots, once, np.array([0, 3, 4]), 0.020, 1.5)
+    for _ in range(5):
+        note_steps(tables[0], slots, once, np.array([0, 1, 2]), 0.030, 1.0)
+    note_steps(tables[1], slots, 5 * once, np.array([0, 5, 10]), 0.030, 1.0)
+    for name in STANDING.names or ():
+        assert tables[0][name] == pytest.approx(tables[1][name], rel=0.05), name
+    assert tables[0]["num_steps"].tolist() == [6, 6]
 
 
 def test_a_target_that_is_met_changes_nothing() -> None:
@@ -552,7 +566,7 @@ def test_a_drafter_that_is_always_wrong_is_asked_for_probes_only(claim: float) -
     assert first <= 20, "it took long to be found out"
     assert gaps[first : first + 2] == [3, 5]
     for gap, wait in zip(gaps[first + 2 : first + 5], (8, 16, 32), strict=True):
-        assert 1 < gap <= wait + 1, "until all are asked together"
+        assert wait // 2 < gap <= 3 * wait // 2 + 1, "the step next to its own in which all are asked together"
     assert set(gaps[first + 5 :]) == {LONGEST_WAIT}
     assert not any(step.rows for step in steps[32:]), "a probe takes no rows"
 
@@ -674,7 +688,7 @@ def test_whoever_ends_leaves_nothing_to_be_learned_of_the_next_of_his_name() -> 
 def test_nothing_is_called_for_nobody_that_may_not_be_compiled_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a server's drafter is being compiled, steps do not wait for what belongs to it."""
     machine, prompt = Machine([], DEAR), StepLoad(64, 1, 1)
-    monkeypatch.setattr("batchserve.scheduler.adaptive.note_step", None)
+    monkeypatch.setattr("batchserve.scheduler.adaptive.note_steps", None)
     longer_s = 1.2 * machine.adaptive.step_time.predict(prompt)
     machine.adaptive.step_done(StepOutcome(prompt, StepLoad(1, 1, 1), prompt, longer_s, longer_s), {"a": [1]})
     assert machine.adaptive.step_time.factor > 1.0, "the step was learned from all the same"
