@@ -118,8 +118,8 @@ class EngineConfig:
     adaptive: choose in every step which draft tokens are worth their rows; False: run all that are drafted.
     decoding_length: so many draft tokens of each request in every step, not adaptive; None: as many as pay, or the
     drafter's own number where `adaptive` is False; 0: none for anybody.
-    max_itl_inflation: drafts, and all prompts together that are computed beside them, stretch the steps of running
-    requests to at most so many times their length; drafts further where everybody gains or is even (docs/adaptive.md).
+    max_itl_inflation: drafts stretch the steps of running requests to at most so many times their length, further where
+    everybody gains or is even (docs/adaptive.md), and all prompts together steps with drafts to so many times theirs.
     None: ITL_INFLATION, for each prompt by itself, but for prompts no bound beside max_itl_ms.
     max_itl_ms: the longest step beside running requests that prompts and drafts may make; None: as max_itl_inflation.
     Drafts of a fixed length are bounded by neither.

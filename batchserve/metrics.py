@@ -34,8 +34,8 @@ COUNTERS = {
 GAUGES = {  # of the last step that decoded; all but the first are the adaptive decoding length's, and absent without it
     "draft_rows_per_request": "K: mean draft rows of a decoding request.",
     "price_tokens_per_second": "Lambda, the price of time, of the last step that might have had drafts.",
-    "predicted_step_seconds": "What a step was predicted to take beside drafting; the last that was learned from.",
-    "actual_step_seconds": "What that step took, from its beginning to its commit, drafting included.",
+    "predicted_step_seconds": "What a step was predicted to take, drafting included; the last that was learned from.",
+    "actual_step_seconds": "What that step took, from its beginning to its commit.",
     "step_time_factor": "How many times as long as when they were measured forwards take: the fast correction.",
     "host_seconds": "What the host is known to take of a step, beside its forward and drafting.",
 }

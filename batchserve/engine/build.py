@@ -219,7 +219,7 @@ def _build_step_time(
         loaded.model.config.to_json_string(),
     )
     table = measured_table(
-        runner, config.max_num_batched_tokens, config.max_num_seqs, max_model_len, Path(config.cache_dir), key
+        runner, config.max_num_batched_tokens, config.max_num_seqs, max_model_len, Path(config.cache_dir), key, say
     )
     model = StepTimeModel(table)
     say(

@@ -62,6 +62,7 @@ class DraftStage:
         self._num_steps = 0
         self._forgotten: dict[str, int] = {}  # of others: so many tokens were published when their scope was cleared
         self._step: StepOutcome | None = None  # the one under way
+        self._last_s: tuple[float, float] | None = None  # of the last step without `adaptive`: predicted, and taken
 
     def propose(self, plan: SchedulerOutput) -> DraftForest:
         """The drafts of one step, a tree for every scheduled request, with K/V reserved for their rows."""
@@ -96,16 +97,30 @@ class DraftStage:
         return forest if len(places) == num_trees else forest.spread(places, num_trees)
 
     def _with_memory(self, request_ids: Sequence[str], forest: DraftForest) -> DraftForest:
-        """The trees whose rows there is memory for. Two requests may have been promised the same last of it."""
+        """What there is memory for. Several requests may have been promised the same last of it: where a tree does not
+        fit, its first nodes are run, and no window, which is of no use in part.
+        """
         sizes = forest.sizes.tolist()
         names, rows = [*compress(request_ids, sizes)], [1 + size for size in sizes if size]
         if self._allocator.reserve_all(names, rows):
             return forest
-        refused = {name for name, count in zip(names, rows, strict=True) if not self._allocator.reserve(name, count)}
-        if self.adaptive is not None:
-            for name in refused:
-                self.adaptive.refused(name)
-        return forest.take(np.repeat([name not in refused for name in request_ids], sizes))
+        keep = np.ones(len(forest.token_ids), np.bool_)
+        starts = compress(forest.starts[:-1].tolist(), sizes)
+        for name, start, count in zip(names, starts, rows, strict=True):
+            end, fitting = start + count - 1, self._reserve_most(name, count)
+            if fitting < count - 1:
+                keep[start:end] = forest.is_verified[start:end]
+                keep[start + fitting : end] = False
+                if self.adaptive is not None:
+                    self.adaptive.refused(name)
+        return forest.take(keep)
+
+    def _reserve_most(self, request_id: str, num_rows: int) -> int:
+        """Reserve K/V for one row and as many drafts of the others as there is memory for; returns how many drafts."""
+        if not self._allocator.reserve(request_id, num_rows):
+            num_rows = max(1, min(num_rows, self._allocator.reservable_tokens([request_id])[0]))
+            self._allocator.reserve(request_id, num_rows)
+        return num_rows - 1
 
     def are_asked(self, requests: Sequence[Request]) -> list[bool]:
         """Whose drafters are to be called in this step, of these that decode; once a step."""
@@ -170,7 +185,8 @@ class DraftStage:
         step.step_s, step.forward_s = step_s, forward_s
         if self.adaptive is None:
             if self._step_time is not None:
-                self._step_time.observe(step.load, forward_s, step.host_s)
+                predicted_s, _, _ = self._step_time.observe(step.load, forward_s, step.host_s)
+                self._last_s = predicted_s + step.draft_s, step_s
             return
         self.adaptive.step_done(step, token_ids)
 
@@ -181,18 +197,20 @@ class DraftStage:
                 self.adaptive.skip(request.request_id)
 
     def gauges(self) -> dict[str, float]:
-        """What the adaptive decoding length went by in the last step that it learned from. Any thread may ask."""
-        adaptive = self.adaptive
-        last = None if adaptive is None else adaptive.last
-        if adaptive is None or last is None:
+        """Of the last step that was learned from: what was predicted of it, and what the adaptive decoding length went
+        by. Any thread may ask.
+        """
+        adaptive, step_time, last_s = self.adaptive, self._step_time, self._last_s
+        gauges: dict[str, float] = {}
+        if adaptive is not None:
+            step_time, last = adaptive.step_time, adaptive.last
+            last_s = None if last is None else (last.predicted_s, last.step_s)
+            if last is not None:
+                gauges["price_tokens_per_second"] = last.price
+        if step_time is None or last_s is None:
             return {}
-        return {
-            "price_tokens_per_second": last.price,
-            "predicted_step_seconds": last.predicted_s,
-            "actual_step_seconds": last.step_s,
-            "step_time_factor": adaptive.step_time.factor,
-            "host_seconds": adaptive.step_time.host_s,
-        }
+        gauges["predicted_step_seconds"], gauges["actual_step_seconds"] = last_s
+        return gauges | {"step_time_factor": step_time.factor, "host_seconds": step_time.host_s}
 
     def acceptance(self) -> dict[str, Acceptance]:
         """What has come of drafts until now, by drafter. Any thread may ask."""

@@ -19,13 +19,14 @@ from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable, grid
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from batchserve.runner.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 MOST_SECONDS = 4.0  # for all rounds together, begun ones are finished
-FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
+FEWEST_ROUNDS, MOST_ROUNDS = 2, 9
+SAID_EVERY_S = 2.0
 LONG_STEP_S = 0.5  # what takes longer is left to extrapolation, and what may take twice as long is not even tried
 CONTEXT, SHORT_CONTEXT = 1024, 256
 MOST_DRAFT = 64  # steps of more rows are mostly a prompt's
@@ -44,7 +45,13 @@ class _Case:
 
 
 def measured_table(
-    runner: ModelRunner, max_rows: int, max_requests: int, max_context: int, cache: Path, key: Sequence[str]
+    runner: ModelRunner,
+    max_rows: int,
+    max_requests: int,
+    max_context: int,
+    cache: Path,
+    key: Sequence[str],
+    say: Callable[[str], None] = lambda message: None,
 ) -> StepTimeTable:
     """What was measured for `key` before, or else is now; kept in the folder `cache` where that can be written."""
     extent = _extent(runner, max_rows, max_requests, max_context)
@@ -52,12 +59,18 @@ def measured_table(
     path = cache / "step_time" / f"{name}.json"
     known = _read(path)
     if known is None:
-        known = measure(runner, max_rows, max_requests, max_context)
+        known = measure(runner, max_rows, max_requests, max_context, say)
         _write(path, known)
     return known
 
 
-def measure(runner: ModelRunner, max_rows: int, max_requests: int, max_context: int) -> StepTimeTable:
+def measure(
+    runner: ModelRunner,
+    max_rows: int,
+    max_requests: int,
+    max_context: int,
+    say: Callable[[str], None] = lambda message: None,
+) -> StepTimeTable:
     """Time steps of up to max_rows rows, max_requests requests and max_context K/V entries, as memory allows."""
     max_rows, requests, readers, context, max_context = _extent(runner, max_rows, max_requests, max_context)
     rows = rows_to_time(max_rows, () if runner.graphs is None else runner.graphs.sizes)
@@ -66,7 +79,7 @@ def measure(runner: ModelRunner, max_rows: int, max_requests: int, max_context: 
         probes += [_Case((rows_each,) * readers, context) for rows_each in (FEW_ROWS, MORE_ROWS)]
     sizes = [_Case(_split(n, max_context), is_prefill=n > MOST_DRAFT) for n in rows]
     with _requests(runner, probes[-1] if probes[-1].context else _Case(())) as names:
-        seconds = _time_all(runner, sizes, probes, names)
+        seconds = _time_all(runner, sizes, probes, names, say)
     # Where memory is hardly more than one request needs, all that is known is a step of single rows.
     return _table([case for case in sizes if case in seconds] or probes[:1], probes, seconds)
 
@@ -149,18 +162,27 @@ def _table(sizes: list[_Case], probes: list[_Case], seconds: dict[_Case, float])
     )
 
 
-def _time_all(runner: ModelRunner, sizes: list[_Case], probes: list[_Case], names: Sequence[str]) -> dict[_Case, float]:
+def _time_all(
+    runner: ModelRunner, sizes: list[_Case], probes: list[_Case], names: Sequence[str], say: Callable[[str], None]
+) -> dict[_Case, float]:
     """Seconds of each case, the least of some rounds: noise only ever adds.
 
     names: requests that have the context of the probes with one.
     """
-    started = time.perf_counter()
+    started = said = time.perf_counter()
+    num_timed = 0
 
     def sample(case: _Case) -> float:
+        nonlocal said, num_timed
+        num_timed, now = num_timed + 1, time.perf_counter()
+        if now - said > SAID_EVERY_S:
+            said = now
+            say(f"step times: {num_timed} steps timed in {now - started:.0f} s")
         with nullcontext(names) if case.context else _requests(runner, case) as with_names:
             seconds = _time(runner, case, with_names)
             # Steps follow others of their kind: caches are not as the long prompt that was just measured leaves them.
-            return seconds if case.is_prefill else min(seconds, _time(runner, case, with_names))
+            is_enough = case.is_prefill or now - started > MOST_SECONDS
+            return seconds if is_enough else min(seconds, _time(runner, case, with_names))
 
     samples = {case: [sample(case)] for case in probes}
     of_a_row_s = 0.0

@@ -178,7 +178,7 @@ class AdaptiveDrafting:
     def begin_step(self, load: StepLoad, alone: StepLoad, num_asked: int) -> bool:
         """A step is to be drafted that is `load` without any drafts; `alone` are its decoding rows only.
 
-        Whether there is room for a row: where prompts fill all of a step nobody is asked.
+        Whether anybody is to be asked: there is room for a row, or it is time to see how long drafting takes by now.
         """
         self._learn()
         gain = self._speed_up.ratio(alone.num_requests)
@@ -186,9 +186,7 @@ class AdaptiveDrafting:
         self._market = market = Market.open(self.step_time, load, alone, gain, self._max_inflation, room_s)
         self._last_price = market.price
         least_s = market.without_s + market.row_s
-        if room_s < least_s <= self._max_step_s:
-            self._draft_time.forget(num_asked)
-        return least_s <= room_s
+        return least_s <= self._max_step_s and self._draft_time.is_tried(num_asked, is_too_long=room_s < least_s)
 
     def bound(self, request_ids: Sequence[str], bounds: IntArray) -> FloatArray:
         """What to ask of each drafter: lowers the most nodes, bounds[:, 0] (forest.py: DraftQueries), and returns the
@@ -336,7 +334,7 @@ class AdaptiveDrafting:
         draft_s = usual_s = 0.0
         if outcome.num_asked:
             # A pause of the machine says nothing of the drafter, and while nobody pays hardly anybody is asked.
-            draft_s = self._draft_time.observe(outcome.num_asked, outcome.draft_s, predicted_s)
+            draft_s = self._draft_time.observe(outcome.num_asked, outcome.draft_s, decoding_s)
             usual_s = self._draft_time.predict(outcome.num_asked)
         num_tokens = sum(map(len, token_ids.values()))
         if num_tokens:
@@ -344,7 +342,7 @@ class AdaptiveDrafting:
             decode_s = max(decoding_s, predicted_s - (without_s - decoding_s)) * surprise + draft_s
             for _ in range(num_steps):
                 self._speed_up.observe(outcome.decoding.num_requests, num_tokens, decode_s, decoding_s)
-        self.last = Introspection(self._last_price, predicted_s, outcome.step_s)
+        self.last = Introspection(self._last_price, predicted_s + usual_s, outcome.step_s)
         return 1.0 + (predicted_s - without_s + usual_s) / decoding_s
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 RATE = 0.1
 MOST_SURPRISE = 2.0  # what takes longer than so many times as usual counts as if it had taken so long: a pause
 FIRST_SHARE = 0.125  # of a step; the first time may be a pause, too, and is believed up to that
-FORGOTTEN = 0.98
+LONGEST_WAIT = 128  # steps
 
 
 class DraftTime:
@@ -17,6 +17,9 @@ class DraftTime:
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
         self._counts: dict[int, int] = {}
+        self._waits: dict[
+            int, tuple[int, int]
+        ] = {}  # of what seems too long: steps until it is tried, and from then on
 
     def predict(self, num_asked: int) -> float:
         """For so many requests; of a number that was never asked for what the nearest one takes, at first nothing."""
@@ -33,7 +36,16 @@ class DraftTime:
         self._counts[size] = count
         return seconds
 
-    def forget(self, num_asked: int) -> None:
-        """It seems too long to be tried: with every step a little less so, for it would never be measured again."""
+    def is_tried(self, num_asked: int, *, is_too_long: bool) -> bool:
+        """Whether so many are asked in this step; what seems too long is measured again after 2, 4, ... steps."""
         size = num_asked.bit_length()
-        self._seconds[size] = FORGOTTEN * self.predict(num_asked)
+        if not is_too_long:
+            self._waits.pop(size, None)
+            return True
+        left, wait = self._waits.get(size, (2, 2))
+        if left > 0:
+            self._waits[size] = left - 1, wait
+            return False
+        wait = min(LONGEST_WAIT, 2 * wait)
+        self._waits[size] = wait, wait
+        return True

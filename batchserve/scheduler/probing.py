@@ -45,8 +45,8 @@ class Probe:
     def note(self, is_paying: bool, text: Sequence[int], longest_wait: int = LONGEST_WAIT, step: int = 0) -> None:
         """The outcome of asking in this step; `text` is the request's so far, read only when waiting begins.
 
-        Whoever waits long is asked in the same steps as all others who do, those that come next to his own: most of
-        what asking costs is the same for one request as for all.
+        Whoever waits long is asked in the same steps as all others who do: most of what asking costs is the same for
+        one request as for all.
         """
         if is_paying:
             self.num_failures, self.wait = 0, 0
@@ -56,8 +56,7 @@ class Probe:
             return
         self.wait = min(longest_wait, 1 << min(30, self.num_failures - PATIENCE))
         if self.wait >= LONG_WAIT:
-            late = step % self.wait
-            self.wait += self.wait - late if 2 * late > self.wait else -late
+            self.wait -= step % self.wait
         if self.is_watching and not self._is_read:
             self._is_read = True
             recent = text[-RECENT:]

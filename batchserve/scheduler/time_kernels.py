@@ -68,7 +68,8 @@ def learn_step(table, load, without, decoding, forward_s, host_s, num_steps):  #
     most_rise_s = MOST_RISE * (known[2] - slopes[HOST])  # of decoding: a long prompt's step may start many requests
     for _ in range(num_steps):
         moved += FAST_RATE * max(-OUTLIER, min(OUTLIER, error - moved))
-        slopes[HOST] += FAST_RATE * min(max(0.0, host_s) - slopes[HOST], slopes[HOST] + most_rise_s)
+        if abs(error) <= OUTLIER:
+            slopes[HOST] += FAST_RATE * min(max(0.0, host_s) - slopes[HOST], slopes[HOST] + most_rise_s)
     slopes[LOG_FACTOR] += moved
     if abs(error) <= OUTLIER:
         low, high = _segment(knots, load[0])

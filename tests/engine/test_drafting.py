@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from batchserve.draft.base import DraftTree
+from batchserve.attention.base import LayerShape
+from batchserve.attention.slab import EXTENT, SlabAllocator
+from batchserve.draft.base import DraftTree, NullDrafter
 from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.engine.drafting import LATE_STEPS, DraftStage, depth_labels
 from batchserve.metrics import GAUGES
@@ -68,6 +71,32 @@ def test_without_it_only_what_was_drafted_is_shown() -> None:
     metrics = engine.core.metrics
     assert {*metrics.gauges, *metrics.adaptive()} == {"draft_rows_per_request"}
     assert not metrics.acceptance()
+
+
+def test_a_fixed_length_shows_how_well_steps_are_predicted() -> None:
+    engine = scripted_engine(is_drafting=True, decoding_length=4)
+    core = engine.core
+    allocator, step_time = core.runner.backend.allocator, StepTimeModel(TABLE)
+    core.drafts = DraftStage(core.drafter, None, allocator, lambda: engine.now_s, step_time)
+    add(engine, "a", ANSWER, max_tokens=60)
+    engine.run()
+    assert set(GAUGES) - {*core.metrics.gauges, *core.metrics.adaptive()} == {"price_tokens_per_second"}
+
+
+@pytest.mark.parametrize("num_unverified", [0, 6])
+def test_where_memory_is_short_the_first_nodes_of_a_tree_are_run(num_unverified: int) -> None:
+    """Both were promised the one extent that is free; who comes later has what is left of his own."""
+    allocator = SlabAllocator([LayerShape(1, 1, 1)], torch.float32, 3 * EXTENT)
+    for name in "ab":
+        assert allocator.reserve(name, EXTENT)
+        allocator.commit(name, range(EXTENT - 4))
+    stage = DraftStage(NullDrafter(), None, allocator, lambda: 0.0)
+    is_verified = [True] * (8 - num_unverified) + [False] * num_unverified
+    tree = DraftTree([*range(8)], [*range(-1, 7)], [0.5] * 8, is_verified)
+    forest = stage._with_memory(["a", "none", "b"], DraftForest.of([tree, DraftTree(), tree]))
+    assert forest.sizes.tolist() == [8, 0, 3 if num_unverified == 0 else 2], "a window is run whole or not at all"
+    assert allocator.reservable_tokens(["b"]) == [4]
+    allocator.check_integrity({"a", "b"})
 
 
 def test_a_drafter_that_is_seldom_asked_hears_in_one_piece_what_it_has_missed(monkeypatch: pytest.MonkeyPatch) -> None:

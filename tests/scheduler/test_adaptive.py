@@ -365,7 +365,7 @@ def test_the_time_that_drafting_for_others_takes_is_on_his_account(others: int, 
     lost = 0.0
     for number, step in enumerate(machine.steps(300, proposal_s=proposal_s), 1):
         lost += (step.seconds + proposal_s * len(step.asked)) / plain_s - len(step.given["victim"])
-        assert lost <= GRACE_STEPS + MAX_LOSS * number + 1.5
+        assert lost <= GRACE_STEPS + MAX_LOSS * number + 2.0
     assert lost > 0.9 * (GRACE_STEPS + MAX_LOSS * 300)
 
 
@@ -532,6 +532,12 @@ def test_what_drafting_takes_is_part_of_the_hard_bound() -> None:
     assert STEP_S + 2 * ROW_S < max(known) <= bound_s * 1.02
 
 
+@pytest.mark.parametrize("proposal_s", [3e-3, 50e-3])
+def test_drafting_that_has_no_room_in_the_hard_bound_exceeds_it_but_rarely(proposal_s: float) -> None:
+    steps = Machine([Text("a", hit=1.0)], DEAR, max_step_s=1.2 * STEP_S).steps(600, proposal_s=proposal_s)
+    assert 1 <= sum(bool(step.asked) for step in steps[100:]) <= 6
+
+
 def test_drafting_that_took_too_long_for_the_bound_is_tried_again() -> None:
     machine = Machine([Text("a", hit=1.0)], DEAR, max_step_s=1.8 * STEP_S)
     machine.steps(100, proposal_s=0.01 * STEP_S)
@@ -566,7 +572,7 @@ def test_a_drafter_that_is_always_wrong_is_asked_for_probes_only(claim: float) -
     assert first <= 20, "it took long to be found out"
     assert gaps[first : first + 2] == [3, 5]
     for gap, wait in zip(gaps[first + 2 : first + 5], (8, 16, 32), strict=True):
-        assert wait // 2 < gap <= 3 * wait // 2 + 1, "the step next to its own in which all are asked together"
+        assert 1 < gap <= wait + 1, "until all are asked together"
     assert set(gaps[first + 5 :]) == {LONGEST_WAIT}
     assert not any(step.rows for step in steps[32:]), "a probe takes no rows"
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
-from batchserve.scheduler.draft_time import FIRST_SHARE, FORGOTTEN, MOST_SURPRISE, DraftTime
+from batchserve.scheduler.draft_time import FIRST_SHARE, LONGEST_WAIT, MOST_SURPRISE, DraftTime
 
 STEP_S = 1.0
 
@@ -38,10 +40,11 @@ def test_a_pause_counts_as_a_bounded_time() -> None:
     assert time.predict(4) <= MOST_SURPRISE * usual_s
 
 
-def test_what_is_too_long_to_be_tried_is_forgotten_bit_by_bit() -> None:
+def test_what_is_too_long_is_tried_ever_more_rarely() -> None:
     time = DraftTime()
-    time.observe(1, 0.1, STEP_S)
-    for _ in range(3):
-        time.forget(16)
-    assert time.predict(16) == pytest.approx(0.1 * FORGOTTEN**3)
-    assert time.predict(1) == 0.1
+    tried = [step for step in range(1000) if time.is_tried(16, is_too_long=True)]
+    gaps = [after - before for before, after in pairwise([-1, *tried])]
+    assert gaps[:6] == [3, 5, 9, 17, 33, 65]
+    assert set(gaps[6:]) == {LONGEST_WAIT + 1}
+    assert time.is_tried(16, is_too_long=False)
+    assert not time.is_tried(16, is_too_long=True)
