@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from batchserve.scheduler.price import MOST_SURPRISE
+
 RATE = 0.1
-MOST_SURPRISE = 2.0  # what takes longer than so many times as usual counts as if it had taken so long: a pause
 FIRST_SHARE = 0.125  # of a step; the first time may be a pause, too, and is believed up to that
 LONGEST_WAIT = 128  # steps
 
@@ -17,18 +18,18 @@ class DraftTime:
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
         self._counts: dict[int, int] = {}
-        self._waits: dict[
-            int, tuple[int, int]
-        ] = {}  # of what seems too long: steps until it is tried, and from then on
+        # Of what seems too long: steps until it is tried, and those until it is tried once more.
+        self._waits: dict[int, tuple[int, int]] = {}
 
     def predict(self, num_asked: int) -> float:
         """For so many requests; of a number that was never asked for what the nearest one takes, at first nothing."""
         size = num_asked.bit_length()
-        nearest = min(self._seconds, key=lambda known: abs(known - size), default=None)
-        return 0.0 if nearest is None else self._seconds[nearest]
+        if size in self._seconds or not self._seconds:
+            return self._seconds.get(size, 0.0)
+        return self._seconds[min(self._seconds, key=lambda known: abs(known - size))]
 
     def observe(self, num_asked: int, seconds: float, step_s: float) -> float:
-        """Asking so many took so long, in a step of which the rest took step_s; returns what counts of it."""
+        """Asking so many took so long, beside a step of step_s; returns what counts of it: a pause not whole."""
         size = num_asked.bit_length()
         usual_s, count = self._seconds.get(size, 0.0), self._counts.get(size, 0) + 1
         seconds = min(seconds, MOST_SURPRISE * usual_s if usual_s else FIRST_SHARE * step_s)

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from batchserve.scheduler.draft_time import FIRST_SHARE, LONGEST_WAIT, MOST_SURPRISE, DraftTime
+from batchserve.scheduler.draft_time import FIRST_SHARE, LONGEST_WAIT, DraftTime
+from batchserve.scheduler.price import MOST_SURPRISE
 
 STEP_S = 1.0
 
