@@ -7,7 +7,7 @@ one compiled call.
 
 from __future__ import annotations
 
-from itertools import accumulate, chain
+from itertools import accumulate, chain, starmap
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -91,9 +91,8 @@ class SlabAllocator:
         return self._cached
 
     def reservable_tokens(self, request_ids: Sequence[str]) -> list[int]:
-        free = self.free_tokens // EXTENT * EXTENT
-        slabs = (self._slabs.get(request_id, _NO_SLAB) for request_id in request_ids)
-        return [slab.capacity - slab.num_committed + free for slab in slabs]
+        free, slabs = self.free_tokens // EXTENT * EXTENT, self._slabs
+        return [(slab := slabs.get(each, _NO_SLAB)).capacity - slab.num_committed + free for each in request_ids]
 
     def reserve(self, request_id: str, num_tokens: int) -> bool:
         slab = self._slabs.get(request_id)
@@ -117,7 +116,13 @@ class SlabAllocator:
         return True
 
     def reserve_all(self, request_ids: Sequence[str], num_tokens: Sequence[int]) -> bool:
-        return all(map(self.reserve, request_ids, num_tokens))
+        slabs = self._slabs
+        short = [  # only these have to be looked at again: each step asks for every request
+            (each, count)
+            for each, count in zip(request_ids, num_tokens, strict=True)
+            if (slab := slabs.get(each, _NO_SLAB)).num_committed + count > slab.capacity
+        ]
+        return all(starmap(self.reserve, short))
 
     def reclaim(self, num_needed: Mapping[str, int]) -> bool:
         slabs = [(self._slabs[request_id], needed) for request_id, needed in num_needed.items()]
@@ -148,18 +153,18 @@ class SlabAllocator:
         self.commit_all({request_id: rows})
 
     def commit_all(self, rows: Mapping[str, Sequence[int]]) -> None:
-        # They ascend: where the last one is in its place, all are.
-        moved = {each: kept for each, kept in rows.items() if len(kept) and kept[-1] != len(kept) - 1}
-        if moved:
-            slabs = [self._slabs[each] for each in moved]
-            for slab, (request_id, kept) in zip(slabs, moved.items(), strict=True):
+        slabs, moved, places = [self._slabs[each] for each in rows], [], []
+        for slab, (request_id, kept) in zip(slabs, rows.items(), strict=True):
+            if len(kept) and kept[-1] != len(kept) - 1:  # they ascend: where the last one is in its place, all are
                 if slab.num_committed + kept[-1] >= slab.capacity:  # compiled code would not notice
                     raise IndexError(f"rows of {request_id!r}: {kept[-1]} was not reserved")
-            where = [(slab.addresses_at, slab.capacity, slab.num_committed) for slab in slabs]
-            starts = np.array([0, *accumulate(map(len, moved.values()))])
-            move_rows(np.array(where), self._plane_sizes, starts, np.array([*chain.from_iterable(moved.values())]))
-        for each, kept in rows.items():
-            self._slabs[each].num_committed += len(kept)
+                moved.append(kept)
+                places.append((slab.addresses_at, slab.capacity, slab.num_committed))
+        if moved:
+            starts = np.array([0, *accumulate(map(len, moved))])
+            move_rows(np.array(places), self._plane_sizes, starts, np.array([*chain.from_iterable(moved)]))
+        for slab, kept in zip(slabs, rows.values(), strict=True):
+            slab.num_committed += len(kept)
 
     def touch(self, request_id: str) -> None:
         for stack in self._slabs[request_id].stacks:

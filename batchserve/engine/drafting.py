@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import compress, pairwise
+from operator import and_
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -124,11 +125,12 @@ class DraftStage:
 
     def are_asked(self, requests: Sequence[Request]) -> list[bool]:
         """Whose drafters are to be called in this step, of these that decode; once a step."""
-        started, adaptive = self._started, self.adaptive
+        started = self._started
         are_ready = [r.request_id in started or self._begin(r) for r in requests]
-        if adaptive is None:
+        if self.adaptive is None:
             return are_ready
-        return [is_ready and adaptive.asks(r.request_id) for r, is_ready in zip(requests, are_ready, strict=True)]
+        are_asked = self.adaptive.are_asked([r.request_id for r in requests])
+        return are_asked if all(are_ready) else [*map(and_, are_ready, are_asked)]
 
     def _tell(self, request_ids: Collection[str]) -> None:
         """Let the drafter hear what it has missed. A drafter that is not asked costs nothing, not even to listen."""

@@ -7,6 +7,7 @@ budget which cuts a draft does not blind the estimate that it cuts by.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -75,14 +76,11 @@ class Given(NamedTuple):
         num_steps: Mapping[str, int] | None = None,
     ) -> Given:
         """Of requests with their tokens, and the number of steps (None: one); those that have no slot are left out."""
-        slots, starts, tokens, counts = [], [0], list[int](), []
-        for request_id, those in token_ids.items():
-            if request_id in slot_of:
-                slots.append(slot_of[request_id])
-                tokens += those
-                starts.append(len(tokens))
-                counts.append(1 if num_steps is None else num_steps[request_id])
-        return cls(np.array(slots, np.int64), np.array(starts), np.array(tokens, np.int64), np.array(counts, np.int64))
+        known = [each for each in token_ids if each in slot_of]
+        slots, given = [slot_of[each] for each in known], [token_ids[each] for each in known]
+        counts = [1] * len(known) if num_steps is None else [num_steps[each] for each in known]
+        starts, tokens = [0, *accumulate(map(len, given))], [*chain.from_iterable(given)]
+        return cls(*(np.array(each, np.int64) for each in (slots, starts, tokens, counts)))
 
 
 class _Books:
@@ -152,7 +150,8 @@ class AcceptanceModel:
     def close(self, slot: int) -> None:
         """What was offered to this request and has not arrived never will."""
         for offered in self._open:
-            offered.trees[1, offered.trees[0] == slot] = CLOSED
+            slots, reached = offered.trees
+            reached[slots == slot] = CLOSED
 
     def calibrate(self, trees: DraftForest, slots: IntArray, places: IntArray) -> Offered:
         """Calibrated trees. `slots` are of all requests of a step; tree i is of the one at slots[places[i]].

@@ -161,10 +161,10 @@ class AdaptiveDrafting:
         if slot is not None:
             self.acceptance.close(slot)
 
-    def asks(self, request_id: str) -> bool:
-        """Whether the request's drafter is to be called in this step; once a step and request."""
-        probe = self._probes.get(request_id)
-        return probe is None or probe.is_due()
+    def are_asked(self, request_ids: Sequence[str]) -> list[bool]:
+        """Whose drafter is to be called in this step; once a step and request."""
+        probes = self._probes
+        return [each not in probes or probes[each].is_due() for each in request_ids]
 
     def windows_run(self, request_ids: Sequence[str]) -> list[str]:
         """Whose Jacobi window was run since it was last said what it had earned."""

@@ -152,7 +152,7 @@ class Machine:
         alone = StepLoad(count, count, count, context, context)
         without = alone._replace(num_rows=count + chunk, num_requests=count + bool(chunk))
         drafted = [text for text in texts if text.depth or text.window]
-        asked = [text for text in drafted if adaptive.asks(text.name)]
+        asked = [text for text in drafted if adaptive.are_asked([text.name])[0]]
         asked = asked if asked and adaptive.begin_step(without, alone, len(asked)) else []
         trees: dict[str, DraftTree] = {}
         chosen: dict[str, list[int]] = {}
@@ -619,11 +619,11 @@ def test_what_is_expected_to_gain_next_to_nothing_is_not_run_however_cheap() -> 
 def test_a_request_that_has_ended_leaves_nothing_to_the_next_of_its_name() -> None:
     machine = Machine([Text("a", hit=0.0, claim=0.9)], DEAR)
     machine.steps(100)
-    assert not any(machine.adaptive.asks("a") for _ in range(3))
+    assert not any(machine.adaptive.are_asked(["a"])[0] for _ in range(3))
     machine.adaptive.end("a")
     machine.adaptive.end("a")  # harmless
     machine.adaptive.start("a", "drafter")
-    assert all(machine.adaptive.asks("a") for _ in range(3))
+    assert all(machine.adaptive.are_asked(["a"])[0] for _ in range(3))
 
 
 def steps_until_left_alone(machine: Machine, name: str) -> int:
