@@ -21,7 +21,10 @@ DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "cpu", "flashinfer", "triton", "torch")
 FLASHINFER_MASKS = ("custom", "tree")
 MIN_TARGET_MS = 0.001
-ITL_INFLATION = 1.25  # of a running request's inter-token latency, by what others have in its steps
+ITL_INFLATION = 1.25  # of a running request's steps, by others' drafts
+# ... by prompts: so these get half of the time. Less, and long prompts arrive faster than they are computed
+# (docs/adaptive.md, "Prompts beside running requests").
+PROMPT_INFLATION = 2.0
 MAX_RECEIVE_BYTES = (1 << 31) - 1  # gRPC counts them in an int
 MiB = 1 << 20
 MOST_TOKENS, MOST_BYTES = (1 << 31) - 1, 1 << 60  # of anything that is counted: compiled code adds them up in 64 bits
@@ -120,7 +123,7 @@ class EngineConfig:
     drafter's own number where `adaptive` is False; 0: none for anybody.
     max_itl_inflation: drafts stretch the steps of running requests to at most so many times their length, further where
     everybody gains or is even (docs/adaptive.md), and all prompts together steps with drafts to so many times theirs.
-    None: ITL_INFLATION, for each prompt by itself, but for prompts no bound beside max_itl_ms.
+    None: ITL_INFLATION, and for prompts PROMPT_INFLATION, or where max_itl_ms is given that alone.
     max_itl_ms: the longest step beside running requests that prompts and drafts may make; None: as max_itl_inflation.
     Drafts of a fixed length are bounded by neither.
     max_priority_wait_s: a request that came so long ago, waiting or running, comes before all that came later, whatever
@@ -183,16 +186,10 @@ class EngineConfig:
 
     @property
     def prompt_inflation(self) -> float:
-        """How far a prompt may stretch a step: whoever bounds steps in milliseconds alone means these to be used."""
-        is_bound_otherwise = self.max_itl_inflation is None and self.max_itl_ms is not None
-        return float("inf") if is_bound_otherwise else self.draft_inflation
-
-    @property
-    def has_prompt_shares(self) -> bool:
-        """Whether each prompt may stretch a step by itself: a queue does not wait longer the more of it there is. A
-        number that was asked for holds for all of them together.
-        """
-        return self.max_itl_inflation is None
+        """How far all prompts may stretch a step: whoever bounds steps in milliseconds alone means these to be used."""
+        if self.max_itl_inflation is not None:
+            return self.max_itl_inflation
+        return PROMPT_INFLATION if self.max_itl_ms is None else math.inf
 
     @property
     def max_step_s(self) -> float:

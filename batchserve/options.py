@@ -20,6 +20,7 @@ from batchserve.config import (
     FLASHINFER_MASKS,
     ITL_INFLATION,
     PRIVATE_SCOPE,
+    PROMPT_INFLATION,
     TRIE_MODES,
     DraftConfig,
     EngineConfig,
@@ -89,7 +90,7 @@ ENGINE_OPTIONS = {
     "max_itl_inflation": Option(
         "drafts, and all prompts together that are computed beside them, stretch the steps of running requests to at "
         "most so many times their length (drafts: unless nobody loses by it); at least 1",
-        default_text=f"{ITL_INFLATION}, for each prompt by itself; prompts beside --max-itl-ms: that alone bounds them",
+        default_text=f"drafts {ITL_INFLATION}; prompts {PROMPT_INFLATION:g}, or beside --max-itl-ms that alone",
     ),
     "max_itl_ms": Option(
         "the longest step beside running requests that prompts and drafts may make, in milliseconds",

@@ -8,6 +8,16 @@ from dataclasses import InitVar, dataclass, field
 
 from batchserve.types import FinishReason, Timing, Usage
 
+TENANT = "default"  # there is no authentication: all callers are one
+
+
+@dataclass(frozen=True, slots=True)
+class DraftScope:
+    """Who shares drafts and K/V: what one key's requests wrote is never proposed, or found cached, under another."""
+
+    tenant: str
+    name: str
+
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSampling:
@@ -40,7 +50,7 @@ class ResolvedSpeculation:
     drafter: str = "none"
     max_draft_tokens: int = 0
     branch_length: int = 1
-    draft_scope: str | None = None
+    draft_scope: DraftScope | None = None
     references: Sequence[Sequence[int]] = ()
     tpot_target_s: float | None = None
 
@@ -81,7 +91,7 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     max_total_tokens: int = field(init=False)
     num_computed_tokens: int = 0
-    prefix_scope: str | None = None  # whose cached K/V it may begin with, and leaves its own to; None: nobody's
+    prefix_scope: DraftScope | None = None  # whose cached K/V it may begin with, and leaves its own to; None: nobody's
     num_cached_tokens: int = 0  # of the prompt, whose K/V was there
     num_published_tokens: int = 0  # whose text is out
     is_whole: bool = False  # its client is given all of it at its end

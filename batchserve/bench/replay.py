@@ -10,9 +10,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
+from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree
 from batchserve.draft.forest import DraftQueries
 from batchserve.errors import ConfigError
+from batchserve.request import DraftScope
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from batchserve.addresses import Team
     from batchserve.draft.forest import DraftForest, DraftQueries
+    from batchserve.request import DraftScope
 
 
 @dataclass(slots=True)
@@ -85,14 +86,6 @@ class DraftTree:
             if (parent, token_id) in seen:
                 raise ValueError(f"draft node {i}: parent {parent} has two children with token {token_id}")
             seen.add((parent, token_id))
-
-
-@dataclass(frozen=True, slots=True)
-class DraftScope:
-    """Whose texts may be drafted to whom: what one key's requests wrote is never proposed under another."""
-
-    tenant: str
-    name: str
 
 
 @dataclass(frozen=True, slots=True)

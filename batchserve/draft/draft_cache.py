@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from batchserve.draft.base import DraftScope
 from batchserve.draft.mixture_kernels import initial_weights
 from batchserve.draft.text_index import START
 from batchserve.errors import ConfigError
+from batchserve.request import DraftScope
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,7 +16,7 @@ import numpy as np
 
 from batchserve.addresses import ONE_THREAD, Team
 from batchserve.config import MiB
-from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
+from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree
 from batchserve.draft.draft_cache import SavedScope, read_scopes, write_scopes
 from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.draft.mixture_batch import (
@@ -42,6 +42,7 @@ from batchserve.draft.mixture_kernels import (
 from batchserve.draft.mixture_noise import noise_bin_of
 from batchserve.draft.text_index import BYTES_PER_TOKEN, MIN_CAPACITY, START, TextIndex
 from batchserve.errors import ConfigError
+from batchserve.request import DraftScope
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

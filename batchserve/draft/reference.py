@@ -12,10 +12,11 @@ import numpy as np
 
 from batchserve.config import MiB
 from batchserve.draft.answer_cache import AnswerCache
-from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
+from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree
 from batchserve.draft.reference_kernels import MAX_OCCURRENCES, find_copy
 from batchserve.draft.text_index import MAX_MATCH, TextIndex
 from batchserve.errors import ConfigError
+from batchserve.request import DraftScope
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

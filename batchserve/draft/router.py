@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree, NullDrafter
+from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree, NullDrafter
 from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.errors import ConfigError
+from batchserve.request import DraftScope
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,9 +16,10 @@ import numpy as np
 
 from batchserve.config import MiB
 from batchserve.draft import trie_growth, trie_kernels
-from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
+from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree
 from batchserve.draft.text_index import TextIndex
 from batchserve.errors import ConfigError
+from batchserve.request import DraftScope
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from batchserve.draft.base import DraftRequest, DraftScope
+from batchserve.draft.base import DraftRequest
 from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.metrics import Acceptance
 from batchserve.scheduler.acceptance import DEPTH_OF_BIN
@@ -20,14 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from batchserve.draft.base import Drafter
-    from batchserve.request import Request
+    from batchserve.request import DraftScope, Request
     from batchserve.scheduler.adaptive import AdaptiveDrafting
     from batchserve.scheduler.kv_allocator import KVAllocator
     from batchserve.scheduler.plan import SchedulerOutput
     from batchserve.scheduler.step_time import StepTimeModel
 
 LATE_STEPS = 4  # whoever was not asked for more of them is told what has happened since in one piece
-TENANT = "default"  # there is no authentication: all callers are one
 
 
 @dataclasses.dataclass(slots=True)
@@ -237,16 +236,16 @@ class DraftStage:
         if self.adaptive is not None:
             self.adaptive.end(request.request_id)
 
-    def clear_scope(self, name: str, in_flight: Iterable[Request]) -> None:
+    def clear_scope(self, scope: DraftScope, in_flight: Iterable[Request]) -> None:
         """Forget the text of the scope's requests until now, of those in flight, too, told or not."""
         for request in in_flight:
-            if request.speculation.draft_scope == name:
+            if request.speculation.draft_scope == scope:
                 told = self._started.get(request.request_id)
                 if told is None:
                     self._forgotten[request.request_id] = request.num_published_tokens
                 else:
                     told.num_shared = request.num_published_tokens
-        self.drafter.clear_scope(DraftScope(TENANT, name))
+        self.drafter.clear_scope(scope)
 
 
 def depth_labels() -> tuple[str, ...]:
@@ -261,7 +260,7 @@ def _draft_request(request: Request) -> DraftRequest:
         request.request_id,
         request.token_ids[: request.num_prompt_tokens],
         references=speculation.references,
-        scope=None if speculation.draft_scope is None else DraftScope(TENANT, speculation.draft_scope),
+        scope=speculation.draft_scope,
         drafter=speculation.drafter,
         temperature=sampling.temperature,
         seed=sampling.seed,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from batchserve.draft.forest import DraftForest
     from batchserve.engine.drafting import DraftStage
     from batchserve.metrics import EngineMetrics
-    from batchserve.request import ResolvedSampling
+    from batchserve.request import DraftScope, ResolvedSampling
     from batchserve.runner.model_runner import ModelRunner
     from batchserve.sampling.verify import VerifiedTokens
     from batchserve.scheduler.plan import SchedulerOutput
@@ -172,16 +172,16 @@ class EngineCore:
             "kv_total_tokens": allocator.total_tokens,
         }
 
-    def clear_draft_scope(self, name: str) -> None:
+    def clear_draft_scope(self, scope: DraftScope) -> None:
         """Forget what the scope's requests have shared, drafts and K/V.
 
         Those in flight go on. What they are given from now on is drafted from, as before; their K/V, which is of what
         came before, too, is nobody else's any more.
         """
-        self.runner.backend.allocator.forget_prefixes(name)
-        self.drafts.clear_scope(name, self._detokenizers)
+        self.runner.backend.allocator.forget_prefixes(scope)
+        self.drafts.clear_scope(scope, self._detokenizers)
         for request in self._detokenizers:
-            if request.prefix_scope == name:
+            if request.prefix_scope == scope:
                 request.prefix_scope = None
 
     def _build(self, plan: SchedulerOutput, drafts: DraftForest) -> RaggedBatch:

@@ -75,7 +75,7 @@ class EngineLoop:
         elif isinstance(message, Abort):
             self._abort(message.ticket)
         else:
-            self._core.clear_draft_scope(message.name)
+            self._core.clear_draft_scope(message.scope)
             self._send(Cleared(message.ticket))
         return True
 

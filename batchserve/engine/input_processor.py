@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from batchserve.config import PRIVATE_SCOPE, EngineConfig
 from batchserve.errors import InvalidRequestError
-from batchserve.request import Request, ResolvedSampling, ResolvedSpeculation
+from batchserve.request import TENANT, DraftScope, Request, ResolvedSampling, ResolvedSpeculation
 from batchserve.types import (
     MAX_REFERENCE_TOKENS,
     MAX_REQUEST_ID_CHARS,
@@ -210,10 +210,10 @@ class InputProcessor:
         """Names the meaning of token ids, so that drafts are never loaded under another one."""
         return vocabulary_fingerprint(self.facts.tokenizer, self.facts.vocab_size, self.facts.name)
 
-    def resolve_scope(self, draft_scope: str) -> str | None:
+    def resolve_scope(self, draft_scope: str) -> DraftScope | None:
         """The scope that is meant; None shares nothing."""
         scope = draft_scope or self._default_scope
-        return None if scope == PRIVATE_SCOPE else _plain(scope)
+        return None if scope == PRIVATE_SCOPE else DraftScope(TENANT, _plain(scope))
 
     def make_request(
         self,

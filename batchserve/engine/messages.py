@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from batchserve.engine.input_processor import ModelFacts
     from batchserve.errors import BatchserveError, EngineFaultError
     from batchserve.metrics import MetricsReading
-    from batchserve.request import Request
+    from batchserve.request import DraftScope, Request
     from batchserve.types import Delta, ModelInfo
 
 
@@ -39,7 +39,7 @@ class ClearScope:
     """Forget what a draft scope's requests have shared; answered by Cleared."""
 
     ticket: int
-    name: str
+    scope: DraftScope
 
 
 @dataclass(frozen=True, slots=True)

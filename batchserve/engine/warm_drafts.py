@@ -13,15 +13,15 @@ from rich.progress import Progress
 from transformers import AutoConfig
 
 from batchserve.config import PRIVATE_SCOPE, EngineConfig
-from batchserve.draft.base import DraftRequest, DraftScope
+from batchserve.draft.base import DraftRequest
 from batchserve.draft.factory import create_drafter, draft_parts
 from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.router import RoutingDrafter
-from batchserve.engine.drafting import TENANT
 from batchserve.engine.input_processor import vocabulary_fingerprint
 from batchserve.errors import ConfigError
 from batchserve.jsonl import Line, read_lines, text_of
 from batchserve.kernel_cache import forget_stale_kernels
+from batchserve.request import TENANT, DraftScope
 from batchserve.runner.loader import load_tokenizer, resolve_model
 
 AROUND = 2  # what a drafter keeps beside the tokens of a text: its beginning and its end

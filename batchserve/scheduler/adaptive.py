@@ -84,8 +84,8 @@ class Introspection(NamedTuple):
 class AdaptiveDrafting:
     """Decides for one engine. Keyed by request id; not thread-safe.
 
-    A step calls `asks` for each decoding request; if any is to be asked, `begin_step`, their `bound` and `choose`; and
-    `step_done` when it is over. max_inflation: how far drafts may stretch a step that somebody gains nothing from;
+    A step calls `are_asked` of its decoding requests; if any is to be asked, `begin_step`, their `bound` and `choose`;
+    and `step_done` when it is over. max_inflation: how far drafts may stretch a step that somebody gains nothing from;
     max_step_s: how long they may make it at all.
     """
 

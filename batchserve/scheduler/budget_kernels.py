@@ -206,13 +206,17 @@ def buy(owners, gains, rows, bidders, table, load, market, chosen):  # type: ign
     order = np.argsort(order_by, kind="mergesort")  # stable: a child that is as good as its parent stays behind it
     without_s = seconds_at(table, load, 0.0, 0.0)
     given = np.ones(num_requests)
+    is_left_out = np.zeros(num_items, np.bool_)
     worth, best_worth, best, num_rows, attended = 0.0, 0.0, 0, 0, 0.0
     for k in range(num_items):
         item = order[k]
         owner = owners[item]
+        if num_rows + rows[item] > max_rows:
+            if rows[item] == 1:
+                break
+            is_left_out[item] = True
+            continue
         num_rows += rows[item]
-        if num_rows > max_rows:
-            break
         attended += rows[item] * contexts[owner]
         given[owner] += gains[item]
         worth += values[item]
@@ -234,8 +238,15 @@ def buy(owners, gains, rows, bidders, table, load, market, chosen):  # type: ign
         profit = worth - price * (step_s - without_s)
         if is_fair and is_short and profit > best_worth:
             best_worth, best = profit, k + 1
+        elif rows[item] > 1 and not (is_fair and is_short):
+            # A bundle that is too large does not stand in the way of single rows behind it.
+            is_left_out[item] = True
+            num_rows -= rows[item]
+            attended -= rows[item] * contexts[owner]
+            given[owner] -= gains[item]
+            worth -= values[item]
     for k in range(best):
-        chosen[order[k]] = True
+        chosen[order[k]] = not is_left_out[order[k]]
 
 
 def compile_kernels() -> None:

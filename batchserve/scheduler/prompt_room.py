@@ -38,18 +38,13 @@ class StepBound:
         step_time: StepTimeModel,
         decoding: Iterable[Request],
         num_draft_rows: int,
-        num_prompts: int,
         max_inflation: float,
         max_step_s: float,
     ) -> StepBound:
-        """num_prompts times max_inflation - 1 of its length is what prompts may stretch the step by, all together, and
-        by no more than max_step_s allows.
-        """
         contexts = [request.num_computed_tokens for request in decoding]
         count, context = len(contexts), sum(contexts)
-        inflation = 1.0 + (max_inflation - 1.0) * max(1, num_prompts)
         load = StepLoad(count, count, count, context, context)
-        return cls(step_time, load, num_draft_rows, inflation, max_step_s)
+        return cls(step_time, load, num_draft_rows, max_inflation, max_step_s)
 
 
 class PromptRoom:

@@ -109,7 +109,9 @@ class Scheduler:
     def _plan_prompts(self, planned: dict[str, int], preempted: list[Request]) -> None:
         """Chunks of the prompts that are being computed, and of those that are let in."""
         computing = self._computing(planned)
-        room = self._prompt_room(planned, len(computing), self._config.max_num_batched_tokens - len(planned))
+        if not computing and len(self.running) == self._config.max_num_seqs:
+            return  # nobody can be let in
+        room = self._prompt_room(planned, self._config.max_num_batched_tokens - len(planned))
         for request in computing:
             if request.status is RequestStatus.RUNNING:
                 if not preempted:
@@ -140,10 +142,9 @@ class Scheduler:
         """Those whose prompt is being computed, in the order in which they get rows."""
         return sorted((r for r in self.running if r.request_id not in planned), key=self._prompt_rank)
 
-    def _prompt_room(self, planned: dict[str, int], num_computing: int, rows: int) -> PromptRoom:
+    def _prompt_room(self, planned: dict[str, int], rows: int) -> PromptRoom:
         """The rows, at most so many, that prompts get beside the requests that are planned already."""
-        num_waiting = min(len(self.waiting), self._config.max_num_seqs - len(self.running))
-        if not planned or not num_computing + num_waiting:
+        if not planned:
             return PromptRoom(rows)
         decoding = [r for r in self.running if r.request_id in planned]
         # The others are kept for drafts: as many as may be asked for, or twice as many as there were of late where they
@@ -158,15 +159,10 @@ class Scheduler:
             self._step_time,
             decoding,
             round(self._draft_rows),
-            num_computing + min(num_waiting, self._num_fitting()) if self._config.has_prompt_shares else 1,
             self._config.prompt_inflation,
             self._config.max_step_s,
         )
         return PromptRoom(rows, bound)
-
-    def _num_fitting(self) -> int:
-        """How many of those who wait there would be memory for if all were as long as the first."""
-        return self._allocator.free_tokens // self.waiting.first(self._now_s).num_pending_tokens if self.waiting else 0
 
     def _plan_chunk(
         self, request: Request, room: PromptRoom, planned: dict[str, int], preempted: list[Request]

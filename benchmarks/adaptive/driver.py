@@ -15,11 +15,11 @@ from math import comb
 
 from batchserve.attention.paged import PagedBackend
 from batchserve.bench.replay import SCOPE, ReplayRecord
-from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
+from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree
 from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.engine.engine_core import EngineCore, Event
 from batchserve.errors import BatchserveError, ConfigError
-from batchserve.request import Request, ResolvedSampling, ResolvedSpeculation
+from batchserve.request import DraftScope, Request, ResolvedSampling, ResolvedSpeculation
 from batchserve.scheduler.adaptive import AdaptiveDrafting
 
 MOST_DRAFT_TOKENS = 64
@@ -72,7 +72,7 @@ class Run:
 
 
 class WarmDrafter(Drafter):
-    """A drafter that has seen some records. What is answered from then on is not shared: every run finds the same.
+    """A drafter that has seen some records, and nothing else at the beginning of each run (`renew`).
 
     on_query is called with the number of requests that are to be drafted.
     """
@@ -81,13 +81,19 @@ class WarmDrafter(Drafter):
         self, inner: Drafter, warm: Sequence[ReplayRecord] = (), on_query: Callable[[int], None] = lambda number: None
     ) -> None:
         self._inner = inner
+        self._warm = warm
         self._on_query = on_query
-        for i, record in enumerate(warm):
+        self.renew()
+
+    def renew(self) -> None:
+        """Forget all but the records: what a run shares, and what it teaches, the next one would find."""
+        self._inner.clear_scope(SCOPE)
+        for i, record in enumerate(self._warm):
             name = f"warm-{i}"
-            inner.start(DraftRequest(name, record.prompt_token_ids, references=record.references, scope=SCOPE))
-            inner.accept(name, record.response_token_ids)
-            inner.share(name, record.response_token_ids)
-            inner.end(name)
+            self._inner.start(DraftRequest(name, record.prompt_token_ids, references=record.references, scope=SCOPE))
+            self._inner.accept(name, record.response_token_ids)
+            self._inner.share(name, record.response_token_ids)
+            self._inner.end(name)
 
     @property
     def name(self) -> str:
@@ -160,8 +166,8 @@ class Driver:
         used up. Those of the beginning stand somewhere in the first half of their answers, as in an engine that has
         been running.
         """
-        core, run, rng = self.core, Run(), random.Random(seed)
-        core.drafts.adaptive = contender.adaptive
+        run, rng = Run(), random.Random(seed)
+        self._begin(contender)
         first = seed * max(size for size, _ in load) % len(records)
         source = islice(cycle(records), first, None)
         flights: list[Flight] = []
@@ -192,8 +198,8 @@ class Driver:
         by its tokens, the easy ones give most of them. tokens, seconds, steps and rates are those of these requests;
         seconds are their mean, so that tokens_per_s is what the engine gives as long as it goes on like this.
         """
-        core, run, rng = self.core, Run(), random.Random(seed)
-        core.drafts.adaptive = contender.adaptive
+        run, rng = Run(), random.Random(seed)
+        self._begin(contender)
         source = islice(cycle(records), seed * size % len(records), None)
 
         def part() -> Flight:
@@ -215,6 +221,12 @@ class Driver:
         run.request_rates = [flight.num_tokens / flight.seconds for flight in measured]
         return run
 
+    def _begin(self, contender: Contender) -> None:
+        drafts = self.core.drafts
+        drafts.adaptive = contender.adaptive
+        if isinstance(drafts.drafter, WarmDrafter):
+            drafts.drafter.renew()
+
     def clear(self) -> None:
         """Drop what is under way."""
         self.core.abort_all()
@@ -229,7 +241,7 @@ class Driver:
         speculation = ResolvedSpeculation()
         if contender.max_draft_tokens:
             speculation = ResolvedSpeculation(
-                "", contender.max_draft_tokens, BRANCH_LENGTH, SCOPE.name, tuple(record.references)
+                "", contender.max_draft_tokens, BRANCH_LENGTH, SCOPE, tuple(record.references)
             )
         request = Request(name, record.prompt_token_ids, sampling, self._clock(), speculation)
         request.token_ids += answer[:given]

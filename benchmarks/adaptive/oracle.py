@@ -28,8 +28,8 @@ Bundle = tuple[float, list[int]]  # tokens, and the nodes that are run for them
 class AsksAll(AdaptiveDrafting):
     """Every drafter, in every step, for all that it has."""
 
-    def asks(self, request_id: str) -> bool:
-        return True
+    def are_asked(self, request_ids: Sequence[str]) -> list[bool]:
+        return [True] * len(request_ids)
 
     def bound(self, request_ids: Sequence[str], bounds: IntArray) -> FloatArray:
         np.minimum(bounds[:, 0], MOST_DRAFT_TOKENS, out=bounds[:, 0])

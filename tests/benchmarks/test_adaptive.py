@@ -18,10 +18,10 @@ from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTabl
 from benchmarks.adaptive import overhead
 from benchmarks.adaptive.driver import CONFIDENCE, Contender, Run, fixed, interleave, median_interval
 from benchmarks.adaptive.never_slower import HostileDrafter, random_records
-from benchmarks.adaptive.oracle import accepted_path, draw, in_order
+from benchmarks.adaptive.oracle import KnownOdds, Oracle, accepted_path, draw, in_order
 from benchmarks.adaptive.row_price import LENGTHS, measure
 from benchmarks.adaptive.simulation import HOST_S, Simulation
-from benchmarks.adaptive.workloads import Options
+from benchmarks.adaptive.workloads import Options, new_drafter
 from tests.factories import examples, random_tree
 
 TABLE = StepTimeTable((4, 8, 16, 32, 64, 128), (0.019, 0.021, 0.028, 0.040, 0.065, 0.118), per_attended_token=2e-8)
@@ -267,6 +267,45 @@ def test_the_hostile_drafter_is_never_right_and_always_certain() -> None:
         assert tree.probs == [1.0] * 3
         assert count_accepted(tree, record.response_token_ids, place) == 0
         drafter.accept("a", record.response_token_ids[place : place + 1])
+
+
+class Counted(Guesses):
+    """Is wrong so often that it is soon left alone; counts its queries."""
+
+    def __init__(self, records: Sequence[ReplayRecord]) -> None:
+        super().__init__(records, wrong=0.99)
+        self.num_queries = 0
+
+    def propose(self, queries: Sequence[DraftQuery]) -> list[DraftTree]:
+        self.num_queries += len(queries)
+        return super().propose(queries)
+
+
+def test_who_knows_odds_or_outcomes_asks_everybody_in_every_step() -> None:
+    records = make_records()
+    drafter = Counted(records)
+    simulation = Simulation(TABLE, drafter, [], records)
+    driver, load = simulation.driver(), [(4, 400)]
+    run = driver.run(records, load, simulation.adaptive())
+    assert drafter.num_queries < 0.5 * run.requests_steps
+    oracle = Oracle(TABLE, driver.core.runner.forced, 50.0, is_paying_for_misses=False)
+    odds = KnownOdds(TABLE, 1.25, (50.0, 50.0), 0.0)
+    for chooser in (oracle, odds):
+        drafter.num_queries = 0
+        run = driver.run(records, load, Contender("all", 8, chooser))
+        assert drafter.num_queries >= 0.9 * run.requests_steps  # an answer's last token is drafted by nobody
+
+
+def test_a_run_finds_a_drafter_that_has_seen_the_warm_records_only() -> None:
+    """What the run before it has taught, or shared, is forgotten."""
+    records = make_records()
+    simulation = Simulation(TABLE, new_drafter("mixture"), records[:6], records[6:])
+    driver = simulation.driver()
+    runs = [driver.run(records[6:], [(4, 400)], fixed(4)) for _ in range(2)]
+    assert runs[0].step_rows == runs[1].step_rows
+    assert runs[0].tokens_per_s == pytest.approx(runs[1].tokens_per_s)
+    again = simulation.driver().run(records[6:], [(4, 400)], fixed(4))
+    assert again.step_rows == runs[0].step_rows
 
 
 @pytest.mark.parametrize("size", [1, 4, 16])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree
+from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree
+from batchserve.request import DraftScope
 
 SCOPE = DraftScope("default", "one")
 OTHER_SCOPES = (DraftScope("default", "two"), DraftScope("tenant", "one"))

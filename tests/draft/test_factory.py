@@ -8,13 +8,14 @@ import sys
 import pytest
 
 from batchserve.config import DRAFTERS, MOST_MIN_MATCH, MOST_TOKENS, DraftConfig, EngineConfig, MiB
-from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, NullDrafter
+from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, NullDrafter
 from batchserve.draft.factory import SHARING, create_drafters, draft_limits, jacobi_shape
 from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.mixture import MIN_SCOPE_BYTES
 from batchserve.draft.router import RoutingDrafter
 from batchserve.draft.text_index import MAX_MATCH
 from batchserve.errors import ConfigError
+from batchserve.request import DraftScope
 
 
 @pytest.mark.parametrize(

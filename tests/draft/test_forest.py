@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchserve.draft.base import DraftQuery, DraftRequest, DraftScope, DraftTree
+from batchserve.draft.base import DraftQuery, DraftRequest, DraftTree
 from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.draft.mixture import MixtureDrafter
+from batchserve.request import DraftScope
 from tests.factories import examples, random_tree
 
 

@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from batchserve.draft import mixture_noise
-from batchserve.draft.base import DraftQuery, DraftRequest, DraftScope, DraftTree
+from batchserve.draft.base import DraftQuery, DraftRequest, DraftTree
 from batchserve.draft.mixture import MIN_SCOPE_BYTES, SCOPE_BYTES, SHARED_AT_ONCE, MixtureDrafter
 from batchserve.draft.mixture_kernels import count_common, initial_weights, make_common
 from batchserve.draft.mixture_learning import RIPE
 from batchserve.draft.text_index import BYTES_PER_TOKEN, MIN_CAPACITY
 from batchserve.errors import ConfigError
+from batchserve.request import DraftScope
 from batchserve.sampling import draw_kernel, noise
 from tests.draft.scope_machine import OTHER_SCOPES, SCOPE, ScopeMachine, check_tree, first_chain, say
 from tests.factories import examples

@@ -12,11 +12,12 @@ import pytest
 from batchserve import openmp
 from batchserve.addresses import ONE_THREAD, Team
 from batchserve.draft import mixture
-from batchserve.draft.base import Drafter, DraftRequest, DraftScope
+from batchserve.draft.base import Drafter, DraftRequest
 from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.mixture import MOST_THREADS, MixtureDrafter
 from batchserve.draft.router import RoutingDrafter
+from batchserve.request import DraftScope
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="torch's threads are found by what the process has mapped"

@@ -12,10 +12,11 @@ from hypothesis.stateful import initialize
 
 from batchserve.draft import reference, reference_kernels
 from batchserve.draft.answer_cache import OVERHEAD_BYTES, AnswerCache
-from batchserve.draft.base import DraftQuery, DraftRequest, DraftScope
+from batchserve.draft.base import DraftQuery, DraftRequest
 from batchserve.draft.reference import ReferenceDrafter
 from batchserve.draft.reference_kernels import MAX_OCCURRENCES, READ_ON
 from batchserve.errors import ConfigError
+from batchserve.request import DraftScope
 from tests.draft.scope_machine import ScopeMachine
 from tests.factories import examples
 

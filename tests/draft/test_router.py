@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree, NullDrafter
+from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree, NullDrafter
 from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.router import PersistentDrafter, RoutingDrafter
 from batchserve.errors import ConfigError
+from batchserve.request import DraftScope
 
 SCOPE = DraftScope("default", "a")
 

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
-from batchserve.draft.base import DraftQuery, DraftRequest, DraftScope, DraftTree
+from batchserve.draft.base import DraftQuery, DraftRequest, DraftTree
 from batchserve.draft.trie import MIN_ROWS, ROW_BYTES, SCOPE_BYTES, TrieDrafter
 from batchserve.errors import ConfigError
+from batchserve.request import DraftScope
 from tests.draft.scope_machine import OTHER_SCOPES, SCOPE, ScopeMachine, check_tree, first_chain, say
 from tests.draft.test_trie_kernels import check_trie
 from tests.factories import examples

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchserve.draft import trie_growth, trie_kernels
-from batchserve.draft.base import DraftQuery, DraftRequest, DraftScope
+from batchserve.draft.base import DraftQuery, DraftRequest
 from batchserve.draft.trie import MIN_ROWS, TrieDrafter, _Branches, _SharedTrie, compile_kernels
 from batchserve.draft.trie_kernels import CHILD, COUNT, FREE, NEXT, PARENT, PREV, SIZE, TOKEN, USED, find_child
+from batchserve.request import DraftScope
 from tests.factories import examples
 
 UNBOUNDED = 1 << 20

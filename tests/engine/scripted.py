@@ -12,13 +12,13 @@ from batchserve.attention.base import LayerShape
 from batchserve.attention.cpu import CpuBackend
 from batchserve.attention.slab import SlabAllocator
 from batchserve.config import EngineConfig
-from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftScope, DraftTree, NullDrafter
+from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree, NullDrafter
 from batchserve.engine.detokenizer import Decoder
 from batchserve.engine.drafting import DraftStage
 from batchserve.engine.engine_core import EngineCore, Event
 from batchserve.errors import BatchserveError
 from batchserve.metrics import EngineMetrics
-from batchserve.request import Request
+from batchserve.request import DraftScope, Request
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RaggedBatch
 from batchserve.sampling.verify import VerifiedTokens, walk_tree

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from batchserve.config import DraftConfig, EngineConfig
-from batchserve.draft.base import DraftScope, NullDrafter
+from batchserve.draft.base import NullDrafter
 from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.router import RoutingDrafter
 from batchserve.engine import async_engine, engine_loop
@@ -32,7 +32,7 @@ from batchserve.errors import (
     UnavailableError,
     UnknownModelError,
 )
-from batchserve.request import Request
+from batchserve.request import DraftScope, Request
 from batchserve.types import Delta, FinishReason, SamplingParams, SpeculationParams, Started
 
 PROMPT = [5, 9, 17, 5, 9]

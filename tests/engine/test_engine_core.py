@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from batchserve.config import DRAFTERS
-from batchserve.draft.base import DraftQuery, DraftScope, DraftTree
+from batchserve.draft.base import DraftQuery, DraftTree
 from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.router import RoutingDrafter
 from batchserve.errors import DeadlineExceededError
+from batchserve.request import DraftScope
 from batchserve.types import FinishReason, SpeculationParams
 from tests.engine.scripted import PerfectDrafter, ScriptedEngine, add, scripted_engine
 
@@ -161,7 +162,7 @@ def test_what_a_request_was_given_before_its_scope_was_cleared_is_not_shared_whe
     for _ in range(4):
         engine.step()
     assert engine.text("a") == "abc"
-    engine.core.clear_draft_scope("team")
+    engine.core.clear_draft_scope(DraftScope("default", "team"))
     drafter.unready = set()
     engine.run()
     assert bytes(drafter.shared["a"]).decode() == "defghijklmnop"
@@ -218,7 +219,7 @@ def test_different_drafters_in_one_batch_each_draft_their_own_requests() -> None
 
 def test_clearing_a_scope_reaches_the_drafter_under_the_one_tenant_that_there_is() -> None:
     engine = scripted_engine(is_drafting=True)
-    engine.core.clear_draft_scope("team")
+    engine.core.clear_draft_scope(DraftScope("default", "team"))
     assert engine.drafter is not None
     assert engine.drafter.cleared == [DraftScope("default", "team")]
 

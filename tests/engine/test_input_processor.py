@@ -16,7 +16,7 @@ from batchserve.config import EngineConfig
 from batchserve.draft.factory import draft_limits
 from batchserve.engine.input_processor import HEAD_CHARS, InputProcessor, ModelFacts
 from batchserve.errors import ConfigError, InvalidRequestError
-from batchserve.request import Request, ResolvedSpeculation
+from batchserve.request import TENANT, DraftScope, Request, ResolvedSpeculation
 from batchserve.runner.loader import resolve_model
 from batchserve.types import MAX_SEED, SamplingParams, SpeculationParams
 
@@ -188,11 +188,11 @@ def test_a_text_of_which_the_tokenizer_makes_nothing_is_an_empty_prompt() -> Non
 def test_speculation_is_the_servers_where_the_request_says_nothing(processor: InputProcessor) -> None:
     config = EngineConfig(drafter="reference", default_draft_scope="team")
     resolved = submit(make_processor(config=config)).speculation
-    assert resolved == ResolvedSpeculation("reference", 16, 16, "team", ())
+    assert resolved == ResolvedSpeculation("reference", 16, 16, DraftScope(TENANT, "team"), ())
     other = make_processor(config=dataclasses.replace(config, decoding_length=5, branch_length=3))
-    assert submit(other).speculation == ResolvedSpeculation("reference", 5, 3, "team", ())
+    assert submit(other).speculation == ResolvedSpeculation("reference", 5, 3, DraftScope(TENANT, "team"), ())
     assert submit(other, drafter="jacobi", draft_scope="mine").speculation == ResolvedSpeculation(
-        "jacobi", 5, 3, "mine"
+        "jacobi", 5, 3, DraftScope(TENANT, "mine")
     )
 
 
@@ -260,7 +260,8 @@ def test_a_request_may_choose_a_drafter_where_the_server_has_none() -> None:
 )
 def test_scopes(default: str, asked: str, scope: str | None) -> None:
     processor = make_processor(config=EngineConfig(default_draft_scope=default))
-    assert submit(processor, draft_scope=asked).speculation.draft_scope == scope
+    expected = None if scope is None else DraftScope(TENANT, scope)
+    assert submit(processor, draft_scope=asked).speculation.draft_scope == expected
 
 
 @pytest.mark.parametrize(
@@ -268,7 +269,8 @@ def test_scopes(default: str, asked: str, scope: str | None) -> None:
 )
 def test_prefixes_are_the_scopes_where_there_is_a_cache(has_cache: bool, draft_scope: str, scope: str | None) -> None:
     config = EngineConfig(default_draft_scope="team", prefix_cache=has_cache)
-    assert submit(make_processor(config=config), draft_scope=draft_scope).prefix_scope == scope
+    expected = None if scope is None else DraftScope(TENANT, scope)
+    assert submit(make_processor(config=config), draft_scope=draft_scope).prefix_scope == expected
 
 
 def test_references_are_tokenised_without_special_tokens_and_kept_small(processor: InputProcessor) -> None:

@@ -107,6 +107,42 @@ def test_a_bundle_is_bought_whole_or_not_at_all() -> None:
     assert choose(what, bidders(1), 0.0, max_rows=10) == [0]
 
 
+def test_a_bundle_that_is_too_large_keeps_nobody_behind_it_out() -> None:
+    what = offer([30.0, 0.9, 0.5], [], rows=[10, 1, 1])
+    assert choose(what, bidders(2), 0.0) == [0, 1, 2]
+    assert choose(what, bidders(2), 0.0, max_rows=5) == [1, 2], "too many rows"
+    assert choose(what, bidders(2, grace_s=0.0011), 0.0) == [1, 2], "too much for the other one; 0.5 ms a row"
+    market = Market.open(RISING, StepLoad(2, 2, 2), StepLoad(2, 2, 2), 0.0, RICH, 0.0121)
+    chosen = choose_drafts(what, bidders(2), RISING, market, 64)
+    assert np.flatnonzero(chosen).tolist() == [1, 2], "too long a step"
+
+
+@examples(150)
+@given(
+    st.lists(st.tuples(st.integers(0, 4000), st.lists(st.floats(0.02, 0.95), max_size=3)), min_size=1, max_size=3),
+    st.lists(st.tuples(st.integers(2, 6), st.floats(0.0, 3.0)), max_size=2),
+    st.floats(0.0, 4000.0),
+)
+def test_at_constant_costs_it_buys_what_brute_force_finds_best(
+    trees: list[tuple[int, list[float]]], bundles: list[tuple[int, float]], price: float
+) -> None:
+    """Whatever a row's context costs, and with bundles: of all sets, as no node hangs from another."""
+    model = StepTimeModel(StepTimeTable((1, 1000), (0.010, 0.210), per_attended_token=1e-7))
+    what = offer(*(probs for _, probs in trees), [gain for _, gain in bundles])
+    what.rows[len(what.rows) - len(bundles) :] = [rows for rows, _ in bundles]
+    what.owners[what.owners == len(trees)] = 0
+    who = bidders(len(trees))
+    who.contexts[:] = [context for context, _ in trees]
+    costs = what.rows * (0.2 / 999 + 1e-7 * who.contexts[what.owners])
+
+    def worth(items: tuple[int, ...]) -> float:
+        return float((what.gains[list(items)] - price * costs[list(items)]).sum())
+
+    items = range(len(what.gains))
+    best = max(worth(some) for n in range(len(items) + 1) for some in itertools.combinations(items, n))
+    assert worth(tuple(choose(what, who, price, model=model))) == pytest.approx(best, abs=1e-9)
+
+
 def test_a_flat_table_still_has_a_row_cost() -> None:
     flat = StepTimeModel(StepTimeTable((4, 64), (0.01, 0.01)))
     price = 1.0 / 0.01

@@ -27,12 +27,11 @@ def room(
     running: list[Request],
     *,
     num_drafts: int = 0,
-    num_prompts: int = 1,
     max_rows: int = 1024,
     inflation: float = 1.25,
     max_step_s: float = math.inf,
 ) -> PromptRoom:
-    bound = StepBound.beside(StepTimeModel(TABLE), running, num_drafts, num_prompts, inflation, max_step_s)
+    bound = StepBound.beside(StepTimeModel(TABLE), running, num_drafts, inflation, max_step_s)
     return PromptRoom(max_rows, bound)
 
 
@@ -60,7 +59,7 @@ def test_the_step_stays_within_its_bound_and_is_as_large_as_that_allows(
     for num_rows, factor in seen:
         load = StepLoad(num_rows, num_rows, 1)
         model.observe(load, factor * model.predict(load))
-    bound = StepBound.beside(model, decoding(*contexts), num_draft_rows, len(prompts), inflation, max_step_s)
+    bound = StepBound.beside(model, decoding(*contexts), num_draft_rows, inflation, max_step_s)
     given_rows, left = PromptRoom(max_rows, bound), max_rows
     count, context = len(contexts), sum(contexts)
     chunks: list[tuple[int, int]] = []
@@ -73,7 +72,7 @@ def test_the_step_stays_within_its_bound_and_is_as_large_as_that_allows(
         return model.predict(load)
 
     def fits(chunks: list[tuple[int, int]]) -> bool:
-        longest_s = seconds([], num_draft_rows) * (1.0 + (inflation - 1.0) * len(prompts)) * (1 + 1e-9)
+        longest_s = seconds([], num_draft_rows) * inflation * (1 + 1e-9)
         is_short = seconds(chunks, 0) <= max_step_s * (1 + 1e-9)
         return is_short and seconds(chunks, num_draft_rows) <= longest_s
 
@@ -93,18 +92,18 @@ def test_the_step_stays_within_its_bound_and_is_as_large_as_that_allows(
     assert sum(rows for rows, _ in chunks) >= min(LEAST_CHUNK, max_rows, sum(wanted for _, wanted in prompts))
 
 
-def test_more_prompts_may_take_more_but_never_more_than_the_hard_bound() -> None:
+def test_a_larger_inflation_gives_more_but_never_more_than_the_hard_bound() -> None:
     running = decoding(100, 100)
-    one, two, eight = (room(running, num_prompts=n).rows_for(1024, 0) for n in (1, 2, 8))
-    assert LEAST_CHUNK < one < two < eight < 1024
-    hard = [room(running, num_prompts=n, max_step_s=0.015).rows_for(1024, 0) for n in (1, 2, 8)]
-    assert hard[0] == one
-    assert hard[0] < hard[1] == hard[2] < eight
+    little, more, much = (room(running, inflation=n).rows_for(1024, 0) for n in (1.25, 1.5, 3.0))
+    assert LEAST_CHUNK < little < more < much < 1024
+    hard = [room(running, inflation=n, max_step_s=0.015).rows_for(1024, 0) for n in (1.25, 1.5, 3.0)]
+    assert hard[0] == little
+    assert hard[0] < hard[1] == hard[2] < much
 
 
 def test_rows_behind_a_long_context_are_fewer_also_where_another_prompt_has_come_first() -> None:
     running = decoding(100, 100)
-    first, alone = room(running, num_prompts=2), room(running, num_prompts=2)
+    first, alone = room(running, inflation=1.5), room(running, inflation=1.5)
     assert LEAST_CHUNK < alone.rows_for(1024, 2000) < alone.rows_for(1024, 0)
     first.take(12, 0)
     assert 0 < first.rows_for(1024, 2000) < alone.rows_for(1024, 2000)
