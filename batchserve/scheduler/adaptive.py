@@ -139,9 +139,9 @@ class AdaptiveDrafting:
         return self._found[1]
 
     def end(self, request_id: str) -> None:
+        self._learn()  # while the name is this one's
         slot = self._slots.get(request_id)
         if slot is not None:
-            self._learn()  # while the name is this one's
             self._found = [], NOBODY
             del self._slots[request_id]
             self.acceptance.end(slot)

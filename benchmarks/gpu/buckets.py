@@ -71,7 +71,7 @@ class BucketBench:
             max_rows=max(REQUESTS) * max(ROWS_EACH),
             max_num_seqs=MAX_NUM_SEQS,
             max_model_len=self._bench.engine.info.max_model_len,
-            say=lambda text: None,
+            say=lambda text: kit.beat(),
             request_sizes=request_sizes,
         )
         kit.sync()

@@ -26,6 +26,7 @@ from batchserve.types import FinishReason, SamplingParams, SpeculationParams
 from benchmarks.gpu.kit import Kit, Report
 from benchmarks.gpu.models import all_backends, check_graphs, graph_modes, num_graphs
 from benchmarks.gpu.modules import is_ready, stock, variant
+from benchmarks.gpu.verdict import KERNELS
 from tests.equivalence.harness import Answer, Coverage, Job, build, first_difference, random_jobs
 from tests.equivalence.harness import run as run_jobs
 from tests.tiny_models import save_tiny_model
@@ -77,17 +78,19 @@ def run(kit: Kit, report: Report) -> None:
             is_judged = model not in EXPERTS or dtype == torch.float32
             _compare_all(kit, report, model, dtype, {"": Way(is_judged=is_judged)})
     modes = {f"/{mode}": Way(options) for mode, options in graph_modes(kit).items() if options}
-    _compare_all(kit, report, BUNDLED, dtypes[0], modes)  # last: compiling takes minutes
+    # Last: compiling takes minutes.
+    report.about(compiles=[f"{BUNDLED}/bfloat16/{backend}/compiled" for backend in KERNELS])
+    _compare_all(kit, report, BUNDLED, dtypes[0], modes)
 
 
 def _compare_all(kit: Kit, report: Report, model: str, dtype: torch.dtype, ways: Mapping[str, Way]) -> None:
     """Every backend that can serve the model, in each of these ways."""
     place = f"{model}/{str(dtype).removeprefix('torch.')}"
-    cells = {
-        f"{place}/{backend}{name}": dataclasses.replace(way, options={**options, **way.options})
-        for name, way in ways.items()
-        for backend, options in backends(kit, model, dtype).items()
-    }
+    cells: dict[str, Way] = {}
+    for name, way in ways.items():
+        for backend, options in backends(kit, model, dtype).items():
+            cells[f"{place}/{backend}{name}"] = dataclasses.replace(way, options={**options, **way.options})
+            report.on(backend, f"{place}/{backend}{name}")
     if not report.wants(*cells):
         return
     plain = report.build(place, partial(PlainPath, kit, model, dtype))
@@ -176,8 +179,11 @@ def compare(kit: Kit, plain: PlainPath, way: Way) -> dict[str, Any]:
     for name, temperature in (("greedy", 0.0), ("sampled", TEMPERATURE)):
         mode = [_with_temperature(job, temperature, seed) for seed, job in enumerate(jobs)]
         covered = Coverage()
+        kit.beat()
         speculated, plainly = run_jobs(engine, mode, covered), run_jobs(engine, mode, Coverage(), speculate=False)
+        kit.beat()
         scores = [Scores(plain, mode, answers) for answers in (speculated, plainly)]
+        kit.beat()
         found[name] = {
             "tokens": covered.tokens,
             "drafted": covered.drafted,

@@ -58,7 +58,11 @@ class GapBench:
         self._engine = self._loop.run(_start(built))
 
     def measure(self, is_enabled: bool) -> dict[str, Any]:
-        return self._loop.run(self._measure(is_enabled))
+        try:
+            return self._loop.run(self._measure(is_enabled))
+        except Exception:
+            self._kit.sync()  # a fault of the device reaches streams as "the engine failed": here it says what it is
+            raise
 
     async def _measure(self, is_enabled: bool) -> dict[str, Any]:
         self._probe.clear()

@@ -81,10 +81,11 @@ def check_replays(kit: Kit, kernel: TreeKernel, case: Case, dtype: torch.dtype) 
         max_rows=most_rows,
         max_num_seqs=MAX_NUM_SEQS,
         max_model_len=longest + most_rows,
-        say=lambda line: None,
+        say=lambda line: kit.beat(),
     )
     rng, results, buckets = random.Random(0), [], set()
     for number in range(kit.pick(STEPS, 6)):
+        kit.beat()
         batch = _random_step(rng, layer, allocator, number, longest, most_rows)
         queued = graphs.launch(batch, Recordings())
         if queued is None:

@@ -11,7 +11,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,8 @@ import torch
 
 from batchserve.runner.cuda_graphs import nothing_collected
 
-FAULTS = ("CUDA error", "device-side assert", "illegal memory access", "misaligned address", "unspecified launch")
+FAULTS = ("CUDA error", "device-side assert", "illegal memory access", "illegal instruction", "misaligned address",
+          "unspecified launch")  # fmt: skip
 # A capture that has failed leaves torch's allocator believing that it is under way: what comes next is done elsewhere.
 FAILED_CAPTURES = ("graph capture", "capturing")
 MOST_ERROR_CHARS, MOST_CHARS_OF_ONE = 2000, 300
@@ -35,7 +36,7 @@ class Kit:
 
     backend: an attention backend that engines shall use, "auto": the fastest whose kernels are there. can_compile:
     whether FlashInfer may compile what it lacks, which takes minutes. unfit: kernels that were found wrong or failing.
-    is_eager: engines have no graphs.
+    is_eager: engines have no graphs. probes: by shape, what the probe at load found; for build_for() to report.
     """
 
     is_dry: bool
@@ -45,6 +46,7 @@ class Kit:
     can_compile: bool = False
     unfit: frozenset[str] = frozenset()
     is_eager: bool = False
+    probes: dict[str, dict[str, Any]] = field(default_factory=dict, compare=False)
 
     @property
     def device(self) -> torch.device:
@@ -53,6 +55,14 @@ class Kit:
     def sync(self) -> None:
         if not self.is_dry:
             torch.cuda.synchronize()
+
+    @property
+    def beat_path(self) -> Path:
+        return self.scratch / "beat"
+
+    def beat(self) -> None:
+        """A sign of life: a cell without any for long is taken to hang."""
+        self.beat_path.touch()
 
     def free(self) -> None:
         """Give back what nobody refers to."""
@@ -73,6 +83,11 @@ def is_fault(error: Exception) -> bool:
     return any(fault in str(error) for fault in (*FAULTS, *FAILED_CAPTURES))
 
 
+def partial_path(path: Path) -> Path:
+    """What a report is written to before it takes the place of `path`; a process that is killed may leave it."""
+    return path.with_name(f".{path.name}")
+
+
 def tolerated(error: Exception) -> str:
     """What to say of a contender that failed, for the others to go on; raises what they could not go on after."""
     if is_fault(error):
@@ -84,20 +99,22 @@ class Report:
     """A part's results by cell, written to `path` whenever one begins or ends.
 
     What an earlier process of the same part has finished is not done again; a cell that it began and did not end is an
-    error of its own. Errors that end a process have is_fault. deadline_s: time.monotonic() behind which no cell begins;
-    those are named in left_out.
+    error of its own. Errors that end a process have is_fault; what was kept of a cell stays beside its error.
+    deadline_s: time.monotonic() behind which no cell begins; those are named in left_out.
     """
 
     def __init__(self, path: Path, deadline_s: float) -> None:
         self._path, self._deadline_s = path, deadline_s
         self._started_s = time.monotonic()
+        self._kernels: dict[str, str] = {}
         self._data: dict[str, Any] = {"part": path.stem, "took_s": 0.0, "about": {}, "cells": {}, "left_out": []}
         if path.exists():
             self._data.update(json.loads(path.read_text()))
             self._data["left_out"] = []
-            under_way = self._data.pop("under_way", None)
+            self._data.pop("error", None)  # of an earlier call, which this one goes on with
+            under_way, _ = self._data.pop("under_way", None), self._data.pop("on", None)
             if under_way is not None:
-                self.cells[under_way] = {"error": "the process ended in it", "is_fault": True}
+                self._fail(under_way, "the process ended in it", is_fault=True)
         self._before_s = float(self._data["took_s"])
 
     @property
@@ -131,6 +148,18 @@ class Report:
         self._data["about"].update(facts)
         self._write()
 
+    def on(self, kernel: str, *names: str) -> None:
+        """These cells run on that kernel: it is to blame if one of them hangs."""
+        self._kernels.update(dict.fromkeys(names, kernel))
+
+    def keep(self, name: str, found: dict[str, Any]) -> None:
+        """What there is of a cell that is under way."""
+        self.cells[name] = {**found, "is_partial": True}
+        self._write()
+
+    def _fail(self, name: str, why: str, **more: Any) -> None:
+        self.cells[name] = {**self.cells.get(name, {}), "error": why, **more}
+
     def cell(self, name: str, measure: Callable[[], Any]) -> None:
         """Keep what measure() gives under `name`, or why it failed; nothing where there is no time left for it."""
         if self.wants(name):
@@ -146,24 +175,23 @@ class Report:
         """
         if name in self.cells:
             return None
-        self._data["under_way"] = name
+        self._data["under_way"], self._data["on"] = name, self._kernels.get(name)
         self._write()
         try:
             return make()
         except Exception as error:  # whatever it is belongs to this cell; the next ones are to be run
-            text = "".join(traceback.format_exception(error))
-            self.cells[name] = {"error": text[-MOST_ERROR_CHARS:]}
+            self._fail(name, "".join(traceback.format_exception(error))[-MOST_ERROR_CHARS:])
             if is_fault(error):
                 self.cells[name]["is_fault"] = True
                 raise DeviceFaultError(str(error)) from error
             return None
         finally:
-            del self._data["under_way"]
+            del self._data["under_way"], self._data["on"]
             self._write()
 
     def _write(self) -> None:
         self._data["took_s"] = round(self._before_s + time.monotonic() - self._started_s, 1)
-        partial = self._path.with_name(f".{self._path.name}")
+        partial = partial_path(self._path)
         partial.write_text(json.dumps(self._data, indent=1) + "\n")
         os.replace(partial, self._path)
 
@@ -217,6 +245,7 @@ def timed_ms(kit: Kit, call: Callable[[], Any], runs: int, *, is_queued: bool = 
     is_queued: each behind another one, so that the device does not wait for its launch.
     """
     samples = []
+    kit.beat()
     for number in range(runs + 2):
         if kit.is_dry:
             started_s = time.perf_counter()

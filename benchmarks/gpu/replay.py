@@ -43,17 +43,19 @@ LONGEST = 4096
 class PagedDriver(Driver):
     """A driver over paged K/V, whose contents are numbers from the start.
 
-    forward_s: seconds from launch to the end of the wait, by id of the run.
+    forward_s: seconds from launch to the end of the wait, by id of the run. on_run is called behind each run.
     """
 
-    def __init__(self, core: EngineCore, clock: Callable[[], float]) -> None:
+    def __init__(self, core: EngineCore, clock: Callable[[], float], on_run: Callable[[], None]) -> None:
         super().__init__(core, clock)
+        self.on_run = on_run
         self.forward_s: dict[int, float] = {}
 
     def run(self, *arguments: Any, **options: Any) -> Run:
         before = self.core.metrics.snapshot()["forward_seconds_total"]
         run = super().run(*arguments, **options)
         self.forward_s[id(run)] = self.core.metrics.snapshot()["forward_seconds_total"] - before
+        self.on_run()
         return run
 
     def _fill(self, name: str, num_tokens: int) -> None:
@@ -75,7 +77,7 @@ class ReplayBench:
         self.engine = engine_on(kit, model, shape, **{**sizes, **options}, clock=time.perf_counter)
         self.core = self.engine.core
         self._table = self.core.drafts.adaptive.step_time.table
-        self.driver = PagedDriver(self.core, time.perf_counter)
+        self.driver = PagedDriver(self.core, time.perf_counter, kit.beat)
         fill_caches(self.core.runner)
         self.core.runner.bind_thread()
 
@@ -84,21 +86,33 @@ class ReplayBench:
         drafting = AdaptiveDrafting(StepTimeModel(self._table), EngineConfig().draft_inflation)
         return Contender("adaptive", MOST_DRAFT_TOKENS, drafting)
 
-    def measure(self, name: str, size: int, with_fixed: bool) -> dict[str, Any]:
+    def measure(
+        self, name: str, size: int, keep: Callable[[dict[str, Any]], None], *, with_fixed: bool
+    ) -> dict[str, Any]:
+        """Every contender's figures; those of the rounds until now are kept behind each."""
         warm, records = split_warm(answers.load(self._kit.replay, name), WARM_SHARE)
         room = LONGEST - MOST_DRAFT_TOKENS - BRANCH_LENGTH
         records = [r for r in records if len(r.prompt_token_ids) + len(r.response_token_ids) < room]
         self.core.drafts.drafter = WarmDrafter(new_drafter("mixture"), warm)
         contenders = [fixed(0), self.adaptive(), *(fixed(length) for length in FIXED if with_fixed)]
         load = [(size, self._kit.pick(max(LEAST_TOKENS, size * TOKENS_EACH), size * 4))]
+        facts = {"tokens_of_a_run": load[0][1], "mean_context": _mean_context(records)}
+        done: dict[str, list[Run]] = {each.name: [] for each in contenders}
+
+        def figures(runs: dict[str, list[Run]]) -> dict[str, Any]:
+            found = {each: self._figures(of, runs["off"]) for each, of in runs.items()}
+            rounds = len(runs["off"])
+            return {"attention": self.engine.info.attention_backend, **facts, "rounds": rounds, "contenders": found}
 
         def run(contender: Contender, number: int) -> Run:
-            return self.driver.run(records, load, contender, seed=number)
+            run = self.driver.run(records, load, contender, seed=number)
+            if number:  # interleave's first round warms up
+                done[contender.name].append(run)
+                if {len(each) for each in done.values()} == {number}:
+                    keep(figures(done))
+            return run
 
-        runs = interleave(contenders, self._kit.pick(ROUNDS, 1), run)
-        found = {each: self._figures(of, runs["off"]) for each, of in runs.items()}
-        facts = {"tokens_of_a_run": load[0][1], "mean_context": _mean_context(records)}
-        return {"attention": self.engine.info.attention_backend, **facts, "contenders": found}
+        return figures(interleave(contenders, self._kit.pick(ROUNDS, 1), run))
 
     def _figures(self, runs: list[Run], off: list[Run]) -> dict[str, Any]:
         """Besides the driver's own: K, and what a forward with drafts costs over one without.
@@ -128,7 +142,7 @@ def run(kit: Kit, report: Report) -> None:
         return
     report.about(graphs=num_graphs(bench.engine), drafter="mixture", warm_share=WARM_SHARE, excerpts=kit.replay is None)
     for cell, (name, size) in cells.items():
-        report.cell(cell, partial(bench.measure, name, size, with_fixed=name == sets[0]))
+        report.cell(cell, partial(bench.measure, name, size, partial(report.keep, cell), with_fixed=name == sets[0]))
 
 
 def _mean_context(records: list[Any]) -> float:

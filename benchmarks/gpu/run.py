@@ -55,6 +55,10 @@ PARTS = {
 MODULES = {"transformers": "baseline"}  # where the file has another name than the part
 COMPILE_SHARE = 0.4  # of the time
 MOST_STARTS = 6  # of one part: each start after a fault of the device skips the cell at fault
+HANG_S = 40.0  # without a sign of life of a cell: engines give one for each graph that they capture, cells for each run
+MOST_HANGS = 2  # of one part, whose time is given to it again, out of all that is left
+POLL_S = 0.5
+KILL_S = 20.0  # until a process that was killed is given up: the driver may never let it go
 DEVICE_LOST = 77
 PRELOAD = ("torch", "transformers", "transformers.models.llama.modeling_llama", "batchserve.llm", "numba")
 
@@ -87,7 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             left = end_s - time.monotonic()
             limit_s = left * PARTS[name] / sum(PARTS[part] for part in args.parts[place:])
             _say(f"{name}: at most {limit_s:.0f} s")
-            _run_part(start, name, _fit(kit, name, args.out), args.out / f"{name}.json", limit_s)
+            path = args.out / f"{name}.json"
+            _begin(path, is_resumed=args.resume)
+            _run_part(start, name, kit, path, limit_s, min(left, limit_s + MOST_HANGS * HANG_S))
             _summarise(args.out)
     _say(f"{time.monotonic() - started_s:.0f} s; {args.out}/summary.txt:\n{(args.out / 'summary.txt').read_text()}")
     return 0
@@ -145,6 +151,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", type=_parts, default=tuple(PARTS), metavar="A,B", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--backend", default="auto", help="attention backend of the engines (default: the fastest)")
     parser.add_argument("--compile", action="store_true", help="let FlashInfer compile modules that are not there")
+    parser.add_argument("--resume", action="store_true", help="keep what --out has, and measure what is missing")
     parser.add_argument("--eager", action="store_true", help="engines without graphs")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU")
     args = parser.parse_args(arguments)
@@ -209,64 +216,126 @@ def _start(process: Any) -> None:
 
 
 def _fit(kit: Kit, name: str, out: Path) -> Kit:
-    """The kit without the kernels that `correctness` has found wrong, in this run or before into the same folder;
-    without graphs where those of all kernels are.
+    """The kit without the kernels that `correctness` has found wrong or another part has hung on, in this run or before
+    into the same folder; without graphs where those of all kernels are wrong.
     """
-    from benchmarks.gpu.verdict import has_no_graphs, unfit
+    from benchmarks.gpu.verdict import has_no_graphs, hung, unfit
 
-    path = out / "correctness.json"
-    if name == "correctness" or not path.exists():
+    data = {part: json.loads(path.read_text()) for part in PARTS if (path := out / f"{part}.json").exists()}
+    if name == "correctness" or not data:
         return kit
-    data = json.loads(path.read_text())
-    is_eager = kit.is_eager or has_no_graphs(data)
+    checked = data.pop("correctness", {"cells": {}})
+    is_eager = kit.is_eager or has_no_graphs(checked)
+    found = {kernel: f"{cell} in correctness.json" for kernel, cell in unfit(checked, is_eager=is_eager).items()}
+    for part, of_part in data.items():
+        found |= {kernel: f"{cell} in {part}.json" for kernel, cell in hung(of_part).items()}
     if is_eager:
         _say(f"{name}: all steps are eager")
-    found = unfit(data, is_eager=is_eager)
-    for kernel, cell in found.items():
-        _say(f"{name}: without {kernel}, because of {cell} in {path.name}")
+    for kernel, where in found.items():
+        _say(f"{name}: without {kernel}, because of {where}")
     return dataclasses.replace(kit, unfit=frozenset(found), is_eager=is_eager)
 
 
-def _run_part(context: Any, name: str, kit: Any, path: Path, limit_s: float) -> None:
+def _begin(path: Path, *, is_resumed: bool) -> None:
+    """Nothing is left of an earlier call, but where this one goes on all that the end of its time did not cut off.
+
+    It may have been killed itself: that is no fault of the cell that was under way.
+    """
+    from benchmarks.gpu.kit import partial_path
+
+    partial_path(path).unlink(missing_ok=True)
+    if not is_resumed:
+        path.unlink(missing_ok=True)
+    elif path.exists():
+        data = json.loads(path.read_text())
+        under_way = data.pop("under_way", None)
+        data["cells"] = {
+            name: cell for name, cell in data["cells"].items() if name != under_way and not cell.get("is_cut")
+        }
+        path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def _run_part(context: Any, name: str, kit: Any, path: Path, limit_s: float, most_s: float) -> None:
+    """Start it until it is through, at most for limit_s; the time that it hung is given to it again, up to most_s."""
     from benchmarks.gpu.kit import SOFT_SHARE
 
-    path.unlink(missing_ok=True)
     begun_s = time.monotonic()
     for _ in range(MOST_STARTS):
         left = limit_s - (time.monotonic() - begun_s)
-        process = context.Process(target=_part, args=(name, kit, path, time.monotonic() + SOFT_SHARE * left))
+        fit = _fit(kit, name, path.parent)
+        process = context.Process(target=_part, args=(name, fit, path, time.monotonic() + SOFT_SHARE * left))
         _start(process)
         try:
-            process.join(max(left, 0.1))
+            is_hung = _hangs(process, path, kit.beat_path, left)
             status = process.exitcode
         finally:  # Ctrl-C too: it is not in our process group
-            _kill(process)
-        if status is None:
+            _kill(process, path)
+        if status is None and not is_hung:
             _note_end(path, f"stopped after {limit_s:.0f} s")
             return
         if status == 0:
             return
-        _say(f"{name}: exit status {status}")
+        if is_hung:
+            _note_hang(path, f"hung: no sign of life for {HANG_S:.0f} s")
+            limit_s = min(limit_s + HANG_S, most_s)
+        _say(f"{name}: {'it hung' if is_hung else f'exit status {status}'}")
         if status == 1 or time.monotonic() - begun_s > SOFT_SHARE * limit_s:
             return  # an error of the part itself, which is in its file
     _note_end(path, f"the device failed {MOST_STARTS} times")
 
 
-def _kill(process: Any) -> None:
-    """The part and whatever it has started: it leads a process group of its own."""
+def _hangs(process: Any, path: Path, beat: Path, left_s: float) -> bool:
+    """Wait for the process's end, at most so long; True as soon as a cell hangs that has nothing to compile."""
+    end_s = time.monotonic() + left_s
+    seen, heard_s = None, time.monotonic()
+    while process.exitcode is None and time.monotonic() < end_s:
+        process.join(min(POLL_S, max(0.0, end_s - time.monotonic())))
+        signs = [each.stat().st_mtime_ns if each.exists() else 0 for each in (path, beat)]
+        if signs != seen:
+            seen, heard_s = signs, time.monotonic()
+        elif process.exitcode is None and time.monotonic() - heard_s > HANG_S and _is_in_a_cell(path):
+            return True
+    return False
+
+
+def _is_in_a_cell(path: Path) -> bool:
+    data = json.loads(path.read_text()) if path.exists() else {}
+    return "under_way" in data and data["under_way"] not in data["about"].get("compiles", ())
+
+
+def _kill(process: Any, path: Path | None = None) -> None:
+    """The part and whatever it has started, as it leads a process group of its own; and what of its file is half."""
+    from benchmarks.gpu.kit import partial_path
+
     with contextlib.suppress(ProcessLookupError):  # none that has only begun, or that left nothing behind
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
-    process.join()
+    process.join(KILL_S)
+    if process.exitcode is None:
+        _say(f"process {process.pid} does not end; what it has of the device is not free again")
+    if path is not None:
+        partial_path(path).unlink(missing_ok=True)
 
 
 def _note_end(path: Path, why: str) -> None:
     """Write into a part's file why it ended, in place of the part that no longer can."""
-    data = json.loads(path.read_text()) if path.exists() else {"part": path.stem, "cells": {}, "left_out": []}
-    data["error"] = why
-    under_way = data.pop("under_way", None)
+    _note(path, {"error": why}, {"error": why, "is_cut": True})
+
+
+def _note_hang(path: Path, why: str) -> None:
+    """The part goes on behind the cell."""
+    _note(path, {}, {"error": why, "is_fault": True})
+
+
+def _note(path: Path, of_part: dict[str, Any], of_cell: dict[str, Any]) -> None:
+    data: dict[str, Any] = {"part": path.stem, "cells": {}, "left_out": []}
+    if path.exists():
+        data = json.loads(path.read_text())
+    data |= of_part
+    under_way, kernel = data.pop("under_way", None), data.pop("on", None)
     if under_way is not None:
-        data["cells"][under_way] = {"error": why}
+        kept = data["cells"].get(under_way, {})
+        data["cells"][under_way] = {**kept, **of_cell, **({"hung_on": kernel} if "is_fault" in of_cell else {})}
     path.write_text(json.dumps(data, indent=1) + "\n")
 
 
@@ -308,4 +377,7 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_status = main()
+    if multiprocessing.active_children():  # that do not end: the usual way out would wait for them
+        os._exit(exit_status)
+    sys.exit(exit_status)

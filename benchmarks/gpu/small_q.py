@@ -30,19 +30,20 @@ CONTEXTS = (2048, 512, 8192)
 BATCHES = (1, 16, 4)
 ROWS = (1, 2, 4, 8)
 LARGE_PAGE = 16
+FEW = 4  # cells: both shapes with one request and with many, at the first context
 MAX_NUM_SEQS = 32  # as in the other parts
 CACHE_BYTES = 256 << 20  # several times what a device keeps of its memory at hand
 FEWEST_CALLS = 4
 TILE_PLACE = 3  # cta_tile_q in FlashInfer's PrefillPlanInfo
 
 
-def run(kit: Kit, report: Report, bandwidth: float) -> None:
-    for context in kit.pick(CONTEXTS, (64,)):
-        for batch in kit.pick(BATCHES, (1, 4)):
-            for shape in shape_names(kit):
-                name = f"small_q/{shape}/b{batch}/c{context}"
-                report.cell(name, partial(measure, kit, bandwidth, shape, batch, context))
-                kit.free()
+def run(kit: Kit, report: Report, bandwidth: float, most: int | None = None) -> None:
+    """The first `most` cells, or all that are missing."""
+    contexts, batches = kit.pick(CONTEXTS, (64,)), kit.pick(BATCHES, (1, 4))
+    for context, batch, shape in list(itertools.product(contexts, batches, shape_names(kit)))[:most]:
+        name = f"small_q/{shape}/b{batch}/c{context}"
+        report.cell(name, partial(measure, kit, bandwidth, shape, batch, context))
+        kit.free()
 
 
 def measure(kit: Kit, bandwidth: float, shape: str, batch: int, context: int) -> dict[str, Any]:

@@ -71,6 +71,14 @@ class StepBench:
     def ran_on(self) -> dict[str, str]:
         return {"attention": self.engine.info.attention_backend}
 
+    def measure_eager(self, batch: int, context: int) -> dict[str, Any]:
+        """As measure(), of the same engine without its graphs: they are not worth the time to build another one."""
+        graphs, self.runner.graphs = self.runner.graphs, None
+        try:
+            return self.measure(batch, context)
+        finally:
+            self.runner.graphs = graphs
+
     def measure(self, batch: int, context: int, max_rows: int = ROWS[-1]) -> dict[str, Any]:
         """Milliseconds by rows of all requests together, trees where a request has several."""
         wanted = [rows for rows in self._kit.pick(ROWS, (1, 2, 4)) if rows % batch == 0 and rows <= max_rows]
@@ -129,6 +137,7 @@ class StepBench:
                 allocator.release(name)
 
     def _time(self, names: list[str], context: int, rows: int, sampling: ResolvedSampling = GREEDY) -> dict[str, float]:
+        self._kit.beat()
         rng = random.Random(rows)
         runs = self._kit.pick(RUNS, 1) + WARM_RUNS
         steps = [self.step(rng, names, context, rows, sampling) for _ in range(runs)]

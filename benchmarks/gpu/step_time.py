@@ -24,6 +24,7 @@ from benchmarks.gpu.step_bench import ROWS, StepBench
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (1024, 128, 4096, 8192)  # the most usual first
+EAGER = (1, 16)  # requests of steps that are timed without graphs, too
 
 
 def run(kit: Kit, report: Report) -> None:
@@ -31,16 +32,18 @@ def run(kit: Kit, report: Report) -> None:
     report.about(copy_gb_per_s=round(bandwidth / 1e9, 1))
     first, second = shape_names(kit)
     modes = graph_modes(kit)
-    _grid(kit, report, first, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1, 2)))
-    if "eager" in modes:
-        _grid(kit, report, first, "eager", modes["eager"], bandwidth, (1, 16), CONTEXTS[:1])
+    report.about(compiles=[f"{first}/{mode}" for mode in ("compiled", "compiled_16")])
+    # A word on every question, then all the rest.
+    _grid(kit, report, first, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1, 2)), CONTEXTS[:1])
     for batch in kit.pick((1, 8), (1,)):
         report.cell(f"attention/b{batch}", partial(attention_ms, kit, batch))
+    small_q.run(kit, report, bandwidth, small_q.FEW)
     _grid(kit, report, second, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1,)), CONTEXTS[:1])
-    small_q.run(kit, report, bandwidth)
-    # What decides whether it is worth it. Behind what must not be lost: a part may be ended while inductor compiles.
-    _compiled(kit, report, first, modes, bandwidth, "compiled", rows=1)
     buckets.run(kit, report, first, bandwidth)
+    # Behind what must not be lost: a part may be ended while inductor compiles.
+    _compiled(kit, report, first, modes, bandwidth, "compiled", rows=1)
+    _grid(kit, report, first, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1, 2)), CONTEXTS[1:])
+    small_q.run(kit, report, bandwidth)
     for name, options in all_backends(kit, 128, torch.bfloat16).items():
         named = dataclasses.replace(kit, backend=options["attention_backend"])  # no other is to take its place
         _grid(named, report, second, name, options, bandwidth, kit.pick((1, 8), (1,)), CONTEXTS[:1])
@@ -69,17 +72,19 @@ def _grid(
     max_rows: int = ROWS[-1],
 ) -> None:
     """One engine, a cell for every number of requests and context, of steps of up to max_rows."""
-    contexts = kit.pick(contexts, (64,))
+    is_first, contexts = CONTEXTS[0] in contexts, kit.pick(contexts, (64,))
     names = {f"{shape}/{mode}/b{b}/c{c}": (b, c) for c in contexts for b in batches}
     sampling_batch = min(16, max(batches))
-    sampling = [f"{shape}/sampling/b{sampling_batch}"] if mode == "default" else []
+    has_more = mode == "default" and is_first
+    sampling = [f"{shape}/sampling/b{sampling_batch}"] if has_more else []
+    eager = {f"{shape}/eager/b{b}/c{contexts[0]}": b for b in EAGER if has_more and "eager" in graph_modes(kit)}
     longest = max(contexts) + max(ROWS) + 1
     sizes = {"max_num_seqs": max(batches), "max_model_len": longest}
 
     def make(kit: Kit) -> StepBench:
         return StepBench(kit, shape, bandwidth, {**sizes, **options})
 
-    bench = build_for(kit, report, f"{shape}/{mode}", [*names, *sampling], make)
+    bench = build_for(kit, report, f"{shape}/{mode}", [*names, *sampling, *eager], make, options=options)
     if bench is None:
         return
     report.about(**{f"{shape}/{mode}": bench.about()})
@@ -87,6 +92,8 @@ def _grid(
         report.cell(name, partial(bench.measure, batch, context, max_rows))
     for name in sampling:
         report.cell(name, partial(bench.measure_sampling, sampling_batch, contexts[0]))
+    for name, batch in eager.items():
+        report.cell(name, partial(bench.measure_eager, batch, contexts[0]))
     del bench
     kit.free()
 

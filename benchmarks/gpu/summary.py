@@ -39,6 +39,7 @@ def summary(folder: Path) -> str:
             continue
         lines += _head(name, data)
         lines += _tell_of(tell_part, data)
+        lines += _probes(data)
         lines += _failures(data)
     if missing:
         lines.append(f"not run: {', '.join(missing)}")
@@ -73,6 +74,13 @@ def _head(name: str, data: Data) -> list[str]:
     return [f"{name}: {len(data['cells'])} cells in {data.get('took_s', 0)} s ({where})"]
 
 
+def _probes(data: Data) -> list[str]:
+    found = data.get("about", {}).get("probes", {})
+    return [
+        f"  {name}: went past the probe at load: {of['gone_past']}" for name, of in found.items() if "gone_past" in of
+    ]
+
+
 def _failures(data: Data) -> list[str]:
     lines = []
     for name, cell in data["cells"].items():
@@ -90,7 +98,9 @@ def _failures(data: Data) -> list[str]:
 
 
 def _measured(data: Data) -> dict[str, Data]:
-    return {name: cell for name, cell in data["cells"].items() if "error" not in cell and "skipped" not in cell}
+    """Also what is there of cells that were not finished."""
+    cells = {name: cell for name, cell in data["cells"].items() if "skipped" not in cell}
+    return {name: cell for name, cell in cells.items() if "error" not in cell or cell.get("is_partial")}
 
 
 def _mark(is_kept: bool) -> str:

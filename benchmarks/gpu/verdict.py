@@ -22,16 +22,19 @@ def unfit(data: dict[str, Any], *, is_eager: bool = False) -> dict[str, str]:
     so.
     """
     found: dict[str, str] = {}
-    may_compile = {"triton"}
-    if data.get("about", {}).get("environment", {}).get("can_compile"):
-        may_compile.update(KERNELS)
+    compiles = data.get("about", {}).get("compiles", ())
     for name, cell in data["cells"].items():
         kernel, _, rest = name.partition("/")
         is_of_engines = kernel in KERNELS and rest.startswith(OF_ENGINES[is_eager:])
         is_of_engines = is_of_engines and not any(what in rest for what in NOT_OF_ENGINES)
-        if is_of_engines and _is_against(cell, may_compile=kernel in may_compile):
+        if is_of_engines and _is_against(cell, may_compile=kernel == "triton" or name in compiles):
             found.setdefault(kernel, name)
     return found
+
+
+def hung(data: dict[str, Any]) -> dict[str, str]:
+    """By kernel that hung in a part, the cell in which it did."""
+    return {cell["hung_on"]: name for name, cell in data["cells"].items() if cell.get("hung_on") in KERNELS}
 
 
 def _is_against(cell: dict[str, Any], *, may_compile: bool) -> bool:

@@ -68,7 +68,7 @@ def test_triton_may_have_been_compiling_when_it_was_stopped() -> None:
 @pytest.mark.parametrize("can_compile", [False, True])
 def test_flashinfer_may_have_been_if_it_is_allowed_to(can_compile: bool) -> None:
     cells = {f"{TREE}/bfloat16/short": {"error": "stopped after 60 s"}}
-    about = {"environment": {"can_compile": can_compile}}
+    about = {"compiles": [*cells] if can_compile else []}
     assert bool(unfit({"cells": cells, "about": about})) is not can_compile
 
 

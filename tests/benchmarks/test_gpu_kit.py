@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,21 +17,34 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from batchserve.attention.paged import PagedBackend
 from batchserve.attention.torch_paged import TorchKernel
 from batchserve.bench.replay import ReplayRecord
+from batchserve.errors import UnsupportedModelError
 from batchserve.request import ResolvedSampling
+from batchserve.runner import probe
 from batchserve.sampling.near_tie import rounding_bound
 from batchserve.types import FinishReason, SamplingParams
-from benchmarks.gpu import answers, correctness, equivalence, modules, run
+from benchmarks.adaptive.driver import Run, fixed
+from benchmarks.gpu import answers, correctness, equivalence, gap, memory, modules, replay, run
 from benchmarks.gpu.baseline import continuous_rate
 from benchmarks.gpu.cases import Case, compare, make_step, reference
 from benchmarks.gpu.correctness import as_chains
 from benchmarks.gpu.graph_replay import check_replays
-from benchmarks.gpu.kit import DeviceFaultError, Kit, Report, is_fault, tolerated
-from benchmarks.gpu.models import SHAPES, check_graphs, engine_on, num_graphs, random_llama, shape_names
-from benchmarks.gpu.replay import LONGEST
+from benchmarks.gpu.kit import DeviceFaultError, Kit, Report, is_fault, partial_path, tolerated
+from benchmarks.gpu.models import (
+    SHAPES,
+    build_for,
+    check_graphs,
+    engine_on,
+    num_graphs,
+    past_probe,
+    random_llama,
+    shape_names,
+)
+from benchmarks.gpu.replay import LONGEST, ROUNDS, ReplayBench
 from benchmarks.gpu.summary import summary
 from benchmarks.gpu.verdict import KERNELS
 from tests.equivalence.harness import Answer, Job
@@ -256,21 +270,207 @@ def test_nothing_begins_behind_the_deadline_and_what_was_left_out_is_named(tmp_p
     assert data["left_out"] == ["a", "b"]
 
 
+def run_part(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, part: Any, limit_s: float = 30.0, hang_s: float = 0.3
+) -> dict[str, Any]:
+    """What is in the file of a part whose processes do part(report)."""
+
+    def process(name: str, kit: Kit, path: Path, deadline_s: float) -> None:
+        part(Report(path, deadline_s))
+        os._exit(0)
+
+    monkeypatch.setattr(run, "_part", process)
+    monkeypatch.setattr(run, "HANG_S", hang_s)
+    monkeypatch.setattr(run, "POLL_S", 0.05)
+    path = folder / "gap.json"
+    run._run_part(multiprocessing.get_context("fork"), "gap", Kit(True, folder), path, limit_s, limit_s)
+    data: dict[str, Any] = json.loads(path.read_text())
+    return data
+
+
 def hang(*arguments: Any) -> None:
     time.sleep(600)
 
 
 def test_a_part_that_hangs_is_stopped_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    import multiprocessing
-
-    monkeypatch.setattr(run, "_part", hang)
-    path = tmp_path / "gap.json"
     started_s = time.monotonic()
-    run._run_part(multiprocessing.get_context("fork"), "gap", Kit(True, tmp_path), path, 0.3)
+
+    def part(report: Report) -> None:
+        report.about()  # or there would be no file
+        hang()
+
+    run_part(tmp_path, monkeypatch, part, limit_s=0.3)
     assert time.monotonic() - started_s < 60
+    path = tmp_path / "gap.json"
     assert json.loads(path.read_text())["error"] == "stopped after 0 s"
     (tmp_path / "summary.txt").write_text(summary(tmp_path))
     assert "THE PART FAILED: stopped" in (tmp_path / "summary.txt").read_text()
+
+
+def test_a_part_goes_on_behind_a_cell_that_hangs_and_its_kernel_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tree, other = KERNELS[:2]
+
+    def part(report: Report) -> None:
+        report.on(tree, "a")
+        report.on(other, "b")
+        report.cell("a", hang)
+        report.cell("b", lambda: {"x": 1})
+
+    data = run_part(tmp_path, monkeypatch, part)
+    error = "hung: no sign of life for 0 s"
+    assert data["cells"] == {"a": {"error": error, "is_fault": True, "hung_on": tree}, "b": {"x": 1}}
+    assert "error" not in data
+    for name in ("gap", "memory"):
+        assert run._fit(Kit(False, tmp_path), name, tmp_path).unfit == {tree}
+    assert not run._fit(Kit(False, tmp_path), "correctness", tmp_path).unfit
+
+
+@pytest.mark.parametrize(
+    ("about", "beat_each_s", "hangs_at_s"),
+    [({}, 1e6, 40), ({}, 30.0, None), ({"compiles": ["a"]}, 1e6, None), ({"compiles": ["b"]}, 1e6, 40)],
+    ids=["quiet", "signs of life", "compiles", "another compiles"],
+)
+def test_a_cell_hangs_that_is_quiet_and_compiles_nothing(
+    about: dict[str, Any], beat_each_s: float, hangs_at_s: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path, beat, now_s, beat_s = tmp_path / "gap.json", tmp_path / "beat", 0.0, 0.0
+    path.write_text(json.dumps({"under_way": "a", "about": about, "cells": {}}))
+    beat.touch()
+
+    def wait(seconds: float) -> None:
+        nonlocal now_s, beat_s
+        now_s += seconds
+        if now_s - beat_s >= beat_each_s:
+            beat_s = now_s
+            os.utime(beat, ns=(0, int(now_s * 1e9)))
+
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: now_s))
+    assert run._hangs(SimpleNamespace(exitcode=None, join=wait), path, beat, 100.0) == (hangs_at_s is not None)
+    assert now_s == pytest.approx(hangs_at_s or 100.0, abs=3 * run.POLL_S)
+
+
+def test_a_process_that_does_not_end_holds_up_nobody(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    calls: list[Any] = []
+    monkeypatch.setattr(os, "killpg", lambda *arguments: calls.append("killpg"))
+    stuck = SimpleNamespace(pid=1, exitcode=None, kill=lambda: calls.append("kill"), join=calls.append)
+    run._kill(stuck)
+    assert calls == ["killpg", "kill", run.KILL_S]
+    assert "does not end" in capsys.readouterr().err
+
+
+def test_a_file_that_was_half_written_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def part(report: Report) -> None:
+        report.about(x=1)
+        partial_path(tmp_path / "gap.json").write_text("{")
+        hang()
+
+    assert run_part(tmp_path, monkeypatch, part, limit_s=0.5)["about"] == {"x": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["gap.json"]
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_second_call_goes_on_with_what_the_first_had_no_time_for(
+    is_killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "gap.json"
+
+    def part(report: Report) -> None:
+        report.cell("a", lambda: {"x": len(report.cells)})
+        report.cell("b", hang if "again" not in report._data["about"] else lambda: {"x": 2})
+
+    data = run_part(tmp_path, monkeypatch, part, limit_s=0.5, hang_s=9.0)
+    assert data["cells"]["b"]["is_cut"]
+    if is_killed:  # the call itself, in the midst of a cell of which something was there
+        path.write_text(json.dumps({**data, "under_way": "b", "cells": {**data["cells"], "b": {"is_partial": True}}}))
+        partial_path(path).write_text("{")
+    run._begin(path, is_resumed=True)
+    assert not partial_path(path).exists()
+    make_report(path).about(again=True)
+    data = run_part(tmp_path, monkeypatch, part)
+    assert data["cells"] == {"a": {"x": 0}, "b": {"x": 2}}
+    assert "error" not in data
+    run._begin(path, is_resumed=False)
+    assert not path.exists()
+
+
+def test_a_fault_that_the_engine_only_calls_a_failure_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gap.GapBench, "_measure", lambda bench, is_enabled: is_enabled)
+    bench = gap.GapBench.__new__(gap.GapBench)
+    bench._loop = SimpleNamespace(run=lambda what: fail("16 streams failed: the engine failed; the request was ended"))
+    bench._kit = SimpleNamespace(sync=lambda: fail("CUDA error: an illegal instruction was encountered"))
+    report = make_report(tmp_path / "gap.json")
+    with pytest.raises(DeviceFaultError):
+        report.cell("a", lambda: bench.measure(True))
+    bench._kit = SimpleNamespace(sync=lambda: None)
+    report.cell("b", lambda: bench.measure(True))
+    assert "the engine failed" in report.cells["b"]["error"]
+
+
+def test_memory_of_the_lengths_that_were_reached_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    kit, report = Kit(True, tmp_path), make_report(tmp_path / "memory.json")
+    drafter = SimpleNamespace(memory_bytes=lambda: 1 << 20)
+    monkeypatch.setattr(memory, "WarmDrafter", lambda *arguments: drafter)
+    runs = iter([SimpleNamespace(step_rows=[4, 8])])
+    bench: Any = SimpleNamespace(
+        engine=SimpleNamespace(info=SimpleNamespace(attention_backend="torch")),
+        core=SimpleNamespace(drafts=SimpleNamespace(drafter=None)),
+        driver=SimpleNamespace(run=lambda *arguments: next(runs, None) or fail("no memory")),
+    )
+    report.cell("b1", lambda: memory.by_length(kit, bench, 1, partial(report.keep, "b1")))
+    cell = json.loads((tmp_path / "memory.json").read_text())["cells"]["b1"]
+    assert list(cell["lengths"]) == ["0"]
+    assert cell["lengths"]["0"]["rows_per_step"] == 6.0
+    text = summary(tmp_path)
+    assert "b1 on torch, decoding length 0" in text
+    assert "FAILED b1: RuntimeError: no memory" in text
+
+
+def test_rounds_that_were_finished_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    report, runs = make_report(tmp_path / "replay.json"), []
+
+    def one_run(*arguments: Any, seed: int) -> Run:
+        if seed == ROUNDS:
+            fail("out of time")
+        runs.append(Run(1.0, 4, [0.5, 0.5], [1, 1], [0, 0], 2))
+        bench.driver.forward_s[id(runs[-1])] = 0.8
+        return runs[-1]
+
+    bench: Any = ReplayBench.__new__(ReplayBench)
+    bench._kit, bench.core = Kit(False, tmp_path), SimpleNamespace(drafts=SimpleNamespace())
+    bench.engine = SimpleNamespace(info=SimpleNamespace(attention_backend="torch"))
+    bench.driver, bench.adaptive = SimpleNamespace(run=one_run, forward_s={}), lambda: fixed(2)
+    monkeypatch.setattr(replay, "WarmDrafter", lambda *arguments: None)
+    name = answers.set_names(None)[0]
+    report.cell("b1", lambda: bench.measure(name, 1, partial(report.keep, "b1"), with_fixed=False))
+    cell = json.loads((tmp_path / "replay.json").read_text())["cells"]["b1"]
+    assert "out of time" in cell["error"]
+    assert (cell["rounds"], cell["contenders"]["2"]["tokens_per_s"]) == (ROUNDS - 1, 4.0)
+    assert "b1 on torch 2: 4.0 tokens/s" in summary(tmp_path)
+
+
+def test_what_the_probe_at_load_would_refuse_is_measured_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    kit = Kit(is_dry=True, scratch=tmp_path)
+    shape = shape_names(kit)[0]
+    monkeypatch.setitem(probe.TOLERANCE, torch.float32, -1.0)
+    report = make_report(tmp_path / "replay.json")
+    build_for(kit, report, shape, ["a"], lambda kit: engine_on(kit, random_llama(kit, shape), shape))
+    found = json.loads((tmp_path / "replay.json").read_text())["about"]["probes"][shape]
+    assert 0 <= found["with other modules"] < 2e-3
+    assert "bound -1" in found["gone_past"]
+    assert f"{shape}: went past the probe at load: LlamaForCausalLM answers differently" in summary(tmp_path)
+
+
+def test_logits_that_are_no_numbers_are_refused_all_the_same():
+    model = SimpleNamespace(dtype=torch.float32, config=LlamaConfig())
+    of_model: Any = SimpleNamespace(_model=model, _name="model", _expected=torch.ones(2, 4))
+    found: dict[str, Any] = {}
+    with past_probe(found), pytest.raises(UnsupportedModelError):
+        probe.ModelProbe._compare(of_model, torch.full((2, 4), torch.nan), "here", "rounding")
+    assert "gone_past" not in found
 
 
 def test_recorded_answers_are_read_as_token_ids_where_there_is_no_tokenizer(tmp_path: Path):
@@ -317,12 +517,17 @@ def test_the_summary_names_what_answered_and_what_was_not_judged(tmp_path: Path)
 
 @pytest.mark.parametrize("loads", [True, False])
 def test_a_module_that_does_not_load_is_not_ready(loads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    spec = SimpleNamespace(is_aot=True, try_load=lambda: object() if loads else None)
+    compiled_here = tmp_path / "module.so"
+    spec = SimpleNamespace(try_load=lambda: object() if loads else None, jit_library_path=compiled_here)
     monkeypatch.setattr(modules, "is_installed", lambda: True)
     monkeypatch.setattr(modules.Module, "spec", lambda module: spec)
     module = modules.stock(128, torch.bfloat16)
     assert modules.is_ready(Kit(is_dry=False, scratch=tmp_path), module) == loads
-    assert modules.is_ready(Kit(is_dry=False, scratch=tmp_path, can_compile=True), module)
+    can_compile = Kit(is_dry=False, scratch=tmp_path, can_compile=True)
+    assert modules.is_ready(can_compile, module) == loads
+    compiled_here.touch()
+    assert modules.is_ready(can_compile, module)
+    assert modules.is_ready(Kit(is_dry=False, scratch=tmp_path), module) == loads
 
 
 def test_the_summary_tells_what_graphs_lose(tmp_path: Path):
@@ -390,6 +595,19 @@ def test_every_case_of_flashinfer_runs_on_a_module_that_is_carried(tmp_path: Pat
         if name.startswith("flashinfer")
     }
     assert wanted <= set(modules.NEEDED)
+
+
+def test_what_has_to_be_compiled_first_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(correctness, "is_ready", lambda kit, module: module in modules.NEEDED[: modules.OF_ENGINES])
+    kit = Kit(is_dry=False, scratch=tmp_path)
+    as_ever = list(correctness.ordered(kit, KERNELS))
+    kit = dataclasses.replace(kit, can_compile=True)
+    plan = list(correctness.ordered(kit, KERNELS))
+    late = [cell for cell in as_ever if correctness.has_to_compile(kit, *cell)]
+    assert plan == [cell for cell in as_ever if cell not in late] + late
+    assert {name for name, _, _ in late} == {"flashinfer_tree", "flashinfer_custom"}
+    assert any(case.softcap for _, _, case in late)
+    assert any(case.head_dim == 256 for _, _, case in late)
 
 
 class FakeSpec:
