@@ -79,7 +79,7 @@ class DraftStage:
         if adaptive is not None:
             for name in adaptive.windows_run(request_ids):
                 adaptive.window_earned(name, self.drafter.window_tokens(name))
-        queries = DraftQueries(request_ids, bounds, self._least_probs(request_ids, bounds))
+        queries = DraftQueries(request_ids, bounds, self._least_probs(request_ids, bounds, plan.max_draft_rows))
         forest = self.drafter.propose_all(queries)
         if forest.num_trees != len(places):
             raise ValueError(f"drafter {self.drafter.name!r}: {forest.num_trees} trees for {len(places)} queries")
@@ -155,9 +155,11 @@ class DraftStage:
         if shared:
             self.drafter.share_all(shared)
 
-    def _least_probs(self, request_ids: Sequence[str], bounds: np.ndarray) -> np.ndarray:
+    def _least_probs(self, request_ids: Sequence[str], bounds: np.ndarray, max_rows: int) -> np.ndarray:
         """Of each query its min_prob; lowers its most nodes, bounds[:, 0]."""
-        return np.zeros(len(request_ids)) if self.adaptive is None else self.adaptive.bound(request_ids, bounds)
+        if self.adaptive is None:
+            return np.zeros(len(request_ids))
+        return self.adaptive.bound(request_ids, bounds, max_rows)
 
     def _begin(self, request: Request) -> bool:
         """Whether it can be drafted now; its state begins when its drafter is ready, with all that it has by then."""

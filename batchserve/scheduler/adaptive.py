@@ -188,16 +188,17 @@ class AdaptiveDrafting:
         least_s = market.without_s + market.row_s
         return least_s <= self._max_step_s and self._draft_time.is_tried(num_asked, is_too_long=room_s < least_s)
 
-    def bound(self, request_ids: Sequence[str], bounds: IntArray) -> FloatArray:
+    def bound(self, request_ids: Sequence[str], bounds: IntArray, max_rows: int) -> FloatArray:
         """What to ask of each drafter: lowers the most nodes, bounds[:, 0] (forest.py: DraftQueries), and returns the
-        path probability, as it claims it, of the least likely.
+        path probability, as it claims it, of the least likely. max_rows: as in `choose`.
 
         Neither limits what is worth its row; both leave some room for odds to be learned.
         """
         least = np.empty(len(request_ids))
         worth_a_row = MARGIN * self._market.price * self._market.row_s
         slots = self._slots_of(request_ids)
-        bound_queries(self._standing, self.acceptance.records, slots, worth_a_row, bounds, least)
+        worth = worth_a_row, float(max_rows)
+        bound_queries(self._standing, self.acceptance.records, slots, worth, bounds, least)
         return least
 
     def choose(

@@ -64,12 +64,13 @@ def _weight(request):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def bound_queries(table, records, slots, least, bounds, least_probs):  # type: ignore[no-untyped-def]
+def bound_queries(table, records, slots, worth, bounds, least_probs):  # type: ignore[no-untyped-def]
     """Lower bounds[:, 0], the most nodes to ask for, and fill the least path probability, as it is claimed.
 
-    For the requests at `slots`; records: see budget_kernels.own_shift; least: the calibrated probability that is worth
-    a row.
+    For the requests at `slots`; records: see budget_kernels.own_shift; worth: the calibrated probability that is worth
+    a row, and the most rows that the step can take: what is found beyond takes time for nothing.
     """
+    (least, max_rows), asked = worth, 0
     for i in range(len(slots)):
         request, shift = table[slots[i]], own_shift(records[slots[i]])
         most = int(FEW_NODES + GROWTH * request.num_chosen)
@@ -78,7 +79,12 @@ def bound_queries(table, records, slots, least, bounds, least_probs):  # type: i
         if request.has_window:
             most = MOST_NODES
         bounds[i, 0] = min(bounds[i, 0], most)
+        asked += bounds[i, 0]
         least_probs[i] = min(0.5, least / _weight(request) * math.exp(-max(0.0, shift)))
+    share = max_rows / max(1, asked)
+    for i in range(len(slots)):
+        if share < 1.0 and not table[slots[i]].has_window:
+            bounds[i, 0] = min(bounds[i, 0], max(FEW_NODES, int(share * bounds[i, 0])))
 
 
 @njit(cache=True, nogil=True)
@@ -155,7 +161,7 @@ def compile_kernels() -> None:
     """Compile every kernel of the adaptive choice, those of budget_kernels too, or load them from the cache on disk."""
     budget_kernels.compile_kernels()
     table, slots, one = grown(np.zeros(0, STANDING), 1), np.zeros(1, np.int64), np.ones(1)
-    bound_queries(table, np.zeros((1, 3)), slots, 0.5, np.ones((1, 3), np.int64), one.copy())
+    bound_queries(table, np.zeros((1, 3)), slots, (0.5, 1.0), np.ones((1, 3), np.int64), one.copy())
     make_bids(table, slots, 1.0, 0.0, np.zeros((3, 1)))
     flag = np.zeros(1, np.bool_)
     settle(table, slots, slots, slots, one, slots + 1, (0.0, 1.0, 1.0), flag, flag.copy())

@@ -31,7 +31,7 @@ class AsksAll(AdaptiveDrafting):
     def are_asked(self, request_ids: Sequence[str]) -> list[bool]:
         return [True] * len(request_ids)
 
-    def bound(self, request_ids: Sequence[str], bounds: IntArray) -> FloatArray:
+    def bound(self, request_ids: Sequence[str], bounds: IntArray, max_rows: int) -> FloatArray:
         np.minimum(bounds[:, 0], MOST_DRAFT_TOKENS, out=bounds[:, 0])
         return np.zeros(len(request_ids))
 

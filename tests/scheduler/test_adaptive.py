@@ -161,7 +161,7 @@ class Machine:
             adaptive.window_earned(name, earned[name])
         if asked:
             bounds = np.full((len(asked), 3), 1 << 40)
-            adaptive.bound([text.name for text in asked], bounds)
+            adaptive.bound([text.name for text in asked], bounds, max_rows)
             trees = {text.name: text.propose(most) for text, most in zip(asked, bounds[:, 0].tolist(), strict=True)}
             bidders = [Bidder(text.name, text.context, text.tokens) for text in texts]
             forest = DraftForest.of(list(trees.values()))
@@ -263,13 +263,29 @@ def test_what_is_asked_for_follows_what_was_bought(least: float, asked: list[int
     standing, slots, found = grown(np.zeros(0, STANDING), 1), np.zeros(1, np.int64), []
     for gain in (0.9, 0.0, 0.0):
         bounds = np.full((1, 3), 1 << 40)
-        bound_queries(standing, np.zeros((1, 3)), slots, least, bounds, np.zeros(1))
+        bound_queries(standing, np.zeros((1, 3)), slots, (least, 1e6), bounds, np.zeros(1))
         found.append(bounds[0, 0])
         bought, one = np.ones(8, np.bool_), np.ones(8, np.int64)
         settle(
             standing, slots, slots, 0 * one, gain * one, one, (0.1, math.inf, math.inf), bought, np.zeros(1, np.bool_)
         )
     assert found == asked
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "asked"), [(1000, [60, 150, 300]), (255, [30, 75, 150]), (10, [FEW_NODES, FEW_NODES, FEW_NODES])]
+)
+def test_no_more_is_asked_for_than_the_step_can_run_but_for_a_few_of_each(max_rows: int, asked: list[int]) -> None:
+    """What is found beyond that takes the drafter's time for nothing; a window is asked for whole."""
+    standing, slots = grown(np.zeros(0, STANDING), 4), np.arange(4)
+    standing["most_chosen"] = 1000.0
+    standing["has_window"][3] = 1
+    bounds = np.array([[60, 9, 9], [150, 9, 9], [300, 9, 9], [0, 9, 9]])
+    bound_queries(standing, np.zeros((4, 3)), slots, (0.0, float(max_rows)), bounds, np.zeros(4))
+    assert bounds[:3, 0].tolist() == asked
+    bounds[3, 0] = 40
+    bound_queries(standing, np.zeros((4, 3)), slots, (0.0, 1.0), bounds, np.zeros(4))
+    assert bounds[3, 0] == 40
 
 
 def mean_rows(steps: Sequence[Step], name: str) -> float:
