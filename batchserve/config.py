@@ -188,7 +188,7 @@ class EngineConfig:
     def prompt_inflation(self) -> float:
         """How far all prompts may stretch a step: whoever bounds steps in milliseconds alone means these to be used."""
         if self.max_itl_inflation is not None:
-            return self.max_itl_inflation
+            return float(self.max_itl_inflation)  # an int would be other code to compile
         return PROMPT_INFLATION if self.max_itl_ms is None else math.inf
 
     @property

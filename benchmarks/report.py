@@ -199,8 +199,20 @@ PERFORMANCE = (
     "waiting",
 )
 DRAFTING = ("draft_cost", "drafters", "jacobi")
-ADAPTIVE = ("regret", "gain", "ceiling", "never_slower", "overhead", "budget", "prefill", "prefix")
-ADAPTIVE_AVX512 = ("regret", "breadth", "gain", "ceiling", "never_slower", "row_price", "prefill", "prefix")
+ADAPTIVE = (
+    "regret",
+    "breadth",
+    "gain",
+    "ceiling",
+    "never_slower",
+    "row_price",
+    "overhead",
+    "budget",
+    "prefill",
+    "prompt_load",
+    "prefix",
+)
+ADAPTIVE_AMX = ("regret", "gain")
 TABLES = {
     "load": load_table,
     "huge pages": huge_pages_table,
@@ -211,7 +223,7 @@ TABLES = {
     "machines": lambda: machines(*PERFORMANCE),
     "drafting machines": lambda: machines(*DRAFTING),
     "adaptive machines": lambda: machines(*(f"adaptive/{name}" for name in ADAPTIVE)),
-    "adaptive avx512 machines": lambda: machines(*(f"adaptive_avx512/{name}" for name in ADAPTIVE_AVX512)),
+    "adaptive amx machines": lambda: machines(*(f"adaptive_amx/{name}" for name in ADAPTIVE_AMX)),
     "batch bundled": lambda: batch_table("bundled"),
     "batch 90m": lambda: batch_table("90m"),
     "lossless": lossless_table,

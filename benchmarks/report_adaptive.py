@@ -1,4 +1,4 @@
-"""The tables of docs/adaptive.md, from benchmarks/results/adaptive/."""
+"""The tables of docs/adaptive.md, from benchmarks/results/adaptive/ and, beside AMX, adaptive_amx/."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def regret_table(folder: str = "adaptive") -> str:
 
 
 def breadth_table() -> str:
-    drafters = result("breadth", "adaptive_avx512")["drafters"]
+    drafters = result("breadth")["drafters"]
     rows = [
         [drafter, text, *(f"{cell['adaptive_over_best']:.1%} [{cell['best_length']}]" for cell in sizes.values())]
         for drafter, texts in drafters.items()
@@ -76,7 +76,6 @@ def gain_table(folder: str = "adaptive") -> str:
     for model, name, found in cells_of(result("gain", folder)["models"]):
         for size, cell in found["wall"]["sizes"].items():
             adaptive = cell["contenders"]["adaptive"]
-            p10 = adaptive["p10_request_over_off"]
             rows.append(
                 [
                     model,
@@ -84,14 +83,15 @@ def gain_table(folder: str = "adaptive") -> str:
                     size,
                     f"{cell['pooled_over_off']:.2f}",
                     interval(adaptive["over_off"]),
-                    f"{p10:.2f}",
+                    f"{adaptive['p10_request_over_off']:.2f}",
+                    f"{adaptive['slowest_request_over_off']:.2f}",
                     f"{cell['end_to_end_over_off']:.2f}",
                     f"{adaptive['acceptance_length']:.2f}",
                     f"{adaptive['draft_rows_per_token']:.2f}",
                 ]
             )
     head = ["model", "text", "requests", "decoding, adaptive / off", "pair by pair", "a request in ten is below"]
-    return table([*head, "end to end", "acceptance length", "draft rows a token"], rows)
+    return table([*head, "the slowest", "end to end", "acceptance length", "draft rows a token"], rows)
 
 
 def ceiling_table() -> str:
@@ -107,7 +107,7 @@ def ceiling_table() -> str:
 
 def never_slower_table() -> str:
     rows = []
-    for model, part in result("never_slower", "adaptive_avx512")["models"].items():
+    for model, part in result("never_slower")["models"].items():
         for name, sizes in part["cells"].items():
             for size, cell in sizes.items():
                 adaptive = cell["contenders"]["adaptive"]
@@ -121,7 +121,7 @@ def never_slower_table() -> str:
 def row_price_table() -> str:
     """By model, number of requests and draft rows of each: the figures of all starts, lowest to highest."""
     rows = []
-    for model, part in result("row_price", "adaptive_avx512")["models"].items():
+    for model, part in result("row_price")["models"].items():
         starts = [start["sizes"] for start in part["starts"]]
         for size in starts[0]:
             steps = lowest_to_highest(start[size]["real_over_predicted"]["median"] for start in starts)
@@ -202,6 +202,17 @@ def prefill_table() -> str:
     )
 
 
+def prompt_load_table() -> str:
+    rows = []
+    for bound, cell in result("prompt_load")["bounds"].items():
+        seconds = [f"{cell[name]['median']:.2f}" for name in ("first_token_s", "p95_first_token_s")]
+        between = [f"{cell[name]['median']:.1f}" for name in ("inter_token_ms", "p99_inter_token_ms")]
+        speed = f"{cell['tokens_per_s']['median']:.0f}", interval(cell["tokens_per_s_over_default"])
+        rows.append([bound, *speed, *seconds, *between])
+    head = ["prompts stretch a step to", "tokens/s", "over the default's", "time to first token, s", "p95"]
+    return table([*head, "inter-token ms p50", "p99"], rows)
+
+
 def prefix_table() -> str:
     found = result("prefix")
     rows = []
@@ -212,28 +223,32 @@ def prefix_table() -> str:
 
 
 def reliability_table() -> str:
-    """Calibrated probability against frequency, all cells of one request at a time together."""
+    """Calibrated probability against frequency, all numbers of requests together."""
     rows = []
     for model, name, found in cells_of(result("regret")["models"]):
-        cell = found["table"]["sizes"]["1"]
-        for drafter, kept in cell["reliability"].items():
-            if not sum(kept["count"]):
-                continue
-            pairs = [
-                f"{expected / count:.2f}: {hits / count:.2f}" if count >= 20 else "-"
-                for count, expected, hits in zip(kept["count"], kept["expected"], kept["hits"], strict=True)
-            ]
-            rows.append([model, name, f"{cell['calibration_error'][drafter]:.3f}", *pairs])
-    return table(["model", "text", "calibration error", *(f"{tenth / 10:.1f}" for tenth in range(10))], rows)
+        sizes = found["table"]["sizes"]
+        tenths = pooled_tenths(sizes)
+        pairs = [f"{expected / count:.2f}: {hits / count:.2f}" if count else "-" for count, expected, hits in tenths]
+        error = sum(abs(expected - hits) for _, expected, hits in tenths) / sum(count for count, _, _ in tenths)
+        worst = max(max(cell["calibration_error"].values()) for cell in sizes.values())
+        rows.append([model, name, f"{error:.3f}", f"{worst:.3f}", *pairs])
+    head = ["model", "text", "calibration error", "of the worst cell", *(f"{tenth / 10:.1f}" for tenth in range(10))]
+    return table(head, rows)
+
+
+def pooled_tenths(sizes: dict[str, Any]) -> list[tuple[float, float, float]]:
+    """(edges, sum of their probabilities, hits) by tenths of probability, of all sizes of one workload."""
+    kept = [each for cell in sizes.values() for name, each in cell["reliability"].items() if name != "none"]
+    return [tuple(sum(each[key][i] for each in kept) for key in ("count", "expected", "hits")) for i in range(10)]  # type: ignore[misc]
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "regret": regret_table,
-    "regret avx512": partial(regret_table, "adaptive_avx512"),
+    "regret amx": partial(regret_table, "adaptive_amx"),
     "breadth": breadth_table,
     "regret wall": regret_wall_table,
     "gain": gain_table,
-    "gain avx512": partial(gain_table, "adaptive_avx512"),
+    "gain amx": partial(gain_table, "adaptive_amx"),
     "ceiling": ceiling_table,
     "never slower": never_slower_table,
     "row price": row_price_table,
@@ -242,6 +257,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "device host": device_host_table,
     "budget": budget_table,
     "prefill": prefill_table,
+    "prompt load": prompt_load_table,
     "prefix": prefix_table,
     "reliability": reliability_table,
 }

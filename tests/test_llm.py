@@ -20,6 +20,7 @@ from batchserve import LLM, RequestOutput, SamplingParams, SpeculationParams, in
 from batchserve.config import DRAFTERS
 from batchserve.demo.prompts import PROMPTS
 from batchserve.errors import ConfigError, InvalidRequestError
+from batchserve.request import DraftScope
 from batchserve.types import FinishReason
 
 TEXTS = [prompt.text for prompt in PROMPTS]
@@ -126,12 +127,12 @@ def test_a_second_ctrl_c_while_the_first_is_noted_waits_for_nothing(
 
 
 def test_a_ctrl_c_does_not_cut_short_the_clearing_of_a_scope(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    clear, cleared = llm._core.clear_draft_scope, list[str]()
+    clear, cleared = llm._core.clear_draft_scope, list[DraftScope]()
 
-    def interrupted(name: str) -> None:
+    def interrupted(scope: DraftScope) -> None:
         signal.raise_signal(signal.SIGINT)
-        clear(name)
-        cleared.append(name)
+        clear(scope)
+        cleared.append(scope)
 
     monkeypatch.setattr(llm._core, "clear_draft_scope", interrupted)
     with handled_by(signal.default_int_handler), pytest.raises(KeyboardInterrupt):

@@ -194,21 +194,44 @@ def quote(table, load, alone):  # type: ignore[no-untyped-def]
 def buy(owners, gains, rows, bidders, table, load, market, chosen):  # type: ignore[no-untyped-def]
     """Mark in `chosen` the items to buy; see draft_budget.choose_drafts, whose arguments these are, as tuples."""
     contexts, bids = bidders
-    urgency, ahead_s, grace_s = bids[0], bids[1], bids[2]
-    price, row_s, least_row_s, max_rows, prompts_s, longest_s, never_longer_s = market
+    row_s = market[1]
     attended_s = table[3][ATTENDED] * math.exp(table[3][LOG_FACTOR])
-    num_items, num_requests = len(owners), len(contexts)
+    num_items = len(owners)
     values = np.empty(num_items)
     order_by = np.empty(num_items)
     for i in range(num_items):
-        values[i] = gains[i] * urgency[owners[i]]
+        values[i] = gains[i] * bids[0, owners[i]]
         order_by[i] = -values[i] / (rows[i] * (row_s + attended_s * contexts[owners[i]]))
     order = np.argsort(order_by, kind="mergesort")  # stable: a child that is as good as its parent stays behind it
+    what = (order, owners, gains, rows, values)
+    is_left_out = np.zeros(num_items, np.bool_)
+    worth, best = _best_prefix(what, bidders, table, load, market, False, is_left_out)
+    if rows.max() > 1:
+        # Bundles may be fair only together, or one of them may stand in the way of all that is behind it.
+        without = np.zeros(num_items, np.bool_)
+        other_worth, other_best = _best_prefix(what, bidders, table, load, market, True, without)
+        if other_worth > worth:
+            best, is_left_out = other_best, without
+    for k in range(best):
+        chosen[order[k]] = not is_left_out[order[k]]
+
+
+@njit(cache=True, nogil=True)
+def _best_prefix(what, bidders, table, load, market, is_leaving_out, is_left_out):  # type: ignore[no-untyped-def]
+    """What the best prefix of the order is worth, and its length.
+
+    Marks what is left out of it: bundles that there are too many rows or too little time for, and where is_leaving_out
+    also those that somebody would pay for where their turn comes.
+    """
+    order, owners, gains, rows, values = what
+    contexts, bids = bidders
+    ahead_s, grace_s = bids[1], bids[2]
+    price, _, least_row_s, max_rows, prompts_s, longest_s, never_longer_s = market
+    num_requests = len(contexts)
     without_s = seconds_at(table, load, 0.0, 0.0)
     given = np.ones(num_requests)
-    is_left_out = np.zeros(num_items, np.bool_)
     worth, best_worth, best, num_rows, attended = 0.0, 0.0, 0, 0, 0.0
-    for k in range(num_items):
+    for k in range(len(order)):
         item = order[k]
         owner = owners[item]
         if num_rows + rows[item] > max_rows:
@@ -234,19 +257,18 @@ def buy(owners, gains, rows, bidders, table, load, market, chosen):  # type: ign
             # Whoever is behind already is not held to gains that may not come.
             sure = ahead if ahead_s[i] >= 0.0 else ahead_s[i] + alone_s - decode_s
             is_fair = is_fair and sure + grace_s[i] >= 0.0
-        is_short = step_s <= never_longer_s and (decode_s <= longest_s or is_good_for_all)
+        is_in_time = step_s <= never_longer_s
+        is_allowed = is_fair and is_in_time and (decode_s <= longest_s or is_good_for_all)
         profit = worth - price * (step_s - without_s)
-        if is_fair and is_short and profit > best_worth:
+        if is_allowed and profit > best_worth:
             best_worth, best = profit, k + 1
-        elif rows[item] > 1 and not (is_fair and is_short):
-            # A bundle that is too large does not stand in the way of single rows behind it.
+        elif rows[item] > 1 and (not is_in_time or (is_leaving_out and not is_allowed)):
             is_left_out[item] = True
             num_rows -= rows[item]
             attended -= rows[item] * contexts[owner]
             given[owner] -= gains[item]
             worth -= values[item]
-    for k in range(best):
-        chosen[order[k]] = not is_left_out[order[k]]
+    return best_worth, best
 
 
 def compile_kernels() -> None:

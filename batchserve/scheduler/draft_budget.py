@@ -87,7 +87,7 @@ def choose_drafts(
     Items are ordered by urgency x gain over cost, and of all prefixes of at most max_rows rows that one is taken which
     maximises sum(urgency x gain) - price x time, among those that keep the step within its bounds and leave nobody
     further behind than his grace: of whoever is behind already, even if his own drafts bring nothing. A bundle that
-    would break one of these bounds where its turn comes is left out.
+    would break one of these bounds where its turn comes is left out if that brings more.
     """
     chosen = np.zeros(len(offer.owners), np.bool_)
     if not len(chosen) or max_rows < 1:

@@ -79,9 +79,12 @@ def bound_queries(table, records, slots, worth, bounds, least_probs):  # type: i
         if request.has_window:
             most = MOST_NODES
         bounds[i, 0] = min(bounds[i, 0], most)
-        asked += bounds[i, 0]
+        if request.has_window:
+            max_rows -= bounds[i, 0]
+        else:
+            asked += bounds[i, 0]
         least_probs[i] = min(0.5, least / _weight(request) * math.exp(-max(0.0, shift)))
-    share = max_rows / max(1, asked)
+    share = max(0.0, max_rows) / max(1, asked)
     for i in range(len(slots)):
         if share < 1.0 and not table[slots[i]].has_window:
             bounds[i, 0] = min(bounds[i, 0], max(FEW_NODES, int(share * bounds[i, 0])))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS
+from benchmarks.report_adaptive import pooled_tenths
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 FEWEST = 20  # edges of a tenth that is drawn
@@ -45,13 +46,9 @@ def _reliability(axes: Any, models: dict[str, Any]) -> None:
     axes.plot([0, 1], [0, 1], color="grey", linewidth=1, label="as often as it said")
     for model, found in models.items():
         for text, cell in found["workloads"].items():
-            for kept in cell["table"]["sizes"]["1"]["reliability"].values():
-                tenths = zip(kept["count"], kept["expected"], kept["hits"], strict=True)
-                points = [(e / n, h / n) for n, e, h in tenths if n >= FEWEST]
-                if points:
-                    axes.plot(
-                        *zip(*points, strict=True), marker="o", markersize=3, linewidth=1, label=f"{model}, {text}"
-                    )
+            tenths = pooled_tenths(cell["table"]["sizes"])
+            points = [(e / n, h / n) for n, e, h in tenths if n >= FEWEST]
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1, label=f"{model}, {text}")
     axes.set_xlabel("calibrated probability of an edge")
     axes.set_ylabel("how often it came true")
 

@@ -83,10 +83,13 @@ class WarmDrafter(Drafter):
         self._inner = inner
         self._warm = warm
         self._on_query = on_query
+        self._is_new = False  # nobody has begun since it was renewed
         self.renew()
 
     def renew(self) -> None:
         """Forget all but the records: what a run shares, and what it teaches, the next one would find."""
+        if self._is_new:
+            return
         self._inner.clear_scope(SCOPE)
         for i, record in enumerate(self._warm):
             name = f"warm-{i}"
@@ -94,12 +97,14 @@ class WarmDrafter(Drafter):
             self._inner.accept(name, record.response_token_ids)
             self._inner.share(name, record.response_token_ids)
             self._inner.end(name)
+        self._is_new = True
 
     @property
     def name(self) -> str:
         return self._inner.name
 
     def start(self, request: DraftRequest) -> None:
+        self._is_new = False
         self._inner.start(dataclasses.replace(request, scope=SCOPE, drafter=""))
 
     def propose(self, queries: Sequence[DraftQuery]) -> list[DraftTree]:

@@ -3,8 +3,9 @@
     python -m benchmarks.adaptive.prompt_load [--quick]
 
 The bundled model, 16 requests at once, each with 400 random tokens in front of one of its tasks and 100 tokens of
-answer; whoever ends is followed by the next at once, and nothing is shared. The bounds (max_itl_inflation: how many
-times as long all prompts together may make a step) take turns on one engine, every round begins with another one.
+answer; whoever ends is followed by the next at once, and no text is shared. The bounds (max_itl_inflation: how many
+times as long all prompts together may make a step) take turns on one engine with the same requests, every round begins
+with another one. Tokens are counted from the moment when as many requests have ended as there are at once.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 from batchserve.config import PROMPT_INFLATION, EngineConfig
 from batchserve.request import Request
 from batchserve.scheduler.adaptive import AdaptiveDrafting
 from batchserve.types import SamplingParams, SpeculationParams
-from benchmarks.adaptive.driver import median_interval
+from benchmarks.adaptive.driver import WarmDrafter, median_interval
 from benchmarks.adaptive.prefill import p99
 from benchmarks.adaptive.workloads import Lab, Options, lab, new_drafter, read_options, say, write
 from benchmarks.common import chat_prompts, refusing_bad_input, spread
 
 SIZE, IN_FRONT, ANSWER = 16, 400, 100
-REQUESTS, ROUNDS = 64, 5  # of a run, and of each bound
+REQUESTS, ROUNDS = 80, 5  # of a run, and of each bound
 BOUNDS = (1.25, 1.5, PROMPT_INFLATION, 4.0)
 PARAMS = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
 ALONE = SpeculationParams(draft_scope="request")
@@ -37,13 +38,14 @@ ALONE = SpeculationParams(draft_scope="request")
 class Served:
     """One run; seconds."""
 
-    seconds: float
-    first_token_s: list[float]
-    between_s: list[float]  # of each request in each step in which it was given more than its first token
+    seconds: float = 0.0
+    tokens: int = 0
+    first_token_s: list[float] = dataclasses.field(default_factory=list)  # of those that have one
+    between_s: list[float] = dataclasses.field(default_factory=list)  # of a request in a step behind its first token
 
     @property
     def tokens_per_s(self) -> float:
-        return len(self.first_token_s) * ANSWER / self.seconds
+        return self.tokens / self.seconds
 
 
 class Load:
@@ -63,13 +65,15 @@ class Load:
             yield processor.make_request(name, prompt, PARAMS, ALONE, time.perf_counter())
 
     def serve(self, bound: float, num_requests: int, seed: int) -> Served:
-        """The first num_requests that end, under one bound."""
+        """SIZE requests at once under one bound, until num_requests have ended."""
         core = self._bench.engine.core
+        drafter = core.drafts.drafter
+        assert isinstance(drafter, WarmDrafter)
+        drafter.renew()
         core.scheduler._config = dataclasses.replace(core.scheduler._config, max_itl_inflation=bound)
-        new, running, served = self._requests(random.Random(seed)), list[Request](), Served(0.0, [], [])
-        started_s = time.perf_counter()
-        while len(served.first_token_s) < num_requests:
-            for request, _ in zip(new, range(SIZE - len(running)), strict=False):
+        new, running, served, num_ended = self._requests(random.Random(seed)), list[Request](), Served(), 0
+        while num_ended < num_requests:
+            for request in islice(new, SIZE - len(running)):
                 core.add(request)
                 running.append(request)
             had = [request.num_output_tokens for request in running]
@@ -77,12 +81,15 @@ class Load:
             core.step()
             step_s = time.perf_counter() - step_s
             more = [before for before, each in zip(had, running, strict=True) if 0 < before < each.num_output_tokens]
-            served.between_s += [step_s] * len(more)
-            for each in running:
-                if each.finish_reason is not None and each.first_token_s is not None:
-                    served.first_token_s.append(each.first_token_s - each.arrival_s)
+            if num_ended >= SIZE:
+                served.seconds += step_s
+                served.tokens += sum(each.num_output_tokens for each in running) - sum(had)
+                served.between_s += [step_s] * len(more)
+                for before, each in zip(had, running, strict=True):
+                    if before == 0 and each.first_token_s is not None:
+                        served.first_token_s.append(each.first_token_s - each.arrival_s)
+            num_ended += sum(each.finish_reason is not None for each in running)
             running = [each for each in running if each.finish_reason is None]
-        served.seconds = time.perf_counter() - started_s
         self._bench.driver.clear()
         return served
 
@@ -92,7 +99,7 @@ def measure(load: Load, options: Options) -> dict[str, Any]:
     for number in range((1 if options.is_quick else ROUNDS) + 1):
         for place in range(len(BOUNDS)):
             bound = BOUNDS[(place + number) % len(BOUNDS)]
-            served = load.serve(bound, SIZE if options.is_quick else REQUESTS, seed=number)
+            served = load.serve(bound, SIZE + 1 if options.is_quick else REQUESTS, seed=number)
             say(f"{bound}: {served.tokens_per_s:.0f} tokens/s")
             if number:  # the first round warms up
                 runs[bound].append(served)

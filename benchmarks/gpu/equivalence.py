@@ -180,7 +180,9 @@ def compare(kit: Kit, plain: PlainPath, way: Way) -> dict[str, Any]:
         mode = [_with_temperature(job, temperature, seed) for seed, job in enumerate(jobs)]
         covered = Coverage()
         kit.beat()
-        speculated, plainly = run_jobs(engine, mode, covered), run_jobs(engine, mode, Coverage(), speculate=False)
+        speculated = run_jobs(engine, mode, covered)
+        kit.beat()
+        plainly = run_jobs(engine, mode, Coverage(), speculate=False)
         kit.beat()
         scores = [Scores(plain, mode, answers) for answers in (speculated, plainly)]
         kit.beat()

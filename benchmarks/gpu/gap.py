@@ -100,7 +100,12 @@ def build(kit: Kit, model: str) -> BuiltEngine:
     more = {"kv_cache_memory": memory, "dtype": dtype, "cache_dir": str(kit.scratch / "cache")}
     config = EngineConfig(**{**backend_options(kit, 64), **options, **more})
     said: list[str] = []
-    built = build_engine(config, said.append)
+
+    def say(text: str) -> None:
+        said.append(text)
+        kit.beat()
+
+    built = build_engine(config, say)
     check_graphs(built, config.enforce_eager, said)
     return built
 

@@ -215,6 +215,9 @@ def build_for(
     under names of their own. options: those that make() has of its own.
     """
     attempts = [kit]
+    for name in report.faults(place, *cells):
+        if report.cells[name].get("hung_on") in kit.unfit:  # another kernel has its place now, whatever is left of them
+            report.rename(name, name + BEFORE_TRITON)
     if kit.backend == "auto" and backend_options(kit, head_dim)["attention_backend"] == "flashinfer":
         attempts.append(dataclasses.replace(kit, backend="triton"))
         if not any(name.endswith(BEFORE_TRITON) for name in report.cells):

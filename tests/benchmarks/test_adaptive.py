@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from math import comb
 
 import pytest
@@ -317,6 +317,19 @@ def test_a_drafter_that_is_never_right_is_soon_left_alone(size: int) -> None:
     driver.core.drafts.drafter = hostile
     run = driver.run(records, [(size, size * 160)], simulation.adaptive())
     assert sum(run.step_draft_rows[:32]) > 0  # it was given a chance
+    assert sum(run.step_draft_rows[32:]) < 0.01 * sum(run.step_rows[32:])
+
+
+# Of one request alone each new one's chances with the trie, which claims more, come to 1.5%.
+@pytest.mark.parametrize(
+    ("drafter", "size"), [*product(("mixture", "reference"), (1, 4, 16)), ("trie", 4), ("trie", 16)]
+)
+def test_text_that_cannot_be_drafted_soon_has_no_drafts(drafter: str, size: int) -> None:
+    """Random tokens of a large vocabulary: hardly a guess ever comes true. Each new request is given a chance."""
+    records = random_records(30_000)
+    warm, measured = records[: len(records) // 2], records[len(records) // 2 :]
+    simulation = Simulation(TABLE, new_drafter(drafter), warm, measured)
+    run = simulation.driver().run(measured, [(size, max(1000, size * 160))], simulation.adaptive())
     assert sum(run.step_draft_rows[32:]) < 0.01 * sum(run.step_rows[32:])
 
 

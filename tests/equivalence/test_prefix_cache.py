@@ -13,7 +13,7 @@ from batchserve.attention.prefix_index import FEWEST_TOKENS
 from batchserve.engine.build import BuiltEngine
 from batchserve.engine.engine_core import Event
 from batchserve.errors import BatchserveError
-from batchserve.request import Request
+from batchserve.request import TENANT, DraftScope, Request
 from batchserve.runner import model_runner
 from batchserve.types import FinishReason, SamplingParams, SpeculationParams
 from tests.drafters import OracleDrafter
@@ -161,10 +161,10 @@ def test_no_other_scope_ever_hits_and_a_private_request_leaves_nothing(tiny_mode
         assert cached(ask(engine, prompt, "request")) == 0
         assert allocator.cached_tokens == 0
     assert [cached(ask(engine, prompt, scope)) for scope in ("a", "b", "request", "a", "b", "")] == [0, 0, 0, 99, 99, 0]
-    engine.core.clear_draft_scope("a")
+    engine.core.clear_draft_scope(DraftScope(TENANT, "a"))
     assert [cached(ask(engine, prompt, scope)) for scope in ("b", "a")] == [99, 0]
     for scope in ("a", "b", "default"):
-        engine.core.clear_draft_scope(scope)
+        engine.core.clear_draft_scope(DraftScope(TENANT, scope))
     assert allocator.cached_tokens == 0
 
 
@@ -191,7 +191,7 @@ def test_nobody_hits_what_was_computed_before_the_scope_was_cleared_while_it_run
         engine.core.step()
     before = list(early.token_ids)
     assert len(before) > 70
-    engine.core.clear_draft_scope("team")
+    engine.core.clear_draft_scope(DraftScope(TENANT, "team"))
     add("while it runs", before, 1)
     for _ in range(5):
         engine.core.step()

@@ -283,9 +283,9 @@ def test_no_more_is_asked_for_than_the_step_can_run_but_for_a_few_of_each(max_ro
     bounds = np.array([[60, 9, 9], [150, 9, 9], [300, 9, 9], [0, 9, 9]])
     bound_queries(standing, np.zeros((4, 3)), slots, (0.0, float(max_rows)), bounds, np.zeros(4))
     assert bounds[:3, 0].tolist() == asked
-    bounds[3, 0] = 40
-    bound_queries(standing, np.zeros((4, 3)), slots, (0.0, 1.0), bounds, np.zeros(4))
-    assert bounds[3, 0] == 40
+    bounds = np.array([[60, 9, 9], [150, 9, 9], [300, 9, 9], [40, 9, 9]])
+    bound_queries(standing, np.zeros((4, 3)), slots, (0.0, max_rows + 40.0), bounds, np.zeros(4))
+    assert bounds[:, 0].tolist() == [*asked, 40]
 
 
 def mean_rows(steps: Sequence[Step], name: str) -> float:

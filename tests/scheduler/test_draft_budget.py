@@ -117,6 +117,13 @@ def test_a_bundle_that_is_too_large_keeps_nobody_behind_it_out() -> None:
     assert np.flatnonzero(chosen).tolist() == [1, 2], "too long a step"
 
 
+def test_bundles_that_are_only_fair_together_are_bought_together() -> None:
+    what = offer([2.0], [2.0], rows=[10, 10])
+    behind_s = -(EVEN_STEPS + 1) * RISING.predict(StepLoad(2, 2, 2))
+    assert choose(what, bidders(2, ahead_s=behind_s), 0.0, inflation=1.25) == [0, 1]
+    assert choose(offer([2.0], [], rows=[10]), bidders(2, ahead_s=behind_s), 0.0, inflation=1.25) == []
+
+
 @examples(150)
 @given(
     st.lists(st.tuples(st.integers(0, 4000), st.lists(st.floats(0.02, 0.95), max_size=3)), min_size=1, max_size=3),
