@@ -212,11 +212,10 @@ class Probe:
         )
         handle = self._launch(batch)
         launched_s = time.perf_counter()
-        if is_full:
+        if is_full and ended_s is not None:
             self._launches.append(launched_s - began_s)
-            if ended_s is not None:
-                self._gaps.append(began_s - ended_s)
-                self._idle.append(launched_s - ended_s)
+            self._gaps.append(began_s - ended_s)
+            self._idle.append(launched_s - ended_s)
         return _TimedHandle(handle, self, is_full)
 
     def ended(self, waited_s: float, is_full: bool) -> None:

@@ -8,13 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from batchserve.config import EngineConfig
 from batchserve.draft.base import DraftQuery, DraftTree
 from batchserve.engine.build import BuiltEngine
+from batchserve.scheduler.adaptive import AdaptiveDrafting
+from batchserve.scheduler.step_time import StepTimeModel, StepTimeTable
 from batchserve.types import SamplingParams, SpeculationParams
 from tests.drafters import HostileDrafter, ScriptedDrafter
 from tests.equivalence.harness import Coverage, Job, PlainPath, assert_equal_but_near_ties, build, random_jobs, run
 from tests.equivalence.test_greedy import drafter_options, expected_answers, make_drafter, random_speculation
 from tests.tiny_models import VOCAB_SIZE
+
+TABLE = StepTimeTable((4, 8, 16, 32, 64), (0.010, 0.011, 0.014, 0.020, 0.034))
 
 
 def jittery_clock(seed: int) -> Callable[[], float]:
@@ -80,7 +85,7 @@ def test_a_drafter_that_is_always_wrong_is_left_alone_within_32_steps(batch: int
     jobs = [Job([rng.randrange(3, VOCAB_SIZE) for _ in range(8)], params) for _ in range(batch)]
     truth = {tuple(job.prompt): _greedy_through_eos(plain, job.prompt, 161) for job in jobs}
     drafter = SureAndWrong(VOCAB_SIZE, 0, truth)
-    engine = build(folder, drafter, _steady_clock(), adaptive=True, max_num_seqs=16)
+    engine = _steady_engine(folder, drafter, max_num_seqs=16)
     rows, asked = _rows_by_step(engine, drafter, jobs)
     late = rows[32:]
     assert len(late) > 100
@@ -96,7 +101,7 @@ def test_hostile_trees_of_any_shape_are_left_alone_too(tiny_model: dict[str, Pat
     jobs = [Job([rng.randrange(3, VOCAB_SIZE) for _ in range(8)], params) for _ in range(4)]
     truth = {tuple(job.prompt): _greedy_through_eos(plain, job.prompt, 161) for job in jobs}
     drafter = HostileDrafter(VOCAB_SIZE, 0, truth)
-    engine = build(folder, drafter, _steady_clock(), adaptive=True, max_num_seqs=16)
+    engine = _steady_engine(folder, drafter, max_num_seqs=16)
     late = _rows_by_step(engine, drafter, jobs)[0][32:]
     assert sum(drafts for drafts, _ in late) < 0.01 * sum(total for _, total in late)
 
@@ -107,7 +112,7 @@ def test_answers_that_end_at_once_are_misses_too(tiny_model: dict[str, Path]) ->
     plain = PlainPath(folder)
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(8)] for _ in range(160)]
     truth = {tuple(prompt): _greedy_through_eos(plain, prompt, 2) for prompt in prompts}
-    engine = build(folder, SureAndWrong(VOCAB_SIZE, 0, truth), _steady_clock(), adaptive=True, max_num_seqs=4)
+    engine = _steady_engine(folder, SureAndWrong(VOCAB_SIZE, 0, truth), max_num_seqs=4)
     drafted = []
     for first in range(0, len(prompts), 4):
         jobs = [
@@ -128,8 +133,14 @@ def _greedy_through_eos(plain: PlainPath, prompt: list[int], count: int) -> list
     return tokens[len(prompt) :]
 
 
+def _steady_engine(folder: Path, drafter: ScriptedDrafter, *, max_num_seqs: int) -> BuiltEngine:
+    """Step times are given, and every step seems to take the same: the machine does not decide these tests."""
+    engine = build(folder, drafter, _steady_clock(), adaptive=True, max_num_seqs=max_num_seqs)
+    engine.core.drafts.adaptive = AdaptiveDrafting(StepTimeModel(TABLE), EngineConfig().draft_inflation)
+    return engine
+
+
 def _steady_clock() -> Callable[[], float]:
-    """Every step seems to take the same: nothing that the machine does decides these tests."""
     now = [0.0]
 
     def read() -> float:
