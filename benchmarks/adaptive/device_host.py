@@ -2,14 +2,15 @@
 
     python -m benchmarks.adaptive.device_host FOLDER [--quick]
 
-The path is the real one, with graphs, slots, pinned buffers and the device's sampler, but for the device: a graph's
-replay does nothing, and what a step would have given is made up from the recorded answers while it is waited for, for
-as long as a step of a 7B model takes on a large GPU, however many rows it has. So rows look free, and drafts become as
-large as they would be there. The device has nothing to do while the host reads what came back, in the gap from wait()'s
-end to launch() (benchmarks/gpu/gap.py has the same), and in the launch itself, up to the replay; answers are published
-behind that. Of the gap's parts another run tells. One core for everything; and once more with a second thread for the
-drafter. The same also with steps one right behind the other, while the engine's clock goes on as if the device had been
-waited for: that is what the code itself takes, whoever else uses the machine meanwhile.
+The path is the real one, with graphs, slots, pinned buffers and the device's sampler, but for the device and the kernel
+(torch, which plans nothing): a graph's replay does nothing, and what a step would have given is made up from the
+recorded answers while it is waited for, for as long as a step of a 7B model takes on a large GPU, however many rows it
+has. So rows look free, and drafts become as large as they would be there. The device has nothing to do while the host
+reads what came back, in the gap from wait()'s end to launch() (benchmarks/gpu/gap.py has the same), and in the launch
+itself, up to the replay; answers are published behind that. Of the gap's parts another run tells. One core for
+everything; and once more with a second thread for the drafter. The same also with steps one right behind the other,
+while the engine's clock goes on as if the device had been waited for: that is what the code itself takes, whoever else
+uses the machine meanwhile.
 """
 
 from __future__ import annotations
