@@ -99,7 +99,7 @@ def measure(load: Load, options: Options) -> dict[str, Any]:
     for number in range((1 if options.is_quick else ROUNDS) + 1):
         for place in range(len(BOUNDS)):
             bound = BOUNDS[(place + number) % len(BOUNDS)]
-            served = load.serve(bound, SIZE + 1 if options.is_quick else REQUESTS, seed=number)
+            served = load.serve(bound, 2 * SIZE if options.is_quick else REQUESTS, seed=number)
             say(f"{bound}: {served.tokens_per_s:.0f} tokens/s")
             if number:  # the first round warms up
                 runs[bound].append(served)

@@ -320,7 +320,7 @@ def test_a_drafter_that_is_never_right_is_soon_left_alone(size: int) -> None:
     assert sum(run.step_draft_rows[32:]) < 0.01 * sum(run.step_rows[32:])
 
 
-# Of one request alone each new one's chances with the trie, which claims more, come to 1.5%.
+# With the trie, which claims more, the chances of new requests come to more than that where each is alone.
 @pytest.mark.parametrize(
     ("drafter", "size"), [*product(("mixture", "reference"), (1, 4, 16)), ("trie", 4), ("trie", 16)]
 )
