@@ -20,6 +20,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "cpu", "flashinfer", "triton", "torch")
 FLASHINFER_MASKS = ("custom", "tree")
+COMPILE_MODES = ("auto", "off", "layers", "whole")
 MIN_TARGET_MS = 0.001
 ITL_INFLATION = 1.25  # of a running request's steps, by others' drafts
 # ... by prompts: so these get half of the time. Less, and long prompts arrive faster than they are computed
@@ -106,14 +107,15 @@ class EngineConfig:
 
     model: a local folder, a hub id, or "bundled".
     device: where the model runs; auto: a CUDA device if there is one.
-    attention_backend: auto: on a CPU its own, on a GPU the first of flashinfer, triton and torch that can serve the
+    attention_backend: auto: on a CPU its own, on a GPU the first of triton, flashinfer and torch that can serve the
     model. torch is slow: the reference of the others, which also runs the GPU path on a CPU.
     flashinfer_mask: how FlashInfer is told of trees: its own custom mask, or our variant of its kernel.
     kv_cache_memory: bytes for K/V; None takes a quarter of the memory that is free at start, at most twice what all
     sequences at full length take, or on a GPU what gpu_memory_utilization (a share of the device's memory) leaves
     beside weights and the largest step. Without prefix_cache no more is taken than all sequences can use.
     enforce_eager: no CUDA graphs; max_graph_rows: steps of more rows have none.
-    compile_model: what is captured is the model as torch.compile makes it, once for each number of rows.
+    compile_model: whether torch.compile makes the model faster: "layers" one program for all layers of a kind, "whole"
+    one for all of it, which takes minutes; auto: layers, where steps are CUDA graphs and the model can be compiled.
     max_model_len: None takes the model's own limit, or what the K/V memory holds if that is less.
     max_num_batched_tokens: rows of one step, prefill chunks, drafts and plain rows together.
     prefill_chunk_size: the most prompt tokens of one request in one step; None: only the step's bound.
@@ -165,7 +167,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
     max_graph_rows: int = 512
-    compile_model: bool = False
+    compile_model: str = "auto"
     num_threads: int | None = None
     huge_pages: bool = True
     batch_invariant: bool = False
@@ -221,7 +223,7 @@ class EngineConfig:
         if not is_utf8(served := self.served_model_name or self.model):
             raise ConfigError(f"served_model_name = {served!r}: must be text that is UTF-8 (the default is model)")
         flags = ("adaptive", "wait_for_drafter", "batch_invariant", "trust_remote_code", "prefix_cache")
-        for name in (*flags, "enforce_eager", "compile_model", "huge_pages"):
+        for name in (*flags, "enforce_eager", "huge_pages"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} = {getattr(self, name)!r}: must be True or False")
         if self.max_model_len == 1:
@@ -242,6 +244,7 @@ class EngineConfig:
         _one_of("device", self.device, DEVICES)
         _one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         _one_of("flashinfer_mask", self.flashinfer_mask, FLASHINFER_MASKS)
+        _one_of("compile_model", self.compile_model, COMPILE_MODES)
         _number("gpu_memory_utilization", self.gpu_memory_utilization, 0.01)
         if self.gpu_memory_utilization > 1:
             raise ConfigError(f"gpu_memory_utilization = {self.gpu_memory_utilization!r}: must be at most 1")

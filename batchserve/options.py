@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 
 from batchserve.config import (
     ATTENTION_BACKENDS,
+    COMPILE_MODES,
     DEVICES,
     DRAFTERS,
     DTYPES,
@@ -68,7 +69,7 @@ ENGINE_OPTIONS = {
     "dtype": Option("what weights and K/V are computed in; auto: the fastest that this machine has", DTYPES),
     "device": Option("where the model runs; auto: a CUDA device if there is one", DEVICES),
     "attention_backend": Option(
-        "what computes attention; auto: on a CPU its own kernels, on a GPU the first of flashinfer, triton and torch "
+        "what computes attention; auto: on a CPU its own kernels, on a GPU the first of triton, flashinfer and torch "
         "that is installed and can serve the model; torch is slow, the reference of the others",
         ATTENTION_BACKENDS,
     ),
@@ -137,7 +138,12 @@ ENGINE_OPTIONS = {
     ),
     "enforce_eager": Option("launch every kernel of every step by itself, without CUDA graphs"),
     "max_graph_rows": Option("steps of up to so many rows are CUDA graphs on a GPU; larger ones are eager"),
-    "compile_model": Option("compile the model for its CUDA graphs (torch.compile), which takes minutes at start"),
+    "compile_model": Option(
+        "have torch.compile fuse the model's small operations, on a GPU with CUDA graphs; layers: one program for all "
+        "layers of a kind, some seconds at start; whole: one for all of it, some minutes; auto: layers, or off where "
+        "the model cannot be compiled",
+        COMPILE_MODES,
+    ),
     "num_threads": Option(
         "compute threads on a CPU; beside a GPU those that drafts are made on",
         default_text="what measures fastest at start",

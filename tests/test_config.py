@@ -59,6 +59,7 @@ from batchserve.errors import ConfigError
         {"attention_backend": "torch", "batch_invariant": True},
         {"enforce_eager": 1},
         {"compile_model": "yes"},
+        {"compile_model": True},
         {"huge_pages": 1},
         {"max_graph_rows": 0},
         {"device": "cuda", "batch_invariant": True},

@@ -1,7 +1,7 @@
-"""Attention as one opaque operator of torch, so that a compiler sees a whole model without looking into it.
+"""Attention as opaque operators of torch, so that a compiler sees a model, or a layer, without looking into it.
 
 An operator takes tensors and numbers only: the backend behind it is found by its number, in the one table of this
-module. Caches are named as what the operator writes to, so that no compiler moves another use of them across it.
+module.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from batchserve.attention.base import AttentionParams
 
 if TYPE_CHECKING:
     from batchserve.attention.paged import PagedBackend
+
+LAYER = "batchserve_layer"  # of an attention module: its layer_idx as a tensor, which is no reason to compile it anew
 
 _backends: WeakValueDictionary[int, PagedBackend] = WeakValueDictionary()
 _numbers = itertools.count()
@@ -35,10 +37,30 @@ def _attend(
 ) -> torch.Tensor:
     """PagedBackend.attend_over of the step that the backend has begun.
 
-    The caches that are given are those to write to: where a compiler makes copies of them, it copies these back.
+    Caches are named as what is written to, so that no compiler moves another use of them across it. Those that are
+    given are those to write to: where a compiler makes copies of them, it copies these back.
     """
     params = AttentionParams(scaling, sliding_window, softcap, sinks)
     return _backends[backend].attend_over(key_cache, value_cache, query, key, value, params)
+
+
+def _attend_in_layer(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    layer: torch.Tensor,
+    backend: int,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """PagedBackend.attend of a layer whose number is in a tensor on the CPU: one program serves all layers.
+
+    It writes to caches that the program does not know, and that nothing else in it could read or write.
+    """
+    params = AttentionParams(scaling, sliding_window, softcap, sinks)
+    return _backends[backend].attend(int(layer), query, key, value, params)
 
 
 attend_op = torch.library.custom_op(
@@ -50,7 +72,17 @@ attend_op = torch.library.custom_op(
 )
 
 
+layer_op = torch.library.custom_op(
+    "batchserve::attend_in_layer",
+    _attend_in_layer,
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor layer, int backend, float scaling, "
+    "int? sliding_window, float? softcap) -> Tensor",
+)
+
+
 @attend_op.register_fake
+@layer_op.register_fake
 def _shape_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object) -> torch.Tensor:
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
@@ -75,6 +107,34 @@ class OpaqueAttention:
             key_cache,
             value_cache,
             params.sinks,
+            self._number,
+            params.scaling,
+            params.sliding_window,
+            params.softcap,
+        )
+        return out
+
+
+class LayerAttention:
+    """What compiled layers are given in place of a PagedBackend: attend() only, through the operator."""
+
+    def __init__(self, backend: PagedBackend, model: torch.nn.Module) -> None:
+        self._backend = backend  # kept alive: the table does not
+        self._number = next(_numbers)
+        _backends[self._number] = backend
+        for module in model.modules():
+            if hasattr(module, "layer_idx"):
+                setattr(module, LAYER, torch.tensor(module.layer_idx))
+
+    def attend(
+        self, layer: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.batchserve.attend_in_layer(
+            query,
+            key,
+            value,
+            params.sinks,
+            layer,
             self._number,
             params.scaling,
             params.sliding_window,

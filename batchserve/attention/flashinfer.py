@@ -30,6 +30,10 @@ HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 WORKSPACE_BYTES = 128 << 20  # at first; it grows to what a step needs
 PAGE_SIZE = 1
+# A graph's query tile is fixed by the most rows that one of its requests may have, which FlashInfer takes to be all
+# rows less one for each other request: with as many requests as rows it is the smallest. Trees of 4 to 8 rows take half
+# to a third of the time with it (docs/gpu.md); prompts, which larger graphs are for, want larger ones.
+MOST_SMALL_TILES = 256
 
 # jit_args (None: a stock module), float workspace, options of CUDA graphs -> BatchPrefillWithPagedKVCacheWrapper
 WrapperFactory = Callable[..., Any]
@@ -60,6 +64,7 @@ class FlashInferKernel:
     """
 
     can_be_captured = True
+    most_rows_as_requests = MOST_SMALL_TILES
 
     def __init__(
         self,

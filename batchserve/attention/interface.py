@@ -12,6 +12,7 @@ import torch
 from transformers import AttentionInterface
 
 from batchserve.attention.base import AttentionBackend, AttentionParams, LayerShape
+from batchserve.attention.custom_op import LAYER, LayerAttention
 from batchserve.errors import UnsupportedModelError
 
 ATTENTION_NAME = "batchserve"
@@ -60,7 +61,7 @@ def ragged_attention(
         raise UnsupportedModelError(
             f"{type(module).__name__} asks for dropout = {dropout}: the model is in training mode"
         )
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    layer: Any = getattr(module, LAYER) if isinstance(backend, LayerAttention) else module.layer_idx
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(scale, torch.Tensor):  # whose number may change
         scale = scale.item()

@@ -18,6 +18,7 @@ class TorchKernel:
 
     name = "torch"
     can_be_captured = False  # where a request begins and ends is read by Python
+    most_rows_as_requests = 0
 
     def plan(self, metadata: TreeMetadata) -> None:
         pass

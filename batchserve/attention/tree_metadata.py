@@ -69,6 +69,10 @@ class TreeKernel(Protocol):
     def can_be_captured(self) -> bool:
         """Whether a CUDA graph may repeat run(): what it launches depends on tensors of the device only."""
 
+    @property
+    def most_rows_as_requests(self) -> int:
+        """Graphs of up to so many rows shall have as many requests, however few there can be."""
+
     def plan(self, metadata: TreeMetadata) -> None:
         """Prepare the kernel for one step: called once, before the first layer's run().
 

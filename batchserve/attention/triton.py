@@ -85,6 +85,7 @@ class TritonTreeKernel:
 
     name = "triton"
     can_be_captured = True
+    most_rows_as_requests = 0
 
     def __init__(
         self,

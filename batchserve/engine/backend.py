@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 KV_SHARE_OF_FREE_MEMORY = 0.25
 UNKNOWN_BYTES = 4096 * MiB  # taken to be free where the system does not say
-GPU_KERNELS = ("flashinfer", "triton", "torch")  # the fastest first
+GPU_KERNELS = ("triton", "flashinfer", "torch")  # the fastest first (docs/gpu.md)
 
 
 def build_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tuple[AttentionBackend, int]:

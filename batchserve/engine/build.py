@@ -21,6 +21,7 @@ from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.router import RoutingDrafter
 from batchserve.engine.backend import build_backend
 from batchserve.engine.choose_threads import choose_threads
+from batchserve.engine.compile_model import compile_model
 from batchserve.engine.detokenizer import decoder_of
 from batchserve.engine.drafting import DraftStage
 from batchserve.engine.engine_core import EngineCore
@@ -32,7 +33,6 @@ from batchserve.kernel_cache import forget_stale_kernels
 from batchserve.metrics import EngineMetrics
 from batchserve.request import GREEDY
 from batchserve.runner import huge_pages, packed
-from batchserve.runner.compiled import CompiledModel
 from batchserve.runner.cuda_graphs import CannotBeCapturedError, StepGraphs, choose_capturer
 from batchserve.runner.loader import LoadedModel, load_model
 from batchserve.runner.model_runner import ModelRunner
@@ -93,6 +93,7 @@ def build_engine(
     rows = min(config.max_num_seqs, max_model_len - 1)
     _warm_up(runner, rows)
     has_huge_pages = _use_huge_pages(config, loaded, say)
+    compile_model(config, loaded, runner, say)
     _capture_graphs(config, loaded, runner, max_model_len, say)
     if config.num_threads or loaded.device.type == "cpu":
         runner.num_threads = config.num_threads or choose_threads(
@@ -134,23 +135,16 @@ def build_engine(
 def _capture_graphs(
     config: EngineConfig, loaded: LoadedModel, runner: ModelRunner, max_model_len: int, say: Progress
 ) -> None:
-    """Steps become CUDA graphs where there can be any. Raises ConfigError if options need them, or one fails."""
-    backend, run_model = runner.backend, runner.run_model
+    """Steps become CUDA graphs where there can be any. Raises ConfigError if a capture fails."""
+    backend = runner.backend
     capturer = choose_capturer(config, loaded.device, backend.kernel) if isinstance(backend, PagedBackend) else None
     if capturer is None or not isinstance(backend, PagedBackend):
-        if config.compile_model:
-            raise ConfigError(
-                "compile_model = True: must be with CUDA graphs: on a GPU, without enforce_eager, and not with "
-                "attention_backend torch"
-            )
         return
-    if config.compile_model:
-        run_model = CompiledModel(loaded.model, backend)
     max_rows = min(config.max_graph_rows, config.max_num_batched_tokens)
     try:
         runner.graphs = StepGraphs(
             backend,
-            run_model,
+            runner.run_model,
             capturer,
             max_rows=max_rows,
             max_num_seqs=config.max_num_seqs,
@@ -214,7 +208,8 @@ def _build_step_time(
         machine_name(loaded.device),
         str(runner.num_threads),
         f"{runner.backend.name} {config.batch_invariant} {loaded.has_packed_linears} {loaded.dtype}",
-        *([] if runner.graphs is None else [f"graphs of {runner.graphs.sizes} {config.compile_model}"]),
+        *([] if runner.graphs is None else [f"graphs of {runner.graphs.sizes}"]),
+        *([] if runner.compiled is None else [type(runner.compiled).__name__]),
         *(["huge pages"] if has_huge_pages else []),
         loaded.model.config.to_json_string(),
     )

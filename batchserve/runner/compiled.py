@@ -1,26 +1,33 @@
-"""The model as one compiled graph around opaque attention: for CUDA graphs, whose shapes are few."""
+"""The model as torch.compile makes it, around opaque attention: whole, or one program for all of its layers.
+
+Launched one by one, or in a CUDA graph, a layer's small operations take as long as its matrix products at few rows;
+compiled, they are a few kernels. A program serves steps of any number of rows but one, of which there is another.
+"""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
-from batchserve.attention.custom_op import OpaqueAttention
+from batchserve.attention.custom_op import LayerAttention, OpaqueAttention
 from batchserve.runner.forward import logits_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from transformers import PreTrainedModel
 
     from batchserve.attention.paged import PagedBackend
 
-MOST_SHAPES = 128  # torch's own bound is 8 and is there to find programs that never stop compiling
+MOST_PROGRAMS = 128  # of one function: layers of several kinds have some each. torch's own bound, 8, is for runaways
 
 
 class CompiledModel:
-    """ModelRunner.run_model, compiled anew for every number of rows.
+    """ModelRunner.run_model, whole: one program without a break. It takes minutes for a model of many layers.
 
-    compiler: a backend of torch.compile. A model that cannot be compiled whole raises torch's error, a RuntimeError.
+    compiler: a backend of torch.compile. A model that cannot be compiled so raises torch's error, a RuntimeError.
     """
 
     def __init__(self, model: PreTrainedModel, backend: PagedBackend, compiler: str = "inductor") -> None:
@@ -29,8 +36,60 @@ class CompiledModel:
         def forward(input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
             return logits_of(model, attention, input_ids, positions, keep)
 
-        self._forward = torch.compile(forward, fullgraph=True, dynamic=False, backend=compiler)
+        self._forward = torch.compile(forward, fullgraph=True, dynamic=True, backend=compiler)
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        with torch._dynamo.config.patch(recompile_limit=MOST_SHAPES):
+        with _any_number_of_rows():
             return self._forward(input_ids, positions, keep)
+
+    def undo(self) -> None:
+        """Nothing: the model is as it was."""
+
+
+class CompiledLayers:
+    """As CompiledModel, but each layer is a program, which those of the same kind share: seconds instead of minutes.
+
+    The model's layers are compiled in place, and called so also by whoever else runs the model, until undo(). What is
+    outside of them, a few operations in front and the head behind, is not compiled.
+    """
+
+    def __init__(self, model: PreTrainedModel, backend: PagedBackend, compiler: str = "inductor") -> None:
+        self._model, self._layers = model, repeated_layers(model)
+        self._attention = LayerAttention(backend, model)
+        for layer in self._layers:
+            layer.compile(fullgraph=True, dynamic=True, backend=compiler)
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        with _any_number_of_rows():
+            return logits_of(self._model, self._attention, input_ids, positions, keep)
+
+    def undo(self) -> None:
+        """The layers are as they were."""
+        for layer in self._layers:
+            layer._compiled_call_impl = None  # type: ignore[assignment]
+
+
+def repeated_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The modules that a model has one of for each of its layers. Raises RuntimeError where they are not to be told."""
+    count = int(model.config.get_text_config().num_hidden_layers)
+    found = [
+        module
+        for module in model.modules()
+        if isinstance(module, torch.nn.ModuleList)
+        and len(module) == count
+        and all(any(hasattr(each, "layer_idx") for each in layer.modules()) for layer in module)
+    ]
+    if len(found) != 1:
+        raise RuntimeError(f"{type(model).__name__} has {len(found)} lists of {count} layers with attention")
+    return list(found[0])
+
+
+@contextmanager
+def _any_number_of_rows() -> Iterator[None]:
+    """No two sizes that happen to be equal are taken for the same, and none for never being 1, in what is compiled."""
+    symbols = torch.fx.experimental._config
+    with (
+        symbols.patch(use_duck_shape=False, backed_size_oblivious=True),
+        torch._dynamo.config.patch(recompile_limit=MOST_PROGRAMS),
+    ):
+        yield

@@ -124,9 +124,13 @@ def bucket_sizes(max_rows: int) -> list[int]:
 
 
 def buckets(
-    row_sizes: Sequence[int], max_num_seqs: int, max_model_len: int, request_sizes: Sequence[int] | None = None
+    row_sizes: Sequence[int],
+    max_num_seqs: int,
+    max_model_len: int,
+    request_sizes: Sequence[int] | None = None,
+    most_rows_as_requests: int = 0,
 ) -> list[tuple[int, int]]:
-    """(rows, requests) of the graphs, ascending; request_sizes is StepGraphs'.
+    """(rows, requests) of the graphs, ascending; request_sizes is StepGraphs', most_rows_as_requests its kernel's.
 
     By default as many requests as rows, if that is fewer than max_num_seqs: from the rows less the other requests, in
     unsigned numbers, FlashInfer takes the most rows that one may have, and with that a graph's query tile. Below zero
@@ -134,6 +138,9 @@ def buckets(
     """
     found = []
     for rows in row_sizes:
+        if request_sizes is None and rows <= most_rows_as_requests:
+            found.append((rows, rows))
+            continue
         most = min(rows, max_num_seqs)
         sizes = [most] if request_sizes is None else sorted(request_sizes)
         enough = next((size for size in sizes if size >= most), None)
@@ -191,14 +198,16 @@ class StepGraphs:
         self._max_model_len = max_model_len
         self._sampler = DeviceSampler(max_num_seqs)
         self.sizes = bucket_sizes(min(max_rows, backend.allocator.total_tokens, max_num_seqs * max_model_len))
-        self.buckets = buckets(self.sizes, max_num_seqs, max_model_len, request_sizes)
+        as_requests = backend.kernel.most_rows_as_requests
+        self.buckets = buckets(self.sizes, max_num_seqs, max_model_len, request_sizes, as_requests)
         steps = {bucket: StaticStep(*bucket) for bucket in self.buckets}
         layouts = {bucket: StepLayout(self._fields(step)) for bucket, step in steps.items()}
         num_bytes = max(layout.num_bytes for layout in layouts.values())
         self._ring = BufferRing(num_bytes, backend.device)
         self._blob = torch.zeros(num_bytes, dtype=torch.uint8, device=backend.device)
         columns = backend.allocator.table_shape[1]
-        self._kv_indices = torch.zeros(max_num_seqs * columns, dtype=torch.int32, device=backend.device)
+        most_requests = max(requests for _, requests in self.buckets)
+        self._kv_indices = torch.zeros(most_requests * columns, dtype=torch.int32, device=backend.device)
         self._logits: torch.Tensor | None = None
         self._graphs: dict[tuple[int, int], _Graph] = {}
         gc.collect()  # of engines that were here before

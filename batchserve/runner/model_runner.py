@@ -16,6 +16,7 @@ from batchserve.sampling.recordings import Recordings
 
 if TYPE_CHECKING:
     from batchserve.attention.base import AttentionBackend
+    from batchserve.runner.compiled import CompiledLayers, CompiledModel
     from batchserve.runner.cuda_graphs import StepGraphs
     from batchserve.runner.loader import LoadedModel
     from batchserve.runner.ragged_batch import RaggedBatch
@@ -41,6 +42,7 @@ class ModelRunner:
     behind the recording's end it is the one that counts. Nothing that a client sends gets here.
 
     graphs: captured steps of the GPU path; None, and steps that fit into none of them: eager.
+    compiled: what runs the model where torch.compile has made something of it, in graphs and in eager steps.
     """
 
     def __init__(self, loaded: LoadedModel, backend: AttentionBackend) -> None:
@@ -50,6 +52,7 @@ class ModelRunner:
         self._model = loaded.model
         self._device = loaded.device
         self.graphs: StepGraphs | None = None
+        self.compiled: CompiledModel | CompiledLayers | None = None
 
     @property
     def is_paged(self) -> bool:
@@ -99,4 +102,6 @@ class ModelRunner:
 
     def run_model(self, input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         """Logits [len(keep), vocab_size] of the rows `keep`, of those that the backend has begun; all int64."""
+        if self.compiled is not None:
+            return self.compiled(input_ids, positions, keep)
         return logits_of(self._model, self.backend, input_ids, positions, keep)

@@ -118,16 +118,7 @@ class ModelProbe:
         return logits
 
     def _compare(self, actual: torch.Tensor, where: str, suspect: str) -> None:
-        difference = (actual - self._expected) / self._expected.std().clamp_min(1e-6)
-        is_exact = self._model.dtype == torch.float32
-        worst = (difference.abs().max() if is_exact else difference.square().mean(-1).sqrt().median()).item()
-        depth = int(self._model.config.get_text_config().num_hidden_layers) / TOLERANT_LAYERS
-        tolerance = TOLERANCE[self._model.dtype] * max(1.0, math.sqrt(depth))
-        if not worst <= tolerance:  # NaN fails, too
-            raise UnsupportedModelError(
-                f"{self._name} answers differently {where}: logits differ by {worst:.2g} standard deviations, bound "
-                f"{tolerance:.2g}; suspect {suspect}"
-            )
+        compare_logits(self._model, actual, self._expected, where, suspect)
 
     @contextmanager
     def _probing(self, how: str) -> Iterator[None]:
@@ -139,6 +130,22 @@ class ModelProbe:
             raise
         except Exception as error:
             raise UnsupportedModelError(f"{self._name} fails in the probe at load, {how}: {error!r}") from error
+
+
+def compare_logits(
+    model: PreTrainedModel, actual: torch.Tensor, expected: torch.Tensor, where: str, suspect: str
+) -> None:
+    """Raises UnsupportedModelError where logits, float32 [rows, vocab_size], differ by more than rounding."""
+    difference = (actual - expected) / expected.std().clamp_min(1e-6)
+    is_exact = model.dtype == torch.float32
+    worst = (difference.abs().max() if is_exact else difference.square().mean(-1).sqrt().median()).item()
+    depth = int(model.config.get_text_config().num_hidden_layers) / TOLERANT_LAYERS
+    tolerance = TOLERANCE[model.dtype] * max(1.0, math.sqrt(depth))
+    if not worst <= tolerance:  # NaN fails, too
+        raise UnsupportedModelError(
+            f"{type(model).__name__} answers differently {where}: logits differ by {worst:.2g} standard deviations, "
+            f"bound {tolerance:.2g}; suspect {suspect}"
+        )
 
 
 def _vocab_size(model: PreTrainedModel) -> int:

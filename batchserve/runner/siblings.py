@@ -118,9 +118,12 @@ class Sibling(torch.nn.Module):
     def __init__(self, shared: _SharedProduct, number: int) -> None:
         super().__init__()
         self.shared = shared  # a module of this one, for whoever goes through all modules
+        self._number = number
         self._output = partial(shared.output, number)  # no search for a module's attribute in every call
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():  # a partial of a method is another function in every layer
+            return self.shared.output(self._number, x)
         return self._output(x)
 
 

@@ -69,17 +69,20 @@ WAYS = {
 def run(kit: Kit, report: Report) -> None:
     # bfloat16 first: FlashInfer has no other, and its graphs are what has to be right before anything is timed.
     dtypes = kit.pick((torch.bfloat16, torch.float32), (torch.float32,))
+    modes = {f"/{mode}": Way(options) for mode, options in graph_modes(kit).items() if mode in ("eager", "whole")}
+    # As engines run on a GPU; all others are not compiled, which takes longer than what is compared.
+    compiled = {} if kit.is_dry or kit.is_eager else {"/layers": Way({"compile_model": "layers"})}
+    report.about(
+        compiles=[f"{BUNDLED}/bfloat16/{backend}{way}" for backend in KERNELS for way in (*compiled, "/whole")]
+    )
     for dtype in dtypes:
-        _compare_all(kit, report, BUNDLED, dtype, {"": Way()})
+        _compare_all(kit, report, BUNDLED, dtype, {"": Way(), **(compiled if dtype == dtypes[0] else {})})
     _compare_all(kit, report, BUNDLED, dtypes[0], WAYS)
     for model in kit.pick(TINY, TINY[:1]):
         for dtype in dtypes:
             # Rounded otherwise a row may be given to other experts, which no bound on rounding covers.
             is_judged = model not in EXPERTS or dtype == torch.float32
             _compare_all(kit, report, model, dtype, {"": Way(is_judged=is_judged)})
-    modes = {f"/{mode}": Way(options) for mode, options in graph_modes(kit).items() if options}
-    # Last: compiling takes minutes.
-    report.about(compiles=[f"{BUNDLED}/bfloat16/{backend}/compiled" for backend in KERNELS])
     _compare_all(kit, report, BUNDLED, dtypes[0], modes)
 
 
@@ -172,6 +175,7 @@ def compare(kit: Kit, plain: PlainPath, way: Way) -> dict[str, Any]:
     """One engine's answers, greedy and sampled, drafts on and off."""
     # So few rows that prompts come in chunks, and that the sizes of steps are timed and captured quickly.
     defaults = {"cache_dir": str(kit.scratch / "cache"), "kv_cache_memory": 256 << 20, "max_num_batched_tokens": 96}
+    defaults["compile_model"] = "off"
     engine = build(plain.folder, dtype=plain.dtype, max_num_seqs=8, **{**defaults, **way.options})
     jobs = _jobs(kit, engine.info.vocab_size, kit.pick(way.longest, 60))
     check_graphs(engine, bool(way.options.get("enforce_eager")))

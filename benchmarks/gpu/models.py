@@ -179,11 +179,11 @@ def all_backends(kit: Kit, head_dim: int, dtype: torch.dtype) -> dict[str, dict[
     """
     if kit.is_dry:
         return {"torch": backend_options(kit, head_dim)}
-    names = []
+    names = ["triton"]
     if is_ready(kit, stock(head_dim, dtype)):
-        names = ["flashinfer_tree"] if is_ready(kit, variant(head_dim, dtype)) else []
+        names += ["flashinfer_tree"] if is_ready(kit, variant(head_dim, dtype)) else []
         names.append("flashinfer_custom")
-    names = [name for name in (*names, "triton") if name not in kit.unfit] or ["triton"]
+    names = [name for name in names if name not in kit.unfit] or ["triton"]
     found: dict[str, dict[str, Any]] = {}
     for name in names:
         backend, _, mask = name.partition("_")
@@ -241,5 +241,9 @@ def build_for(
 def graph_modes(kit: Kit) -> dict[str, dict[str, Any]]:
     """The engine as it is, without graphs, and compiled, as far as it has these; a CPU has none of them."""
     known = set() if kit.is_dry or kit.is_eager else {field.name for field in dataclasses.fields(EngineConfig)}
-    modes = {"eager": {"enforce_eager": True}, "compiled": {"compile_model": True}}
+    modes = {
+        "eager": {"enforce_eager": True},
+        "uncompiled": {"compile_model": "off"},
+        "whole": {"compile_model": "whole"},
+    }
     return {"default": {}, **{name: options for name, options in modes.items() if known >= options.keys()}}

@@ -161,6 +161,7 @@ class DecodeKernel:
 
     name = "flashinfer_decode"
     can_be_captured = False  # not as it is used here
+    most_rows_as_requests = 0
 
     def __init__(self, case: Case, device: torch.device, dtype: torch.dtype, has_tensor_cores: bool) -> None:
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import buckets, small_q
+from benchmarks.gpu import buckets, profile, small_q
 from benchmarks.gpu.cases import Case, make_step
 from benchmarks.gpu.correctness import kernels, missing_module
 from benchmarks.gpu.kit import Kit, Report, copy_bandwidth, tolerated
@@ -25,6 +25,9 @@ from benchmarks.gpu.step_bench import ROWS, StepBench
 BATCHES = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (1024, 128, 4096, 8192)  # the most usual first
 EAGER = (1, 16)  # requests of steps that are timed without graphs, too
+FEW_ROWS = 64
+PROFILED = ((1, 1), (16, 1), (16, 4))  # requests, and rows of each
+PROMPTS = {"begin": (0, 1024), "middle": (4096, 1024), "short": (512, 256)}  # context, and rows of a chunk
 
 
 def run(kit: Kit, report: Report) -> None:
@@ -32,32 +35,31 @@ def run(kit: Kit, report: Report) -> None:
     report.about(copy_gb_per_s=round(bandwidth / 1e9, 1))
     first, second = shape_names(kit)
     modes = graph_modes(kit)
-    report.about(compiles=[f"{first}/{mode}" for mode in ("compiled", "compiled_16")])
+    report.about(compiles=[first, second, f"{first}/whole"])
     # A word on every question, then all the rest.
     _grid(kit, report, first, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1, 2)), CONTEXTS[:1])
+    _mode(kit, report, first, modes, bandwidth, "uncompiled")
     for batch in kit.pick((1, 8), (1,)):
         report.cell(f"attention/b{batch}", partial(attention_ms, kit, batch))
+    report.cell("attention/prompts", partial(prompts_ms, kit))
     small_q.run(kit, report, bandwidth, small_q.FEW)
     _grid(kit, report, second, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1,)), CONTEXTS[:1])
     buckets.run(kit, report, first, bandwidth)
-    # Behind what must not be lost: a part may be ended while inductor compiles.
-    _compiled(kit, report, first, modes, bandwidth, "compiled", rows=1)
     _grid(kit, report, first, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1, 2)), CONTEXTS[1:])
     small_q.run(kit, report, bandwidth)
     for name, options in all_backends(kit, 128, torch.bfloat16).items():
         named = dataclasses.replace(kit, backend=options["attention_backend"])  # no other is to take its place
         _grid(named, report, second, name, options, bandwidth, kit.pick((1, 8), (1,)), CONTEXTS[:1])
     _grid(kit, report, second, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1,)), CONTEXTS[1:])
-    _compiled(kit, report, first, modes, bandwidth, "compiled_16", rows=16)
+    # Behind what must not be lost: a part may be ended while inductor compiles.
+    _mode(kit, report, first, modes, bandwidth, "whole")
 
 
-def _compiled(
-    kit: Kit, report: Report, shape: str, modes: dict[str, dict[str, Any]], bandwidth: float, mode: str, rows: int
-) -> None:
-    """Steps of up to so many rows; every size takes about a minute to compile."""
-    if "compiled" in modes:
-        options = {**modes["compiled"], "max_graph_rows": rows}
-        _grid(kit, report, shape, mode, options, bandwidth, (1,), CONTEXTS[:1], max_rows=rows)
+def _mode(kit: Kit, report: Report, shape: str, modes: dict[str, dict[str, Any]], bandwidth: float, mode: str) -> None:
+    """Steps of few rows, as another way to run the model has them."""
+    if mode in modes:
+        options = {**modes[mode], "max_graph_rows": FEW_ROWS}
+        _grid(kit, report, shape, mode, options, bandwidth, (1, 16), CONTEXTS[:1], max_rows=FEW_ROWS)
 
 
 def _grid(
@@ -84,18 +86,39 @@ def _grid(
     def make(kit: Kit) -> StepBench:
         return StepBench(kit, shape, bandwidth, {**sizes, **options})
 
-    bench = build_for(kit, report, f"{shape}/{mode}", [*names, *sampling, *eager], make, options=options)
+    profiled = {f"{shape}/profile/b{b}/r{rows}": (b, rows) for b, rows in PROFILED if has_more and b <= max(batches)}
+    cells = [*names, *sampling, *eager, *profiled]
+    bench = build_for(kit, report, f"{shape}/{mode}", cells, make, options=options)
     if bench is None:
         return
     report.about(**{f"{shape}/{mode}": bench.about()})
     for name, (batch, context) in names.items():
         report.cell(name, partial(bench.measure, batch, context, max_rows))
+    for name, (batch, rows) in profiled.items():
+        report.cell(name, partial(profile.measure, kit, bench, batch, contexts[0], rows))
     for name in sampling:
         report.cell(name, partial(bench.measure_sampling, sampling_batch, contexts[0]))
     for name, batch in eager.items():
         report.cell(name, partial(bench.measure_eager, batch, contexts[0]))
     del bench
     kit.free()
+
+
+def prompts_ms(kit: Kit) -> dict[str, Any]:
+    """One layer's causal attention of a chunk of a prompt, by kernel."""
+    dtype, found = kit.pick(torch.bfloat16, torch.float32), {}
+    shape = kit.pick({}, {"heads": 4, "kv_heads": 2, "head_dim": 64})
+    for name, (context, rows) in kit.pick(PROMPTS, {"begin": (0, 64)}).items():
+        case = Case(name, (context,), (-rows,), **shape)
+        step = make_step(case, kit.device, dtype)
+        for kernel_name, make in kernels(kit).items():
+            if missing_module(kit, kernel_name, case, dtype) is None:
+                kernel = make(case, dtype)
+                us = call_us(
+                    kit, kernel, step.query, several(step, 2 * step.key_cache.nbytes), step.metadata, case.params
+                )
+                found.setdefault(kernel_name, {})[name] = round(us / 1e3, 5)
+    return {"prompts": found}
 
 
 def attention_ms(kit: Kit, batch: int) -> dict[str, Any]:

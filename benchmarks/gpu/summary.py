@@ -156,8 +156,27 @@ def _step_time(data: Data) -> list[str]:
             text += f"; to 16 rows {max(few)}x the roofline of {cell['roofline_ms']} ms ({_mark(is_kept)})"
         lines.append(text)
     return (
-        lines + _sampling(cells) + _graphs(cells) + _small_q(cells) + _buckets(about, cells) + _tree_over_causal(cells)
+        lines
+        + _sampling(cells)
+        + _graphs(cells)
+        + _profiles(cells)
+        + _small_q(cells)
+        + _buckets(about, cells)
+        + _tree_over_causal(cells)
     )
+
+
+def _profiles(cells: dict[str, Data]) -> list[str]:
+    """Where a step's time goes, and the largest of its kernels."""
+    lines = []
+    for name, cell in cells.items():
+        if "by_kernel" not in cell:
+            continue
+        host, most = cell["host_us"], cell["by_kernel"][:4]
+        text = f"{name}{_on(cell)}: a step of {host['step']} us, of which its launch {host['launch']}; "
+        text += f"{cell['kernels']} kernels take {cell['kernels_us']} us: "
+        lines.append(text + ", ".join(f"{each['count']:.0f} {each['name'][:40]} {each['us']}" for each in most))
+    return lines
 
 
 def _sampling(cells: dict[str, Data]) -> list[str]:
@@ -183,8 +202,9 @@ def _graphs(cells: dict[str, Data]) -> list[str]:
         other = cells.get(name.replace(f"/{mode}/", "/default/"))
         if other is not None and _on(other) != _on(cell):  # it would be kernels that are compared
             other = None
-        if mode.startswith("compiled") and other is not None:
-            lines.append(f"{name}: {other['ms'][0] / cell['ms'][0]:.2f}x as fast as graphs alone")
+        if mode in ("uncompiled", "whole") and other is not None:
+            ratios = [ms / least for ms, least in zip(cell["ms"], other["ms"], strict=False)]
+            lines.append(f"{name}: {min(ratios):.2f} to {max(ratios):.2f}x the time of steps with compiled layers")
         if mode == "eager" and other is not None:
             ratio = cell["ms"][0] / other["ms"][0]
             text = f"{name}: graphs are {ratio:.2f}x as fast at {cell['rows'][0]} rows"

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +19,10 @@ from batchserve.attention.custom_op import OpaqueAttention, attend_op
 from batchserve.attention.paged import PagedBackend
 from batchserve.config import EngineConfig
 from batchserve.engine import build as build_module
+from batchserve.engine import compile_model as compile_module
 from batchserve.engine.build import build_engine
 from batchserve.errors import ConfigError
-from batchserve.runner.compiled import CompiledModel
+from batchserve.runner.compiled import CompiledLayers, CompiledModel, repeated_layers
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RaggedBatch, RequestRows, build_batch
 from tests.attention.test_mask import random_parents
@@ -26,7 +31,7 @@ from tests.factories import make_sampling
 from tests.graphs import RerunCapturer
 from tests.tiny_models import VOCAB_SIZE
 
-BUCKETS = (4, 13)
+ROWS = (13, 4, 9, 40)
 
 
 def ragged_batch(rng: random.Random, runner: ModelRunner, num_rows: int) -> RaggedBatch:
@@ -43,29 +48,37 @@ def ragged_batch(rng: random.Random, runner: ModelRunner, num_rows: int) -> Ragg
     return build_batch(requests)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_no_graph_breaks_and_no_recompiles_over_ragged_steps(tiny_model: dict[str, Path], name: str) -> None:
-    runner = build(tiny_model[name], attention_backend="torch", drafter="none").core.runner
+def written(backend: PagedBackend) -> list[torch.Tensor]:
+    """K and V of the step's rows, of all layers."""
+    assert backend._metadata is not None
+    return [cache[backend._metadata.slot_mapping] for cache in chain.from_iterable(backend.caches)]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("compile_", [CompiledModel, CompiledLayers])
+def test_no_graph_breaks_and_no_recompiles_over_ragged_steps(
+    tiny_model: dict[str, Path], name: str, compile_: type[CompiledModel | CompiledLayers]
+) -> None:
+    plain, runner = (build(tiny_model[name], attention_backend="torch", drafter="none").core.runner for _ in range(2))
+    assert isinstance(plain.backend, PagedBackend)
     assert isinstance(runner.backend, PagedBackend)
+    for cache in chain.from_iterable([*plain.backend.caches, *runner.backend.caches]):
+        cache.zero_()
     reset()
     counters.clear()
     counter = CompileCounterWithBackend("aot_eager")
-    compiled, rng = CompiledModel(runner._model, runner.backend, counter), random.Random(3)
+    runner.compiled = compile_(runner._model, runner.backend, counter)
+    warm = None
     for step in range(12):
-        batch = ragged_batch(rng, runner, BUCKETS[step % 2])
-        with torch.inference_mode():
-            expected = runner.forward(batch)
-            written = [cache.clone() for caches in runner.backend.caches for cache in caches]
-            for caches in runner.backend.caches:
-                for cache in caches:
-                    cache[runner.backend._metadata.slot_mapping] = 0
-            inputs = (batch.input_ids, batch.position_ids, batch.logit_rows)
-            torch.testing.assert_close(compiled(*map(torch.from_numpy, inputs)), expected)
-            caches = [cache for caches in runner.backend.caches for cache in caches]
-            torch.testing.assert_close(caches, written)
-        for rows in batch.requests:
-            runner.backend.allocator.release(rows.request_id)
-        assert counter.frame_count == min(step + 1, len(BUCKETS)), "one program for each number of rows"
+        batches = [ragged_batch(random.Random(step), each, ROWS[step % len(ROWS)]) for each in (plain, runner)]
+        expected, found = (each.forward(batch) for each, batch in zip((plain, runner), batches, strict=True))
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(written(runner.backend), written(plain.backend))
+        for each, batch in zip((plain, runner), batches, strict=True):
+            for rows in batch.requests:
+                each.backend.allocator.release(rows.request_id)
+        warm = counter.frame_count if step == 0 else warm
+        assert counter.frame_count == warm, "programs serve any number of rows"
     assert not counters["graph_break"]
 
 
@@ -83,23 +96,63 @@ def test_the_operator_says_what_it_writes_to_and_what_comes_out(tiny_model: dict
     torch.library.opcheck(attend_op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
+COMPILED = {"layers": "CompiledLayers", "whole": "CompiledModel"}
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, compiler: Any = "aot_eager") -> None:
+    """Steps are captured, and models compiled, without what a GPU's compiler would make of them."""
+    for module in (build_module, compile_module):
+        monkeypatch.setattr(module, "choose_capturer", lambda config, device, kernel: RerunCapturer())
+    for name in COMPILED.values():
+        way = getattr(compile_module, name)
+        monkeypatch.setattr(compile_module, name, partial(way, compiler=compiler))
+
+
+@pytest.mark.parametrize("way", ["auto", "layers", "whole"])
 def test_graphs_of_the_compiled_model_give_the_same_answers(
-    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    monkeypatch.setattr(build_module, "choose_capturer", lambda config, device, kernel: RerunCapturer())
-    monkeypatch.setattr(
-        build_module, "CompiledModel", lambda model, backend: CompiledModel(model, backend, "aot_eager")
-    )
     jobs = random_jobs(random.Random(2), 6, VOCAB_SIZE, longest=40)
-    options = {"attention_backend": "torch", "max_num_seqs": 4, "max_num_batched_tokens": 16}
-    compiled = run(build(tiny_model["llama"], compile_model=True, **options), jobs, Coverage())
-    monkeypatch.undo()
+    options = {"attention_backend": "torch", "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_graph_rows": 8}
+    with monkeypatch.context() as patch:
+        as_on_a_gpu(patch)
+        engine = build(tiny_model["llama"], compile_model=way, **options)
+        kind = type(engine.core.runner.compiled).__name__
+        assert kind == COMPILED.get(way, "CompiledLayers")
+        compiled = run(engine, jobs, Coverage())
     eager = run(build(tiny_model["llama"], **options), jobs, Coverage())
     assert {i: a.token_ids for i, a in compiled.items()} == {i: a.token_ids for i, a in eager.items()}
 
 
+def refused(graph: Any, inputs: Any) -> Any:
+    raise NotImplementedError("an operation that no compiler knows")
+
+
+def wrong(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    return lambda *arguments: [out + 1 for out in graph(*arguments)]
+
+
+@pytest.mark.parametrize("compiler", [refused, wrong])
+def test_a_model_that_cannot_be_compiled_is_not(
+    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch, compiler: Any
+) -> None:
+    reset()
+    as_on_a_gpu(monkeypatch, compiler)
+    options = {"attention_backend": "torch", "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    said: list[str] = []
+    config = EngineConfig(model=str(tiny_model["llama"]), device="cpu", **options)
+    runner = build_engine(config, said.append).core.runner
+    assert runner.compiled is None
+    assert runner.graphs is not None
+    assert all(layer._compiled_call_impl is None for layer in repeated_layers(runner._model))
+    assert any(line.startswith("the model is not compiled: ") for line in said)
+    with pytest.raises(ConfigError, match="compile_model = 'layers': "):
+        build_engine(replace(config, compile_model="layers"))
+
+
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_compiling_without_graphs_is_refused(tiny_model: dict[str, Path], backend: str) -> None:
-    config = EngineConfig(model=str(tiny_model["llama"]), device="cpu", attention_backend=backend, compile_model=True)
-    with pytest.raises(ConfigError, match="compile_model = True: must be with CUDA graphs"):
+    path = str(tiny_model["llama"])
+    config = EngineConfig(model=path, device="cpu", attention_backend=backend, compile_model="layers")
+    with pytest.raises(ConfigError, match="compile_model = 'layers': must be with CUDA graphs"):
         build_engine(config)

@@ -39,6 +39,7 @@ class EmptyKernel:
 
     name = "empty"
     can_be_captured = True
+    most_rows_as_requests = 0
 
     def plan(self, metadata: TreeMetadata) -> None:
         assert {getattr(metadata, name).device.type for name in ON_DEVICE} == {"meta"}

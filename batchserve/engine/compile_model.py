@@ -1,0 +1,67 @@
+"""Whether, at start, the model is compiled: where that can be done, and only if it answers as before."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from batchserve.attention.paged import PagedBackend
+from batchserve.errors import ConfigError
+from batchserve.request import GREEDY
+from batchserve.runner.compiled import CompiledLayers, CompiledModel
+from batchserve.runner.cuda_graphs import choose_capturer
+from batchserve.runner.probe import PROBE_TOKENS, compare_logits
+from batchserve.runner.ragged_batch import RequestRows, build_batch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from batchserve.config import EngineConfig
+    from batchserve.runner.loader import LoadedModel
+    from batchserve.runner.model_runner import ModelRunner
+
+
+def compile_model(config: EngineConfig, loaded: LoadedModel, runner: ModelRunner, say: Callable[[str], None]) -> None:
+    """Before anything is captured. Raises ConfigError where that was asked for and cannot be."""
+    way, backend = config.compile_model, runner.backend
+    can_be = isinstance(backend, PagedBackend) and choose_capturer(config, loaded.device, backend.kernel) is not None
+    if way in ("layers", "whole") and not can_be:
+        raise ConfigError(
+            f"compile_model = {way!r}: must be with CUDA graphs: on a GPU, without enforce_eager, and not with "
+            "attention_backend torch"
+        )
+    if way == "off" or not isinstance(backend, PagedBackend) or not can_be:
+        return
+    say(f"compiling the model ({'some minutes' if way == 'whole' else 'longer at the first start'})")
+    began_s, compiled = time.monotonic(), None
+    expected = _trial_logits(loaded, runner)
+    try:
+        compiled = runner.compiled = (CompiledModel if way == "whole" else CompiledLayers)(loaded.model, backend)
+        compare_logits(loaded.model, _trial_logits(loaded, runner), expected, "compiled", "torch's compiler")
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:  # torch's compilers have errors of many kinds
+        runner.compiled = None
+        if compiled is not None:
+            compiled.undo()
+        if way != "auto":
+            raise ConfigError(f"compile_model = {way!r}: {type(error).__name__}: {error}") from error
+        say(f"the model is not compiled: {type(error).__name__}: {error}")
+    else:
+        say(f"compiled in {time.monotonic() - began_s:.0f} s")
+
+
+@torch.inference_mode()
+def _trial_logits(loaded: LoadedModel, runner: ModelRunner) -> torch.Tensor:
+    """float32 [rows, vocab_size] of a short text, all of whose rows are sampled."""
+    name, allocator = "trial", runner.backend.allocator
+    count = min(PROBE_TOKENS, loaded.max_model_len, allocator.reservable_tokens([name])[0])
+    ids = [(7 * i) % loaded.vocab_size for i in range(count)]
+    allocator.reserve(name, count)
+    try:
+        logits = runner.forward(build_batch([RequestRows(name, 0, ids, list(range(-1, count - 1)), 1, GREEDY)]))
+        return logits.float()
+    finally:
+        allocator.release(name)

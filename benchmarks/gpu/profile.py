@@ -1,0 +1,122 @@
+"""(c) Where the time of a step goes: the device's kernels by name, and the stages of the launch on the host."""
+
+from __future__ import annotations
+
+import functools
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from torch.profiler import ProfilerActivity, profile
+
+from batchserve.attention.paged import PagedBackend
+from batchserve.runner import cuda_graphs, step_handle
+from batchserve.runner.cuda_graphs import StepGraphs
+from batchserve.sampling.device import DeviceSampler
+from benchmarks.gpu.kit import Kit
+from benchmarks.gpu.step_bench import StepBench
+
+STEPS, TIMED_STEPS = 4, 40
+MOST_KERNELS, MOST_CHARS = 24, 100
+# Each with what it calls: what is in several counts in all of them.
+STAGES: dict[str, tuple[Any, str]] = {
+    "fill": (StepGraphs, "_fill"),
+    "describe sampling": (DeviceSampler, "build_metadata"),
+    "describe rows": (cuda_graphs, "step_arrays"),
+    "begin step": (PagedBackend, "begin_static"),
+    "update table": (PagedBackend, "update_table"),
+    "gather slots": (PagedBackend, "gather_slots"),
+    "copy to host": (step_handle.HostCopy, "__init__"),
+    "read": (DeviceSampler, "to_verified"),
+}
+
+
+def measure(kit: Kit, bench: StepBench, requests: int, context: int, rows: int) -> dict[str, Any]:
+    """Of steps of `requests` requests with so many rows each; microseconds, medians or means of one step."""
+    with bench.contexts(requests, context, rows) as names:
+        rng = random.Random(rows)
+
+        def step() -> tuple[float, float, int]:
+            return bench.step(rng, names, context, rows)
+
+        for _ in range(3):
+            step()
+        found: dict[str, Any] = {**bench.ran_on(), "requests": requests, "rows_each": rows, "context": context}
+        found["host_us"] = _host_stages(bench, step)
+        kit.beat()
+        found |= _kernels(kit, step)
+    return found
+
+
+def _host_stages(bench: StepBench, step: Callable[[], tuple[float, float, int]]) -> dict[str, float]:
+    samples: dict[str, list[float]] = {}
+    with _timed_stages(samples, bench.runner.graphs):
+        steps = [step() for _ in range(TIMED_STEPS)]
+    found = {name: statistics.median(of) for name, of in samples.items()}
+    found["launch"] = statistics.median(launched for _, launched, _ in steps)
+    found["step"] = statistics.median(total for total, _, _ in steps)
+    return {name: round(seconds * 1e6, 1) for name, seconds in found.items()}
+
+
+@contextmanager
+def _timed_stages(samples: dict[str, list[float]], graphs: StepGraphs | None) -> Iterator[None]:
+    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        of = samples.setdefault(name, [])
+
+        @functools.wraps(call)
+        def run(*arguments: Any, **options: Any) -> Any:
+            began_s = time.perf_counter()
+            found = call(*arguments, **options)
+            of.append(time.perf_counter() - began_s)
+            return found
+
+        return run
+
+    patches = [
+        mock.patch.object(owner, name, timed(what, getattr(owner, name))) for what, (owner, name) in STAGES.items()
+    ]
+    for each in patches:
+        each.start()
+    kept = {} if graphs is None else {bucket: graph.replay for bucket, graph in graphs._graphs.items()}
+    try:
+        for bucket, replay in kept.items():
+            assert graphs is not None
+            object.__setattr__(graphs._graphs[bucket], "replay", timed("replay", replay))
+        yield
+    finally:
+        for bucket, replay in kept.items():
+            assert graphs is not None
+            object.__setattr__(graphs._graphs[bucket], "replay", replay)
+        for each in patches:
+            each.stop()
+        for name in [name for name, of in samples.items() if not of]:
+            del samples[name]
+
+
+def _kernels(kit: Kit, step: Callable[[], Any]) -> dict[str, Any]:
+    """By kernel: how often a step has it, and how long all of these take together."""
+    activities = [ProfilerActivity.CPU if kit.is_dry else ProfilerActivity.CUDA]
+    with profile(activities=activities) as profiler:
+        for _ in range(STEPS):
+            step()
+        kit.sync()
+    times = {
+        each.key: (
+            each.count / STEPS,
+            (each.self_cpu_time_total if kit.is_dry else each.self_device_time_total) / STEPS,
+        )
+        for each in profiler.key_averages()
+    }
+    ordered = sorted(times.items(), key=lambda each: -each[1][1])
+    return {
+        "kernels": round(sum(count for count, _ in times.values())),
+        "kernels_us": round(sum(us for _, us in times.values()), 1),
+        "by_kernel": [
+            {"name": name[:MOST_CHARS], "count": round(count, 2), "us": round(us, 1)}
+            for name, (count, us) in ordered[:MOST_KERNELS]
+        ],
+    }
