@@ -19,6 +19,7 @@ from batchserve.attention.cuda_toolkit import name_toolkit
 from batchserve.attention.flashinfer_mask import packed_mask
 from batchserve.attention.flashinfer_variant import variant_arguments, variant_run_arguments
 from batchserve.attention.step_buffer import BufferRing
+from batchserve.attention.tree_metadata import store_by_index
 from batchserve.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ class FlashInferKernel:
         self._graph_wrappers: WeakKeyDictionary[TreeMetadata, dict[_Kind, _GraphWrapper]] = WeakKeyDictionary()
         # Its presence puts the kernel into the mode in which the variant is asked about every key.
         self._no_mask = torch.zeros(16, dtype=torch.uint8, device=device)
+
+    store = staticmethod(store_by_index)
 
     def plan(self, metadata: TreeMetadata) -> None:
         self._planned.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
 
     from batchserve.attention.base import AttentionParams, LayerShape, Spans
     from batchserve.attention.static_step import StaticStep
+
+
+GATHER_BLOCK = 1024  # entries of the table that one program of a graph reads
 
 
 class PagedBackend:
@@ -45,7 +50,8 @@ class PagedBackend:
             )
             for layer, shape in zip(layers, shapes, strict=True)
         ]
-        self._table = torch.zeros(allocator.table_shape, dtype=torch.int32, device=device)
+        self._table = self._new_table()
+        self._table_shape = allocator.table_shape
         self._places = torch.arange(0, dtype=torch.int32, device=device)  # grown with the longest kv_indices
         self._metadata: TreeMetadata | None = None
 
@@ -70,33 +76,52 @@ class PagedBackend:
         self.kernel.plan(self._metadata)
 
     def begin_static(self, step: StaticStep, arrays: Mapping[str, np.ndarray]) -> None:
-        """Prepare a step of a CUDA graph: `arrays` are step_arrays() in its fields, and are in step.views by now."""
-        num_changes = len(arrays["changed_places"])
-        self.update_table(step.views["changed_places"][:num_changes], step.views["changed_slots"][:num_changes])
-        num_indices = int(arrays["kv_indptr"][-1])
-        where = step.views["kv_indptr"], step.views["table_offsets"]
-        self.gather_slots(*where, num_indices, out=step.metadata.kv_indices[:num_indices])
+        """Prepare a step of a CUDA graph, which begins with find_slots(); `arrays` are step_arrays() in its fields."""
         step.describe(arrays)
         self._metadata = step.metadata
         self.kernel.plan(step.metadata)
 
+    def _new_table(self) -> torch.Tensor:
+        """The device's table of slots, flat, and one place more, for changes that are none."""
+        rows, columns = self.allocator.table_shape
+        return torch.zeros(rows * columns + 1, dtype=torch.int32, device=self.device)
+
+    @property
+    def has_larger_table(self) -> bool:
+        """Whether the allocator's table has outgrown the device's: no graph reads the one that comes."""
+        return self._table_shape != self.allocator.table_shape
+
     def update_table(self, changed_places: torch.Tensor, changed_slots: torch.Tensor) -> None:
         """Write SlotAllocator.changes() to the device's table of slots."""
-        if self._table.shape != self.allocator.table_shape:
-            grown = torch.zeros(self.allocator.table_shape, dtype=torch.int32, device=self.device)
-            grown[: len(self._table)] = self._table
-            self._table = grown
-        self._table.view(-1).index_copy_(0, changed_places, changed_slots)
+        if self.has_larger_table:
+            old, self._table, self._table_shape = self._table[:-1], self._new_table(), self.allocator.table_shape
+            self._table[: len(old)] = old
+        self._table.index_copy_(0, changed_places, changed_slots)
 
-    def gather_slots(
-        self, kv_indptr: torch.Tensor, table_offsets: torch.Tensor, num_indices: int, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def gather_slots(self, kv_indptr: torch.Tensor, table_offsets: torch.Tensor, num_indices: int) -> torch.Tensor:
         """TreeMetadata.kv_indices from the table; num_indices is kv_indptr[-1], which would be slow to read here."""
         if len(self._places) < num_indices:
             self._places = torch.arange(2 * num_indices, dtype=torch.int32, device=self.device)
         places = self._places[:num_indices]
         request = torch.searchsorted(kv_indptr[1:], places, right=True)
-        return torch.index_select(self._table.view(-1), 0, places + table_offsets[request], out=out)
+        return torch.index_select(self._table, 0, places + table_offsets[request])
+
+    def find_slots(self, step: StaticStep) -> None:
+        """update_table() and gather_slots() of a step at fixed addresses: what a CUDA graph begins with."""
+        views, kv_indices = step.views, step.metadata.kv_indices
+        self._table.index_copy_(0, views["changed_places"], views["changed_slots"])
+        where = views["kv_indptr"], views["table_offsets"]
+        if self.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+            from batchserve.attention import triton_kernels
+
+            grid = step.max_requests, -(-self._table_shape[1] // GATHER_BLOCK)
+            triton_kernels.gather_slots[grid](
+                self._table, *where, kv_indices, BLOCK=GATHER_BLOCK, enable_fp_fusion=True
+            )
+        else:  # whatever there is of kv_indices behind what the step has is filled with anything
+            places = torch.arange(len(kv_indices), device=self.device)
+            request = torch.searchsorted(where[0][1:], places, right=True).clamp_(max=step.max_requests - 1)
+            kv_indices.copy_(self._table[(places + where[1][request]).clamp_(0, len(self._table) - 1)])
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
@@ -117,8 +142,8 @@ class PagedBackend:
         if metadata is None:
             raise RuntimeError("attend() before begin()")
         num_rows, num_tokens = metadata.num_rows, query.shape[2]
-        for cache, states in ((key_cache, key), (value_cache, value)):
-            cache.index_copy_(0, metadata.slot_mapping, states[0, :, :num_rows].transpose(0, 1).to(cache.dtype))
+        states = (each[0, :, :num_rows].transpose(0, 1) for each in (key, value))
+        self.kernel.store(*states, key_cache, value_cache, metadata.slot_mapping)
         out = self.kernel.run(query[0, :, :num_rows].transpose(0, 1), key_cache, value_cache, metadata, params)
         if num_rows < num_tokens:
             out = torch.cat([out, out.new_zeros(num_tokens - num_rows, *out.shape[1:])])
@@ -144,6 +169,9 @@ def step_arrays(
     is_causal = describe_rows(spans.rows, spans.parents, spans.positions, rows, table, (*filled, bits))
     room = None if out is None else (arrays["changed_places"], arrays["changed_slots"])
     arrays["changed_places"], arrays["changed_slots"] = allocator.changes(spans.request_ids, room)
+    if room is not None:
+        num_changes, rows_and_columns = len(arrays["changed_places"]), allocator.table_shape
+        room[0][num_changes if num_changes <= len(room[0]) else 0 :] = math.prod(rows_and_columns)  # nobody's place
     return arrays, bool(is_causal)
 
 

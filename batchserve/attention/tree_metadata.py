@@ -80,6 +80,16 @@ class TreeKernel(Protocol):
         alone tells it of later steps.
         """
 
+    def store(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write a step's K and V, [num_rows, num_kv_heads, dim] of any strides, to their slots of a layer's caches."""
+
     def run(
         self,
         query: torch.Tensor,
@@ -94,6 +104,18 @@ class TreeKernel(Protocol):
         [num_slots, num_kv_heads, dim]. Returns [num_rows, num_heads, value_dim] in the query's dtype.
         Raises UnsupportedModelError where the kernel has not what `params` asks for.
         """
+
+
+def store_by_index(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """TreeKernel.store by torch's own operations."""
+    key_cache.index_copy_(0, slot_mapping, key.to(key_cache.dtype))
+    value_cache.index_copy_(0, slot_mapping, value.to(value_cache.dtype))
 
 
 def ancestor_bits(parents: np.ndarray, qo_indptr: np.ndarray) -> tuple[np.ndarray, bool]:

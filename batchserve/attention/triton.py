@@ -114,6 +114,39 @@ class TritonTreeKernel:
     def plan(self, metadata: TreeMetadata) -> None:
         """Nothing: the programs find their tiles on the device."""
 
+    def store(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """One kernel, where two index_copy_() take three times as long; see TreeKernel.store."""
+        from batchserve.attention import triton_kernels
+
+        key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (key, value))
+        num_rows, num_kv_heads, key_dim = key.shape
+        if num_rows == 0:
+            return
+        triton_kernels.store_states[num_rows, num_kv_heads](
+            key,
+            value,
+            key_cache,
+            value_cache,
+            slot_mapping,
+            *key.stride()[:2],
+            *value.stride()[:2],
+            *key_cache.stride()[:2],
+            *value_cache.stride()[:2],
+            KEY_DIM=key_dim,
+            VALUE_DIM=value.shape[2],
+            KEY_BLOCK=padded(key_dim),
+            VALUE_BLOCK=padded(value.shape[2]),
+            num_warps=1,
+            enable_fp_fusion=True,
+        )
+
     def run(
         self,
         query: torch.Tensor,
@@ -165,6 +198,7 @@ class TritonTreeKernel:
             num_requests,
             num_words,
             params.sliding_window or 0,
+            PROGRAMS_PER_SM * self._num_sms,
             scale,
             softcap,
             *query.stride()[:2],

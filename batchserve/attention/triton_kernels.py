@@ -13,7 +13,35 @@ import triton
 import triton.language as tl
 
 # What changes from step to step: no value of it may have a kernel compiled for itself.
-VARYING = ("num_rows", "num_requests", "num_words", "window")
+VARYING = ("num_rows", "num_requests", "num_words", "window", "most_programs")
+
+
+@triton.jit
+def gather_slots(table, kv_indptr, table_offsets, kv_indices, BLOCK: tl.constexpr):
+    """Grid (requests, blocks of the longest row of the table): TreeMetadata.kv_indices, in a graph too."""
+    request = tl.program_id(0)
+    begin, end = tl.load(kv_indptr + request), tl.load(kv_indptr + request + 1)
+    place = begin + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(table + tl.load(table_offsets + request) + place, mask=place < end, other=0)
+    tl.store(kv_indices + place, slot, mask=place < end)
+
+
+@triton.jit
+def store_states(
+    key, value, key_cache, value_cache, slot_mapping,
+    key_row_stride, key_head_stride, value_row_stride, value_head_stride,
+    key_stride, key_cache_head_stride, value_stride, value_cache_head_stride,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, num_kv_heads): K and V of every row to its slot."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slot_mapping + row)
+    lane = tl.arange(0, KEY_BLOCK)
+    states = tl.load(key + row * key_row_stride + head * key_head_stride + lane, mask=lane < KEY_DIM)
+    tl.store(key_cache + slot * key_stride + head * key_cache_head_stride + lane, states, mask=lane < KEY_DIM)
+    lane = tl.arange(0, VALUE_BLOCK)
+    states = tl.load(value + row * value_row_stride + head * value_head_stride + lane, mask=lane < VALUE_DIM)
+    tl.store(value_cache + slot * value_stride + head * value_cache_head_stride + lane, states, mask=lane < VALUE_DIM)
 
 
 @triton.jit
@@ -21,7 +49,7 @@ def _find_tile(
     qo_indptr, num_rows, num_requests, tile,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """(request, its first row, its rows, first item) of a tile; request > num_requests: there is no such tile.
+    """(request, its first row, its rows, first item, all tiles); request > num_requests: there is no such tile.
 
     Every request has its items in tiles of its own. The rows behind the last request's are a request without keys, so
     that padding is written, as zeros. Found here and not on the host: then only qo_indptr changes between replays.
@@ -37,7 +65,8 @@ def _find_tile(
     first_row = tl.sum(tl.where(is_found, begin, 0), 0)
     found_rows = tl.sum(tl.where(is_found, rows, 0), 0)
     first_tile = tl.sum(tl.where(is_found, tile_end - tiles, 0), 0)
-    return request, first_row, found_rows, (tile - first_tile) * BLOCK_M
+    num_tiles = tl.sum(tl.where(lane < num_requests, tiles, 0), 0)
+    return request, first_row, found_rows, (tile - first_tile) * BLOCK_M, num_tiles
 
 
 @triton.jit
@@ -105,7 +134,7 @@ def _attend_block(
 def attend_tiles(
     query, key_cache, value_cache, out, partial, partial_lse, sinks,
     qo_indptr, kv_indptr, kv_indices, ancestors, positions,
-    num_rows, num_requests, num_words, window, scale, softcap,
+    num_rows, num_requests, num_words, window, most_programs, scale, softcap,
     query_row_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride,
     GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -120,7 +149,7 @@ def attend_tiles(
     no callees that could keep its state.
     """
     kv_head, split = tl.program_id(1), tl.program_id(2)
-    request, first_row, rows, first_item = _find_tile(
+    request, first_row, rows, first_item, num_tiles = _find_tile(
         qo_indptr, num_rows, num_requests, tl.program_id(0), GROUP, BLOCK_M, LANES
     )
     if request > num_requests:
@@ -144,7 +173,10 @@ def attend_tiles(
     begin, end = start, stop
     num_splits = tl.num_programs(2)
     if IS_SPLIT:
-        share = (tl.maximum(stop - start, 0) + num_splits - 1) // num_splits
+        # The grid has splits for rows that are all one request's. Of many requests there are more tiles, and each is
+        # worth fewer.
+        wanted = tl.minimum(tl.maximum(most_programs // (tl.maximum(num_tiles, 1) * tl.num_programs(1)), 1), num_splits)
+        share = (tl.maximum(stop - start, 0) + wanted - 1) // wanted
         share = tl.maximum((share + BLOCK_N - 1) // BLOCK_N * BLOCK_N, MIN_SPLIT)
         begin = start + split * share
         end = tl.minimum(begin + share, stop)

@@ -171,9 +171,8 @@ class StepGraphs:
 
     run_model: ModelRunner's, or the same compiled.
 
-    Everything that the host says of a step reaches the device in one copy out of pinned buffers that take turns. The
-    table of slots is updated and the slots are gathered in front of the graph, because their number is not the
-    bucket's. Rows that are sampled, not greedy, are sampled behind it.
+    Everything that the host says of a step reaches the device in one copy out of pinned buffers that take turns. Rows
+    that are sampled, not greedy, are sampled behind the graph.
 
     Buckets of more rows than K/V memory, or max_num_seqs requests of max_model_len tokens, can have are left out.
 
@@ -235,6 +234,7 @@ class StepGraphs:
         step.bind(inputs, self._kv_indices[: step.max_requests * columns])
 
         def run() -> torch.Tensor:
+            self._backend.find_slots(step)
             logits = self._run_model(inputs["ids"], inputs["position_ids"], inputs["keep"])
             if self._logits is None:
                 self._logits = torch.empty_like(logits)
@@ -262,7 +262,7 @@ class StepGraphs:
     def launch(self, batch: RaggedBatch, forced: Recordings) -> QueuedStep | None:
         """Start a step, `forced` being ModelRunner's; None where no graph has room for it."""
         bucket = self._bucket_for(batch)
-        if bucket is None:
+        if bucket is None or self._backend.has_larger_table:
             return None
         graph = self._graphs[bucket]
         kind = self._fill(graph.layout, graph.hosts, graph.step, batch, forced)

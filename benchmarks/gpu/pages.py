@@ -15,7 +15,6 @@ class PagedKernel(FlashInferKernel):
     """Each request's slots are whole pages, behind each other in a page, but for its last one."""
 
     can_be_captured = False
-    most_rows_as_requests = 0
 
     def __init__(self, *arguments: Any, page_size: int, **options: Any) -> None:
         super().__init__(*arguments, **options)

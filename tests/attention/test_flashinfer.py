@@ -340,6 +340,7 @@ def attend_static(kernel: FlashInferKernel, seeds: Sequence[int], bucket: Bucket
         backend, states = filled_backend(kernel, allocator, seed)
         arrays, _ = step_arrays(spans, allocator, bucket.layout.arrays(bucket.blob))
         backend.begin_static(static, arrays)
+        backend.find_slots(static)
         num_rows = sum(span.num_rows for span in spans)
         outputs = []
         for layer in range(len(backend.caches)):

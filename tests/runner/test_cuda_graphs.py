@@ -117,6 +117,7 @@ def test_a_padded_step_says_what_the_eager_one_does(seed: int) -> None:
         static_backend = PagedBackend([LayerShape(1, 4, 4)], torch.float32, CPU, kernel, theirs)
         arrays, _ = step_arrays(these_spans, theirs, layout.arrays(host))
         static_backend.begin_static(static, arrays)
+        static_backend.find_slots(static)
     eager_kernel = Recording()
     allocator._books[:, UPLOADED] = 0
     eager_backend = PagedBackend([LayerShape(1, 4, 4)], torch.float32, CPU, eager_kernel, allocator)
