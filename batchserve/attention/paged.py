@@ -86,14 +86,9 @@ class PagedBackend:
         rows, columns = self.allocator.table_shape
         return torch.zeros(rows * columns + 1, dtype=torch.int32, device=self.device)
 
-    @property
-    def has_larger_table(self) -> bool:
-        """Whether the allocator's table has outgrown the device's: no graph reads the one that comes."""
-        return self._table_shape != self.allocator.table_shape
-
     def update_table(self, changed_places: torch.Tensor, changed_slots: torch.Tensor) -> None:
         """Write SlotAllocator.changes() to the device's table of slots."""
-        if self.has_larger_table:
+        if self._table_shape != self.allocator.table_shape:
             old, self._table, self._table_shape = self._table[:-1], self._new_table(), self.allocator.table_shape
             self._table[: len(old)] = old
         self._table.index_copy_(0, changed_places, changed_slots)

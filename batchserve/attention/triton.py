@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 512
-# Chosen by arithmetic and compiled sizes, not by time (docs/gpu.md): to be tuned where there is a GPU.
-BLOCK_BYTES = 16 * 1024  # K and V of one block of keys; two blocks are in flight in each of some five programs
-# A key is found through its slot, which is loaded first: so five stages are two blocks of K and V in flight.
-NUM_STAGES = 5
-MAX_SPLITS = 32
+# What was fastest of twenty tiles on an H200, of steps of 1 to 64 rows behind 1024 tokens (docs/gpu.md). A key is found
+# through its slot, which is loaded first: so of so many stages all but three are blocks of K and V in flight.
+SMALL_BLOCK_BYTES, SMALL_STAGES = 8 * 1024, 6  # of K and V of one block of keys, in tiles of 16 items by one warp
+BLOCK_BYTES, NUM_STAGES = 16 * 1024, 5
+MAX_SPLITS = 16
 MIN_SPLIT = 128  # keys that are worth a program and a partial result of their own
 PROGRAMS_PER_SM = 4  # splits are made until this many programs a multiprocessor are reached
 # Chains of more words of ancestors than this, prompts that is, compare rows instead: one variant less for other steps.
@@ -54,11 +54,13 @@ def choose_tile(num_items: int, key_dim: int, value_dim: int, dtype: torch.dtype
     bytes_per_key = (padded(key_dim) + padded(value_dim)) * dtype.itemsize
     # Wide heads would run out of registers in large tiles, and fp32, which has no tensor cores, does at once.
     widest = 16 if dtype == torch.float32 or bytes_per_key > 1024 else 32 if bytes_per_key > 512 else 64
-    block_m = min(16 if num_items <= 64 else 32 if num_items <= 512 else 64, widest)
-    keys = max(1, BLOCK_BYTES // bytes_per_key)  # no power of two where K and V are of different sizes
+    block_m = min(16 if num_items <= 256 else 32 if num_items <= 512 else 64, widest)
+    is_small = block_m == 16 and dtype != torch.float32 and bytes_per_key <= 512
+    block_bytes, stages = (SMALL_BLOCK_BYTES, SMALL_STAGES) if is_small else (BLOCK_BYTES, NUM_STAGES)
+    keys = max(1, block_bytes // bytes_per_key)  # no power of two where K and V are of different sizes
     block_n = max(16, min(64, 1 << keys.bit_length() - 1))
-    num_stages = NUM_STAGES if block_n * bytes_per_key <= 2 * BLOCK_BYTES else 2
-    return Tile(block_m, block_n, num_warps=4, num_stages=num_stages)
+    num_stages = stages if block_n * bytes_per_key <= 2 * block_bytes else 2
+    return Tile(block_m, block_n, num_warps=1 if is_small else 4, num_stages=num_stages)
 
 
 def choose_splits(num_programs: int, max_keys: int, num_sms: int) -> int:

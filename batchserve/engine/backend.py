@@ -91,7 +91,8 @@ def _paged_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> 
     per_token = bytes_per_token(loaded.layers, loaded.dtype)
     _check_free(config, total_tokens * per_token, free)
     max_tokens = max_model_len + config.max_num_batched_tokens  # a request's context and the rows of a step
-    allocator = SlotAllocator(total_tokens, config.max_num_seqs, max_tokens, per_token)
+    # While steps are timed there are as many requests beside those that have the contexts. Graphs know no larger table.
+    allocator = SlotAllocator(total_tokens, 2 * config.max_num_seqs, max_tokens, per_token)
     say(_described(config, total_tokens, per_token, max_model_len))
     return PagedBackend(loaded.layers, loaded.dtype, loaded.device, kernel, allocator), max_model_len
 

@@ -97,7 +97,7 @@ class _Extent(NamedTuple):
 def _extent(runner: ModelRunner, max_rows: int, max_requests: int, max_context: int) -> _Extent:
     # Half of it for contexts, which stay while other cases come and go.
     free = runner.backend.allocator.free_tokens // 2
-    rows = max(1, min(max_rows, free))
+    rows = max(1, min(max_rows, free, max_requests * max_context))
     requests = max(1, min(MANY_REQUESTS, max_requests, free // EXTENT))
     readers = max(1, min(requests, rows // MORE_ROWS))
     context = min(CONTEXT, max_context - MORE_ROWS, free // 2 // readers - MORE_ROWS - EXTENT)

@@ -205,6 +205,7 @@ class StepGraphs:
         self._ring = BufferRing(num_bytes, backend.device)
         self._blob = torch.zeros(num_bytes, dtype=torch.uint8, device=backend.device)
         columns = backend.allocator.table_shape[1]
+        self._table_shape = backend.allocator.table_shape  # a table that has grown since is another one
         most_requests = max(requests for _, requests in self.buckets)
         self._kv_indices = torch.zeros(most_requests * columns, dtype=torch.int32, device=backend.device)
         self._logits: torch.Tensor | None = None
@@ -262,7 +263,7 @@ class StepGraphs:
     def launch(self, batch: RaggedBatch, forced: Recordings) -> QueuedStep | None:
         """Start a step, `forced` being ModelRunner's; None where no graph has room for it."""
         bucket = self._bucket_for(batch)
-        if bucket is None or self._backend.has_larger_table:
+        if bucket is None or self._backend.allocator.table_shape != self._table_shape:
             return None
         graph = self._graphs[bucket]
         kind = self._fill(graph.layout, graph.hosts, graph.step, batch, forced)

@@ -28,6 +28,7 @@ from batchserve.config import EngineConfig
 from batchserve.engine import build as build_module
 from batchserve.engine.build import BuiltEngine
 from batchserve.errors import ConfigError
+from batchserve.request import GREEDY
 from batchserve.runner.cuda_graphs import (
     CannotBeCapturedError,
     StepGraphs,
@@ -282,6 +283,32 @@ def test_a_prompts_many_slots_travel_on_their_own(tiny_model: dict[str, Path], m
     built, capturer = built_as_graphs(monkeypatch, tiny_model["llama"], **options)
     assert run(built, [job], Coverage())[0].token_ids == eager[0].token_ids
     assert capturer.replays > 9
+
+
+def test_a_table_that_grows_behind_the_graphs_makes_steps_eager(
+    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have its old address; only more requests than are ever let in can make it grow."""
+    built, capturer = built_as_graphs(monkeypatch, tiny_model["llama"], max_num_seqs=3)
+    runner = built.core.runner
+    allocator = runner.backend.allocator
+    captured = allocator.table_shape
+    batch = build_batch([rows_of("one", allocator)])
+    replays = capturer.replays
+    runner.launch(batch).wait()
+    replays += 1
+    assert capturer.replays == replays, "while steps were timed it did not grow"
+    for number in range(captured[0]):
+        assert allocator.reserve(f"more-{number}", 1)
+    assert allocator.table_shape != captured
+    runner.launch(batch).wait()
+    runner.launch(batch).wait()
+    assert capturer.replays == replays
+
+
+def rows_of(name: str, allocator: Any) -> RequestRows:
+    assert allocator.reserve(name, 2)
+    return RequestRows(name, 0, [5, 6], [-1, 0], 2, GREEDY)
 
 
 def test_graphs_are_for_gpus_and_can_be_turned_off(
