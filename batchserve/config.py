@@ -146,7 +146,7 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "auto"
     attention_backend: str = "auto"
-    flashinfer_mask: str = "custom"
+    flashinfer_mask: str = "tree"
     drafter: str = "mixture"
     adaptive: bool = True
     decoding_length: int | None = None

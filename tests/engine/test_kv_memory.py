@@ -194,8 +194,8 @@ def test_auto_takes_the_first_kernel_that_serves_the_model_and_says_why_not_the_
     monkeypatch.setattr(backend, "_make_kernel", make)
     assert create_kernel(EngineConfig(), on_gpu(), says.append) == "torch"
     assert says == [
-        "attention without flashinfer: flashinfer is not here",
         "attention without triton: triton is not here",
+        "attention without flashinfer: flashinfer is not here",
     ]
     with pytest.raises(ConfigError, match="attention_backend = 'triton': triton is not here"):
         create_kernel(EngineConfig(attention_backend="triton"), on_gpu(), says.append)
@@ -205,24 +205,22 @@ def test_a_kernel_that_turns_out_not_to_run_is_passed_over(
     tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Uncompiled(TorchKernel):
-        name = "flashinfer"
+        name = "triton"
 
         def plan(self, metadata: Any) -> None:
-            raise FileNotFoundError("no nvcc")
+            raise FileNotFoundError("no gcc")
 
-    kernels = {"flashinfer": Uncompiled, "triton": TorchKernel, "torch": TorchKernel}
+    kernels = {"triton": Uncompiled, "flashinfer": TorchKernel, "torch": TorchKernel}
     monkeypatch.setattr(backend, "_make_kernel", lambda name, config, loaded: kernels[name]())
     loaded, says = load_model(paged(tiny_model["llama"])), []
     assert isinstance(create_kernel(EngineConfig(), loaded, says.append), TorchKernel)
     assert [line.partition(" (")[0] for line in says] == [
-        "trying attention with flashinfer",
-        "attention without flashinfer: it cannot run: FileNotFoundError: no nvcc",
         "trying attention with triton",
+        "attention without triton: it cannot run: FileNotFoundError: no gcc",
+        "trying attention with flashinfer",
     ]
-    with pytest.raises(
-        ConfigError, match="attention_backend = 'flashinfer': it cannot run: FileNotFoundError: no nvcc"
-    ):
-        create_kernel(EngineConfig(attention_backend="flashinfer"), loaded, says.append)
+    with pytest.raises(ConfigError, match="attention_backend = 'triton': it cannot run: FileNotFoundError: no gcc"):
+        create_kernel(EngineConfig(attention_backend="triton"), loaded, says.append)
 
 
 def test_no_other_kernel_is_blamed_for_a_device_that_is_lost(
