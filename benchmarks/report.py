@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report_adaptive, report_drafting
+from benchmarks import report_adaptive, report_drafting, report_gpu
 from benchmarks.report_drafting import read, table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -234,6 +234,7 @@ TABLES = {
     ),
     **report_drafting.TABLES,
     **report_adaptive.TABLES,
+    **report_gpu.TABLES,
 }
 
 

@@ -137,8 +137,8 @@ class PagedBackend:
         if metadata is None:
             raise RuntimeError("attend() before begin()")
         num_rows, num_tokens = metadata.num_rows, query.shape[2]
-        states = (each[0, :, :num_rows].transpose(0, 1) for each in (key, value))
-        self.kernel.store(*states, key_cache, value_cache, metadata.slot_mapping)
+        key, value = (each[0, :, :num_rows].transpose(0, 1) for each in (key, value))
+        self.kernel.store(key, value, key_cache, value_cache, metadata.slot_mapping)
         out = self.kernel.run(query[0, :, :num_rows].transpose(0, 1), key_cache, value_cache, metadata, params)
         if num_rows < num_tokens:
             out = torch.cat([out, out.new_zeros(num_tokens - num_rows, *out.shape[1:])])

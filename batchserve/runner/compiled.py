@@ -7,7 +7,7 @@ compiled, they are a few kernels. A program serves steps of any number of rows b
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -66,7 +66,7 @@ class CompiledLayers:
     def undo(self) -> None:
         """The layers are as they were."""
         for layer in self._layers:
-            layer._compiled_call_impl = None  # type: ignore[assignment]
+            layer._compiled_call_impl = None
 
 
 def repeated_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
@@ -87,7 +87,7 @@ def repeated_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 @contextmanager
 def _any_number_of_rows() -> Iterator[None]:
     """No two sizes that happen to be equal are taken for the same, and none for never being 1, in what is compiled."""
-    symbols = torch.fx.experimental._config
+    symbols: Any = torch.fx.experimental._config
     with (
         symbols.patch(use_duck_shape=False, backed_size_oblivious=True),
         torch._dynamo.config.patch(recompile_limit=MOST_PROGRAMS),
