@@ -19,7 +19,7 @@ from batchserve.attention.cuda_toolkit import name_toolkit
 from batchserve.attention.flashinfer_mask import packed_mask
 from batchserve.attention.flashinfer_variant import variant_arguments, variant_run_arguments
 from batchserve.attention.step_buffer import BufferRing
-from batchserve.attention.tree_metadata import store_by_index
+from batchserve.attention.tree_metadata import gather_by_index, store_by_index
 from batchserve.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class FlashInferKernel:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        mask: str = "custom",
+        mask: str = "tree",
         make_wrapper: WrapperFactory | None = None,
     ) -> None:
         _check_model(layers, num_heads, dtype)
@@ -93,6 +93,7 @@ class FlashInferKernel:
         self._no_mask = torch.zeros(16, dtype=torch.uint8, device=device)
 
     store = staticmethod(store_by_index)
+    gather = staticmethod(gather_by_index)
 
     def plan(self, metadata: TreeMetadata) -> None:
         self._planned.clear()
@@ -262,8 +263,7 @@ class _MaskBuffers:
     """A custom mask at a fixed address, as long as that of any step of the bucket."""
 
     def __init__(self, metadata: TreeMetadata, sliding_window: int | None) -> None:
-        longest = len(metadata.kv_indices) // metadata.num_requests
-        num_bytes = -(-metadata.num_rows * longest // 8) + metadata.num_requests
+        num_bytes = -(-metadata.num_rows * metadata.max_kv_len // 8) + metadata.num_requests
         self._sliding_window = sliding_window
         self.bits = torch.zeros(num_bytes, dtype=torch.uint8, device=metadata.qo_indptr.device)
         self.offsets = torch.zeros_like(metadata.qo_indptr)

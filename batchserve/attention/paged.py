@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from typing import TYPE_CHECKING
 
@@ -19,9 +18,6 @@ if TYPE_CHECKING:
 
     from batchserve.attention.base import AttentionParams, LayerShape, Spans
     from batchserve.attention.static_step import StaticStep
-
-
-GATHER_BLOCK = 1024  # entries of the table that one program of a graph reads
 
 
 class PagedBackend:
@@ -103,20 +99,9 @@ class PagedBackend:
 
     def find_slots(self, step: StaticStep) -> None:
         """update_table() and gather_slots() of a step at fixed addresses: what a CUDA graph begins with."""
-        views, kv_indices = step.views, step.metadata.kv_indices
+        views = step.views
         self._table.index_copy_(0, views["changed_places"], views["changed_slots"])
-        where = views["kv_indptr"], views["table_offsets"]
-        if self.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-            from batchserve.attention import triton_kernels
-
-            grid = step.max_requests, -(-self._table_shape[1] // GATHER_BLOCK)
-            triton_kernels.gather_slots[grid](
-                self._table, *where, kv_indices, BLOCK=GATHER_BLOCK, enable_fp_fusion=True
-            )
-        else:  # whatever there is of kv_indices behind what the step has is filled with anything
-            places = torch.arange(len(kv_indices), device=self.device)
-            request = torch.searchsorted(where[0][1:], places, right=True).clamp_(max=step.max_requests - 1)
-            kv_indices.copy_(self._table[(places + where[1][request]).clamp_(0, len(self._table) - 1)])
+        self.kernel.gather(self._table, views["kv_indptr"], views["table_offsets"], step.metadata.kv_indices)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams

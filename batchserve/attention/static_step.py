@@ -42,8 +42,11 @@ class StaticStep:
         }
         self.views: Mapping[str, torch.Tensor] = {}
 
-    def bind(self, views: Mapping[str, torch.Tensor], kv_indices: torch.Tensor) -> None:
-        """views: the fields on the device; kv_indices: int32, as many as max_requests can have, one memory for all."""
+    def bind(self, views: Mapping[str, torch.Tensor], kv_indices: torch.Tensor, max_kv_len: int) -> None:
+        """views: the fields on the device; kv_indices: int32, as many as all requests can have, one memory for all.
+
+        max_kv_len: the most that one of them can have.
+        """
         self.views = views
         self.metadata = TreeMetadata(
             qo_indptr=views["qo_indptr"],
@@ -58,6 +61,7 @@ class StaticStep:
             max_rows=self.num_rows,
             is_causal=False,  # chains, too, are read from their bits: the kernel is chosen once
             bucket=self.num_rows,
+            max_kv_len=max_kv_len,
         )
 
     def describe(self, arrays: Mapping[str, np.ndarray]) -> None:

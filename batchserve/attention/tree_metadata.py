@@ -48,6 +48,7 @@ class TreeMetadata:
     max_rows: int  # of one request
     is_causal: bool
     bucket: int | None = None
+    max_kv_len: int = 0  # of a bucket: the most keys that one request can have
 
     @property
     def num_requests(self) -> int:
@@ -90,6 +91,15 @@ class TreeKernel(Protocol):
     ) -> None:
         """Write a step's K and V, [num_rows, num_kv_heads, dim] of any strides, to their slots of a layer's caches."""
 
+    def gather(
+        self, table: torch.Tensor, kv_indptr: torch.Tensor, table_offsets: torch.Tensor, kv_indices: torch.Tensor
+    ) -> None:
+        """TreeMetadata.kv_indices out of the table of slots, in a CUDA graph: the device alone knows how many they are.
+
+        table int32, flat; table_offsets int64 [num_requests], from a place in kv_indices to that of its slot in the
+        table. What is behind the last request's may be anything.
+        """
+
     def run(
         self,
         query: torch.Tensor,
@@ -116,6 +126,15 @@ def store_by_index(
     """TreeKernel.store by torch's own operations."""
     key_cache.index_copy_(0, slot_mapping, key.to(key_cache.dtype))
     value_cache.index_copy_(0, slot_mapping, value.to(value_cache.dtype))
+
+
+def gather_by_index(
+    table: torch.Tensor, kv_indptr: torch.Tensor, table_offsets: torch.Tensor, kv_indices: torch.Tensor
+) -> None:
+    """TreeKernel.gather by torch's own operations."""
+    places = torch.arange(len(kv_indices), dtype=torch.int32, device=table.device)
+    request = torch.searchsorted(kv_indptr[1:], places, right=True).clamp_(max=len(table_offsets) - 1)
+    torch.index_select(table, 0, (places + table_offsets[request]).clamp_(0, len(table) - 1), out=kv_indices)
 
 
 def ancestor_bits(parents: np.ndarray, qo_indptr: np.ndarray) -> tuple[np.ndarray, bool]:

@@ -1,8 +1,8 @@
-"""Tree attention by a Triton kernel of our own: what serves a GPU where FlashInfer is missing.
+"""Tree attention by a Triton kernel of our own: what serves a GPU.
 
 Nothing here imports Triton until a kernel runs. Every grid follows from shapes and from what the kernel was made
-with, never from what is in a tensor: one capture serves all ragged batches of its bucket, and an eager step reduces in
-the same order as a replayed one of the same shape. Results do depend on that shape: they are not batch-invariant.
+with, never from what is in a tensor: one capture serves all ragged batches of its bucket. Into how many parts keys are
+split depends on how many tiles the step's requests have: results are not batch-invariant.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ MAX_HEAD_DIM = 512
 SMALL_BLOCK_BYTES, SMALL_STAGES = 8 * 1024, 6  # of K and V of one block of keys, in tiles of 16 items by one warp
 BLOCK_BYTES, NUM_STAGES = 16 * 1024, 5
 MAX_SPLITS = 16
+GATHER_BLOCK = 1024  # slots that one program puts in order
 MIN_SPLIT = 128  # keys that are worth a program and a partial result of their own
 PROGRAMS_PER_SM = 4  # splits are made until this many programs a multiprocessor are reached
 # Chains of more words of ancestors than this, prompts that is, compare rows instead: one variant less for other steps.
@@ -115,6 +116,17 @@ class TritonTreeKernel:
 
     def plan(self, metadata: TreeMetadata) -> None:
         """Nothing: the programs find their tiles on the device."""
+
+    def gather(
+        self, table: torch.Tensor, kv_indptr: torch.Tensor, table_offsets: torch.Tensor, kv_indices: torch.Tensor
+    ) -> None:
+        """One kernel of a program for each request and GATHER_BLOCK of the keys that it can have."""
+        from batchserve.attention import triton_kernels
+
+        grid = len(table_offsets), -(-self._max_kv_len // GATHER_BLOCK)
+        triton_kernels.gather_slots[grid](
+            table, kv_indptr, table_offsets, kv_indices, BLOCK=GATHER_BLOCK, enable_fp_fusion=True
+        )
 
     def store(
         self,

@@ -93,9 +93,14 @@ def build_engine(
     rows = min(config.max_num_seqs, max_model_len - 1)
     _warm_up(runner, rows)
     has_huge_pages = _use_huge_pages(config, loaded, say)
+    if config.num_threads and loaded.device.type != "cpu":
+        runner.num_threads = config.num_threads
+        runner.bind_thread()  # compiled programs are for so many threads
     compile_model(config, loaded, runner, say)
     _capture_graphs(config, loaded, runner, max_model_len, say)
-    if config.num_threads or loaded.device.type == "cpu":
+    if runner.graphs is not None:
+        _warm_up_beyond(runner, runner.graphs.sizes[-1], config.max_num_batched_tokens, max_model_len)
+    if loaded.device.type == "cpu":
         runner.num_threads = config.num_threads or choose_threads(
             runner, config.max_num_seqs, max_model_len, SERVING_GAIN if is_serving else THREAD_GAIN
         )
@@ -167,6 +172,7 @@ def _capture_graphs(
         name = type(loaded.model).__name__
         raise ConfigError(
             f"enforce_eager = False: the CUDA graph capture of {name} failed ({error}); set enforce_eager"
+            + ("" if runner.compiled is None else ", or compile_model = 'off'")
         ) from error
 
 
@@ -177,6 +183,25 @@ def _warm_up(runner: ModelRunner, rows: int) -> None:
     batch = build_batch([RequestRows(name, 0, [0] * rows, list(range(-1, rows - 1)), rows, GREEDY)])
     runner.launch(batch).wait()
     runner.backend.allocator.release(name)
+
+
+def _warm_up_beyond(runner: ModelRunner, graphed: int, most: int, max_model_len: int) -> None:
+    """Eager steps behind the largest graph, of prompts and of trees: kernels are compiled now, not between requests."""
+    allocator = runner.backend.allocator
+    for rows in sorted({graphed + 1, most}):
+        for is_tree in (False, True):
+            if not graphed < rows <= min(most, allocator.free_tokens):
+                continue
+            requests = []
+            for start in range(0, rows, max_model_len):
+                count = min(max_model_len, rows - start)
+                allocator.reserve(f"warm-up-{start}", count)
+                parents = [(row - 1) // 2 if is_tree and row else row - 1 for row in range(count)]
+                num_pending = 1 if is_tree else count
+                requests.append(RequestRows(f"warm-up-{start}", 0, [0] * count, parents, num_pending, GREEDY))
+            runner.launch(build_batch(requests)).wait()
+            for each in requests:
+                allocator.release(each.request_id)
 
 
 def _use_huge_pages(config: EngineConfig, loaded: LoadedModel, say: Progress) -> bool:

@@ -108,7 +108,7 @@ class ProfilingStep:
 
     No other step's model takes more memory beside the K/V: drafts run the head on every row, prompts on one of each
     request. Not in it: the masks of trees where FlashInfer is told of them by its own (rows x keys / 8 bytes for each
-    kind of layer), and tables of slots (4 bytes for each token of max_num_seqs whole contexts).
+    kind of layer), and tables of slots (12 bytes for each token of max_num_seqs whole contexts).
     """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, kernel: TreeKernel) -> None:

@@ -56,7 +56,7 @@ class CompiledLayers:
     def __init__(self, model: PreTrainedModel, backend: PagedBackend, compiler: str = "inductor") -> None:
         self._model, self._layers = model, repeated_layers(model)
         self._attention = LayerAttention(backend, model)
-        for layer in self._layers:
+        for layer in self._layers:  # the first call compiles; this only says so
             layer.compile(fullgraph=True, dynamic=True, backend=compiler)
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The GPU path's steps as CUDA graphs: forward, head, greedy sampling and tree walk in one launch.
 
-One graph for each bucket of rows. The number of requests is fixed at what a step of so many rows can have, max_num_seqs
-at most: those that a step lacks have no rows. Inside of a bucket rows are spread over requests in any way: prefill
-chunks, trees and plain rows together. Steps beyond the largest bucket are eager.
+One graph for each bucket of rows. The number of requests is fixed at what a step of so many rows can have, or what the
+kernel is fastest with: those that a step lacks have no rows. Inside of a bucket rows are spread over requests in any
+way: prefill chunks, trees and plain rows together. Steps beyond the largest bucket are eager.
 """
 
 from __future__ import annotations
@@ -132,9 +132,9 @@ def buckets(
 ) -> list[tuple[int, int]]:
     """(rows, requests) of the graphs, ascending; request_sizes is StepGraphs', most_rows_as_requests its kernel's.
 
-    By default as many requests as rows, if that is fewer than max_num_seqs: from the rows less the other requests, in
-    unsigned numbers, FlashInfer takes the most rows that one may have, and with that a graph's query tile. Below zero
-    it would be the largest tile, in the smallest steps.
+    By default as many requests as rows, beyond most_rows_as_requests at most max_num_seqs: from the rows less the other
+    requests, in unsigned numbers, FlashInfer takes the most rows that one may have, and with that a graph's query tile.
+    Below zero it would be the largest tile, in the smallest steps.
     """
     found = []
     for rows in row_sizes:
@@ -203,11 +203,12 @@ class StepGraphs:
         layouts = {bucket: StepLayout(self._fields(step)) for bucket, step in steps.items()}
         num_bytes = max(layout.num_bytes for layout in layouts.values())
         self._ring = BufferRing(num_bytes, backend.device)
-        self._blob = torch.zeros(num_bytes, dtype=torch.uint8, device=backend.device)
         columns = backend.allocator.table_shape[1]
         self._table_shape = backend.allocator.table_shape  # a table that has grown since is another one
-        most_requests = max(requests for _, requests in self.buckets)
-        self._kv_indices = torch.zeros(most_requests * columns, dtype=torch.int32, device=backend.device)
+        # As tensors of every step are: compiled programs tell these from others.
+        with torch.inference_mode():
+            self._blob = torch.zeros(num_bytes, dtype=torch.uint8, device=backend.device)
+            self._kv_indices = torch.zeros(max_num_seqs * columns, dtype=torch.int32, device=backend.device)
         self._logits: torch.Tensor | None = None
         self._graphs: dict[tuple[int, int], _Graph] = {}
         gc.collect()  # of engines that were here before
@@ -232,7 +233,7 @@ class StepGraphs:
         inputs = layout.views(self._blob[: layout.num_bytes])
         hosts = [layout.arrays(buffer) for buffer in self._ring.buffers]
         columns = self._backend.allocator.table_shape[1]
-        step.bind(inputs, self._kv_indices[: step.max_requests * columns])
+        step.bind(inputs, self._kv_indices[: step.max_requests * columns], columns)
 
         def run() -> torch.Tensor:
             self._backend.find_slots(step)

@@ -28,8 +28,6 @@ STAGES: dict[str, tuple[Any, str]] = {
     "describe sampling": (DeviceSampler, "build_metadata"),
     "describe rows": (cuda_graphs, "step_arrays"),
     "begin step": (PagedBackend, "begin_static"),
-    "update table": (PagedBackend, "update_table"),
-    "gather slots": (PagedBackend, "gather_slots"),
     "copy to host": (step_handle.HostCopy, "__init__"),
     "read": (DeviceSampler, "to_verified"),
 }

@@ -18,7 +18,7 @@ import torch
 from batchserve.attention.base import AttentionParams
 from batchserve.attention.flashinfer import PAGE_SIZE, WORKSPACE_BYTES
 from batchserve.attention.slot_kernels import WORD_BITS
-from batchserve.attention.tree_metadata import TreeKernel, TreeMetadata, store_by_index
+from batchserve.attention.tree_metadata import TreeKernel, TreeMetadata, gather_by_index, store_by_index
 from benchmarks.gpu.cases import Case, Step, make_step
 from benchmarks.gpu.correctness import kernels, missing_module
 from benchmarks.gpu.kit import Kit, Report, kernel_ms, tolerated
@@ -135,7 +135,7 @@ def as_graph(metadata: TreeMetadata, num_requests: int) -> TreeMetadata:
     def longer(indptr: torch.Tensor) -> torch.Tensor:
         return torch.cat([indptr, indptr[-1:].expand(missing)])
 
-    # Of the length that the requests could have, by which a graph's mask is sized.
+    # As long as the requests' could be.
     indices = metadata.kv_indices.new_zeros(num_requests * longest)
     indices[: len(metadata.kv_indices)] = metadata.kv_indices
     return dataclasses.replace(
@@ -150,6 +150,7 @@ def as_graph(metadata: TreeMetadata, num_requests: int) -> TreeMetadata:
         max_rows=metadata.num_rows,
         is_causal=False,
         bucket=metadata.num_rows,
+        max_kv_len=longest,
     )
 
 
@@ -163,6 +164,7 @@ class DecodeKernel:
     can_be_captured = False  # not as it is used here
     most_rows_as_requests = 0
     store = staticmethod(store_by_index)
+    gather = staticmethod(gather_by_index)
 
     def __init__(self, case: Case, device: torch.device, dtype: torch.dtype, has_tensor_cores: bool) -> None:
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper

@@ -329,7 +329,7 @@ class Bucket:
         self.static = StaticStep(GRAPH_ROWS, GRAPH_REQUESTS)
         self.layout = StepLayout(self.static.fields)
         self.blob = torch.zeros(self.layout.num_bytes, dtype=torch.uint8)
-        self.static.bind(self.layout.views(self.blob), torch.zeros(GRAPH_REQUESTS * 500, dtype=torch.int32))
+        self.static.bind(self.layout.views(self.blob), torch.zeros(GRAPH_REQUESTS * 500, dtype=torch.int32), 500)
 
 
 def attend_static(kernel: FlashInferKernel, seeds: Sequence[int], bucket: Bucket) -> list[list[torch.Tensor]]:

@@ -125,6 +125,26 @@ def test_graphs_of_the_compiled_model_give_the_same_answers(
     assert {i: a.token_ids for i, a in compiled.items()} == {i: a.token_ids for i, a in eager.items()}
 
 
+def test_nothing_is_compiled_while_requests_are_served(
+    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs, eager steps and the trial are given tensors of the same kinds."""
+    reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    as_on_a_gpu(monkeypatch, counter)
+    trials: list[int] = []
+    compare = compile_module.compare_logits
+    monkeypatch.setattr(
+        compile_module, "compare_logits", lambda *args: (trials.append(counter.frame_count), compare(*args))
+    )
+    options = {"attention_backend": "torch", "max_num_seqs": 4, "max_num_batched_tokens": 40, "max_graph_rows": 8}
+    engine = build(tiny_model["llama"], num_threads=torch.get_num_threads(), **options)  # as beside a GPU: no choice
+    assert isinstance(engine.core.runner.compiled, CompiledLayers)
+    run(engine, random_jobs(random.Random(2), 6, VOCAB_SIZE, longest=40), Coverage())
+    assert len(trials) == 2
+    assert counter.frame_count == trials[-1], "behind the trial nothing was compiled"
+
+
 def refused(graph: Any, inputs: Any) -> Any:
     raise NotImplementedError("an operation that no compiler knows")
 

@@ -113,7 +113,7 @@ def test_a_padded_step_says_what_the_eager_one_does(seed: int) -> None:
     kernel, static = Recording(), StaticStep(ROWS, REQUESTS)
     layout = StepLayout(static.fields)
     host = torch.full((layout.num_bytes,), 77, dtype=torch.uint8)
-    static.bind(layout.views(host), torch.full((REQUESTS * 500,), 77, dtype=torch.int32))
+    static.bind(layout.views(host), torch.full((REQUESTS * 500,), 77, dtype=torch.int32), 500)
     for these_spans, theirs in ((other_spans, other_allocator), (spans, allocator)):
         static_backend = PagedBackend([LayerShape(1, 4, 4)], torch.float32, CPU, kernel, theirs)
         arrays, _ = step_arrays(these_spans, theirs, layout.arrays(host))
@@ -295,14 +295,15 @@ def test_a_table_that_grows_behind_the_graphs_makes_steps_eager(
     captured = allocator.table_shape
     batch = build_batch([rows_of("one", allocator)])
     replays = capturer.replays
-    runner.launch(batch).wait()
+    (expected,) = runner.launch(batch).wait()
     replays += 1
     assert capturer.replays == replays, "while steps were timed it did not grow"
     for number in range(captured[0]):
         assert allocator.reserve(f"more-{number}", 1)
     assert allocator.table_shape != captured
-    runner.launch(batch).wait()
-    runner.launch(batch).wait()
+    for _ in range(2):
+        (found,) = runner.launch(batch).wait()
+        assert found.token_ids == expected.token_ids
     assert capturer.replays == replays
 
 
