@@ -32,7 +32,7 @@ CONTEXT, SHORT_CONTEXT = 1024, 256
 MOST_DRAFT = 64  # steps of more rows are mostly a prompt's
 MANY_REQUESTS = 16
 FEW_ROWS, MORE_ROWS = 1, 4  # of each request: two steps at the same context tell reading K/V from attending to it
-VERSION = 8
+VERSION = 9
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

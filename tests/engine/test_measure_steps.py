@@ -141,6 +141,22 @@ def test_a_step_that_would_take_long_is_not_tried(monkeypatch: pytest.MonkeyPatc
         assert StepTimeModel(table).predict(load) == pytest.approx(machine.seconds(load), rel=0.05), rows
 
 
+def test_what_the_first_step_of_a_size_compiles_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager steps behind the graphs: the second as long as they are."""
+    machine, compiled = timed_by(Machine(bucket_sizes=(1, 8, 64)), monkeypatch), set()
+    seconds = machine.seconds
+
+    def compiling(load: StepLoad) -> float:
+        is_first = load.num_rows > 64 and load.num_rows not in compiled
+        compiled.add(load.num_rows)
+        return seconds(load) + (2.0 if is_first else 0.0)
+
+    monkeypatch.setattr(machine, "seconds", compiling)
+    table = measure(machine, 1024, 16, 2048)  # type: ignore[arg-type]
+    assert table.rows[-1] == 1024
+    assert max(table.seconds) < 1.0
+
+
 def test_buckets_are_flat_inside_and_rise_at_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = timed_by(Machine(bucket_sizes=(1, 2, 4, 8, 24, 40, 64)), monkeypatch)
     model = StepTimeModel(measure(machine, 64, 16, 1024))  # type: ignore[arg-type]
