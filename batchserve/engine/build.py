@@ -99,7 +99,8 @@ def build_engine(
     compile_model(config, loaded, runner, say)
     _capture_graphs(config, loaded, runner, max_model_len, say)
     if runner.graphs is not None:
-        _warm_up_beyond(runner, runner.graphs.sizes[-1], config.max_num_batched_tokens, max_model_len)
+        most = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
+        _warm_up_beyond(runner, runner.graphs.sizes[-1], most, max_model_len)
     if loaded.device.type == "cpu":
         runner.num_threads = config.num_threads or choose_threads(
             runner, config.max_num_seqs, max_model_len, SERVING_GAIN if is_serving else THREAD_GAIN

@@ -289,8 +289,11 @@ def test_a_table_that_grows_behind_the_graphs_makes_steps_eager(
     tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They have its old address; only more requests than are ever let in can make it grow."""
-    built, capturer = built_as_graphs(monkeypatch, tiny_model["llama"], max_num_seqs=3)
+    # Short requests, of which a step of so many rows could have more than are ever let in.
+    options: dict[str, Any] = {"max_model_len": 24, "max_num_batched_tokens": 400, "max_graph_rows": 16}
+    built, capturer = built_as_graphs(monkeypatch, tiny_model["llama"], max_num_seqs=3, **options)
     runner = built.core.runner
+    assert runner.backend.allocator.table_shape[0] == 6
     allocator = runner.backend.allocator
     captured = allocator.table_shape
     batch = build_batch([rows_of("one", allocator)])
