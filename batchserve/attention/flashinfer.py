@@ -19,7 +19,7 @@ from batchserve.attention.cuda_toolkit import name_toolkit
 from batchserve.attention.flashinfer_mask import packed_mask
 from batchserve.attention.flashinfer_variant import variant_arguments, variant_run_arguments
 from batchserve.attention.step_buffer import BufferRing
-from batchserve.attention.tree_metadata import gather_by_index, store_by_index
+from batchserve.attention.tree_metadata import TreeKernel
 from batchserve.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class _Kind(NamedTuple):
     softcap: float | None
 
 
-class FlashInferKernel:
+class FlashInferKernel(TreeKernel):
     """TreeKernel. Steps in which every request is a chain go to the stock causal kernel, all others to `mask`.
 
     mask: "custom" is FlashInfer's own custom mask, a bit for every row and key, with the window in it; "tree" is our
@@ -91,9 +91,6 @@ class FlashInferKernel:
         self._graph_wrappers: WeakKeyDictionary[TreeMetadata, dict[_Kind, _GraphWrapper]] = WeakKeyDictionary()
         # Its presence puts the kernel into the mode in which the variant is asked about every key.
         self._no_mask = torch.zeros(16, dtype=torch.uint8, device=device)
-
-    store = staticmethod(store_by_index)
-    gather = staticmethod(gather_by_index)
 
     def plan(self, metadata: TreeMetadata) -> None:
         self._planned.clear()

@@ -48,7 +48,6 @@ class PagedBackend:
         ]
         self._table = self._new_table()
         self._table_shape = allocator.table_shape
-        self._places = torch.arange(0, dtype=torch.int32, device=device)  # grown with the longest kv_indices
         self._metadata: TreeMetadata | None = None
 
     def begin(self, spans: Spans) -> None:
@@ -56,10 +55,12 @@ class PagedBackend:
         tensors = upload(arrays, self.device)
         self.update_table(tensors["changed_places"], tensors["changed_slots"])
         kv_lens = np.diff(arrays["kv_indptr"])
+        kv_indices = torch.empty(int(arrays["kv_indptr"][-1]), dtype=torch.int32, device=self.device)
+        self.kernel.gather(self._table, tensors["kv_indptr"], tensors["table_offsets"], kv_indices)
         self._metadata = TreeMetadata(
             qo_indptr=tensors["qo_indptr"],
             kv_indptr=tensors["kv_indptr"],
-            kv_indices=self.gather_slots(tensors["kv_indptr"], tensors["table_offsets"], int(arrays["kv_indptr"][-1])),
+            kv_indices=kv_indices,
             ancestors=tensors["ancestors"],
             positions=tensors["positions"],
             slot_mapping=tensors["slot_mapping"],
@@ -89,16 +90,8 @@ class PagedBackend:
             self._table[: len(old)] = old
         self._table.index_copy_(0, changed_places, changed_slots)
 
-    def gather_slots(self, kv_indptr: torch.Tensor, table_offsets: torch.Tensor, num_indices: int) -> torch.Tensor:
-        """TreeMetadata.kv_indices from the table; num_indices is kv_indptr[-1], which would be slow to read here."""
-        if len(self._places) < num_indices:
-            self._places = torch.arange(2 * num_indices, dtype=torch.int32, device=self.device)
-        places = self._places[:num_indices]
-        request = torch.searchsorted(kv_indptr[1:], places, right=True)
-        return torch.index_select(self._table, 0, places + table_offsets[request])
-
     def find_slots(self, step: StaticStep) -> None:
-        """update_table() and gather_slots() of a step at fixed addresses: what a CUDA graph begins with."""
+        """Bring the table up to date, and kv_indices, of a step at fixed addresses: what a CUDA graph begins with."""
         views = step.views
         self._table.index_copy_(0, views["changed_places"], views["changed_slots"])
         self.kernel.gather(self._table, views["kv_indptr"], views["table_offsets"], step.metadata.kv_indices)

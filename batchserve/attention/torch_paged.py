@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from batchserve.attention.torch_reference import attend_span
-from batchserve.attention.tree_metadata import TreeMetadata, gather_by_index, store_by_index, visible_slots
+from batchserve.attention.tree_metadata import TreeKernel, TreeMetadata, visible_slots
 
 if TYPE_CHECKING:
     import torch
@@ -13,14 +13,11 @@ if TYPE_CHECKING:
     from batchserve.attention.base import AttentionParams
 
 
-class TorchKernel:
+class TorchKernel(TreeKernel):
     """One request after another, in fp32, on any device, for any shape, dtype, window, soft cap and sinks. Not fast."""
 
     name = "torch"
     can_be_captured = False  # where a request begins and ends is read by Python
-    most_rows_as_requests = 0
-    store = staticmethod(store_by_index)
-    gather = staticmethod(gather_by_index)
 
     def plan(self, metadata: TreeMetadata) -> None:
         pass

@@ -61,18 +61,15 @@ class TreeMetadata:
 
 
 class TreeKernel(Protocol):
-    """Attention of one layer under tree masks. A constructor raises ConfigError where a kernel cannot serve a model."""
+    """Attention of one layer under tree masks. A constructor raises ConfigError where a kernel cannot serve a model.
 
-    @property
-    def name(self) -> str: ...
+    can_be_captured: whether a CUDA graph may repeat run(): what it launches depends on tensors of the device only.
+    most_rows_as_requests: graphs of up to so many rows shall have as many requests, however few there can be.
+    """
 
-    @property
-    def can_be_captured(self) -> bool:
-        """Whether a CUDA graph may repeat run(): what it launches depends on tensors of the device only."""
-
-    @property
-    def most_rows_as_requests(self) -> int:
-        """Graphs of up to so many rows shall have as many requests, however few there can be."""
+    name: str
+    can_be_captured: bool
+    most_rows_as_requests: int = 0
 
     def plan(self, metadata: TreeMetadata) -> None:
         """Prepare the kernel for one step: called once, before the first layer's run().
@@ -90,15 +87,20 @@ class TreeKernel(Protocol):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Write a step's K and V, [num_rows, num_kv_heads, dim] of any strides, to their slots of a layer's caches."""
+        key_cache.index_copy_(0, slot_mapping, key.to(key_cache.dtype))
+        value_cache.index_copy_(0, slot_mapping, value.to(value_cache.dtype))
 
     def gather(
         self, table: torch.Tensor, kv_indptr: torch.Tensor, table_offsets: torch.Tensor, kv_indices: torch.Tensor
     ) -> None:
-        """TreeMetadata.kv_indices out of the table of slots, in a CUDA graph: the device alone knows how many they are.
+        """TreeMetadata.kv_indices out of the table of slots: in a CUDA graph the device alone knows how many they are.
 
         table int32, flat; table_offsets int64 [num_requests], from a place in kv_indices to that of its slot in the
         table. What is behind the last request's may be anything.
         """
+        places = torch.arange(len(kv_indices), dtype=torch.int32, device=table.device)
+        request = torch.searchsorted(kv_indptr[1:], places, right=True).clamp_(max=len(table_offsets) - 1)
+        torch.index_select(table, 0, (places + table_offsets[request]).clamp_(0, len(table) - 1), out=kv_indices)
 
     def run(
         self,
@@ -114,27 +116,6 @@ class TreeKernel(Protocol):
         [num_slots, num_kv_heads, dim]. Returns [num_rows, num_heads, value_dim] in the query's dtype.
         Raises UnsupportedModelError where the kernel has not what `params` asks for.
         """
-
-
-def store_by_index(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
-    """TreeKernel.store by torch's own operations."""
-    key_cache.index_copy_(0, slot_mapping, key.to(key_cache.dtype))
-    value_cache.index_copy_(0, slot_mapping, value.to(value_cache.dtype))
-
-
-def gather_by_index(
-    table: torch.Tensor, kv_indptr: torch.Tensor, table_offsets: torch.Tensor, kv_indices: torch.Tensor
-) -> None:
-    """TreeKernel.gather by torch's own operations."""
-    places = torch.arange(len(kv_indices), dtype=torch.int32, device=table.device)
-    request = torch.searchsorted(kv_indptr[1:], places, right=True).clamp_(max=len(table_offsets) - 1)
-    torch.index_select(table, 0, (places + table_offsets[request]).clamp_(0, len(table) - 1), out=kv_indices)
 
 
 def ancestor_bits(parents: np.ndarray, qo_indptr: np.ndarray) -> tuple[np.ndarray, bool]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from batchserve.attention.base import AttentionParams, LayerShape
+from batchserve.attention.tree_metadata import TreeKernel
 from batchserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-class TritonTreeKernel:
+class TritonTreeKernel(TreeKernel):
     """The TreeKernel of this module, see attention/tree_metadata.py; stateless between steps.
 
     max_kv_len: the most keys of any request, drafts included. num_sms: multiprocessors of the GPU (default: asked of
@@ -88,7 +89,6 @@ class TritonTreeKernel:
 
     name = "triton"
     can_be_captured = True
-    most_rows_as_requests = 0
 
     def __init__(
         self,

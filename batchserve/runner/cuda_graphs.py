@@ -241,7 +241,7 @@ class StepGraphs:
             if self._logits is None:
                 self._logits = torch.empty_like(logits)
             kept = self._logits[: step.num_rows]
-            # No copy_(): a graph of nothing but kernels, one behind the other, is launched in a tenth of the time.
+            # No copy_(): graphs of nothing but kernels seem to be launched in a tenth of the time (docs/gpu.md).
             torch.mul(logits, 1.0, out=kept)
             return self._sampler.sample(kept, inputs["sampling"], SamplingKind.GREEDY)
 

@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, cast
 
 import torch
+from torch.compiler import is_compiling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -122,7 +123,7 @@ class Sibling(torch.nn.Module):
         self._output = partial(shared.output, number)  # no search for a module's attribute in every call
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():  # a partial of a method is another function in every layer
+        if is_compiling():  # a partial of a method is another function in every layer
             return self.shared.output(self._number, x)
         return self._output(x)
 

@@ -107,10 +107,12 @@ def engine_on(
         said.append(text)
 
     probed = kit.probes[name] = {}
+    began_s = time.monotonic()
     with mock.patch.object(loader, "_load_weights", return_value=model), past_probe(probed):
         config = EngineConfig(model=str(folder), dtype=kit.pick("bfloat16", "float32"), **{**defaults, **options})
         drafter = NullDrafter() if config.drafter == "none" else None
         engine = build_engine(config, say, drafter=drafter, clock=clock)
+    probed["start_s"] = round(time.monotonic() - began_s, 1)
     check_graphs(engine, config.enforce_eager, said)
     return engine
 

@@ -18,7 +18,7 @@ import torch
 from batchserve.attention.base import AttentionParams
 from batchserve.attention.flashinfer import PAGE_SIZE, WORKSPACE_BYTES
 from batchserve.attention.slot_kernels import WORD_BITS
-from batchserve.attention.tree_metadata import TreeKernel, TreeMetadata, gather_by_index, store_by_index
+from batchserve.attention.tree_metadata import TreeKernel, TreeMetadata
 from benchmarks.gpu.cases import Case, Step, make_step
 from benchmarks.gpu.correctness import kernels, missing_module
 from benchmarks.gpu.kit import Kit, Report, kernel_ms, tolerated
@@ -154,7 +154,7 @@ def as_graph(metadata: TreeMetadata, num_requests: int) -> TreeMetadata:
     )
 
 
-class DecodeKernel:
+class DecodeKernel(TreeKernel):
     """FlashInfer's decode wrapper as a TreeKernel; every request has a chain of equally many rows.
 
     With tensor cores it is the stock prefill module, otherwise a module of its own, for one row only.
@@ -162,9 +162,6 @@ class DecodeKernel:
 
     name = "flashinfer_decode"
     can_be_captured = False  # not as it is used here
-    most_rows_as_requests = 0
-    store = staticmethod(store_by_index)
-    gather = staticmethod(gather_by_index)
 
     def __init__(self, case: Case, device: torch.device, dtype: torch.dtype, has_tensor_cores: bool) -> None:
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper

@@ -19,7 +19,7 @@ from batchserve.attention.base import AttentionParams, LayerShape
 from batchserve.attention.flashinfer_mask import packed_mask
 from batchserve.attention.paged import PagedBackend
 from batchserve.attention.slots import SlotAllocator
-from batchserve.attention.tree_metadata import TreeMetadata, gather_by_index, store_by_index
+from batchserve.attention.tree_metadata import TreeKernel, TreeMetadata
 from batchserve.runner.cuda_graphs import Replay, StepGraphs
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RaggedBatch, RequestRows, build_batch
@@ -34,14 +34,11 @@ ON_HOST = ("qo_indptr_cpu", "kv_indptr_cpu", "kv_lens_cpu")
 ON_DEVICE = ("qo_indptr", "kv_indptr", "kv_indices", "ancestors", "positions", "slot_mapping")
 
 
-class EmptyKernel:
+class EmptyKernel(TreeKernel):
     """A TreeKernel that makes the mask which FlashInfer's would read, and nothing else."""
 
     name = "empty"
     can_be_captured = True
-    most_rows_as_requests = 0
-    store = staticmethod(store_by_index)
-    gather = staticmethod(gather_by_index)
 
     def plan(self, metadata: TreeMetadata) -> None:
         assert {getattr(metadata, name).device.type for name in ON_DEVICE} == {"meta"}
