@@ -115,7 +115,7 @@ class EngineConfig:
     beside weights and the largest step. Without prefix_cache no more is taken than all sequences can use.
     enforce_eager: no CUDA graphs; max_graph_rows: steps of more rows have none.
     compile_model: whether torch.compile makes the model faster: "layers" one program for all layers of a kind, "whole"
-    one for all of it, which takes minutes; auto: layers, where steps are CUDA graphs and the model can be compiled.
+    one for all of it, which takes longer; auto: layers, where steps are CUDA graphs and the model can be compiled.
     max_model_len: None takes the model's own limit, or what the K/V memory holds if that is less.
     max_num_batched_tokens: rows of one step, prefill chunks, drafts and plain rows together.
     prefill_chunk_size: the most prompt tokens of one request in one step; None: only the step's bound.

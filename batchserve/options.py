@@ -140,8 +140,8 @@ ENGINE_OPTIONS = {
     "max_graph_rows": Option("steps of up to so many rows are CUDA graphs on a GPU; larger ones are eager"),
     "compile_model": Option(
         "have torch.compile fuse the model's small operations, on a GPU with CUDA graphs; layers: one program for all "
-        "layers of a kind, some seconds at start; whole: one for all of it, some minutes; auto: layers, or off where "
-        "the model cannot be compiled",
+        "layers of a kind, some seconds at start; whole: one for all of it, longer the more layers there are; auto: "
+        "layers, or off where the model cannot be compiled",
         COMPILE_MODES,
     ),
     "num_threads": Option(

@@ -34,9 +34,10 @@ def compile_model(config: EngineConfig, loaded: LoadedModel, runner: ModelRunner
             f"compile_model = {way!r}: must be with CUDA graphs: on a GPU, without enforce_eager, and not with "
             "attention_backend torch"
         )
-    if way == "off" or not isinstance(backend, PagedBackend) or not can_be:
+    if way == "off" or not can_be:
         return
-    say(f"compiling the model ({'some minutes' if way == 'whole' else 'longer at the first start'})")
+    assert isinstance(backend, PagedBackend)
+    say(f"compiling the model ({way if way == 'whole' else 'layers'}; longer at the first start)")
     began_s, compiled = time.monotonic(), None
     expected = _trial_logits(loaded, runner)
     try:

@@ -25,7 +25,7 @@ MOST_PROGRAMS = 128  # of one function: layers of several kinds have some each. 
 
 
 class CompiledModel:
-    """ModelRunner.run_model, whole: one program without a break. It takes minutes for a model of many layers.
+    """ModelRunner.run_model, whole: one program without a break, the longer in the making the more layers there are.
 
     compiler: a backend of torch.compile. A model that cannot be compiled so raises torch's error, a RuntimeError.
     """
@@ -47,7 +47,7 @@ class CompiledModel:
 
 
 class CompiledLayers:
-    """As CompiledModel, but each layer is a program, which those of the same kind share: seconds instead of minutes.
+    """As CompiledModel, but each layer is a program, which those of the same kind share.
 
     The model's layers are compiled in place, and called so also by whoever else runs the model, until undo(). What is
     outside of them, a few operations in front and the head behind, is not compiled.
