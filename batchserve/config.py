@@ -116,6 +116,8 @@ class EngineConfig:
     enforce_eager: no CUDA graphs; max_graph_rows: steps of more rows have none.
     compile_model: whether torch.compile makes the model faster: "layers" one program for all layers of a kind, "whole"
     one for all of it, which takes longer; auto: layers, where steps are CUDA graphs and the model can be compiled.
+    custom_kernels: on a GPU with CUDA graphs, norms, and linears of few rows where that is measured to be faster, by
+    kernels of our own. kernel_overlap: kernels begin while those before them end, on GPUs that can (Hopper and later).
     max_model_len: None takes the model's own limit, or what the K/V memory holds if that is less.
     max_num_batched_tokens: rows of one step, prefill chunks, drafts and plain rows together.
     prefill_chunk_size: the most prompt tokens of one request in one step; None: only the step's bound.
@@ -168,6 +170,8 @@ class EngineConfig:
     enforce_eager: bool = False
     max_graph_rows: int = 512
     compile_model: str = "auto"
+    custom_kernels: bool = True
+    kernel_overlap: bool = True
     num_threads: int | None = None
     huge_pages: bool = True
     batch_invariant: bool = False
@@ -223,7 +227,7 @@ class EngineConfig:
         if not is_utf8(served := self.served_model_name or self.model):
             raise ConfigError(f"served_model_name = {served!r}: must be text that is UTF-8 (the default is model)")
         flags = ("adaptive", "wait_for_drafter", "batch_invariant", "trust_remote_code", "prefix_cache")
-        for name in (*flags, "enforce_eager", "huge_pages"):
+        for name in (*flags, "enforce_eager", "huge_pages", "custom_kernels", "kernel_overlap"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} = {getattr(self, name)!r}: must be True or False")
         if self.max_model_len == 1:

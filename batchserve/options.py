@@ -144,6 +144,14 @@ ENGINE_OPTIONS = {
         "layers, or off where the model cannot be compiled",
         COMPILE_MODES,
     ),
+    "custom_kernels": Option(
+        "on a GPU with CUDA graphs, norms and linears of few rows by kernels of our own; linears only where that is "
+        "measured to be faster, which takes some seconds at start",
+        is_on_off=True,
+    ),
+    "kernel_overlap": Option(
+        "let kernels begin while those before them end, on GPUs that can (Hopper and later)", is_on_off=True
+    ),
     "num_threads": Option(
         "compute threads on a CPU; beside a GPU those that drafts are made on",
         default_text="what measures fastest at start",

@@ -63,9 +63,12 @@ class StaticStep:
             bucket=self.num_rows,
             max_kv_len=max_kv_len,
         )
+        on_cpu = self.metadata.qo_indptr_cpu, self.metadata.kv_indptr_cpu, self.metadata.kv_lens_cpu
+        self._on_cpu = [tensor.numpy() for tensor in on_cpu]  # the same memory
 
     def describe(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Put a step (step_arrays(), in this one's fields) into those tensors of the metadata that are on the CPU."""
-        for name in ("qo_indptr", "kv_indptr"):
-            getattr(self.metadata, f"{name}_cpu").numpy()[:] = arrays[name]
-        self.metadata.kv_lens_cpu.numpy()[:] = np.diff(arrays["kv_indptr"])
+        qo_indptr, kv_indptr, kv_lens = self._on_cpu
+        qo_indptr[:] = arrays["qo_indptr"]
+        kv_indptr[:] = arrays["kv_indptr"]
+        np.subtract(kv_indptr[1:], kv_indptr[:-1], out=kv_lens)

@@ -18,6 +18,7 @@ import torch
 from batchserve.attention.base import AttentionParams, LayerShape
 from batchserve.attention.tree_metadata import TreeKernel
 from batchserve.errors import ConfigError
+from batchserve.kernel_overlap import launch_options
 
 if TYPE_CHECKING:
     from batchserve.attention.tree_metadata import TreeMetadata
@@ -30,7 +31,7 @@ SMALL_BLOCK_BYTES, SMALL_STAGES = 8 * 1024, 6  # of K and V of one block of keys
 BLOCK_BYTES, NUM_STAGES = 16 * 1024, 5
 MAX_SPLITS = 16
 GATHER_BLOCK = 1024  # slots that one program puts in order
-MIN_SPLIT = 128  # keys that are worth a program and a partial result of their own
+MIN_SPLIT = 64  # keys that are worth a program and a partial result of their own
 PROGRAMS_PER_SM = 4  # splits are made until this many programs a multiprocessor are reached
 # Chains of more words of ancestors than this, prompts that is, compare rows instead: one variant less for other steps.
 CAUSAL_WORDS = 2
@@ -84,6 +85,7 @@ class TritonTreeKernel(TreeKernel):
 
     max_kv_len: the most keys of any request, drafts included. num_sms: multiprocessors of the GPU (default: asked of
     the current device). tile and num_splits (a power of two) replace what would be chosen from the shapes.
+    overlaps: kernels begin while those before them end (kernel_overlap.py).
     Raises ConfigError where Triton is not installed, or for layers or a dtype that the kernel does not serve.
     """
 
@@ -99,6 +101,7 @@ class TritonTreeKernel(TreeKernel):
         num_sms: int | None = None,
         tile: Tile | None = None,
         num_splits: int | None = None,
+        overlaps: bool = False,
     ) -> None:
         widest = max(max(layer.key_dim, layer.value_dim) for layer in layers)
         if widest > MAX_HEAD_DIM:
@@ -113,6 +116,7 @@ class TritonTreeKernel(TreeKernel):
         self._num_sms = num_sms
         self._tile = tile
         self._num_splits = num_splits
+        self._launch = launch_options(overlaps=overlaps)
 
     def plan(self, metadata: TreeMetadata) -> None:
         """Nothing: the programs find their tiles on the device."""
@@ -125,7 +129,7 @@ class TritonTreeKernel(TreeKernel):
 
         grid = len(table_offsets), -(-self._max_kv_len // GATHER_BLOCK)
         triton_kernels.gather_slots[grid](
-            table, kv_indptr, table_offsets, kv_indices, BLOCK=GATHER_BLOCK, enable_fp_fusion=True
+            table, kv_indptr, table_offsets, kv_indices, BLOCK=GATHER_BLOCK, enable_fp_fusion=True, **self._launch
         )
 
     def store(
@@ -159,6 +163,7 @@ class TritonTreeKernel(TreeKernel):
             VALUE_BLOCK=padded(value.shape[2]),
             num_warps=1,
             enable_fp_fusion=True,
+            **self._launch,
         )
 
     def run(
@@ -221,11 +226,12 @@ class TritonTreeKernel(TreeKernel):
             LANES=max(32, 1 << num_requests.bit_length()),  # num_requests + 1 lanes, as a power of two
             IS_SPLIT=num_splits > 1,
             **_constants(group, key_dim, value_dim, tile, params, metadata.is_causal and num_words > CAUSAL_WORDS),
+            **self._launch,
         )
         if num_splits > 1:
             dims = {"VALUE_DIM": value_dim, "VALUE_BLOCK": padded(value_dim), "NUM_SPLITS": num_splits}
             triton_kernels.merge_splits[(num_rows * num_heads,)](
-                partial, partial_lse, out, **dims, num_warps=2, enable_fp_fusion=True
+                partial, partial_lse, out, **dims, num_warps=2, enable_fp_fusion=True, **self._launch
             )
         return out
 

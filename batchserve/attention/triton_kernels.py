@@ -3,6 +3,9 @@
 One program takes a tile of one request's items against one split of its keys. An item is a (row, head) pair: the heads
 that share a K/V head lie behind each other, so that a few rows still fill a tile of the tensor cores. The softmax is
 the online one in base 2 (FlashAttention-2, section 3.1); splits meet in a second kernel (Flash-Decoding).
+
+OVERLAPS: launched so that it begins while the kernel before it ends (kernel_overlap.py). What is read before gdc_wait()
+is written by none of a step's kernels, or by its first.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -11,14 +14,18 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 # What changes from step to step: no value of it may have a kernel compiled for itself.
 VARYING = ("num_rows", "num_requests", "num_words", "window", "most_programs")
 
 
 @triton.jit
-def gather_slots(table, kv_indptr, table_offsets, kv_indices, BLOCK: tl.constexpr):
+def gather_slots(table, kv_indptr, table_offsets, kv_indices, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
     """Grid (requests, blocks of the longest row of the table): TreeMetadata.kv_indices, in a graph too."""
+    if OVERLAPS:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     request = tl.program_id(0)
     begin, end = tl.load(kv_indptr + request), tl.load(kv_indptr + request + 1)
     place = begin + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -32,10 +39,14 @@ def store_states(
     key_row_stride, key_head_stride, value_row_stride, value_head_stride,
     key_stride, key_cache_head_stride, value_stride, value_cache_head_stride,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, num_kv_heads): K and V of every row to its slot."""
     row, head = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slot_mapping + row)
+    if OVERLAPS:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     lane = tl.arange(0, KEY_BLOCK)
     states = tl.load(key + row * key_row_stride + head * key_head_stride + lane, mask=lane < KEY_DIM)
     tl.store(key_cache + slot * key_stride + head * key_cache_head_stride + lane, states, mask=lane < KEY_DIM)
@@ -140,6 +151,7 @@ def attend_tiles(
     KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LANES: tl.constexpr, IS_SPLIT: tl.constexpr, MIN_SPLIT: tl.constexpr, TAIL_STAGES: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, num_kv_heads, splits). Writes out, or the splits' results to partial and partial_lse.
 
@@ -153,7 +165,7 @@ def attend_tiles(
         qo_indptr, num_rows, num_requests, tl.program_id(0), GROUP, BLOCK_M, LANES
     )
     if request > num_requests:
-        return
+        return  # the next kernel does not wait for programs that are through
     kv_begin = tl.load(kv_indptr + request, mask=request < num_requests, other=0)
     kv_len = tl.load(kv_indptr + request + 1, mask=request < num_requests, other=0) - kv_begin
     context_len = kv_len - rows
@@ -183,6 +195,9 @@ def attend_tiles(
 
     key_lane = tl.arange(0, KEY_BLOCK)
     value_lane = tl.arange(0, VALUE_BLOCK)
+    if OVERLAPS:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     tile_query = tl.load(
         query + (token * query_row_stride + head * query_head_stride)[:, None] + key_lane[None, :],
         mask=(key_lane < KEY_DIM)[None, :],
@@ -239,9 +254,12 @@ def attend_tiles(
 @triton.jit
 def merge_splits(
     partial, partial_lse, out,
-    VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (num_rows * num_heads,): the splits' results, weighted by their sums of exponentials; no key: zeros."""
+    if OVERLAPS:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     place = tl.program_id(0)
     split = tl.arange(0, NUM_SPLITS)
     value_lane = tl.arange(0, VALUE_BLOCK)

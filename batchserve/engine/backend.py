@@ -17,6 +17,7 @@ from batchserve.config import EngineConfig, MiB
 from batchserve.engine.free_memory import free_memory_bytes
 from batchserve.engine.kv_memory import CudaMemory, ProfilingStep, kv_capacity, profiled_budget
 from batchserve.errors import ConfigError
+from batchserve.kernel_overlap import can_overlap
 from batchserve.request import GREEDY
 from batchserve.runner import row_layout
 from batchserve.runner.invariant import fix_activations
@@ -144,7 +145,8 @@ def _make_kernel(name: str, config: EngineConfig, loaded: LoadedModel) -> TreeKe
         from batchserve.attention.triton import TritonTreeKernel
 
         longest = config.max_model_len or loaded.max_model_len
-        return TritonTreeKernel(loaded.layers, loaded.dtype, longest + config.max_num_batched_tokens)
+        overlaps = config.kernel_overlap and can_overlap(loaded.device)
+        return TritonTreeKernel(loaded.layers, loaded.dtype, longest + config.max_num_batched_tokens, overlaps=overlaps)
     return TorchKernel()
 
 

@@ -21,7 +21,7 @@ from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.router import RoutingDrafter
 from batchserve.engine.backend import build_backend
 from batchserve.engine.choose_threads import choose_threads
-from batchserve.engine.compile_model import compile_model
+from batchserve.engine.compile_model import compile_model, use_own_kernels
 from batchserve.engine.detokenizer import decoder_of
 from batchserve.engine.drafting import DraftStage
 from batchserve.engine.engine_core import EngineCore
@@ -96,6 +96,7 @@ def build_engine(
     if config.num_threads and loaded.device.type != "cpu":
         runner.num_threads = config.num_threads
         runner.bind_thread()  # compiled programs are for so many threads
+    has_own_kernels = use_own_kernels(config, loaded, runner, say)
     compile_model(config, loaded, runner, say)
     _capture_graphs(config, loaded, runner, max_model_len, say)
     if runner.graphs is not None:
@@ -108,7 +109,13 @@ def build_engine(
     runner.bind_thread()
     most_rows = min(MOST_DRAFT_ROWS, config.max_num_batched_tokens)
     packed.compile_for(loaded.model, range(MIN_ROWS, most_rows + 1), COMPILE_S)
-    step_time = _build_step_time(config, loaded, runner, max_model_len, has_huge_pages, say)
+    marks = [
+        *([] if runner.graphs is None else [f"graphs of {runner.graphs.sizes}"]),
+        *([] if runner.compiled is None else [type(runner.compiled).__name__]),
+        *(["own kernels"] if has_own_kernels else []),
+        *(["huge pages"] if has_huge_pages else []),
+    ]
+    step_time = _build_step_time(config, loaded, runner, max_model_len, marks, say)
     scheduler = Scheduler(config, backend.allocator, max_model_len, step_time)
     used_drafter = drafter or _build_drafter(config, num_parameters, processor, is_serving, say)
     # Beside a GPU nobody else uses the processor's threads: they sleep, and to wake all of them takes too long.
@@ -220,10 +227,10 @@ def _build_step_time(
     loaded: LoadedModel,
     runner: ModelRunner,
     max_model_len: int,
-    has_huge_pages: bool,
+    marks: list[str],
     say: Progress,
 ) -> StepTimeModel:
-    """What a step of this model takes on this machine, from the cache or measured."""
+    """What a step of this model takes on this machine, from the cache or measured. marks: what else it depends on."""
     say("step times (measured at a model's first start, some seconds)")
     time_kernels.compile_kernels()
     key = (
@@ -234,9 +241,7 @@ def _build_step_time(
         machine_name(loaded.device),
         str(runner.num_threads),
         f"{runner.backend.name} {config.batch_invariant} {loaded.has_packed_linears} {loaded.dtype}",
-        *([] if runner.graphs is None else [f"graphs of {runner.graphs.sizes}"]),
-        *([] if runner.compiled is None else [type(runner.compiled).__name__]),
-        *(["huge pages"] if has_huge_pages else []),
+        *marks,
         loaded.model.config.to_json_string(),
     )
     table = measured_table(

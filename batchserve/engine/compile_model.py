@@ -1,4 +1,7 @@
-"""Whether, at start, the model is compiled: where that can be done, and only if it answers as before."""
+"""What makes a model faster at start, on a GPU: kernels of our own, and torch's compiler.
+
+Both are used where they can be, and only if the model answers as before.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,13 @@ import torch
 from batchserve.attention.paged import PagedBackend
 from batchserve.attention.step_buffer import upload
 from batchserve.errors import ConfigError
+from batchserve.gpu.choose import CudaTimer, choose_products
+from batchserve.gpu.linears import Choices
+from batchserve.kernel_overlap import can_overlap
 from batchserve.request import GREEDY
 from batchserve.runner.compiled import CompiledLayers, CompiledModel
 from batchserve.runner.cuda_graphs import choose_capturer
+from batchserve.runner.gpu_modules import swap_for_gpu
 from batchserve.runner.probe import PROBE_TOKENS, compare_logits
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 
@@ -23,6 +30,22 @@ if TYPE_CHECKING:
     from batchserve.config import EngineConfig
     from batchserve.runner.loader import LoadedModel
     from batchserve.runner.model_runner import ModelRunner
+
+
+def use_own_kernels(config: EngineConfig, loaded: LoadedModel, runner: ModelRunner, say: Callable[[str], None]) -> bool:
+    """Whether linears and norms have kernels of our own now: where steps are CUDA graphs, and launches take no time."""
+    backend = runner.backend
+    if not config.custom_kernels or loaded.device.type != "cuda" or not isinstance(backend, PagedBackend):
+        return False
+    if choose_capturer(config, loaded.device, backend.kernel) is None:
+        return False
+    choices = Choices(overlaps=config.kernel_overlap and can_overlap(loaded.device))
+    shapes = swap_for_gpu(loaded.model, int(loaded.model.config.get_text_config().hidden_size), choices)
+    if not shapes:
+        return False
+    say("timing products of few rows (their kernels are compiled at the first start, some seconds)")
+    choose_products(shapes, choices, CudaTimer(loaded.device), say)
+    return True
 
 
 def compile_model(config: EngineConfig, loaded: LoadedModel, runner: ModelRunner, say: Callable[[str], None]) -> None:
@@ -41,7 +64,10 @@ def compile_model(config: EngineConfig, loaded: LoadedModel, runner: ModelRunner
     began_s, compiled = time.monotonic(), None
     expected = _trial_logits(loaded, runner)
     try:
-        compiled = runner.compiled = (CompiledModel if way == "whole" else CompiledLayers)(loaded.model, backend)
+        program = CompiledModel if way == "whole" else CompiledLayers
+        compiled = runner.compiled = program(
+            loaded.model, backend, overlaps=config.kernel_overlap and can_overlap(loaded.device)
+        )
         for found, logits in zip(_trial_logits(loaded, runner), expected, strict=True):
             compare_logits(loaded.model, found, logits, "compiled", "torch's compiler")
     except Exception as error:  # torch's compilers have errors of many kinds

@@ -27,16 +27,20 @@ MOST_PROGRAMS = 128  # of one function: layers of several kinds have some each. 
 class CompiledModel:
     """ModelRunner.run_model, whole: one program without a break, the longer in the making the more layers there are.
 
-    compiler: a backend of torch.compile. A model that cannot be compiled so raises torch's error, a RuntimeError.
+    compiler: a backend of torch.compile. overlaps: kernels begin while those before them end (kernel_overlap.py). A
+    model that cannot be compiled so raises torch's error, a RuntimeError.
     """
 
-    def __init__(self, model: PreTrainedModel, backend: PagedBackend, compiler: str = "inductor") -> None:
+    def __init__(
+        self, model: PreTrainedModel, backend: PagedBackend, compiler: str = "inductor", *, overlaps: bool = False
+    ) -> None:
         attention = OpaqueAttention(backend)
 
         def forward(input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
             return logits_of(model, attention, input_ids, positions, keep)
 
-        self._forward = torch.compile(forward, fullgraph=True, dynamic=True, backend=compiler)
+        options = _options(compiler, overlaps)
+        self._forward = torch.compile(forward, fullgraph=True, dynamic=True, backend=compiler, options=options)
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         with _any_number_of_rows():
@@ -53,11 +57,14 @@ class CompiledLayers:
     outside of them, a few operations in front and the head behind, is not compiled.
     """
 
-    def __init__(self, model: PreTrainedModel, backend: PagedBackend, compiler: str = "inductor") -> None:
+    def __init__(
+        self, model: PreTrainedModel, backend: PagedBackend, compiler: str = "inductor", *, overlaps: bool = False
+    ) -> None:
         self._model, self._layers = model, repeated_layers(model)
         self._attention = LayerAttention(backend, model)
+        options = _options(compiler, overlaps)  # the very same for all: else each layer has a program of its own
         for layer in self._layers:  # the first call compiles; this only says so
-            layer.compile(fullgraph=True, dynamic=True, backend=compiler)
+            layer.compile(fullgraph=True, dynamic=True, backend=compiler, options=options)
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         with _any_number_of_rows():
@@ -82,6 +89,19 @@ def repeated_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     if len(found) != 1:
         raise RuntimeError(f"{type(model).__name__} has {len(found)} lists of {count} layers with attention")
     return list(found[0])
+
+
+def _options(compiler: str, overlaps: bool) -> dict[str, Any] | None:
+    """Inductor's: what it shall not do by itself, or do for us."""
+    if compiler != "inductor":
+        return None
+    from batchserve.gpu.residuals import AddResiduals  # and with it torch's compiler, which takes a second
+
+    # Norms of few rows in one kernel, where it would make two; and linears add what is added to them.
+    options: dict[str, Any] = {"split_reductions": False, "post_grad_custom_post_pass": AddResiduals()}
+    if overlaps and hasattr(torch._inductor.config.triton, "enable_pdl"):
+        options["triton.enable_pdl"] = True
+    return options
 
 
 @contextmanager

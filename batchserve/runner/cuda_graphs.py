@@ -154,11 +154,11 @@ def buckets(
 class _Graph:
     """inputs: everything that the host says of a step, on the device; tokens: DeviceSampler.sample's of greedy rows.
 
-    hosts: the same as arrays in each of the buffers that take turns.
+    hosts: the same as arrays in each of the buffers that take turns; copies: (where to, what) of each buffer's copy.
     """
 
-    layout: StepLayout
     hosts: list[dict[str, np.ndarray]]
+    copies: list[tuple[torch.Tensor, torch.Tensor]]
     step: StaticStep
     inputs: Mapping[str, torch.Tensor]
     tokens: torch.Tensor
@@ -230,8 +230,10 @@ class StepGraphs:
 
     @torch.inference_mode()
     def _capture(self, capturer: Capturer, layout: StepLayout, step: StaticStep) -> _Graph:
-        inputs = layout.views(self._blob[: layout.num_bytes])
         hosts = [layout.arrays(buffer) for buffer in self._ring.buffers]
+        blob = self._blob[: layout.num_bytes]
+        inputs = layout.views(blob)
+        copies = [(blob, buffer[: layout.num_bytes]) for buffer in self._ring.buffers]
         columns = self._backend.allocator.table_shape[1]
         step.bind(inputs, self._kv_indices[: step.max_requests * columns], columns)
 
@@ -253,13 +255,13 @@ class StepGraphs:
             allocator.reserve(names[-1], count)
             requests.append(RequestRows(names[-1], 0, [0] * count, list(range(-1, count - 1)), 1, GREEDY))
         try:
-            self._fill(layout, hosts, step, build_batch(requests), Recordings())
+            self._fill(hosts, copies, step, build_batch(requests), Recordings())
             run()  # here kernels are compiled and planned, and take the memory that they keep
             tokens, replay = capturer.capture(run)
         finally:
             for name in names:
                 allocator.release(name)
-        return _Graph(layout, hosts, step, inputs, tokens, replay)
+        return _Graph(hosts, copies, step, inputs, tokens, replay)
 
     @torch.inference_mode()
     def launch(self, batch: RaggedBatch, forced: Recordings) -> QueuedStep | None:
@@ -268,7 +270,7 @@ class StepGraphs:
         if bucket is None or self._backend.allocator.table_shape != self._table_shape:
             return None
         graph = self._graphs[bucket]
-        kind = self._fill(graph.layout, graph.hosts, graph.step, batch, forced)
+        kind = self._fill(graph.hosts, graph.copies, graph.step, batch, forced)
         graph.replay()
         if self._logits is None:
             raise RuntimeError("a graph without logits")
@@ -284,15 +286,15 @@ class StepGraphs:
 
     def _fill(
         self,
-        layout: StepLayout,
         hosts: Sequence[dict[str, np.ndarray]],
+        copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
         step: StaticStep,
         batch: RaggedBatch,
         forced: Recordings,
     ) -> SamplingKind:
         """Say everything of a step to the device, and plan its kernels."""
-        buffer = self._ring.take()
-        host = hosts[self._ring.turn]
+        self._ring.take()
+        host, (target, source) = hosts[self._ring.turn], copies[self._ring.turn]
         kind = self._sampler.build_metadata(batch, step.num_rows, forced, out=host["sampling"]).kind
         arrays, _ = step_arrays(batch.spans, self._backend.allocator, out=host)
         if len(arrays["changed_places"]) > MAX_CHANGES:
@@ -306,7 +308,7 @@ class StepGraphs:
         ):
             host[name][: len(filled)] = filled
             host[name][len(filled) :] = 0
-        self._blob[: layout.num_bytes].copy_(buffer[: layout.num_bytes], non_blocking=True)
+        target.copy_(source, non_blocking=True)
         self._ring.sent()
         self._backend.begin_static(step, arrays)
         return kind

@@ -6,7 +6,7 @@ Nothing here knows a model: a module is swapped by what it is (a Linear, a Conv1
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from transformers.pytorch_utils import Conv1D
@@ -14,7 +14,9 @@ from transformers.pytorch_utils import Conv1D
 from batchserve.runner.norm_kernel import rms_norm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
+
+Norm = TypeVar("Norm", bound=torch.nn.Module)
 
 ROWS_HINT = 16  # rows that the packed layout is chosen for; any number works afterwards
 
@@ -129,22 +131,22 @@ def _swapped(module: torch.nn.Module) -> torch.nn.Module | None:
     if type(module) is Conv1D:
         return PackedLinear(module.weight.t(), module.bias)
     if type(module).__name__.endswith("RMSNorm"):
-        return _fused_norm(module)
+        return norm_scale(module, FusedRMSNorm)
     return None
 
 
-def _fused_norm(module: torch.nn.Module) -> FusedRMSNorm | None:
-    """The fused form if it gives the same values (plain weight, or 1 + weight); decided by trying."""
+def norm_scale(module: torch.nn.Module, norm: Callable[[torch.Tensor, float], Norm]) -> Norm | None:
+    """norm(scale, eps) if it gives the same values (scaled by the weight, or 1 + weight); decided by trying."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or not isinstance(eps, float):
         return None
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(8, weight.shape[0], generator=generator).to(weight.dtype)
+    x = torch.randn(8, weight.shape[0], generator=generator).to(weight.device, weight.dtype)
     expected = module(x).float()
     tolerance = 1e-5 if weight.dtype == torch.float32 else 2e-2
     for scale in (weight, 1.0 + weight.float()):
-        fused = FusedRMSNorm(scale, eps)
+        fused = norm(scale, eps)
         if torch.allclose(fused(x).float(), expected, rtol=tolerance, atol=tolerance):
             return fused
     return None

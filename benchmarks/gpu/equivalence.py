@@ -71,7 +71,9 @@ def run(kit: Kit, report: Report) -> None:
     dtypes = kit.pick((torch.bfloat16, torch.float32), (torch.float32,))
     modes = {f"/{mode}": Way(options) for mode, options in graph_modes(kit).items() if mode in ("eager", "whole")}
     # As engines run on a GPU; all others are not compiled, which takes longer than what is compared.
-    compiled = {} if kit.is_dry or kit.is_eager else {"/layers": Way({"compile_model": "layers"})}
+    compiled = (
+        {} if kit.is_dry or kit.is_eager else {"/layers": Way({"compile_model": "layers", "custom_kernels": True})}
+    )
     report.about(
         compiles=[f"{BUNDLED}/bfloat16/{backend}{way}" for backend in KERNELS for way in (*compiled, "/whole")]
     )
@@ -184,7 +186,7 @@ def compare(kit: Kit, plain: PlainPath, way: Way) -> dict[str, Any]:
     """One engine's answers, greedy and sampled, drafts on and off."""
     # So few rows that prompts come in chunks, and that the sizes of steps are timed and captured quickly.
     defaults = {"cache_dir": str(kit.scratch / "cache"), "kv_cache_memory": 256 << 20, "max_num_batched_tokens": 96}
-    defaults["compile_model"] = "off"
+    defaults |= {"compile_model": "off", "custom_kernels": False}
     engine = build(plain.folder, dtype=plain.dtype, max_num_seqs=8, **{**defaults, **way.options})
     jobs = _jobs(kit, engine.info.vocab_size, kit.pick(way.longest, 60))
     check_graphs(engine, bool(way.options.get("enforce_eager")))

@@ -241,11 +241,13 @@ def build_for(
 
 
 def graph_modes(kit: Kit) -> dict[str, dict[str, Any]]:
-    """The engine as it is, without graphs, and compiled, as far as it has these; a CPU has none of them."""
+    """The engine as it is, and without or with one of the ways to be faster; a CPU has none of them."""
     known = set() if kit.is_dry or kit.is_eager else {field.name for field in dataclasses.fields(EngineConfig)}
     modes = {
         "eager": {"enforce_eager": True},
         "uncompiled": {"compile_model": "off"},
+        "torch_kernels": {"custom_kernels": False},
+        "one_by_one": {"kernel_overlap": False},
         "whole": {"compile_model": "whole"},
     }
     return {"default": {}, **{name: options for name, options in modes.items() if known >= options.keys()}}

@@ -35,10 +35,11 @@ def run(kit: Kit, report: Report) -> None:
     report.about(copy_gb_per_s=round(bandwidth / 1e9, 1))
     first, second = shape_names(kit)
     modes = graph_modes(kit)
-    report.about(compiles=[first, second, f"{first}/whole"])
+    report.about(compiles=[first, second, *(f"{first}/{mode}" for mode in ("torch_kernels", "one_by_one", "whole"))])
     # A word on every question, then all the rest.
     _grid(kit, report, first, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1, 2)), CONTEXTS[:1])
-    _mode(kit, report, first, modes, bandwidth, "uncompiled")
+    for mode in ("torch_kernels", "one_by_one", "uncompiled"):
+        _mode(kit, report, first, modes, bandwidth, mode)
     for batch in kit.pick((1, 8), (1,)):
         report.cell(f"attention/b{batch}", partial(attention_ms, kit, batch))
     report.cell("attention/prompts", partial(prompts_ms, kit))

@@ -163,7 +163,7 @@ def is_gathered(metadata: TreeMetadata) -> bool:
         table[2 * i + 1, : starts[i + 1] - starts[i]] = metadata.kv_indices[starts[i] : starts[i + 1]]
     offsets = (2 * torch.arange(count) + 1) * columns - starts[:-1]
     found = torch.full_like(metadata.kv_indices, -2)
-    gather_slots[count, -(-columns // 16)](table.view(-1), metadata.kv_indptr, offsets, found, BLOCK=16)
+    gather_slots[count, -(-columns // 16)](table.view(-1), metadata.kv_indptr, offsets, found, BLOCK=16, OVERLAPS=False)
     return torch.equal(found, metadata.kv_indices)
 
 
@@ -372,8 +372,10 @@ EVERYTHING = AttentionParams(0.1, sliding_window=64, softcap=30.0, sinks=torch.e
 )
 def test_kernels_compile_for_a_gpu(gpu: FakeGPU, dtype: torch.dtype, head_dim: int, step: dict[str, Any]) -> None:
     layer = LayerShape(2, head_dim, head_dim)
-    gpu.run(TritonTreeKernel([layer], dtype, 8192, num_sms=132), layer, 8, dtype, **step)
+    overlaps = gpu.arch >= 90
+    gpu.run(TritonTreeKernel([layer], dtype, 8192, num_sms=132, overlaps=overlaps), layer, 8, dtype, **step)
     (kernel,) = compiled(gpu)
+    assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == overlaps
     # As much as the generation's smaller GPUs have; Triton itself refuses what exceeds max_shared_mem.
     assert 0 < kernel.metadata.shared <= 99 * 1024
     ptx = kernel.asm["ptx"]
@@ -422,7 +424,7 @@ def test_rows_alone_choose_tile_and_splits() -> None:
     assert choose_splits(8, 8192, 132) == 16
     assert choose_splits(256, 8192, 132) == 2
     assert choose_splits(4096, 8192, 132) == 1
-    assert choose_splits(8, 300, 132) == 2
+    assert choose_splits(8, 300, 132) == 4
     assert choose_splits(8, 60, 132) == 1
 
 

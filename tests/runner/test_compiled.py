@@ -83,6 +83,33 @@ def test_no_graph_breaks_and_no_recompiles_over_ragged_steps(
     assert not counters["graph_break"]
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+def test_layers_that_are_alike_share_a_program_of_torchs_own_compiler(
+    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the options that it has here: it takes others for another compiler."""
+    from torch._inductor import compile_fx
+
+    programs: list[torch.fx.GraphModule] = []
+
+    def compile_(module: torch.fx.GraphModule, *_: Any, **__: Any) -> Any:
+        programs.append(module)
+        return module.forward
+
+    monkeypatch.setattr(compile_fx, "compile_fx", compile_)
+    runner = build(tiny_model["llama"], attention_backend="torch", drafter="none").core.runner
+    assert isinstance(runner.backend, PagedBackend)
+    reset()
+    runner.compiled = CompiledLayers(runner._model, runner.backend, overlaps=True)
+    for seed, rows in enumerate((5, 7)):
+        batch = ragged_batch(random.Random(seed), runner, rows)
+        runner.forward(batch)
+        for each in batch.requests:
+            runner.backend.allocator.release(each.request_id)
+    assert len(runner.compiled._layers) > 1
+    assert len(programs) == 1
+
+
 def test_the_operator_says_what_it_writes_to_and_what_comes_out(tiny_model: dict[str, Path]) -> None:
     """torch's own checks of an operator: its schema, and its shapes without data against those with."""
     runner = build(tiny_model["llama"], attention_backend="torch", drafter="none").core.runner

@@ -1,0 +1,95 @@
+"""Which kernel multiplies how many rows by a model's weights: at start all that can are timed, torch's among them."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.nn import functional
+
+from batchserve.gpu.linears import ROW_COUNTS, Choices, Shape, Variant, multiply, variants
+
+logger = logging.getLogger(__name__)
+
+MOST_WEIGHTS = 16  # of one shape, that products are timed over: together more than caches hold, in a large model
+TIMINGS = 3
+ENOUGH_FASTER = 0.98  # of torch's time; else its own stays
+MOST_ERROR = 1e-2  # of the norm of what torch's product gives: rounding to bfloat16 is some 3e-3 of it
+FILL_FEATURES, FILL_PRODUCTS = 4096, 10  # what keeps the device busy until all that is timed is queued
+
+Product = Callable[[torch.Tensor], torch.Tensor]  # of the weights
+Timer = Callable[[Product, Sequence[torch.Tensor]], float]
+
+
+class CudaTimer:
+    """Seconds of a product a weight, launched one behind the other without a gap."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._filler = torch.zeros(FILL_FEATURES, FILL_FEATURES, dtype=torch.bfloat16, device=device)
+        self._filled = torch.empty_like(self._filler)
+
+    def __call__(self, product: Product, weights: Sequence[torch.Tensor]) -> float:
+        found = []
+        for _ in range(TIMINGS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for _ in range(FILL_PRODUCTS):
+                torch.mm(self._filler, self._filler, out=self._filled)
+            begin.record()
+            for weight in weights:
+                product(weight)
+            end.record()
+            end.synchronize()
+            found.append(float(begin.elapsed_time(end)) / 1e3 / len(weights))
+        return statistics.median(found)
+
+
+@torch.inference_mode()
+def choose_products(
+    shapes: dict[Shape, list[torch.Tensor]],
+    choices: Choices,
+    timer: Timer,
+    say: Callable[[str], None],
+    run: Callable[..., torch.Tensor] = multiply,
+) -> None:
+    """Set the choices for these weights. Raises torch.AcceleratorError where the device has failed.
+
+    A variant that cannot be compiled, or gives something else than torch's product, is not chosen.
+    """
+    for shape, weights in shapes.items():
+        chosen = []
+        for count in ROW_COUNTS:
+            x = torch.randn(count, shape.in_features, device=weights[0].device).to(shape.dtype)
+            chosen.append(_best(variants(shape, count), x, weights[:MOST_WEIGHTS], choices.overlaps, timer, run))
+        choices.set(shape, tuple(chosen))
+        own = ", ".join(f"{count}" for count, variant in zip(ROW_COUNTS, chosen, strict=True) if variant is not None)
+        say(f"products of {shape.out_features} x {shape.in_features}: our own kernel for up to {own or 'no'} rows")
+        logger.info("%s: %s", shape, chosen)
+
+
+def _best(
+    candidates: Sequence[Variant],
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    overlaps: bool,
+    timer: Timer,
+    run: Callable[..., torch.Tensor],
+) -> Variant | None:
+    expected = functional.linear(x, weights[0]).float()
+    best, best_s = None, ENOUGH_FASTER * timer(lambda weight: functional.linear(x, weight), weights)
+    for variant in candidates:
+
+        def product(weight: torch.Tensor, variant: Variant = variant) -> torch.Tensor:
+            return run(variant, x, weight, overlaps=overlaps)
+
+        try:
+            difference = (product(weights[0]).float() - expected).norm()
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:  # Triton's compiler has errors of many kinds: too much shared memory, the most
+            logger.info("%s cannot multiply %d rows: %s", variant, len(x), error)
+            continue
+        if difference <= MOST_ERROR * expected.norm() and (seconds := timer(product, weights)) < best_s:
+            best, best_s = variant, seconds
+    return best

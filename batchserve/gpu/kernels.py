@@ -1,0 +1,150 @@
+"""Linears and norms of few rows as Triton kernels. Importing this module imports Triton: operators do, when they run.
+
+Of few rows a product is as fast as its weights are read. Both of its kernels have programs that each read some rows of
+the weights once, from one end to the other, and differ in what they multiply with: vector instructions, or tensor
+cores. An element is summed in float32, in an order that follows from the variant alone: of all numbers of rows that one
+variant serves, a row has the same bits.
+
+OVERLAPS: launched so that they begin while the kernel before them ends (kernel_overlap.py). No kernel writes weights:
+the first of them are on their way meanwhile.
+"""
+
+# ruff: noqa: ANN001, ANN201, ANN202
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+
+@triton.jit
+def _store(result, where, mask, residual, out, HAS_RESIDUAL: tl.constexpr):
+    """Rounded as often as a linear and an addition behind it are."""
+    if HAS_RESIDUAL:
+        added = tl.load(residual + where, mask=mask, other=0.0).to(tl.float32)
+        result = result.to(out.dtype.element_ty).to(tl.float32) + added
+    tl.store(out + where, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def multiply_few(
+    x, weight, bias, residual, out, num_rows, out_features, in_features, row_stride,
+    MOST_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
+    HAS_REST: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of out_features,): out [num_rows, out_features] = x [num_rows, in_features] @ weight.T, by vectors.
+
+    Behind it bias [out_features] and residual, of out's shape, are added. num_rows is at most MOST_ROWS, which is 1 or
+    4; in_features is at least BLOCK_K, and HAS_REST: no multiple of it. Each row has sums of its own name: Triton would
+    move an array of them between threads for every block.
+    """
+    place = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Spare features and rows repeat the last ones, so that no load needs a mask.
+    feature = tl.minimum(place, out_features - 1)
+    weights = weight + feature.to(tl.int64)[:, None] * in_features
+    lane = tl.arange(0, BLOCK_K)
+    x1 = x + tl.minimum(1, num_rows - 1) * row_stride
+    x2 = x + tl.minimum(2, num_rows - 1) * row_stride
+    x3 = x + tl.minimum(3, num_rows - 1) * row_stride
+    block = tl.load(weights + lane[None, :], eviction_policy="evict_first").to(tl.float32)
+    if OVERLAPS:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    sums = block * tl.load(x + lane).to(tl.float32)[None, :]
+    if MOST_ROWS > 1:
+        sums1 = block * tl.load(x1 + lane).to(tl.float32)[None, :]
+        sums2 = block * tl.load(x2 + lane).to(tl.float32)[None, :]
+        sums3 = block * tl.load(x3 + lane).to(tl.float32)[None, :]
+    whole = in_features // BLOCK_K * BLOCK_K
+    for start in tl.range(BLOCK_K, whole, BLOCK_K, loop_unroll_factor=UNROLL):
+        block = tl.load(weights + start + lane[None, :], eviction_policy="evict_first").to(tl.float32)
+        sums += block * tl.load(x + start + lane).to(tl.float32)[None, :]
+        if MOST_ROWS > 1:
+            sums1 += block * tl.load(x1 + start + lane).to(tl.float32)[None, :]
+            sums2 += block * tl.load(x2 + start + lane).to(tl.float32)[None, :]
+            sums3 += block * tl.load(x3 + start + lane).to(tl.float32)[None, :]
+    if HAS_REST:
+        rest = whole + lane
+        is_in = rest < in_features
+        block = tl.load(weights + rest[None, :], mask=is_in[None, :], other=0.0).to(tl.float32)
+        sums += block * tl.load(x + rest, mask=is_in, other=0.0).to(tl.float32)[None, :]
+        if MOST_ROWS > 1:
+            sums1 += block * tl.load(x1 + rest, mask=is_in, other=0.0).to(tl.float32)[None, :]
+            sums2 += block * tl.load(x2 + rest, mask=is_in, other=0.0).to(tl.float32)[None, :]
+            sums3 += block * tl.load(x3 + rest, mask=is_in, other=0.0).to(tl.float32)[None, :]
+    mask = place < out_features
+    added = tl.zeros([BLOCK_N], tl.float32)
+    if HAS_BIAS:
+        added = tl.load(bias + feature).to(tl.float32)
+    _store(tl.sum(sums, 1) + added, place, mask, residual, out, HAS_RESIDUAL)
+    if MOST_ROWS > 1:
+        _store(
+            tl.sum(sums1, 1) + added,
+            place + out_features,
+            place < tl.where(num_rows > 1, out_features, 0),
+            residual,
+            out,
+            HAS_RESIDUAL,
+        )
+        _store(
+            tl.sum(sums2, 1) + added,
+            place + 2 * out_features,
+            place < tl.where(num_rows > 2, out_features, 0),
+            residual,
+            out,
+            HAS_RESIDUAL,
+        )
+        _store(
+            tl.sum(sums3, 1) + added,
+            place + 3 * out_features,
+            place < tl.where(num_rows > 3, out_features, 0),
+            residual,
+            out,
+            HAS_RESIDUAL,
+        )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def multiply_rows(
+    x, weight, bias, residual, out, num_rows, out_features, in_features, row_stride,
+    MOST_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """As multiply_few, by tensor cores. MOST_ROWS is a power of two, in_features a multiple of BLOCK_K.
+
+    The weights are the left factor: tensor cores take at least 16, or 64, rows of that one, and 8 columns of the other.
+    """
+    place = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    feature = tl.minimum(place, out_features - 1)  # spare ones, and spare rows, repeat the last
+    row = tl.arange(0, MOST_ROWS)
+    lane = tl.arange(0, BLOCK_K)
+    weights = weight + feature.to(tl.int64)[:, None] * in_features
+    inputs = x + tl.minimum(row, num_rows - 1)[None, :] * row_stride
+    block = tl.load(weights + lane[None, :])
+    if OVERLAPS:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    sums = tl.dot(block, tl.load(inputs + lane[:, None]))
+    for start in range(BLOCK_K, in_features, BLOCK_K):
+        block = tl.load(weights + start + lane[None, :])
+        sums = tl.dot(block, tl.load(inputs + start + lane[:, None]), sums)
+    if HAS_BIAS:
+        sums += tl.load(bias + feature).to(tl.float32)[:, None]
+    mask = (row < num_rows)[None, :] & (place < out_features)[:, None]
+    _store(sums, row[None, :] * out_features + place[:, None], mask, residual, out, HAS_RESIDUAL)
+
+
+@triton.jit
+def normalise(x, scale, out, dim, eps, row_stride, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    """Grid (rows,): out [rows, dim] = x / rms(x) * scale [dim], rounded once."""
+    row = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    mask = lane < dim
+    scales = tl.load(scale + lane, mask=mask, other=0.0)
+    if OVERLAPS:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    values = tl.load(x + row.to(tl.int64) * row_stride + lane, mask=mask, other=0.0).to(tl.float32)
+    result = values * tl.rsqrt(tl.sum(values * values) / dim + eps) * scales
+    tl.store(out + row.to(tl.int64) * dim + lane, result.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,181 @@
+"""Linears of few rows by kernels of our own, where these were measured to be faster than torch's.
+
+An operator of torch stands for the product, so that a compiler sees the model without looking into it. Which kernel it
+is depends on the numbers of rows and features only: a CUDA graph repeats what was launched when it was captured.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch.nn import functional
+
+from batchserve.kernel_overlap import launch_options
+
+DTYPES = (torch.bfloat16, torch.float16)
+ROW_COUNTS = (1, 4, 16, 32, 64)  # each serves all numbers of rows behind the one before it
+MOST_VECTOR_ROWS = 4
+LEAST_MATRIX_ROWS = 16  # that tensor cores are given
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to multiply: programs of block_n rows of the weights, read in blocks of block_k columns.
+
+    num_stages: blocks that are on their way at once; by vectors, how often the loop over them is unrolled.
+    """
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    by_vectors: bool = False
+
+
+class Shape(NamedTuple):
+    """What a choice is made for."""
+
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> Shape:
+        return cls(weight.shape[0], weight.shape[1], weight.dtype)
+
+
+# Those that were among the best for some shape on an H200 (docs/gpu.md).
+BY_VECTORS = tuple(Variant(*sizes, by_vectors=True) for sizes in ((4, 512, 4, 2), (4, 1024, 4, 4), (2, 1024, 4, 2)))
+BY_MATRICES = tuple(
+    Variant(*sizes)
+    for sizes in (
+        *((64, 128, 4, 6), (32, 128, 2, 6), (32, 256, 4, 5), (128, 64, 4, 6)),
+        *((64, 64, 4, 8), (16, 128, 2, 6), (128, 128, 8, 3)),
+    )
+)
+
+
+def variants(shape: Shape, count: int) -> list[Variant]:
+    """Those that can multiply up to `count` rows, one of ROW_COUNTS."""
+    if shape.dtype not in DTYPES:
+        return []
+    vectors = [each for each in BY_VECTORS if count <= MOST_VECTOR_ROWS and each.block_k <= shape.in_features]
+    matrices = [each for each in BY_MATRICES if count > 1 and shape.in_features % each.block_k == 0]
+    return vectors + matrices
+
+
+# An operator takes tensors and numbers only, so choices have numbers.
+_choices: WeakValueDictionary[int, Choices] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+class Choices:
+    """By shape and ROW_COUNTS, the variant that is used; None: torch's own product.
+
+    overlaps: kernels begin while those before them end (kernel_overlap.py).
+    """
+
+    def __init__(self, *, overlaps: bool = False) -> None:
+        self._chosen: dict[Shape, tuple[Variant | None, ...]] = {}
+        self.overlaps = overlaps
+        self.number = next(_numbers)
+        _choices[self.number] = self
+
+    def set(self, shape: Shape, chosen: tuple[Variant | None, ...]) -> None:
+        self._chosen[shape] = chosen
+
+    def variant(self, shape: Shape, num_rows: int) -> Variant | None:
+        chosen = self._chosen.get(shape)
+        return None if chosen is None or not 0 < num_rows <= ROW_COUNTS[-1] else chosen[_row_class(num_rows)]
+
+
+def _row_class(num_rows: int) -> int:
+    """The place in ROW_COUNTS."""
+    return bisect_left(ROW_COUNTS, num_rows)
+
+
+def multiply(
+    variant: Variant,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    *,
+    overlaps: bool = False,
+) -> torch.Tensor:
+    """x [num_rows, in_features] @ weight.T + bias + residual, of 1 to ROW_COUNTS[-1] rows; weight is contiguous."""
+    from batchserve.gpu import kernels
+
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    num_rows, (out_features, in_features) = x.shape[0], weight.shape
+    out = x.new_empty(num_rows, out_features)
+    tensors = (x, weight, weight if bias is None else bias, out if residual is None else residual.contiguous(), out)
+    numbers = (num_rows, out_features, in_features, x.stride(0))
+    most_rows = ROW_COUNTS[_row_class(num_rows)]
+    constants = {
+        "BLOCK_N": variant.block_n,
+        "BLOCK_K": variant.block_k,
+        "HAS_BIAS": bias is not None,
+        "HAS_RESIDUAL": residual is not None,
+        "num_warps": variant.num_warps,
+        "enable_fp_fusion": True,
+        **launch_options(overlaps=overlaps),
+    }
+    grid = (-(-out_features // variant.block_n),)
+    if variant.by_vectors:
+        loop = {"UNROLL": variant.num_stages, "HAS_REST": in_features % variant.block_k != 0}
+        kernels.multiply_few[grid](*tensors, *numbers, MOST_ROWS=most_rows, **loop, **constants)
+    else:
+        loop = {"MOST_ROWS": max(most_rows, LEAST_MATRIX_ROWS), "num_stages": variant.num_stages}
+        kernels.multiply_rows[grid](*tensors, *numbers, **loop, **constants)
+    return out
+
+
+def _row_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, choices: int
+) -> torch.Tensor:
+    """x [..., in_features] @ weight.T + bias + residual, which has the result's shape."""
+    out_features, in_features = weight.shape
+    of_engine = _choices[choices]
+    variant = of_engine.variant(Shape.of(weight), x.numel() // in_features)
+    if variant is None:
+        out = functional.linear(x, weight, bias)
+        return out if residual is None else out.add_(residual)
+    rows = None if residual is None else residual.reshape(-1, out_features)
+    out = multiply(variant, x.reshape(-1, in_features), weight, bias, rows, overlaps=of_engine.overlaps)
+    return out.view(*x.shape[:-1], out_features)
+
+
+product_op = torch.library.custom_op(
+    "batchserve::row_product",
+    _row_product,
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int choices) -> Tensor",
+)
+
+
+@product_op.register_fake
+def _shape_of(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, choices: int
+) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+class RowLinear(torch.nn.Module):
+    """Stands where a linear was, with its weights."""
+
+    def __init__(self, linear: torch.nn.Linear, choices: Choices) -> None:
+        super().__init__()
+        self._choices = choices  # kept alive: the table does not
+        self._number = choices.number
+        self.weight, self.bias = linear.weight, linear.bias
+        self.out_features, self.in_features = linear.out_features, linear.in_features
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.batchserve.row_product(x, self.weight, self.bias, None, self._number)
+        return out

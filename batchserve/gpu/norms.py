@@ -1,0 +1,60 @@
+"""RMS norms as one kernel, where a compiler makes two of one that has few rows."""
+
+from __future__ import annotations
+
+import torch
+
+from batchserve.kernel_overlap import launch_options
+
+NUM_WARPS = 8
+
+
+def rms_norm(x: torch.Tensor, scale: torch.Tensor, eps: float, overlaps: bool) -> torch.Tensor:
+    """x [..., dim] / rms(x) * scale, which is float32 [dim]; of x's dtype, and contiguous."""
+    from batchserve.gpu import kernels
+
+    dim = x.shape[-1]
+    rows = x.reshape(-1, dim)
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    out = rows.new_empty(rows.shape)
+    if len(rows):
+        block = 1 << (dim - 1).bit_length()
+        kernels.normalise[(len(rows),)](
+            rows,
+            scale,
+            out,
+            dim,
+            eps,
+            rows.stride(0),
+            BLOCK=block,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=True,
+            **launch_options(overlaps=overlaps),
+        )
+    return out.view(x.shape)
+
+
+norm_op = torch.library.custom_op(
+    "batchserve::rms_norm",
+    rms_norm,
+    mutates_args=(),
+    schema="(Tensor x, Tensor scale, float eps, bool overlaps) -> Tensor",
+)
+
+
+@norm_op.register_fake
+def _shape_of(x: torch.Tensor, scale: torch.Tensor, eps: float, overlaps: bool) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+class RowNorm(torch.nn.Module):
+    """Stands where an RMS norm was: x / rms(x) * scale."""
+
+    def __init__(self, scale: torch.Tensor, eps: float, *, overlaps: bool) -> None:
+        super().__init__()
+        self.scale = scale.detach().float().contiguous()
+        self.eps, self.overlaps = eps, overlaps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.batchserve.rms_norm(x, self.scale, self.eps, self.overlaps)
+        return out
