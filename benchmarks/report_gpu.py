@@ -6,9 +6,17 @@ from typing import Any
 
 from benchmarks.report_drafting import read, table
 
-FLASHINFER, COMPILED, LAST = "1_flashinfer", "2_compiled", "3_small_tiles"
+FLASHINFER, COMPILED, TILES, FEW_ROWS, LAST = (
+    "1_flashinfer",
+    "2_compiled",
+    "3_small_tiles",
+    "4_few_rows",
+    "5_own_kernels",
+)
 SHAPES = {"llama-2-7b": "7B", "llama-3-8b": "8B"}
-STEPS = ((1, 1), (1, 16), (1, 64), (4, 4), (4, 64), (16, 16), (16, 64), (16, 256), (32, 32))  # requests, rows
+RAG, OTHER_SETS = "llma_rag", {"gsm_qwen2_7b": "arithmetic, Qwen2-7B", "mbpp_gpt4": "Python, GPT-4"}
+# Requests, and rows of all.
+STEPS = ((1, 1), (1, 4), (1, 16), (1, 64), (4, 4), (4, 16), (4, 64), (16, 16), (16, 64), (16, 256), (32, 32))
 
 
 def cells(run: str, part: str) -> dict[str, Any]:
@@ -18,22 +26,21 @@ def cells(run: str, part: str) -> dict[str, Any]:
 
 def step_table() -> str:
     """Milliseconds of whole steps behind 1,024 tokens, by what the engine was at the time."""
-    runs = {run: cells(run, "step_time") for run in (FLASHINFER, COMPILED, LAST)}
+    runs = {run: cells(run, "step_time") for run in (FLASHINFER, COMPILED, TILES, FEW_ROWS, LAST)}
     ways = [
         ("FlashInfer", FLASHINFER, "default"),
         ("Triton", COMPILED, "uncompiled"),
         ("Triton, compiled", COMPILED, "default"),
-        ("small tiles", LAST, "default"),
+        ("small tiles", TILES, "default"),
+        ("products, overlap", FEW_ROWS, "default"),
+        ("norms, residuals", LAST, "default"),
     ]
     rows = []
     for shape, short in SHAPES.items():
         for requests, num_rows in STEPS:
             found = [runs[run].get(f"{shape}/{mode}/b{requests}/c1024") for _, run, mode in ways]
-            last = next(each for each in reversed(found) if each is not None)
-            if num_rows not in last["rows"]:
-                continue
             times = [_of_rows(each, num_rows) for each in found]
-            best = [each for each in times if each != "-"][-1]
+            last, best = [(cell, ms) for cell, ms in zip(found, times, strict=True) if cell and ms != "-"][-1]
             rows.append([short, requests, num_rows, *times, f"{float(best) / last['roofline_ms']:.2f}"])
     head = ["shape", "requests", "rows", *(name for name, _, _ in ways), "the last over the roofline"]
     return table(head, [list(map(str, row)) for row in rows])
@@ -43,6 +50,26 @@ def _of_rows(cell: dict[str, Any] | None, num_rows: int) -> str:
     if cell is None or num_rows not in cell["rows"]:
         return "-"
     return f"{cell['ms'][cell['rows'].index(num_rows)]:.2f}"
+
+
+def overlap_table() -> str:
+    """Milliseconds of a step with and without one of the ways that make few rows faster."""
+    ways = {"both": "default", "kernels one by one": "one_by_one", "torch's products": "torch_products"}
+    found = cells(FEW_ROWS, "step_time")
+    rows = []
+    for requests in (1, 16):
+        of_ways = [found[f"llama-2-7b/{mode}/b{requests}/c1024"] for mode in ways.values()]
+        for place, num_rows in enumerate(of_ways[0]["rows"]):
+            rows.append([str(requests), str(num_rows), *(f"{each['ms'][place]:.2f}" for each in of_ways)])
+    return table(["requests", "rows", *ways], rows)
+
+
+def memory_table() -> str:
+    """GiB of the device at most, by decoding length (Lookahead, table 5)."""
+    found = {name.rsplit("/b", 1)[1]: cell["lengths"] for name, cell in cells(LAST, "memory").items()}
+    lengths = [*next(iter(found.values()))]
+    rows = [[size, *(f"{cell[each]['device_mib'] / 1024:.2f}" for each in lengths)] for size, cell in found.items()]
+    return table(["requests", *lengths], rows)
 
 
 def attention_table() -> str:
@@ -89,12 +116,17 @@ def tile_table() -> str:
     return table([*head, "FlashInfer causal"], rows)
 
 
+def replays(name: str) -> list[tuple[str, dict[str, Any]]]:
+    """Of a set of recorded answers: requests, and what was measured with them."""
+    found = {int(cell.rsplit("/b", 1)[1]): of for cell, of in cells(LAST, "replay").items() if f"/{name}/" in cell}
+    return [(str(size), found[size]) for size in sorted(found)]
+
+
 def replay_table() -> str:
     """Recorded answers forced through the engine, beside transformers' generate()."""
     baseline = cells(LAST, "transformers")
     rows = []
-    for name, cell in cells(LAST, "replay").items():
-        size = name.rsplit("/b", 1)[1]
+    for size, cell in replays(RAG):
         for contender, found in cell["contenders"].items():
             plain = baseline.get(f"generate/b{size}")
             rows.append(
@@ -117,8 +149,8 @@ def replay_table() -> str:
 def short_replay_table() -> str:
     """Tokens/s of recorded answers: off and on, and of transformers' generate() where it was reached."""
     baseline, rows = cells(LAST, "transformers"), []
-    for name, cell in cells(LAST, "replay").items():
-        size, (off, on) = name.rsplit("/b", 1)[1], (cell["contenders"][each] for each in ("off", "adaptive"))
+    for size, cell in replays(RAG):
+        off, on = (cell["contenders"][each] for each in ("off", "adaptive"))
         plain = baseline.get(f"generate/b{size}")
         rows.append(
             [
@@ -134,16 +166,33 @@ def short_replay_table() -> str:
     return table(head, rows)
 
 
+def other_sets_table() -> str:
+    """Tokens/s of other recorded answers, off and adaptive."""
+    rows = []
+    for name, what in OTHER_SETS.items():
+        for size, cell in replays(name):
+            off, on = (cell["contenders"][each] for each in ("off", "adaptive"))
+            over_off = on["over_off"]["median"]
+            figures = [
+                f"{on['acceptance_length']:.2f}",
+                f"{over_off:.2f}",
+                f"{over_off / on['acceptance_over_cost']:.2f}",
+            ]
+            rows.append([what, size, *(f"{each['tokens_per_s']:.0f}" for each in (off, on)), *figures])
+    head = ["answers", "requests", "off tokens/s", "adaptive", "acceptance length", "over off"]
+    return table([*head, "of acceptance over cost"], rows)
+
+
 def profile_table() -> str:
     """Where a step's time goes, microseconds."""
     kinds = {
-        "matrix products": ("nvjet", "splitKreduce", "cutlass"),
+        "matrix products": ("nvjet", "splitKreduce", "cutlass", "multiply_"),
         "attention": ("attend_tiles", "merge_splits"),
         "K and V stored": ("index_copy", "store_states"),
         "compiled": ("triton_",),
     }
     rows = []
-    for run in (COMPILED, LAST):
+    for run in (COMPILED, TILES):
         for name, cell in cells(run, "step_time").items():
             if "by_kernel" not in cell:
                 continue
@@ -155,7 +204,7 @@ def profile_table() -> str:
             host = cell["host_us"]
             rows.append(
                 [
-                    SHAPES[shape] + (", small tiles" if run == LAST else ""),
+                    SHAPES[shape] + (", small tiles" if run == TILES else ""),
                     f"{requests[1:]} x {num_rows[1:]}",
                     f"{host['step']:.0f}",
                     f"{host['launch']:.0f}",
@@ -170,7 +219,12 @@ def profile_table() -> str:
 
 def gap_table() -> str:
     rows = []
-    for run, what in ((FLASHINFER, "FlashInfer, tables in front of graphs"), (LAST, "Triton, tables in graphs")):
+    runs = {
+        FLASHINFER: "FlashInfer, tables in front of graphs",
+        TILES: "Triton, tables in graphs",
+        LAST: "graphs without copies",
+    }
+    for run, what in runs.items():
         for name, cell in cells(run, "gap").items():
             stages = [f"{cell['stages_ms'][each]['median']:.2f}" for each in ("commit", "schedule", "build")]
             times = [f"{cell[each]['median']:.2f}" for each in ("gap_ms", "launch_ms", "wait_ms")]
@@ -181,9 +235,12 @@ def gap_table() -> str:
 
 TABLES = {
     "gpu steps": step_table,
+    "gpu overlap": overlap_table,
+    "gpu memory": memory_table,
     "gpu attention": attention_table,
     "gpu tiles": tile_table,
     "gpu replay": replay_table,
+    "gpu other sets": other_sets_table,
     "gpu replay short": short_replay_table,
     "gpu profile": profile_table,
     "gpu gap": gap_table,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def use_own_kernels(config: EngineConfig, loaded: LoadedModel, runner: ModelRunner, say: Callable[[str], None]) -> bool:
     """Whether linears and norms have kernels of our own now: where steps are CUDA graphs, and launches take no time."""
     backend = runner.backend
-    if not config.custom_kernels or loaded.device.type != "cuda" or not isinstance(backend, PagedBackend):
+    if not config.custom_kernels or not isinstance(backend, PagedBackend):
         return False
     if choose_capturer(config, loaded.device, backend.kernel) is None:
         return False
@@ -44,7 +44,7 @@ def use_own_kernels(config: EngineConfig, loaded: LoadedModel, runner: ModelRunn
     if not shapes:
         return False
     say("timing products of few rows (their kernels are compiled at the first start, some seconds)")
-    choose_products(shapes, choices, CudaTimer(loaded.device), say)
+    choose_products(shapes, choices, CudaTimer(loaded.device, overlaps=choices.overlaps), say)
     return True
 
 
@@ -61,13 +61,35 @@ def compile_model(config: EngineConfig, loaded: LoadedModel, runner: ModelRunner
         return
     assert isinstance(backend, PagedBackend)
     say(f"compiling the model ({way if way == 'whole' else 'layers'}; longer at the first start)")
-    began_s, compiled = time.monotonic(), None
-    expected = _trial_logits(loaded, runner)
+    began_s = time.monotonic()
+    expected, program = _trial_logits(loaded, runner), CompiledModel if way == "whole" else CompiledLayers
+    error = None
+    # What begins early is kept only where it is as right: in some graphs it cannot be (gpu/graph_pass.py).
+    for overlaps in (True, False) if config.kernel_overlap and can_overlap(loaded.device) else (False,):
+        error = _use_compiled(program, loaded, runner, expected, overlaps=overlaps)
+        if error is None:
+            say(f"compiled in {time.monotonic() - began_s:.0f} s")
+            return
+        if overlaps:
+            say(f"compiling again, without overlap: {type(error).__name__}: {error}")
+    if way != "auto":
+        raise ConfigError(f"compile_model = {way!r}: {type(error).__name__}: {error}") from error
+    say(f"the model is not compiled: {type(error).__name__}: {error}")
+
+
+def _use_compiled(
+    program: type[CompiledModel | CompiledLayers],
+    loaded: LoadedModel,
+    runner: ModelRunner,
+    expected: list[torch.Tensor],
+    *,
+    overlaps: bool,
+) -> Exception | None:
+    """Have the runner run it, if it gives the expected logits; else the model is as it was, and this is why."""
+    assert isinstance(runner.backend, PagedBackend)
+    compiled = None
     try:
-        program = CompiledModel if way == "whole" else CompiledLayers
-        compiled = runner.compiled = program(
-            loaded.model, backend, overlaps=config.kernel_overlap and can_overlap(loaded.device)
-        )
+        compiled = runner.compiled = program(loaded.model, runner.backend, overlaps=overlaps)
         for found, logits in zip(_trial_logits(loaded, runner), expected, strict=True):
             compare_logits(loaded.model, found, logits, "compiled", "torch's compiler")
     except Exception as error:  # torch's compilers have errors of many kinds
@@ -76,11 +98,8 @@ def compile_model(config: EngineConfig, loaded: LoadedModel, runner: ModelRunner
         runner.compiled = None
         if compiled is not None:
             compiled.undo()
-        if way != "auto":
-            raise ConfigError(f"compile_model = {way!r}: {type(error).__name__}: {error}") from error
-        say(f"the model is not compiled: {type(error).__name__}: {error}")
-    else:
-        say(f"compiled in {time.monotonic() - began_s:.0f} s")
+        return error
+    return None
 
 
 @torch.inference_mode()

@@ -5,8 +5,8 @@ the weights once, from one end to the other, and differ in what they multiply wi
 cores. An element is summed in float32, in an order that follows from the variant alone: of all numbers of rows that one
 variant serves, a row has the same bits.
 
-OVERLAPS: launched so that they begin while the kernel before them ends (kernel_overlap.py). No kernel writes weights:
-the first of them are on their way meanwhile.
+OVERLAPS: launched so that they begin while the kernel before them ends (kernel_overlap.py). No kernel writes weights,
+so the first of them may be on their way meanwhile.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -114,24 +114,25 @@ def multiply_rows(
     """As multiply_few, by tensor cores. MOST_ROWS is a power of two, in_features a multiple of BLOCK_K.
 
     The weights are the left factor: tensor cores take at least 16, or 64, rows of that one, and 8 columns of the other.
+    A first block of weights before the wait would cost shared memory that the loop's blocks have use for.
     """
     place = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    feature = tl.minimum(place, out_features - 1)  # spare ones, and spare rows, repeat the last
+    feature = tl.minimum(place, out_features - 1)  # spare ones repeat the last
     row = tl.arange(0, MOST_ROWS)
     lane = tl.arange(0, BLOCK_K)
     weights = weight + feature.to(tl.int64)[:, None] * in_features
-    inputs = x + tl.minimum(row, num_rows - 1)[None, :] * row_stride
-    block = tl.load(weights + lane[None, :])
+    # Spare rows are not loaded: all programs would ask the same lines of the cache for the row that they repeat.
+    inputs, is_row = x + row[None, :] * row_stride, (row < num_rows)[None, :]
     if OVERLAPS:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
-    sums = tl.dot(block, tl.load(inputs + lane[:, None]))
-    for start in range(BLOCK_K, in_features, BLOCK_K):
+    sums = tl.zeros([BLOCK_N, MOST_ROWS], tl.float32)
+    for start in range(0, in_features, BLOCK_K):
         block = tl.load(weights + start + lane[None, :])
-        sums = tl.dot(block, tl.load(inputs + start + lane[:, None]), sums)
+        sums = tl.dot(block, tl.load(inputs + start + lane[:, None], mask=is_row, other=0.0), sums)
     if HAS_BIAS:
         sums += tl.load(bias + feature).to(tl.float32)[:, None]
-    mask = (row < num_rows)[None, :] & (place < out_features)[:, None]
+    mask = is_row & (place < out_features)[:, None]
     _store(sums, row[None, :] * out_features + place[:, None], mask, residual, out, HAS_RESIDUAL)
 
 

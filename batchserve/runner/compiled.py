@@ -95,13 +95,12 @@ def _options(compiler: str, overlaps: bool) -> dict[str, Any] | None:
     """Inductor's: what it shall not do by itself, or do for us."""
     if compiler != "inductor":
         return None
-    from batchserve.gpu.residuals import AddResiduals  # and with it torch's compiler, which takes a second
+    from batchserve.gpu.graph_pass import GraphPass  # and with it torch's compiler, which takes a second
 
-    # Norms of few rows in one kernel, where it would make two; and linears add what is added to them.
-    options: dict[str, Any] = {"split_reductions": False, "post_grad_custom_post_pass": AddResiduals()}
-    if overlaps and hasattr(torch._inductor.config.triton, "enable_pdl"):
-        options["triton.enable_pdl"] = True
-    return options
+    overlaps = overlaps and hasattr(torch._inductor.config.triton, "enable_pdl")
+    # Norms of few rows in one kernel, where it would make two.
+    options: dict[str, Any] = {"split_reductions": False, "post_grad_custom_post_pass": GraphPass(overlaps=overlaps)}
+    return {**options, "triton.enable_pdl": True} if overlaps else options
 
 
 @contextmanager

@@ -66,6 +66,7 @@ PRELOAD = ("torch", "transformers", "transformers.models.llama.modeling_llama", 
 # Modules whose kernels all parts call.
 KERNELS = ("runner.row_layout", "attention.slot_kernels", "sampling.argmax_kernel", "sampling.draw_kernel",
            "sampling.device_columns", "scheduler.standing", "scheduler.time_kernels", "draft.mixture")  # fmt: skip
+PRODUCT_COMPILERS = 8
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end_s = started_s + 60 * args.minutes
     if not args.compile:  # a module that does not load would be compiled instead, for minutes
         os.environ["FLASHINFER_DISABLE_JIT"] = "1"
-    compilers = _begin_kernels()
+    compilers = _begin_kernels(is_dry=args.dry_run)
     for name in PRELOAD:
         importlib.import_module(name)
     _end_kernels(compilers)
@@ -101,15 +102,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _begin_kernels() -> list[subprocess.Popen[bytes]]:
-    """Compile the host's kernels side by side, each module in a process of its own, into the cache on disk."""
+def _begin_kernels(*, is_dry: bool) -> list[subprocess.Popen[bytes]]:
+    """Compile the host's kernels side by side, each module in a process of its own, and our products' on the device,
+    into caches on disk.
+    """
     from batchserve.kernel_cache import forget_stale_kernels
 
     forget_stale_kernels()
     if (os.cpu_count() or 1) < len(KERNELS):
         return []  # they are compiled one after the other just as fast
     program = "import sys; from importlib import import_module; import_module(sys.argv[1]).compile_kernels()"
-    return [subprocess.Popen([sys.executable, "-c", program, f"batchserve.{name}"], cwd=ROOT) for name in KERNELS]
+    commands = [["-c", program, f"batchserve.{name}"] for name in KERNELS]
+    if not is_dry:
+        commands += [
+            ["-m", "benchmarks.gpu.products", str(i), str(PRODUCT_COMPILERS)] for i in range(PRODUCT_COMPILERS)
+        ]
+    return [subprocess.Popen([sys.executable, *command], cwd=ROOT) for command in commands]
 
 
 def _end_kernels(compilers: Sequence[subprocess.Popen[bytes]]) -> None:

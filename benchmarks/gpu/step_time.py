@@ -21,6 +21,7 @@ from benchmarks.gpu.kit import Kit, Report, copy_bandwidth, tolerated
 from benchmarks.gpu.models import all_backends, build_for, graph_modes, shape_names
 from benchmarks.gpu.small_q import call_us, several
 from benchmarks.gpu.step_bench import ROWS, StepBench
+from benchmarks.gpu.verdict import KERNELS
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (1024, 128, 4096, 8192)  # the most usual first
@@ -35,7 +36,8 @@ def run(kit: Kit, report: Report) -> None:
     report.about(copy_gb_per_s=round(bandwidth / 1e9, 1))
     first, second = shape_names(kit)
     modes = graph_modes(kit)
-    report.about(compiles=[first, second, *(f"{first}/{mode}" for mode in ("torch_kernels", "one_by_one", "whole"))])
+    compiling = [f"{first}/{mode}" for mode in modes if mode != "uncompiled"]
+    report.about(compiles=[*compiling, f"{second}/default", *(f"{second}/{name}" for name in KERNELS)])
     # A word on every question, then all the rest.
     _grid(kit, report, first, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1, 2)), CONTEXTS[:1])
     for mode in ("torch_kernels", "one_by_one", "uncompiled"):

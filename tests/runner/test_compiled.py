@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -11,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch._dynamo import reset
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
@@ -22,6 +25,9 @@ from batchserve.engine import build as build_module
 from batchserve.engine import compile_model as compile_module
 from batchserve.engine.build import build_engine
 from batchserve.errors import ConfigError
+from batchserve.gpu.graph_pass import GraphPass
+from batchserve.gpu.norms import RowNorm
+from batchserve.runner import gpu_modules
 from batchserve.runner.compiled import CompiledLayers, CompiledModel, repeated_layers
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RaggedBatch, RequestRows, build_batch
@@ -150,6 +156,41 @@ def test_graphs_of_the_compiled_model_give_the_same_answers(
         compiled = run(engine, jobs, Coverage())
     eager = run(build(tiny_model["llama"], **options), jobs, Coverage())
     assert {i: a.token_ids for i, a in compiled.items()} == {i: a.token_ids for i, a in eager.items()}
+
+
+def test_an_engine_with_our_own_linears_and_norms_gives_the_same_answers(
+    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but their kernels: torch computes what these would, and the compiler's pass is given its graphs."""
+    jobs = random_jobs(random.Random(3), 6, VOCAB_SIZE, longest=40)
+    options = {"attention_backend": "torch", "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_graph_rows": 8}
+    residuals: list[int] = []
+
+    def compile_(module: torch.fx.GraphModule, _: object) -> Any:
+        GraphPass(overlaps=True)(module.graph)
+        products = module.graph.find_nodes(op="call_function", target=torch.ops.batchserve.row_product.default)
+        residuals.append(sum(node.args[3] is not None for node in products))
+        module.recompile()
+        return make_boxed_func(module.forward)
+
+    def norm(own: RowNorm, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], own.scale, own.eps)
+
+    with monkeypatch.context() as patch:
+        as_on_a_gpu(patch, aot_autograd(fw_compiler=compile_))
+        patch.setattr(compile_module, "CudaTimer", lambda *_, **__: None)
+        patch.setattr(compile_module, "choose_products", lambda *_: None)
+        patch.setattr(gpu_modules, "DTYPES", (torch.float32,))
+        patch.setattr(RowNorm, "forward", norm)
+        reset()
+        engine = build(tiny_model["llama"], **options)
+        kinds = Counter(type(module).__name__ for module in engine.core.runner._model.modules())
+        swapped = run(engine, jobs, Coverage())
+    layers = len(engine.core.runner.compiled._layers)
+    assert (kinds["RowLinear"], kinds["RowNorm"], kinds["Linear"]) == (4 * layers + 1, 2 * layers + 1, 0)
+    assert set(residuals) == {2}  # behind attention and behind the MLP
+    plain = run(build(tiny_model["llama"], custom_kernels=False, **options), jobs, Coverage())
+    assert {i: a.token_ids for i, a in swapped.items()} == {i: a.token_ids for i, a in plain.items()}
 
 
 def test_nothing_is_compiled_while_requests_are_served(

@@ -17,9 +17,9 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from batchserve.gpu import norms
+from batchserve.gpu.graph_pass import CannotOverlapError, GraphPass, check_overlap
 from batchserve.gpu.linears import Choices, RowLinear, Shape
 from batchserve.gpu.norms import RowNorm
-from batchserve.gpu.residuals import AddResiduals
 from batchserve.runner.gpu_modules import swap_for_gpu
 
 HIDDEN = 64
@@ -81,20 +81,22 @@ def test_a_norm_is_scaled_as_before(kind: type[torch.nn.Module]) -> None:
 
 
 class Block(torch.nn.Module):
-    """Two residuals, one of them added from the left; a product that two want, and one of another shape's."""
+    """Two residuals, one of them added from the left; products that two want, or one twice, or of another shape."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = torch.nn.Linear(HIDDEN, HIDDEN, bias=False)
         self.second = torch.nn.Linear(HIDDEN, HIDDEN)
         self.wanted_twice = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.doubled = torch.nn.Linear(HIDDEN, HIDDEN)
         self.narrow = torch.nn.Linear(HIDDEN, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.first(functional.silu(x))
         x = self.second(functional.silu(x)) + x
         twice = self.wanted_twice(x)
-        return functional.silu(twice) * (x + twice) + self.narrow(x)
+        doubled = self.doubled(x)
+        return functional.silu(twice) * (x + twice) + self.narrow(x) + functional.silu(doubled + doubled)
 
 
 def test_what_is_added_to_a_linear_is_added_by_it() -> None:
@@ -104,7 +106,7 @@ def test_what_is_added_to_a_linear_is_added_by_it() -> None:
 
     def count(module: torch.fx.GraphModule, _: object) -> Callable[..., object]:
         """As torch's compiler does it, which would need a C++ compiler here."""
-        AddResiduals()(module.graph)
+        GraphPass(overlaps=True)(module.graph)
         products = module.graph.find_nodes(op="call_function", target=torch.ops.batchserve.row_product.default)
         counted.append(sum(node.args[3] is not None for node in products))
         module.graph.lint()
@@ -121,3 +123,20 @@ def test_what_is_added_to_a_linear_is_added_by_it() -> None:
             torch.testing.assert_close(compiled(x[:, :rows]), expected[:, :rows], rtol=2e-2, atol=2e-2)
     assert counted
     assert set(counted) == {2}
+
+
+def test_a_graph_in_which_something_is_made_of_nothing_must_not_overlap() -> None:
+    def fills(x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(8, 8).index_add(0, torch.arange(len(x)), x)
+
+    refused: list[str] = []
+
+    def check(module: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        with pytest.raises(CannotOverlapError, match="loads nothing") as error:
+            check_overlap(module.graph)
+        refused.append(str(error.value))
+        return make_boxed_func(module.forward)
+
+    with torch.inference_mode():
+        torch.compile(fills, fullgraph=True, backend=aot_autograd(fw_compiler=check))(torch.ones(3, 8))
+    assert refused
