@@ -21,14 +21,15 @@ from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.router import RoutingDrafter
 from batchserve.engine.backend import build_backend
 from batchserve.engine.choose_threads import choose_threads
-from batchserve.engine.compile_model import compile_model, use_own_kernels
 from batchserve.engine.detokenizer import decoder_of
 from batchserve.engine.drafting import DraftStage
 from batchserve.engine.engine_core import EngineCore
 from batchserve.engine.input_processor import InputProcessor, ModelFacts
 from batchserve.engine.kv_memory import Progress
+from batchserve.engine.make_faster import make_faster
 from batchserve.engine.measure_steps import measured_table
 from batchserve.errors import ConfigError
+from batchserve.gpu.linears import ROW_COUNTS
 from batchserve.kernel_cache import forget_stale_kernels
 from batchserve.metrics import EngineMetrics
 from batchserve.request import GREEDY
@@ -96,8 +97,7 @@ def build_engine(
     if config.num_threads and loaded.device.type != "cpu":
         runner.num_threads = config.num_threads
         runner.bind_thread()  # compiled programs are for so many threads
-    has_own_kernels = use_own_kernels(config, loaded, runner, say)
-    compile_model(config, loaded, runner, say)
+    made_faster = make_faster(config, loaded, runner, say)
     _capture_graphs(config, loaded, runner, max_model_len, say)
     if runner.graphs is not None:
         most = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
@@ -111,8 +111,7 @@ def build_engine(
     packed.compile_for(loaded.model, range(MIN_ROWS, most_rows + 1), COMPILE_S)
     marks = [
         *([] if runner.graphs is None else [f"graphs of {runner.graphs.sizes}"]),
-        *([] if runner.compiled is None else [type(runner.compiled).__name__]),
-        *(["own kernels"] if has_own_kernels else []),
+        *made_faster,
         *(["huge pages"] if has_huge_pages else []),
     ]
     step_time = _build_step_time(config, loaded, runner, max_model_len, marks, say)
@@ -180,7 +179,11 @@ def _capture_graphs(
         name = type(loaded.model).__name__
         raise ConfigError(
             f"enforce_eager = False: the CUDA graph capture of {name} failed ({error}); set enforce_eager"
-            + ("" if runner.compiled is None else ", or compile_model = 'off'")
+            + (
+                ""
+                if runner.compiled is None
+                else ", or compile_model = 'off', custom_kernels or kernel_overlap = False"
+            )
         ) from error
 
 
@@ -196,7 +199,7 @@ def _warm_up(runner: ModelRunner, rows: int) -> None:
 def _warm_up_beyond(runner: ModelRunner, graphed: int, most: int, max_model_len: int) -> None:
     """Eager steps behind the largest graph, of prompts and of trees: kernels are compiled now, not between requests."""
     allocator = runner.backend.allocator
-    for rows in sorted({graphed + 1, most}):
+    for rows in sorted({graphed + 1, most, *ROW_COUNTS}):
         for is_tree in (False, True):
             if not graphed < rows <= min(most, allocator.free_tokens):
                 continue

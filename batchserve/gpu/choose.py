@@ -18,7 +18,11 @@ MOST_WEIGHTS = 16  # of one shape, that products are timed over: together more t
 TIMINGS = 3
 ENOUGH_FASTER = 0.98  # of torch's time; else its own stays
 MOST_ERROR = 1e-2  # of the norm of what torch's product gives: rounding to bfloat16 is some 3e-3 of it
-FILL_FEATURES, FILL_PRODUCTS = 4096, 10  # what keeps the device busy until all that is timed is queued
+FILL_FEATURES, FILL_PRODUCTS, MOST_FILLERS = (
+    4096,
+    10,
+    640,
+)  # what keeps the device busy until all that is timed is queued
 
 Product = Callable[[torch.Tensor], torch.Tensor]  # of the weights
 Timer = Callable[[Product, Sequence[torch.Tensor]], float]
@@ -31,23 +35,26 @@ class CudaTimer:
     says.
     """
 
-    def __init__(self, device: torch.device, *, overlaps: bool) -> None:
-        self._filler = torch.zeros(FILL_FEATURES, FILL_FEATURES, dtype=torch.bfloat16, device=device)
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, overlaps: bool) -> None:
+        self._filler = torch.zeros(FILL_FEATURES, FILL_FEATURES, dtype=dtype, device=device)
         self._filled = torch.empty_like(self._filler)
         self._scale = torch.ones(FILL_FEATURES, device=device)
-        self._overlaps = overlaps
+        self._overlaps, self._num_fillers = overlaps, FILL_PRODUCTS
 
     def __call__(self, product: Product, weights: Sequence[torch.Tensor]) -> float:
-        found = []
-        for _ in range(TIMINGS):
+        found: list[float] = []
+        while len(found) < TIMINGS:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            for _ in range(FILL_PRODUCTS):
+            for _ in range(self._num_fillers):
                 torch.mm(self._filler, self._filler, out=self._filled)
             begin.record()
             for weight in weights:
                 rms_norm(self._filler[0], self._scale, 1.0, self._overlaps)
                 product(weight)
             end.record()
+            if begin.query() and self._num_fillers < MOST_FILLERS:  # the device was waiting, and its waiting was timed
+                self._num_fillers *= 2
+                continue
             end.synchronize()
             found.append(float(begin.elapsed_time(end)) / 1e3 / len(weights))
         return statistics.median(found)
@@ -69,7 +76,8 @@ def choose_products(
         chosen = []
         for count in ROW_COUNTS:
             x = torch.randn(count, shape.in_features, device=weights[0].device).to(shape.dtype)
-            chosen.append(_best(variants(shape, count), x, weights[:MOST_WEIGHTS], choices.overlaps, timer, run))
+            candidates = variants(shape, count, overlaps=choices.overlaps)
+            chosen.append(_best(candidates, x, weights[:MOST_WEIGHTS], choices.overlaps, timer, run))
         choices.set(shape, tuple(chosen))
         own = ", ".join(f"{count}" for count, variant in zip(ROW_COUNTS, chosen, strict=True) if variant is not None)
         say(f"products of {shape.out_features} x {shape.in_features}: our own kernel for up to {own or 'no'} rows")

@@ -27,6 +27,13 @@ def _store(result, where, mask, residual, out, HAS_RESIDUAL: tl.constexpr):
     tl.store(out + where, result.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _fetch(places):
+    """Have the cache of the device fetch what is at these places, without waiting for it."""
+    code: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(code, "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_few(
     x, weight, bias, residual, out, num_rows, out_features, in_features, row_stride,
@@ -108,13 +115,14 @@ def multiply_few(
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_rows(
     x, weight, bias, residual, out, num_rows, out_features, in_features, row_stride,
-    MOST_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    MOST_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, IS_FETCHED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """As multiply_few, by tensor cores. MOST_ROWS is a power of two, in_features a multiple of BLOCK_K.
 
     The weights are the left factor: tensor cores take at least 16, or 64, rows of that one, and 8 columns of the other.
-    A first block of weights before the wait would cost shared memory that the loop's blocks have use for.
+    Loaded before the wait, a first block of them would cost shared memory that the loop's blocks have use for;
+    IS_FETCHED: it is fetched into the cache then.
     """
     place = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     feature = tl.minimum(place, out_features - 1)  # spare ones repeat the last
@@ -124,6 +132,8 @@ def multiply_rows(
     # Spare rows are not loaded: all programs would ask the same lines of the cache for the row that they repeat.
     inputs, is_row = x + row[None, :] * row_stride, (row < num_rows)[None, :]
     if OVERLAPS:
+        if IS_FETCHED:  # by lines of the cache, of 64 numbers
+            _fetch(weights + (tl.arange(0, BLOCK_K // 64) * 64)[None, :])
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     sums = tl.zeros([BLOCK_N, MOST_ROWS], tl.float32)

@@ -27,7 +27,9 @@ LEAST_MATRIX_ROWS = 16  # that tensor cores are given
 class Variant:
     """One way to multiply: programs of block_n rows of the weights, read in blocks of block_k columns.
 
-    num_stages: blocks that are on their way at once; by vectors, how often the loop over them is unrolled.
+    num_stages: blocks that are on their way at once; by vectors, how often the loop over them is unrolled. is_fetched:
+    where kernels overlap, the first block is fetched into the cache before the kernel waits (not by vectors, which have
+    loaded it by then).
     """
 
     block_n: int
@@ -35,6 +37,7 @@ class Variant:
     num_warps: int
     num_stages: int
     by_vectors: bool = False
+    is_fetched: bool = False
 
 
 class Shape(NamedTuple):
@@ -51,22 +54,20 @@ class Shape(NamedTuple):
 
 # Those that were among the best for some shape on an H200 (docs/gpu.md).
 BY_VECTORS = tuple(Variant(*sizes, by_vectors=True) for sizes in ((4, 512, 4, 2), (4, 1024, 4, 4), (2, 1024, 4, 2)))
-BY_MATRICES = tuple(
-    Variant(*sizes)
-    for sizes in (
-        *((64, 128, 4, 6), (32, 128, 2, 6), (32, 256, 4, 5), (128, 64, 4, 6)),
-        *((64, 64, 4, 8), (16, 128, 2, 6), (128, 128, 8, 3)),
-    )
+FETCHED = ((64, 128, 4, 6), (32, 128, 2, 6), (32, 256, 4, 5), (128, 64, 4, 6))
+BY_MATRICES = (
+    *(Variant(*sizes) for sizes in (*FETCHED, (64, 64, 4, 8), (128, 128, 8, 3))),
+    *(Variant(*sizes, is_fetched=True) for sizes in FETCHED),
 )
 
 
-def variants(shape: Shape, count: int) -> list[Variant]:
-    """Those that can multiply up to `count` rows, one of ROW_COUNTS."""
+def variants(shape: Shape, count: int, *, overlaps: bool) -> list[Variant]:
+    """Those that can multiply up to `count` rows, one of ROW_COUNTS, and are worth a trial."""
     if shape.dtype not in DTYPES:
         return []
     vectors = [each for each in BY_VECTORS if count <= MOST_VECTOR_ROWS and each.block_k <= shape.in_features]
     matrices = [each for each in BY_MATRICES if count > 1 and shape.in_features % each.block_k == 0]
-    return vectors + matrices
+    return vectors + [each for each in matrices if overlaps or not each.is_fetched]
 
 
 # An operator takes tensors and numbers only, so choices have numbers.
@@ -131,8 +132,9 @@ def multiply(
         loop = {"UNROLL": variant.num_stages, "HAS_REST": in_features % variant.block_k != 0}
         kernels.multiply_few[grid](*tensors, *numbers, MOST_ROWS=most_rows, **loop, **constants)
     else:
-        loop = {"MOST_ROWS": max(most_rows, LEAST_MATRIX_ROWS), "num_stages": variant.num_stages}
-        kernels.multiply_rows[grid](*tensors, *numbers, **loop, **constants)
+        loop = {"IS_FETCHED": variant.is_fetched, "num_stages": variant.num_stages}
+        least = max(most_rows, LEAST_MATRIX_ROWS)
+        kernels.multiply_rows[grid](*tensors, *numbers, MOST_ROWS=least, **loop, **constants)
     return out
 
 

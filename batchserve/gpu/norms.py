@@ -48,10 +48,11 @@ def _shape_of(x: torch.Tensor, scale: torch.Tensor, eps: float, overlaps: bool) 
 
 
 class RowNorm(torch.nn.Module):
-    """Stands where an RMS norm was: x / rms(x) * scale."""
+    """Stands where an RMS norm was: x / rms(x) * scale, which was made of its weight."""
 
-    def __init__(self, scale: torch.Tensor, eps: float, *, overlaps: bool) -> None:
+    def __init__(self, weight: torch.nn.Parameter, scale: torch.Tensor, eps: float, *, overlaps: bool) -> None:
         super().__init__()
+        self.weight = weight  # for whoever asks the module for it
         self.scale = scale.detach().float().contiguous()
         self.eps, self.overlaps = eps, overlaps
 

@@ -15,7 +15,8 @@ from batchserve.attention.custom_op import LayerAttention, OpaqueAttention
 from batchserve.runner.forward import logits_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from transformers import PreTrainedModel
 
@@ -39,11 +40,11 @@ class CompiledModel:
         def forward(input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
             return logits_of(model, attention, input_ids, positions, keep)
 
-        options = _options(compiler, overlaps)
+        options, self._rules = _rules(compiler, overlaps=overlaps)
         self._forward = torch.compile(forward, fullgraph=True, dynamic=True, backend=compiler, options=options)
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        with _any_number_of_rows():
+        with self._rules():
             return self._forward(input_ids, positions, keep)
 
     def undo(self) -> None:
@@ -62,12 +63,13 @@ class CompiledLayers:
     ) -> None:
         self._model, self._layers = model, repeated_layers(model)
         self._attention = LayerAttention(backend, model)
-        options = _options(compiler, overlaps)  # the very same for all: else each layer has a program of its own
-        for layer in self._layers:  # the first call compiles; this only says so
+        options, self._rules = _rules(compiler, overlaps=overlaps)
+        # The first call compiles; this only says so. The very same options for all: else each has a program of its own.
+        for layer in self._layers:
             layer.compile(fullgraph=True, dynamic=True, backend=compiler, options=options)
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        with _any_number_of_rows():
+        with self._rules():
             return logits_of(self._model, self._attention, input_ids, positions, keep)
 
     def undo(self) -> None:
@@ -91,16 +93,20 @@ def repeated_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     return list(found[0])
 
 
-def _options(compiler: str, overlaps: bool) -> dict[str, Any] | None:
-    """Inductor's: what it shall not do by itself, or do for us."""
+def _rules(
+    compiler: str, *, overlaps: bool
+) -> tuple[dict[str, Any] | None, Callable[[], AbstractContextManager[None]]]:
+    """The compiler's options, and what it compiles in."""
     if compiler != "inductor":
-        return None
-    from batchserve.gpu.graph_pass import GraphPass  # and with it torch's compiler, which takes a second
+        return None, _any_number_of_rows
+    from batchserve.gpu.inductor import inductor_options, waiting_first
 
-    overlaps = overlaps and hasattr(torch._inductor.config.triton, "enable_pdl")
-    # Norms of few rows in one kernel, where it would make two.
-    options: dict[str, Any] = {"split_reductions": False, "post_grad_custom_post_pass": GraphPass(overlaps=overlaps)}
-    return {**options, "triton.enable_pdl": True} if overlaps else options
+    @contextmanager
+    def rules() -> Iterator[None]:
+        with _any_number_of_rows(), waiting_first():
+            yield
+
+    return inductor_options(overlaps=overlaps), rules
 
 
 @contextmanager

@@ -13,28 +13,51 @@ import torch
 from batchserve.gpu.linears import DTYPES, RowLinear, Shape
 from batchserve.gpu.norms import RowNorm
 from batchserve.runner.packed import norm_scale
+from batchserve.runner.siblings import has_hooks
 
 if TYPE_CHECKING:
     from batchserve.gpu.linears import Choices
 
 
-@torch.inference_mode()
-def swap_for_gpu(model: torch.nn.Module, hidden_size: int, choices: Choices) -> dict[Shape, list[torch.Tensor]]:
-    """Swap every linear, and every norm of whole rows, that can be; the linears' weights by shape.
+class SwappedModules:
+    """A model's modules that are swapped, and what they were; the model is changed in place.
 
-    The model is changed in place. Norms of heads stay: a compiler makes one kernel of them and of what is around them.
+    Every linear is, and every norm of whole rows, that can be. Norms of heads stay: a compiler makes one kernel of them
+    and of what is around them.
     """
-    found: dict[Shape, list[torch.Tensor]] = {}
-    if importlib.util.find_spec("triton") is None:
+
+    def __init__(self, model: torch.nn.Module, choices: Choices) -> None:
+        self.choices = choices
+        self._model = model
+        self._were: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []  # parent, name, child
+
+    def __len__(self) -> int:
+        return len(self._were)
+
+    @torch.inference_mode()
+    def swap(self, hidden_size: int) -> dict[Shape, list[torch.Tensor]]:
+        """The linears' weights, by shape."""
+        found: dict[Shape, list[torch.Tensor]] = {}
+        if importlib.util.find_spec("triton") is None:
+            return found
+        for parent in list(self._model.modules()):
+            for name, child in list(parent.named_children()):
+                if _is_linear(child):
+                    self._put(parent, name, RowLinear(child, self.choices))
+                    found.setdefault(Shape.of(child.weight), []).append(child.weight)
+                elif norm := _row_norm(child, hidden_size, self.choices.overlaps):
+                    self._put(parent, name, norm)
         return found
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if _is_linear(child):
-                setattr(parent, name, RowLinear(child, choices))
-                found.setdefault(Shape.of(child.weight), []).append(child.weight)
-            elif norm := _row_norm(child, hidden_size, choices.overlaps):
-                setattr(parent, name, norm)
-    return found
+
+    def undo(self) -> None:
+        """All modules are as they were."""
+        for parent, name, child in self._were:
+            setattr(parent, name, child)
+        self._were.clear()
+
+    def _put(self, parent: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
+        self._were.append((parent, name, getattr(parent, name)))
+        setattr(parent, name, module)
 
 
 def _is_linear(module: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
@@ -42,22 +65,23 @@ def _is_linear(module: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
         type(module) is torch.nn.Linear
         and module.weight.dtype in DTYPES
         and module.weight.is_contiguous()
-        and not _has_hooks(module)
+        and not _is_changed(module)
     )
 
 
 def _row_norm(module: torch.nn.Module, hidden_size: int, overlaps: bool) -> RowNorm | None:
     weight = getattr(module, "weight", None)
-    if not isinstance(weight, torch.Tensor) or weight.shape != (hidden_size,) or weight.dtype not in DTYPES:
+    if not isinstance(weight, torch.nn.Parameter) or weight.shape != (hidden_size,) or weight.dtype not in DTYPES:
         return None
-    if not type(module).__name__.endswith("RMSNorm") or _has_hooks(module):
+    if not type(module).__name__.endswith("RMSNorm") or _is_changed(module):
         return None
 
     def norm(scale: torch.Tensor, eps: float) -> RowNorm:
-        return RowNorm(scale, eps, overlaps=overlaps)
+        return RowNorm(weight, scale, eps, overlaps=overlaps)
 
     return norm_scale(module, norm)
 
 
-def _has_hooks(module: torch.nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def _is_changed(module: torch.nn.Module) -> bool:
+    """Whether somebody else has a part in what it does, who would be lost."""
+    return has_hooks(module) or "forward" in vars(module)

@@ -56,7 +56,7 @@ class InputWatch:
 def watch_inputs(model: torch.nn.Module) -> Iterator[InputWatch]:
     """What the model's linears are called with until this ends; not those that have hooks, which would be lost."""
     watch = InputWatch()
-    linears = [module for module in model.modules() if type(module) is torch.nn.Linear and not _has_hooks(module)]
+    linears = [module for module in model.modules() if type(module) is torch.nn.Linear and not has_hooks(module)]
     hooks = [linear.register_forward_pre_hook(watch.note) for linear in linears]
     try:
         yield watch
@@ -65,8 +65,8 @@ def watch_inputs(model: torch.nn.Module) -> Iterator[InputWatch]:
             hook.remove()
 
 
-def _has_hooks(linear: torch.nn.Linear) -> bool:
-    return bool(linear._forward_hooks or linear._forward_pre_hooks)
+def has_hooks(module: torch.nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 @contextmanager

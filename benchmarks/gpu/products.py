@@ -27,7 +27,7 @@ def main(number: int, count: int) -> None:
         (in_features, rows, variant)
         for in_features in IN_FEATURES
         for rows in ROW_COUNTS
-        for variant in variants(Shape(OUT_FEATURES, in_features, dtype), rows)
+        for variant in variants(Shape(OUT_FEATURES, in_features, dtype), rows, overlaps=overlaps)
         if variant.by_vectors or in_features == IN_FEATURES[0]
     ]
     for in_features, rows, variant in wanted[number::count]:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -395,6 +395,40 @@ def spilled_bytes(kernel: Any) -> int:
         file.flush()
         listing = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True)
     return max(int(size) for size in re.findall(r"STACK:(\d+)", listing.stdout))
+
+
+def touched_early(kernel: Any, parameters: Collection[int]) -> list[str]:
+    """Instructions that access memory through one of these parameters before the kernel has waited."""
+    before, wait, _ = kernel.asm["ptx"].partition("griddepcontrol.wait")
+    assert wait
+    known, found = set(), []
+    for line in before.splitlines():
+        registers = re.findall(r"%rd\d+", line)
+        parameter = re.search(r"ld\.param\S*\s+(%rd\d+), \[\w+_param_(\d+)\]", line)
+        if parameter and int(parameter[2]) in parameters:
+            known.add(parameter[1])
+        elif known.intersection(registers[1:]):
+            known.add(registers[0])
+        if re.search(r"(ld|st|atom|red)\.global|cp\.async\.c", line) and known.intersection(registers):
+            found.append(line.strip())
+    return found
+
+
+@pytest.mark.parametrize("gpu", [90], indirect=True)
+@pytest.mark.parametrize("step", [{"num_rows": 8}, {"num_rows": 512, "words": 16}, {"num_rows": 1, "num_requests": 1}])
+def test_what_a_step_computes_is_touched_behind_the_wait_only(gpu: FakeGPU, step: dict[str, Any]) -> None:
+    """LLVM knows nothing of what the wait is for, and might move loads across it."""
+    from batchserve.attention import triton_kernels
+
+    layer = LayerShape(2, 128, 128)
+    kernel = TritonTreeKernel([layer], torch.bfloat16, 8192, num_sms=132, overlaps=True)
+    gpu.run(kernel, layer, 8, torch.bfloat16, **step)
+    (attend,) = compiled(gpu)
+    assert touched_early(attend, range(7)) == []  # query, caches, out, partial results, sinks
+    merged = triton_kernels.merge_splits.device_caches[gpu.arch][0].values()
+    for merge in merged:
+        assert touched_early(merge, range(3)) == []
+    assert touched_early(attend, range(7, 12))  # positions and the like, which are there before
 
 
 def test_a_step_is_launched_as_its_shapes_say(gpu: FakeGPU) -> None:

@@ -20,7 +20,7 @@ from batchserve.gpu import choose
 from batchserve.gpu.choose import choose_products
 from batchserve.gpu.linears import BY_MATRICES, BY_VECTORS, ROW_COUNTS, Choices, Shape, Variant, multiply, variants
 from batchserve.gpu.norms import rms_norm
-from tests.attention.test_triton import FakeGPU, gpu, spilled_bytes  # noqa: F401  (gpu is a fixture)
+from tests.attention.test_triton import FakeGPU, gpu, spilled_bytes, touched_early  # noqa: F401  (gpu is a fixture)
 
 # (rows, out_features, in_features, block_n, block_k, by_vectors, has_bias, has_residual)
 CASES = [
@@ -93,8 +93,9 @@ def test_variants_compile_for_a_gpu(gpu: FakeGPU, rows: int) -> None:  # noqa: F
     shape = Shape(256, 11264, torch.bfloat16)
     x, residual = (torch.empty(rows, n, dtype=shape.dtype, device="meta") for n in (shape.in_features, 256))
     weight = torch.empty(shape.out_features, shape.in_features, dtype=shape.dtype, device="meta")
-    wanted, refused = variants(shape, rows), []
-    assert wanted == [*(BY_VECTORS if rows <= 4 else ()), *(BY_MATRICES if rows > 1 else ())]
+    wanted, refused = variants(shape, rows, overlaps=gpu.arch >= 90), []
+    matrices = [each for each in BY_MATRICES if gpu.arch >= 90 or not each.is_fetched]
+    assert wanted == [*(BY_VECTORS if rows <= 4 else ()), *(matrices if rows > 1 else ())]
     for variant in wanted:
         try:
             out = multiply(variant, x, weight, None, residual, overlaps=gpu.arch >= 90)
@@ -107,24 +108,38 @@ def test_variants_compile_for_a_gpu(gpu: FakeGPU, rows: int) -> None:  # noqa: F
     for kernel in both:
         for each in kernel.device_caches[gpu.arch][0].values():
             assert ("mma.sync" in each.asm["ptx"] or "wgmma" in each.asm["ptx"]) == (kernel is kernels.multiply_rows)
-            assert ("griddepcontrol.wait" in each.asm["ptx"]) == (gpu.arch >= 90)
+            if gpu.arch >= 90:
+                assert touched_early(each, (0, 2, 3, 4)) == []  # x, bias, residual, out
+                assert bool(touched_early(each, (1,))) == (kernel is kernels.multiply_few)  # its first weights
+            else:
+                assert "griddepcontrol" not in each.asm["ptx"]
             assert spilled_bytes(each) <= 64
 
 
 @pytest.mark.parametrize("gpu", [80, 90], indirect=True)
 def test_norms_compile_for_a_gpu(gpu: FakeGPU) -> None:  # noqa: F811
+    from batchserve.gpu import kernels
+
+    kernels.normalise.device_caches.clear()
     x = torch.empty(1, 3, 4096, dtype=torch.bfloat16, device="meta")
     assert rms_norm(x, torch.empty(4096, device="meta"), 1e-5, gpu.arch >= 90).shape == x.shape
     assert gpu.launches == [("normalise", (3, 1, 1))]
+    (kernel,) = kernels.normalise.device_caches[gpu.arch][0].values()
+    assert gpu.arch < 90 or touched_early(kernel, (0, 2)) == []
 
 
 def test_what_can_multiply_follows_from_the_shape() -> None:
-    assert variants(Shape(64, 4096, torch.float32), 1) == []
-    assert {each.block_k for each in variants(Shape(64, 600, torch.float16), 1)} == {512}
-    assert variants(Shape(64, 100, torch.float16), 4) == []
-    blocks = {each.block_k for each in variants(Shape(64, 11008, torch.bfloat16), 16)}
-    assert blocks == {64, 128, 256}
-    assert {each.block_k for each in variants(Shape(64, 896, torch.bfloat16), 64)} == {64, 128}
+    def blocks(in_features: int, count: int, dtype: torch.dtype = torch.bfloat16) -> set[int]:
+        return {each.block_k for each in variants(Shape(64, in_features, dtype), count, overlaps=False)}
+
+    assert blocks(4096, 1, torch.float32) == set()
+    assert blocks(600, 1, torch.float16) == {512}
+    assert blocks(100, 4) == set()
+    assert blocks(11008, 16) == {64, 128, 256}
+    assert blocks(896, 64) == {64, 128}
+    fetched = [each.is_fetched for each in variants(Shape(64, 4096, torch.bfloat16), 16, overlaps=True)]
+    assert set(fetched) == {False, True}
+    assert not any(each.is_fetched for each in variants(Shape(64, 4096, torch.bfloat16), 16, overlaps=False))
 
 
 class PretendedKernels:

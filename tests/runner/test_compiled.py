@@ -22,10 +22,10 @@ from batchserve.attention.custom_op import OpaqueAttention, attend_op
 from batchserve.attention.paged import PagedBackend
 from batchserve.config import EngineConfig
 from batchserve.engine import build as build_module
-from batchserve.engine import compile_model as compile_module
+from batchserve.engine import make_faster as faster_module
 from batchserve.engine.build import build_engine
 from batchserve.errors import ConfigError
-from batchserve.gpu.graph_pass import GraphPass
+from batchserve.gpu.inductor import AddResiduals
 from batchserve.gpu.norms import RowNorm
 from batchserve.runner import gpu_modules
 from batchserve.runner.compiled import CompiledLayers, CompiledModel, repeated_layers
@@ -135,11 +135,11 @@ COMPILED = {"layers": "CompiledLayers", "whole": "CompiledModel"}
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, compiler: Any = "aot_eager") -> None:
     """Steps are captured, and models compiled, without what a GPU's compiler would make of them."""
-    for module in (build_module, compile_module):
+    for module in (build_module, faster_module):
         monkeypatch.setattr(module, "choose_capturer", lambda config, device, kernel: RerunCapturer())
     for name in COMPILED.values():
-        way = getattr(compile_module, name)
-        monkeypatch.setattr(compile_module, name, partial(way, compiler=compiler))
+        way = getattr(faster_module, name)
+        monkeypatch.setattr(faster_module, name, partial(way, compiler=compiler))
 
 
 @pytest.mark.parametrize("way", ["auto", "whole"])
@@ -167,7 +167,7 @@ def test_an_engine_with_our_own_linears_and_norms_gives_the_same_answers(
     residuals: list[int] = []
 
     def compile_(module: torch.fx.GraphModule, _: object) -> Any:
-        GraphPass(overlaps=True)(module.graph)
+        AddResiduals()(module.graph)
         products = module.graph.find_nodes(op="call_function", target=torch.ops.batchserve.row_product.default)
         residuals.append(sum(node.args[3] is not None for node in products))
         module.recompile()
@@ -178,8 +178,8 @@ def test_an_engine_with_our_own_linears_and_norms_gives_the_same_answers(
 
     with monkeypatch.context() as patch:
         as_on_a_gpu(patch, aot_autograd(fw_compiler=compile_))
-        patch.setattr(compile_module, "CudaTimer", lambda *_, **__: None)
-        patch.setattr(compile_module, "choose_products", lambda *_: None)
+        patch.setattr(faster_module, "CudaTimer", lambda *_, **__: None)
+        patch.setattr(faster_module, "choose_products", lambda *_: None)
         patch.setattr(gpu_modules, "DTYPES", (torch.float32,))
         patch.setattr(RowNorm, "forward", norm)
         reset()
@@ -201,15 +201,15 @@ def test_nothing_is_compiled_while_requests_are_served(
     counter = CompileCounterWithBackend("aot_eager")
     as_on_a_gpu(monkeypatch, counter)
     trials: list[int] = []
-    compare = compile_module.compare_logits
+    compare = faster_module.compare_logits
     monkeypatch.setattr(
-        compile_module, "compare_logits", lambda *args: (trials.append(counter.frame_count), compare(*args))
+        faster_module, "compare_logits", lambda *args: (trials.append(counter.frame_count), compare(*args))
     )
     options = {"attention_backend": "torch", "max_num_seqs": 4, "max_num_batched_tokens": 40, "max_graph_rows": 8}
     engine = build(tiny_model["llama"], num_threads=torch.get_num_threads(), **options)  # as beside a GPU: no choice
     assert isinstance(engine.core.runner.compiled, CompiledLayers)
     run(engine, random_jobs(random.Random(2), 6, VOCAB_SIZE, longest=40), Coverage())
-    assert len(trials) == 2
+    assert len(trials) == len((1, 4, 16, 32, 48))
     assert counter.frame_count == trials[-1], "behind the trial nothing was compiled"
 
 
@@ -246,3 +246,34 @@ def test_compiling_without_graphs_is_refused(tiny_model: dict[str, Path], backen
     config = EngineConfig(model=path, device="cpu", attention_backend=backend, compile_model="layers")
     with pytest.raises(ConfigError, match="compile_model = 'layers': must be with CUDA graphs"):
         build_engine(config)
+
+
+@pytest.mark.parametrize("fault", ["answers", "compiler", "device"])
+def test_a_model_that_our_own_kernels_do_not_serve_keeps_its_modules(
+    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(gpu_modules, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(faster_module, "CudaTimer", lambda *_, **__: None)
+    monkeypatch.setattr(faster_module, "choose_products", lambda *_: None)
+
+    def norm(own: RowNorm, x: torch.Tensor) -> torch.Tensor:
+        if fault == "compiler":
+            raise RuntimeError("no C compiler is installed")
+        if fault == "device":
+            raise torch.AcceleratorError("an illegal memory access was encountered")
+        # As it is tried, but not as the model calls it.
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], own.scale, own.eps) * (1.0 if x.ndim == 2 else 3.0)
+
+    monkeypatch.setattr(RowNorm, "forward", norm)
+    options = {"attention_backend": "torch", "max_num_seqs": 4, "max_num_batched_tokens": 16, "compile_model": "off"}
+    said: list[str] = []
+    config = EngineConfig(model=str(tiny_model["llama"]), device="cpu", dtype="float32", **options)
+    if fault == "device":
+        with pytest.raises(torch.AcceleratorError):
+            build_engine(config, said.append)
+        return
+    model = build_engine(config, said.append).core.runner._model
+    assert not any(type(module).__name__ in ("RowLinear", "RowNorm") for module in model.modules())
+    why = "no C compiler is installed" if fault == "compiler" else "answers differently with our own"
+    assert any(line.startswith("without linears and norms of our own: ") and why in line for line in said)

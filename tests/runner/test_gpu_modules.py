@@ -5,7 +5,11 @@ Linears have no kernel of ours here: the operator takes torch's product, as it d
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,10 +21,10 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from batchserve.gpu import norms
-from batchserve.gpu.graph_pass import CannotOverlapError, GraphPass, check_overlap
+from batchserve.gpu.inductor import AddResiduals
 from batchserve.gpu.linears import Choices, RowLinear, Shape
 from batchserve.gpu.norms import RowNorm
-from batchserve.runner.gpu_modules import swap_for_gpu
+from batchserve.runner.gpu_modules import SwappedModules
 
 HIDDEN = 64
 
@@ -44,6 +48,8 @@ def test_modules_are_swapped_where_they_can_be() -> None:
     tied = torch.nn.Linear(HIDDEN, 8, bias=False).bfloat16()
     hooked = torch.nn.Linear(HIDDEN, 8).bfloat16()
     hooked.register_forward_hook(lambda *_: None)
+    patched = torch.nn.Linear(HIDDEN, 8).bfloat16()
+    patched.forward = lambda x: x
     model = torch.nn.ModuleDict(
         {
             "inner": torch.nn.Sequential(torch.nn.Linear(HIDDEN, 8).half(), torch.nn.Linear(HIDDEN, 8)),
@@ -54,16 +60,21 @@ def test_modules_are_swapped_where_they_can_be() -> None:
             "norm of heads": LlamaRMSNorm(HIDDEN // 2).bfloat16(),
             "exact norm": LlamaRMSNorm(HIDDEN),
             "other norm": torch.nn.LayerNorm(HIDDEN).bfloat16(),
+            "patched": patched,
         }
     )
-    choices = Choices()
-    shapes = swap_for_gpu(model, HIDDEN, choices)
+    swapping = SwappedModules(model, Choices())
+    shapes = swapping.swap(HIDDEN)
     swapped = {name for name, each in model.named_modules() if isinstance(each, (RowLinear, RowNorm))}
     assert swapped == {"inner.0", "head", "norm"}
     assert set(shapes) == {Shape(8, HIDDEN, torch.float16), Shape(8, HIDDEN, torch.bfloat16)}
     assert shapes[Shape(8, HIDDEN, torch.bfloat16)][0] is tied.weight
     x = torch.randn(1, 5, HIDDEN).bfloat16()
     assert torch.equal(model["head"](x), tied(x))
+    assert len(swapping) == len(swapped)
+    swapping.undo()
+    assert model["head"] is tied
+    assert not any(isinstance(each, (RowLinear, RowNorm)) for each in model.modules())
 
 
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, GemmaRMSNorm])
@@ -75,13 +86,14 @@ def test_a_norm_is_scaled_as_before(kind: type[torch.nn.Module]) -> None:
     x = torch.randn(3, HIDDEN).bfloat16()
     with torch.inference_mode():
         expected = model(x)
-        swap_for_gpu(model, HIDDEN, Choices())
+        SwappedModules(model, Choices()).swap(HIDDEN)
         assert isinstance(model[0], RowNorm)
+        assert model[0].weight is norm.weight
         torch.testing.assert_close(model(x), expected, rtol=2e-2, atol=2e-2)
 
 
 class Block(torch.nn.Module):
-    """Two residuals, one of them added from the left; products that two want, or one twice, or of another shape."""
+    """Two residuals, one of them added from the left; products that two want, or one twice, or with a number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,6 +101,7 @@ class Block(torch.nn.Module):
         self.second = torch.nn.Linear(HIDDEN, HIDDEN)
         self.wanted_twice = torch.nn.Linear(HIDDEN, HIDDEN)
         self.doubled = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.sized = torch.nn.Linear(HIDDEN, HIDDEN)
         self.narrow = torch.nn.Linear(HIDDEN, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -96,7 +109,8 @@ class Block(torch.nn.Module):
         x = self.second(functional.silu(x)) + x
         twice = self.wanted_twice(x)
         doubled = self.doubled(x)
-        return functional.silu(twice) * (x + twice) + self.narrow(x) + functional.silu(doubled + doubled)
+        sized = self.sized(x) + x.shape[1]
+        return functional.silu(twice) * (x + twice) + self.narrow(x) + functional.silu(doubled + doubled) * sized
 
 
 def test_what_is_added_to_a_linear_is_added_by_it() -> None:
@@ -106,7 +120,7 @@ def test_what_is_added_to_a_linear_is_added_by_it() -> None:
 
     def count(module: torch.fx.GraphModule, _: object) -> Callable[..., object]:
         """As torch's compiler does it, which would need a C++ compiler here."""
-        GraphPass(overlaps=True)(module.graph)
+        AddResiduals()(module.graph)
         products = module.graph.find_nodes(op="call_function", target=torch.ops.batchserve.row_product.default)
         counted.append(sum(node.args[3] is not None for node in products))
         module.graph.lint()
@@ -114,29 +128,77 @@ def test_what_is_added_to_a_linear_is_added_by_it() -> None:
         return make_boxed_func(module.forward)
 
     with torch.inference_mode():
-        expected = model(x)
-        choices = Choices()
-        swap_for_gpu(model, HIDDEN, choices)
+        expected = {rows: model(x[:, :rows]) for rows in (5, 3, 2)}
+        SwappedModules(model, Choices()).swap(HIDDEN)
         torch._dynamo.reset()
         compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=aot_autograd(fw_compiler=count))
-        for rows in (5, 3, 2):
-            torch.testing.assert_close(compiled(x[:, :rows]), expected[:, :rows], rtol=2e-2, atol=2e-2)
+        for rows, logits in expected.items():
+            torch.testing.assert_close(compiled(x[:, :rows]), logits, rtol=2e-2, atol=2e-2)
     assert counted
     assert set(counted) == {2}
 
 
-def test_a_graph_in_which_something_is_made_of_nothing_must_not_overlap() -> None:
-    def fills(x: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(8, 8).index_add(0, torch.arange(len(x)), x)
+# Code for a GPU is generated, not compiled: in a process of its own, as Inductor has to take the CPU for one.
+GENERATE = """
+import sys
+import torch
+from torch._inductor import config
+from torch._inductor.codegen.triton import TritonKernel
+from torch._inductor.graph import GraphLowering
+from triton.runtime import driver
+from batchserve.gpu.inductor import inductor_options, waiting_first
+from tests.attention.test_triton import FakeGPU
 
-    refused: list[str] = []
+driver._active = FakeGPU(90)
+config.cpu_backend, config.force_disable_caches = "triton", True
+TritonKernel._enable_pdl_codegen = staticmethod(lambda: True)
 
-    def check(module: torch.fx.GraphModule, _: object) -> Callable[..., object]:
-        with pytest.raises(CannotOverlapError, match="loads nothing") as error:
-            check_overlap(module.graph)
-        refused.append(str(error.value))
-        return make_boxed_func(module.forward)
 
-    with torch.inference_mode():
-        torch.compile(fills, fullgraph=True, backend=aot_autograd(fw_compiler=check))(torch.ones(3, 8))
-    assert refused
+class Generated(Exception):
+    pass
+
+
+def stop(graph, *_, **__):
+    code, _ = graph.codegen()
+    print(code.value)
+    raise Generated
+
+
+GraphLowering.compile_to_module = stop
+
+
+def router(x, places):
+    mask = torch.zeros_like(x)
+    mask.scatter_(1, places, 1.0)
+    choice = x.sigmoid() * (1.0 - mask)
+    total = choice.sum(-1, keepdim=True)
+    return torch.topk(choice / total, 2, dim=-1)[1], torch.full_like(x, 3.0)
+
+
+options = inductor_options(overlaps=True)
+assert options["triton.enable_pdl"]
+with waiting_first(), torch.inference_mode():
+    try:
+        torch.compile(router, dynamic=True, options=options)(torch.randn(8, 2048), torch.zeros(8, 3, dtype=torch.long))
+    except Exception as error:
+        if "Generated" not in repr(error):
+            raise
+"""
+
+
+def test_kernels_of_torchs_compiler_wait_before_they_touch_anything() -> None:
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", GENERATE],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert process.returncode == 0, process.stderr
+    kernels = [each for each in re.split(r"(?m)^def (?=triton_)", process.stdout)[1:] if "tl.store" in each]
+    assert len(kernels) > 2
+    for kernel in kernels:
+        first = re.search(r"gdc_wait|tl\.load\(|tl\.store\(|tl\.atomic", kernel)
+        assert first is not None
+        assert first[0] == "gdc_wait", kernel

@@ -1,0 +1,148 @@
+"""What makes a model faster at start, on a GPU: kernels of our own, and torch's compiler.
+
+Both are used where they can be, and only if the model answers as before.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from batchserve.attention.paged import PagedBackend
+from batchserve.attention.step_buffer import upload
+from batchserve.errors import ConfigError
+from batchserve.gpu.choose import CudaTimer, choose_products
+from batchserve.gpu.linears import ROW_COUNTS, Choices
+from batchserve.kernel_overlap import can_overlap
+from batchserve.request import GREEDY
+from batchserve.runner.compiled import CompiledLayers, CompiledModel
+from batchserve.runner.cuda_graphs import choose_capturer
+from batchserve.runner.gpu_modules import SwappedModules
+from batchserve.runner.probe import PROBE_TOKENS, compare_logits
+from batchserve.runner.ragged_batch import RequestRows, build_batch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from batchserve.config import EngineConfig
+    from batchserve.runner.loader import LoadedModel
+    from batchserve.runner.model_runner import ModelRunner
+
+
+def make_faster(
+    config: EngineConfig, loaded: LoadedModel, runner: ModelRunner, say: Callable[[str], None]
+) -> list[str]:
+    """Before anything is captured, where steps are to be; what was done, for whoever keeps how long steps take.
+
+    Raises ConfigError where a way to compile was asked for and cannot be.
+    """
+    way, backend = config.compile_model, runner.backend
+    can_be = isinstance(backend, PagedBackend) and choose_capturer(config, loaded.device, backend.kernel) is not None
+    if way in ("layers", "whole") and not can_be:
+        raise ConfigError(
+            f"compile_model = {way!r}: must be with CUDA graphs: on a GPU, without enforce_eager, and not with "
+            "attention_backend torch"
+        )
+    if not can_be:
+        return []
+    overlaps = config.kernel_overlap and can_overlap(loaded.device)
+    done = ["overlap"] if overlaps else []
+    if way == "off" and not config.custom_kernels:
+        return done
+    expected = _trial_logits(loaded, runner)
+    if config.custom_kernels and _use_own_kernels(loaded, runner, expected, say, overlaps=overlaps):
+        done.append("own kernels")
+    if way != "off" and _compile(way, loaded, runner, expected, say, overlaps=overlaps):
+        done.append(type(runner.compiled).__name__)
+    return done
+
+
+def _use_own_kernels(
+    loaded: LoadedModel,
+    runner: ModelRunner,
+    expected: list[torch.Tensor],
+    say: Callable[[str], None],
+    *,
+    overlaps: bool,
+) -> bool:
+    """Whether linears and norms have kernels of our own now; else the model is as it was."""
+    swapped = SwappedModules(loaded.model, Choices(overlaps=overlaps))
+    try:
+        shapes = swapped.swap(int(loaded.model.config.get_text_config().hidden_size))
+        if not swapped:
+            return False
+        say("timing products of few rows (their kernels are compiled at the first start, some seconds)")
+        choose_products(shapes, swapped.choices, CudaTimer(loaded.device, loaded.dtype, overlaps=overlaps), say)
+        _compare(loaded, runner, expected, "with our own linears and norms", "these")
+    except Exception as error:  # Triton's compiler has errors of many kinds
+        _raise_fault(error)
+        swapped.undo()
+        say(f"without linears and norms of our own: {type(error).__name__}: {error}")
+        return False
+    return True
+
+
+def _compile(
+    way: str,
+    loaded: LoadedModel,
+    runner: ModelRunner,
+    expected: list[torch.Tensor],
+    say: Callable[[str], None],
+    *,
+    overlaps: bool,
+) -> bool:
+    """Whether the runner runs a compiled model now; else the model is as it was."""
+    assert isinstance(runner.backend, PagedBackend)
+    say(f"compiling the model ({way if way == 'whole' else 'layers'}; longer at the first start)")
+    began_s, compiled = time.monotonic(), None
+    try:
+        program = CompiledModel if way == "whole" else CompiledLayers
+        compiled = runner.compiled = program(loaded.model, runner.backend, overlaps=overlaps)
+        _compare(loaded, runner, expected, "compiled", "torch's compiler")
+    except Exception as error:  # torch's compilers have errors of many kinds
+        _raise_fault(error)
+        runner.compiled = None
+        if compiled is not None:
+            compiled.undo()
+        if way != "auto":
+            raise ConfigError(f"compile_model = {way!r}: {type(error).__name__}: {error}") from error
+        say(f"the model is not compiled: {type(error).__name__}: {error}")
+        return False
+    say(f"compiled in {time.monotonic() - began_s:.0f} s")
+    return True
+
+
+def _raise_fault(error: Exception) -> None:
+    """A fault of the device is no matter of compilers."""
+    if isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError):
+        raise error
+
+
+def _compare(loaded: LoadedModel, runner: ModelRunner, expected: list[torch.Tensor], where: str, suspect: str) -> None:
+    """Raises UnsupportedModelError where the model does not answer as before."""
+    for found, logits in zip(_trial_logits(loaded, runner), expected, strict=True):
+        compare_logits(loaded.model, found, logits, where, suspect)
+
+
+@torch.inference_mode()
+def _trial_logits(loaded: LoadedModel, runner: ModelRunner) -> list[torch.Tensor]:
+    """float32 [rows, vocab_size] of short texts, all of whose rows are sampled: of as many as kernels differ by."""
+    name, allocator = "trial", runner.backend.allocator
+    most = min(PROBE_TOKENS, loaded.max_model_len, allocator.reservable_tokens([name])[0])
+    found = []
+    for count in sorted({min(count, most) for count in (most, *ROW_COUNTS)}, reverse=True):
+        ids = [(7 * i) % loaded.vocab_size for i in range(count)]
+        allocator.reserve(name, count)
+        try:
+            batch = build_batch([RequestRows(name, 0, ids, list(range(-1, count - 1)), 1, GREEDY)])
+            runner.backend.begin(batch.spans)
+            # Not through forward(), which pads: a graph of one row has one.
+            arrays = {"ids": batch.input_ids[:count], "positions": batch.position_ids[:count], "keep": np.arange(count)}
+            inputs = upload(arrays, loaded.device)
+            found.append(runner.run_model(inputs["ids"], inputs["positions"], inputs["keep"]).float())
+        finally:
+            allocator.release(name)
+    return found

@@ -1,0 +1,90 @@
+"""What torch's compiler is told of a model whose linears are our own, and whose kernels overlap.
+
+Importing this imports the compiler, which takes a second.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._inductor import config
+from torch._inductor.codegen.triton import TritonKernel
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.scheduler import Scheduler
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+RESIDUAL = 3  # of the operator's arguments
+
+
+def inductor_options(*, overlaps: bool) -> dict[str, Any]:
+    """For torch.compile. Kernels overlap where this version of Inductor can have them wait (waiting_first)."""
+    # Norms of few rows in one kernel, where it would make two.
+    options: dict[str, Any] = {"split_reductions": False, "post_grad_custom_post_pass": AddResiduals()}
+    return {**options, "triton.enable_pdl": True} if overlaps and _knows_what_is_before() else options
+
+
+@contextmanager
+def waiting_first() -> Iterator[None]:
+    """What is compiled in here waits, in kernels that overlap, before it loads or stores anything.
+
+    By itself Inductor has a kernel wait where it reads what the node before it has written, by name, and trusts that
+    all others have ended. It misses what is written in place, and what is made of nothing, whose kernel waits for
+    nobody: the one behind it would begin too early. Not told what is before a node, it waits for everything.
+    """
+    missing = object()
+    before = vars(Scheduler).get("previous_node", missing)
+    type.__setattr__(Scheduler, "previous_node", property(lambda _: None, lambda _, node: None))
+    try:
+        yield
+    finally:
+        if before is missing:
+            type.__delattr__(Scheduler, "previous_node")
+        else:
+            type.__setattr__(Scheduler, "previous_node", before)
+
+
+def _knows_what_is_before() -> bool:
+    """Whether Inductor goes by what waiting_first() keeps from it."""
+    decides = getattr(TritonKernel, "_handle_pdl_before_access", None)
+    return (
+        hasattr(config.triton, "enable_pdl") and decides is not None and "previous_node" in inspect.getsource(decides)
+    )
+
+
+class AddResiduals(CustomGraphPass):
+    """linear(x) + residual, of the same shape, becomes one operator where nobody else wants linear(x)."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        for node in list(graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)):
+            for product, residual in (node.args, node.args[::-1]):
+                if not node.kwargs and _takes(product, residual):
+                    arguments = [*product.args]
+                    arguments[RESIDUAL] = residual
+                    with graph.inserting_before(node):
+                        joined = graph.call_function(product.target, tuple(arguments))
+                    joined.meta = node.meta
+                    node.replace_all_uses_with(joined)
+                    graph.erase_node(node)
+                    graph.erase_node(product)
+                    break
+
+    def uuid(self) -> bytes:
+        """Programs that Inductor has on disk are of this file: of how it waits, too."""
+        return get_hash_for_files((__file__,))
+
+
+def _takes(product: object, residual: object) -> bool:
+    if not isinstance(product, torch.fx.Node) or not isinstance(residual, torch.fx.Node) or product is residual:
+        return False
+    if product.target is not torch.ops.batchserve.row_product.default or len(product.users) > 1:
+        return False
+    own, added = product.meta["val"], residual.meta["val"]
+    if not isinstance(added, torch.Tensor) or own.dtype != added.dtype:  # a size may be added, too
+        return False
+    return statically_known_true(sym_eq(own.shape, added.shape)) and product.args[RESIDUAL] is None
