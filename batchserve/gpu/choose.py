@@ -18,11 +18,8 @@ MOST_WEIGHTS = 16  # of one shape, that products are timed over: together more t
 TIMINGS = 3
 ENOUGH_FASTER = 0.98  # of torch's time; else its own stays
 MOST_ERROR = 1e-2  # of the norm of what torch's product gives: rounding to bfloat16 is some 3e-3 of it
-FILL_FEATURES, FILL_PRODUCTS, MOST_FILLERS = (
-    4096,
-    10,
-    640,
-)  # what keeps the device busy until all that is timed is queued
+# Square products that keep the device busy until all that is timed is queued: their size, and how many at first.
+FILL_FEATURES, FILL_PRODUCTS, MOST_FILLERS = 4096, 10, 640
 
 Product = Callable[[torch.Tensor], torch.Tensor]  # of the weights
 Timer = Callable[[Product, Sequence[torch.Tensor]], float]
