@@ -98,7 +98,7 @@ def build_engine(
         runner.num_threads = config.num_threads
         runner.bind_thread()  # compiled programs are for so many threads
     made_faster = make_faster(config, loaded, runner, say)
-    _capture_graphs(config, loaded, runner, max_model_len, say)
+    _capture_graphs(config, loaded, runner, max_model_len, made_faster, say)
     if runner.graphs is not None:
         most = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
         _warm_up_beyond(runner, runner.graphs.sizes[-1], most, max_model_len)
@@ -145,7 +145,12 @@ def build_engine(
 
 
 def _capture_graphs(
-    config: EngineConfig, loaded: LoadedModel, runner: ModelRunner, max_model_len: int, say: Progress
+    config: EngineConfig,
+    loaded: LoadedModel,
+    runner: ModelRunner,
+    max_model_len: int,
+    made_faster: list[str],
+    say: Progress,
 ) -> None:
     """Steps become CUDA graphs where there can be any. Raises ConfigError if a capture fails."""
     backend = runner.backend
@@ -179,11 +184,7 @@ def _capture_graphs(
         name = type(loaded.model).__name__
         raise ConfigError(
             f"enforce_eager = False: the CUDA graph capture of {name} failed ({error}); set enforce_eager"
-            + (
-                ""
-                if runner.compiled is None
-                else ", or compile_model = 'off', custom_kernels or kernel_overlap = False"
-            )
+            + ("" if not made_faster else ", or compile_model = 'off', custom_kernels or kernel_overlap = False")
         ) from error
 
 

@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 MOST_WEIGHTS = 16  # of one shape, that products are timed over: together more than caches hold, in a large model
 TIMINGS = 3
 ENOUGH_FASTER = 0.98  # of torch's time; else its own stays
-MOST_ERROR = 1e-2  # of the norm of what torch's product gives: rounding to bfloat16 is some 3e-3 of it
+MOST_ERROR = 1e-2  # of the norm of a row of what torch's product gives: rounding to bfloat16 is some 3e-3 of it
 # Square products that keep the device busy until all that is timed is queued: their size, and how many at first.
-FILL_FEATURES, FILL_PRODUCTS, MOST_FILLERS = 4096, 10, 640
+FILL_FEATURES, FILL_PRODUCTS, MOST_FILLERS = 4096, 10, 80
 
 Product = Callable[[torch.Tensor], torch.Tensor]  # of the weights
 Timer = Callable[[Product, Sequence[torch.Tensor]], float]
@@ -37,6 +37,7 @@ class CudaTimer:
         self._filled = torch.empty_like(self._filler)
         self._scale = torch.ones(FILL_FEATURES, device=device)
         self._overlaps, self._num_fillers = overlaps, FILL_PRODUCTS
+        rms_norm(self._filler[0], self._scale, 1.0, overlaps)  # compiled here, not while others are timed
 
     def __call__(self, product: Product, weights: Sequence[torch.Tensor]) -> float:
         found: list[float] = []
@@ -97,12 +98,21 @@ def _best(
             return run(variant, x, weight, overlaps=overlaps)
 
         try:
-            difference = (product(weights[0]).float() - expected).norm()
+            is_right = _is_right(product(weights[0]), expected)
         except torch.AcceleratorError:
             raise
         except Exception as error:  # Triton's compiler has errors of many kinds: too much shared memory, the most
             logger.info("%s cannot multiply %d rows: %s", variant, len(x), error)
             continue
-        if difference <= MOST_ERROR * expected.norm() and (seconds := timer(product, weights)) < best_s:
+        if is_right and (seconds := timer(product, weights)) < best_s:
             best, best_s = variant, seconds
-    return best
+    if best is None:
+        return None
+    residual = torch.randn_like(expected).to(x.dtype)
+    found = run(best, x, weights[0], None, residual, overlaps=overlaps)
+    return best if _is_right(found, expected + residual.float()) else None
+
+
+def _is_right(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether every row is, but for rounding."""
+    return bool(((found.float() - expected).norm(dim=1) <= MOST_ERROR * expected.norm(dim=1)).all())

@@ -6,8 +6,7 @@ Importing this imports the compiler, which takes a second.
 from __future__ import annotations
 
 import inspect
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._inductor import config
@@ -16,45 +15,43 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.scheduler import Scheduler
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 RESIDUAL = 3  # of the operator's arguments
 
 
 def inductor_options(*, overlaps: bool) -> dict[str, Any]:
-    """For torch.compile. Kernels overlap where this version of Inductor can have them wait (waiting_first)."""
+    """For torch.compile. Kernels overlap where this version of Inductor can be made to have them wait."""
     # Norms of few rows in one kernel, where it would make two.
     options: dict[str, Any] = {"split_reductions": False, "post_grad_custom_post_pass": AddResiduals()}
-    return {**options, "triton.enable_pdl": True} if overlaps and _knows_what_is_before() else options
+    return {**options, "triton.enable_pdl": True} if overlaps and _can_be_made_to_wait() else options
 
 
-@contextmanager
-def waiting_first() -> Iterator[None]:
-    """What is compiled in here waits, in kernels that overlap, before it loads or stores anything.
+def _can_be_made_to_wait() -> bool:
+    """Whether Inductor goes by what _node_before keeps from it, and waits where it does not know."""
+    decides = getattr(TritonKernel, "_handle_pdl_before_access", None)
+    if decides is None or not hasattr(config.triton, "enable_pdl"):
+        return False
+    source = inspect.getsource(decides)
+    return "scheduler.previous_node" in source and "prev_node is None or" in source
+
+
+def _node_before(scheduler: Scheduler) -> object:
+    """In place of Scheduler.previous_node: where kernels overlap nobody is told which node is before another.
 
     By itself Inductor has a kernel wait where it reads what the node before it has written, by name, and trusts that
     all others have ended. It misses what is written in place, and what is made of nothing, whose kernel waits for
-    nobody: the one behind it would begin too early. Not told what is before a node, it waits for everything.
+    nobody: the one behind it would begin too early. Not told what is before a node, it has every kernel wait before it
+    loads or stores anything.
     """
-    missing = object()
-    before = vars(Scheduler).get("previous_node", missing)
-    type.__setattr__(Scheduler, "previous_node", property(lambda _: None, lambda _, node: None))
-    try:
-        yield
-    finally:
-        if before is missing:
-            type.__delattr__(Scheduler, "previous_node")
-        else:
-            type.__setattr__(Scheduler, "previous_node", before)
+    return None if config.triton.enable_pdl else vars(scheduler).get("previous_node")
 
 
-def _knows_what_is_before() -> bool:
-    """Whether Inductor goes by what waiting_first() keeps from it."""
-    decides = getattr(TritonKernel, "_handle_pdl_before_access", None)
-    return (
-        hasattr(config.triton, "enable_pdl") and decides is not None and "previous_node" in inspect.getsource(decides)
-    )
+def _note_node(scheduler: Scheduler, node: object) -> None:
+    vars(scheduler)["previous_node"] = node
+
+
+# For good, and for all: what is compiled at the same time elsewhere in the process must not change it back.
+if _can_be_made_to_wait():
+    type.__setattr__(Scheduler, "previous_node", property(_node_before, _note_node))
 
 
 class AddResiduals(CustomGraphPass):

@@ -15,8 +15,7 @@ from batchserve.attention.custom_op import LayerAttention, OpaqueAttention
 from batchserve.runner.forward import logits_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterator
 
     from transformers import PreTrainedModel
 
@@ -40,11 +39,11 @@ class CompiledModel:
         def forward(input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
             return logits_of(model, attention, input_ids, positions, keep)
 
-        options, self._rules = _rules(compiler, overlaps=overlaps)
+        options = _options(compiler, overlaps=overlaps)
         self._forward = torch.compile(forward, fullgraph=True, dynamic=True, backend=compiler, options=options)
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        with self._rules():
+        with _any_number_of_rows():
             return self._forward(input_ids, positions, keep)
 
     def undo(self) -> None:
@@ -63,13 +62,13 @@ class CompiledLayers:
     ) -> None:
         self._model, self._layers = model, repeated_layers(model)
         self._attention = LayerAttention(backend, model)
-        options, self._rules = _rules(compiler, overlaps=overlaps)
+        options = _options(compiler, overlaps=overlaps)
         # The first call compiles; this only says so. The very same options for all: else each has a program of its own.
         for layer in self._layers:
             layer.compile(fullgraph=True, dynamic=True, backend=compiler, options=options)
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        with self._rules():
+        with _any_number_of_rows():
             return logits_of(self._model, self._attention, input_ids, positions, keep)
 
     def undo(self) -> None:
@@ -93,20 +92,12 @@ def repeated_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     return list(found[0])
 
 
-def _rules(
-    compiler: str, *, overlaps: bool
-) -> tuple[dict[str, Any] | None, Callable[[], AbstractContextManager[None]]]:
-    """The compiler's options, and what it compiles in."""
+def _options(compiler: str, *, overlaps: bool) -> dict[str, Any] | None:
     if compiler != "inductor":
-        return None, _any_number_of_rows
-    from batchserve.gpu.inductor import inductor_options, waiting_first
+        return None
+    from batchserve.gpu.inductor import inductor_options  # and with it the compiler
 
-    @contextmanager
-    def rules() -> Iterator[None]:
-        with _any_number_of_rows(), waiting_first():
-            yield
-
-    return inductor_options(overlaps=overlaps), rules
+    return inductor_options(overlaps=overlaps)
 
 
 @contextmanager

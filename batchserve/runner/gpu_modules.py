@@ -77,9 +77,12 @@ def _row_norm(module: torch.nn.Module, hidden_size: int, overlaps: bool) -> RowN
         return None
 
     def norm(scale: torch.Tensor, eps: float) -> RowNorm:
-        return RowNorm(weight, scale, eps, overlaps=overlaps)
+        return RowNorm(weight, scale, eps, overlaps=False)  # its scale has just been made, by the kernel before it
 
-    return norm_scale(module, norm)
+    found = norm_scale(module, norm)
+    if found is not None:
+        found.overlaps = overlaps
+    return found
 
 
 def _is_changed(module: torch.nn.Module) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from batchserve.attention.paged import PagedBackend
+from batchserve.gpu.linears import RowLinear
 from batchserve.request import GREEDY, ResolvedSampling
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.runner.step_handle import QueuedStep
@@ -61,6 +62,7 @@ class StepBench:
         return {
             **self.ran_on(),
             "graphs": num_graphs(self.engine),
+            "own_linears": sum(isinstance(each, RowLinear) for each in self.runner._model.modules()),
             "weight_bytes": self._weight_bytes,
             "kv_bytes_per_token": self._bytes_per_token,
             "kv_tokens": self.runner.backend.allocator.total_tokens,

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -34,6 +34,7 @@ CASES = [
     (16, 20, 32, 16, 32, False, True, False),
     (17, 48, 64, 16, 16, False, False, True),
     (5, 16, 96, 16, 32, False, True, True),
+    (40, 33, 64, 16, 32, False, True, True),
     (64, 33, 32, 16, 32, False, False, True),
 ]
 NORMS = [(1, 64), (5, 100), (2, 1)]  # rows, dim
@@ -143,17 +144,36 @@ def test_what_can_multiply_follows_from_the_shape() -> None:
 
 
 class PretendedKernels:
-    """Kernels that torch stands in for, and how long each takes: the ones of `wrong` give something else."""
+    """Kernels that torch stands in for, and how long each takes.
 
-    def __init__(self, seconds: dict[Variant | None, float], wrong: Sequence[Variant] = ()) -> None:
-        self.seconds, self.wrong = seconds, wrong
+    Those of `wrong` give something else in the last row, those of `forgetful` where something is added.
+    """
+
+    def __init__(
+        self,
+        seconds: dict[Variant | None, float],
+        wrong: Sequence[Variant] = (),
+        forgetful: Sequence[Variant] = (),
+    ) -> None:
+        self.seconds, self.wrong, self.forgetful = seconds, wrong, forgetful
         self.ran: Variant | None = None
 
-    def run(self, variant: Variant, x: torch.Tensor, weight: torch.Tensor, *, overlaps: bool) -> torch.Tensor:
+    def run(
+        self,
+        variant: Variant,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: None = None,
+        residual: torch.Tensor | None = None,
+        *,
+        overlaps: bool,
+    ) -> torch.Tensor:
         if variant not in self.seconds:
             raise RuntimeError("out of resource: shared memory")
         self.ran = variant
-        return functional.linear(x, weight) * (1.02 if variant in self.wrong else 1.0)
+        out = functional.linear(x, weight)
+        out[-1] *= 1.02 if variant in self.wrong else 1.0
+        return out if residual is None else out + residual * (2.0 if variant in self.forgetful else 1.0)
 
     def time(self, product: choose.Product, weights: Sequence[torch.Tensor]) -> float:
         self.ran = None
@@ -172,6 +192,54 @@ def test_the_fastest_that_is_right_is_chosen() -> None:
     assert choices.variant(shape, 65) is choices.variant(shape, 0) is None
     assert choices.variant(Shape(8, 128, torch.bfloat16), 2) is None
     assert said == ["products of 8 x 1024: our own kernel for up to 4, 16, 32, 64 rows"]
+
+
+def test_what_adds_wrongly_is_not_chosen() -> None:
+    shape = Shape(8, 1024, torch.bfloat16)
+    fast, *_ = BY_MATRICES
+    kernels = PretendedKernels({None: 1.0, fast: 0.5}, forgetful=[fast])
+    choices = Choices()
+    choose_products({shape: [torch.randn(8, 1024).bfloat16()]}, choices, kernels.time, print, kernels.run)
+    assert {choices.variant(shape, rows) for rows in (1, 2, 16, 64)} == {None}
+
+
+class FakeEvent:
+    """Of a device that has gone idle behind the first so many records of a beginning."""
+
+    idle = 0
+    recorded: ClassVar[list[FakeEvent]] = []
+
+    def __init__(self, **_: Any) -> None: ...
+
+    def record(self) -> None:
+        self.recorded.append(self)
+
+    def query(self) -> bool:
+        return len(self.recorded) // 2 <= FakeEvent.idle
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert self.recorded[-2:] == [self, end]
+        return 40.0 if len(self.recorded) == 8 else 10.0  # ms: once something came between
+
+
+@pytest.mark.parametrize("idle", [0, 2, 100])
+def test_a_product_is_timed_while_the_device_is_busy(monkeypatch: pytest.MonkeyPatch, idle: int) -> None:
+    fillers, normed = [], []
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(FakeEvent, "recorded", [])
+    monkeypatch.setattr(FakeEvent, "idle", idle)
+    monkeypatch.setattr(torch, "mm", lambda *_, out: fillers.append(out))
+    monkeypatch.setattr(choose, "rms_norm", lambda *_: normed.append(1))
+    timer = choose.CudaTimer(torch.device("cpu"), torch.bfloat16, overlaps=False)
+    weights = [torch.ones(1)] * 4
+    assert timer(lambda weight: weight, weights) == pytest.approx(10e-3 / 4)
+    tries = len(FakeEvent.recorded) // 2
+    assert tries == choose.TIMINGS + (3 if idle == 100 else idle)
+    assert len(normed) == 1 + 4 * tries
+    first = choose.FILL_PRODUCTS
+    assert len(fillers) == {0: 3 * first, 2: (1 + 2 + 3 * 4) * first, 100: (1 + 2 + 4 + 3 * 8) * first}[idle]
 
 
 def test_a_fault_of_the_device_is_not_taken_for_a_kernel_that_cannot_be() -> None:

@@ -95,11 +95,14 @@ def test_layers_that_are_alike_share_a_program_of_torchs_own_compiler(
 ) -> None:
     """With the options that it has here: it takes others for another compiler."""
     from torch._inductor import compile_fx
+    from torch._inductor.scheduler import Scheduler
 
     programs: list[torch.fx.GraphModule] = []
 
-    def compile_(module: torch.fx.GraphModule, *_: Any, **__: Any) -> Any:
+    def compile_(module: torch.fx.GraphModule, *_: Any, config_patches: dict[str, Any], **__: Any) -> Any:
         programs.append(module)
+        assert config_patches["triton.enable_pdl"]
+        assert isinstance(vars(Scheduler)["previous_node"], property)  # of ours: kernels wait
         return module.forward
 
     monkeypatch.setattr(compile_fx, "compile_fx", compile_)
