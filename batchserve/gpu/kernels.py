@@ -28,6 +28,15 @@ def _store(result, where, mask, residual, out, HAS_RESIDUAL: tl.constexpr):
 
 
 @triton.jit
+def _store_row(
+    sums, added, row: tl.constexpr, num_rows, place, residual, out, out_features, HAS_RESIDUAL: tl.constexpr
+):  # fmt: skip
+    """What multiply_few has of a row, if there is such a row."""
+    mask = place < tl.where(num_rows > row, out_features, 0)
+    _store(tl.sum(sums, 1) + added, row * out_features + place, mask, residual, out, HAS_RESIDUAL)
+
+
+@triton.jit
 def _fetch(places):
     """Have the cache of the device fetch what is at these places, without waiting for it."""
     code: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
@@ -80,36 +89,14 @@ def multiply_few(
             sums1 += block * tl.load(x1 + rest, mask=is_in, other=0.0).to(tl.float32)[None, :]
             sums2 += block * tl.load(x2 + rest, mask=is_in, other=0.0).to(tl.float32)[None, :]
             sums3 += block * tl.load(x3 + rest, mask=is_in, other=0.0).to(tl.float32)[None, :]
-    mask = place < out_features
     added = tl.zeros([BLOCK_N], tl.float32)
     if HAS_BIAS:
         added = tl.load(bias + feature).to(tl.float32)
-    _store(tl.sum(sums, 1) + added, place, mask, residual, out, HAS_RESIDUAL)
+    _store_row(sums, added, 0, num_rows, place, residual, out, out_features, HAS_RESIDUAL)
     if MOST_ROWS > 1:
-        _store(
-            tl.sum(sums1, 1) + added,
-            place + out_features,
-            place < tl.where(num_rows > 1, out_features, 0),
-            residual,
-            out,
-            HAS_RESIDUAL,
-        )
-        _store(
-            tl.sum(sums2, 1) + added,
-            place + 2 * out_features,
-            place < tl.where(num_rows > 2, out_features, 0),
-            residual,
-            out,
-            HAS_RESIDUAL,
-        )
-        _store(
-            tl.sum(sums3, 1) + added,
-            place + 3 * out_features,
-            place < tl.where(num_rows > 3, out_features, 0),
-            residual,
-            out,
-            HAS_RESIDUAL,
-        )
+        _store_row(sums1, added, 1, num_rows, place, residual, out, out_features, HAS_RESIDUAL)
+        _store_row(sums2, added, 2, num_rows, place, residual, out, out_features, HAS_RESIDUAL)
+        _store_row(sums3, added, 3, num_rows, place, residual, out, out_features, HAS_RESIDUAL)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
