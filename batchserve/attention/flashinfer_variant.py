@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from batchserve.attention.base import AttentionParams
     from batchserve.attention.tree_metadata import TreeMetadata
 
-REVISION = 1  # part of a compiled module's name: raise it with every change of the source
+REVISION = 2  # part of a compiled module's name: raise it with every change of the source
 TENSORS = {"ancestors": "int32_t", "positions": "int32_t"}  # of TreeMetadata, in the order of the run's arguments
 SCALARS = {"sm_scale": "double", "softcap": "double", "ancestor_words": "int64_t", "window": "int64_t"}
 
@@ -23,7 +23,7 @@ SOURCE = r"""
 struct TreeAttention : AttentionVariantBase {
   static constexpr bool use_softmax = true;
   static constexpr bool has_softcap = HAS_SOFTCAP;
-  uint32_t qo_len, kv_len, window_left, words;
+  uint32_t qo_len, kv_len, window_left, words, seen_by_all;
   int32_t window;
   float sm_scale_log2, before_tanh;
   const uint32_t* ancestors;
@@ -36,6 +36,7 @@ struct TreeAttention : AttentionVariantBase {
     window_left = kv_len;  // the kernel's own window counts rows: it must skip nothing
     words = static_cast<uint32_t>(params.ancestor_words);
     window = static_cast<int32_t>(params.window);
+    seen_by_all = window > 0 ? 0u : kv_len - qo_len;
     const float scale = static_cast<float>(params.sm_scale), cap = static_cast<float>(params.softcap);
     before_tanh = has_softcap ? scale / cap : 1.f;
     sm_scale_log2 = (has_softcap ? cap : scale) * math::log2e;
@@ -52,6 +53,7 @@ struct TreeAttention : AttentionVariantBase {
   })
 
   REGISTER_LOGITS_MASK(params, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
+    if (kv_idx < seen_by_all) return true;  // first: the kernel asks for every key of the context
     if (qo_idx >= qo_len || kv_idx >= kv_len) return false;
     const uint32_t context_len = kv_len - qo_len;
     int32_t key_position = static_cast<int32_t>(kv_idx);

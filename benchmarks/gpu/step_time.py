@@ -40,13 +40,13 @@ def run(kit: Kit, report: Report) -> None:
     report.about(compiles=[*compiling, f"{second}/default", *(f"{second}/{name}" for name in KERNELS)])
     # A word on every question, then all the rest.
     _grid(kit, report, first, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1, 2)), CONTEXTS[:1])
-    for mode in ("torch_kernels", "one_by_one", "uncompiled"):
-        _mode(kit, report, first, modes, bandwidth, mode)
     for batch in kit.pick((1, 8), (1,)):
         report.cell(f"attention/b{batch}", partial(attention_ms, kit, batch))
     report.cell("attention/prompts", partial(prompts_ms, kit))
-    small_q.run(kit, report, bandwidth, small_q.FEW)
     _grid(kit, report, second, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1,)), CONTEXTS[:1])
+    for mode in ("torch_kernels", "one_by_one", "uncompiled"):
+        _mode(kit, report, first, modes, bandwidth, mode)
+    small_q.run(kit, report, bandwidth, small_q.FEW)
     buckets.run(kit, report, first, bandwidth)
     _grid(kit, report, first, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1, 2)), CONTEXTS[1:])
     small_q.run(kit, report, bandwidth)

@@ -540,7 +540,7 @@ def test_flashinfer_makes_the_variants_sources(
     monkeypatch.setattr(env, "FLASHINFER_GEN_SRC_DIR", tmp_path)
     arguments = variant_arguments(head_dim, head_dim, torch.bfloat16, has_softcap)
     module = gen_customize_batch_prefill_module("fa2", *arguments)
-    assert module.name == arguments[0] == f"batchserve_tree_bfloat16_d{head_dim}{'_softcap' if has_softcap else ''}_v1"
+    assert module.name == arguments[0] == f"batchserve_tree_bfloat16_d{head_dim}{'_softcap' if has_softcap else ''}_v2"
     config = (tmp_path / module.name / "batch_prefill_config.inc").read_text()
     for declared in ("struct TreeAttention", *(f"{kind}* {name};" for name, kind in TENSORS.items())):
         assert declared in config
