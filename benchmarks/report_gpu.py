@@ -6,6 +6,7 @@ from typing import Any
 
 from benchmarks.report_drafting import read, table
 
+# On an H200; then on an H100.
 FLASHINFER, COMPILED, TILES, FEW_ROWS, LAST = (
     "1_flashinfer",
     "2_compiled",
@@ -13,6 +14,7 @@ FLASHINFER, COMPILED, TILES, FEW_ROWS, LAST = (
     "4_few_rows",
     "5_own_kernels",
 )
+H100, H100_LAST = "6_h100", "7_residuals_timed"
 SHAPES = {"llama-2-7b": "7B", "llama-3-8b": "8B"}
 RAG, OTHER_SETS = "llma_rag", {"gsm_qwen2_7b": "arithmetic, Qwen2-7B", "mbpp_gpt4": "Python, GPT-4"}
 # Requests, and rows of all.
@@ -53,15 +55,29 @@ def _of_rows(cell: dict[str, Any] | None, num_rows: int) -> str:
 
 
 def overlap_table() -> str:
-    """Milliseconds of a step with and without one of the ways that make few rows faster."""
+    """Milliseconds of a step behind its launch, with and without one of the ways that make few rows faster."""
     ways = {"both": "default", "kernels one by one": "one_by_one", "torch's products": "torch_products"}
     found = cells(FEW_ROWS, "step_time")
     rows = []
     for requests in (1, 16):
         of_ways = [found[f"llama-2-7b/{mode}/b{requests}/c1024"] for mode in ways.values()]
         for place, num_rows in enumerate(of_ways[0]["rows"]):
-            rows.append([str(requests), str(num_rows), *(f"{each['ms'][place]:.2f}" for each in of_ways)])
+            times = [f"{each['ms'][place] - each['launch_ms'][place]:.2f}" for each in of_ways]
+            rows.append([str(requests), str(num_rows), *times])
     return table(["requests", "rows", *ways], rows)
+
+
+def roofline_table() -> str:
+    """Whole steps on an H100, by rows of all requests together, over the roofline."""
+    counts, rows = (1, 2, 4, 8, 16, 24, 32, 48, 64), []
+    for name, cell in cells(H100_LAST, "step_time").items():
+        if "roofline_ms" not in cell:
+            continue
+        shape, _, requests, context = name.split("/")
+        over = dict(zip(cell["rows"], cell["over_roofline"], strict=True))
+        ratios = [f"{over[count]:.2f}" if count in over else "" for count in counts]
+        rows.append([SHAPES[shape], requests[1:], context[1:], f"{cell['roofline_ms']:.2f}", *ratios])
+    return table(["shape", "requests", "context", "roofline ms", *(f"{count} rows" for count in counts)], rows)
 
 
 def memory_table() -> str:
@@ -75,7 +91,7 @@ def memory_table() -> str:
 def attention_table() -> str:
     """Microseconds of one layer's attention, trees and chains, and what trees take over chains."""
     rows = []
-    for name, cell in cells(COMPILED, "step_time").items():
+    for name, cell in cells(H100, "step_time").items():
         if not name.startswith("attention/b"):
             continue
         for kernel, kinds in cell.items():
@@ -222,7 +238,7 @@ def gap_table() -> str:
     runs = {
         FLASHINFER: "FlashInfer, tables in front of graphs",
         TILES: "Triton, tables in graphs",
-        LAST: "graphs without copies",
+        LAST: "Triton, own products and norms",
     }
     for run, what in runs.items():
         for name, cell in cells(run, "gap").items():
@@ -236,6 +252,7 @@ def gap_table() -> str:
 TABLES = {
     "gpu steps": step_table,
     "gpu overlap": overlap_table,
+    "gpu roofline": roofline_table,
     "gpu memory": memory_table,
     "gpu attention": attention_table,
     "gpu tiles": tile_table,

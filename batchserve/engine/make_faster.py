@@ -71,11 +71,13 @@ def _use_own_kernels(
     """Whether linears and norms have kernels of our own now; else the model is as it was."""
     swapped = SwappedModules(loaded.model, Choices(overlaps=overlaps))
     try:
-        shapes = swapped.swap(int(loaded.model.config.get_text_config().hidden_size))
+        hidden_size = int(loaded.model.config.get_text_config().hidden_size)
+        shapes = swapped.swap(hidden_size)
         if not swapped:
             return False
         say("timing products of few rows (their kernels are compiled at the first start, some seconds)")
-        choose_products(shapes, swapped.choices, CudaTimer(loaded.device, loaded.dtype, overlaps=overlaps), say)
+        timer = CudaTimer(loaded.device, loaded.dtype, overlaps=overlaps)
+        choose_products(shapes, hidden_size, swapped.choices, timer, say)
         _compare(loaded, runner, expected, "with our own linears and norms", "these")
     except Exception as error:  # Triton's compiler has errors of many kinds
         _raise_fault(error)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -61,6 +63,7 @@ class CudaTimer:
 @torch.inference_mode()
 def choose_products(
     shapes: dict[Shape, list[torch.Tensor]],
+    hidden_size: int,
     choices: Choices,
     timer: Timer,
     say: Callable[[str], None],
@@ -68,51 +71,68 @@ def choose_products(
 ) -> None:
     """Set the choices for these weights. Raises torch.AcceleratorError where the device has failed.
 
+    What gives hidden_size features is timed with the addition of a residual, which models have behind it.
     A variant that cannot be compiled, or gives something else than torch's product, is not chosen.
     """
     for shape, weights in shapes.items():
         chosen = []
         for count in ROW_COUNTS:
-            x = torch.randn(count, shape.in_features, device=weights[0].device).to(shape.dtype)
+            x, residual = (
+                torch.randn(count, features, device=weights[0].device).to(shape.dtype)
+                for features in (shape.in_features, shape.out_features)
+            )
+            trial = _Trial(x, weights[:MOST_WEIGHTS], residual, shape.out_features == hidden_size, timer)
             candidates = variants(shape, count, overlaps=choices.overlaps)
-            chosen.append(_best(candidates, x, weights[:MOST_WEIGHTS], choices.overlaps, timer, run))
+            chosen.append(trial.best(candidates, partial(run, overlaps=choices.overlaps)))
         choices.set(shape, tuple(chosen))
         own = ", ".join(f"{count}" for count, variant in zip(ROW_COUNTS, chosen, strict=True) if variant is not None)
         say(f"products of {shape.out_features} x {shape.in_features}: our own kernel for up to {own or 'no'} rows")
         logger.info("%s: %s", shape, chosen)
 
 
-def _best(
-    candidates: Sequence[Variant],
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    overlaps: bool,
-    timer: Timer,
-    run: Callable[..., torch.Tensor],
-) -> Variant | None:
-    expected = functional.linear(x, weights[0]).float()
-    best, best_s = None, ENOUGH_FASTER * timer(lambda weight: functional.linear(x, weight), weights)
-    for variant in candidates:
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """Of one shape and number of rows: x [rows, in_features], residual [rows, out_features]."""
 
-        def product(weight: torch.Tensor, variant: Variant = variant) -> torch.Tensor:
-            return run(variant, x, weight, overlaps=overlaps)
+    x: torch.Tensor
+    weights: Sequence[torch.Tensor]
+    residual: torch.Tensor
+    is_added_to: bool  # whether the residual is, in what is timed
+    timer: Timer
 
-        try:
-            is_right = _is_right(product(weights[0]), expected)
-        except torch.AcceleratorError:
-            raise
-        except Exception as error:  # Triton's compiler has errors of many kinds: too much shared memory, the most
-            logger.info("%s cannot multiply %d rows: %s", variant, len(x), error)
-            continue
-        if is_right and (seconds := timer(product, weights)) < best_s:
-            best, best_s = variant, seconds
-    if best is None:
-        return None
-    residual = torch.randn_like(expected).to(x.dtype)
-    found = run(best, x, weights[0], None, residual, overlaps=overlaps)
-    return best if _is_right(found, expected + residual.float()) else None
+    def best(self, candidates: Sequence[Variant], run: Callable[..., torch.Tensor]) -> Variant | None:
+        """The fastest of them, run(variant, x, weight, bias, residual); None: torch's product."""
+        added, best = self.residual if self.is_added_to else None, None
+        least_s = self.timer(lambda weight: self._torch_product(weight, added), self.weights)
+        timed, least_s = {"torch": least_s}, ENOUGH_FASTER * least_s
+        for variant in candidates:
 
+            def product(weight: torch.Tensor, variant: Variant = variant) -> torch.Tensor:
+                return run(variant, self.x, weight, None, added)
 
-def _is_right(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether every row is, but for rounding."""
-    return bool(((found.float() - expected).norm(dim=1) <= MOST_ERROR * expected.norm(dim=1)).all())
+            try:
+                is_right = self._is_right(product(self.weights[0]), added)
+            except torch.AcceleratorError:
+                raise
+            except Exception as error:  # Triton's compiler has errors of many kinds: too much shared memory, the most
+                logger.info("%s cannot multiply %d rows: %s", variant, len(self.x), error)
+                continue
+            if not is_right:
+                continue
+            took_s = timed[str(variant)] = self.timer(product, self.weights)
+            if took_s < least_s:
+                least_s, best = took_s, variant
+        logger.info("%d rows, us: %s", len(self.x), {name: round(1e6 * took_s, 1) for name, took_s in timed.items()})
+        if best is None:
+            return None
+        other = None if self.is_added_to else self.residual
+        return best if self._is_right(run(best, self.x, self.weights[0], None, other), other) else None
+
+    def _torch_product(self, weight: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
+        out = functional.linear(self.x, weight)
+        return out if added is None else out.add_(added)
+
+    def _is_right(self, found: torch.Tensor, added: torch.Tensor | None) -> bool:
+        """Whether every row of the product by the first weights is, but for rounding."""
+        expected = self._torch_product(self.weights[0], added).float()
+        return bool(((found.float() - expected).norm(dim=1) <= MOST_ERROR * expected.norm(dim=1)).all())

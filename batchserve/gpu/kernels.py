@@ -118,13 +118,17 @@ def multiply_rows(
     weights = weight + feature.to(tl.int64)[:, None] * in_features
     # Spare rows are not loaded: all programs would ask the same lines of the cache for the row that they repeat.
     inputs, is_row = x + row[None, :] * row_stride, (row < num_rows)[None, :]
+    # Each program begins at another block: else all would ask for the same lines of x at once.
+    first = tl.program_id(0) % (in_features // BLOCK_K) * BLOCK_K
     if OVERLAPS:
         if IS_FETCHED:  # by lines of the cache, of 64 numbers
-            _fetch(weights + (tl.arange(0, BLOCK_K // 64) * 64)[None, :])
+            _fetch(weights + first + (tl.arange(0, BLOCK_K // 64) * 64)[None, :])
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     sums = tl.zeros([BLOCK_N, MOST_ROWS], tl.float32)
-    for start in range(0, in_features, BLOCK_K):
+    for done in range(0, in_features, BLOCK_K):
+        start = first + done
+        start = tl.where(start < in_features, start, start - in_features)
         block = tl.load(weights + start + lane[None, :])
         sums = tl.dot(block, tl.load(inputs + start + lane[:, None], mask=is_row, other=0.0), sums)
     if HAS_BIAS:

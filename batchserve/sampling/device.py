@@ -2,9 +2,8 @@
 
 The host describes the step in one blob of int64 (`build_metadata`), the device makes of logits and blob what each row's
 token is and which rows are accepted (`sample`), and the host reads that as the walk's result (`to_verified`). Between
-the two nothing waits for the device; torch.where with a Python number would, until the number is copied there. Nor is
-memory copied as it is, for the sake of CUDA graphs (runner/cuda_graphs.py). All shapes follow from the padded number of
-rows and max_num_seqs.
+the two nothing waits for the device; torch.where with a Python number would, until the number is copied there. All
+shapes follow from the padded number of rows and max_num_seqs.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ class DeviceSampler:
             end = num_rows if num_sampled is None else num_sampled
             sampled = torch.cat([*self._sample_rows(logits[:end], params, kind), tokens[end:]])
             tokens = torch.where(is_unverified | (params.temperature == 0), tokens, sampled)
-        tokens.masked_fill_(~(is_finite | is_unverified), NO_TOKEN)
+        tokens = tokens.masked_fill(~(is_finite | is_unverified), NO_TOKEN)
         tokens = torch.where(forced == NOT_FORCED, tokens, forced)
         is_reached = _reached(tokens, parents, draft_tokens)
         return torch.stack([tokens, is_reached.to(torch.int64)]).to(torch.int32)
@@ -180,8 +179,7 @@ def _reached(tokens: torch.Tensor, parents: torch.Tensor, draft_tokens: torch.Te
     num_rows = len(tokens)
     indices = torch.arange(num_rows + 1, device=tokens.device)
     is_on = (tokens[parents] == draft_tokens) | (parents == indices[:num_rows])
-    sink = indices[num_rows:]
-    goal = torch.cat([torch.where(is_on, parents, sink), sink])
+    goal = torch.cat([parents.masked_fill(~is_on, num_rows), indices[num_rows:]])
     for _ in range((num_rows - 1).bit_length()):
         goal = goal[goal]
     return goal[:num_rows] < num_rows

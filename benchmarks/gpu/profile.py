@@ -1,13 +1,20 @@
-"""(c) Where the time of a step goes: the device's kernels by name, and the stages of the launch on the host."""
+"""(c) Where the time of a step goes: the device's kernels by name, and the stages of the launch on the host.
+
+Kernels are seen in a process of their own: once torch's profiler has been on, a process's graphs take the host ten
+times as long to replay.
+"""
 
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,10 +24,15 @@ from batchserve.attention.paged import PagedBackend
 from batchserve.runner import cuda_graphs, step_handle
 from batchserve.runner.cuda_graphs import StepGraphs
 from batchserve.sampling.device import DeviceSampler
-from benchmarks.gpu.kit import Kit
+from benchmarks.gpu.kit import Kit, Report
+from benchmarks.gpu.models import backend_options
 from benchmarks.gpu.step_bench import StepBench
 
-STEPS, TIMED_STEPS = 4, 40
+KERNELS = "profile"
+CONTEXT = 1024
+PROFILED = ((1, 1), (1, 16), (16, 1), (16, 4))  # requests, and rows of each
+MOST_REQUESTS, MOST_ROWS = max(size for size, _ in PROFILED), max(size * rows for size, rows in PROFILED)
+WARM_STEPS, STEPS, TIMED_STEPS = 3, 4, 40
 MOST_KERNELS, MOST_CHARS = 24, 100
 # Each with what it calls: what is in several counts in all of them.
 STAGES: dict[str, tuple[Any, str]] = {
@@ -33,21 +45,47 @@ STAGES: dict[str, tuple[Any, str]] = {
 }
 
 
-def measure(kit: Kit, bench: StepBench, requests: int, context: int, rows: int) -> dict[str, Any]:
-    """Of steps of `requests` requests with so many rows each; microseconds, medians or means of one step."""
+def run(kit: Kit, report: Report, shapes: Sequence[str]) -> None:
+    for shape in shapes:
+        report.cell(f"{shape}/{KERNELS}", partial(_elsewhere, kit, shape))
+
+
+def _elsewhere(kit: Kit, shape: str) -> dict[str, Any]:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        found: dict[str, Any] = pool.submit(kernels, kit, shape).result()
+    return found
+
+
+def stages(kit: Kit, bench: StepBench, requests: int, rows: int) -> dict[str, Any]:
+    """Microseconds of the host in steps of `requests` requests with so many rows each, medians."""
+    with _steps(kit, bench, requests, rows) as step:
+        return {**bench.ran_on(), "requests": requests, "rows_each": rows, "host_us": _host_stages(bench, step)}
+
+
+def kernels(kit: Kit, shape: str) -> dict[str, Any]:
+    """Microseconds of the device in such steps, by kernel, means."""
+    options = {"max_num_seqs": MOST_REQUESTS, "max_model_len": 2 * CONTEXT, "max_graph_rows": MOST_ROWS}
+    bench = StepBench(kit, shape, 1.0, {**options, **backend_options(kit, 128)})
+    found: dict[str, Any] = {**bench.ran_on(), "steps": {}}
+    for requests, rows in kit.pick(PROFILED, PROFILED[:1]):
+        with _steps(kit, bench, requests, rows) as step:
+            found["steps"][f"b{requests}/r{rows}"] = _kernels(kit, step)
+    return found
+
+
+@contextmanager
+def _steps(kit: Kit, bench: StepBench, requests: int, rows: int) -> Iterator[Callable[[], tuple[float, float, int]]]:
+    kit.beat()
+    context = kit.pick(CONTEXT, 64)
     with bench.contexts(requests, context, rows) as names:
         rng = random.Random(rows)
 
         def step() -> tuple[float, float, int]:
             return bench.step(rng, names, context, rows)
 
-        for _ in range(3):
+        for _ in range(WARM_STEPS):
             step()
-        found: dict[str, Any] = {**bench.ran_on(), "requests": requests, "rows_each": rows, "context": context}
-        found["host_us"] = _host_stages(bench, step)
-        kit.beat()
-        found |= _kernels(kit, step)
-    return found
+        yield step
 
 
 def _host_stages(bench: StepBench, step: Callable[[], tuple[float, float, int]]) -> dict[str, float]:

@@ -27,7 +27,6 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (1024, 128, 4096, 8192)  # the most usual first
 EAGER = (1, 16)  # requests of steps that are timed without graphs, too
 FEW_ROWS = 64
-PROFILED = ((1, 1), (16, 1), (16, 4))  # requests, and rows of each
 PROMPTS = {"begin": (0, 1024), "middle": (4096, 1024), "short": (512, 256)}  # context, and rows of a chunk
 
 
@@ -37,7 +36,8 @@ def run(kit: Kit, report: Report) -> None:
     first, second = shape_names(kit)
     modes = graph_modes(kit)
     compiling = [f"{first}/{mode}" for mode in modes if mode != "uncompiled"]
-    report.about(compiles=[*compiling, f"{second}/default", *(f"{second}/{name}" for name in KERNELS)])
+    profiled = [f"{shape}/{profile.KERNELS}" for shape in (first, second)]
+    report.about(compiles=[*compiling, f"{second}/default", *(f"{second}/{name}" for name in KERNELS), *profiled])
     # A word on every question, then all the rest.
     _grid(kit, report, first, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1, 2)), CONTEXTS[:1])
     for batch in kit.pick((1, 8), (1,)):
@@ -46,6 +46,7 @@ def run(kit: Kit, report: Report) -> None:
     _grid(kit, report, second, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1,)), CONTEXTS[:1])
     for mode in ("torch_kernels", "one_by_one", "uncompiled"):
         _mode(kit, report, first, modes, bandwidth, mode)
+    profile.run(kit, report, (first, second))
     small_q.run(kit, report, bandwidth, small_q.FEW)
     buckets.run(kit, report, first, bandwidth)
     _grid(kit, report, first, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1, 2)), CONTEXTS[1:])
@@ -89,16 +90,17 @@ def _grid(
     def make(kit: Kit) -> StepBench:
         return StepBench(kit, shape, bandwidth, {**sizes, **options})
 
-    profiled = {f"{shape}/profile/b{b}/r{rows}": (b, rows) for b, rows in PROFILED if has_more and b <= max(batches)}
-    cells = [*names, *sampling, *eager, *profiled]
+    fitting = [each for each in profile.PROFILED if has_more and each[0] <= max(batches)]
+    stages = {f"{shape}/stages/b{b}/r{rows}": (b, rows) for b, rows in fitting}
+    cells = [*names, *sampling, *eager, *stages]
     bench = build_for(kit, report, f"{shape}/{mode}", cells, make, options=options)
     if bench is None:
         return
     report.about(**{f"{shape}/{mode}": bench.about()})
     for name, (batch, context) in names.items():
         report.cell(name, partial(bench.measure, batch, context, max_rows))
-    for name, (batch, rows) in profiled.items():
-        report.cell(name, partial(profile.measure, kit, bench, batch, contexts[0], rows))
+    for name, (batch, rows) in stages.items():
+        report.cell(name, partial(profile.stages, kit, bench, batch, rows))
     for name in sampling:
         report.cell(name, partial(bench.measure_sampling, sampling_batch, contexts[0]))
     for name, batch in eager.items():

@@ -159,6 +159,7 @@ def _step_time(data: Data) -> list[str]:
         lines
         + _sampling(cells)
         + _graphs(cells)
+        + _stages(cells)
         + _profiles(cells)
         + _small_q(cells)
         + _buckets(about, cells)
@@ -166,16 +167,24 @@ def _step_time(data: Data) -> list[str]:
     )
 
 
-def _profiles(cells: dict[str, Data]) -> list[str]:
-    """Where a step's time goes, and the largest of its kernels."""
+def _stages(cells: dict[str, Data]) -> list[str]:
+    """The host's part of a step."""
     lines = []
     for name, cell in cells.items():
-        if "by_kernel" not in cell:
-            continue
-        host, most = cell["host_us"], cell["by_kernel"][:4]
-        text = f"{name}{_on(cell)}: a step of {host['step']} us, of which its launch {host['launch']}; "
-        text += f"{cell['kernels']} kernels take {cell['kernels_us']} us: "
-        lines.append(text + ", ".join(f"{each['count']:.0f} {each['name'][:40]} {each['us']}" for each in most))
+        if "host_us" in cell:
+            host = cell["host_us"]
+            parts = ", ".join(f"{part} {us}" for part, us in host.items() if part not in ("step", "launch"))
+            lines.append(f"{name}{_on(cell)}: a step of {host['step']} us, its launch {host['launch']}: {parts}")
+    return lines
+
+
+def _profiles(cells: dict[str, Data]) -> list[str]:
+    """The largest of a step's kernels."""
+    lines = []
+    for name, cell in cells.items():
+        for step, found in cell.get("steps", {}).items():
+            most = ", ".join(f"{each['count']:.0f} {each['name'][:40]} {each['us']}" for each in found["by_kernel"][:4])
+            lines.append(f"{name}/{step}{_on(cell)}: {found['kernels']} kernels take {found['kernels_us']} us: {most}")
     return lines
 
 

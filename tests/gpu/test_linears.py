@@ -181,12 +181,14 @@ class PretendedKernels:
         return self.seconds[self.ran]
 
 
-def test_the_fastest_that_is_right_is_chosen() -> None:
+@pytest.mark.parametrize("hidden_size", [8, 1024])
+def test_the_fastest_that_is_right_is_chosen(hidden_size: int) -> None:
     shape = Shape(8, 1024, torch.bfloat16)
     slow, fast, faster, *_ = BY_MATRICES
     kernels = PretendedKernels({None: 1.0, BY_VECTORS[1]: 0.99, slow: 0.9, fast: 0.8, faster: 0.7}, wrong=[faster])
-    choices, said = Choices(), []
-    choose_products({shape: [torch.randn(8, 1024).bfloat16()]}, choices, kernels.time, said.append, kernels.run)
+    choices, said = Choices(), list[str]()
+    weights = [torch.randn(8, 1024).bfloat16()]
+    choose_products({shape: weights}, hidden_size, choices, kernels.time, said.append, kernels.run)
     assert choices.variant(shape, 1) is None  # hardly faster than torch's
     assert {choices.variant(shape, rows) for rows in (2, 16, 17, 33, 64)} == {fast}
     assert choices.variant(shape, 65) is choices.variant(shape, 0) is None
@@ -194,13 +196,30 @@ def test_the_fastest_that_is_right_is_chosen() -> None:
     assert said == ["products of 8 x 1024: our own kernel for up to 4, 16, 32, 64 rows"]
 
 
-def test_what_adds_wrongly_is_not_chosen() -> None:
+@pytest.mark.parametrize("hidden_size", [8, 1024])
+def test_what_adds_wrongly_is_not_chosen(hidden_size: int) -> None:
     shape = Shape(8, 1024, torch.bfloat16)
     fast, *_ = BY_MATRICES
     kernels = PretendedKernels({None: 1.0, fast: 0.5}, forgetful=[fast])
     choices = Choices()
-    choose_products({shape: [torch.randn(8, 1024).bfloat16()]}, choices, kernels.time, print, kernels.run)
+    weights = [torch.randn(8, 1024).bfloat16()]
+    choose_products({shape: weights}, hidden_size, choices, kernels.time, print, kernels.run)
     assert {choices.variant(shape, rows) for rows in (1, 2, 16, 64)} == {None}
+
+
+@pytest.mark.parametrize(("hidden_size", "is_added_to"), [(8, True), (1024, False)])
+def test_what_gives_the_hidden_state_is_timed_with_an_addition(hidden_size: int, is_added_to: bool) -> None:
+    shape, variant = Shape(8, 1024, torch.bfloat16), BY_MATRICES[0]
+    kernels, seen = PretendedKernels({None: 1.0, variant: 0.5}), []
+
+    def time(product: choose.Product, weights: Sequence[torch.Tensor]) -> float:
+        seconds = kernels.time(product, weights)
+        seen.append((kernels.ran, bool(product(torch.zeros_like(weights[0])).any())))
+        return seconds
+
+    weights = [torch.randn(8, 1024).bfloat16()]
+    choose_products({shape: weights}, hidden_size, Choices(), time, print, kernels.run)
+    assert set(seen) == {(None, is_added_to), (variant, is_added_to)}
 
 
 class FakeEvent:
@@ -248,7 +267,7 @@ def test_a_fault_of_the_device_is_not_taken_for_a_kernel_that_cannot_be() -> Non
 
     with pytest.raises(torch.AcceleratorError):
         choose_products(
-            {Shape(8, 256, torch.bfloat16): [torch.ones(8, 256).bfloat16()]}, Choices(), lambda *_: 1.0, print, fails
+            {Shape(8, 256, torch.bfloat16): [torch.ones(8, 256).bfloat16()]}, 8, Choices(), lambda *_: 1.0, print, fails
         )
 
 
