@@ -75,6 +75,16 @@ def choose_splits(num_programs: int, max_keys: int, num_sms: int) -> int:
     return 1 << max(wanted, 1).bit_length() - 1
 
 
+def most_programs(num_rows: int, group: int, num_requests: int, block_m: int, num_splits: int, most_work: int) -> int:
+    """Programs of a K/V head that any step of so many rows, padding included, and requests has work for."""
+    # Every request, and the padding, may leave its last tile all but one item empty.
+    most_tiles = (num_rows * group + min(num_requests + 1, num_rows) * (block_m - 1)) // block_m
+    if num_splits == 1:
+        return most_tiles
+    # All splits together are most_work at most, or one for each tile; tiles of padding are not split.
+    return max(most_tiles, min(most_work, most_tiles * num_splits) + -(-num_rows * group // block_m))
+
+
 def padded(dim: int) -> int:
     """The power of two that a head_dim is padded to inside the kernel: tensor cores take no less than 16."""
     return max(16, 1 << (dim - 1).bit_length())
@@ -198,9 +208,9 @@ class TritonTreeKernel(TreeKernel):
         scale, softcap = params.scaling * LOG2E, 0.0
         if params.softcap is not None:
             scale, softcap = 2 * scale / params.softcap, params.softcap * LOG2E
-        # Every request, and the padding, may leave its last tile all but one item empty.
-        num_tiles = (num_rows * group + min(num_requests + 1, num_rows) * (tile.block_m - 1)) // tile.block_m
-        triton_kernels.attend_tiles[num_tiles, num_kv_heads, num_splits](
+        most_work = PROGRAMS_PER_SM * self._num_sms // num_kv_heads
+        num_work = most_programs(num_rows, group, num_requests, tile.block_m, num_splits, most_work)
+        triton_kernels.attend_tiles[num_work, num_kv_heads](
             query,
             key_cache,
             value_cache,
@@ -217,7 +227,8 @@ class TritonTreeKernel(TreeKernel):
             num_requests,
             num_words,
             params.sliding_window or 0,
-            PROGRAMS_PER_SM * self._num_sms,
+            most_work,
+            num_splits,
             scale,
             softcap,
             *query.stride()[:2],
@@ -256,6 +267,7 @@ def _constants(
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "MIN_SPLIT": MIN_SPLIT,
+        "MAX_SPLITS": MAX_SPLITS,
         # The keys of a tree are few: a deep pipeline would only cost registers there. A prompt's are many.
         "TAIL_STAGES": tile.num_stages if is_causal else min(tile.num_stages, 3),
         "IS_CAUSAL": is_causal,

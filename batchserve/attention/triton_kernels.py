@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 # What changes from step to step: no value of it may have a kernel compiled for itself.
-VARYING = ("num_rows", "num_requests", "num_words", "window", "most_programs")
+VARYING = ("num_rows", "num_requests", "num_words", "window", "most_work", "num_splits")
 
 
 @triton.jit
@@ -56,28 +56,35 @@ def store_states(
 
 
 @triton.jit
-def _find_tile(
-    qo_indptr, num_rows, num_requests, tile,
+def _find_work(
+    qo_indptr, num_rows, num_requests, work, most_work, num_splits,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """(request, its first row, its rows, first item, all tiles); request > num_requests: there is no such tile.
+    """(request, its first row, its rows, first item, split, splits); request > num_requests: there is no such work.
 
     Every request has its items in tiles of its own. The rows behind the last request's are a request without keys, so
-    that padding is written, as zeros. Found here and not on the host: then only qo_indptr changes between replays.
+    that padding is written, as zeros. Tiles with keys are split while all splits together are most_work at most, the
+    fewer the more there are of them. Found here and not on the host: then only qo_indptr changes between replays. And
+    numbered through, one split behind the other: a program without work takes the place of one that has some.
     """
     lane = tl.arange(0, LANES)
     begin = tl.load(qo_indptr + lane, mask=lane <= num_requests, other=0)
     end = tl.load(qo_indptr + lane + 1, mask=lane < num_requests, other=0)
     rows = tl.where(lane < num_requests, end - begin, tl.where(lane == num_requests, num_rows - begin, 0))
     tiles = (rows * GROUP + BLOCK_M - 1) // BLOCK_M
+    num_tiles = tl.sum(tl.where(lane < num_requests, tiles, 0), 0)
+    splits = tl.minimum(tl.maximum(most_work // tl.maximum(num_tiles, 1), 1), num_splits)
+    is_split = work < num_tiles * splits
+    tile = tl.where(is_split, work // splits, num_tiles + work - num_tiles * splits)
     tile_end = tl.cumsum(tiles, 0)
     request = tl.sum((tile_end <= tile).to(tl.int32), 0)
     is_found = lane == request
     first_row = tl.sum(tl.where(is_found, begin, 0), 0)
     found_rows = tl.sum(tl.where(is_found, rows, 0), 0)
     first_tile = tl.sum(tl.where(is_found, tile_end - tiles, 0), 0)
-    num_tiles = tl.sum(tl.where(lane < num_requests, tiles, 0), 0)
-    return request, first_row, found_rows, (tile - first_tile) * BLOCK_M, num_tiles
+    first_item = (tile - first_tile) * BLOCK_M
+    split, splits = tl.where(is_split, work % splits, 0), tl.where(is_split, splits, 1)
+    return request, first_row, found_rows, first_item, split, splits
 
 
 @triton.jit
@@ -145,24 +152,25 @@ def _attend_block(
 def attend_tiles(
     query, key_cache, value_cache, out, partial, partial_lse, sinks,
     qo_indptr, kv_indptr, kv_indices, ancestors, positions,
-    num_rows, num_requests, num_words, window, most_programs, scale, softcap,
+    num_rows, num_requests, num_words, window, most_work, num_splits, scale, softcap,
     query_row_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride,
     GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LANES: tl.constexpr, IS_SPLIT: tl.constexpr, MIN_SPLIT: tl.constexpr, TAIL_STAGES: tl.constexpr,
+    LANES: tl.constexpr, IS_SPLIT: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    TAIL_STAGES: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, num_kv_heads, splits). Writes out, or the splits' results to partial and partial_lse.
+    """Grid (tiles and their splits, num_kv_heads). Writes out, or the splits' results to partial and partial_lse.
 
-    partial float32 [num_rows, num_heads, splits, VALUE_DIM], normalised in itself; partial_lse float32 without the
-    last dimension, base 2, -inf where a split had no visible key. Scores are exponents of base 2: q.k * scale, or
-    softcap * tanh(q.k * scale * ln(2) / 2); the caller folds that into both. More than 60 lines, because a kernel has
-    no callees that could keep its state.
+    partial float32 [num_rows, num_heads, num_splits, VALUE_DIM], normalised in itself; partial_lse float32 without the
+    last dimension, base 2, -inf where a split had no visible key or there is none. Scores are exponents of base 2:
+    q.k * scale, or softcap * tanh(q.k * scale * ln(2) / 2); the caller folds that into both. More than 60 lines,
+    because a kernel has no callees that could keep its state.
     """
-    kv_head, split = tl.program_id(1), tl.program_id(2)
-    request, first_row, rows, first_item, num_tiles = _find_tile(
-        qo_indptr, num_rows, num_requests, tl.program_id(0), GROUP, BLOCK_M, LANES
+    kv_head = tl.program_id(1)
+    request, first_row, rows, first_item, split, splits = _find_work(
+        qo_indptr, num_rows, num_requests, tl.program_id(0), most_work, num_splits, GROUP, BLOCK_M, LANES
     )
     if request > num_requests:
         return  # the next kernel does not wait for programs that are through
@@ -183,12 +191,8 @@ def attend_tiles(
         row_position = tl.load(positions + token, mask=row < kv_len, other=0)  # padding has none
         start = tl.maximum(tl.minimum(tl.min(row_position, 0) - window + 1, context_len), 0)
     begin, end = start, stop
-    num_splits = tl.num_programs(2)
     if IS_SPLIT:
-        # The grid has splits for rows that are all one request's. Of many requests there are more tiles, and each is
-        # worth fewer.
-        wanted = tl.minimum(tl.maximum(most_programs // (tl.maximum(num_tiles, 1) * tl.num_programs(1)), 1), num_splits)
-        share = (tl.maximum(stop - start, 0) + wanted - 1) // wanted
+        share = (tl.maximum(stop - start, 0) + splits - 1) // splits
         share = tl.maximum((share + BLOCK_N - 1) // BLOCK_N * BLOCK_N, MIN_SPLIT)
         begin = start + split * share
         end = tl.minimum(begin + share, stop)
@@ -240,7 +244,13 @@ def attend_tiles(
     result = sums / total[:, None]
     value_mask = is_item[:, None] & (value_lane < VALUE_DIM)[None, :]
     if IS_SPLIT:
-        place = place * num_splits + split
+        place = place * num_splits
+        # The first split says of those that nobody has that they have seen nothing.
+        other = tl.arange(0, MAX_SPLITS)[None, :]
+        is_nobodys = is_item[:, None] & (other >= tl.where(split == 0, splits, num_splits)) & (other < num_splits)
+        nothing = tl.full([BLOCK_M, MAX_SPLITS], float("-inf"), tl.float32)
+        tl.store(partial_lse + place[:, None] + other, nothing, mask=is_nobodys)
+        place += split
         has_keys = begin < end  # else a sink does not count either: the merge reads no result that weighs nothing
         lse = tl.where(has_keys, highest + tl.log2(total), float("-inf"))
         tl.store(partial_lse + place, lse, mask=is_item)

@@ -19,16 +19,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from batchserve.attention.base import AttentionParams, LayerShape
 from batchserve.attention.tree_metadata import TreeMetadata, ancestor_bits
-from batchserve.attention.triton import Tile, TritonTreeKernel, choose_splits, choose_tile
+from batchserve.attention.triton import Tile, TritonTreeKernel, choose_splits, choose_tile, most_programs
 from batchserve.errors import ConfigError
 from tests.attention.test_mask import ancestors, random_parents
+from tests.factories import examples
 
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3}
 
@@ -176,11 +180,18 @@ def outcome(case: Case) -> dict[str, Any]:
         4096,
         tile=Tile(case.block_m, case.block_n, num_warps=4, num_stages=2),
         num_splits=case.num_splits,
-        num_sms=1 if case.seed % 2 else 1000,  # too few programs for all splits, or enough
+        num_sms=(1, 3, 1000)[case.seed % 3],  # too few programs for any splits, for some, or enough for all
     )
     kernel.plan(step.metadata)
     where = store_again(kernel, step)
-    with np.errstate(over="ignore"):  # exp2 of a large score under a soft cap is infinite, and right
+    new_empty = torch.Tensor.new_empty
+
+    def full_of_nothing(tensor: torch.Tensor, *shape: int, **options: Any) -> torch.Tensor:
+        found = new_empty(tensor, *shape, **options)
+        return found.fill_(float("nan")) if found.is_floating_point() else found  # what is not written is seen
+
+    with np.errstate(over="ignore"), mock.patch.object(torch.Tensor, "new_empty", full_of_nothing):
+        # exp2 of a large score under a soft cap is infinite, and right
         out = kernel.run(step.query, step.key_cache, step.value_cache, step.metadata, case.params)
     num_rows = step.metadata.num_rows
     error = np.abs(out.double().numpy() - expected(case, step))
@@ -437,11 +448,36 @@ def test_a_step_is_launched_as_its_shapes_say(gpu: FakeGPU) -> None:
     kernel = TritonTreeKernel([layer], torch.bfloat16, 8192, num_sms=132)
     for num_rows, num_requests in ((16, 16), (16, 16), (16, 12), (15, 16), (1, 1)):
         gpu.run(kernel, layer, 8, torch.bfloat16, num_rows=num_rows, num_requests=num_requests)
-    # 64 items in tiles of 16; besides full tiles, each of 16 requests may have one of a single item.
-    assert gpu.launches[0] == ("attend_tiles", (19, 2, 16))
+    # Together as many splits as fill the GPU, and 4 tiles of padding.
+    assert gpu.launches[0] == ("attend_tiles", (4 * 132 // 2 + 4, 2, 1))
     assert gpu.launches[1] == ("merge_splits", (16 * 8, 1, 1))
     assert gpu.launches[2:4] == gpu.launches[:2]
     assert len(compiled(gpu)) == 1
+
+
+@examples(300)
+@given(
+    rows=st.lists(st.integers(0, 40), min_size=1, max_size=20),
+    num_padding=st.integers(0, 40),
+    group=st.integers(1, 8),
+    block_m=st.sampled_from([16, 32, 64]),
+    num_splits=st.sampled_from([1, 2, 4, 16]),
+    most_work=st.integers(1, 80),
+)
+def test_there_are_programs_for_all_work(
+    rows: list[int], num_padding: int, group: int, block_m: int, num_splits: int, most_work: int
+) -> None:
+    tiles, padding = sum(-(-n * group // block_m) for n in rows), -(-num_padding * group // block_m)
+    # The most splits of each tile that are most_work together, if there are that few tiles.
+    splits = max(n for n in range(1, num_splits + 1) if n == 1 or n * tiles <= most_work)
+    enough = most_programs(sum(rows) + num_padding, group, len(rows), block_m, num_splits, most_work)
+    assert tiles * splits + padding <= enough
+    assert num_splits > 1 or enough <= tiles + padding + min(len(rows) + 1, sum(rows) + num_padding)
+
+
+def test_hardly_any_program_has_nothing_to_do() -> None:
+    """Of steps of 16 rows, of 16 requests or of one, of a model with 32 K/V heads on a GPU of 132 multiprocessors."""
+    assert most_programs(16, 1, 16, 16, 16, 4 * 132 // 32) == 17
 
 
 def test_rows_alone_choose_tile_and_splits() -> None:
