@@ -94,9 +94,11 @@ class TritonTreeKernel(TreeKernel):
     """The TreeKernel of this module, see attention/tree_metadata.py; stateless between steps.
 
     max_kv_len: the most keys of any request, drafts included. num_sms: multiprocessors of the GPU (default: asked of
-    the current device). tile and num_splits (a power of two) replace what would be chosen from the shapes.
+    the current device). tile and num_splits (a power of two, MAX_SPLITS at most) replace what would be chosen from the
+    shapes.
     overlaps: kernels begin while those before them end (kernel_overlap.py).
-    Raises ConfigError where Triton is not installed, or for layers or a dtype that the kernel does not serve.
+    Raises ConfigError where Triton is not installed, or for layers or a dtype that the kernel does not serve;
+    ValueError for more splits than there may be.
     """
 
     name = "triton"
@@ -118,6 +120,8 @@ class TritonTreeKernel(TreeKernel):
             raise ConfigError(f"head_dim = {widest}: must be at most {MAX_HEAD_DIM} for Triton attention")
         if dtype not in DTYPES:
             raise ConfigError(f"dtype = {dtype}: must be one of {', '.join(map(str, DTYPES))} for Triton attention")
+        if num_splits is not None and num_splits > MAX_SPLITS:
+            raise ValueError(f"num_splits = {num_splits}: must be at most {MAX_SPLITS}")
         if importlib.util.find_spec("triton") is None:
             raise ConfigError("attention = 'triton': the package triton is not installed (it comes with CUDA torch)")
         if num_sms is None:

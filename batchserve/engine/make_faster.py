@@ -53,7 +53,10 @@ def make_faster(
     if way == "off" and not config.custom_kernels:
         return done
     expected = _trial_logits(loaded, runner)
-    if config.custom_kernels and _use_own_kernels(loaded, runner, expected, say, overlaps=overlaps):
+    is_joined = way != "off"  # a residual to the linear that it is added to
+    if config.custom_kernels and _use_own_kernels(
+        loaded, runner, expected, say, overlaps=overlaps, is_joined=is_joined
+    ):
         done.append("own kernels")
     if way != "off" and _compile(way, loaded, runner, expected, say, overlaps=overlaps):
         done.append(type(runner.compiled).__name__)
@@ -67,6 +70,7 @@ def _use_own_kernels(
     say: Callable[[str], None],
     *,
     overlaps: bool,
+    is_joined: bool,
 ) -> bool:
     """Whether linears and norms have kernels of our own now; else the model is as it was."""
     swapped = SwappedModules(loaded.model, Choices(overlaps=overlaps))
@@ -77,7 +81,7 @@ def _use_own_kernels(
             return False
         say("timing products of few rows (their kernels are compiled at the first start, some seconds)")
         timer = CudaTimer(loaded.device, loaded.dtype, overlaps=overlaps)
-        choose_products(shapes, hidden_size, swapped.choices, timer, say)
+        choose_products(shapes, hidden_size if is_joined else None, swapped.choices, timer, say)
         _compare(loaded, runner, expected, "with our own linears and norms", "these")
     except Exception as error:  # Triton's compiler has errors of many kinds
         _raise_fault(error)

@@ -63,7 +63,7 @@ class CudaTimer:
 @torch.inference_mode()
 def choose_products(
     shapes: dict[Shape, list[torch.Tensor]],
-    hidden_size: int,
+    added_to: int | None,
     choices: Choices,
     timer: Timer,
     say: Callable[[str], None],
@@ -71,7 +71,9 @@ def choose_products(
 ) -> None:
     """Set the choices for these weights. Raises torch.AcceleratorError where the device has failed.
 
-    What gives hidden_size features is timed with the addition of a residual, which models have behind it.
+    What gives `added_to` features, a hidden state, is timed with the addition of a residual: most models have one
+    behind it, which torch's product would leave to a kernel of its own. None: nothing is, as where no compiler joins
+    the two.
     A variant that cannot be compiled, or gives something else than torch's product, is not chosen.
     """
     for shape, weights in shapes.items():
@@ -81,7 +83,7 @@ def choose_products(
                 torch.randn(count, features, device=weights[0].device).to(shape.dtype)
                 for features in (shape.in_features, shape.out_features)
             )
-            trial = _Trial(x, weights[:MOST_WEIGHTS], residual, shape.out_features == hidden_size, timer)
+            trial = _Trial(x, weights[:MOST_WEIGHTS], residual, shape.out_features == added_to, timer)
             candidates = variants(shape, count, overlaps=choices.overlaps)
             chosen.append(trial.best(candidates, partial(run, overlaps=choices.overlaps)))
         choices.set(shape, tuple(chosen))

@@ -1,9 +1,9 @@
 """Linears and norms of few rows as Triton kernels. Importing this module imports Triton: operators do, when they run.
 
 Of few rows a product is as fast as its weights are read. Both of its kernels have programs that each read some rows of
-the weights once, from one end to the other, and differ in what they multiply with: vector instructions, or tensor
-cores. An element is summed in float32, in an order that follows from the variant alone: of all numbers of rows that one
-variant serves, a row has the same bits.
+the weights once, all of their columns, and differ in what they multiply with: vector instructions, or tensor cores. An
+element is summed in float32, in an order that follows from the variant and the element's feature: of all numbers of
+rows that one variant serves, a row has the same bits.
 
 OVERLAPS: launched so that they begin while the kernel before them ends (kernel_overlap.py). No kernel writes weights,
 so the first of them may be on their way meanwhile.

@@ -10,8 +10,9 @@ import resource
 import statistics
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +37,9 @@ class Kit:
 
     backend: an attention backend that engines shall use, "auto": the fastest whose kernels are there. can_compile:
     whether FlashInfer may compile what it lacks, which takes minutes. unfit: kernels that were found wrong or failing.
-    is_eager: engines have no graphs. probes: by shape, what the probe at load found; for build_for() to report.
+    is_eager: engines have no graphs. probes: by shape, what the probe at load found; for build_for() to report. cells:
+    patterns of the cells that are to be measured, () for all. most_rows: of the steps that step_time measures, and of
+    the graphs that are captured for them.
     """
 
     is_dry: bool
@@ -47,6 +50,8 @@ class Kit:
     unfit: frozenset[str] = frozenset()
     is_eager: bool = False
     probes: dict[str, dict[str, Any]] = field(default_factory=dict, compare=False)
+    cells: tuple[str, ...] = ()
+    most_rows: int | None = None
 
     @property
     def device(self) -> torch.device:
@@ -100,11 +105,12 @@ class Report:
 
     What an earlier process of the same part has finished is not done again; a cell that it began and did not end is an
     error of its own. Errors that end a process have is_fault; what was kept of a cell stays beside its error.
-    deadline_s: time.monotonic() behind which no cell begins; those are named in left_out.
+    deadline_s: time.monotonic() behind which no cell begins; those are named in left_out. patterns: of the cells that
+    are wanted (Kit.cells).
     """
 
-    def __init__(self, path: Path, deadline_s: float) -> None:
-        self._path, self._deadline_s = path, deadline_s
+    def __init__(self, path: Path, deadline_s: float, patterns: Sequence[str] = ()) -> None:
+        self._path, self._deadline_s, self._patterns = path, deadline_s, patterns
         self._started_s = time.monotonic()
         self._kernels: dict[str, str] = {}
         self._data: dict[str, Any] = {"part": path.stem, "took_s": 0.0, "about": {}, "cells": {}, "left_out": []}
@@ -128,12 +134,15 @@ class Report:
 
     def wants(self, *names: str) -> bool:
         """Whether one of the cells is still to be run: what they need may be dear to build."""
-        missing = [name for name in names if name not in self.cells]
+        missing = [name for name in names if name not in self.cells and self._is_asked_for(name)]
         if missing and self.is_late:
             self._data["left_out"] += [name for name in missing if name not in self._data["left_out"]]
             self._write()
             return False
         return bool(missing)
+
+    def _is_asked_for(self, name: str) -> bool:
+        return not self._patterns or any(fnmatchcase(name, pattern) for pattern in self._patterns)
 
     def faults(self, *names: str) -> list[str]:
         """Those of the cells that a process ended in."""
@@ -214,6 +223,8 @@ def environment(kit: Kit) -> dict[str, Any]:
         "unfit": sorted(kit.unfit),
         "is_eager": kit.is_eager,
         "can_compile": kit.can_compile,
+        **({"asked_for": kit.cells} if kit.cells else {}),
+        **({} if kit.most_rows is None else {"most_rows": kit.most_rows}),
     }
     if not kit.is_dry:
         properties = torch.cuda.get_device_properties(0)

@@ -83,7 +83,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="gpu-kit-") as scratch:
         from benchmarks.gpu.kit import Kit
 
-        kit = Kit(args.dry_run, Path(scratch), args.replay, args.backend, args.compile, is_eager=args.eager)
+        kit = Kit(
+            args.dry_run,
+            Path(scratch),
+            args.replay,
+            args.backend,
+            args.compile,
+            is_eager=args.eager,
+            cells=args.cells,
+            most_rows=args.most_rows,
+        )
         start = _way_to_start(kit)
         if start is None:
             _say("no process could use the device; nothing was measured")
@@ -169,6 +178,10 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--replay", type=Path, help="folder of recorded answers (default: the package's few)")
     parser.add_argument("--parts", type=_parts, default=tuple(PARTS), metavar="A,B", help=f"of {', '.join(PARTS)}")
+    parser.add_argument(
+        "--cells", type=_patterns, default=(), metavar="A,B", help="only cells that one of these patterns fits"
+    )
+    parser.add_argument("--most-rows", type=int, metavar="N", help="of step_time's steps, and of graphs for them")
     parser.add_argument("--backend", default="auto", help="attention backend of the engines (default: the fastest)")
     parser.add_argument("--compile", action="store_true", help="let FlashInfer compile modules that are not there")
     parser.add_argument("--resume", action="store_true", help="keep what --out has, and measure what is missing")
@@ -177,6 +190,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.minutes <= 0:
         parser.error("--minutes: must be above 0")
+    if args.most_rows is not None and args.most_rows < 1:
+        parser.error(f"--most-rows {args.most_rows}: must be at least 1")
     if args.replay is not None and not args.replay.is_dir():
         parser.error(f"--replay {args.replay}: is no folder")
     if args.replay is not None and (missing := _missing(args.replay)):
@@ -206,6 +221,10 @@ def _parts(text: str) -> tuple[str, ...]:
     if unknown := sorted(set(names) - set(PARTS)):
         raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}")
     return tuple(name for name in PARTS if name in names)
+
+
+def _patterns(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
 
 
 def _way_to_start(kit: Any) -> Any:
@@ -365,7 +384,7 @@ def _part(name: str, kit: Any, path: Path, deadline_s: float) -> None:
     from benchmarks.gpu.kit import DeviceFaultError, Report, environment
 
     try:
-        report = Report(path, deadline_s)
+        report = Report(path, deadline_s, kit.cells)
         report.about(environment=environment(kit))
         importlib.import_module(f"benchmarks.gpu.{MODULES.get(name, name)}").run(kit, report)
     except DeviceFaultError as error:

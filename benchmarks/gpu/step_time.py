@@ -46,10 +46,10 @@ def run(kit: Kit, report: Report) -> None:
     _grid(kit, report, second, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1,)), CONTEXTS[:1])
     for mode in ("torch_kernels", "one_by_one", "uncompiled"):
         _mode(kit, report, first, modes, bandwidth, mode)
-    profile.run(kit, report, (first, second))
     small_q.run(kit, report, bandwidth, small_q.FEW)
     buckets.run(kit, report, first, bandwidth)
     _grid(kit, report, first, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1, 2)), CONTEXTS[1:])
+    profile.run(kit, report, (first, second))
     small_q.run(kit, report, bandwidth)
     for name, options in all_backends(kit, 128, torch.bfloat16).items():
         named = dataclasses.replace(kit, backend=options["attention_backend"])  # no other is to take its place
@@ -77,7 +77,10 @@ def _grid(
     contexts: Sequence[int] = CONTEXTS,
     max_rows: int = ROWS[-1],
 ) -> None:
-    """One engine, a cell for every number of requests and context, of steps of up to max_rows."""
+    """One engine, a cell for every number of requests and context, of steps of up to max_rows, or the kit's."""
+    if kit.most_rows is not None:
+        max_rows = min(max_rows, kit.most_rows)
+        options = {**options, "max_graph_rows": max_rows}
     is_first, contexts = CONTEXTS[0] in contexts, kit.pick(contexts, (64,))
     names = {f"{shape}/{mode}/b{b}/c{c}": (b, c) for c in contexts for b in batches}
     sampling_batch = min(16, max(batches))

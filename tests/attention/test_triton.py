@@ -503,6 +503,8 @@ def test_what_the_kernel_does_not_serve_is_refused_when_it_is_made(monkeypatch: 
         TritonTreeKernel([LayerShape(2, 64, 64), LayerShape(1, 576, 512)], torch.bfloat16, 100)
     with pytest.raises(ConfigError, match=r"dtype = torch.float64: must be one of torch.float16"):
         TritonTreeKernel([LayerShape(2, 64, 64)], torch.float64, 100)
+    with pytest.raises(ValueError, match="num_splits = 32: must be at most 16"):
+        TritonTreeKernel([LayerShape(2, 64, 64)], torch.bfloat16, 100, num_splits=32)
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ConfigError, match="triton is not installed"):
         TritonTreeKernel([LayerShape(2, 64, 64)], torch.bfloat16, 100)

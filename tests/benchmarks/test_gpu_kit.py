@@ -202,6 +202,19 @@ def test_a_cell_that_fails_leaves_the_others_alone_and_all_is_on_disk(tmp_path: 
     assert cells["c"] == "c"
 
 
+def test_only_the_cells_that_were_asked_for_are_run_and_missed(tmp_path: Path):
+    patterns, path = ("engine/b?/c64", "other"), tmp_path / "part.json"
+    report = Report(path, time.monotonic() + 1e6, patterns)
+    for name in ("engine/b1/c64", "engine/b16/c64", "engine/b1/c8", "other"):
+        report.cell(name, lambda: {"x": 1})
+    assert [*json.loads(path.read_text())["cells"]] == ["engine/b1/c64", "other"]
+    assert report.wants("engine/b2/c64", "engine/b1/c8")
+    assert not report.wants("engine/b1/c8")
+    late = Report(tmp_path / "late.json", time.monotonic() - 1, patterns)
+    assert not late.wants("other", "engine/b1/c8")
+    assert json.loads((tmp_path / "late.json").read_text())["left_out"] == ["other"]
+
+
 def test_a_part_goes_on_behind_the_cell_that_ended_its_process(tmp_path: Path):
     path = tmp_path / "part.json"
     first = make_report(path)

@@ -207,8 +207,8 @@ def test_what_adds_wrongly_is_not_chosen(hidden_size: int) -> None:
     assert {choices.variant(shape, rows) for rows in (1, 2, 16, 64)} == {None}
 
 
-@pytest.mark.parametrize(("hidden_size", "is_added_to"), [(8, True), (1024, False)])
-def test_what_gives_the_hidden_state_is_timed_with_an_addition(hidden_size: int, is_added_to: bool) -> None:
+@pytest.mark.parametrize(("hidden_size", "is_added_to"), [(8, True), (1024, False), (None, False)])
+def test_what_gives_the_hidden_state_is_timed_with_an_addition(hidden_size: int | None, is_added_to: bool) -> None:
     shape, variant = Shape(8, 1024, torch.bfloat16), BY_MATRICES[0]
     kernels, seen = PretendedKernels({None: 1.0, variant: 0.5}), []
 
