@@ -19,7 +19,7 @@ SCOPE_NAME_BOUND = f"1..{MAX_SCOPE_CHARS} characters of text"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "cpu", "flashinfer", "triton", "torch")
-FLASHINFER_MASKS = ("custom", "tree")
+FLASHINFER_MASKS = ("custom", "tree", "front")
 COMPILE_MODES = ("auto", "off", "layers", "whole")
 MIN_TARGET_MS = 0.001
 ITL_INFLATION = 1.25  # of a running request's steps, by others' drafts
@@ -109,7 +109,8 @@ class EngineConfig:
     device: where the model runs; auto: a CUDA device if there is one.
     attention_backend: auto: on a CPU its own, on a GPU the first of triton, flashinfer and torch that can serve the
     model. torch is slow: the reference of the others, which also runs the GPU path on a CPU.
-    flashinfer_mask: how FlashInfer is told of trees: its own custom mask, or our variant of its kernel.
+    flashinfer_mask: how FlashInfer is told of trees: its own custom mask, or our variant of its kernel, which may have
+    a step's own rows in front of their context (not measured yet).
     kv_cache_memory: bytes for K/V; None takes a quarter of the memory that is free at start, at most twice what all
     sequences at full length take, or on a GPU what gpu_memory_utilization (a share of the device's memory) leaves
     beside weights and the largest step. Without prefix_cache no more is taken than all sequences can use.

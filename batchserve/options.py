@@ -75,7 +75,8 @@ ENGINE_OPTIONS = {
     ),
     "flashinfer_mask": Option(
         "how FlashInfer is told of draft trees; custom: by its own mask of rows by keys, tree: by a variant of its "
-        "kernel that reads a bit for each ancestor (compiled at the first start)",
+        "kernel that reads a bit for each ancestor (compiled at the first start), front: by the same over keys that "
+        "begin with a step's own rows, about which alone it is asked then (not measured yet)",
         FLASHINFER_MASKS,
     ),
     "drafter": Option("where the draft tokens come from of requests that do not choose themselves", DRAFTERS),

@@ -35,6 +35,8 @@ PAGE_SIZE = 1
 # rows less one for each other request: with as many requests as rows it is the smallest. Trees of 4 to 8 rows take half
 # to a third of the time with it (docs/gpu.md); prompts, which larger graphs are for, want larger ones.
 MOST_SMALL_TILES = 256
+QUERY_TILE = 3  # its place in what a plan returns
+LEAST_KEY_BLOCK = 64  # without a GPU to ask: that of an A100, H100 or H200, for head_dim up to 128
 
 # jit_args (None: a stock module), float workspace, options of CUDA graphs -> BatchPrefillWithPagedKVCacheWrapper
 WrapperFactory = Callable[..., Any]
@@ -51,13 +53,16 @@ class _Kind(NamedTuple):
     scaling: float | None
     sliding_window: int | None
     softcap: float | None
+    is_asked_all: bool  # the tree variant, about every key
 
 
 class FlashInferKernel(TreeKernel):
     """TreeKernel. Steps in which every request is a chain go to the stock causal kernel, all others to `mask`.
 
     mask: "custom" is FlashInfer's own custom mask, a bit for every row and key, with the window in it; "tree" is our
-    variant of the kernel, which reads only the rows' ancestor bits and, for windows, their positions.
+    variant of the kernel, which reads only the rows' ancestor bits and, for windows, their positions; "front" is the
+    same over keys that begin with the step's own rows, so that the kernel asks about a first block of keys only
+    (flashinfer_variant.py), where no request has more rows than that and there is no window.
 
     One wrapper for each kind of layer, planned once a step; all share one float workspace, so steps must be on one
     stream. CUDA graphs have wrappers of their own, for each bucket, and no causal ones. Raises ConfigError where
@@ -79,7 +84,9 @@ class FlashInferKernel(TreeKernel):
     ) -> None:
         _check_model(layers, num_heads, dtype)
         self.name = f"flashinfer_{mask}"
-        self._has_variant = mask == "tree"
+        self._has_variant = mask in ("tree", "front")
+        self._has_rows_first = mask == "front"
+        self._most_front_rows = min(least_key_block(layer.key_dim, device) for layer in layers)
         self._dtype = dtype
         self._device = device
         self._make_wrapper = make_wrapper or load_wrapper()
@@ -97,6 +104,10 @@ class FlashInferKernel(TreeKernel):
         if metadata.bucket is not None:
             for wrapper in self._graph_wrappers.get(metadata, {}).values():
                 wrapper.plan(metadata)
+
+    def order(self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor) -> None:
+        if self._has_rows_first:
+            kv_indices.copy_(own_rows_first(qo_indptr, kv_indptr, kv_indices))
 
     def run(
         self,
@@ -118,6 +129,7 @@ class FlashInferKernel(TreeKernel):
             scaling=None if is_variant else params.scaling,
             sliding_window=None if is_variant else params.sliding_window,
             softcap=params.softcap,
+            is_asked_all=is_variant and not self._is_asked_little(metadata, params),
         )
         if metadata.bucket is not None:
             wrapper = self._graph_wrapper(metadata.bucket, kind, metadata, is_variant)
@@ -127,9 +139,14 @@ class FlashInferKernel(TreeKernel):
                 self._planned.add(kind)
             wrapper = self._wrappers[kind].wrapper
         more = variant_run_arguments(metadata, params) if is_variant else ()
+        if is_variant and self._has_rows_first:
+            more = (*more, wrapper._plan_info[QUERY_TILE])
         caches = self._in_pages(key_cache), self._in_pages(value_cache)
         out: torch.Tensor = wrapper.run(query.contiguous(), caches, *more)
         return out
+
+    def _is_asked_little(self, metadata: TreeMetadata, params: AttentionParams) -> bool:
+        return self._has_rows_first and params.sliding_window is None and metadata.max_rows <= self._most_front_rows
 
     def _plan(self, kind: _Kind, metadata: TreeMetadata, is_variant: bool) -> None:
         if kind not in self._wrappers:
@@ -138,10 +155,13 @@ class FlashInferKernel(TreeKernel):
         target = self._wrappers[kind]
         packed: torch.Tensor | None = None
         offsets: torch.Tensor | None = None
-        if is_variant:
+        if kind.is_asked_all:
             packed = self._no_mask
-        elif not kind.is_causal:
+        elif not (kind.is_causal or is_variant):
             packed, offsets = packed_mask(metadata, kind.sliding_window)
+        if is_variant and self._has_rows_first:
+            ordered = own_rows_first(metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices)
+            metadata = dataclasses.replace(metadata, kv_indices=ordered)
         arguments_of_plan = self._plan_arguments(kind, metadata, packed)
         target.wait_for_copy()
         self._fit_workspace(target.wrapper, arguments_of_plan)
@@ -155,13 +175,21 @@ class FlashInferKernel(TreeKernel):
     def _jit_arguments(self, kind: _Kind, is_variant: bool) -> list[Any] | None:
         if not is_variant:
             return None
-        return variant_arguments(kind.key_dim, kind.value_dim, self._dtype, kind.softcap is not None)
+        has_softcap = kind.softcap is not None
+        return variant_arguments(
+            kind.key_dim, kind.value_dim, self._dtype, has_softcap, rows_first=self._has_rows_first
+        )
 
     def _graph_wrapper(self, bucket: int, kind: _Kind, metadata: TreeMetadata, is_variant: bool) -> Any:
         """The wrapper of a bucket's layers of this kind; made in the bucket's first step, which no graph is made of."""
         wrappers = self._graph_wrappers.setdefault(metadata, {})
         if kind not in wrappers:
             mask = None if is_variant else _MaskBuffers(metadata, kind.sliding_window)
+            masks: dict[str, torch.Tensor] = {}
+            if mask is not None:
+                masks = {"custom_mask_buf": mask.bits, "mask_indptr_buf": mask.offsets}
+            elif kind.is_asked_all:
+                masks = {"custom_mask_buf": self._no_mask, "mask_indptr_buf": torch.zeros_like(metadata.qo_indptr)}
             wrapper = self._make_wrapper(
                 self._jit_arguments(kind, is_variant),
                 self._workspace,
@@ -170,8 +198,7 @@ class FlashInferKernel(TreeKernel):
                 paged_kv_indptr_buf=metadata.kv_indptr,
                 paged_kv_indices_buf=metadata.kv_indices,
                 paged_kv_last_page_len_buf=torch.ones(metadata.num_requests, dtype=torch.int32, device=self._device),
-                custom_mask_buf=self._no_mask if mask is None else mask.bits,
-                mask_indptr_buf=torch.zeros_like(metadata.qo_indptr) if mask is None else mask.offsets,
+                **masks,
             )
             # What the first plan says stays as it is in the graph: it has to be of the largest step there can be.
             largest = worst_case(metadata)
@@ -316,6 +343,36 @@ class _GraphWrapper:
         self._ring.sent()
         if list(info) != self._info:
             raise RuntimeError(f"FlashInfer plans a step otherwise than its graph: {list(info)}, not {self._info}")
+
+
+def own_rows_first(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor) -> torch.Tensor:
+    """TreeMetadata.kv_indices, but each request's own rows of the step before its context. Waits for nothing."""
+    places = torch.arange(len(kv_indices), dtype=kv_indptr.dtype, device=kv_indices.device)
+    request = torch.searchsorted(kv_indptr[1:], places, right=True).clamp_(max=len(kv_indptr) - 2)
+    rows, place = qo_indptr.diff()[request], places - kv_indptr[request]
+    moved = torch.where(place < rows, kv_indptr[1:][request] - rows + place, places - rows)
+    return kv_indices[moved.clamp_(0, max(len(kv_indices) - 1, 0))]
+
+
+def least_key_block(head_dim: int, device: torch.device) -> int:
+    """Keys that any of FlashInfer's FA2 kernels for 16 bits attends to at once, at least, on this device.
+
+    As its dispatch decides (prefill.cuh, BatchPrefillWithPagedKVCacheDispatched), by shared memory. 0: unknown.
+    """
+    if device.type != "cuda":
+        return LEAST_KEY_BLOCK
+    properties = torch.cuda.get_device_properties(device)
+    of_sm = getattr(properties, "shared_memory_per_multiprocessor", 0)
+    of_block = getattr(properties, "shared_memory_per_block_optin", 0)
+    found = []
+    for tile, warps, most in ((16, 4, 8), (64, 1, 8), (128, 1, 4)):
+        if tile == 128 and head_dim >= 256:
+            continue  # FlashInfer has none there
+        query, block = tile * head_dim * 2, 16 * warps * 2 * head_dim * 2  # bytes
+        programs = 2 if of_sm >= 2 * (query + block) else 1
+        fitting = min((min(of_sm // programs, of_block) - query) // block, most)
+        found.append(0 if fitting < 1 else 16 * warps << fitting.bit_length() - 1)
+    return min(found)
 
 
 def worst_case(metadata: TreeMetadata) -> TreeMetadata:

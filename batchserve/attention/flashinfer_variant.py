@@ -2,6 +2,11 @@
 
 The stock custom mask is a bit for every row and key, made anew in every step and read for every key; here a row has a
 few words, whatever the length of its context. This module only holds text and imports nothing of FlashInfer.
+
+With a custom mask FlashInfer's kernel asks the variant about every key, with none only about those at the edges: of a
+window's begin, and of a chunk's end. In front of their context a step's own rows are such an edge: for each query tile
+the variant claims a window that begins at the first key, so that the kernel asks about the first block of keys, and
+skips none.
 """
 
 from __future__ import annotations
@@ -14,15 +19,17 @@ if TYPE_CHECKING:
     from batchserve.attention.base import AttentionParams
     from batchserve.attention.tree_metadata import TreeMetadata
 
-REVISION = 2  # part of a compiled module's name: raise it with every change of the source
+REVISION = 3  # part of a compiled module's name: raise it with every change of the source
 TENSORS = {"ancestors": "int32_t", "positions": "int32_t"}  # of TreeMetadata, in the order of the run's arguments
 SCALARS = {"sm_scale": "double", "softcap": "double", "ancestor_words": "int64_t", "window": "int64_t"}
+FRONT_SCALARS = {**SCALARS, "query_tile": "int64_t"}  # (row, head) pairs of a program
 
 # Row and key indices are those inside of the request; the tensors begin with the batch's first row.
 SOURCE = r"""
 struct TreeAttention : AttentionVariantBase {
   static constexpr bool use_softmax = true;
   static constexpr bool has_softcap = HAS_SOFTCAP;
+  static constexpr bool rows_first = ROWS_FIRST;  // the step's own, among a request's keys
   uint32_t qo_len, kv_len, window_left, words, seen_by_all;
   int32_t window;
   float sm_scale_log2, before_tanh;
@@ -34,9 +41,13 @@ struct TreeAttention : AttentionVariantBase {
     qo_len = params.get_qo_len(batch_idx);
     kv_len = params.get_kv_len(batch_idx);
     window_left = kv_len;  // the kernel's own window counts rows: it must skip nothing
+    if constexpr (rows_first) {
+      const uint32_t first_item = params.qo_tile_indices[blockIdx.x] * static_cast<uint32_t>(params.query_tile);
+      window_left = kv_len - qo_len + first_item / static_cast<uint32_t>(params.group_size);
+    }
     words = static_cast<uint32_t>(params.ancestor_words);
     window = static_cast<int32_t>(params.window);
-    seen_by_all = window > 0 ? 0u : kv_len - qo_len;
+    seen_by_all = window > 0 ? 0u : kv_len - qo_len;  // so many keys of the context
     const float scale = static_cast<float>(params.sm_scale), cap = static_cast<float>(params.softcap);
     before_tanh = has_softcap ? scale / cap : 1.f;
     sm_scale_log2 = (has_softcap ? cap : scale) * math::log2e;
@@ -53,12 +64,14 @@ struct TreeAttention : AttentionVariantBase {
   })
 
   REGISTER_LOGITS_MASK(params, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
-    if (kv_idx < seen_by_all) return true;  // first: the kernel asks for every key of the context
+    const uint32_t context_begin = rows_first ? qo_len : 0u;
+    // First, as the kernel may ask for every key of the context.
+    if (kv_idx - context_begin < seen_by_all) return true;
     if (qo_idx >= qo_len || kv_idx >= kv_len) return false;
-    const uint32_t context_len = kv_len - qo_len;
-    int32_t key_position = static_cast<int32_t>(kv_idx);
-    if (kv_idx >= context_len) {
-      const uint32_t row = kv_idx - context_len;
+    const uint32_t rows_begin = rows_first ? 0u : kv_len - qo_len;
+    const uint32_t row = kv_idx - rows_begin;
+    int32_t key_position = static_cast<int32_t>(kv_idx - context_begin);
+    if (row < qo_len) {
       const uint32_t word = __ldg(ancestors + static_cast<size_t>(qo_idx) * words + (row >> 5));
       if (((word >> (row & 31u)) & 1u) == 0u) return false;
       if (window > 0) key_position = __ldg(positions + row);
@@ -69,30 +82,37 @@ struct TreeAttention : AttentionVariantBase {
 """
 
 
-def variant_arguments(key_dim: int, value_dim: int, dtype: torch.dtype, has_softcap: bool) -> list[Any]:
+def variant_arguments(
+    key_dim: int, value_dim: int, dtype: torch.dtype, has_softcap: bool, *, rows_first: bool = False
+) -> list[Any]:
     """jit_args of the wrapper, in the order of gen_customize_batch_prefill_module() after its backend.
 
-    One module for each head_dim, dtype and whether there is a soft cap; its name says which, and is that of the file
-    where it is looked for ready-made.
+    One module for each head_dim, dtype, whether there is a soft cap, and whether a step's own rows come before a
+    request's context; its name says which, and is that of the file where it is looked for ready-made.
     """
+    scalars = FRONT_SCALARS if rows_first else SCALARS
     kind = f"{str(dtype).removeprefix('torch.')}_d{key_dim}" + ("_softcap" if has_softcap else "")
     return [
-        f"batchserve_tree_{kind}_v{REVISION}",
+        f"batchserve_{'front' if rows_first else 'tree'}_{kind}_v{REVISION}",
         *(dtype, dtype, dtype),  # of q, of K and V, of the output
         torch.int32,
         key_dim,
         value_dim,
         list(TENSORS),
         list(TENSORS.values()),
-        list(SCALARS),
-        list(SCALARS.values()),
+        list(scalars),
+        list(scalars.values()),
         "TreeAttention",
-        SOURCE.replace("HAS_SOFTCAP", "true" if has_softcap else "false"),
+        SOURCE.replace("HAS_SOFTCAP", _literal(has_softcap)).replace("ROWS_FIRST", _literal(rows_first)),
     ]
 
 
+def _literal(flag: bool) -> str:
+    return "true" if flag else "false"
+
+
 def variant_run_arguments(metadata: TreeMetadata, params: AttentionParams) -> tuple[Any, ...]:
-    """What the wrapper's run() takes behind q and the caches: TENSORS and then SCALARS."""
+    """What the wrapper's run() takes behind q and the caches: TENSORS and then SCALARS; then FRONT_SCALARS' own."""
     return (
         metadata.ancestors,
         metadata.positions,

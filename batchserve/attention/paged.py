@@ -94,7 +94,9 @@ class PagedBackend:
         """Bring the table up to date, and kv_indices, of a step at fixed addresses: what a CUDA graph begins with."""
         views = step.views
         self._table.index_copy_(0, views["changed_places"], views["changed_slots"])
-        self.kernel.gather(self._table, views["kv_indptr"], views["table_offsets"], step.metadata.kv_indices)
+        kv_indices = step.metadata.kv_indices
+        self.kernel.gather(self._table, views["kv_indptr"], views["table_offsets"], kv_indices)
+        self.kernel.order(views["qo_indptr"], views["kv_indptr"], kv_indices)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams

@@ -102,6 +102,10 @@ class TreeKernel(Protocol):
         request = torch.searchsorted(kv_indptr[1:], places, right=True).clamp_(max=len(table_offsets) - 1)
         torch.index_select(table, 0, (places + table_offsets[request]).clamp_(0, len(table) - 1), out=kv_indices)
 
+    def order(self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor) -> None:
+        """Put what gather() has found for a graph's step in an order of the kernel's own, if it has one."""
+        return
+
     def run(
         self,
         query: torch.Tensor,

@@ -44,6 +44,7 @@ NEEDS = {
         stock(HEAD_DIM, torch.bfloat16, has_softcap=True),
         stock(HEAD_DIM, torch.bfloat16, has_softcap=True, has_window=True),
         variant(HEAD_DIM, torch.bfloat16, has_softcap=True),
+        variant(HEAD_DIM, torch.bfloat16, has_softcap=True, rows_first=True),
     ],
 }
 TEMPERATURE = 0.8

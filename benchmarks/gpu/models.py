@@ -185,6 +185,7 @@ def all_backends(kit: Kit, head_dim: int, dtype: torch.dtype) -> dict[str, dict[
     if is_ready(kit, stock(head_dim, dtype)):
         names += ["flashinfer_tree"] if is_ready(kit, variant(head_dim, dtype)) else []
         names.append("flashinfer_custom")
+        names += ["flashinfer_front"] if is_ready(kit, variant(head_dim, dtype, rows_first=True)) else []
     names = [name for name in names if name not in kit.unfit] or ["triton"]
     found: dict[str, dict[str, Any]] = {}
     for name in names:

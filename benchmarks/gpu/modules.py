@@ -19,7 +19,9 @@ from benchmarks.gpu.kit import Kit
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A stock prefill module (causal and custom masks), our variant of it ("tree"), or a stock decode module."""
+    """A stock prefill module (causal and custom masks), one of our variants of it ("tree", "front"), or a stock decode
+    module.
+    """
 
     kind: str
     head_dim: int
@@ -35,8 +37,9 @@ class Module:
             gen_customize_batch_prefill_module,
         )
 
-        if self.kind == "tree":
-            arguments = variant_arguments(self.head_dim, self.head_dim, self.dtype, self.has_softcap)
+        if self.kind in ("tree", "front"):
+            of_heads = self.head_dim, self.head_dim, self.dtype, self.has_softcap
+            arguments = variant_arguments(*of_heads, rows_first=self.kind == "front")
             return gen_customize_batch_prefill_module("fa2", *arguments)
         types = (self.dtype, self.dtype, self.dtype, torch.int32)
         dims, no_positions = (self.head_dim, self.head_dim), 0
@@ -50,8 +53,8 @@ def stock(head_dim: int, dtype: torch.dtype, *, has_softcap: bool = False, has_w
     return Module("stock", head_dim, dtype, has_softcap, has_window)
 
 
-def variant(head_dim: int, dtype: torch.dtype, *, has_softcap: bool = False) -> Module:
-    return Module("tree", head_dim, dtype, has_softcap)
+def variant(head_dim: int, dtype: torch.dtype, *, has_softcap: bool = False, rows_first: bool = False) -> Module:
+    return Module("front" if rows_first else "tree", head_dim, dtype, has_softcap)
 
 
 def decode(head_dim: int, dtype: torch.dtype) -> Module:
@@ -66,6 +69,8 @@ NEEDED = [
     variant(128, torch.bfloat16),
     stock(64, torch.bfloat16),
     variant(64, torch.bfloat16),
+    variant(128, torch.bfloat16, rows_first=True),
+    variant(64, torch.bfloat16, rows_first=True),
     decode(128, torch.bfloat16),
     stock(64, torch.bfloat16, has_softcap=True),
     variant(64, torch.bfloat16, has_softcap=True),
@@ -77,6 +82,10 @@ NEEDED = [
     variant(128, torch.float16),
     stock(128, torch.bfloat16, has_softcap=True),
     variant(128, torch.bfloat16, has_softcap=True),
+    variant(64, torch.bfloat16, has_softcap=True, rows_first=True),
+    variant(256, torch.bfloat16, rows_first=True),
+    variant(128, torch.float16, rows_first=True),
+    variant(128, torch.bfloat16, has_softcap=True, rows_first=True),
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-KERNELS = ("flashinfer_tree", "flashinfer_custom", "triton")
+KERNELS = ("flashinfer_tree", "flashinfer_front", "flashinfer_custom", "triton")
 OF_ENGINES = ("graphs/", "bfloat16/")  # what bf16 engines need of a kernel
 NOT_OF_ENGINES = ("pages of", "softcap", "d256")  # what none of the kit's has
 

@@ -22,21 +22,36 @@ import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata as packages
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from batchserve.attention import flashinfer as kernels
 from batchserve.attention import flashinfer_mask
 from batchserve.attention.base import AttentionParams, LayerShape
-from batchserve.attention.flashinfer import VERSIONS, FlashInferKernel, load_wrapper
+from batchserve.attention.flashinfer import (
+    LEAST_KEY_BLOCK,
+    QUERY_TILE,
+    VERSIONS,
+    FlashInferKernel,
+    least_key_block,
+    load_wrapper,
+    own_rows_first,
+)
 from batchserve.attention.flashinfer_mask import packed_mask
-from batchserve.attention.flashinfer_variant import SCALARS, TENSORS, variant_arguments, variant_run_arguments
+from batchserve.attention.flashinfer_variant import (
+    FRONT_SCALARS,
+    SCALARS,
+    TENSORS,
+    variant_arguments,
+    variant_run_arguments,
+)
 from batchserve.attention.mask import visible_keys
 from batchserve.attention.paged import PagedBackend, step_arrays
 from batchserve.attention.slots import SlotAllocator
@@ -54,6 +69,7 @@ from tests.factories import examples
 CPU = torch.device("cpu")
 LAYERS = [LayerShape(2, 64, 64)]
 NUM_HEADS = 6
+CHUNK = 128  # keys, at least, that FlashInfer splits a request's into
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +93,7 @@ class FakeWrapper:
         self._float_workspace_buffer = workspace
         self._int_workspace_buffer = torch.empty(8, dtype=torch.uint8)
         self._mask_indptr_buf: torch.Tensor | None = None
-        self._plan_info = list(range(15))
+        self._plan_info = [*range(QUERY_TILE), 16, *range(QUERY_TILE + 1, 15)]
         self.plans: list[dict[str, Any]] = []
 
     def _bound(self, method: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -124,8 +140,16 @@ class FakeWrapper:
                 mask, params = self._stock_mask(i, qo[i + 1] - qo[i], kv_len), self._stock_params()
             else:
                 given = dict(zip([*self.jit_args[7], *self.jit_args[9]], more, strict=True))
-                assert plan["packed_custom_mask"] is not None, "the variant would be asked about the last keys only"
-                mask = literal_variant(given, qo[i], qo[i + 1] - qo[i], kv_len)
+                qo_len, is_front = qo[i + 1] - qo[i], "front" in self.jit_args[0]
+                mask = literal_variant(given, qo[i], qo_len, kv_len, is_front)
+                if plan["packed_custom_mask"] is None:
+                    assert is_front, "the variant would be asked about the last keys only"
+                    assert given["query_tile"] == self._plan_info[QUERY_TILE]
+                    group = plan["num_qo_heads"] // plan["num_kv_heads"]
+                    mask |= ~asked_about(qo_len, kv_len, given["query_tile"], group)
+                if is_front:  # summed in the order of all others, so that it comes to the same bits
+                    natural = np.argsort(front_places(qo_len, kv_len))
+                    keys, values, mask = keys[:, natural], values[:, natural], mask[:, natural]
                 params = AttentionParams(given["sm_scale"], softcap=given["softcap"] or None)
             out[rows] = attend_span(q[rows].transpose(0, 1), keys, values, mask, params)
         return out
@@ -149,8 +173,110 @@ class FakeWrapper:
         return mask
 
 
-def literal_variant(given: dict[str, Any], start: int, qo_len: int, kv_len: int) -> torch.Tensor:
+def front_places(qo_len: int, kv_len: int) -> np.ndarray:
+    """Where a request's keys are otherwise, of those that begin with the step's own rows."""
+    return np.roll(np.arange(kv_len), qo_len)
+
+
+def window_left(qo_len: int, kv_len: int, query_tile: int, group: int, tile: int) -> int:
+    """The variant's, of one query tile, where a step's own rows come first."""
+    return kv_len - qo_len + tile * query_tile // group
+
+
+def asked_about(
+    qo_len: int, kv_len: int, query_tile: int, group: int, chunk: int = CHUNK, block: int = LEAST_KEY_BLOCK
+) -> torch.Tensor:
+    """Which rows FlashInfer's kernel asks its variant about which keys for, if it has no mask (prefill.cuh).
+
+    A row's heads may lie in two tiles: what neither of them is asked about is not asked about.
+    """
+    asked = np.ones((qo_len, kv_len), np.bool_)
+    for tile in range(-(-qo_len * group // query_tile)):
+        first, behind = tile * query_tile // group, -(-(tile + 1) * query_tile // group)
+        left = window_left(qo_len, kv_len, query_tile, group, tile)
+        assert kv_len + first <= qo_len + left, "keys are skipped"
+        for start in range(0, kv_len, chunk):
+            end = min(start + chunk, kv_len)
+            in_window = -(-max(0, kv_len + behind - qo_len - left - start) // block)
+            for i, begin in enumerate(range(start, end, block)):
+                if in_window <= i < (end - start) // block:
+                    asked[first:behind, begin : min(begin + block, end)] = False
+    return torch.from_numpy(asked)
+
+
+@examples(200)
+@given(
+    qo_len=st.integers(1, 128),
+    context=st.integers(0, 600),
+    query_tile=st.sampled_from([16, 64, 128]),
+    group=st.sampled_from([1, 2, 3, 4, 7, 8]),
+    chunk=st.sampled_from([128, 256, 10_000]),
+    block=st.sampled_from([64, 128]),
+)
+def test_the_kernel_asks_about_the_rows_that_come_first_and_few_other_keys(
+    qo_len: int, context: int, query_tile: int, group: int, chunk: int, block: int
+) -> None:
+    qo_len = min(qo_len, block)
+    kv_len = qo_len + context
+    asked = asked_about(qo_len, kv_len, query_tile, group, chunk, block)
+    assert asked[:, :qo_len].all()
+    # The rest: what a first block has, one more for each that a query tile's rows reach into, and each chunk's last.
+    most = block * (1 + -(-(query_tile // group + 2) // block)) + block * -(-kv_len // chunk)
+    assert int(asked.sum(1).max()) <= most
+
+
+def test_the_kernel_does_not_ask_about_more_rows_than_a_block_of_keys() -> None:
+    assert not asked_about(80, 400, query_tile=16, group=1, block=64)[:, :80].all()
+
+
+@examples(60)
+@given(st.integers(0, 2**32))
+def test_a_requests_own_rows_are_put_before_its_context(seed: int) -> None:
+    spans, allocator, _ = random_step(seed)
+    kernel = Recording()
+    PagedBackend(LAYERS, torch.bfloat16, CPU, kernel, allocator).begin(spans)
+    metadata = kernel.planned[0]
+    behind = torch.cat([metadata.kv_indices, torch.full((7,), 99, dtype=torch.int32)])  # a graph's buffer is longer
+    found = own_rows_first(metadata.qo_indptr, metadata.kv_indptr, behind)
+    expected = [
+        metadata.kv_indices[begin:end][front_places(rows, end - begin)]
+        for begin, end, rows in zip(
+            metadata.kv_indptr_cpu.tolist(),
+            metadata.kv_indptr_cpu[1:].tolist(),
+            metadata.qo_indptr_cpu.diff().tolist(),
+            strict=False,
+        )
+    ]
+    assert found.dtype == torch.int32
+    assert torch.equal(found[: len(metadata.kv_indices)], torch.cat(expected))
+
+
+@pytest.mark.parametrize(
+    ("of_sm", "of_block", "blocks"),
+    [
+        (228, 227, {64: 64, 128: 64, 256: 64}),  # KiB of an H100
+        (164, 163, {64: 64, 128: 64, 256: 32}),  # of an A100
+        (100, 99, {64: 64, 128: 32, 256: 16}),  # of an L4
+        (0, 0, {64: 0, 128: 0, 256: 0}),
+    ],
+)
+def test_how_many_keys_a_kernel_attends_to_at_once_follows_from_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, of_sm: int, of_block: int, blocks: dict[int, int]
+) -> None:
+    """As prefill.cuh of the pinned version reads, by hand."""
+    properties = SimpleNamespace(
+        shared_memory_per_multiprocessor=of_sm << 10, shared_memory_per_block_optin=of_block << 10
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert {dim: least_key_block(dim, torch.device("cuda")) for dim in blocks} == blocks
+
+
+def literal_variant(
+    given: dict[str, Any], start: int, qo_len: int, kv_len: int, is_front: bool = False
+) -> torch.Tensor:
     """The variant's mask as its source says it, for every row and key."""
+    if is_front:
+        return literal_variant(given, start, qo_len, kv_len)[:, front_places(qo_len, kv_len)]
     words = given["ancestors"].numpy().view(np.uint32).reshape(-1, given["ancestor_words"])
     positions, window = given["positions"].numpy(), given["window"]
     row, key = np.arange(qo_len)[:, None], np.arange(kv_len)[None, :]
@@ -174,7 +300,7 @@ class FakeModule:
 
     def __init__(self) -> None:
         self.plans: list[list[Any]] = []
-        self.info = list(range(15))
+        self.info = [*range(QUERY_TILE), 16, *range(QUERY_TILE + 1, 15)]
 
     def plan(self, *args: Any) -> list[int]:
         assert len(args) == len(self.NAMES)
@@ -192,7 +318,7 @@ class FakeGraphWrapper(FakeWrapper):
         assert options["use_cuda_graph"]
         self.qo, self.kv = options["qo_indptr_buf"], options["paged_kv_indptr_buf"]
         self.indices, self.last = options["paged_kv_indices_buf"], options["paged_kv_last_page_len_buf"]
-        self.mask, self.mask_indptr = options["custom_mask_buf"], options["mask_indptr_buf"]
+        self.mask, self.mask_indptr = options.get("custom_mask_buf"), options.get("mask_indptr_buf")
         assert len(self.qo) - 1 == len(self.kv) - 1 == len(self.last)
         self._cached_module = FakeModule()
         self._plan_info = self._cached_module.info
@@ -277,8 +403,8 @@ def filled_backend(
     return backend, states
 
 
-@pytest.mark.parametrize("mask", ["custom", "tree"])
-def test_both_masks_ask_for_what_the_reference_does(flashinfer: Any, mask: str) -> None:
+@pytest.mark.parametrize("mask", ["custom", "tree", "front"])
+def test_all_masks_ask_for_what_the_reference_does(flashinfer: Any, mask: str) -> None:
     @examples(6)
     @given(st.integers(0, 2**32))
     def check(seed: int) -> None:
@@ -286,9 +412,11 @@ def test_both_masks_ask_for_what_the_reference_does(flashinfer: Any, mask: str) 
         actual = attend_all(make_kernel(flashinfer, mask, made), seed)
         for mine, expected in zip(actual, attend_all(TorchKernel(), seed), strict=True):
             assert torch.equal(mine, expected)
-        # One plan for each kind of layer; to the variant, windows and scales are all the same.
-        is_variant = made[0].jit_args is not None
-        assert [len(wrapper.plans) for wrapper in made] == [1] * (2 if is_variant else 4)
+        # One plan for each kind of layer; to the variant, windows and scales are all the same, but whether it is asked
+        # about every key.
+        is_variant, num_kinds = made[0].jit_args is not None, len(made)
+        assert num_kinds in ({2, 4} if mask == "front" else {2} if is_variant else {4})
+        assert [len(wrapper.plans) for wrapper in made] == [1] * num_kinds
 
     check()
 
@@ -325,8 +453,8 @@ GRAPH_ROWS, GRAPH_REQUESTS = 512, 6
 class Bucket:
     """The buffers of one graph."""
 
-    def __init__(self) -> None:
-        self.static = StaticStep(GRAPH_ROWS, GRAPH_REQUESTS)
+    def __init__(self, num_rows: int = GRAPH_ROWS) -> None:
+        self.static = StaticStep(num_rows, GRAPH_REQUESTS)
         self.layout = StepLayout(self.static.fields)
         self.blob = torch.zeros(self.layout.num_bytes, dtype=torch.uint8)
         self.static.bind(self.layout.views(self.blob), torch.zeros(GRAPH_REQUESTS * 500, dtype=torch.int32), 500)
@@ -344,7 +472,7 @@ def attend_static(kernel: FlashInferKernel, seeds: Sequence[int], bucket: Bucket
         num_rows = sum(span.num_rows for span in spans)
         outputs = []
         for layer in range(len(backend.caches)):
-            q, k, v = (torch.zeros(1, heads, GRAPH_ROWS, 64).bfloat16() for heads in (NUM_HEADS, 2, 2))
+            q, k, v = (torch.zeros(1, heads, static.num_rows, 64).bfloat16() for heads in (NUM_HEADS, 2, 2))
             for padded, state in zip((q, k, v), states(num_rows), strict=True):
                 padded[:, :, :num_rows] = state
             outputs.append(backend.attend(layer, q, k, v, PARAMS[layer % len(PARAMS)])[:, :num_rows])
@@ -352,17 +480,18 @@ def attend_static(kernel: FlashInferKernel, seeds: Sequence[int], bucket: Bucket
     return results
 
 
-@pytest.mark.parametrize("mask", ["custom", "tree"])
-def test_a_graphs_steps_are_planned_over_its_buffers(flashinfer: Any, mask: str) -> None:
+@pytest.mark.parametrize(("mask", "num_rows"), [("custom", 512), ("tree", 512), ("front", 512), ("front", 64)])
+def test_a_graphs_steps_are_planned_over_its_buffers(flashinfer: Any, mask: str, num_rows: int) -> None:
     @examples(4)
     @given(st.lists(st.integers(0, 2**32), min_size=3, max_size=3))
     def check(seeds: list[int]) -> None:
+        assume(all(sum(span.num_rows for span in random_step(seed)[0]) <= num_rows for seed in seeds))
         made: list[FakeWrapper] = []
-        actual = attend_static(make_kernel(flashinfer, mask, made), seeds, Bucket())
+        actual = attend_static(make_kernel(flashinfer, mask, made), seeds, Bucket(num_rows))
         for mine, seed in zip(actual, seeds, strict=True):
             for out, expected in zip(mine, attend_all(TorchKernel(), seed), strict=True):
                 assert torch.equal(out, expected)
-        assert len(made) == (2 if mask == "tree" else 4)
+        assert len(made) == (2 if mask in ("tree", "front") and num_rows == 512 else 4)
         assert all(isinstance(wrapper, FakeGraphWrapper) for wrapper in made)
 
     check()
@@ -529,27 +658,33 @@ def test_sinks_are_refused(flashinfer: Any) -> None:
         kernel.run(query, cache, cache, metadata_of([3], [[-1, 0, 0]]), params)
 
 
+@pytest.mark.parametrize("rows_first", [False, True])
 @pytest.mark.parametrize("has_softcap", [False, True])
 @pytest.mark.parametrize("head_dim", kernels.HEAD_DIMS)
 def test_flashinfer_makes_the_variants_sources(
-    flashinfer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head_dim: int, has_softcap: bool
+    flashinfer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head_dim: int, has_softcap: bool, rows_first: bool
 ) -> None:
     from flashinfer.jit import env
     from flashinfer.jit.attention.modules import gen_customize_batch_prefill_module
 
     monkeypatch.setattr(env, "FLASHINFER_GEN_SRC_DIR", tmp_path)
-    arguments = variant_arguments(head_dim, head_dim, torch.bfloat16, has_softcap)
+    arguments = variant_arguments(head_dim, head_dim, torch.bfloat16, has_softcap, rows_first=rows_first)
     module = gen_customize_batch_prefill_module("fa2", *arguments)
-    assert module.name == arguments[0] == f"batchserve_tree_bfloat16_d{head_dim}{'_softcap' if has_softcap else ''}_v2"
+    kind = f"{'front' if rows_first else 'tree'}_bfloat16_d{head_dim}{'_softcap' if has_softcap else ''}"
+    assert module.name == arguments[0] == f"batchserve_{kind}_v3"
     config = (tmp_path / module.name / "batch_prefill_config.inc").read_text()
     for declared in ("struct TreeAttention", *(f"{kind}* {name};" for name, kind in TENSORS.items())):
         assert declared in config
-    assert all(f"{kind} {name};" in config for name, kind in SCALARS.items())
+    assert all(f"{kind} {name};" in config for name, kind in (FRONT_SCALARS if rows_first else SCALARS).items())
+    assert f"rows_first = {str(rows_first).lower()};" in config
+    assert "IdType* qo_tile_indices;" in config
+    assert "group_size;" in config
     assert f"has_softcap = {str(has_softcap).lower()};" in config
     assert f"HEAD_DIM_QK = {head_dim};" in config
-    custom = (tmp_path / module.name / "batch_prefill_paged_kernel_mask_2.cu").read_text()
-    assert "MaskMode::kCustom" in custom
-    assert "TreeAttention, PagedParams" in custom
+    for number, mode in ((0, "kNone"), (2, "kCustom")):
+        source = (tmp_path / module.name / f"batch_prefill_paged_kernel_mask_{number}.cu").read_text()
+        assert f"MaskMode::{mode}" in source
+        assert "TreeAttention, PagedParams" in source
 
 
 HOST = """
@@ -560,6 +695,7 @@ HOST = """
 #define __host__
 #define __forceinline__ inline
 #define __ldg(pointer) (*(pointer))
+static struct { uint32_t x; } blockIdx;
 namespace math { constexpr float log2e = 1.4426950408889634f; inline float tanh(float x) { return std::tanh(x); } }
 MACROS
 struct AttentionVariantBase {};
@@ -568,15 +704,20 @@ struct Params {
   const int32_t *q_indptr, *kv_lens;
   int32_t *ancestors, *positions;
   double sm_scale, softcap;
-  int64_t ancestor_words, window;
+  int64_t ancestor_words, window, query_tile;
+  const int32_t* qo_tile_indices;
+  uint32_t group_size;
   uint32_t get_qo_len(uint32_t i) const { return q_indptr[i + 1] - q_indptr[i]; }
   uint32_t get_kv_len(uint32_t i) const { return kv_lens[i]; }
 };
 extern "C" void masks(const int32_t* qo, const int32_t* kv_lens, int requests, int32_t* ancestors, int32_t* positions,
-                      double scale, double cap, int64_t words, int64_t window, uint8_t* out, float* score) {
-  Params params{qo, kv_lens, ancestors, positions, scale, cap, words, window};
+                      double scale, double cap, int64_t words, int64_t window, uint8_t* out, float* score,
+                      uint32_t query_tile, uint32_t group, int32_t tile, uint32_t* window_left) {
+  Params params{qo, kv_lens, ancestors, positions, scale, cap, words, window, query_tile, &tile - 5, group};
+  blockIdx.x = 5;
   for (int i = 0; i < requests; ++i) {
     TreeAttention variant(params, i, nullptr);
+    window_left[i] = variant.window_left;
     score[i] = variant.LogitsTransform(params, 3.f, i, 0, 0, 0, 0) * variant.sm_scale_log2 / math::log2e;
     for (uint32_t row = 0; row < variant.qo_len; ++row)
       for (uint32_t key = 0; key < variant.kv_len + 2; ++key)  // tiles reach beyond the last key
@@ -587,9 +728,10 @@ extern "C" void masks(const int32_t* qo, const int32_t* kv_lens, int requests, i
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("rows_first", [False, True])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_the_variants_source_masks_as_the_reference_does(
-    flashinfer: Any, tmp_path: Path, softcap: float | None
+    flashinfer: Any, tmp_path: Path, softcap: float | None, rows_first: bool
 ) -> None:
     """The source itself, compiled for the CPU with FlashInfer's own macros."""
     header = Path(flashinfer.__file__).parent / "data/include/flashinfer/attention/variant_helper.cuh"
@@ -597,7 +739,7 @@ def test_the_variants_source_masks_as_the_reference_does(
         r"#define REGISTER_QUERY_TRANSFORM.*(?=struct AttentionVariantBase)", header.read_text(), re.DOTALL
     )
     assert macros is not None
-    source = variant_arguments(64, 64, torch.bfloat16, softcap is not None)[-1]
+    source = variant_arguments(64, 64, torch.bfloat16, softcap is not None, rows_first=rows_first)[-1]
     (tmp_path / "host.cpp").write_text(HOST.replace("MACROS", macros[0]).replace("SOURCE", source))
     library = tmp_path / "host.so"
     command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(library), str(tmp_path / "host.cpp")]
@@ -605,8 +747,8 @@ def test_the_variants_source_masks_as_the_reference_does(
     masks: Callable[..., None] = ctypes.CDLL(str(library)).masks
 
     @examples(40)
-    @given(st.integers(0, 2**32), st.sampled_from([None, 1, 9, 1000]))
-    def check(seed: int, window: int | None) -> None:
+    @given(st.integers(0, 2**32), st.sampled_from([None, 1, 9, 1000]), st.sampled_from([(16, 3, 2), (128, 7, 1)]))
+    def check(seed: int, window: int | None, tile: tuple[int, int, int]) -> None:
         spans, allocator, _ = random_step(seed)
         kernel = Recording()
         PagedBackend(LAYERS, torch.bfloat16, CPU, kernel, allocator).begin(spans)
@@ -614,14 +756,21 @@ def test_the_variants_source_masks_as_the_reference_does(
         ancestors, positions, scale, cap, *rest = variant_run_arguments(
             metadata, AttentionParams(0.25, window, softcap)
         )
-        expected = [np.pad(visible_keys(span, window), ((0, 0), (0, 2))).reshape(-1) for span in spans]
+        seen = [visible_keys(span, window) for span in spans]
+        if rows_first:
+            seen = [each[:, front_places(*each.shape)] for each in seen]
+        expected = [np.pad(each, ((0, 0), (0, 2))).reshape(-1) for each in seen]
+        left = np.zeros(len(spans), np.uint32)
         out, score = np.zeros(sum(map(len, expected)), np.uint8), np.zeros(len(spans), np.float32)
         tensors = [tensor.contiguous() for tensor in (metadata.qo_indptr, metadata.kv_lens_cpu, ancestors, positions)]
         pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
         scalars = [ctypes.c_double(scale), ctypes.c_double(cap), *map(ctypes.c_int64, rest)]
         masks(
-            *pointers[:2], len(spans), *pointers[2:], *scalars, *(ctypes.c_void_p(a.ctypes.data) for a in (out, score))
-        )
+            *pointers[:2], len(spans), *pointers[2:], *scalars, *(ctypes.c_void_p(a.ctypes.data) for a in (out, score)),
+            *map(ctypes.c_uint32, tile), ctypes.c_void_p(left.ctypes.data)
+        )  # fmt: skip
+        for each, found in zip(seen, left.tolist(), strict=True):
+            assert found == (window_left(*each.shape, *tile) if rows_first else each.shape[1])
         np.testing.assert_array_equal(out.astype(bool), np.concatenate(expected))
         wanted = 0.75 if softcap is None else softcap * np.tanh(0.75 / softcap)
         np.testing.assert_allclose(score, wanted, rtol=1e-6)

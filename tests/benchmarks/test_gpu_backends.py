@@ -21,7 +21,7 @@ from benchmarks.gpu.step_bench import StepBench
 from benchmarks.gpu.summary import summary
 from benchmarks.gpu.verdict import unfit
 
-TREE, CUSTOM, TRITON = KERNELS = ("flashinfer_tree", "flashinfer_custom", "triton")
+TREE, CUSTOM, FRONT, TRITON = KERNELS = ("flashinfer_tree", "flashinfer_custom", "flashinfer_front", "triton")
 FAULT = "CUDA error: an illegal memory access was encountered"
 RIGHT = {"is_right": True}
 
@@ -78,6 +78,7 @@ def test_flashinfer_may_have_been_if_it_is_allowed_to(can_compile: bool) -> None
         ((), "auto", "triton"),
         ((TRITON,), "auto", "flashinfer tree"),
         ((TRITON, TREE), "auto", "flashinfer custom"),
+        ((TRITON, TREE, CUSTOM), "auto", "flashinfer front"),
         ((TREE, CUSTOM), "auto", "triton"),
         (KERNELS, "auto", "triton"),  # without graphs
         ((TREE,), "flashinfer", "flashinfer custom"),
@@ -106,7 +107,7 @@ def test_where_no_graphs_are_right_steps_are_eager(kit: Kit, tmp_path: Path) -> 
     cells |= {f"{TRITON}/bfloat16/plain": RIGHT}
     (tmp_path / "correctness.json").write_text(json.dumps({"cells": cells, "left_out": []}))
     eager = run._fit(kit, "step_time", tmp_path)
-    assert list(all_backends(eager, 128, torch.bfloat16)) == [TRITON]
+    assert list(all_backends(eager, 128, torch.bfloat16)) == [TRITON, FRONT]
     assert backend_options(eager, 128)["enforce_eager"]
     assert list(graph_modes(eager)) == ["default"]
     assert "engines do without graphs" in summary(tmp_path)
@@ -117,8 +118,8 @@ def test_where_no_graphs_are_right_steps_are_eager(kit: Kit, tmp_path: Path) -> 
 
 
 def test_what_is_wrong_is_not_compared_with_others(kit: Kit) -> None:
-    assert list(all_backends(kit, 128, torch.bfloat16)) == [TRITON, TREE, CUSTOM]
-    assert list(all_backends(replace(kit, unfit=frozenset({TREE})), 128, torch.bfloat16)) == [TRITON, CUSTOM]
+    assert list(all_backends(kit, 128, torch.bfloat16)) == [TRITON, TREE, CUSTOM, FRONT]
+    assert list(all_backends(replace(kit, unfit=frozenset({TREE})), 128, torch.bfloat16)) == [TRITON, CUSTOM, FRONT]
     assert TRITON not in correctness.kernels(replace(kit, unfit=frozenset({TRITON})))
 
 
@@ -182,7 +183,7 @@ def test_flashinfer_comes_before_triton_and_eager_steps_before_graphs(kit: Kit) 
     usual = [case for case in cases(kit) if case.head_dim == 128 and case.softcap is None]  # FlashInfer's in fp16
     assert len(every) == 3 * (len(cases(kit)) + len(graph_cases(kit))) + len(cases(kit)) + 2 * len(usual) + 4
     kinds = [(name, dtype) for name, dtype, _ in plan]
-    for name in KERNELS:
+    for name in (CUSTOM, TREE, TRITON):
         assert kinds.index((name, torch.bfloat16)) < kinds.index((name, None))
     early = [*[(CUSTOM, torch.bfloat16)] * EARLY, *[(TREE, torch.bfloat16)] * EARLY]
     assert kinds[: 2 * EARLY] == early
@@ -210,7 +211,9 @@ def test_faults_of_all_graphs_leave_starts_for_all_eager_steps(
         except DeviceFaultError:
             continue
     assert starts == 1 + len(KERNELS) <= run.MOST_STARTS
-    assert all(report.cells[f"{name}/bfloat16/{case.name}"] == RIGHT for name in KERNELS for case in cases(kit))
+    eager = [f"{name}/bfloat16/{case.name}" for name in KERNELS for case in cases(kit) if case.page_size == 1]
+    assert all(report.cells[cell] == RIGHT for cell in eager)
+    assert not any(cell.startswith(FRONT) and "pages" in cell for cell in report.cells)
     rest = [report.cells[f"{name}/graphs/{case.name}"] for name in KERNELS for case in graph_cases(kit)[1:]]
     assert all("ended a process" in cell["skipped"] for cell in rest)
     assert list(unfit({"cells": report.cells})) == [*KERNELS]

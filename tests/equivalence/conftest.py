@@ -64,7 +64,7 @@ OVER_FLASHINFER = (
     "test_many_at_once_under_every_drafter_in_scopes_and_with_preemption",
     "test_seeded_faults_turn_it_red",
 )
-FLASHINFER = [f"flashinfer_{mask}{graphs}" for mask in ("custom", "tree") for graphs in ("", "_graphs")]
+FLASHINFER = [f"flashinfer_{mask}{graphs}" for mask in ("custom", "tree", "front") for graphs in ("", "_graphs")]
 NOT_OVER_FLASHINFER = ("gpt_oss", "deepseek_v3")  # sinks; K and V of different widths
 
 
@@ -95,7 +95,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp
     if name.endswith("graphs"):
         monkeypatch.setattr(build, "choose_capturer", lambda config, device, kernel: RerunCapturer())
     if name.startswith("flashinfer"):
-        _use_flashinfer(monkeypatch, tmp_path, mask="tree" if "tree" in name else "custom")
+        _use_flashinfer(monkeypatch, tmp_path, mask=name.split("_")[1])
     return name
 
 
