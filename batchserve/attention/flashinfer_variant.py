@@ -4,9 +4,9 @@ The stock custom mask is a bit for every row and key, made anew in every step an
 few words, whatever the length of its context. This module only holds text and imports nothing of FlashInfer.
 
 With a custom mask FlashInfer's kernel asks the variant about every key, with none only about those at the edges: of a
-window's begin, and of a chunk's end. In front of their context a step's own rows are such an edge: for each query tile
-the variant claims a window that begins at the first key, so that the kernel asks about the first block of keys, and
-skips none.
+window's begin, and of a chunk's end. In front of their context a step's own rows are such an edge: the variant claims a
+window that begins at the second key for the last row of each query tile, so that the kernel asks about the first block
+of keys, and skips none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from batchserve.attention.base import AttentionParams
     from batchserve.attention.tree_metadata import TreeMetadata
 
-REVISION = 3  # part of a compiled module's name: raise it with every change of the source
+REVISION = 4  # part of a compiled module's name: raise it with every change of the source
 TENSORS = {"ancestors": "int32_t", "positions": "int32_t"}  # of TreeMetadata, in the order of the run's arguments
 SCALARS = {"sm_scale": "double", "softcap": "double", "ancestor_words": "int64_t", "window": "int64_t"}
 FRONT_SCALARS = {**SCALARS, "query_tile": "int64_t"}  # (row, head) pairs of a program
@@ -30,7 +30,8 @@ struct TreeAttention : AttentionVariantBase {
   static constexpr bool use_softmax = true;
   static constexpr bool has_softcap = HAS_SOFTCAP;
   static constexpr bool rows_first = ROWS_FIRST;  // the step's own, among a request's keys
-  uint32_t qo_len, kv_len, window_left, words, seen_by_all;
+  uint32_t qo_len, kv_len, window_left;  // what the kernel goes by
+  uint32_t rows, words, seen_by_all;
   int32_t window;
   float sm_scale_log2, before_tanh;
   const uint32_t* ancestors;
@@ -38,16 +39,20 @@ struct TreeAttention : AttentionVariantBase {
 
   template <typename Params>
   __device__ __host__ TreeAttention(const Params& params, uint32_t batch_idx, uint8_t* smem_ptr) {
-    qo_len = params.get_qo_len(batch_idx);
+    rows = qo_len = params.get_qo_len(batch_idx);
     kv_len = params.get_kv_len(batch_idx);
     window_left = kv_len;  // the kernel's own window counts rows: it must skip nothing
     if constexpr (rows_first) {
-      const uint32_t first_item = params.qo_tile_indices[blockIdx.x] * static_cast<uint32_t>(params.query_tile);
-      window_left = kv_len - qo_len + first_item / static_cast<uint32_t>(params.group_size);
+      // A tile is told its own end for the request's: a window counts from there, and can be as long as the keys then.
+      // It must be: the kernel goes by it, too, for how many chunks of them there are, and the plan knows of no window.
+      const uint32_t group = static_cast<uint32_t>(params.group_size);
+      const uint32_t end = (params.qo_tile_indices[blockIdx.x] + 1) * static_cast<uint32_t>(params.query_tile);
+      qo_len = min(rows, (end + group - 1) / group);
+      window_left = kv_len - 1;
     }
     words = static_cast<uint32_t>(params.ancestor_words);
     window = static_cast<int32_t>(params.window);
-    seen_by_all = window > 0 ? 0u : kv_len - qo_len;  // so many keys of the context
+    seen_by_all = window > 0 ? 0u : kv_len - rows;  // so many keys of the context
     const float scale = static_cast<float>(params.sm_scale), cap = static_cast<float>(params.softcap);
     before_tanh = has_softcap ? scale / cap : 1.f;
     sm_scale_log2 = (has_softcap ? cap : scale) * math::log2e;
@@ -64,14 +69,14 @@ struct TreeAttention : AttentionVariantBase {
   })
 
   REGISTER_LOGITS_MASK(params, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
-    const uint32_t context_begin = rows_first ? qo_len : 0u;
+    const uint32_t context_begin = rows_first ? rows : 0u;
     // First, as the kernel may ask for every key of the context.
     if (kv_idx - context_begin < seen_by_all) return true;
-    if (qo_idx >= qo_len || kv_idx >= kv_len) return false;
-    const uint32_t rows_begin = rows_first ? 0u : kv_len - qo_len;
+    if (qo_idx >= rows || kv_idx >= kv_len) return false;
+    const uint32_t rows_begin = rows_first ? 0u : kv_len - rows;
     const uint32_t row = kv_idx - rows_begin;
     int32_t key_position = static_cast<int32_t>(kv_idx - context_begin);
-    if (row < qo_len) {
+    if (row < rows) {
       const uint32_t word = __ldg(ancestors + static_cast<size_t>(qo_idx) * words + (row >> 5));
       if (((word >> (row & 31u)) & 1u) == 0u) return false;
       if (window > 0) key_position = __ldg(positions + row);

@@ -142,12 +142,13 @@ class FakeWrapper:
                 given = dict(zip([*self.jit_args[7], *self.jit_args[9]], more, strict=True))
                 qo_len, is_front = qo[i + 1] - qo[i], "front" in self.jit_args[0]
                 mask = literal_variant(given, qo[i], qo_len, kv_len, is_front)
-                if plan["packed_custom_mask"] is None:
-                    assert is_front, "the variant would be asked about the last keys only"
+                assert is_front or plan["packed_custom_mask"] is not None, "it would be asked about the last keys only"
+                if is_front:
                     assert given["query_tile"] == self._plan_info[QUERY_TILE]
                     group = plan["num_qo_heads"] // plan["num_kv_heads"]
-                    mask |= ~asked_about(qo_len, kv_len, given["query_tile"], group)
-                if is_front:  # summed in the order of all others, so that it comes to the same bits
+                    asked = asked_about(qo_len, kv_len, given["query_tile"], group)
+                    mask = mask if plan["packed_custom_mask"] is not None else mask | ~asked
+                    # Summed in the order of all others, so that it comes to the same bits.
                     natural = np.argsort(front_places(qo_len, kv_len))
                     keys, values, mask = keys[:, natural], values[:, natural], mask[:, natural]
                 params = AttentionParams(given["sm_scale"], softcap=given["softcap"] or None)
@@ -178,9 +179,9 @@ def front_places(qo_len: int, kv_len: int) -> np.ndarray:
     return np.roll(np.arange(kv_len), qo_len)
 
 
-def window_left(qo_len: int, kv_len: int, query_tile: int, group: int, tile: int) -> int:
-    """The variant's, of one query tile, where a step's own rows come first."""
-    return kv_len - qo_len + tile * query_tile // group
+def told(qo_len: int, kv_len: int, query_tile: int, group: int, tile: int) -> tuple[int, int]:
+    """The variant's qo_len and window_left for one query tile, where a step's own rows come first."""
+    return min(qo_len, -(-(tile + 1) * query_tile // group)), kv_len - 1
 
 
 def asked_about(
@@ -193,11 +194,14 @@ def asked_about(
     asked = np.ones((qo_len, kv_len), np.bool_)
     for tile in range(-(-qo_len * group // query_tile)):
         first, behind = tile * query_tile // group, -(-(tile + 1) * query_tile // group)
-        left = window_left(qo_len, kv_len, query_tile, group, tile)
-        assert kv_len + first <= qo_len + left, "keys are skipped"
+        told_rows, left = told(qo_len, kv_len, query_tile, group, tile)
+        assert kv_len + first <= told_rows + left, "keys are skipped"
+        assert min(told_rows, behind) == min(qo_len, behind), "rows are not written"
+        # Where each chunk's results are written goes by the window, too; the plan knows of none.
+        assert -(-min(kv_len, left + query_tile) // chunk) == -(-kv_len // chunk), "results are written over others"
         for start in range(0, kv_len, chunk):
             end = min(start + chunk, kv_len)
-            in_window = -(-max(0, kv_len + behind - qo_len - left - start) // block)
+            in_window = -(-max(0, kv_len + behind - told_rows - left - start) // block)
             for i, begin in enumerate(range(start, end, block)):
                 if in_window <= i < (end - start) // block:
                     asked[first:behind, begin : min(begin + block, end)] = False
@@ -227,6 +231,21 @@ def test_the_kernel_asks_about_the_rows_that_come_first_and_few_other_keys(
 
 def test_the_kernel_does_not_ask_about_more_rows_than_a_block_of_keys() -> None:
     assert not asked_about(80, 400, query_tile=16, group=1, block=64)[:, :80].all()
+
+
+@examples(200)
+@given(
+    qo_len=st.integers(1, 600),
+    context=st.integers(0, 600),
+    query_tile=st.sampled_from([16, 64, 128]),
+    group=st.sampled_from([1, 4, 7]),
+    chunk=st.sampled_from([128, 384]),
+)
+def test_of_more_rows_no_key_is_skipped_and_no_result_written_over_another(
+    qo_len: int, context: int, query_tile: int, group: int, chunk: int
+) -> None:
+    """They have a mask; the kernel goes by the variant's window all the same."""
+    asked_about(qo_len, qo_len + context, query_tile, group, chunk)
 
 
 @examples(60)
@@ -671,7 +690,7 @@ def test_flashinfer_makes_the_variants_sources(
     arguments = variant_arguments(head_dim, head_dim, torch.bfloat16, has_softcap, rows_first=rows_first)
     module = gen_customize_batch_prefill_module("fa2", *arguments)
     kind = f"{'front' if rows_first else 'tree'}_bfloat16_d{head_dim}{'_softcap' if has_softcap else ''}"
-    assert module.name == arguments[0] == f"batchserve_{kind}_v3"
+    assert module.name == arguments[0] == f"batchserve_{kind}_v4"
     config = (tmp_path / module.name / "batch_prefill_config.inc").read_text()
     for declared in ("struct TreeAttention", *(f"{kind}* {name};" for name, kind in TENSORS.items())):
         assert declared in config
@@ -696,6 +715,7 @@ HOST = """
 #define __forceinline__ inline
 #define __ldg(pointer) (*(pointer))
 static struct { uint32_t x; } blockIdx;
+static uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }
 namespace math { constexpr float log2e = 1.4426950408889634f; inline float tanh(float x) { return std::tanh(x); } }
 MACROS
 struct AttentionVariantBase {};
@@ -712,14 +732,15 @@ struct Params {
 };
 extern "C" void masks(const int32_t* qo, const int32_t* kv_lens, int requests, int32_t* ancestors, int32_t* positions,
                       double scale, double cap, int64_t words, int64_t window, uint8_t* out, float* score,
-                      uint32_t query_tile, uint32_t group, int32_t tile, uint32_t* window_left) {
+                      uint32_t query_tile, uint32_t group, int32_t tile, uint32_t* told) {
   Params params{qo, kv_lens, ancestors, positions, scale, cap, words, window, query_tile, &tile - 5, group};
   blockIdx.x = 5;
   for (int i = 0; i < requests; ++i) {
     TreeAttention variant(params, i, nullptr);
-    window_left[i] = variant.window_left;
+    told[2 * i] = variant.qo_len;
+    told[2 * i + 1] = variant.window_left;
     score[i] = variant.LogitsTransform(params, 3.f, i, 0, 0, 0, 0) * variant.sm_scale_log2 / math::log2e;
-    for (uint32_t row = 0; row < variant.qo_len; ++row)
+    for (uint32_t row = 0; row < params.get_qo_len(i); ++row)
       for (uint32_t key = 0; key < variant.kv_len + 2; ++key)  // tiles reach beyond the last key
         *out++ = variant.LogitsMask(params, i, row, key, 0, 0);
   }
@@ -760,17 +781,17 @@ def test_the_variants_source_masks_as_the_reference_does(
         if rows_first:
             seen = [each[:, front_places(*each.shape)] for each in seen]
         expected = [np.pad(each, ((0, 0), (0, 2))).reshape(-1) for each in seen]
-        left = np.zeros(len(spans), np.uint32)
+        seen_by_kernel = np.zeros((len(spans), 2), np.uint32)
         out, score = np.zeros(sum(map(len, expected)), np.uint8), np.zeros(len(spans), np.float32)
         tensors = [tensor.contiguous() for tensor in (metadata.qo_indptr, metadata.kv_lens_cpu, ancestors, positions)]
         pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
         scalars = [ctypes.c_double(scale), ctypes.c_double(cap), *map(ctypes.c_int64, rest)]
         masks(
             *pointers[:2], len(spans), *pointers[2:], *scalars, *(ctypes.c_void_p(a.ctypes.data) for a in (out, score)),
-            *map(ctypes.c_uint32, tile), ctypes.c_void_p(left.ctypes.data)
+            *map(ctypes.c_uint32, tile), ctypes.c_void_p(seen_by_kernel.ctypes.data)
         )  # fmt: skip
-        for each, found in zip(seen, left.tolist(), strict=True):
-            assert found == (window_left(*each.shape, *tile) if rows_first else each.shape[1])
+        for each, found in zip(seen, seen_by_kernel.tolist(), strict=True):
+            assert tuple(found) == (told(*each.shape, *tile) if rows_first else each.shape)
         np.testing.assert_array_equal(out.astype(bool), np.concatenate(expected))
         wanted = 0.75 if softcap is None else softcap * np.tanh(0.75 / softcap)
         np.testing.assert_allclose(score, wanted, rtol=1e-6)
