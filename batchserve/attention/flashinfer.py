@@ -35,7 +35,7 @@ PAGE_SIZE = 1
 # rows less one for each other request: with as many requests as rows it is the smallest. Trees of 4 to 8 rows take half
 # to a third of the time with it (docs/gpu.md); prompts, which larger graphs are for, want larger ones.
 MOST_SMALL_TILES = 256
-QUERY_TILE = 3  # its place in what a plan returns
+QUERY_TILE = 3  # the place of cta_tile_q in what a plan returns, FlashInfer's PrefillPlanInfo
 LEAST_KEY_BLOCK = 64  # without a GPU to ask: that of an A100, H100 or H200, for head_dim up to 128
 
 # jit_args (None: a stock module), float workspace, options of CUDA graphs -> BatchPrefillWithPagedKVCacheWrapper

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from batchserve.attention.base import AttentionParams
-from batchserve.attention.flashinfer import PAGE_SIZE, WORKSPACE_BYTES
+from batchserve.attention.flashinfer import PAGE_SIZE, QUERY_TILE, WORKSPACE_BYTES
 from batchserve.attention.slot_kernels import WORD_BITS
 from batchserve.attention.tree_metadata import TreeKernel, TreeMetadata
 from benchmarks.gpu.cases import Case, Step, make_step
@@ -34,7 +34,6 @@ FEW = 4  # cells: both shapes with one request and with many, at the first conte
 MAX_NUM_SEQS = 32  # as in the other parts
 CACHE_BYTES = 256 << 20  # several times what a device keeps of its memory at hand
 FEWEST_CALLS = 4
-TILE_PLACE = 3  # cta_tile_q in FlashInfer's PrefillPlanInfo
 
 
 def run(kit: Kit, report: Report, bandwidth: float, most: int | None = None) -> None:
@@ -231,4 +230,4 @@ def query_tile(kernel: Any) -> int | None:
     eager = [each.wrapper for each in getattr(kernel, "_wrappers", {}).values()]
     graphs = [each.wrapper for kinds in getattr(kernel, "_graph_wrappers", {}).values() for each in kinds.values()]
     plans = [wrapper._plan_info for wrapper in [*eager, *graphs]]
-    return int(plans[0][TILE_PLACE]) if plans else None
+    return int(plans[0][QUERY_TILE]) if plans else None

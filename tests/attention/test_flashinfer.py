@@ -70,6 +70,7 @@ CPU = torch.device("cpu")
 LAYERS = [LayerShape(2, 64, 64)]
 NUM_HEADS = 6
 CHUNK = 128  # keys, at least, that FlashInfer splits a request's into
+PLANNED_TILE = 16  # the stand-ins' query tile
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ class FakeWrapper:
         self._float_workspace_buffer = workspace
         self._int_workspace_buffer = torch.empty(8, dtype=torch.uint8)
         self._mask_indptr_buf: torch.Tensor | None = None
-        self._plan_info = [*range(QUERY_TILE), 16, *range(QUERY_TILE + 1, 15)]
+        self._plan_info = [*range(QUERY_TILE), PLANNED_TILE, *range(QUERY_TILE + 1, 15)]
         self.plans: list[dict[str, Any]] = []
 
     def _bound(self, method: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -319,7 +320,7 @@ class FakeModule:
 
     def __init__(self) -> None:
         self.plans: list[list[Any]] = []
-        self.info = [*range(QUERY_TILE), 16, *range(QUERY_TILE + 1, 15)]
+        self.info = [*range(QUERY_TILE), PLANNED_TILE, *range(QUERY_TILE + 1, 15)]
 
     def plan(self, *args: Any) -> list[int]:
         assert len(args) == len(self.NAMES)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from batchserve.attention.base import AttentionParams
+from batchserve.attention.flashinfer import QUERY_TILE
 from batchserve.attention.torch_paged import TorchKernel
 from batchserve.attention.torch_reference import attend_span
 from benchmarks.gpu import small_q
@@ -95,7 +96,7 @@ def test_every_contender_attends_to_the_same_step(
     names += ["flashinfer decode on tensor cores, eager", *(["flashinfer decode, eager"] if rows == 1 else [])]
     assert list(found) == names
     with_tile = [name for name in names if "triton" not in name and "decode" not in name]
-    assert found == {name: small_q.TILE_PLACE if name in with_tile else None for name in names}
+    assert found == {name: fakes.PLANNED_TILE if name in with_tile else None for name in names}
 
 
 def test_the_tile_is_where_flashinfers_plan_has_it(flashinfer: Any) -> None:
@@ -103,4 +104,4 @@ def test_the_tile_is_where_flashinfers_plan_has_it(flashinfer: Any) -> None:
     plan_info = header.read_text().split("struct PrefillPlanInfo", 1)[1]
     listed = re.search(r"ToVector\(\) const \{\s*return \{(.*?)\};", plan_info, re.DOTALL)
     assert listed is not None
-    assert [name.strip() for name in listed[1].split(",")][small_q.TILE_PLACE] == "cta_tile_q"
+    assert [name.strip() for name in listed[1].split(",")][QUERY_TILE] == "cta_tile_q"
