@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from batchserve.attention.cuda_toolkit import name_toolkit
+from batchserve.attention.flashinfer_front import least_key_block, own_rows_first
 from batchserve.attention.flashinfer_mask import packed_mask
 from batchserve.attention.flashinfer_variant import variant_arguments, variant_run_arguments
 from batchserve.attention.step_buffer import BufferRing
@@ -36,7 +37,6 @@ PAGE_SIZE = 1
 # to a third of the time with it (docs/gpu.md); prompts, which larger graphs are for, want larger ones.
 MOST_SMALL_TILES = 256
 QUERY_TILE = 3  # the place of cta_tile_q in what a plan returns, FlashInfer's PrefillPlanInfo
-LEAST_KEY_BLOCK = 64  # without a GPU to ask: that of an A100, H100 or H200, for head_dim up to 128
 
 # jit_args (None: a stock module), float workspace, options of CUDA graphs -> BatchPrefillWithPagedKVCacheWrapper
 WrapperFactory = Callable[..., Any]
@@ -86,7 +86,8 @@ class FlashInferKernel(TreeKernel):
         self.name = f"flashinfer_{mask}"
         self._has_variant = mask in ("tree", "front")
         self._has_rows_first = mask == "front"
-        self._most_front_rows = min(least_key_block(layer.key_dim, device) for layer in layers)
+        blocks = [least_key_block(layer.key_dim, device) for layer in layers] if self._has_rows_first else [0]
+        self._most_front_rows = min(blocks)  # of one request, for the variant not to be asked about every key
         self._dtype = dtype
         self._device = device
         self._make_wrapper = make_wrapper or load_wrapper()
@@ -129,7 +130,8 @@ class FlashInferKernel(TreeKernel):
             scaling=None if is_variant else params.scaling,
             sliding_window=None if is_variant else params.sliding_window,
             softcap=params.softcap,
-            is_asked_all=is_variant and not self._is_asked_little(metadata, params),
+            is_asked_all=is_variant
+            and (params.sliding_window is not None or metadata.max_rows > self._most_front_rows),
         )
         if metadata.bucket is not None:
             wrapper = self._graph_wrapper(metadata.bucket, kind, metadata, is_variant)
@@ -144,9 +146,6 @@ class FlashInferKernel(TreeKernel):
         caches = self._in_pages(key_cache), self._in_pages(value_cache)
         out: torch.Tensor = wrapper.run(query.contiguous(), caches, *more)
         return out
-
-    def _is_asked_little(self, metadata: TreeMetadata, params: AttentionParams) -> bool:
-        return self._has_rows_first and params.sliding_window is None and metadata.max_rows <= self._most_front_rows
 
     def _plan(self, kind: _Kind, metadata: TreeMetadata, is_variant: bool) -> None:
         if kind not in self._wrappers:
@@ -343,36 +342,6 @@ class _GraphWrapper:
         self._ring.sent()
         if list(info) != self._info:
             raise RuntimeError(f"FlashInfer plans a step otherwise than its graph: {list(info)}, not {self._info}")
-
-
-def own_rows_first(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor) -> torch.Tensor:
-    """TreeMetadata.kv_indices, but each request's own rows of the step before its context. Waits for nothing."""
-    places = torch.arange(len(kv_indices), dtype=kv_indptr.dtype, device=kv_indices.device)
-    request = torch.searchsorted(kv_indptr[1:], places, right=True).clamp_(max=len(kv_indptr) - 2)
-    rows, place = qo_indptr.diff()[request], places - kv_indptr[request]
-    moved = torch.where(place < rows, kv_indptr[1:][request] - rows + place, places - rows)
-    return kv_indices[moved.clamp_(0, max(len(kv_indices) - 1, 0))]
-
-
-def least_key_block(head_dim: int, device: torch.device) -> int:
-    """Keys that any of FlashInfer's FA2 kernels for 16 bits attends to at once, at least, on this device.
-
-    As its dispatch decides (prefill.cuh, BatchPrefillWithPagedKVCacheDispatched), by shared memory. 0: unknown.
-    """
-    if device.type != "cuda":
-        return LEAST_KEY_BLOCK
-    properties = torch.cuda.get_device_properties(device)
-    of_sm = getattr(properties, "shared_memory_per_multiprocessor", 0)
-    of_block = getattr(properties, "shared_memory_per_block_optin", 0)
-    found = []
-    for tile, warps, most in ((16, 4, 8), (64, 1, 8), (128, 1, 4)):
-        if tile == 128 and head_dim >= 256:
-            continue  # FlashInfer has none there
-        query, block = tile * head_dim * 2, 16 * warps * 2 * head_dim * 2  # bytes
-        programs = 2 if of_sm >= 2 * (query + block) else 1
-        fitting = min((min(of_sm // programs, of_block) - query) // block, most)
-        found.append(0 if fitting < 1 else 16 * warps << fitting.bit_length() - 1)
-    return min(found)
 
 
 def worst_case(metadata: TreeMetadata) -> TreeMetadata:

@@ -36,14 +36,12 @@ from batchserve.attention import flashinfer as kernels
 from batchserve.attention import flashinfer_mask
 from batchserve.attention.base import AttentionParams, LayerShape
 from batchserve.attention.flashinfer import (
-    LEAST_KEY_BLOCK,
     QUERY_TILE,
     VERSIONS,
     FlashInferKernel,
-    least_key_block,
     load_wrapper,
-    own_rows_first,
 )
+from batchserve.attention.flashinfer_front import LEAST_KEY_BLOCK, least_key_block, own_rows_first
 from batchserve.attention.flashinfer_mask import packed_mask
 from batchserve.attention.flashinfer_variant import (
     FRONT_SCALARS,
@@ -147,6 +145,7 @@ class FakeWrapper:
                 if is_front:
                     assert given["query_tile"] == self._plan_info[QUERY_TILE]
                     group = plan["num_qo_heads"] // plan["num_kv_heads"]
+                    assert not mistakes(qo_len, kv_len, given["query_tile"], group)
                     asked = asked_about(qo_len, kv_len, given["query_tile"], group)
                     mask = mask if plan["packed_custom_mask"] is not None else mask | ~asked
                     # Summed in the order of all others, so that it comes to the same bits.
@@ -196,10 +195,6 @@ def asked_about(
     for tile in range(-(-qo_len * group // query_tile)):
         first, behind = tile * query_tile // group, -(-(tile + 1) * query_tile // group)
         told_rows, left = told(qo_len, kv_len, query_tile, group, tile)
-        assert kv_len + first <= told_rows + left, "keys are skipped"
-        assert min(told_rows, behind) == min(qo_len, behind), "rows are not written"
-        # Where each chunk's results are written goes by the window, too; the plan knows of none.
-        assert -(-min(kv_len, left + query_tile) // chunk) == -(-kv_len // chunk), "results are written over others"
         for start in range(0, kv_len, chunk):
             end = min(start + chunk, kv_len)
             in_window = -(-max(0, kv_len + behind - told_rows - left - start) // block)
@@ -207,6 +202,22 @@ def asked_about(
                 if in_window <= i < (end - start) // block:
                     asked[first:behind, begin : min(begin + block, end)] = False
     return torch.from_numpy(asked)
+
+
+def mistakes(qo_len: int, kv_len: int, query_tile: int, group: int, chunk: int = CHUNK) -> set[str]:
+    """What FlashInfer's kernel does wrong by what the variant tells it, whatever it is asked about (prefill.cuh)."""
+    found = set()
+    for tile in range(-(-qo_len * group // query_tile)):
+        first, behind = tile * query_tile // group, -(-(tile + 1) * query_tile // group)
+        told_rows, left = told(qo_len, kv_len, query_tile, group, tile)
+        if kv_len + first > told_rows + left:
+            found.add("keys are skipped")
+        if min(told_rows, behind) != min(qo_len, behind):
+            found.add("rows are not written")
+        # Where each chunk's results are written goes by the window, too; the plan knows of none.
+        if -(-min(kv_len, left + query_tile) // chunk) != -(-kv_len // chunk):
+            found.add("results are written over others")
+    return found
 
 
 @examples(200)
@@ -223,6 +234,7 @@ def test_the_kernel_asks_about_the_rows_that_come_first_and_few_other_keys(
 ) -> None:
     qo_len = min(qo_len, block)
     kv_len = qo_len + context
+    assert mistakes(qo_len, kv_len, query_tile, group, chunk) == set()
     asked = asked_about(qo_len, kv_len, query_tile, group, chunk, block)
     assert asked[:, :qo_len].all()
     # The rest: what a first block has, one more for each that a query tile's rows reach into, and each chunk's last.
@@ -246,7 +258,22 @@ def test_of_more_rows_no_key_is_skipped_and_no_result_written_over_another(
     qo_len: int, context: int, query_tile: int, group: int, chunk: int
 ) -> None:
     """They have a mask; the kernel goes by the variant's window all the same."""
-    asked_about(qo_len, qo_len + context, query_tile, group, chunk)
+    assert mistakes(qo_len, qo_len + context, query_tile, group, chunk) == set()
+
+
+@pytest.mark.parametrize(
+    ("rows", "left", "mistake"),
+    [
+        (40, 390, "keys are skipped"),
+        (15, 400, "rows are not written"),
+        (40, 360, "results are written over others"),  # a window that begins at the first key of the first tile
+    ],
+)
+def test_a_kernel_that_is_told_otherwise_makes_mistakes(
+    monkeypatch: pytest.MonkeyPatch, rows: int, left: int, mistake: str
+) -> None:
+    monkeypatch.setitem(globals(), "told", lambda *_: (rows, left))
+    assert mistake in mistakes(40, 400, query_tile=16, group=1)
 
 
 @examples(60)
