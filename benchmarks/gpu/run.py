@@ -9,7 +9,6 @@ in DIR/PART.json as soon as they are there, DIR/summary.txt is what they come to
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import importlib
@@ -40,19 +39,10 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from batchserve.threads import apply_thread_policy  # noqa: E402
+from benchmarks.gpu.arguments import PARTS, parse  # noqa: E402
 
 apply_thread_policy()
 
-# In order of importance, with their shares of the time; what one leaves goes to those behind it.
-PARTS = {
-    "correctness": 0.13,
-    "equivalence": 0.11,
-    "step_time": 0.30,
-    "replay": 0.21,
-    "transformers": 0.14,
-    "memory": 0.04,
-    "gap": 0.07,
-}
 MODULES = {"transformers": "baseline"}  # where the file has another name than the part
 COMPILE_SHARE = 0.4  # of the time
 MOST_STARTS = 6  # of one part: each start after a fault of the device skips the cell at fault
@@ -70,7 +60,7 @@ PRODUCT_COMPILERS = 8
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = _arguments(arguments)
+    args = parse(arguments, __doc__)
     args.out.mkdir(parents=True, exist_ok=True)
     started_s = time.monotonic()
     end_s = started_s + 60 * args.minutes
@@ -170,61 +160,6 @@ def _compile_module(module: Any) -> None:
     spec = module.spec()
     if spec.try_load() is None:
         spec.build(verbose=False)
-
-
-def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=9.0, help="for all parts together (default: 9)")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
-    parser.add_argument("--replay", type=Path, help="folder of recorded answers (default: the package's few)")
-    parser.add_argument("--parts", type=_parts, default=tuple(PARTS), metavar="A,B", help=f"of {', '.join(PARTS)}")
-    parser.add_argument(
-        "--cells", type=_patterns, default=(), metavar="A,B", help="only cells that one of these patterns fits"
-    )
-    parser.add_argument("--most-rows", type=int, metavar="N", help="of step_time's steps, and of graphs for them")
-    parser.add_argument("--backend", default="auto", help="attention backend of the engines (default: the fastest)")
-    parser.add_argument("--compile", action="store_true", help="let FlashInfer compile modules that are not there")
-    parser.add_argument("--resume", action="store_true", help="keep what --out has, and measure what is missing")
-    parser.add_argument("--eager", action="store_true", help="engines without graphs")
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU")
-    args = parser.parse_args(arguments)
-    if args.minutes <= 0:
-        parser.error("--minutes: must be above 0")
-    if args.most_rows is not None and args.most_rows < 1:
-        parser.error(f"--most-rows {args.most_rows}: must be at least 1")
-    if args.replay is not None and not args.replay.is_dir():
-        parser.error(f"--replay {args.replay}: is no folder")
-    if args.replay is not None and (missing := _missing(args.replay)):
-        parser.error(f"--replay {args.replay}: {missing}")
-    return args
-
-
-def _missing(replay: Path) -> str | None:
-    """What keeps recorded answers from being read, said before any minute is spent."""
-    from batchserve.bench.tokenizer import MISTRAL_V1, load_encoder
-    from batchserve.errors import ConfigError
-    from benchmarks.gpu.answers import SETS
-
-    if any((replay / f"{name}.tokens.json").exists() for name in SETS):
-        return None
-    if not any(path for name in SETS for path in replay.glob(f"{name}.*jsonl")):
-        return f"has none of the sets {', '.join(SETS)}"
-    try:
-        load_encoder(MISTRAL_V1)
-    except ConfigError as error:
-        return f"{error}; `python -m benchmarks.gpu.answers` makes of it, elsewhere, a folder that needs no tokenizer"
-    return None
-
-
-def _parts(text: str) -> tuple[str, ...]:
-    names = text.split(",")
-    if unknown := sorted(set(names) - set(PARTS)):
-        raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}")
-    return tuple(name for name in PARTS if name in names)
-
-
-def _patterns(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
 
 
 def _way_to_start(kit: Any) -> Any:

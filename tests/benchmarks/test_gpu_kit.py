@@ -29,6 +29,7 @@ from batchserve.sampling.near_tie import rounding_bound
 from batchserve.types import FinishReason, SamplingParams
 from benchmarks.adaptive.driver import Run, fixed
 from benchmarks.gpu import answers, correctness, equivalence, gap, memory, modules, replay, run
+from benchmarks.gpu.arguments import parse
 from benchmarks.gpu.baseline import continuous_rate
 from benchmarks.gpu.cases import Case, compare, make_step, reference
 from benchmarks.gpu.correctness import as_chains
@@ -574,7 +575,7 @@ def test_answers_that_cannot_be_read_are_refused_before_any_minute_is_spent(
 
     def refusal() -> str:
         with pytest.raises(SystemExit):
-            run._arguments(command)
+            parse(command, None)
         return capsys.readouterr().err
 
     assert "has none of the sets llma_rag" in refusal()
@@ -582,10 +583,12 @@ def test_answers_that_cannot_be_read_are_refused_before_any_minute_is_spent(
     monkeypatch.setitem(sys.modules, "mistral_common", None)
     assert "needs mistral_common" in refusal()
     (tmp_path / "gsm_qwen2_7b.tokens.json").write_text("[]")
-    assert run._arguments(command).replay == tmp_path
+    assert parse(command, None).replay == tmp_path
 
 
-@pytest.mark.parametrize("arguments", [["--minutes", "0"], ["--parts", "speed"], ["--replay", "nowhere"]])
+@pytest.mark.parametrize(
+    "arguments", [["--minutes", "0"], ["--parts", "speed"], ["--replay", "nowhere"], ["--most-rows", "0"]]
+)
 def test_wrong_options_are_refused(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         run.main(["--dry-run", "--out", str(tmp_path), *arguments])
