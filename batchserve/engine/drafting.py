@@ -83,18 +83,19 @@ class DraftStage:
         forest = self.drafter.propose_all(queries)
         if forest.num_trees != len(places):
             raise ValueError(f"drafter {self.drafter.name!r}: {forest.num_trees} trees for {len(places)} queries")
-        if adaptive is not None:
+        if adaptive is None:
+            keep = np.ones(len(forest.token_ids), np.bool_)
+        else:
             decoding = plan.requests
             if plan.decoding.num_requests < num_trees:
                 decoding = [*compress(decoding, plan.is_decoding.tolist())]
-            forest = forest.take(adaptive.choose(forest, request_ids, decoding, plan.max_draft_rows))
+            keep = adaptive.choose(forest, request_ids, decoding, plan.max_draft_rows)
+        forest = forest.settle(keep, queries, places, num_trees)
         step.draft_s, step.num_asked = self._clock() - began_s, len(places)
-        if not len(forest.token_ids):
-            return DraftForest.empty(num_trees)
-        forest.check(queries)
-        forest = self._with_memory(request_ids, forest)
-        step.load = plan.load_with(places, forest.starts)
-        return forest if len(places) == num_trees else forest.spread(places, num_trees)
+        if len(forest.token_ids):
+            forest = self._with_memory(plan.request_ids, forest)
+            step.load = plan.load_with(forest.starts)
+        return forest
 
     def _with_memory(self, request_ids: Sequence[str], forest: DraftForest) -> DraftForest:
         """What there is memory for. Several requests may have been promised the same last of it: where a tree does not

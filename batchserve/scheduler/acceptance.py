@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from batchserve.scheduler.budget_kernels import CLOSED, correct, score_trees, weigh_nodes
+from batchserve.scheduler.budget_kernels import CLOSED, score_trees, weigh_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,8 +25,7 @@ IntArray = np.ndarray[Any, np.dtype[np.int64]]
 PROB_BINS = np.array([0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.985])
 DEPTH_OF_BIN = (1, 2, 3, 4, 6, 8)  # a bin's greatest depth; the last bin has all that is deeper
 NUM_DEPTHS, NUM_PROBS = len(DEPTH_OF_BIN) + 1, len(PROB_BINS) + 1
-PRIOR = 2.0  # edges
-_DEPTH_BIN = np.array([int(np.searchsorted(DEPTH_OF_BIN, depth)) for depth in range(DEPTH_OF_BIN[-1] + 2)])
+_BINS = np.array([int(np.searchsorted(DEPTH_OF_BIN, depth)) for depth in range(DEPTH_OF_BIN[-1] + 2)]), PROB_BINS
 
 
 class Offered(NamedTuple):
@@ -127,13 +126,12 @@ class AcceptanceModel:
         self._drafter_of, self.records = np.zeros(0, np.int64), np.zeros((0, 3))  # by slot; see own_shift
         self._free: list[int] = []  # slots
         self._open: list[Offered] = []
-        self._is_stale = False
 
     def start(self, drafter: str) -> int:
         """The slot of a request's own record, on top of its drafter's (some texts are harder), until `end`."""
         if drafter not in self._numbers:
             self._numbers[drafter] = len(self._numbers)
-            self._books, self._is_stale = self._books.grown(), True
+            self._books = self._books.grown()
         if not self._free:
             size = len(self.records)
             self._free = list(range(2 * size + 16, size - 1, -1))
@@ -159,17 +157,12 @@ class AcceptanceModel:
         Of all nodes it is supposed that they may be accepted; their probs are path probabilities.
         Raises ValueError if a parent does not come before its node.
         """
-        if self._is_stale:
-            # In log odds, because a factor that doubles small probabilities would make certainties of large ones. What
-            # is believed of a depth before it is known is what the depth above it has shown: a chain whose first token
-            # is always wrong never lets its second be tried.
-            correct(self._books.sums, PRIOR, self._books.shifts, self._books.is_stale)
-            self._is_stale = False
         starts, parents = trees.starts, trees.parents
         links, results = np.empty((3, len(parents)), np.int64), np.empty((3, len(parents)))
         of_trees = np.empty((2, len(places)), np.int64)
-        bins, who = (_DEPTH_BIN, PROB_BINS, self._books.shifts), (slots, places, self._drafter_of, self.records)
-        wrong = weigh_nodes(starts, parents, trees.probs, bins, who, links, results, of_trees)
+        books, who = self._books, (slots, places, self._drafter_of, self.records)
+        counts = (books.sums, books.shifts, books.is_stale)
+        wrong = weigh_nodes(starts, parents, trees.probs, _BINS, counts, who, links, results, of_trees)
         if wrong >= 0:
             raise ValueError(f"draft node {wrong}: its parent does not come before it")
         return Offered(of_trees, starts, trees.token_ids, parents, links, results)
@@ -194,7 +187,6 @@ class AcceptanceModel:
         books = (self._books.sums, self._books.tallies, self._books.tested, self._books.is_stale)
         arrived = (*given[:3], self._drafter_of, self.records, books)
         self._open = [each for each in self._open if score_trees(*each, *arrived)]
-        self._is_stale = True
 
     @property
     def reliability(self) -> dict[str, Reliability]:

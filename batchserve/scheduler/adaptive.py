@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from batchserve.scheduler.acceptance import AcceptanceModel, Given
-from batchserve.scheduler.draft_budget import Bidders, DraftOffer, Market, choose_drafts
+from batchserve.scheduler.draft_budget import DraftOffer, Market
 from batchserve.scheduler.draft_time import DraftTime
 from batchserve.scheduler.jacobi_window import JacobiWindow
 from batchserve.scheduler.price import MOST_SURPRISE, SpeedUp
 from batchserve.scheduler.probing import LONG_WAIT, PATIENCE, WATCHED, Probe
-from batchserve.scheduler.standing import STANDING, UNKNOWN, bound_queries, grown, make_bids, note_steps, settle
+from batchserve.scheduler.standing import STANDING, UNKNOWN, bound_queries, choose_drafts, grown, note_steps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -216,18 +216,13 @@ class AdaptiveDrafting:
             of_trees = np.array([place_of[request_id] for request_id in request_ids], np.int64)
             drafted = [decoding[place] for place in of_trees.tolist()]
         offer = self._offer(forest, request_ids, of_trees, slots)
-        items, bids, draft_s = offer.items, np.empty((3, len(names))), self._draft_time.predict(len(request_ids))
-        make_bids(self._standing, slots, market.alone_s, draft_s, bids)
-        bidders = Bidders(np.array([each.num_computed_tokens for each in decoding], np.int64), bids)
-        chosen = choose_drafts(items, bidders, self.step_time, market, max_rows)
+        contexts = np.array([each.num_computed_tokens for each in decoding], np.int64)
+        chosen, is_paying = np.zeros(len(offer.items.owners), np.bool_), np.zeros(len(names), np.bool_)
         # So little is not worth asking for, let alone its rows.
-        least_gain = max(LEAST_GAIN, market.price * draft_s / len(request_ids))
-        is_paying = np.zeros(len(names), np.bool_)
-        # Where one row more would have been too many, whoever has drafts that are worth theirs is not to blame.
-        room = min(float(max_rows), (market.never_longer_s - market.without_s) / market.row_s)
-        bounds = least_gain, market.price * market.row_s, room
-        who, what = (self._standing, slots, of_trees), (items.owners, items.gains, items.rows)
-        settle(*who, *what, bounds, chosen, is_paying)
+        draft_s = self._draft_time.predict(len(request_ids))
+        prices = tuple(market.load), market.terms(max_rows), (market.alone_s, draft_s, LEAST_GAIN)
+        who, what = (self._standing, slots, of_trees, contexts), tuple(offer.items)
+        choose_drafts(*who, what, self.step_time.arrays, prices, chosen, is_paying)
         self._note(drafted, is_paying[of_trees].tolist())
         return chosen if offer.nodes is None else self._unbundled(offer, offer.nodes, chosen)
 

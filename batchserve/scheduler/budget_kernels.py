@@ -12,7 +12,7 @@ from batchserve.scheduler import time_kernels
 from batchserve.scheduler.time_kernels import ATTENDED, LOG_FACTOR, NUM_SLOPES, seconds_at
 
 LEAST_PROB, MOST_PROB = 1e-4, 0.995  # nothing is certain
-REQUEST_PRIOR = 6.0  # edges
+PRIOR, REQUEST_PRIOR = 2.0, 6.0  # edges, of a drafter's claim, and of a request
 CHANCE = 0.5  # what is so many variances off what was expected is half believed
 MEMORY, REQUEST_MEMORY = 1000.0, 64.0  # edges that are remembered of a drafter's claim, and of a request
 TALLY_MEMORY = 100_000.0  # of a drafter in all: how well it is calibrated lately, not since the start
@@ -41,10 +41,14 @@ def evident(count, prob, hits):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def correct(sums, prior, shifts, is_stale):  # type: ignore[no-untyped-def]
+def _correct(sums, shifts, is_stale):  # type: ignore[no-untyped-def]
     """Fill shifts [num_drafters, num depth bins, num claim bins]: how far the truth's log odds are off the claims'.
 
     sums [num_drafters, 3, num places]: see score_trees. Only where is_stale [num_drafters, num claim bins], which ends.
+
+    In log odds, because a factor that doubles small probabilities would make certainties of large ones. What is
+    believed of a depth before it is known is what the depth above it has shown: a chain whose first token is always
+    wrong never lets its second be tried.
     """
     for drafter in range(shifts.shape[0]):
         for i in range(shifts.shape[2]):
@@ -57,7 +61,7 @@ def correct(sums, prior, shifts, is_stale):  # type: ignore[no-untyped-def]
                 if counted > 0.0:
                     claim = log_odds(claimed / counted)
                     expected = 1.0 / (1.0 + math.exp(-(claim + above)))
-                    found = log_odds((hits + prior * expected) / (counted + prior)) - claim
+                    found = log_odds((hits + PRIOR * expected) / (counted + PRIOR)) - claim
                     above += evident(counted, expected, hits) * (found - above)
                 shifts[drafter, depth, i] = above
 
@@ -77,19 +81,20 @@ def own_shift(record):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def weigh_nodes(starts, parents, probs, bins, who, links, results, trees):  # type: ignore[no-untyped-def]
+def weigh_nodes(starts, parents, probs, bins, books, who, links, results, trees):  # type: ignore[no-untyped-def]
     """Calibrate all trees of a step; tree i has the nodes from starts[i] to starts[i + 1].
 
     parents: inside the tree, -1 for its root; probs: path probabilities as claimed. bins: the depth bin of each depth
-    (the last for all beyond), the bounds of the bins of claims, and shifts [num_drafters, num depth bins, num claim
-    bins], corrections in log odds. who: the slots of all requests of the step, the place of each tree's among them, and
+    (the last for all beyond), and the bounds of the bins of claims. books: sums, shifts and is_stale of _correct. who: the slots of all requests of the step, the place of each tree's among them, and
     by slot drafter_of and records [num_slots, 3] (see own_shift). Fills links [3, num_nodes]: columns (depth bin * num
     claim bins + claim bin), owners (places), ones; results [3, num_nodes]: claims and edges (of a node given its
     parent, as claimed and calibrated), paths (calibrated); trees [2, num_trees]: slots, and what is reached (see
     score_trees). Returns -1, or a node whose parent does not come before.
     """
-    depth_bins, prob_bounds, shifts = bins
+    depth_bins, prob_bounds = bins
+    sums, shifts, is_stale = books
     slots, places, drafter_of, records = who
+    _correct(sums, shifts, is_stale)
     claims, edges, paths = results[0], results[1], results[2]
     num_probs = len(prob_bounds) + 1
     depths = np.empty(len(parents), np.int64)
@@ -191,9 +196,20 @@ def quote(table, load, alone):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def buy(owners, gains, rows, bidders, table, load, market, chosen):  # type: ignore[no-untyped-def]
-    """Mark in `chosen` the items to buy; see draft_budget.choose_drafts, whose arguments these are, as tuples."""
-    contexts, bids = bidders
+def buy(offer, bidders, table, load, market, chosen):  # type: ignore[no-untyped-def]
+    """Mark in `chosen`, all False, the items to buy.
+
+    offer, bidders: DraftOffer and Bidders of draft_budget.py, as plain tuples; table: StepTimeModel.arrays; load:
+    StepLoad as a plain tuple; market: Market.terms.
+
+    Items are ordered by urgency x gain over cost, and of all prefixes of at most max_rows rows that one is taken which
+    maximises sum(urgency x gain) - price x time, among those that keep the step within its bounds and leave nobody
+    further behind than his grace: of whoever is behind already, even if his own drafts bring nothing. A bundle that
+    would break one of these bounds where its turn comes is left out if that brings more.
+    """
+    (owners, gains, rows), (contexts, bids) = offer, bidders
+    if not len(owners) or market[3] < 1:
+        return
     row_s = market[1]
     attended_s = table[3][ATTENDED] * math.exp(table[3][LOG_FACTOR])
     num_items = len(owners)
@@ -278,14 +294,13 @@ def compile_kernels() -> None:
     indices = np.zeros(1, np.int64)
     shifts, results, records = np.zeros((1, 1, 2)), np.zeros((3, 1)), np.zeros((1, 3))
     links = np.zeros((3, 1), np.int64)
-    correct(np.zeros((1, 3, 2)), 1.0, shifts, np.ones((1, 2), np.bool_))
-    starts, trees = np.array([0, 1]), np.zeros((2, 1), np.int64)
-    who = (indices, indices, indices, records)
-    weigh_nodes(starts, indices - 1, one, (indices, one, shifts), who, links, results, trees)
-    books = np.zeros((1, 3, 2)), np.zeros((1, 3, 10)), np.zeros((1, 2, 1), np.int64), np.zeros((1, 2), np.bool_)
+    starts, trees, is_stale = np.array([0, 1]), np.zeros((2, 1), np.int64), np.zeros((1, 2), np.bool_)
+    who, books = (indices, indices, indices, records), (np.zeros((1, 3, 2)), shifts, is_stale)
+    weigh_nodes(starts, indices - 1, one, (indices, one), books, who, links, results, trees)
+    books = np.zeros((1, 3, 2)), np.zeros((1, 3, 10)), np.zeros((1, 2, 1), np.int64), is_stale
     offered = (trees, starts, indices, indices - 1, links, results)
     score_trees(*offered, indices, starts, indices, indices, records, books)
     table, load = (one, one, zeros, np.zeros(NUM_SLOPES)), (1, 1, 1, 0, 0)
     quote(table, load, load)
-    bidders, market = (indices, np.ones((3, 1))), (1.0, 1.0, 1.0, 1, 0.0, 1.0, 1.0)
-    buy(indices, one, np.ones(1, np.int64), bidders, table, load, market, np.zeros(1, np.bool_))
+    offer, bidders, market = (indices, one, starts[1:]), (indices, np.ones((3, 1))), (1.0, 1.0, 1.0, 1, 0.0, 1.0, 1.0)
+    buy(offer, bidders, table, load, market, np.zeros(1, np.bool_))

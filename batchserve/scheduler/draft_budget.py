@@ -1,4 +1,4 @@
-"""Which draft nodes are worth their rows: the price of time decides, for all requests of a step at once."""
+"""What draft rows are bought at: the price of time decides, for all requests of a step at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from batchserve.scheduler.budget_kernels import buy, quote
+from batchserve.scheduler.budget_kernels import quote
 
 if TYPE_CHECKING:
     from batchserve.scheduler.step_time import StepLoad, StepTimeModel
@@ -78,22 +78,8 @@ class Market(NamedTuple):
         price, longest_s = speed_up * alone.num_requests / alone_s, max_inflation * alone_s
         return cls(load, without_s, alone_s, price, row_s, least_row_s, longest_s, never_longer_s)
 
-
-def choose_drafts(
-    offer: DraftOffer, bidders: Bidders, step_time: StepTimeModel, market: Market, max_rows: int
-) -> BoolArray:
-    """Which items to buy: bool [num_items].
-
-    Items are ordered by urgency x gain over cost, and of all prefixes of at most max_rows rows that one is taken which
-    maximises sum(urgency x gain) - price x time, among those that keep the step within its bounds and leave nobody
-    further behind than his grace: of whoever is behind already, even if his own drafts bring nothing. A bundle that
-    would break one of these bounds where its turn comes is left out if that brings more.
-    """
-    chosen = np.zeros(len(offer.owners), np.bool_)
-    if not len(chosen) or max_rows < 1:
-        return chosen
-    prompts_s = market.without_s - market.alone_s
-    terms = (market.price, market.row_s, market.least_row_s, max_rows, prompts_s, market.longest_s)
-    what = (offer.owners, offer.gains, offer.rows, (bidders.contexts, bidders.bids))
-    buy(*what, step_time.arrays, tuple(market.load), (*terms, market.never_longer_s), chosen)
-    return chosen
+    def terms(self, max_rows: int) -> tuple[float, ...]:
+        """What budget_kernels.buy takes of it, in a step that has room for so many draft rows."""
+        prompts_s = self.without_s - self.alone_s
+        costs = self.price, self.row_s, self.least_row_s, max_rows
+        return *costs, prompts_s, self.longest_s, self.never_longer_s

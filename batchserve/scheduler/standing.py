@@ -12,7 +12,8 @@ import numpy as np
 from numba import njit
 
 from batchserve.scheduler import budget_kernels
-from batchserve.scheduler.budget_kernels import own_shift
+from batchserve.scheduler.budget_kernels import buy, own_shift
+from batchserve.scheduler.time_kernels import NUM_SLOPES
 
 # What is asked for: some nodes, and a multiple of what is bought lately. Where rows are cheap, worth running at a lower
 # probability than CHEAP_ROW, that is more from the start, and rises at once: most answers are short. Where they are
@@ -109,16 +110,15 @@ def make_bids(table, slots, alone_s, spent_s, bids):  # type: ignore[no-untyped-
 
 
 @njit(cache=True, nogil=True)
-def settle(table, slots, places, owners, gains, rows, bounds, chosen, is_paying):  # type: ignore[no-untyped-def]
+def settle(table, slots, places, offer, bounds, chosen, is_paying):  # type: ignore[no-untyped-def]
     """Give back what is chosen for requests that gain too little by all of it.
 
-    The bidders are at `slots` of the table, those that were drafted are at `places` among them; the items are those of
-    draft_budget.DraftOffer. bounds: the tokens that a request must gain by more than, those that a row must bring, and
+    table, slots, places, offer: see choose_drafts. bounds: the tokens that a request must gain by more than, those that a row must bring, and
     the rows that the step has room for. Fills is_paying [num_bidders], and notes how many rows were chosen. Of a full
     step, the drafter of whoever would gain enough by rows that bring enough pays, and that few of them were chosen says
     nothing.
     """
-    least_gain, worth_a_row, room = bounds
+    (owners, gains, rows), (least_gain, worth_a_row, room) = offer, bounds
     expected, count, wanted = np.zeros(len(slots)), np.zeros(len(slots)), np.zeros(len(slots))
     for i in range(len(owners)):
         if chosen[i]:
@@ -138,6 +138,26 @@ def settle(table, slots, places, owners, gains, rows, bounds, chosen, is_paying)
         request.most_chosen = max(bought, request.most_chosen + CHOSEN_RATE * (bought - request.most_chosen))
     for i in range(len(owners)):
         chosen[i] = chosen[i] and is_paying[owners[i]]
+
+
+@njit(cache=True, nogil=True)
+def choose_drafts(table, slots, places, contexts, offer, step_time, market, chosen, is_paying):  # type: ignore[no-untyped-def]
+    """Which items to run: marks them in `chosen`, all False, and in is_paying [num_bidders] whose drafter paid.
+
+    The bidders are at `slots` of the table, those that were drafted are at `places` among them; contexts: see
+    draft_budget.Bidders; offer: see DraftOffer. step_time: StepTimeModel.arrays. market: StepLoad, as a plain tuple,
+    Market.terms, and of a step without drafts and prompts its seconds, those that drafting has taken, and the least
+    that a request must gain to be worth its part of them.
+    """
+    load, terms, (alone_s, draft_s, least_gain) = market
+    price, row_s, _, max_rows, prompts_s, _, never_longer_s = terms
+    bids = np.empty((3, len(slots)))
+    make_bids(table, slots, alone_s, draft_s, bids)
+    buy(offer, (contexts, bids), step_time, load, terms, chosen)
+    # Where one row more would have been too many, whoever has drafts that are worth theirs is not to blame.
+    room = min(float(max_rows), (never_longer_s - (alone_s + prompts_s)) / row_s)
+    bounds = max(least_gain, price * draft_s / len(places)), price * row_s, room
+    settle(table, slots, places, offer, bounds, chosen, is_paying)
 
 
 @njit(cache=True, nogil=True)
@@ -165,7 +185,7 @@ def compile_kernels() -> None:
     budget_kernels.compile_kernels()
     table, slots, one = grown(np.zeros(0, STANDING), 1), np.zeros(1, np.int64), np.ones(1)
     bound_queries(table, np.zeros((1, 3)), slots, (0.5, 1.0), np.ones((1, 3), np.int64), one.copy())
-    make_bids(table, slots, 1.0, 0.0, np.zeros((3, 1)))
-    flag = np.zeros(1, np.bool_)
-    settle(table, slots, slots, slots, one, slots + 1, (0.0, 1.0, 1.0), flag, flag.copy())
+    flag, step_time = np.zeros(1, np.bool_), (one, one, np.zeros(1), np.zeros(NUM_SLOPES))
+    market = (1, 1, 1, 0, 0), (1.0, 1.0, 1.0, 1, 0.0, 1.0, 1.0), (1.0, 0.0, 0.0)
+    choose_drafts(table, slots, slots, slots, (slots, one, slots + 1), step_time, market, flag, flag.copy())
     note_steps(table, slots, slots + 1, np.array([0, 1]), 1.0, 1.0)
