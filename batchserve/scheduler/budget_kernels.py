@@ -85,11 +85,12 @@ def weigh_nodes(starts, parents, probs, bins, books, who, links, results, trees)
     """Calibrate all trees of a step; tree i has the nodes from starts[i] to starts[i + 1].
 
     parents: inside the tree, -1 for its root; probs: path probabilities as claimed. bins: the depth bin of each depth
-    (the last for all beyond), and the bounds of the bins of claims. books: sums, shifts and is_stale of _correct. who: the slots of all requests of the step, the place of each tree's among them, and
-    by slot drafter_of and records [num_slots, 3] (see own_shift). Fills links [3, num_nodes]: columns (depth bin * num
-    claim bins + claim bin), owners (places), ones; results [3, num_nodes]: claims and edges (of a node given its
-    parent, as claimed and calibrated), paths (calibrated); trees [2, num_trees]: slots, and what is reached (see
-    score_trees). Returns -1, or a node whose parent does not come before.
+    (the last for all beyond), and the bounds of the bins of claims. books: sums, shifts and is_stale of _correct. who:
+    the slots of all requests of the step, the place of each tree's among them, and by slot drafter_of and records
+    [num_slots, 3] (see own_shift). Fills links [3, num_nodes]: columns (depth bin * num claim bins + claim bin), owners
+    (places), ones; results [3, num_nodes]: claims and edges (of a node given its parent, as claimed and calibrated),
+    paths (calibrated); trees [2, num_trees]: slots, and what is reached (see score_trees). Returns -1, or a node whose
+    parent does not come before.
     """
     depth_bins, prob_bounds = bins
     sums, shifts, is_stale = books
@@ -199,8 +200,10 @@ def quote(table, load, alone):  # type: ignore[no-untyped-def]
 def buy(offer, bidders, table, load, market, chosen):  # type: ignore[no-untyped-def]
     """Mark in `chosen`, all False, the items to buy.
 
-    offer, bidders: DraftOffer and Bidders of draft_budget.py, as plain tuples; table: StepTimeModel.arrays; load:
-    StepLoad as a plain tuple; market: Market.terms.
+    offer: draft_budget.DraftOffer as a plain tuple. bidders, the decoding requests by place: contexts int64
+    [num_requests], K/V entries that a row of each attends to, and bids float64 [3, num_requests]: urgency, what one of
+    its tokens counts; how many seconds drafts have gained it so far; and its grace, how many it may fall behind for the
+    sake of others. table: StepTimeModel.arrays; load: StepLoad as a plain tuple; market: Market.terms.
 
     Items are ordered by urgency x gain over cost, and of all prefixes of at most max_rows rows that one is taken which
     maximises sum(urgency x gain) - price x time, among those that keep the step within its bounds and leave nobody
@@ -295,8 +298,10 @@ def compile_kernels() -> None:
     shifts, results, records = np.zeros((1, 1, 2)), np.zeros((3, 1)), np.zeros((1, 3))
     links = np.zeros((3, 1), np.int64)
     starts, trees, is_stale = np.array([0, 1]), np.zeros((2, 1), np.int64), np.zeros((1, 2), np.bool_)
-    who, books = (indices, indices, indices, records), (np.zeros((1, 3, 2)), shifts, is_stale)
-    weigh_nodes(starts, indices - 1, one, (indices, one), books, who, links, results, trees)
+    who = (indices, indices, indices, records)
+    weigh_nodes(
+        starts, indices - 1, one, (indices, one), (np.zeros((1, 3, 2)), shifts, is_stale), who, links, results, trees
+    )
     books = np.zeros((1, 3, 2)), np.zeros((1, 3, 10)), np.zeros((1, 2, 1), np.int64), is_stale
     offered = (trees, starts, indices, indices - 1, links, results)
     score_trees(*offered, indices, starts, indices, indices, records, books)

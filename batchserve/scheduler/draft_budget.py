@@ -29,18 +29,6 @@ class DraftOffer(NamedTuple):
     rows: IntArray
 
 
-class Bidders(NamedTuple):
-    """The decoding requests of the step, by place.
-
-    contexts int64 [num_requests]: K/V entries that a row of the request attends to. bids float64 [3, num_requests]:
-    urgency, what one of its tokens counts; how many seconds drafts have gained it so far; and its grace, how many it
-    may fall behind for the sake of others.
-    """
-
-    contexts: IntArray
-    bids: FloatArray
-
-
 class Market(NamedTuple):
     """What rows of one step are bought at.
 

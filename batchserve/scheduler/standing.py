@@ -93,7 +93,7 @@ def bound_queries(table, records, slots, worth, bounds, least_probs):  # type: i
 
 @njit(cache=True, nogil=True)
 def make_bids(table, slots, alone_s, spent_s, bids):  # type: ignore[no-untyped-def]
-    """Fill bids [3, num_requests] of draft_budget.Bidders, for the requests at `slots`.
+    """Fill bids [3, num_requests] as budget_kernels.buy takes them, for the requests at `slots`.
 
     alone_s: of the step without drafts; spent_s: what drafting has taken of it, which nobody has any more. A request
     with a target that it misses is urgent beside others only: where all are, or there is but one, what is best for all
@@ -113,10 +113,10 @@ def make_bids(table, slots, alone_s, spent_s, bids):  # type: ignore[no-untyped-
 def settle(table, slots, places, offer, bounds, chosen, is_paying):  # type: ignore[no-untyped-def]
     """Give back what is chosen for requests that gain too little by all of it.
 
-    table, slots, places, offer: see choose_drafts. bounds: the tokens that a request must gain by more than, those that a row must bring, and
-    the rows that the step has room for. Fills is_paying [num_bidders], and notes how many rows were chosen. Of a full
-    step, the drafter of whoever would gain enough by rows that bring enough pays, and that few of them were chosen says
-    nothing.
+    table, slots, places, offer: see choose_drafts. bounds: the tokens that a request must gain by more than, those that
+    a row must bring, and the rows that the step has room for. Fills is_paying [num_bidders], and notes how many rows
+    were chosen. Of a full step, the drafter of whoever would gain enough by rows that bring enough pays, and that few
+    of them were chosen says nothing.
     """
     (owners, gains, rows), (least_gain, worth_a_row, room) = offer, bounds
     expected, count, wanted = np.zeros(len(slots)), np.zeros(len(slots)), np.zeros(len(slots))
@@ -144,10 +144,9 @@ def settle(table, slots, places, offer, bounds, chosen, is_paying):  # type: ign
 def choose_drafts(table, slots, places, contexts, offer, step_time, market, chosen, is_paying):  # type: ignore[no-untyped-def]
     """Which items to run: marks them in `chosen`, all False, and in is_paying [num_bidders] whose drafter paid.
 
-    The bidders are at `slots` of the table, those that were drafted are at `places` among them; contexts: see
-    draft_budget.Bidders; offer: see DraftOffer. step_time: StepTimeModel.arrays. market: StepLoad, as a plain tuple,
-    Market.terms, and of a step without drafts and prompts its seconds, those that drafting has taken, and the least
-    that a request must gain to be worth its part of them.
+    The bidders are at `slots` of the table, those that were drafted are at `places` among them; contexts, offer and
+    step_time: see budget_kernels.buy. market: the step's load and Market.terms, as there; and the seconds of its
+    decoding rows alone, those that drafting has taken, and the tokens that a request must gain by more than.
     """
     load, terms, (alone_s, draft_s, least_gain) = market
     price, row_s, _, max_rows, prompts_s, _, never_longer_s = terms

@@ -266,9 +266,8 @@ def test_what_is_asked_for_follows_what_was_bought(least: float, asked: list[int
         bound_queries(standing, np.zeros((1, 3)), slots, (least, 1e6), bounds, np.zeros(1))
         found.append(bounds[0, 0])
         bought, one = np.ones(8, np.bool_), np.ones(8, np.int64)
-        settle(
-            standing, slots, slots, 0 * one, gain * one, one, (0.1, math.inf, math.inf), bought, np.zeros(1, np.bool_)
-        )
+        offer, bounds_of_it = (0 * one, gain * one, one), (0.1, math.inf, math.inf)
+        settle(standing, slots, slots, offer, bounds_of_it, bought, np.zeros(1, np.bool_))
     assert found == asked
 
 

@@ -1,19 +1,25 @@
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchserve.scheduler.budget_kernels import EVEN_STEPS, LEAST_ROW_COST
-from batchserve.scheduler.draft_budget import Bidders, DraftOffer, Market, choose_drafts
+from batchserve.scheduler.budget_kernels import EVEN_STEPS, LEAST_ROW_COST, buy
+from batchserve.scheduler.draft_budget import DraftOffer, Market
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from tests.factories import examples
 
 RISING = StepTimeModel(StepTimeTable((4, 8, 16, 32), (0.010, 0.012, 0.020, 0.040)))
 RICH = 1e9
+
+
+class Bidders(NamedTuple):
+    contexts: np.ndarray
+    bids: np.ndarray
 
 
 def offer(*trees: list[float], rows: list[int] | None = None) -> DraftOffer:
@@ -25,6 +31,12 @@ def offer(*trees: list[float], rows: list[int] | None = None) -> DraftOffer:
 def bidders(count: int, *, ahead_s: float = 0.0, grace_s: float = RICH) -> Bidders:
     bids = np.repeat([[1.0], [ahead_s], [grace_s]], count, axis=1)
     return Bidders(np.zeros(count, np.int64), bids)
+
+
+def choose_drafts(what: DraftOffer, who: Bidders, model: StepTimeModel, market: Market, max_rows: int) -> np.ndarray:
+    chosen = np.zeros(len(what.owners), np.bool_)
+    buy(tuple(what), tuple(who), model.arrays, tuple(market.load), market.terms(max_rows), chosen)
+    return chosen
 
 
 def choose(
