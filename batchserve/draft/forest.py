@@ -244,4 +244,5 @@ def compile_kernels() -> None:
     forest.take(np.ones(1, np.bool_))
     queries = DraftQueries([""], np.ones((1, 3), np.int64), np.zeros(1))
     forest.check(queries)
+    forest.spread(np.zeros(1, np.int64), 1)
     forest.settle(np.ones(1, np.bool_), queries, np.zeros(1, np.int64), 1)

@@ -84,13 +84,14 @@ class DraftStage:
         if forest.num_trees != len(places):
             raise ValueError(f"drafter {self.drafter.name!r}: {forest.num_trees} trees for {len(places)} queries")
         if adaptive is None:
-            keep = np.ones(len(forest.token_ids), np.bool_)
+            forest.check(queries)
+            forest = forest if len(places) == num_trees else forest.spread(places, num_trees)
         else:
             decoding = plan.requests
             if plan.decoding.num_requests < num_trees:
                 decoding = [*compress(decoding, plan.is_decoding.tolist())]
             keep = adaptive.choose(forest, request_ids, decoding, plan.max_draft_rows)
-        forest = forest.settle(keep, queries, places, num_trees)
+            forest = forest.settle(keep, queries, places, num_trees)
         step.draft_s, step.num_asked = self._clock() - began_s, len(places)
         if len(forest.token_ids):
             forest = self._with_memory(plan.request_ids, forest)

@@ -36,8 +36,9 @@ def run(kit: Kit, report: Report) -> None:
     first, second = shape_names(kit)
     modes = graph_modes(kit)
     compiling = [f"{first}/{mode}" for mode in modes if mode != "uncompiled"]
-    profiled = [f"{shape}/{profile.KERNELS}" for shape in (first, second)]
-    report.about(compiles=[*compiling, f"{second}/default", *(f"{second}/{name}" for name in KERNELS), *profiled])
+    profiled = kit.pick((first, second), (first,))
+    compiling += [f"{second}/default", *(f"{second}/{name}" for name in KERNELS)]
+    report.about(compiles=[*compiling, *(f"{shape}/{profile.KERNELS}" for shape in profiled)])
     # A word on every question, then all the rest.
     _grid(kit, report, first, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1, 2)), CONTEXTS[:1])
     for batch in kit.pick((1, 8), (1,)):
@@ -49,7 +50,7 @@ def run(kit: Kit, report: Report) -> None:
     small_q.run(kit, report, bandwidth, small_q.FEW)
     buckets.run(kit, report, first, bandwidth)
     _grid(kit, report, first, "default", modes["default"], bandwidth, kit.pick(BATCHES, (1, 2)), CONTEXTS[1:])
-    profile.run(kit, report, (first, second))
+    profile.run(kit, report, profiled)
     small_q.run(kit, report, bandwidth)
     for name, options in all_backends(kit, 128, torch.bfloat16).items():
         named = dataclasses.replace(kit, backend=options["attention_backend"])  # no other is to take its place
