@@ -203,6 +203,7 @@ ADAPTIVE = (
     "regret",
     "breadth",
     "gain",
+    "lengths",
     "ceiling",
     "never_slower",
     "row_price",

@@ -94,6 +94,17 @@ def gain_table(folder: str = "adaptive") -> str:
     return table([*head, "the slowest", "end to end", "acceptance length", "draft rows a token"], rows)
 
 
+def lengths_table() -> str:
+    rows = []
+    for model, name, sizes in cells_of(result("lengths")["models"]):
+        for size, parts in sizes.items():
+            for tokens, cell in parts.items():
+                each = [f"{cell[f'{which}_over_off']:.2f}" for which in ("adaptive", "p10_request", "slowest_request")]
+                rows.append([model, name, size, tokens, *each])
+    head = ["model", "text", "requests", "tokens of each", "adaptive / off", "a request in ten is below", "the slowest"]
+    return table(head, rows)
+
+
 def ceiling_table() -> str:
     rows = []
     for model, name, sizes in cells_of(result("ceiling")["models"]):
@@ -249,6 +260,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "regret wall": regret_wall_table,
     "gain": gain_table,
     "gain amx": partial(gain_table, "adaptive_amx"),
+    "lengths": lengths_table,
     "ceiling": ceiling_table,
     "never slower": never_slower_table,
     "row price": row_price_table,

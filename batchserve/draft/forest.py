@@ -80,7 +80,7 @@ def _spread(starts, places, spread_starts):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _settle(starts, token_ids, parents, probs, is_verified, keep, bounds, places, taken, spread_starts):  # type: ignore[no-untyped-def]
+def _take_checked(starts, token_ids, parents, probs, is_verified, keep, bounds, places, taken, spread_starts):  # type: ignore[no-untyped-def]
     """_take, _is_sound of what is left, and _spread; returns its number of nodes, or -1 where one of them fails."""
     count = _take(starts, token_ids, parents, probs, is_verified, keep, taken)
     if count < 0 or not _is_sound(taken[0], taken[1][:count], taken[2][:count], taken[4][:count], bounds):
@@ -209,18 +209,19 @@ class DraftForest(NamedTuple):
             raise ValueError("a draft node's parent does not come before it, or is left out")
         return DraftForest(starts, tokens[:size], parents[:size], probs[:size], is_verified[:size])
 
-    def settle(self, keep: np.ndarray, queries: DraftQueries, places: np.ndarray, num_trees: int) -> DraftForest:
-        """The nodes to keep, checked against their queries, as trees at `places` among others: take, check and spread.
+    def taken(self, keep: np.ndarray, queries: DraftQueries, places: np.ndarray, num_trees: int) -> DraftForest:
+        """take, check and spread at once: the nodes to keep, checked against their queries, as trees among others.
 
         Raises ValueError as these do.
         """
         starts, spread_starts = np.zeros(len(self.starts), np.int64), np.empty(num_trees + 1, np.int64)
         (tokens, parents), probs, is_verified = _room_for(len(keep))
         taken, size = (starts, tokens, parents, probs, is_verified), -1
-        if self.num_trees == len(queries.bounds):
-            size = _settle(*self, keep, queries.bounds, places, taken, spread_starts)
-        if size < 0:  # these say what is wrong
-            self.take(keep).check(queries)
+        if len(queries.request_ids) == len(queries.bounds) == len(places) == self.num_trees:
+            size = _take_checked(*self, keep, queries.bounds, places, taken, spread_starts)
+        if size < 0:
+            self.take(keep).check(queries)  # says what is wrong
+            raise ValueError("draft trees break their contract")
         return DraftForest(spread_starts, tokens[:size], parents[:size], probs[:size], is_verified[:size])
 
     def check(self, queries: DraftQueries) -> None:
@@ -245,4 +246,4 @@ def compile_kernels() -> None:
     queries = DraftQueries([""], np.ones((1, 3), np.int64), np.zeros(1))
     forest.check(queries)
     forest.spread(np.zeros(1, np.int64), 1)
-    forest.settle(np.ones(1, np.bool_), queries, np.zeros(1, np.int64), 1)
+    forest.taken(np.ones(1, np.bool_), queries, np.zeros(1, np.int64), 1)

@@ -91,7 +91,7 @@ class DraftStage:
             if plan.decoding.num_requests < num_trees:
                 decoding = [*compress(decoding, plan.is_decoding.tolist())]
             keep = adaptive.choose(forest, request_ids, decoding, plan.max_draft_rows)
-            forest = forest.settle(keep, queries, places, num_trees)
+            forest = forest.taken(keep, queries, places, num_trees)
         step.draft_s, step.num_asked = self._clock() - began_s, len(places)
         if len(forest.token_ids):
             forest = self._with_memory(plan.request_ids, forest)

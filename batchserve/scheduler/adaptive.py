@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
-LEAST_GAIN = 0.1  # expected tokens
+LEAST_GAIN = 0.1  # expected tokens: fewer are not worth asking for, let alone their rows
 MARGIN = 0.8  # nodes this much less likely than what is worth a row are still proposed: odds are learned from them
 UNDRAFTED = "none"
 NOBODY = np.zeros(0, np.int64)
@@ -53,7 +53,7 @@ class StepOutcome:
     """What a step was and took: its load without drafts, that of its decoding rows alone, and what was run.
 
     step_s: from its beginning to its commit; forward_s: the part of it from launch to tokens; draft_s: that in which
-    the drafters of num_asked requests were told and asked, and drafts chosen.
+    the drafters of num_asked requests were told and asked, and drafts chosen and checked.
     """
 
     without: StepLoad
@@ -218,7 +218,6 @@ class AdaptiveDrafting:
         offer = self._offer(forest, request_ids, of_trees, slots)
         contexts = np.array([each.num_computed_tokens for each in decoding], np.int64)
         chosen, is_paying = np.zeros(len(offer.items.owners), np.bool_), np.zeros(len(names), np.bool_)
-        # So little is not worth asking for, let alone its rows.
         draft_s = self._draft_time.predict(len(request_ids))
         prices = tuple(market.load), market.terms(max_rows), (market.alone_s, draft_s, LEAST_GAIN)
         who, what = (self._standing, slots, of_trees, contexts), tuple(offer.items)

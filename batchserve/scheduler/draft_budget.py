@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     FloatArray = np.ndarray[Any, np.dtype[np.float64]]
     IntArray = np.ndarray[Any, np.dtype[np.int64]]
-    BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class DraftOffer(NamedTuple):

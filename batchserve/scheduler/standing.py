@@ -1,4 +1,4 @@
-"""How each request stands with its drafts: what they have gained it, and what is asked of its drafter next.
+"""How each request stands with its drafts: what is asked of its drafter, which rows it gets, what they have gained it.
 
 A row of a table for every request, so that a step is noted for all of them in one call of compiled code.
 """
@@ -141,18 +141,18 @@ def settle(table, slots, places, offer, bounds, chosen, is_paying):  # type: ign
 
 
 @njit(cache=True, nogil=True)
-def choose_drafts(table, slots, places, contexts, offer, step_time, market, chosen, is_paying):  # type: ignore[no-untyped-def]
+def choose_drafts(table, slots, places, contexts, offer, step_time, prices, chosen, is_paying):  # type: ignore[no-untyped-def]
     """Which items to run: marks them in `chosen`, all False, and in is_paying [num_bidders] whose drafter paid.
 
     The bidders are at `slots` of the table, those that were drafted are at `places` among them; contexts, offer and
-    step_time: see budget_kernels.buy. market: the step's load and Market.terms, as there; and the seconds of its
-    decoding rows alone, those that drafting has taken, and the tokens that a request must gain by more than.
+    step_time: see budget_kernels.buy. prices: the step's load and market, as there; and the seconds of its decoding
+    rows alone, those that drafting has taken, and the tokens that a request must gain by more than.
     """
-    load, terms, (alone_s, draft_s, least_gain) = market
-    price, row_s, _, max_rows, prompts_s, _, never_longer_s = terms
+    load, market, (alone_s, draft_s, least_gain) = prices
+    price, row_s, _, max_rows, prompts_s, _, never_longer_s = market
     bids = np.empty((3, len(slots)))
     make_bids(table, slots, alone_s, draft_s, bids)
-    buy(offer, (contexts, bids), step_time, load, terms, chosen)
+    buy(offer, (contexts, bids), step_time, load, market, chosen)
     # Where one row more would have been too many, whoever has drafts that are worth theirs is not to blame.
     room = min(float(max_rows), (never_longer_s - (alone_s + prompts_s)) / row_s)
     bounds = max(least_gain, price * draft_s / len(places)), price * row_s, room
@@ -185,6 +185,6 @@ def compile_kernels() -> None:
     table, slots, one = grown(np.zeros(0, STANDING), 1), np.zeros(1, np.int64), np.ones(1)
     bound_queries(table, np.zeros((1, 3)), slots, (0.5, 1.0), np.ones((1, 3), np.int64), one.copy())
     flag, step_time = np.zeros(1, np.bool_), (one, one, np.zeros(1), np.zeros(NUM_SLOPES))
-    market = (1, 1, 1, 0, 0), (1.0, 1.0, 1.0, 1, 0.0, 1.0, 1.0), (1.0, 0.0, 0.0)
-    choose_drafts(table, slots, slots, slots, (slots, one, slots + 1), step_time, market, flag, flag.copy())
+    prices = (1, 1, 1, 0, 0), (1.0, 1.0, 1.0, 1, 0.0, 1.0, 1.0), (1.0, 0.0, 0.0)
+    choose_drafts(table, slots, slots, slots, (slots, one, slots + 1), step_time, prices, flag, flag.copy())
     note_steps(table, slots, slots + 1, np.array([0, 1]), 1.0, 1.0)

@@ -24,9 +24,10 @@ import numpy as np
 from batchserve.config import EngineConfig
 from batchserve.draft.base import DraftTree
 from batchserve.draft.forest import DraftForest
+from batchserve.kernel_cache import forget_stale_kernels
 from batchserve.scheduler import adaptive as choosing
 from batchserve.scheduler.adaptive import AdaptiveDrafting, StepOutcome
-from batchserve.scheduler.budget_kernels import compile_kernels
+from batchserve.scheduler.standing import compile_kernels
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from benchmarks.adaptive.workloads import Options, read_options, say, write
 from benchmarks.common import RESULTS
@@ -159,6 +160,7 @@ def _milliseconds(seconds: list[float]) -> dict[str, float]:
 
 def run(options: Options) -> dict[str, Any]:
     table, steps = measured_table(), 20 if options.is_quick else STEPS
+    forget_stale_kernels()
     compile_kernels()
     caches = np.zeros(CACHES_BYTES // 8)
     cells: dict[str, Any] = {}

@@ -11,17 +11,14 @@ probabilities; drafts that come with better ones could have more.
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
-from batchserve.errors import ConfigError
-from batchserve.scheduler.step_time import StepTimeTable
 from benchmarks.adaptive.driver import fixed
 from benchmarks.adaptive.gain import SETS, SIZES
-from benchmarks.adaptive.simulation import Simulation
-from benchmarks.adaptive.workloads import Options, new_drafter, read_options, recorded_sets, say, write
-from benchmarks.common import RESULTS, refusing_bad_input
+from benchmarks.adaptive.simulation import Simulation, on_times_of_gain
+from benchmarks.adaptive.workloads import Options, read_options, say, write
+from benchmarks.common import refusing_bad_input
 
 TOKENS, TOKENS_EACH = 3000, 160
 
@@ -55,23 +52,14 @@ def measure(simulation: Simulation, size: int, options: Options) -> dict[str, An
 def main() -> None:
     started_s = time.perf_counter()
     options = read_options(__doc__, SETS)
-    workloads = recorded_sets(options)
-    gain = RESULTS / options.out / "gain.json"
-    if not gain.exists():
-        raise ConfigError(f"{gain}: is not there; benchmarks.adaptive.gain, run with the same options, writes it")
-    measured = json.loads(gain.read_text())
-    results: dict[str, Any] = {}
-    for shape, found in measured["models"].items():
-        columns = {name: tuple(of) if isinstance(of, list) else of for name, of in found["table"].items()}
-        results[shape] = {"workloads": {}}
-        for workload in workloads:
-            simulation = Simulation(
-                StepTimeTable(**columns), new_drafter(options.drafter), workload.warm, workload.records
-            )
+    environment, models = on_times_of_gain(options)
+    results: dict[str, Any] = {shape: {"workloads": {}} for shape in models}
+    for shape, simulations in models.items():
+        for workload, simulation in simulations:
             say(f"{shape}, {workload.name}")
             sizes = {str(size): measure(simulation, size, options) for size in options.sizes(*SIZES)}
             results[shape]["workloads"][workload.name] = sizes
-    write(options, "ceiling", {"step_times_of": measured["environment"], "models": results}, started_s)
+    write(options, "ceiling", {"step_times_of": environment, "models": results}, started_s)
 
 
 if __name__ == "__main__":

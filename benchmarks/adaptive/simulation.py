@@ -7,8 +7,10 @@ rows and gains nothing: what fills it is a model's.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,6 +23,7 @@ from batchserve.draft.base import Drafter
 from batchserve.draft.forest import DraftForest
 from batchserve.engine.drafting import DraftStage
 from batchserve.engine.engine_core import EngineCore
+from batchserve.errors import ConfigError
 from batchserve.metrics import EngineMetrics
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RaggedBatch, RequestRows
@@ -31,6 +34,8 @@ from batchserve.scheduler.scheduler import Scheduler
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS, Contender, Driver, Run, WarmDrafter, fixed
 from benchmarks.adaptive.oracle import KnownOdds, Oracle
+from benchmarks.adaptive.workloads import Options, Workload, new_drafter, recorded_sets
+from benchmarks.common import RESULTS
 
 # What the host takes of a step of the 90M model, choosing in what drafts take; at 16 requests about what
 # benchmarks.adaptive.overhead measures.
@@ -150,3 +155,21 @@ class Simulation:
             driver.run(self.records, load, Contender("known odds", MOST_DRAFT_TOKENS, odds))
             prices = odds.foresight.rate, odds.hindsight.rate
         return odds
+
+
+def on_times_of_gain(options: Options) -> tuple[dict[str, Any], dict[str, list[tuple[Workload, Simulation]]]]:
+    """What machine benchmarks.adaptive.gain measured step times on, and with them, by model, the asked sets.
+
+    Raises ConfigError where it has not.
+    """
+    workloads, gain = recorded_sets(options), RESULTS / options.out / "gain.json"
+    if not gain.exists():
+        raise ConfigError(f"{gain}: is not there; benchmarks.adaptive.gain, run with the same options, writes it")
+    measured, simulations = json.loads(gain.read_text()), {}
+    for shape, found in measured["models"].items():
+        columns = {name: tuple(of) if isinstance(of, list) else of for name, of in found["table"].items()}
+        simulations[shape] = [
+            (each, Simulation(StepTimeTable(**columns), new_drafter(options.drafter), each.warm, each.records))
+            for each in workloads
+        ]
+    return measured["environment"], simulations

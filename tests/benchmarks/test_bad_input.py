@@ -15,7 +15,9 @@ from benchmarks.adaptive import prefill, workloads
 from benchmarks.adaptive.workloads import Options, Workload, recorded
 from benchmarks.common import find_sets
 
-ADAPTIVE = tuple(f"adaptive.{name}" for name in ("gain", "ceiling", "regret", "device_host", "overhead", "prefill"))
+ADAPTIVE = tuple(
+    f"adaptive.{name}" for name in ("gain", "ceiling", "lengths", "regret", "device_host", "overhead", "prefill")
+)
 PROGRAMS = ("replay", "draft_cost", *ADAPTIVE)
 
 
@@ -104,11 +106,14 @@ def test_a_file_that_is_missing_is_named(name: str, tmp_path: Path, monkeypatch:
     assert error == f"error: {missing}: cannot be read: No such file or directory\n"
 
 
-def test_a_ceiling_needs_the_step_times_of_gain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
-    for name in ("llma_rag", "mbpp_gpt4"):
-        write(tmp_path / f"{name}.jsonl", *["an answer"] * 5)
-    monkeypatch.setattr("benchmarks.adaptive.ceiling.RESULTS", tmp_path)
-    error = refusal("adaptive.ceiling", [str(tmp_path)], monkeypatch, capsys)
+@pytest.mark.parametrize("name", ["adaptive.ceiling", "adaptive.lengths"])
+def test_a_simulation_needs_the_step_times_of_gain(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    for each in ("llma_rag", "mbpp_gpt4"):
+        write(tmp_path / f"{each}.jsonl", *["an answer"] * 5)
+    monkeypatch.setattr("benchmarks.adaptive.simulation.RESULTS", tmp_path)
+    error = refusal(name, [str(tmp_path)], monkeypatch, capsys)
     assert f"{tmp_path / 'adaptive' / 'gain.json'}: is not there; benchmarks.adaptive.gain" in error
 
 

@@ -53,7 +53,7 @@ def test_trees_among_others_that_are_empty(places: list[int]) -> None:
 
 @examples(100)
 @given(st.integers(0, 2**32), st.sets(st.integers(0, 5), max_size=4), st.integers(0, 3))
-def test_what_is_settled_at_once_is_taken_checked_and_spread(seed: int, at: set[int], most_missing: int) -> None:
+def test_trees_are_taken_checked_and_spread_at_once_as_one_by_one(seed: int, at: set[int], most_missing: int) -> None:
     rng, places = random.Random(seed), np.array(sorted(at), np.int64)
     forest = DraftForest.of(random_trees(rng, len(places)))
     keep = np.array([rng.random() < 0.9 for _ in forest.token_ids], np.bool_)
@@ -64,15 +64,17 @@ def test_what_is_settled_at_once_is_taken_checked_and_spread(seed: int, at: set[
         taken.check(queries)
     except ValueError as error:
         with pytest.raises(ValueError, match=re.escape(str(error))):
-            forest.settle(keep, queries, places, 6)
+            forest.taken(keep, queries, places, 6)
     else:
-        assert forest.settle(keep, queries, places, 6).trees() == taken.spread(places, 6).trees()
+        assert forest.taken(keep, queries, places, 6).trees() == taken.spread(places, 6).trees()
 
 
-def test_trees_are_settled_for_as_many_queries_only() -> None:
+@pytest.mark.parametrize(("names", "bounds", "places"), [(2, 2, 2), (2, 3, 3), (3, 2, 3), (3, 3, 2), (3, 3, 4)])
+def test_trees_are_taken_at_once_for_as_many_queries_and_places_only(names: int, bounds: int, places: int) -> None:
     forest = DraftForest.of([DraftTree([1], [-1], [1.0])] * 3)
-    with pytest.raises(ValueError, match="3 draft trees for 2 queries"):
-        forest.settle(np.ones(3, np.bool_), DraftQueries.of([DraftQuery("a", 9, 9)] * 2), np.arange(2), 4)
+    queries = DraftQueries(["a"] * names, np.full((bounds, 3), 9), np.zeros(bounds))
+    with pytest.raises(ValueError, match="draft trees"):
+        forest.taken(np.ones(3, np.bool_), queries, np.arange(places), 5)
 
 
 def test_a_node_is_not_taken_without_its_parent() -> None:
@@ -81,7 +83,7 @@ def test_a_node_is_not_taken_without_its_parent() -> None:
     with pytest.raises(ValueError, match="left out"):
         forest.take(np.array([True, False, True]))
     with pytest.raises(ValueError, match="left out"):
-        forest.settle(np.array([True, False, True]), queries, places, 2)
+        forest.taken(np.array([True, False, True]), queries, places, 2)
 
 
 @pytest.mark.parametrize("parent", [-2, 1, 2, 5, 10**6, 2**45])
