@@ -79,16 +79,6 @@ def _spread(starts, places, spread_starts):  # type: ignore[no-untyped-def]
     spread_starts[-1] = starts[tree]
 
 
-@njit(cache=True, nogil=True)
-def _take_checked(starts, token_ids, parents, probs, is_verified, keep, bounds, places, taken, spread_starts):  # type: ignore[no-untyped-def]
-    """_take, _is_sound of what is left, and _spread; returns its number of nodes, or -1 where one of them fails."""
-    count = _take(starts, token_ids, parents, probs, is_verified, keep, taken)
-    if count < 0 or not _is_sound(taken[0], taken[1][:count], taken[2][:count], taken[4][:count], bounds):
-        return -1
-    _spread(taken[0], places, spread_starts)
-    return count
-
-
 _NO_NODES = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.bool_)
 
 
@@ -202,27 +192,13 @@ class DraftForest(NamedTuple):
 
         Raises ValueError otherwise.
         """
-        starts, ((tokens, parents), probs, is_verified) = np.zeros(len(self.starts), np.int64), _room_for(len(keep))
+        starts, (tokens, parents) = np.zeros(len(self.starts), np.int64), np.empty((2, len(keep)), np.int64)
+        probs, is_verified = np.empty(len(keep)), np.empty(len(keep), np.bool_)
         taken = starts, tokens, parents, probs, is_verified
         size = _take(self.starts, self.token_ids, self.parents, self.probs, self.is_verified, keep, taken)
         if size < 0:
             raise ValueError("a draft node's parent does not come before it, or is left out")
         return DraftForest(starts, tokens[:size], parents[:size], probs[:size], is_verified[:size])
-
-    def taken(self, keep: np.ndarray, queries: DraftQueries, places: np.ndarray, num_trees: int) -> DraftForest:
-        """take, check and spread at once: the nodes to keep, checked against their queries, as trees among others.
-
-        Raises ValueError as these do.
-        """
-        starts, spread_starts = np.zeros(len(self.starts), np.int64), np.empty(num_trees + 1, np.int64)
-        (tokens, parents), probs, is_verified = _room_for(len(keep))
-        taken, size = (starts, tokens, parents, probs, is_verified), -1
-        if len(queries.request_ids) == len(queries.bounds) == len(places) == self.num_trees:
-            size = _take_checked(*self, keep, queries.bounds, places, taken, spread_starts)
-        if size < 0:
-            self.take(keep).check(queries)  # says what is wrong
-            raise ValueError("draft trees break their contract")
-        return DraftForest(spread_starts, tokens[:size], parents[:size], probs[:size], is_verified[:size])
 
     def check(self, queries: DraftQueries) -> None:
         """Raises ValueError on a tree that breaks the contract, or is more than its query asks for."""
@@ -234,16 +210,10 @@ class DraftForest(NamedTuple):
             raise ValueError("draft trees break their contract")
 
 
-def _room_for(num_nodes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Token ids and parents [2, num_nodes], probs and is_verified [num_nodes], to be filled."""
-    return np.empty((2, num_nodes), np.int64), np.empty(num_nodes), np.empty(num_nodes, np.bool_)
-
-
 def compile_kernels() -> None:
     """Compile every kernel, or load it from the cache on disk."""
     forest = DraftForest.of([DraftTree([1], [-1], [1.0])])
     forest.take(np.ones(1, np.bool_))
-    queries = DraftQueries([""], np.ones((1, 3), np.int64), np.zeros(1))
-    forest.check(queries)
+    bounds = np.ones((1, 3), np.int64)
     forest.spread(np.zeros(1, np.int64), 1)
-    forest.taken(np.ones(1, np.bool_), queries, np.zeros(1, np.int64), 1)
+    _is_sound(forest.starts, forest.token_ids, forest.parents, forest.is_verified, bounds)

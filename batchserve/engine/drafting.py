@@ -83,20 +83,18 @@ class DraftStage:
         forest = self.drafter.propose_all(queries)
         if forest.num_trees != len(places):
             raise ValueError(f"drafter {self.drafter.name!r}: {forest.num_trees} trees for {len(places)} queries")
-        if adaptive is None:
-            forest.check(queries)
-            forest = forest if len(places) == num_trees else forest.spread(places, num_trees)
-        else:
+        if adaptive is not None:
             decoding = plan.requests
             if plan.decoding.num_requests < num_trees:
                 decoding = [*compress(decoding, plan.is_decoding.tolist())]
-            keep = adaptive.choose(forest, request_ids, decoding, plan.max_draft_rows)
-            forest = forest.taken(keep, queries, places, num_trees)
+            forest = forest.take(adaptive.choose(forest, request_ids, decoding, plan.max_draft_rows))
         step.draft_s, step.num_asked = self._clock() - began_s, len(places)
-        if len(forest.token_ids):
-            forest = self._with_memory(plan.request_ids, forest)
-            step.load = plan.load_with(forest.starts)
-        return forest
+        if not len(forest.token_ids):
+            return DraftForest.empty(num_trees)
+        forest.check(queries)
+        forest = self._with_memory(request_ids, forest)
+        step.load = plan.load_with(places, forest.starts)
+        return forest if len(places) == num_trees else forest.spread(places, num_trees)
 
     def _with_memory(self, request_ids: Sequence[str], forest: DraftForest) -> DraftForest:
         """What there is memory for. Several requests may have been promised the same last of it: where a tree does not

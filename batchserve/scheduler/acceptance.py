@@ -76,12 +76,10 @@ class Given(NamedTuple):
     ) -> Given:
         """Of requests with their tokens, and the number of steps (None: one); those that have no slot are left out."""
         known = [each for each in token_ids if each in slot_of]
-        given, count = [token_ids[each] for each in known], len(known)
-        steps = [1] * count if num_steps is None else [num_steps[each] for each in known]
-        slots, starts = [slot_of[each] for each in known], accumulate(map(len, given), initial=0)
-        numbers = np.array([*slots, *steps, *starts, *chain.from_iterable(given)], np.int64)
-        tokens_at = 3 * count + 1
-        return cls(numbers[:count], numbers[2 * count : tokens_at], numbers[tokens_at:], numbers[count : 2 * count])
+        slots, given = [slot_of[each] for each in known], [token_ids[each] for each in known]
+        counts = [1] * len(known) if num_steps is None else [num_steps[each] for each in known]
+        starts, tokens = [0, *accumulate(map(len, given))], [*chain.from_iterable(given)]
+        return cls(*(np.array(each, np.int64) for each in (slots, starts, tokens, counts)))
 
 
 class _Books:

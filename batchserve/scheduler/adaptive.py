@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
-LEAST_GAIN = 0.1  # expected tokens: fewer are not worth asking for, let alone their rows
 MARGIN = 0.8  # nodes this much less likely than what is worth a row are still proposed: odds are learned from them
 UNDRAFTED = "none"
 NOBODY = np.zeros(0, np.int64)
@@ -53,7 +52,7 @@ class StepOutcome:
     """What a step was and took: its load without drafts, that of its decoding rows alone, and what was run.
 
     step_s: from its beginning to its commit; forward_s: the part of it from launch to tokens; draft_s: that in which
-    the drafters of num_asked requests were told and asked, and drafts chosen and checked.
+    the drafters of num_asked requests were told and asked, and drafts chosen.
     """
 
     without: StepLoad
@@ -219,7 +218,7 @@ class AdaptiveDrafting:
         contexts = np.array([each.num_computed_tokens for each in decoding], np.int64)
         chosen, is_paying = np.zeros(len(offer.items.owners), np.bool_), np.zeros(len(names), np.bool_)
         draft_s = self._draft_time.predict(len(request_ids))
-        prices = tuple(market.load), market.terms(max_rows), (market.alone_s, draft_s, LEAST_GAIN)
+        prices = tuple(market.load), market.terms(max_rows), (market.alone_s, draft_s)
         who, what = (self._standing, slots, of_trees, contexts), tuple(offer.items)
         choose_drafts(*who, what, self.step_time.arrays, prices, chosen, is_paying)
         self._note(drafted, is_paying[of_trees].tolist())

@@ -71,10 +71,10 @@ class SchedulerOutput:
         is_decoding: np.ndarray = (columns[:, IS_SAMPLED] != 0) & (columns[:, PENDING] == 1)
         return is_decoding
 
-    def load_with(self, starts: IntArray) -> StepLoad:
-        """The step with drafts: each request has as many rows of them as starts [num_requests + 1] rises."""
+    def load_with(self, places: IntArray, starts: IntArray) -> StepLoad:
+        """The step with drafts: the requests at `places` have as many rows as starts [len(places) + 1] rises."""
         load, rows = self.load, int(starts[-1])
-        attended = load.attended_tokens + _count_attended(self.columns, starts)
+        attended = load.attended_tokens + _count_attended(self.columns, places, starts)
         counts = load.num_rows + rows, load.num_logit_rows + rows, load.num_requests
         return StepLoad(*counts, load.context_tokens, attended)
 
@@ -120,11 +120,11 @@ def _lay_out(facts, share, max_model_len, columns, drafted):  # type: ignore[no-
 
 
 @njit(cache=True, nogil=True)
-def _count_attended(columns, starts):  # type: ignore[no-untyped-def]
-    """Pairs of a draft row and a K/V entry: request i has the rows from starts[i] to starts[i + 1]."""
+def _count_attended(columns, places, starts):  # type: ignore[no-untyped-def]
+    """Pairs of a draft row and a K/V entry: request places[i] has the rows from starts[i] to starts[i + 1]."""
     attended = 0
-    for i in range(len(columns)):
-        attended += (starts[i + 1] - starts[i]) * columns[i, COMPUTED]
+    for i in range(len(places)):
+        attended += (starts[i + 1] - starts[i]) * columns[places[i], COMPUTED]
     return attended
 
 
@@ -148,4 +148,4 @@ def lay_plan(
 def compile_kernels() -> None:
     """Compile the layout, or load it from the cache on disk."""
     plan = lay_plan([], [], [], [], 0, 0, 1)
-    plan.load_with(np.zeros(1, np.int64))
+    plan.load_with(np.zeros(0, np.int64), np.zeros(1, np.int64))

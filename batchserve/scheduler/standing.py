@@ -21,6 +21,7 @@ from batchserve.scheduler.time_kernels import NUM_SLOPES
 FEW_NODES, GROWTH, MOST_NODES = 8, 3.0, 1 << 20
 MORE_NODES, CHEAP_ROW = 16, 0.1
 CHOSEN_RATE = 0.2
+LEAST_GAIN = 0.1  # expected tokens: fewer are not worth asking for, let alone their rows
 MOST_URGENCY, URGENCY_UP, URGENCY_DOWN = 16.0, 1.05, 0.98
 TPOT_RATE = 0.1
 # What a request may lose to the drafts of others: so much of its steps, and so many steps. Less than the second costs
@@ -146,16 +147,16 @@ def choose_drafts(table, slots, places, contexts, offer, step_time, prices, chos
 
     The bidders are at `slots` of the table, those that were drafted are at `places` among them; contexts, offer and
     step_time: see budget_kernels.buy. prices: the step's load and market, as there; and the seconds of its decoding
-    rows alone, those that drafting has taken, and the tokens that a request must gain by more than.
+    rows alone, and those that drafting has taken.
     """
-    load, market, (alone_s, draft_s, least_gain) = prices
+    load, market, (alone_s, draft_s) = prices
     price, row_s, _, max_rows, prompts_s, _, never_longer_s = market
     bids = np.empty((3, len(slots)))
     make_bids(table, slots, alone_s, draft_s, bids)
     buy(offer, (contexts, bids), step_time, load, market, chosen)
     # Where one row more would have been too many, whoever has drafts that are worth theirs is not to blame.
     room = min(float(max_rows), (never_longer_s - (alone_s + prompts_s)) / row_s)
-    bounds = max(least_gain, price * draft_s / len(places)), price * row_s, room
+    bounds = max(LEAST_GAIN, price * draft_s / len(places)), price * row_s, room
     settle(table, slots, places, offer, bounds, chosen, is_paying)
 
 
@@ -185,6 +186,6 @@ def compile_kernels() -> None:
     table, slots, one = grown(np.zeros(0, STANDING), 1), np.zeros(1, np.int64), np.ones(1)
     bound_queries(table, np.zeros((1, 3)), slots, (0.5, 1.0), np.ones((1, 3), np.int64), one.copy())
     flag, step_time = np.zeros(1, np.bool_), (one, one, np.zeros(1), np.zeros(NUM_SLOPES))
-    prices = (1, 1, 1, 0, 0), (1.0, 1.0, 1.0, 1, 0.0, 1.0, 1.0), (1.0, 0.0, 0.0)
+    prices = (1, 1, 1, 0, 0), (1.0, 1.0, 1.0, 1, 0.0, 1.0, 1.0), (1.0, 0.0)
     choose_drafts(table, slots, slots, slots, (slots, one, slots + 1), step_time, prices, flag, flag.copy())
     note_steps(table, slots, slots + 1, np.array([0, 1]), 1.0, 1.0)

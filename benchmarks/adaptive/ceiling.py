@@ -11,13 +11,12 @@ probabilities; drafts that come with better ones could have more.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from benchmarks.adaptive.driver import fixed
 from benchmarks.adaptive.gain import SETS, SIZES
 from benchmarks.adaptive.simulation import Simulation, on_times_of_gain
-from benchmarks.adaptive.workloads import Options, read_options, say, write
+from benchmarks.adaptive.workloads import Options, read_options, say
 from benchmarks.common import refusing_bad_input
 
 TOKENS, TOKENS_EACH = 3000, 160
@@ -50,16 +49,7 @@ def measure(simulation: Simulation, size: int, options: Options) -> dict[str, An
 
 @refusing_bad_input()
 def main() -> None:
-    started_s = time.perf_counter()
-    options = read_options(__doc__, SETS)
-    environment, models = on_times_of_gain(options)
-    results: dict[str, Any] = {shape: {"workloads": {}} for shape in models}
-    for shape, simulations in models.items():
-        for workload, simulation in simulations:
-            say(f"{shape}, {workload.name}")
-            sizes = {str(size): measure(simulation, size, options) for size in options.sizes(*SIZES)}
-            results[shape]["workloads"][workload.name] = sizes
-    write(options, "ceiling", {"step_times_of": environment, "models": results}, started_s)
+    on_times_of_gain(read_options(__doc__, SETS), "ceiling", measure, SIZES)
 
 
 if __name__ == "__main__":

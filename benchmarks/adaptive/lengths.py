@@ -10,13 +10,11 @@ held against itself.
 from __future__ import annotations
 
 import statistics
-import time
-from typing import Any
 
 from benchmarks.adaptive.driver import Contender, Run, fixed, interleave
 from benchmarks.adaptive.gain import SETS
 from benchmarks.adaptive.simulation import Simulation, on_times_of_gain
-from benchmarks.adaptive.workloads import Options, read_options, say, write
+from benchmarks.adaptive.workloads import Options, read_options, say
 from benchmarks.common import refusing_bad_input
 
 SIZES, TOKENS = (4, 16), (20, 64, 128)
@@ -51,16 +49,7 @@ def of_length(simulation: Simulation, size: int, num_tokens: int, options: Optio
 
 @refusing_bad_input()
 def main() -> None:
-    started_s = time.perf_counter()
-    options = read_options(__doc__, SETS)
-    environment, models = on_times_of_gain(options)
-    results: dict[str, Any] = {shape: {"workloads": {}} for shape in models}
-    for shape, simulations in models.items():
-        for workload, simulation in simulations:
-            say(f"{shape}, {workload.name}")
-            sizes = {str(size): measure(simulation, size, options) for size in options.sizes(*SIZES)}
-            results[shape]["workloads"][workload.name] = sizes
-    write(options, "lengths", {"step_times_of": environment, "models": results}, started_s)
+    on_times_of_gain(read_options(__doc__, SETS), "lengths", measure, SIZES)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ rows and gains nothing: what fills it is a model's.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,7 @@ from batchserve.scheduler.scheduler import Scheduler
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS, Contender, Driver, Run, WarmDrafter, fixed
 from benchmarks.adaptive.oracle import KnownOdds, Oracle
-from benchmarks.adaptive.workloads import Options, Workload, new_drafter, recorded_sets
+from benchmarks.adaptive.workloads import Options, new_drafter, recorded_sets, say, write
 from benchmarks.common import RESULTS
 
 # What the host takes of a step of the 90M model, choosing in what drafts take; at 16 requests about what
@@ -157,19 +158,23 @@ class Simulation:
         return odds
 
 
-def on_times_of_gain(options: Options) -> tuple[dict[str, Any], dict[str, list[tuple[Workload, Simulation]]]]:
-    """What machine benchmarks.adaptive.gain measured step times on, and with them, by model, the asked sets.
-
-    Raises ConfigError where it has not.
+def on_times_of_gain(
+    options: Options, name: str, measure: Callable[[Simulation, int, Options], dict[str, Any]], sizes: Sequence[int]
+) -> None:
+    """Measure the asked sets at each number of requests, on the step times that benchmarks.adaptive.gain measured, and
+    write what is found. Raises ConfigError where it has not.
     """
-    workloads, gain = recorded_sets(options), RESULTS / options.out / "gain.json"
+    started_s, workloads, gain = time.perf_counter(), recorded_sets(options), RESULTS / options.out / "gain.json"
     if not gain.exists():
         raise ConfigError(f"{gain}: is not there; benchmarks.adaptive.gain, run with the same options, writes it")
-    measured, simulations = json.loads(gain.read_text()), {}
+    measured = json.loads(gain.read_text())
+    results: dict[str, Any] = {shape: {"workloads": {}} for shape in measured["models"]}
     for shape, found in measured["models"].items():
-        columns = {name: tuple(of) if isinstance(of, list) else of for name, of in found["table"].items()}
-        simulations[shape] = [
-            (each, Simulation(StepTimeTable(**columns), new_drafter(options.drafter), each.warm, each.records))
-            for each in workloads
-        ]
-    return measured["environment"], simulations
+        columns = {key: tuple(of) if isinstance(of, list) else of for key, of in found["table"].items()}
+        for workload in workloads:
+            say(f"{shape}, {workload.name}")
+            what = new_drafter(options.drafter), workload.warm, workload.records
+            simulation = Simulation(StepTimeTable(**columns), *what)
+            cells = {str(size): measure(simulation, size, options) for size in options.sizes(*sizes)}
+            results[shape]["workloads"][workload.name] = cells
+    write(options, name, {"step_times_of": measured["environment"], "models": results}, started_s)

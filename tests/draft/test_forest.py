@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 
 import numpy as np
 import pytest
@@ -51,39 +50,10 @@ def test_trees_among_others_that_are_empty(places: list[int]) -> None:
     assert spread.sizes.tolist() == [len(expected.get(place, DraftTree())) for place in range(5)]
 
 
-@examples(100)
-@given(st.integers(0, 2**32), st.sets(st.integers(0, 5), max_size=4), st.integers(0, 3))
-def test_trees_are_taken_checked_and_spread_at_once_as_one_by_one(seed: int, at: set[int], most_missing: int) -> None:
-    rng, places = random.Random(seed), np.array(sorted(at), np.int64)
-    forest = DraftForest.of(random_trees(rng, len(places)))
-    keep = np.array([rng.random() < 0.9 for _ in forest.token_ids], np.bool_)
-    sizes = [len(tree) - rng.randint(0, most_missing) for tree in forest.trees()]
-    queries = DraftQueries.of([DraftQuery(str(place), size, 9) for place, size in zip(places, sizes, strict=True)])
-    try:
-        taken = forest.take(keep)
-        taken.check(queries)
-    except ValueError as error:
-        with pytest.raises(ValueError, match=re.escape(str(error))):
-            forest.taken(keep, queries, places, 6)
-    else:
-        assert forest.taken(keep, queries, places, 6).trees() == taken.spread(places, 6).trees()
-
-
-@pytest.mark.parametrize(("names", "bounds", "places"), [(2, 2, 2), (2, 3, 3), (3, 2, 3), (3, 3, 2), (3, 3, 4)])
-def test_trees_are_taken_at_once_for_as_many_queries_and_places_only(names: int, bounds: int, places: int) -> None:
-    forest = DraftForest.of([DraftTree([1], [-1], [1.0])] * 3)
-    queries = DraftQueries(["a"] * names, np.full((bounds, 3), 9), np.zeros(bounds))
-    with pytest.raises(ValueError, match="draft trees"):
-        forest.taken(np.ones(3, np.bool_), queries, np.arange(places), 5)
-
-
 def test_a_node_is_not_taken_without_its_parent() -> None:
     forest = DraftForest.of([DraftTree([1], [-1], [1.0]), DraftTree([1, 2], [-1, 0], [1.0, 1.0])])
-    queries, places = DraftQueries.of([DraftQuery("a", 9, 9)] * 2), np.arange(2)
     with pytest.raises(ValueError, match="left out"):
         forest.take(np.array([True, False, True]))
-    with pytest.raises(ValueError, match="left out"):
-        forest.taken(np.array([True, False, True]), queries, places, 2)
 
 
 @pytest.mark.parametrize("parent", [-2, 1, 2, 5, 10**6, 2**45])

@@ -15,7 +15,6 @@ import pytest
 from batchserve.draft.base import DraftTree
 from batchserve.draft.forest import DraftForest
 from batchserve.scheduler.adaptive import (
-    LEAST_GAIN,
     MOST_HEARD,
     AdaptiveDrafting,
     StepOutcome,
@@ -26,6 +25,7 @@ from batchserve.scheduler.standing import (
     CHEAP_ROW,
     FEW_NODES,
     GRACE_STEPS,
+    LEAST_GAIN,
     MAX_LOSS,
     MORE_NODES,
     MOST_URGENCY,

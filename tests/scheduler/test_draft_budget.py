@@ -33,7 +33,7 @@ def bidders(count: int, *, ahead_s: float = 0.0, grace_s: float = RICH) -> Bidde
     return Bidders(np.zeros(count, np.int64), bids)
 
 
-def choose_drafts(what: DraftOffer, who: Bidders, model: StepTimeModel, market: Market, max_rows: int) -> np.ndarray:
+def bought(what: DraftOffer, who: Bidders, model: StepTimeModel, market: Market, max_rows: int) -> np.ndarray:
     chosen = np.zeros(len(what.owners), np.bool_)
     buy(tuple(what), tuple(who), model.arrays, tuple(market.load), market.terms(max_rows), chosen)
     return chosen
@@ -52,7 +52,7 @@ def choose(
     load = StepLoad(count, count, count)
     speed_up = price * model.predict(load) / count
     market = Market.open(model, load, load, speed_up, inflation)
-    return np.flatnonzero(choose_drafts(what, who, model, market, max_rows)).tolist()
+    return np.flatnonzero(bought(what, who, model, market, max_rows)).tolist()
 
 
 def test_without_a_price_everything_is_worth_its_rows_and_at_a_high_price_nothing_is() -> None:
@@ -93,7 +93,7 @@ def test_a_step_is_stretched_no_further_unless_everybody_gains_or_is_even() -> N
     # Whoever is ahead anyway has gained more than this step can cost.
     assert len(choose(what, bidders(2, ahead_s=1.0), 0.0, inflation=1.25)) == 13
     market = Market.open(RISING, StepLoad(2, 2, 2), StepLoad(2, 2, 2), 0.0, 1.25, 0.015)
-    bounded = choose_drafts(both, bidders(2), RISING, market, 64)
+    bounded = bought(both, bidders(2), RISING, market, 64)
     assert 0 < bounded.sum() <= 10
 
 
@@ -125,7 +125,7 @@ def test_a_bundle_that_is_too_large_keeps_nobody_behind_it_out() -> None:
     assert choose(what, bidders(2), 0.0, max_rows=5) == [1, 2], "too many rows"
     assert choose(what, bidders(2, grace_s=0.0011), 0.0) == [1, 2], "too much for the other one; 0.5 ms a row"
     market = Market.open(RISING, StepLoad(2, 2, 2), StepLoad(2, 2, 2), 0.0, RICH, 0.0121)
-    chosen = choose_drafts(what, bidders(2), RISING, market, 64)
+    chosen = bought(what, bidders(2), RISING, market, 64)
     assert np.flatnonzero(chosen).tolist() == [1, 2], "too long a step"
 
 

@@ -64,15 +64,17 @@ def test_a_plan_is_what_it_is_request_by_request(all_facts: list[tuple[int, ...]
 
 
 @examples(100)
-@given(st.lists(st.tuples(FACTS, st.integers(0, 5)), max_size=6))
+@given(st.lists(st.tuples(FACTS, st.integers(-1, 5)), max_size=6))
 def test_drafts_add_their_rows_and_what_these_attend_to(drawn: list[tuple[tuple[int, ...], int]]) -> None:
+    """-1: the request has no tree."""
     plan, scheduled = planned([facts for facts, _ in drawn], 9)
     sizes = [size for _, size in drawn]
-    starts = np.cumsum([0, *sizes])
-    rows = sum(sizes)
-    attended = sum(size * each.request.num_computed_tokens for size, each in zip(sizes, scheduled, strict=True))
+    places = [place for place, size in enumerate(sizes) if size >= 0]
+    starts = np.cumsum([0, *(sizes[place] for place in places)])
+    rows = sum(sizes[place] for place in places)
+    attended = sum(sizes[place] * scheduled[place].request.num_computed_tokens for place in places)
     before = plan.load
-    assert plan.load_with(starts) == StepLoad(
+    assert plan.load_with(np.array(places, np.int64), starts) == StepLoad(
         before.num_rows + rows,
         before.num_logit_rows + rows,
         before.num_requests,
