@@ -1,4 +1,4 @@
-"""Configuration: frozen, validated once at the edge, then passed down; nothing below reads the environment."""
+"""Configuration: frozen, validated once at the edge, then passed down; no option is read from the environment."""
 
 from __future__ import annotations
 
@@ -142,7 +142,6 @@ class EngineConfig:
     wait_for_drafter: do not serve before drafts are ready (the first start ever compiles them); False: serve without.
     num_threads: compute threads on a CPU, at most MAX_THREADS; None takes what measures fastest at start. Beside a GPU
     those that drafts are made on.
-    huge_pages: on a CPU, put the weights and all else in memory into huge pages at start, where Linux gives any.
     """
 
     model: str = "bundled"
@@ -174,7 +173,6 @@ class EngineConfig:
     custom_kernels: bool = True
     kernel_overlap: bool = True
     num_threads: int | None = None
-    huge_pages: bool = True
     batch_invariant: bool = False
     trust_remote_code: bool = False
     served_model_name: str | None = None
@@ -228,7 +226,7 @@ class EngineConfig:
         if not is_utf8(served := self.served_model_name or self.model):
             raise ConfigError(f"served_model_name = {served!r}: must be text that is UTF-8 (the default is model)")
         flags = ("adaptive", "wait_for_drafter", "batch_invariant", "trust_remote_code", "prefix_cache")
-        for name in (*flags, "enforce_eager", "huge_pages", "custom_kernels", "kernel_overlap"):
+        for name in (*flags, "enforce_eager", "custom_kernels", "kernel_overlap"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} = {getattr(self, name)!r}: must be True or False")
         if self.max_model_len == 1:

@@ -48,6 +48,11 @@ class InvalidRequestError(BatchserveError):
         super().__init__(f"{field} = {shortened(value)}: must be {bound}")
 
 
+def invalid(path: str) -> str:
+    """The reason of a field out of its bound: INVALID_MAX_TOKENS for "stop.max_tokens"."""
+    return f"INVALID_{path.rpartition('.')[2].upper()}"
+
+
 class UnknownModelError(BatchserveError):
     """The request names a model that is not served."""
 

@@ -15,7 +15,7 @@ from batchserve.config import EngineConfig, path_text
 from batchserve.engine.build import build_engine
 from batchserve.engine.engine_core import Event
 from batchserve.engine.output_collector import OutputCollector
-from batchserve.errors import BatchserveError, InvalidRequestError
+from batchserve.errors import BatchserveError, InvalidRequestError, invalid
 from batchserve.interrupts import interrupts_held
 from batchserve.types import Delta, ModelInfo, RequestOutput, SamplingParams, SpeculationParams
 
@@ -152,9 +152,7 @@ def _one_each(field: str, value: T | Sequence[T] | None, kind: type[T], count: i
     if value is None or isinstance(value, kind):
         return [kind() if value is None else value] * count
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise InvalidRequestError(
-            f"INVALID_{field.upper()}", field, value, f"one {kind.__name__}, or one for each prompt"
-        )
+        raise InvalidRequestError(invalid(field), field, value, f"one {kind.__name__}, or one for each prompt")
     values = list(cast("Sequence[T]", value))
     if len(values) != count:
         raise InvalidRequestError("LENGTH_MISMATCH", field, len(values), f"one, or one for each of {count} prompts")

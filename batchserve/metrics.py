@@ -31,7 +31,7 @@ COUNTERS = {
     "prompt_tokens_total": "Prompt tokens of requests that were begun, once each, those included whose K/V was cached.",
     "completion_tokens_total": "Tokens that clients were given.",
 }
-GAUGES = {  # of the last step that decoded; all but the first are the adaptive decoding length's, and absent without it
+GAUGES = {  # of the last step that decoded; the price is the adaptive decoding length's, and absent without it
     "draft_rows_per_request": "K: mean draft rows of a decoding request.",
     "price_tokens_per_second": "Lambda, the price of time, of the last step that might have had drafts.",
     "predicted_step_seconds": "What a step was predicted to take, drafting included; the last that was learned from.",

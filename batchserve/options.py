@@ -157,11 +157,6 @@ ENGINE_OPTIONS = {
         "compute threads on a CPU; beside a GPU those that drafts are made on",
         default_text="what measures fastest at start",
     ),
-    "huge_pages": Option(
-        "on a CPU, put the weights and all else in memory into huge pages at start, where Linux gives any; takes about "
-        "two seconds a GiB",
-        is_on_off=True,
-    ),
     "batch_invariant": Option("answers that are bitwise the same in any batch, at a price in speed"),
     "trust_remote_code": Option("run modelling code that comes with the model"),
     "cache_dir": Option("where measured step times are kept", default_text="batchserve in the user's cache folder"),

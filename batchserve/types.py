@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchserve.config import DRAFTERS, SCOPE_NAME_BOUND, is_scope_name
-from batchserve.errors import InvalidRequestError
+from batchserve.config import DRAFTERS, SCOPE_NAME_BOUND, is_scope_name, is_utf8
+from batchserve.errors import InvalidRequestError, invalid
 
 MAX_REQUEST_ID_CHARS = 256
 MAX_STOP_STRINGS = 64
@@ -37,7 +37,7 @@ def _normalize_number(holder: object, path: str, kind: Callable[[Any], int | flo
         object.__setattr__(holder, name, kind(value))
     except (TypeError, OverflowError) as error:
         bound = "an integer" if kind is int else "a number"
-        raise InvalidRequestError(f"INVALID_{name.upper()}", path, value, bound) from error
+        raise InvalidRequestError(invalid(path), path, value, bound) from error
 
 
 def check_priority(value: object) -> int:
@@ -51,7 +51,7 @@ def check_priority(value: object) -> int:
 
 def _check_bool(path: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise InvalidRequestError(f"INVALID_{path.split('.')[-1].upper()}", path, value, "True or False")
+        raise InvalidRequestError(invalid(path), path, value, "True or False")
 
 
 def _tuple_of(path: str, values: object, kind: type) -> tuple[Any, ...]:
@@ -60,28 +60,19 @@ def _tuple_of(path: str, values: object, kind: type) -> tuple[Any, ...]:
     if values is None:
         return ()
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise InvalidRequestError(f"INVALID_{path.split('.')[-1].upper()}", path, values, "a list")
+        raise InvalidRequestError(invalid(path), path, values, "a list")
     try:
         items = tuple(values)
     except TypeError:  # arrays without a dimension say that they can be gone through
-        raise InvalidRequestError(f"INVALID_{path.split('.')[-1].upper()}", path, values, "a list") from None
+        raise InvalidRequestError(invalid(path), path, values, "a list") from None
     if set(map(type, items)) <= {kind}:  # ten times as fast, and references are long
         return items
     for i, item in enumerate(items):
         if isinstance(item, bool) or not isinstance(item, allowed):
             bound = "a string" if kind is str else "an integer"
-            raise InvalidRequestError(f"INVALID_{path.split('.')[-1].upper()}", f"{path}[{i}]", item, bound)
+            raise InvalidRequestError(invalid(path), f"{path}[{i}]", item, bound)
     # str() of an enumeration's member would be its name.
     return tuple(map(str.__str__ if kind is str else int, items))
-
-
-def _is_encodable(text: str) -> bool:
-    """Lone surrogates are not, and no answer has them."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 class FinishReason(enum.Enum):
@@ -145,7 +136,7 @@ class SamplingParams:
                 raise InvalidRequestError(
                     "INVALID_STOP_STRING", f"stop.stop_strings[{i}]", text, f"1..{MAX_STOP_STRING_CHARS} characters"
                 )
-            if not _is_encodable(text):
+            if not is_utf8(text):
                 raise InvalidRequestError(
                     "INVALID_STOP_STRING", f"stop.stop_strings[{i}]", text, "text that can be encoded as UTF-8"
                 )
@@ -185,7 +176,7 @@ class SpeculationParams:
             name = path.split(".")[-1]
             value = getattr(self, name)
             if value is not None and value < least:
-                raise InvalidRequestError(f"INVALID_{name.upper()}", path, value, f">= {least}")
+                raise InvalidRequestError(invalid(path), path, value, f">= {least}")
         if not isinstance(self.drafter, str) or self.drafter not in ("", *DRAFTERS):
             names = ", ".join(DRAFTERS)
             raise InvalidRequestError("UNKNOWN_DRAFTER", "speculation.drafter", self.drafter, f"one of {names}")

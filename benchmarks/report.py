@@ -162,16 +162,6 @@ def sampled_table() -> str:
     return table(["sampling", *(f"{drafts}: tokens/s, of greedy's" for drafts in engine)], rows)
 
 
-def huge_pages_table() -> str:
-    rows = []
-    for model, part in read("huge_pages")["models"].items():
-        for drafts, cell in part["drafts"].items():
-            ratios = [report_adaptive.interval(cell[each]["huge_over_plain"]) for each in ("forward", "beside", "step")]
-            size = str(part["huge_mib"]["huge"])
-            rows.append([model, size, drafts, middle(cell["step"]["plain_ms"], 1), *ratios])
-    return table(["model", "MiB in them", "drafts", "step ms without", "forward x", "beside it x", "step x"], rows)
-
-
 def serving_table() -> str:
     rows = []
     for model, part in read("serving")["models"].items():
@@ -192,7 +182,6 @@ PERFORMANCE = (
     "lossless_bfloat16",
     "attention",
     "attention_amx",
-    "huge_pages",
     "norm",
     "sampling",
     "serving",
@@ -216,7 +205,6 @@ ADAPTIVE = (
 ADAPTIVE_AMX = ("regret", "gain")
 TABLES = {
     "load": load_table,
-    "huge pages": huge_pages_table,
     "serving": serving_table,
     "norm": norm_table,
     "sampling": sampling_table,

@@ -60,7 +60,6 @@ from batchserve.errors import ConfigError
         {"enforce_eager": 1},
         {"compile_model": "yes"},
         {"compile_model": True},
-        {"huge_pages": 1},
         {"max_graph_rows": 0},
         {"device": "cuda", "batch_invariant": True},
         {"adaptive": "no"},

@@ -1,4 +1,4 @@
-"""Vector code for numba's compiler: what an intrinsic of this package is written in (tiles.py).
+"""Vector code for numba's compiler: what an intrinsic of this package is written in (tiles.py, matrix_code.py).
 
 bfloat16 travels as its 16 upper bits, two elements in a 32-bit word: a word's vector gives one of its even elements and
 one of its odd ones.

@@ -29,8 +29,8 @@ PANEL_FRAME_CHARS = 4
 class View:
     """Writes to the terminal; to a pipe or a file, plain lines instead of moving pictures."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False)
+    def __init__(self) -> None:
+        self.console = Console(highlight=False)
 
     def say(self, line: str) -> None:
         """One line."""

@@ -1,8 +1,8 @@
 """Compiled parts of drafters, made ready without stalling a request.
 
-A drafter module with compiled parts has a function `compile_kernels()`: it compiles them, or loads them from Numba's
-cache on disk, and does nothing when repeated. Compiling takes many seconds, for most of which Numba holds the
-interpreter's lock, so a server lets a child process fill the cache and then loads from it.
+A module with compiled parts that drafting needs has a function `compile_kernels()`: it compiles them, or loads them
+from Numba's cache on disk, and does nothing when repeated. Compiling takes many seconds, for most of which Numba holds
+the interpreter's lock, so a server lets a child process fill the cache and then loads from it.
 """
 
 from __future__ import annotations

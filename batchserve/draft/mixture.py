@@ -1,7 +1,8 @@
 """The mixture drafter, the default: whatever has followed the same words before, weighed by what that was worth.
 
 It goes beyond the published systems in what it blends (all matching contexts of a request's and its scope's texts, with
-weights learned online) and in how it grows a tree (best-first by path probability); see mixture_kernels.py.
+weights learned online; mixture_kernels.py) and in how it grows a tree (best-first by path probability;
+mixture_growth.py).
 """
 
 from __future__ import annotations
@@ -71,12 +72,12 @@ class _Experience:
 class _Scope:
     """The published answers of one key's requests, and what was learned from them."""
 
-    def __init__(self, index: TextIndex, experience: _Experience | None = None) -> None:
+    def __init__(self, index: TextIndex) -> None:
         self.writer = ""  # the request whose text is open
         self.num_requests = 0
         self.counted_bytes = 0  # of nbytes, by the drafter
         self.card = np.zeros(6, np.int64)  # where its arrays are, for compiled code
-        self.begin(index, experience or _Experience())
+        self.begin(index, _Experience())
 
     def begin(self, index: TextIndex, experience: _Experience) -> None:
         """Go on with these, and forget what it had."""

@@ -1,4 +1,4 @@
-"""The mixture's compiled part: contexts as experts, their blend, and the growth of a draft tree by path probability.
+"""The mixture's compiled part: contexts as experts, and their blend (mixture_growth.py grows trees by it).
 
 There are two sources: a request's own text, and the answers of its scope. For every length l that makes a difference,
 the latest occurrences in one source that match at least l tokens are an expert: it says how often which token

@@ -33,7 +33,7 @@ from batchserve.gpu.linears import ROW_COUNTS
 from batchserve.kernel_cache import forget_stale_kernels
 from batchserve.metrics import EngineMetrics
 from batchserve.request import GREEDY
-from batchserve.runner import huge_pages, packed
+from batchserve.runner import packed
 from batchserve.runner.cuda_graphs import CannotBeCapturedError, StepGraphs, choose_capturer
 from batchserve.runner.loader import LoadedModel, load_model
 from batchserve.runner.model_runner import ModelRunner
@@ -93,7 +93,6 @@ def build_engine(
     runner = ModelRunner(loaded, backend)
     rows = min(config.max_num_seqs, max_model_len - 1)
     _warm_up(runner, rows)
-    has_huge_pages = _use_huge_pages(config, loaded, say)
     if config.num_threads and loaded.device.type != "cpu":
         runner.num_threads = config.num_threads
         runner.bind_thread()  # compiled programs are for so many threads
@@ -109,11 +108,7 @@ def build_engine(
     runner.bind_thread()
     most_rows = min(MOST_DRAFT_ROWS, config.max_num_batched_tokens)
     packed.compile_for(loaded.model, range(MIN_ROWS, most_rows + 1), COMPILE_S)
-    marks = [
-        *([] if runner.graphs is None else [f"graphs of {runner.graphs.sizes}"]),
-        *made_faster,
-        *(["huge pages"] if has_huge_pages else []),
-    ]
+    marks = [*([] if runner.graphs is None else [f"graphs of {runner.graphs.sizes}"]), *made_faster]
     step_time = _build_step_time(config, loaded, runner, max_model_len, marks, say)
     scheduler = Scheduler(config, backend.allocator, max_model_len, step_time)
     used_drafter = drafter or _build_drafter(config, num_parameters, processor, is_serving, say)
@@ -214,16 +209,6 @@ def _warm_up_beyond(runner: ModelRunner, graphed: int, most: int, max_model_len:
             runner.launch(build_batch(requests)).wait()
             for each in requests:
                 allocator.release(each.request_id)
-
-
-def _use_huge_pages(config: EngineConfig, loaded: LoadedModel, say: Progress) -> bool:
-    """Whether most memory lies in huge pages now, where steps are the CPU's; before any are timed."""
-    if not config.huge_pages or loaded.device.type != "cpu":
-        return False
-    started_s = time.perf_counter()
-    pages = huge_pages.collapse()
-    say(f"huge pages: {pages}, {time.perf_counter() - started_s:.1f} s")
-    return pages.has_most
 
 
 def _build_step_time(

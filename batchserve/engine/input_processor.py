@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from batchserve.config import PRIVATE_SCOPE, EngineConfig
-from batchserve.errors import InvalidRequestError
+from batchserve.errors import InvalidRequestError, invalid
 from batchserve.request import TENANT, DraftScope, Request, ResolvedSampling, ResolvedSpeculation
 from batchserve.types import (
     MAX_REFERENCE_TOKENS,
@@ -231,7 +231,7 @@ class InputProcessor:
             ("speculation", speculation, SpeculationParams),
         ):
             if not isinstance(value, kind):
-                raise InvalidRequestError(f"INVALID_{name.upper()}", name, value, f"a {kind.__name__}")
+                raise InvalidRequestError(invalid(name), name, value, f"a {kind.__name__}")
         if len(request_id) > MAX_REQUEST_ID_CHARS:
             raise InvalidRequestError(
                 "INVALID_REQUEST_ID", "request_id", request_id, f"at most {MAX_REQUEST_ID_CHARS} characters"

@@ -37,29 +37,18 @@ def _normalise(x, weight, eps, out):  # type: ignore[no-untyped-def]
 
 
 # Of addresses: x and out [num_rows, dim], the weight; num_rows, dim, eps. Numba's own way from arrays into compiled
-# code takes twice as long as the norm of a few rows. Made when they are needed, as compiling takes a moment; and one by
-# one, for a kernel that is a variable of the function around it would be compiled anew by every process.
+# code takes twice as long as the norm of a few rows.
 _SIGNATURE = types.void(*[types.int64] * 5, types.float32)
 
 
 @functools.cache
-def _on_floats() -> Callable[..., None]:
+def _loop(element: str) -> Callable[..., None]:
+    """The compiled norm of "uint16" (bfloat16) or "float32"; made when it is needed, as compiling takes a moment."""
+    dtype = np.dtype(element)
+
     @cfunc(_SIGNATURE, nopython=True, cache=True)
     def normalise(x_at, out_at, weight_at, num_rows, dim, eps):  # type: ignore[no-untyped-def]
-        x = carray(as_pointer(x_at), (num_rows, dim), np.float32)
-        out = carray(as_pointer(out_at), (num_rows, dim), np.float32)
-        _normalise(x, carray(as_pointer(weight_at), dim, np.float32), eps, out)
-
-    compiled: Any = normalise
-    return compiled.ctypes  # type: ignore[no-any-return]
-
-
-@functools.cache
-def _on_bfloats() -> Callable[..., None]:
-    @cfunc(_SIGNATURE, nopython=True, cache=True)
-    def normalise(x_at, out_at, weight_at, num_rows, dim, eps):  # type: ignore[no-untyped-def]
-        x = carray(as_pointer(x_at), (num_rows, dim), np.uint16)
-        out = carray(as_pointer(out_at), (num_rows, dim), np.uint16)
+        x, out = carray(as_pointer(x_at), (num_rows, dim), dtype), carray(as_pointer(out_at), (num_rows, dim), dtype)
         _normalise(x, carray(as_pointer(weight_at), dim, np.float32), eps, out)
 
     compiled: Any = normalise
@@ -70,6 +59,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / rms(x) * weight over the last dimension; x float32 or bfloat16 on a CPU, weight float32 and contiguous."""
     x, dim = x.contiguous(), len(weight)
     out = torch.empty_like(x)
-    normalise = _on_bfloats() if x.dtype == torch.bfloat16 else _on_floats()
+    normalise = _loop("uint16" if x.dtype == torch.bfloat16 else "float32")
     normalise(x.data_ptr(), out.data_ptr(), weight.data_ptr(), x.numel() // dim, dim, eps)
     return out

@@ -20,7 +20,7 @@ NO_TOKEN = -1  # behind a row whose greatest logit is NaN or infinite
 
 
 class RowSampler:
-    """Samples rows of one step's logits on demand: only the rows that a walk reaches are paid for.
+    """Samples rows of one step's logits on demand: of sampled requests only the rows that a walk reaches are paid for.
 
     logits [num_rows, vocab_size], any float dtype. The outcome for a row depends on nothing but its logits, the
     sampling parameters and the position.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numba import njit
@@ -24,26 +24,6 @@ COMPUTED, PENDING, IS_SAMPLED, MOST_DRAFT, DRAFT_DEPTH, ROW_DEPTH = range(6)
 # What a plan is laid out from: the first two of these; all tokens, and the most that there will be; the most draft
 # tokens that K/V memory leaves (-1: not to be drafted), that the request allows, and how deep it allows them.
 FACTS = 7
-
-
-class ScheduledRequest(NamedTuple):
-    """One request's part of a step: this many pending tokens, and at most so many draft tokens behind them.
-
-    is_sampled: the rows reach the request's last token, so that the next one is sampled. Verified draft tokens may be
-    max_draft_depth deep; no row at all may be deeper than max_row_depth.
-    """
-
-    request: Request
-    num_scheduled_tokens: int
-    is_sampled: bool
-    max_draft_tokens: int = 0
-    max_draft_depth: int = 0
-    max_row_depth: int = 0
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether this is one more token of an answer, or its first where only the prompt's last one is computed."""
-        return self.is_sampled and self.num_scheduled_tokens == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +46,7 @@ class SchedulerOutput:
 
     @property
     def is_decoding(self) -> np.ndarray:
-        """Whose rows are one more token of an answer, bool [num_requests]: ScheduledRequest.is_decoding."""
+        """Whose rows are one more token of an answer, or its first behind a prompt's last one: bool [num_requests]."""
         columns = self.columns
         is_decoding: np.ndarray = (columns[:, IS_SAMPLED] != 0) & (columns[:, PENDING] == 1)
         return is_decoding
@@ -77,12 +57,6 @@ class SchedulerOutput:
         attended = load.attended_tokens + _count_attended(self.columns, places, starts)
         counts = load.num_rows + rows, load.num_logit_rows + rows, load.num_requests
         return StepLoad(*counts, load.context_tokens, attended)
-
-    @property
-    def scheduled(self) -> list[ScheduledRequest]:
-        """The plan request by request: for whom a step need not be fast."""
-        each = zip(self.requests, self.columns.tolist(), strict=True)
-        return [ScheduledRequest(r, rows, bool(sampled), *draft) for r, (_, rows, sampled, *draft) in each]
 
 
 @njit(cache=True, nogil=True)

@@ -31,9 +31,6 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._numbers)
 
-    def __contains__(self, request: Request) -> bool:
-        return request in self._numbers
-
     def add(self, request: Request) -> None:
         self._insert(request, self._next)
         self._next += 1

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from google.protobuf.duration_pb2 import Duration
 
-from batchserve.errors import InvalidRequestError
+from batchserve.errors import InvalidRequestError, invalid
 from batchserve.types import (
     MAX_REFERENCE_TOKENS,
     MAX_REFERENCES,
@@ -134,7 +134,7 @@ def to_generate_request(
         ("speculation.branch_length", speculation.branch_length),
     ):
         if value is not None and value > MAX_UINT32:
-            raise InvalidRequestError(f"INVALID_{path.split('.')[-1].upper()}", path, value, f"at most {MAX_UINT32}")
+            raise InvalidRequestError(invalid(path), path, value, f"at most {MAX_UINT32}")
     return pb.GenerateRequest(
         text=prompt if isinstance(prompt, str) else None,
         token_ids=None if isinstance(prompt, str) else pb.TokenIds(ids=prompt),

@@ -29,7 +29,7 @@ SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["GenerationService"].full_nam
 
 
 class GenerationServicer:
-    """Every method of the contract (batchserve/v1/generation.proto).
+    """Every method of the contract (protos/batchserve/v1/generation.proto).
 
     Answers with UNAVAILABLE until `open` and from `close` on.
     """

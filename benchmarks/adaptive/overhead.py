@@ -55,7 +55,6 @@ STEPS = 150
 RUNS = 5
 RECORDED = "gsm_qwen2_7b"
 SHOWN = 25  # functions of the profile
-NOT_HOST = ("forward", "sampling", "recordings")
 LAUNCHING = ("schedule", "drafter", "choose", "draft stage", "drafter learns", "build")
 DECIDING = ("schedule", "drafter", "choose", "draft stage", "drafter learns", "adaptive learns")
 

@@ -9,18 +9,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from batchserve.config import DraftConfig, EngineConfig, MiB
+from batchserve.config import DraftConfig, EngineConfig
 from batchserve.draft.base import NullDrafter
 from batchserve.draft.router import RoutingDrafter
 from batchserve.engine import build
 from batchserve.engine.build import BuiltEngine, build_engine, count_parameters
 from batchserve.errors import ConfigError
 from batchserve.request import GREEDY
-from batchserve.runner import huge_pages
-from batchserve.runner.huge_pages import HugePages
 from batchserve.runner.packed import PackedLinear, can_pack
 from batchserve.runner.ragged_batch import RequestRows, build_batch
-from batchserve.scheduler.step_time import StepTimeTable
 from tests.drafters import RandomTreeDrafter
 from tests.tiny_models import SUPPORTED
 
@@ -157,43 +154,6 @@ def test_only_a_server_starts_before_its_drafter_is_ready(
     start(tiny_model["llama"], says, **options)
     assert prepared == (["trie"] if is_waiting else [])
     assert any("until it is ready" in message for message in says) is not is_waiting
-
-
-@pytest.mark.parametrize(
-    ("options", "pages", "is_other_table"),
-    [
-        ({}, HugePages(4 * MiB, 4 * MiB), True),
-        ({}, HugePages(4 * MiB, 0, "refused"), False),
-        ({"huge_pages": False}, None, False),
-    ],
-    ids=["given", "refused", "off"],
-)
-def test_step_times_are_of_the_pages_that_are_served(
-    tiny_model: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, bool],
-    pages: HugePages | None,
-    is_other_table: bool,
-) -> None:
-    done: list[str] = []
-
-    def collapse() -> HugePages:
-        assert pages is not None
-        done.append("huge pages")
-        return pages
-
-    def measured_table(*arguments: Any) -> StepTimeTable:
-        done.append("step times")
-        assert ("huge pages" in arguments[-2]) is is_other_table
-        return StepTimeTable((1, 2), (0.01, 0.011))
-
-    monkeypatch.setattr(huge_pages, "collapse", collapse)
-    monkeypatch.setattr(build, "measured_table", measured_table)
-    says: list[str] = []
-    start(tiny_model["llama"], says, drafter="none", **options)
-    assert done == (["step times"] if pages is None else ["huge pages", "step times"])
-    said = [message for message in says if message.startswith("huge pages: ")]
-    assert [message.rpartition(", ")[0] for message in said] == ([] if pages is None else [f"huge pages: {pages}"])
 
 
 def test_the_first_drafts_find_their_linears_compiled(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """The suite runs over what a CPU has: its own backend, and the GPU path with torch in its kernel's place.
 
 The GPU path twice: eager, and as graphs, which run again what was captured instead of replaying it. Some of it over the
-FlashInfer kernel as well, with either mask, of which only FlashInfer's own wrapper is replaced by torch.
+FlashInfer kernel as well, with every mask, of which only FlashInfer's own wrapper is replaced by torch.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchserve.scheduler.plan import ScheduledRequest, SchedulerOutput, lay_plan
+from batchserve.scheduler.plan import SchedulerOutput, lay_plan
 from batchserve.scheduler.step_time import StepLoad
 from tests.factories import examples, make_request
+from tests.scheduler.scheduled import ScheduledRequest, each_scheduled
 
 MAX_MODEL_LEN = 40
 
@@ -56,7 +57,7 @@ def load_of(scheduled: list[ScheduledRequest]) -> StepLoad:
 @given(st.lists(FACTS, max_size=6), st.integers(0, 9))
 def test_a_plan_is_what_it_is_request_by_request(all_facts: list[tuple[int, ...]], share: int) -> None:
     plan, expected = planned(all_facts, share)
-    assert plan.scheduled == expected
+    assert each_scheduled(plan) == expected
     assert plan.drafted.tolist() == [place for place, item in enumerate(expected) if item.max_draft_tokens]
     assert plan.is_decoding.tolist() == [item.is_decoding for item in expected]
     assert plan.load == load_of(expected)

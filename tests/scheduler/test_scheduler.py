@@ -14,13 +14,14 @@ from batchserve.attention.slots import SlotAllocator
 from batchserve.config import DRAFTERS, EngineConfig
 from batchserve.draft.factory import draft_limits
 from batchserve.request import DraftScope, Request, RequestStatus
-from batchserve.scheduler.plan import ScheduledRequest, SchedulerOutput
+from batchserve.scheduler.plan import SchedulerOutput
 from batchserve.scheduler.policy import rank
 from batchserve.scheduler.prompt_room import LEAST_CHUNK
 from batchserve.scheduler.scheduler import Scheduler
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from batchserve.types import SpeculationParams
 from tests.factories import examples, make_request, resolve_speculation
+from tests.scheduler.scheduled import ScheduledRequest, each_scheduled
 
 # Reading a long context takes as long as many rows.
 TABLE = StepTimeTable((1, 8, 64), (0.010, 0.011, 0.060), 0.0002, 0.0, 1e-5, 1e-5)
@@ -151,7 +152,7 @@ class Traffic:
         plan = self.scheduler.schedule(self.now_s)
         self.check(plan, running_before, waiting_before)
         self.now_s += 1.0
-        for item in plan.scheduled:
+        for item in each_scheduled(plan):
             self.execute(item, accepted_share)
         return plan
 
@@ -177,21 +178,21 @@ class Traffic:
 
     def check(self, plan: SchedulerOutput, running_before: list[Request], waiting_before: list[Request]) -> None:
         config, scheduler = self.config, self.scheduler
-        scheduled = {item.request.request_id: item for item in plan.scheduled}
-        assert len(scheduled) == len(plan.scheduled), "a request is scheduled twice"
+        scheduled = {item.request.request_id: item for item in each_scheduled(plan)}
+        assert len(scheduled) == len(each_scheduled(plan)), "a request is scheduled twice"
         assert len(scheduler.running) <= config.max_num_seqs
         # Where drafts are chosen by their worth, each request may be offered all rows that are left.
-        drafts = plan.max_draft_rows if config.is_adaptive else sum(i.max_draft_tokens for i in plan.scheduled)
-        assert sum(i.num_scheduled_tokens for i in plan.scheduled) + drafts <= config.max_num_batched_tokens
-        assert all(item.max_draft_tokens <= plan.max_draft_rows for item in plan.scheduled)
+        drafts = plan.max_draft_rows if config.is_adaptive else sum(i.max_draft_tokens for i in each_scheduled(plan))
+        assert sum(i.num_scheduled_tokens for i in each_scheduled(plan)) + drafts <= config.max_num_batched_tokens
+        assert all(item.max_draft_tokens <= plan.max_draft_rows for item in each_scheduled(plan))
         self.check_order(plan, running_before, waiting_before)
         for request in scheduler.running:
             assert request.status is RequestStatus.RUNNING
             if request.num_pending_tokens == 1 and request in running_before:  # decodes: has a row in every step
                 assert request.request_id in scheduled
-        for item in plan.scheduled:
+        for item in each_scheduled(plan):
             self.check_item(item)
-        assert plan.scheduled or not scheduler.running, "a step without progress"
+        assert each_scheduled(plan) or not scheduler.running, "a step without progress"
         if self.step_time is not None and not plan.preempted:
             self.check_length(plan, self.step_time)
         self.allocator.check_integrity({r.request_id for r in scheduler.running})
@@ -226,8 +227,8 @@ class Traffic:
 
     def check_length(self, plan: SchedulerOutput, step_time: StepTimeModel) -> None:
         """Prompts stretch the step of those who decode no further than they may, whatever they have behind them."""
-        decoding = [i for i in plan.scheduled if i.request in self.decoding]
-        prompts = [i for i in plan.scheduled if i not in decoding]
+        decoding = [i for i in each_scheduled(plan) if i.request in self.decoding]
+        prompts = [i for i in each_scheduled(plan) if i not in decoding]
         if not decoding or sum(i.num_scheduled_tokens for i in prompts) <= LEAST_CHUNK:
             return
         plain_s, step_s = (step_time.predict(load_of(items)) for items in (decoding, [*decoding, *prompts]))
@@ -380,7 +381,7 @@ def test_a_long_prompt_does_not_hold_up_those_who_decode() -> None:
     traffic.step()
     traffic.add(200, 5)
     for _ in range(10):
-        decoding, prefilling = traffic.step(0.0).scheduled
+        decoding, prefilling = each_scheduled(traffic.step(0.0))
         assert decoding.num_scheduled_tokens == 1
         assert decoding.max_draft_tokens > 0
         assert prefilling.num_scheduled_tokens >= 8  # drafts may take half of a busy step, not more
@@ -394,7 +395,7 @@ def test_prompts_are_kept_from_no_more_rows_than_drafts_may_soon_have() -> None:
     prompt = traffic.add(200, 5)
     chunks = []
     for num_draft_rows in (0, 40, 40, 40):
-        chunks += [i.num_scheduled_tokens for i in traffic.step(0.0).scheduled if i.request is prompt]
+        chunks += [i.num_scheduled_tokens for i in each_scheduled(traffic.step(0.0)) if i.request is prompt]
         for _ in range(30):
             traffic.scheduler.step_done(num_draft_rows)
         prompt.num_computed_tokens = 0
@@ -404,10 +405,10 @@ def test_prompts_are_kept_from_no_more_rows_than_drafts_may_soon_have() -> None:
 def test_requests_join_and_leave_at_every_step() -> None:
     traffic = make_traffic(max_num_seqs=2, max_num_batched_tokens=64, decoding_length=0)
     first, second, third = traffic.add(4, 3), traffic.add(4, 1), traffic.add(4, 1)
-    assert [i.request for i in traffic.step().scheduled] == [first, second]
-    assert [i.request for i in traffic.step().scheduled] == [first, third]  # the place of the second, at once
+    assert [i.request for i in each_scheduled(traffic.step())] == [first, second]
+    assert [i.request for i in each_scheduled(traffic.step())] == [first, third]  # the place of the second, at once
     fourth = traffic.add(4, 1)
-    assert [i.request for i in traffic.step().scheduled] == [first, fourth]
+    assert [i.request for i in each_scheduled(traffic.step())] == [first, fourth]
 
 
 def test_short_requests_do_not_overtake_one_that_waits_for_memory() -> None:
@@ -417,7 +418,7 @@ def test_short_requests_do_not_overtake_one_that_waits_for_memory() -> None:
     large, small = traffic.add(80, 1), traffic.add(2, 1)
     for _ in range(5):
         plan = traffic.step()
-        assert {large, small}.isdisjoint(i.request for i in plan.scheduled)
+        assert {large, small}.isdisjoint(i.request for i in each_scheduled(plan))
     traffic.run_to_the_end()
     assert traffic.finished == ["r0", "r1", "r2"]
 
@@ -437,8 +438,8 @@ def test_nobody_is_preempted_for_a_guess() -> None:
     traffic.step()
     plan = traffic.step()
     assert not plan.preempted
-    assert [item.num_scheduled_tokens for item in plan.scheduled] == [1, 1]
-    assert sum(item.max_draft_tokens for item in plan.scheduled) <= 4
+    assert [item.num_scheduled_tokens for item in each_scheduled(plan)] == [1, 1]
+    assert sum(item.max_draft_tokens for item in each_scheduled(plan)) <= 4
 
 
 def test_whoever_is_not_drafted_leaves_the_rows_to_the_others() -> None:
@@ -452,8 +453,8 @@ def test_whoever_is_not_drafted_leaves_the_rows_to_the_others() -> None:
     asked: list[Request] = []
     plan = traffic.scheduler.schedule(0.0, lambda requests: asked.extend(requests) or [r is drafted for r in requests])  # type: ignore[func-returns-value]
     assert asked == [drafted, undrafted]
-    assert {s.request.request_id: s.max_draft_tokens for s in plan.scheduled} == {"r0": 61, "r1": 0, "r2": 0}
-    assert [s.is_decoding for s in plan.scheduled] == [True] * 3
+    assert {s.request.request_id: s.max_draft_tokens for s in each_scheduled(plan)} == {"r0": 61, "r1": 0, "r2": 0}
+    assert [s.is_decoding for s in each_scheduled(plan)] == [True] * 3
 
 
 @pytest.mark.parametrize("scope", [None, "a"])
@@ -463,7 +464,7 @@ def test_who_waits_gets_what_others_have_reserved_in_vain(scope: str | None) -> 
     traffic.step()
     assert traffic.allocator.reserve(first.request_id, 40), "drafts, none of which is accepted"
     second = traffic.add(30, 4, scope=scope)
-    assert [i.request for i in traffic.step().scheduled] == [first, second]
+    assert [i.request for i in each_scheduled(traffic.step())] == [first, second]
     third = traffic.add(30, 4, scope=scope)
     traffic.step()
     assert third in traffic.scheduler.waiting
@@ -478,7 +479,7 @@ def test_who_is_preempted_would_not_have_fitted_any_more() -> None:
     while not plan.preempted:
         plan = traffic.step(0.0)
     assert plan.preempted == [newer]
-    assert [item.request for item in plan.scheduled] == [older]
+    assert [item.request for item in each_scheduled(plan)] == [older]
     assert traffic.allocator.free_tokens < newer.num_pending_tokens
     traffic.run_to_the_end()
     assert traffic.finished == [older.request_id, newer.request_id]
@@ -558,7 +559,7 @@ def test_a_prompt_whose_beginning_is_cached_stretches_a_step_no_further_than_any
     cached, other = traffic.add(3500, 1, scope="s"), traffic.add(3500, 1, scope="t")
     first_rows: dict[str, int] = {}
     while len(first_rows) < 2:
-        for item in traffic.step().scheduled[1:]:  # Traffic.check_length looks at the whole step
+        for item in each_scheduled(traffic.step())[1:]:  # Traffic.check_length looks at the whole step
             first_rows.setdefault(item.request.request_id, item.num_scheduled_tokens)
     assert cached.num_cached_tokens == 3000
     assert LEAST_CHUNK <= first_rows[cached.request_id] < first_rows[other.request_id] <= most_rows
@@ -574,13 +575,13 @@ def test_who_has_room_only_because_he_shares_memory_is_bounded_as_well() -> None
     late.token_ids[150:] = [6] * 150
     source.prefix_scope = late.prefix_scope = DraftScope("", "s")
     scheduler.add(source)
-    for item in scheduler.schedule().scheduled:
+    for item in each_scheduled(scheduler.schedule()):
         allocator.commit("a", range(item.num_scheduled_tokens))
         source.num_computed_tokens = 250
         source.token_ids.append(7)
     scheduler.add(late)
     assert allocator.free_tokens < late.num_pending_tokens
-    decoding, prompt = scheduler.schedule().scheduled
+    decoding, prompt = each_scheduled(scheduler.schedule())
     assert (decoding.request, prompt.request, late.num_cached_tokens) == (source, late, 150)
     assert LEAST_CHUNK <= prompt.num_scheduled_tokens <= 10
 
@@ -674,7 +675,7 @@ def test_who_fits_only_beside_a_request_that_it_begins_like_is_let_in_when_that_
         scheduler.add(request)
     for _ in range(3):
         assert late in scheduler.waiting
-        for item in scheduler.schedule().scheduled:
+        for item in each_scheduled(scheduler.schedule()):
             allocator.commit(item.request.request_id, range(item.num_scheduled_tokens))
             item.request.num_computed_tokens += item.num_scheduled_tokens
             item.request.token_ids += [7] * item.is_sampled
@@ -689,8 +690,8 @@ def test_prompts_are_computed_in_the_order_of_their_priorities() -> None:
     traffic.step()
     high = traffic.add(32, 1, priority=1)
     for _ in range(2):  # it is let in at once, though low has had all rows until now
-        assert [(i.request, i.num_scheduled_tokens) for i in traffic.step().scheduled] == [(high, 16)]
-    assert [(i.request, i.num_scheduled_tokens) for i in traffic.step().scheduled] == [(low, 16)]
+        assert [(i.request, i.num_scheduled_tokens) for i in each_scheduled(traffic.step())] == [(high, 16)]
+    assert [(i.request, i.num_scheduled_tokens) for i in each_scheduled(traffic.step())] == [(low, 16)]
 
 
 def test_a_short_prompt_does_not_wait_for_all_of_a_long_one_nor_the_long_one_for_ever() -> None:
@@ -699,13 +700,13 @@ def test_a_short_prompt_does_not_wait_for_all_of_a_long_one_nor_the_long_one_for
     long = traffic.add(800, 1)
     traffic.step()
     traffic.add(24, 1)
-    planned = [{i.request.request_id: i.num_scheduled_tokens for i in traffic.step().scheduled} for _ in range(3)]
+    planned = [{i.request.request_id: i.num_scheduled_tokens for i in each_scheduled(traffic.step())} for _ in range(3)]
     assert planned == [{"r1": 16}, {"r0": 8, "r1": 8}, {"r0": 16}]
     while traffic.now_s <= 10.0:
         traffic.add(16, 1)
-        assert long not in [i.request for i in traffic.step().scheduled]
+        assert long not in [i.request for i in each_scheduled(traffic.step())]
     traffic.add(16, 1)
-    assert [i.request for i in traffic.step().scheduled] == [long], "it has waited long enough"
+    assert [i.request for i in each_scheduled(traffic.step())] == [long], "it has waited long enough"
     traffic.add(800, 1)
     traffic.run_to_the_end()
     assert traffic.finished[-3] == "r0", "nor does another long one, nor what waits behind that, come before it"
@@ -723,7 +724,7 @@ def test_a_short_prompt_passes_a_long_one_that_waits_as_well(seats: int, total_t
     traffic.step()
     traffic.add(900, 1)
     short = traffic.add(24, 1)
-    scheduled = [i.request for i in traffic.step().scheduled]
+    scheduled = [i.request for i in each_scheduled(traffic.step())]
     assert scheduled == [short if is_let_in else computing]
     traffic.run_to_the_end()
     assert traffic.finished == (["r2", "r0", "r1"] if is_let_in else ["r0", "r1", "r2"])
@@ -769,7 +770,7 @@ def test_the_same_traffic_gives_the_same_plans() -> None:
             seen.append(
                 [
                     (s.request.request_id, s.num_scheduled_tokens, s.max_draft_tokens, s.max_draft_depth)
-                    for s in plan.scheduled
+                    for s in each_scheduled(plan)
                 ]
             )
         return seen
