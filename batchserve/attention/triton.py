@@ -91,7 +91,7 @@ def padded(dim: int) -> int:
 
 
 class TritonTreeKernel(TreeKernel):
-    """The TreeKernel of this module, see attention/tree_metadata.py; stateless between steps.
+    """The TreeKernel of this module, see attention/tree_metadata.py; between steps it keeps a width only.
 
     max_kv_len: the most keys of any request, drafts included. num_sms: multiprocessors of the GPU (default: asked of
     the current device). tile and num_splits (a power of two, MAX_SPLITS at most) replace what would be chosen from the
@@ -131,6 +131,7 @@ class TritonTreeKernel(TreeKernel):
         self._tile = tile
         self._num_splits = num_splits
         self._launch = launch_options(overlaps=overlaps)
+        self._lanes = 32
 
     def plan(self, metadata: TreeMetadata) -> None:
         """Nothing: the programs find their tiles on the device."""
@@ -212,6 +213,8 @@ class TritonTreeKernel(TreeKernel):
         scale, softcap = params.scaling * LOG2E, 0.0
         if params.softcap is not None:
             scale, softcap = 2 * scale / params.softcap, params.softcap * LOG2E
+        # num_requests + 1 lanes, as a power of two; as many as ever, or a step of fewer would wait for a compiler.
+        self._lanes = max(self._lanes, 1 << num_requests.bit_length())
         most_work = PROGRAMS_PER_SM * self._num_sms // num_kv_heads
         num_work = most_programs(num_rows, group, num_requests, tile.block_m, num_splits, most_work)
         triton_kernels.attend_tiles[num_work, num_kv_heads](
@@ -238,7 +241,7 @@ class TritonTreeKernel(TreeKernel):
             *query.stride()[:2],
             *key_cache.stride()[:2],
             *value_cache.stride()[:2],
-            LANES=max(32, 1 << num_requests.bit_length()),  # num_requests + 1 lanes, as a power of two
+            LANES=self._lanes,
             IS_SPLIT=num_splits > 1,
             **_constants(group, key_dim, value_dim, tile, params, metadata.is_causal and num_words > CAUSAL_WORDS),
             **self._launch,

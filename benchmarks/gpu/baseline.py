@@ -38,17 +38,19 @@ def run(kit: Kit, report: Report) -> None:
     shape = shape_names(kit)[0]
     name = answers.set_names(kit.replay)[0]
     sizes: tuple[int, ...] = kit.pick((1, 2, 4, 8, 16, 32), (1, 2))
+    continuous: tuple[int, ...] = kit.pick((32, 1, 4, 16, 8, 2), ())  # on a CPU its K/V would take most of the memory
+    static, plain = "generate, static and compiled", "generate"
+    of_sizes = {plain: sizes, static: sizes, "continuous batching": continuous}
+    if not report.wants("prompt lookup/b1", *(f"{kind}/b{size}" for kind, some in of_sizes.items() for size in some)):
+        return
     bench = report.build(shape, partial(Baseline, kit, shape, name))
     if bench is None:
         return
     report.about(shape=shape, set=name, tokens=bench.tokens, mean_prompt_tokens=bench.mean_prompt)
-    static, plain = "generate, static and compiled", "generate"
     report.about(compiles=[f"{static}/b{size}" for size in sizes])
     for size in sizes[:3]:
         report.cell(f"{plain}/b{size}", partial(bench.generate, size))
     report.cell("prompt lookup/b1", bench.prompt_lookup)
-    # On a CPU it would take most of the memory there is for its K/V.
-    continuous: tuple[int, ...] = kit.pick((32, 1, 4, 16, 8, 2), ())
     for size in continuous[:1]:
         report.cell(f"continuous batching/b{size}", partial(bench.continuous, size))
     # Nobody knows how long compiling takes: what is behind it may be left out.

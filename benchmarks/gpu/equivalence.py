@@ -44,9 +44,9 @@ NEEDS = {
         stock(HEAD_DIM, torch.bfloat16, has_softcap=True),
         stock(HEAD_DIM, torch.bfloat16, has_softcap=True, has_window=True),
         variant(HEAD_DIM, torch.bfloat16, has_softcap=True),
-        variant(HEAD_DIM, torch.bfloat16, has_softcap=True, rows_first=True),
     ],
 }
+FRONT_NEEDS = {"gemma2": variant(HEAD_DIM, torch.bfloat16, has_softcap=True, rows_first=True)}
 TEMPERATURE = 0.8
 
 
@@ -120,6 +120,8 @@ def backends(kit: Kit, model: str, dtype: torch.dtype) -> dict[str, dict[str, An
     found = all_backends(kit, HEAD_DIM, dtype)
     if model not in (BUNDLED, *WIDE) or not all(is_ready(kit, module) for module in NEEDS.get(model, ())):
         found = {name: options for name, options in found.items() if not name.startswith("flashinfer")}
+    if model in FRONT_NEEDS and not is_ready(kit, FRONT_NEEDS[model]):
+        found.pop("flashinfer_front", None)
     if model in EXPERTS and dtype != torch.bfloat16:
         found = {name: {**options, "enforce_eager": True} for name, options in found.items()}
     if dtype == torch.float32 and not kit.is_dry:

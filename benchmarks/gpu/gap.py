@@ -32,8 +32,9 @@ PROMPT, METHOD = "def compute(values):\n    total = 0\n    for value in values:\
 
 
 def run(kit: Kit, report: Report) -> None:
-    shape = shape_names(kit)[0]
-    for model in kit.pick((shape, "bundled"), ("bundled",)):
+    models = kit.pick((shape_names(kit)[0], "bundled"), ("bundled",))
+    report.about(compiles=list(models))
+    for model in models:
         cells = {f"{model}/{name}": is_enabled for name, is_enabled in (("drafts", True), ("no drafts", False))}
         head_dim = 64 if model == "bundled" else 128
         bench = build_for(kit, report, model, cells, partial(GapBench, model=model), head_dim)

@@ -137,6 +137,7 @@ def run(kit: Kit, report: Report) -> None:
     sets = answers.set_names(kit.replay)
     plan = [(name, size) for name in sets for size in kit.pick(SIZES, (1, 2))]
     cells = {f"{shape}/{name}/b{size}": (name, size) for name, size in plan}
+    report.about(compiles=[shape])
     bench = build_for(kit, report, shape, cells, lambda kit: ReplayBench(kit, shape))
     if bench is None:
         return

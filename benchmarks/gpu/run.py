@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     compilers = _begin_kernels(is_dry=args.dry_run)
     for name in PRELOAD:
         importlib.import_module(name)
-    _end_kernels(compilers)
+    _end_kernels(compilers, COMPILE_SHARE * (end_s - time.monotonic()))
     with tempfile.TemporaryDirectory(prefix="gpu-kit-") as scratch:
         from benchmarks.gpu.kit import Kit
 
@@ -119,11 +119,18 @@ def _begin_kernels(*, is_dry: bool) -> list[subprocess.Popen[bytes]]:
     return [subprocess.Popen([sys.executable, *command], cwd=ROOT) for command in commands]
 
 
-def _end_kernels(compilers: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Load them, and compile what is not there: processes that are forked have them from the start."""
+def _end_kernels(compilers: Sequence[subprocess.Popen[bytes]], limit_s: float) -> None:
+    """Load them, and compile what is not there: processes that are forked have them from the start.
+
+    Whoever is not done after limit_s, on the device or not, is given up: the parts compile what is missing.
+    """
     begun_s = time.monotonic()
     for process in compilers:
-        process.wait()
+        try:
+            process.wait(max(0.0, begun_s + limit_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            _say(f"given up: {' '.join(map(str, process.args[1:]))}")  # type: ignore[index]
     for name in KERNELS:
         importlib.import_module(f"batchserve.{name}").compile_kernels()
     _say(f"waited {time.monotonic() - begun_s:.0f} s for kernels")

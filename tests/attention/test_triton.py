@@ -455,6 +455,15 @@ def test_a_step_is_launched_as_its_shapes_say(gpu: FakeGPU) -> None:
     assert len(compiled(gpu)) == 1
 
 
+def test_steps_of_fewer_requests_than_there_were_compile_nothing(gpu: FakeGPU) -> None:
+    """Graphs are captured for all that there can be; an eager step of some must not wait for a compiler."""
+    layer = LayerShape(2, 64, 64)
+    kernel = TritonTreeKernel([layer], torch.bfloat16, 8192, num_sms=132)
+    for num_requests in (40, 16, 31, 32):
+        gpu.run(kernel, layer, 8, torch.bfloat16, num_rows=40, num_requests=num_requests)
+    assert len(compiled(gpu)) == 1
+
+
 @examples(300)
 @given(
     rows=st.lists(st.integers(0, 40), min_size=1, max_size=20),

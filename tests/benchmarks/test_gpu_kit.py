@@ -284,6 +284,16 @@ def test_nothing_begins_behind_the_deadline_and_what_was_left_out_is_named(tmp_p
     assert data["left_out"] == ["a", "b"]
 
 
+def test_a_kernel_that_takes_too_long_to_compile_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(run, "KERNELS", ())
+    stuck = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    run._end_kernels([stuck], 0.1)
+    assert stuck.wait(10) < 0
+    assert "given up: -c import time" in capsys.readouterr().err
+
+
 def run_part(
     folder: Path, monkeypatch: pytest.MonkeyPatch, part: Any, limit_s: float = 30.0, hang_s: float = 0.3
 ) -> dict[str, Any]:
