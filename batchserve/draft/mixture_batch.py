@@ -210,12 +210,12 @@ def accept_all(table, slots, starts, token_ids, most_learned, first, nodes, scra
     for i in range(first, len(slots)):
         request = table[slots[i]]
         tokens = token_ids[starts[i] : starts[i + 1]]
-        own, scope, common, weights, seen, root = _open(request)
+        own, scope, _, weights, seen, root = _open(request)
         if own[3][FILLED] + len(tokens) > len(own[0]):
             return i
         noise = (request.noise_bin, request.seed, request.next_position)
         is_root_known = request.is_root_known != 0
-        what = (own, scope, common, tokens, request.num_output, noise, weights, seen, root, is_root_known)
+        what = (own, scope, tokens, request.num_output, noise, weights, seen, root, is_root_known)
         accept_tokens(*what, nodes, scratch, most_learned)
         if len(tokens):
             request.is_root_known = 0

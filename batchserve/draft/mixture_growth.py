@@ -139,16 +139,16 @@ def grow(own, scope, common, num_output, noise, bounds, weights, root, nodes, sc
                 above = root[0] if tree_parents[node] < 0 else nodes[tree_parents[node]]
                 token = tree_tokens[node]
                 room = _expand_node(own, scope, here, above, token, node_visits, weights, cut, work, room)
+            clear(work)  # of what somebody else's experts gave
             spread(here, work)
             if work.left >= cut and common[2][1] > 0:
-                add_common(common, work, cut, -1)
+                add_common(common, work, cut)
             if is_noisy:
                 tilt(work, stream_key(seed, position + depth), weights[noise_bin])
             for i in range(work.size):
                 if work.probs[i] >= least:
                     prob = path_prob * work.probs[i]
                     num_waiting = _insert(frontier, num_waiting, max_tokens - count, prob, node, work.tokens[i])
-            clear(work)
         if num_waiting == 0 or count == max_tokens:
             return count
         node = count

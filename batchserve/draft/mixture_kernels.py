@@ -34,12 +34,11 @@ from batchserve.draft.text_index import (
 OWN, SCOPE = 0, 1
 MAX_OCCURRENCES = 640  # of one source at one node
 LONGEST_LEVELS = 4  # experts of one source at one node: this many of the longest, and those of one and two tokens
-MAX_EXPERTS = 2 * (LONGEST_LEVELS + 2) + 1
+MAX_EXPERTS = 2 * (LONGEST_LEVELS + 2)
 MAX_FOLLOWERS = 2048  # a power of two, at least 2 * MAX_OCCURRENCES
 AT, DISTINCT, FIRST, SECOND, HITS, TAKEN = range(6)  # what weigh keeps of a source
 LENGTH_BINS, COUNT_BINS, FOLLOWER_BINS = 10, 6, 3
 WEIGHTS_SHAPE = (2, LENGTH_BINS, COUNT_BINS, FOLLOWER_BINS)  # and behind them the weights of the noise
-COMMONEST_BIN = (SCOPE * LENGTH_BINS * COUNT_BINS + COUNT_BINS) * FOLLOWER_BINS - 1  # the scope's matches of length 0
 COMMON_SHARE = 0.5  # of what the others leave; more pays on chat and less on arithmetic
 NUM_COMMON, NUM_PROPOSED = 256, 64  # tokens whose frequency is tracked; those of them that are ever proposed
 FEWEST_VISITS = 64  # occurrences of a short context that are looked at; the latest ones count
@@ -268,19 +267,14 @@ def begin(work):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def add_common(common, work, least, target):  # type: ignore[no-untyped-def]
-    """The last expert: how frequent tokens are at all."""
-    common_tokens, common_counts, common_size = common
-    i = work.num_experts
-    work.num_experts = i + 1
-    work.spans[i, 0], work.bins[i], work.target_probs[i] = -1, COMMONEST_BIN, 0.0
-    for j in range(min(NUM_PROPOSED, common_size[0])):
-        prob = common_counts[j] / common_size[1]
-        if common_tokens[j] == target:
-            work.target_probs[i] = prob
+def add_common(common, work, least):  # type: ignore[no-untyped-def]
+    """Give the commonest tokens their part of what the experts have left, down to `least`."""
+    tokens, counts, size = common
+    for j in range(min(NUM_PROPOSED, size[0])):
+        prob = counts[j] / size[1]
         if work.left * prob < least:
             break
-        add_prob(work, common_tokens[j], COMMON_SHARE * work.left * prob)
+        add_prob(work, tokens[j], COMMON_SHARE * work.left * prob)
 
 
 @njit(cache=True, nogil=True)
@@ -338,10 +332,8 @@ def _first_weights() -> np.ndarray:
     weights = np.empty(WEIGHTS_SHAPE)
     weights[OWN] = -0.1 - 0.1 * lengths + 0.5 * beyond + 0.4 * counts - np.array([0.0, 1.2, 1.8])
     weights[SCOPE] = -1.2 - 0.1 * lengths + 0.7 * beyond + 0.8 * counts - np.array([0.0, 1.3, 2.6])
-    flat: np.ndarray = weights.reshape(-1)
-    flat[COMMONEST_BIN] = -1.1
     noise = np.full(NUM_NOISE_BINS, -1.0)
-    flat = 1.0 / (1.0 + np.exp(-np.concatenate((flat, noise))))
+    flat: np.ndarray = 1.0 / (1.0 + np.exp(-np.concatenate((weights.reshape(-1), noise))))
     return flat
 
 

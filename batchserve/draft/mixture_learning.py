@@ -11,7 +11,6 @@ from batchserve.draft.mixture_kernels import (
     MIN_SHARE,
     OWN,
     SCOPE,
-    add_common,
     begin,
     clear,
     find_at_root,
@@ -32,7 +31,7 @@ RIPE, ONE_IN = 8192, 32
 
 @njit(cache=True, nogil=True)
 def accept_tokens(  # type: ignore[no-untyped-def]
-    own, scope, common, token_ids, num_output, noise, weights, seen, root, is_root_known, nodes, scratch, most_learned
+    own, scope, token_ids, num_output, noise, weights, seen, root, is_root_known, nodes, scratch, most_learned
 ):
     """Learn from token_ids (int32), weights from some of them: at most the last most_learned.
 
@@ -52,7 +51,7 @@ def accept_tokens(  # type: ignore[no-untyped-def]
                 read_recent(own, num_output + i, work.recent)
                 find_at_root(own, FEWEST_VISITS, node, OWN, work)
                 find_at_root(scope, FEWEST_VISITS, node, SCOPE, work)
-            _learn(common, token_ids[i], weights, seen, node, work)
+            _learn(token_ids[i], weights, seen, node, work)
             if noise_bin >= 0:
                 key = stream_key(seed, position + i)
                 _learn_noise(noise_bin, key, token_ids[i], weights, seen, node, work)
@@ -60,12 +59,10 @@ def accept_tokens(  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _learn(common, target, weights, seen, node, work):  # type: ignore[no-untyped-def]
+def _learn(target, weights, seen, node, work):  # type: ignore[no-untyped-def]
     """One step of expectation-maximisation: how much of the probability of `target` was each expert's merit?"""
     begin(work)
     weigh(node, work, weights, 0.0, target)
-    if common[2][1] > 0:
-        add_common(common, work, 1.0, target)
     prob = 1e-5  # of a token that no expert knows
     for i in range(work.num_experts - 1, -1, -1):
         work.below[i] = prob
@@ -90,7 +87,6 @@ def _learn_noise(noise_bin, key, target, weights, seen, node, work):  # type: ig
     clear(work)
     spread(node, work)
     merit = merit_of_noise(work, key, weights[noise_bin], target)
-    clear(work)
     if merit >= 0.0:
         seen[noise_bin] += 1
         rate = max(SLOWEST_RATE, 1.0 / (seen[noise_bin] + FIRST_RATE - 1.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import numbers
 import time
 import uuid
@@ -158,7 +159,7 @@ class AsyncEngine:
         self._check_door(request_id, model)
         stream = self._open(request_id)  # before the first await: no one else gets this id
         try:
-            if deadline_s is not None and not deadline_s > 0:  # NaN, too
+            if deadline_s is not None and deadline_s <= 0:
                 raise DeadlineExceededError("deadline passed before the request was queued")
             deadline_s = None if deadline_s is None else arrival_s + deadline_s
             size = _size(prompt)
@@ -346,8 +347,9 @@ def _seconds(deadline_s: object) -> float | None:
     if deadline_s is None:
         return None
     with suppress(OverflowError):
-        if isinstance(deadline_s, numbers.Real):
-            return float(deadline_s)
+        is_number = isinstance(deadline_s, numbers.Real) and not isinstance(deadline_s, bool)
+        if is_number and not math.isnan(seconds := float(deadline_s)):  # type: ignore[arg-type]
+            return seconds
     raise InvalidRequestError("INVALID_DEADLINE", "deadline_s", deadline_s, "a number of seconds")
 
 

@@ -81,7 +81,10 @@ class ScopeMachine(RuleBasedStateMachine):
         """An answer may quote its own prompt's secret: then it is shared like any output, once it is published."""
         request_id = data.draw(st.sampled_from(sorted(self.known)))
         own = int(request_id[1:]) * self.SECRETS
-        if data.draw(st.integers(0, 3)) == 0:
+        kind = data.draw(st.integers(0, 4))
+        if kind == 0:  # all that its scope may ever be given is one token
+            tokens = [own + 7] * len(tokens)
+        elif kind == 1:
             tokens = [token for t in tokens for token in ((t, own + 7) if t == 0 else (t,))] + [own + 7]
         self.drafter.accept(request_id, tokens)
         self.known[request_id] |= set(tokens)

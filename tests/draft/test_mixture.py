@@ -331,6 +331,22 @@ def filled(drafter: MixtureDrafter, name: str, num_tokens: int) -> None:
     drafter.end(name)
 
 
+@pytest.mark.parametrize("scope", [None, OTHER])
+def test_the_only_token_that_a_scope_was_given_stays_there(scope: DraftScope | None) -> None:
+    """Where nothing matches, all there is to say of the next token is how frequent it is."""
+    drafter = MixtureDrafter()
+    drafter.start(DraftRequest("first", [5, 6], scope=SCOPE))
+    say(drafter, "first", [77])
+    drafter.end("first")
+    drafter.start(DraftRequest("other", [1, 2, 3, 4], scope=scope))
+    assert propose(drafter, "other").token_ids == []
+    drafter.start(DraftRequest("second", [7, 8, 9], scope=SCOPE))
+    drafter.accept("second", [10])
+    drafter.accept("second", [11])
+    assert propose(drafter, "other").token_ids == []
+    assert set(propose(drafter, "second").token_ids) == {77}
+
+
 def test_a_scope_that_cannot_grow_costs_others_nothing(tmp_path: Path) -> None:
     """Nor is it cut to its beginning when it is loaded: it has what the bound leaves."""
     bound = 5 * MIN_CAPACITY * BYTES_PER_TOKEN + 2 * SCOPE_BYTES

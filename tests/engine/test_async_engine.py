@@ -226,6 +226,8 @@ async def test_a_full_queue_refuses_and_takes_again_when_there_is_room(rig: Rig)
         ({"deadline_s": -5.0}, DeadlineExceededError),
         ({"deadline_s": "5"}, InvalidRequestError),
         ({"deadline_s": 10**400}, InvalidRequestError),
+        ({"deadline_s": float("nan")}, InvalidRequestError),
+        ({"deadline_s": True}, InvalidRequestError),
         ({"prompt": np.array(5)}, InvalidRequestError),
         ({"params": {}}, InvalidRequestError),
         ({"params": 0}, InvalidRequestError),
