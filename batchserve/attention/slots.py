@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from batchserve.attention.prefix_index import FEWEST_TOKENS, PrefixIndex
+from batchserve.attention.prefix_index import FEWEST_TOKENS
+from batchserve.attention.prefix_tree import PrefixTree
 from batchserve.attention.slot_kernels import (
     COMMITTED,
     DUMMY_SLOT,
@@ -52,8 +53,7 @@ class SlotAllocator:
         self._numbers = np.array([total_tokens, 0])
         self._request_refs = np.zeros(total_tokens + 1, np.int32)
         self._prefix_refs = np.zeros(total_tokens + 1, np.int32)
-        self._prefixes = PrefixIndex()
-        self._kept: dict[int, np.ndarray] = {}  # slots, by handle of the index
+        self._prefixes = PrefixTree()
 
     @property
     def num_slots(self) -> int:
@@ -127,7 +127,7 @@ class SlotAllocator:
     def _make_room(self, num_tokens: int) -> None:
         """Drop prefixes, the least recently used first, until so many slots are free."""
         while self._numbers[NUM_FREE] < num_tokens:
-            self._drop(next(iter(self._prefixes)))
+            self._let_go(self._prefixes.drop(next(iter(self._prefixes))))
 
     def commit(self, request_id: str, rows: Sequence[int]) -> None:
         self.commit_all({request_id: rows})
@@ -165,23 +165,19 @@ class SlotAllocator:
     def retire(self, request_id: str, scope: Hashable, token_ids: Sequence[int]) -> None:
         count = min(len(token_ids), int(self._books[self._rows[request_id], COMMITTED]))
         if count >= FEWEST_TOKENS:
-            slots = self.slots(request_id)[:count].copy()
-            self._prefix_refs[slots] += 1
-            handle, gone = self._prefixes.add(scope, token_ids[:count])
-            self._kept[handle] = slots
-            for old in gone:
-                self._let_go(old)
+            new, gone = self._prefixes.add(scope, token_ids[:count], self.slots(request_id)[:count])
+            self._prefix_refs[new] += 1
+            for slots in gone:
+                self._let_go(slots)
         self.release(request_id)
 
     def match_prefix(
         self, request_id: str, scope: Hashable, token_ids: Sequence[int], source_id: str = "", num_shared: int = 0
     ) -> int | None:
-        handle, length = self._prefixes.match(scope, token_ids[:-1])
-        if num_shared > length:
+        shared = self._prefixes.match(scope, token_ids[:-1])
+        if num_shared > len(shared):
             return num_shared if self.fork(request_id, source_id, num_shared, len(token_ids)) else None
-        self._prefixes.use(handle)
-        shared = self._kept[handle][:length] if handle else np.zeros(0, np.int32)
-        return length if self._begin_with(request_id, shared, len(token_ids)) else None
+        return len(shared) if self._begin_with(request_id, shared, len(token_ids)) else None
 
     def fork(self, request_id: str, source_id: str, num_shared: int, num_tokens: int) -> bool:
         committed = int(self._books[self._rows[source_id], COMMITTED])
@@ -203,15 +199,11 @@ class SlotAllocator:
         return self._reserve(np.array([row]), np.array([missing]))
 
     def forget_prefixes(self, scope: Hashable) -> None:
-        for handle in self._prefixes.of_scope(scope):
-            self._drop(handle)
+        for slots in self._prefixes.drop_scope(scope):
+            self._let_go(slots)
 
-    def _drop(self, handle: int) -> None:
-        self._prefixes.remove(handle)
-        self._let_go(handle)
-
-    def _let_go(self, handle: int) -> None:
-        slots = self._kept.pop(handle)
+    def _let_go(self, slots: np.ndarray) -> None:
+        """A prefix that had these is gone."""
         refs = self._prefix_refs[slots] - 1
         self._prefix_refs[slots] = refs
         self._push(slots[(refs == 0) & (self._request_refs[slots] == 0)])
@@ -245,16 +237,17 @@ class SlotAllocator:
     def check_integrity(self, request_ids: Collection[str]) -> None:
         if set(self._rows) != set(request_ids):
             raise RuntimeError(f"K/V is owned by {sorted(self._rows)}, the requests are {sorted(request_ids)}")
-        if set(self._kept) != set(self._prefixes):
-            raise RuntimeError(f"K/V is kept of {sorted(self._kept)}, the index has {sorted(self._prefixes)}")
+        self._prefixes.check()
         rows = sorted([*self._rows.values(), *self._free_rows])
         if rows != list(range(len(self._table))):
             raise RuntimeError(f"rows of the table of slots, used and free: {rows} of {len(self._table)}")
         num_free, num_owned = self._numbers.tolist()
         owners = [self.slots(request_id) for request_id in self._rows]
         free = self._free[:num_free]
+        if any(len(np.unique(slots)) != len(slots) for slots in owners):
+            raise RuntimeError("requests own a K/V slot twice")
         request_refs = self._count("requests own", owners, self._request_refs)
-        prefix_refs = self._count("prefixes keep", list(self._kept.values()), self._prefix_refs)
+        prefix_refs = self._count("prefixes keep", [node.slots for node in self._prefixes], self._prefix_refs)
         unused = (request_refs == 0) & (prefix_refs == 0)
         unused[DUMMY_SLOT] = False
         is_free = np.zeros(len(unused), np.bool_)  # not sorted: a GPU may have millions
@@ -263,9 +256,6 @@ class SlotAllocator:
             raise RuntimeError(f"{num_free} K/V slots are free, {np.count_nonzero(unused)} are unused")
         if np.count_nonzero(request_refs) != num_owned:
             raise RuntimeError(f"requests own {np.count_nonzero(request_refs)} K/V slots, the books say {num_owned}")
-        for handle, slots in self._kept.items():
-            if self._prefixes.num_tokens(handle) != len(slots):
-                raise RuntimeError(f"prefix {handle} has {len(slots)} slots for its tokens")
         for request_id, row in self._rows.items():
             _, owned, committed, uploaded = self._books[row].tolist()
             if not max(committed, uploaded) <= owned <= self._table.shape[1]:
@@ -273,8 +263,6 @@ class SlotAllocator:
 
     def _count(self, what: str, holders: list[np.ndarray], booked: np.ndarray) -> np.ndarray:
         """References to every slot, counted anew; raises RuntimeError where the books or the holders are wrong."""
-        if any(len(np.unique(slots)) != len(slots) for slots in holders):
-            raise RuntimeError(f"{what} a K/V slot twice")
         held = np.concatenate([np.zeros(0, np.int32), *holders])
         counted = np.bincount(held, minlength=self.num_slots)
         if counted[DUMMY_SLOT] or not np.array_equal(counted, booked):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -17,29 +18,33 @@ def _of_machine(root: Path) -> int | None:
 
 
 def _groups(root: Path) -> list[Path]:
-    """The folders of this process's control group (version 2) and of those that it is in; each has a limit."""
+    """The folders of this process's control group and of those that it is in; each has a limit. Of both versions: what
+    Linux calls hybrid has memory in the first.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    top = root / "sys/fs/cgroup"
-    inside = next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), None)
-    if inside is None:
-        return []
-    own = top / inside if inside and (top / inside).is_dir() else top  # in a namespace the path is of no use
-    return [own, *(folder for folder in own.parents if folder.is_relative_to(top))]
+    found: list[Path] = []
+    for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, inside = root / "sys/fs/cgroup" / ("memory" if controllers else ""), path.strip("/")
+        own = top / inside if (top / inside).is_dir() else top  # in a namespace the path is of no use
+        found += [own, *(folder for folder in own.parents if folder.is_relative_to(top))]
+    return found
 
 
 def _of_group(folder: Path) -> int | None:
     """None: it has no limit. What is kept of files can be given up."""
-    try:
-        most = (folder / "memory.max").read_text().strip()
-        used = int((folder / "memory.current").read_text())
-    except (OSError, ValueError):
-        return None
-    if not most.isdigit():
-        return None
-    return max(0, int(most) - used + _numbers(folder / "memory.stat").get("inactive_file", 0))
+    for limit, usage, cached in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1: without one, 2^63
+    ):
+        with suppress(OSError, ValueError):
+            most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
+            return max(0, most - used + _numbers(folder / "memory.stat").get(cached, 0))
+    return None
 
 
 def _numbers(path: Path) -> dict[str, int]:

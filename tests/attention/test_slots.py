@@ -176,6 +176,27 @@ def test_a_hit_shares_slots_and_their_memory_goes_with_the_last_that_needs_it() 
     assert allocator.free_tokens == 100
 
 
+def test_a_document_that_many_had_in_common_is_kept_once_also_where_each_has_computed_it() -> None:
+    allocator, document = make(400), list(range(60))
+    for name in ("a", "b"):
+        assert allocator.reserve(name, 70)
+        allocator.commit(name, range(70))
+    for place, name in enumerate(("a", "b")):
+        allocator.retire(name, "s", [*document, *[100 + place] * 10])
+    assert (allocator.free_tokens, allocator.cached_tokens) == (400, 60 + 2 * 10)
+    for place in range(5):
+        assert allocator.match_prefix("c", "s", [*document, *[200 + place] * 10]) == 60
+        allocator.commit("c", range(10))
+        allocator.retire("c", "s", [*document, *[200 + place] * 10])
+    assert allocator.cached_tokens == 60 + 7 * 10
+    assert sum(len(node.token_ids) for node in allocator._prefixes) == allocator.cached_tokens
+    assert allocator.reserve("d", 400 - 60 - 2 * 10)  # the oldest tails go first, the document stays
+    assert allocator.cached_tokens == 60 + 2 * 10
+    allocator.release("d")
+    assert allocator.match_prefix("e", "s", [*document, *[204] * 9]) == 68
+    allocator.check_integrity({"e"})
+
+
 def test_what_is_shared_with_a_running_request_takes_no_memory() -> None:
     allocator = make(50)
     text = list(range(40))
@@ -247,7 +268,7 @@ def give_out_the_dummy(allocator: SlotAllocator) -> None:
 
 
 def forget_a_reference(allocator: SlotAllocator) -> None:
-    allocator._prefix_refs[next(iter(allocator._kept.values()))[0]] = 0
+    allocator._prefix_refs[next(iter(allocator._prefixes)).slots[0]] = 0
 
 
 def miscount(allocator: SlotAllocator) -> None:

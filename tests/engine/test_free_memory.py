@@ -17,6 +17,16 @@ def group(folder: str, most: str, used: int, inactive: int = 0) -> dict[str, str
     return {f"{place}/{name}": f"{text}\n" for name, text in files.items()}
 
 
+HYBRID = "5:pids:/a\n4:cpu,memory:/a\n0::/\n"
+
+
+def first_group(folder: str, most: int, used: int, inactive: int = 0) -> dict[str, str]:
+    """Of version 1."""
+    place, stat = f"sys/fs/cgroup/memory/{folder}", f"inactive_file 3\ntotal_inactive_file {inactive}\n"
+    files = {"memory.limit_in_bytes": str(most), "memory.usage_in_bytes": str(used), "memory.stat": stat}
+    return {f"{place}/{name}": f"{text}\n" for name, text in files.items()}
+
+
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
@@ -32,6 +42,9 @@ def group(folder: str, most: str, used: int, inactive: int = 0) -> dict[str, str
         ),
         ({**MACHINE, "proc/self/cgroup": "0::/host/pod\n", **group("", "4000000", 0)}, 4000000),
         ({**MACHINE, "proc/self/cgroup": "3:memory:/a\n"}, 8000 * 1024),
+        ({**MACHINE, "proc/self/cgroup": HYBRID, **first_group("a", 3000000, 1000, 10)}, 3000000 - 1000 + 10),
+        ({**MACHINE, "proc/self/cgroup": HYBRID, **first_group("", 2000000, 0)}, 2000000),
+        ({**MACHINE, "proc/self/cgroup": HYBRID, **first_group("a", 2**63 - 4096, 5000)}, 8000 * 1024),
     ],
 )
 def test_the_least_that_anybody_allows_counts(files: dict[str, str], expected: int | None, tmp_path: Path) -> None:
