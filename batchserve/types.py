@@ -152,8 +152,8 @@ class SpeculationParams:
     `drafter` is one of config.DRAFTERS; empty is the server's. Requests of one `draft_scope` draft from each other's
     answers, and begin with each other's K/V; empty is the server's default, "request" shares nothing. `references` are
     texts, or token ids, that the answer may quote: retrieved documents, earlier turns, cached answers. Drafters read
-    them, the model does not. Where is_enabled is False, max_draft_tokens 0 or the drafter "none", all that is said of
-    drafts is checked and then not used.
+    them, the model does not. Where is_enabled is False, max_draft_tokens 0 or the drafter "none", all else that is
+    said of drafts is checked and then not used, but for draft_scope: with whom K/V is shared.
     """
 
     is_enabled: bool = True

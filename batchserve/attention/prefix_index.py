@@ -11,7 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
 
-MOST_ENTRIES = 4096  # memory of the host: each has a copy of its tokens
+MOST_ENTRIES = 4096  # memory and time of the host: each has a copy of its tokens
 FEWEST_TOKENS = 16  # less is computed as quickly as it is found
 TOKEN = np.dtype(np.int32)
 

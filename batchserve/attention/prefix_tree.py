@@ -6,6 +6,7 @@ So a token that many have in common has one slot, is kept once, and costs nothin
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,10 @@ class PrefixNode:
     slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     children: dict[int, PrefixNode] = field(default_factory=dict)
 
+    def extend(self, token_ids: np.ndarray, slots: np.ndarray) -> None:
+        """Put these behind its own."""
+        self.token_ids, self.slots = np.concatenate((self.token_ids, token_ids)), np.concatenate((self.slots, slots))
+
 
 class PrefixTree:
     """Nodes but for the roots, the least recently used first: the first has no children.
@@ -39,7 +44,9 @@ class PrefixTree:
 
     def __init__(self) -> None:
         self._roots: dict[Hashable, PrefixNode] = {}
-        self._nodes: dict[PrefixNode, None] = {}
+        self._nodes: OrderedDict[PrefixNode, None] = (
+            OrderedDict()
+        )  # finds the first at once, also behind many that went
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -63,15 +70,19 @@ class PrefixTree:
         wanted = np.array(token_ids, np.int32)
         path, length = self._find(scope, wanted)
         new = slots[length:].copy()
-        if len(new):
-            beyond = sum(len(node.slots) for node in path) - length
+        beyond = sum(len(node.slots) for node in path) - length
+        if len(new) and path and not beyond and not path[-1].children:  # the same text, longer
+            path[-1].extend(wanted[length:], new)
+        elif len(new):
             if beyond:
                 path[-1] = self._split(path[-1], len(path[-1].slots) - beyond)
             above = path[-1] if path else self._roots.setdefault(scope, PrefixNode(scope))
             node = above.children[int(wanted[length])] = PrefixNode(scope, above, wanted[length:].copy(), new)
             path.append(node)
         self._use(path)
-        gone = [self.drop(next(iter(self))) for _ in range(len(self) - MOST_ENTRIES)]
+        gone = []
+        while len(self) > MOST_ENTRIES:
+            gone.append(self.drop(next(iter(self))))
         return new, gone
 
     def _find(self, scope: Hashable, token_ids: np.ndarray) -> tuple[list[PrefixNode], int]:
@@ -98,15 +109,23 @@ class PrefixTree:
 
     def _use(self, path: list[PrefixNode]) -> None:
         for node in reversed(path):
-            self._nodes.pop(node, None)
             self._nodes[node] = None
+            self._nodes.move_to_end(node)
 
     def drop(self, node: PrefixNode) -> np.ndarray:
-        """Forget a node that has no children; its slots."""
-        assert node.parent is not None
-        del self._nodes[node], node.parent.children[int(node.token_ids[0])]
-        if node.parent.parent is None and not node.parent.children:
+        """Forget a node that has no children; its slots. Where it leaves an only child, that and its parent are one."""
+        above = node.parent
+        assert above is not None
+        del self._nodes[node], above.children[int(node.token_ids[0])]
+        if above.parent is None and not above.children:
             del self._roots[node.scope]
+        elif above.parent is not None and len(above.children) == 1:
+            (child,) = above.children.values()
+            del self._nodes[child]
+            above.extend(child.token_ids, child.slots)
+            above.children = child.children
+            for each in above.children.values():
+                each.parent = above
         return node.slots
 
     def drop_scope(self, scope: Hashable) -> list[np.ndarray]:

@@ -73,9 +73,24 @@ def test_what_was_used_last_goes_last_and_what_others_begin_with_behind_them() -
     for number in (1, 2, 3):
         add(tree, [*shared, *[number] * 5], 100 * number)
     assert len(tree.match("s", [*shared, 1, 1])) == 22
-    dropped = [tree.drop(next(iter(tree))).tolist() for _ in range(4)]
-    assert dropped == [[*range(220, 225)], [*range(320, 325)], [*range(120, 125)], [*range(100, 120)]]
+    dropped = [tree.drop(next(iter(tree))).tolist() for _ in range(3)]
+    assert dropped == [[*range(220, 225)], [*range(320, 325)], [*range(100, 125)]]
     assert len(tree.match("s", shared)) == len(tree) == 0
+
+
+def test_a_conversation_and_what_nobody_shares_any_more_are_one_piece() -> None:
+    tree = PrefixTree()
+    for turn in range(1, 6):
+        add(tree, [*range(20 * turn)], 100 * turn)
+    (node,) = tree
+    assert node.slots.tolist() == [100 * (place // 20 + 1) + place for place in range(100)]
+    add(tree, [*range(50), 7], 1000)
+    assert len(tree) == 3
+    assert len(tree.match("s", [*range(100)])) == 100
+    assert tree.drop(next(iter(tree))).tolist() == [1050]
+    (node,) = tree
+    assert node.token_ids.tolist() == [*range(100)]
+    tree.check()
 
 
 def test_of_too_many_the_least_recently_used_goes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +117,6 @@ def test_check_finds_what_went_wrong(fault: str) -> None:
     elif fault == "no place":
         del tree._nodes[first]
     else:
-        tree._nodes.pop(last)
-        tree._nodes = {last: None, **tree._nodes}
+        tree._nodes.move_to_end(last, last=False)
     with pytest.raises(RuntimeError, match="kept prefix"):
         tree.check()
