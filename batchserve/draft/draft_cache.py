@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FORMAT, VERSION = "batchserve-drafts", 1
+MOST_HEADER_BYTES = 16 << 20  # the names of thousands of scopes
 MOST_SEEN = 1 << 40  # more than any server learns from, and all of them can be added
 # What NumPy, zipfile and json raise for contents that are not theirs.
 UNREADABLE = (
@@ -51,7 +52,7 @@ def write_scopes(path: Path, fingerprint: str, scopes: Sequence[SavedScope]) -> 
     for i, scope in enumerate(scopes):
         arrays |= {f"text{i}": scope.text, f"weights{i}": scope.weights, f"seen{i}": scope.seen}
     path = path.resolve()
-    descriptor, partial = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".partial", dir=path.parent)
+    descriptor, partial = tempfile.mkstemp(prefix=f"{path.name[:50]}.", suffix=".partial", dir=path.parent)
     try:
         with open(descriptor, "wb") as file:
             np.savez(file, **arrays)
@@ -77,6 +78,8 @@ def read_scopes(path: Path, fingerprint: str, vocab_size: int, most_bytes: int) 
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             if any(member.compress_type != zipfile.ZIP_STORED for member in arrays.zip.infolist()):
                 raise ValueError("compressed, so there is no telling how large it is")
+            if arrays.zip.getinfo("header.npy").file_size > MOST_HEADER_BYTES:
+                raise ValueError("a header of that size takes many times as much when it is read")
             header = json.loads(arrays["header"].tobytes())
             if header["format"] != FORMAT or header["version"] != VERSION:
                 raise refuse(f"format {header['format']!r} version {header['version']!r} is not {FORMAT!r} {VERSION}")

@@ -82,15 +82,19 @@ class ModelProbe:
         self._compare(logits, "with other modules", "a module that was swapped wrongly")
 
     def check_beside_others(self) -> None:
-        """The prompt's rows answer alike in a step where every fourth row is another request's, at the context's end.
+        """The prompt's rows answer alike in a step where every fourth row, the first and the last included, is another
+        request's, at the context's end.
 
-        A model that counts rows instead of reading position_ids, that mixes neighbouring rows outside of attention
-        (convolutions, recurrent states), whose rotary factors follow the longest position, or that runs its head on
-        other rows than it is told to, is found here.
+        A model that counts rows instead of reading position_ids, that mixes rows outside of attention (neighbouring
+        ones in convolutions and recurrent states, or all, as by a maximum over them), whose rotary factors follow the
+        longest position, or that runs its head on other rows than it is told to, is found here.
         """
-        num_tokens = self._ids.shape[1]
-        is_own = torch.arange(num_tokens + (num_tokens + 1) // 3, device=self._model.device) % 4 != 1
-        ids = self._ids[:, :1].repeat(1, len(is_own))
+        places = torch.arange(self._ids.shape[1], device=self._model.device)
+        rows = places // 3 * 4 + places % 3 + 1
+        is_own = torch.zeros(int(rows[-1]) + 2, dtype=torch.bool, device=rows.device)
+        is_own[rows] = True
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(0, _vocab_size(self._model), (1, len(is_own)), generator=generator).to(rows.device)
         positions = torch.full_like(ids, self._max_model_len - 1)
         ids[:, is_own], positions[:, is_own] = self._ids, self._positions
         with self._probing("beside rows at a far position"):

@@ -102,13 +102,14 @@ def run_cap(rows, row, count, most):  # type: ignore[no-untyped-def]
     tiles.cap_in_place(rows, row, count, most)
 
 
-def test_scores_are_capped_by_tanh() -> None:
+@pytest.mark.parametrize("cap", [5.0, 30.0, 1e4, 1e8])
+def test_scores_are_capped_by_tanh(cap: float) -> None:
     rows = np.zeros((2, 100 + WIDTH), np.float32)
     rows[1, :100] = np.random.default_rng(1).standard_normal(100) * np.geomspace(1e-6, 1e4, 100)
     rows[1, 99] = np.nan
-    expected = 30.0 * np.tanh(rows[1, :100].astype(np.float64) / 30.0)
-    run_cap(rows, 1, 100, np.float32(30))
-    np.testing.assert_allclose(rows[1, :100], expected, rtol=2e-6, atol=5e-6)
+    expected = cap * np.tanh(rows[1, :100].astype(np.float64) / cap)
+    run_cap(rows, 1, 100, np.float32(cap))
+    np.testing.assert_allclose(rows[1, :100], expected, rtol=1e-6)
     assert (rows[0] == 0).all()
 
 

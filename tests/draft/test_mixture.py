@@ -16,7 +16,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from batchserve.draft import mixture_noise
+from batchserve.draft import draft_cache, mixture_noise
 from batchserve.draft.base import DraftQuery, DraftRequest, DraftTree
 from batchserve.draft.mixture import MIN_SCOPE_BYTES, SCOPE_BYTES, SHARED_AT_ONCE, MixtureDrafter
 from batchserve.draft.mixture_kernels import count_common, initial_weights, make_common
@@ -492,6 +492,23 @@ def test_files_that_are_not_ours_are_refused_by_name(tmp_path: Path, damage: Any
     with pytest.raises(ConfigError, match=f"draft_cache = .*drafts.*{reason}"):
         drafter.load(path, "fingerprint", VOCAB_SIZE)
     assert drafter.memory_bytes() == 0
+
+
+def test_a_header_that_would_take_many_times_its_size_to_read_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "drafts"
+    warmed().save(path, "fingerprint")
+    monkeypatch.setattr(draft_cache, "MOST_HEADER_BYTES", 100)
+    monkeypatch.setattr(json, "loads", lambda text: pytest.fail("read"))
+    with pytest.raises(ConfigError, match="damaged"):
+        MixtureDrafter().load(path, "fingerprint", VOCAB_SIZE)
+
+
+def test_drafts_are_saved_under_the_longest_names_that_files_have(tmp_path: Path) -> None:
+    path = tmp_path / ("\N{GREEK SMALL LETTER LAMDA}" * 127)
+    warmed().save(path, "fingerprint")
+    MixtureDrafter().load(path, "fingerprint", VOCAB_SIZE)
 
 
 def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,24 @@ def test_a_state_beside_attention_is_found(
         return out
 
     monkeypatch.setattr(LlamaMLP, "forward", convolving)
+    with pytest.raises(UnsupportedModelError, match="beside rows"):
+        load_model(EngineConfig(str(tiny_model["llama"]), dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "mixed",
+    [lambda x: x[:, :1], lambda x: x[:, -1:], lambda x: 0.5 * x.abs().amax(1, keepdim=True)],
+    ids=["first", "last", "highest"],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_one_row_or_all_of_a_step_say_to_each_is_found(
+    tiny_model: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    mixed: Callable[[torch.Tensor], torch.Tensor],
+    dtype: str,
+) -> None:
+    right = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: right(self, x) + mixed(x))
     with pytest.raises(UnsupportedModelError, match="beside rows"):
         load_model(EngineConfig(str(tiny_model["llama"]), dtype=dtype))
 
