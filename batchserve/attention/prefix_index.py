@@ -11,7 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
 
-MOST_ENTRIES = 4096  # memory and time of the host: each has a copy of its tokens
+MOST_ENTRIES = 4096  # memory of the host, here for a copy of the tokens of each, and time
 FEWEST_TOKENS = 16  # less is computed as quickly as it is found
 TOKEN = np.dtype(np.int32)
 
@@ -54,7 +54,7 @@ class PrefixIndex:
         # All of them stand before it. What stands there and is none shares only so much with it as they can have.
         while place := bisect_right(texts, (end, math.inf)):
             known, handle = texts[place - 1]
-            length = common_length(known, text) * TOKEN.itemsize
+            length = _common_length(known, text) * TOKEN.itemsize
             if length == len(known):
                 found.append(handle)
                 length -= TOKEN.itemsize
@@ -67,7 +67,7 @@ class PrefixIndex:
         place = bisect_left(texts, (text,))
         best, length = 0, 0
         for known, handle in texts[max(0, place - 1) : place + 1]:
-            if (found := common_length(known, text)) > length:
+            if (found := _common_length(known, text)) > length:
                 best, length = handle, found
         return (best, length) if length >= FEWEST_TOKENS else (0, 0)
 
@@ -90,8 +90,12 @@ class PrefixIndex:
         return len(self._entries[handle][1]) // TOKEN.itemsize
 
 
-def common_length(a: bytes, b: bytes) -> int:
+def common_length(a: np.ndarray, b: np.ndarray) -> int:
     """How many tokens both begin with."""
-    shorter = min(len(a), len(b)) // TOKEN.itemsize
-    differing: np.ndarray[Any, Any] = np.frombuffer(a, TOKEN, shorter) != np.frombuffer(b, TOKEN, shorter)
+    shorter = min(len(a), len(b))
+    differing: np.ndarray[Any, Any] = a[:shorter] != b[:shorter]
     return int(differing.argmax()) if differing.any() else shorter
+
+
+def _common_length(a: bytes, b: bytes) -> int:
+    return common_length(np.frombuffer(a, TOKEN), np.frombuffer(b, TOKEN))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from batchserve.attention.prefix_index import FEWEST_TOKENS, MOST_ENTRIES
+from batchserve.attention.prefix_index import FEWEST_TOKENS, MOST_ENTRIES, common_length
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
@@ -44,9 +44,8 @@ class PrefixTree:
 
     def __init__(self) -> None:
         self._roots: dict[Hashable, PrefixNode] = {}
-        self._nodes: OrderedDict[PrefixNode, None] = (
-            OrderedDict()
-        )  # finds the first at once, also behind many that went
+        # Ordered, not a dict, which would look for its first one behind all that went.
+        self._nodes: OrderedDict[PrefixNode, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -91,7 +90,7 @@ class PrefixTree:
         while node is not None and length < len(token_ids):
             node = node.children.get(int(token_ids[length]))
             if node is not None:
-                common = _common_length(node.token_ids, token_ids[length:])
+                common = common_length(node.token_ids, token_ids[length:])
                 path.append(node)
                 length += common
                 if common < len(node.token_ids):
@@ -155,10 +154,3 @@ class PrefixTree:
                 raise RuntimeError(f"a kept prefix of {len(node.slots)} K/V slots is nobody's, or would go too early")
         if len(reached) != len(older):
             raise RuntimeError(f"of {len(reached)} kept prefixes {len(older)} are in order to be dropped")
-
-
-def _common_length(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens both begin with."""
-    shorter = min(len(a), len(b))
-    differing = a[:shorter] != b[:shorter]
-    return int(differing.argmax()) if differing.any() else shorter

@@ -506,9 +506,14 @@ def test_a_header_that_would_take_many_times_its_size_to_read_is_not_read(
 
 
 def test_drafts_are_saved_under_the_longest_names_that_files_have(tmp_path: Path) -> None:
-    path = tmp_path / ("\N{GREEK SMALL LETTER LAMDA}" * 127)
-    warmed().save(path, "fingerprint")
-    MixtureDrafter().load(path, "fingerprint", VOCAB_SIZE)
+    path, drafter, loaded = tmp_path / ("\N{GREEK SMALL LETTER LAMDA}" * 127), warmed(), MixtureDrafter()
+    drafter.save(path, "fingerprint")
+    assert [*tmp_path.iterdir()] == [path]
+    loaded.load(path, "fingerprint", VOCAB_SIZE)
+    for each in (drafter, loaded):
+        each.start(DraftRequest("again", [1, 2, 3], scope=SCOPE))
+    assert propose(loaded, "again") == propose(drafter, "again")
+    assert len(propose(loaded, "again"))
 
 
 def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
