@@ -17,6 +17,7 @@ from batchserve.scheduler.acceptance import AcceptanceModel, Given
 from batchserve.scheduler.draft_budget import DraftOffer, Market
 from batchserve.scheduler.draft_time import DraftTime
 from batchserve.scheduler.jacobi_window import JacobiWindow
+from batchserve.scheduler.plain_steps import PlainSteps
 from batchserve.scheduler.price import MOST_SURPRISE, SpeedUp
 from batchserve.scheduler.probing import LONG_WAIT, PATIENCE, WATCHED, Probe
 from batchserve.scheduler.standing import STANDING, UNKNOWN, bound_queries, choose_drafts, grown, note_steps
@@ -106,6 +107,7 @@ class AdaptiveDrafting:
         self._last_price = 0.0  # of the last step that was to be drafted
         self._num_steps = 0
         self._draft_time = DraftTime()
+        self._plain_steps = PlainSteps()
         self._heard: list[_Heard] = []  # steps that are not learned from yet
 
     def start(self, request_id: str, drafter: str, tpot_target_s: float | None = None) -> None:
@@ -177,13 +179,16 @@ class AdaptiveDrafting:
     def begin_step(self, load: StepLoad, alone: StepLoad, num_asked: int) -> bool:
         """A step is to be drafted that is `load` without any drafts; `alone` are its decoding rows only.
 
-        Whether anybody is to be asked: there is room for a row, or it is time to see how long drafting takes by now.
+        Whether anybody is to be asked: there is room for a row, or it is time to see how long drafting takes by now;
+        and it is not time to see how long a step takes without drafts.
         """
         self._learn()
         gain = self._speed_up.ratio(alone.num_requests)
         room_s = self._max_step_s - self._draft_time.predict(num_asked)
         self._market = market = Market.open(self.step_time, load, alone, gain, self._max_inflation, room_s)
         self._last_price = market.price
+        if load == alone and self._plain_steps.is_due(alone.num_requests, self.step_time.factor):
+            return False
         least_s = market.without_s + market.row_s
         return least_s <= self._max_step_s and self._draft_time.is_tried(num_asked, is_too_long=room_s < least_s)
 
@@ -321,9 +326,14 @@ class AdaptiveDrafting:
 
         Drafting is in it as long as it usually takes: nobody's account is charged for a pause.
         """
-        times = outcome.forward_s, outcome.host_s
+        times, is_apart = (outcome.forward_s, outcome.host_s), self._is_apart(outcome)
         predicted_s, without_s, decoding_s = self.step_time.observe(
-            outcome.load, *times, num_steps=num_steps, without=outcome.without, decoding=outcome.decoding
+            outcome.load,
+            *times,
+            num_steps=num_steps,
+            without=outcome.without,
+            decoding=outcome.decoding,
+            is_apart=is_apart,
         )
         draft_s = usual_s = 0.0
         if outcome.num_asked:
@@ -338,6 +348,13 @@ class AdaptiveDrafting:
                 self._speed_up.observe(outcome.decoding.num_requests, num_tokens, decode_s, decoding_s)
         self.last = Introspection(self._last_price, predicted_s + usual_s, outcome.step_s)
         return 1.0 + (predicted_s - without_s + usual_s) / decoding_s
+
+    def _is_apart(self, outcome: StepOutcome) -> bool:
+        """Whether it is the first without drafts and prompts behind many with drafts."""
+        is_drafted = outcome.load != outcome.without
+        if not is_drafted and outcome.without != outcome.decoding:
+            return False
+        return self._plain_steps.note(outcome.decoding.num_requests, self.step_time.factor, is_drafted=is_drafted)
 
 
 def _together(heard: Sequence[_Heard]) -> tuple[Mapping[str, Sequence[int]], Mapping[str, int] | None]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from batchserve.scheduler.time_kernels import HOST, LOG_FACTOR, NUM_SLOPES, learn_step, seconds_at
+from batchserve.scheduler.time_kernels import HOST, LOG_FACTOR, NUM_SLOPES, first_covariance, learn_step, seconds_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,6 +80,7 @@ class StepTimeModel:
         self._slopes[: len(slopes)] = slopes
         # What `seconds_at` takes; `learn_step` changes the shape and the factor in place.
         self.arrays = np.array(knots), np.array(lowest), np.zeros(len(knots)), self._slopes
+        self._covariance = first_covariance(self.arrays[0])
 
     @property
     def factor(self) -> float:
@@ -113,13 +114,16 @@ class StepTimeModel:
         num_steps: int = 1,
         without: StepLoad | None = None,
         decoding: StepLoad | None = None,
+        is_apart: bool = False,
     ) -> tuple[float, float, float]:
         """Learn from a step whose forward and host took so long, or from one that stands for several.
 
+        is_apart: it is of another kind than those before, and may be far off its prediction for good.
         Returns what it, and the others that are given, were predicted to take before.
         """
         loads = tuple(load), tuple(without or load), tuple(decoding or load)
-        return learn_step(self.arrays, *loads, forward_s, host_s, num_steps)  # type: ignore[no-any-return]
+        what = self._covariance, *loads, forward_s, host_s, (num_steps, is_apart)
+        return learn_step(self.arrays, *what)  # type: ignore[no-any-return]
 
 
 def grid(most_rows: int) -> list[int]:

@@ -8,11 +8,15 @@ import math
 import numpy as np
 from numba import njit
 
-FAST_RATE = 0.2  # of the factor and the host's time: a noisy neighbour is followed within some five steps
-SHAPE_RATE = 0.01  # of the slow shape
+FAST_RATE = 0.2  # of the host's time, and of the factor where a forward is far off: followed within some five steps
 # A forward further off than this says nothing of the shape. Nor does it move the factor further than one that is just
 # so far off: it may be a pause. A machine that is half as fast for good is followed within some fifteen steps.
 OUTLIER = math.log(1.3)
+# Variances of logarithms (a Kalman filter; Kalman, 1960): of a forward around its prediction, of the factor's change
+# from step to step, of the factor before anything was seen, of the shape, and of its change.
+NOISE, FACTOR_CHANGE, FACTOR_FIRST = 0.06**2, 0.03**2, 0.3**2
+SHAPE_FIRST, SHAPE_CHANGE = 0.08**2, 0.0003**2
+SHAPE_REACH = 4.0  # doublings of rows over which what is wrong with the shape is alike
 MOST_CORRECTION = math.log(4.0)
 MOST_RISE = 0.1  # of a forward: by so much more than itself the host's time is believed to have grown at once, at most
 # Of a table's slopes: seconds for one more request, row through the head, K/V entry read, pair of row and entry; the
@@ -53,33 +57,67 @@ def seconds_at(table, load, more_rows, more_attended):  # type: ignore[no-untype
     return total * math.exp(slopes[LOG_FACTOR] + shape[low] + min(1.0, share) * bend) + slopes[HOST]
 
 
-@njit(cache=True, nogil=True)
-def learn_step(table, load, without, decoding, forward_s, host_s, num_steps):  # type: ignore[no-untyped-def]
-    """Move the factor, the shape and the host's time towards a step that stands for num_steps; see StepTimeModel.
+def first_covariance(knots: np.ndarray) -> np.ndarray:
+    """Of the logarithms of the shape at the knots and, behind them, of the factor: before anything was seen.
 
+    Float64 [len(knots) + 1, len(knots) + 1].
+    """
+    apart = np.abs(np.log2(knots)[:, None] - np.log2(knots)[None, :])
+    covariance = np.zeros((len(knots) + 1, len(knots) + 1))
+    covariance[:-1, :-1] = SHAPE_FIRST * np.exp(-apart / SHAPE_REACH)
+    covariance[-1, -1] = FACTOR_FIRST
+    return covariance
+
+
+@njit(cache=True, nogil=True)
+def learn_step(table, covariance, load, without, decoding, forward_s, host_s, what):  # type: ignore[no-untyped-def]
+    """Move the factor, the shape and the host's time towards a step; see StepTimeModel.
+
+    what: the number of steps that it stands for, and whether it is far from those before: such a one is no outlier.
     Returns what it, `without` and `decoding` were predicted to take before.
     """
-    knots, _, shape, slopes = table
+    (knots, _, shape, slopes), (num_steps, is_apart) = table, what
     predicted_s = seconds_at(table, load, 0.0, 0.0)
     known = predicted_s, seconds_at(table, without, 0.0, 0.0), seconds_at(table, decoding, 0.0, 0.0)
     if not (0.0 < forward_s < math.inf and abs(host_s) < math.inf):
         return known
-    error, moved = math.log(forward_s / (predicted_s - slopes[HOST])), 0.0
+    error = math.log(forward_s / (predicted_s - slopes[HOST]))
     most_rise_s = MOST_RISE * (known[2] - slopes[HOST])  # of decoding: a long prompt's step may start many requests
+    if abs(error) > OUTLIER and not is_apart:
+        for _ in range(num_steps):
+            moved = FAST_RATE * max(-OUTLIER, min(OUTLIER, error))
+            slopes[LOG_FACTOR] += moved
+            error -= moved
+        return known
     for _ in range(num_steps):
-        moved += FAST_RATE * max(-OUTLIER, min(OUTLIER, error - moved))
-        if abs(error) <= OUTLIER:
-            slopes[HOST] += FAST_RATE * min(max(0.0, host_s) - slopes[HOST], slopes[HOST] + most_rise_s)
-    slopes[LOG_FACTOR] += moved
-    if abs(error) <= OUTLIER:
-        low, high = _segment(knots, load[0])
-        share = 1.0
-        if low < high:
-            share = min(1.0, max(0.0, (load[0] - knots[low]) / (knots[high] - knots[low])))
-        rate = min(1.0, SHAPE_RATE * num_steps)
-        shape[low] = max(-MOST_CORRECTION, min(MOST_CORRECTION, shape[low] + rate * (1.0 - share) * error))
-        shape[high] = max(-MOST_CORRECTION, min(MOST_CORRECTION, shape[high] + rate * share * error))
+        slopes[HOST] += FAST_RATE * min(max(0.0, host_s) - slopes[HOST], slopes[HOST] + most_rise_s)
+    error = max(-OUTLIER, min(OUTLIER, error))
+    _share_error(knots, shape, slopes, covariance, load[0], error, num_steps)
     return known
+
+
+@njit(cache=True, nogil=True)
+def _share_error(knots, shape, slopes, covariance, num_rows, error, num_steps):  # type: ignore[no-untyped-def]
+    """Divide a forward's error between the factor and the shape, each by how little it is known."""
+    count = len(knots)
+    low, high = _segment(knots, num_rows)
+    share = 1.0
+    if low < high:
+        share = min(1.0, max(0.0, (num_rows - knots[low]) / (knots[high] - knots[low])))
+    covariance[count, count] += FACTOR_CHANGE * num_steps
+    known_with = np.empty(count + 1)  # the covariance of each with what was seen
+    for i in range(count + 1):
+        if i < count:
+            covariance[i, i] += SHAPE_CHANGE * num_steps
+        known_with[i] = covariance[i, count] + (1.0 - share) * covariance[i, low] + share * covariance[i, high]
+    variance = known_with[count] + (1.0 - share) * known_with[low] + share * known_with[high] + NOISE / num_steps
+    for i in range(count):
+        change = error * known_with[i] / variance
+        shape[i] = max(-MOST_CORRECTION, min(MOST_CORRECTION, shape[i] + change))
+    slopes[LOG_FACTOR] += error * known_with[count] / variance
+    for i in range(count + 1):
+        for j in range(count + 1):
+            covariance[i, j] -= known_with[i] * known_with[j] / variance
 
 
 @njit(cache=True, nogil=True)
@@ -124,5 +162,5 @@ def fitting_rows(table, what, sizes, bounds):  # type: ignore[no-untyped-def]
 def compile_kernels() -> None:
     """Compile every kernel, or load it from the cache on disk."""
     table, load = (np.array([1.0, 2.0]), np.ones(2), np.zeros(2), np.zeros(NUM_SLOPES)), (1, 1, 1, 0, 0)
-    learn_step(table, load, load, load, seconds_at(table, load, 0.0, 0.0), 0.0, 1)
+    learn_step(table, first_covariance(table[0]), load, load, load, seconds_at(table, load, 0.0, 0.0), 0.0, (1, False))
     fitting_rows(table, (load, load, 0, 0), (1, 1, 2), (1.0, 1.0))
