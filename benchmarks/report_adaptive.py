@@ -159,8 +159,10 @@ def overhead_table() -> str:
         for name, cell in part["contenders"].items():
             parts = [f"{cell['median_ms_by_part'].get(each, 0.0):.2f}" for each in PARTS]
             host = f"{cell['host_ms']:.2f} ({min(cell['host_ms_of_runs']):.2f} to {max(cell['host_ms_of_runs']):.2f})"
-            rows.append([model, name, host, f"{cell['scheduler_and_drafts_ms']:.2f}", *parts])
-    return table(["model", "drafts", "host ms (of five runs)", "of it scheduler and drafts", *PARTS], rows)
+            sampling = f"{cell['median_ms_by_part']['sampling']:.2f}"
+            rows.append([model, name, host, f"{cell['scheduler_and_drafts_ms']:.2f}", *parts, sampling])
+    head = ["model", "drafts", "host ms (of five runs)", "of it scheduler and drafts"]
+    return table([*head, *PARTS, "beside it: sampling"], rows)
 
 
 def warm_overhead_table() -> str:
