@@ -9,6 +9,8 @@ from typing import Any
 from benchmarks.report_drafting import read, table
 
 LENGTHS = ("off", "2", "4", "8", "16")
+CONTROL = "off again"  # benchmarks.adaptive.driver's
+REQUESTS = (f"a request in ten is below [{CONTROL}]", f"the slowest [{CONTROL}]")
 HOST_FIGURES = ("host_ms", "scheduler_and_drafts_ms", "commit_to_launch_ms")
 PARTS = (
     "schedule",
@@ -32,6 +34,21 @@ def result(name: str, folder: str = "adaptive") -> dict[str, Any]:
 def interval(cell: dict[str, float]) -> str:
     """A median ratio with its interval."""
     return f"{cell['median']:.2f} ({cell['low']:.2f} to {cell['high']:.2f})"
+
+
+def beside_control(contenders: dict[str, Any], show: Callable[[dict[str, Any]], str]) -> str:
+    """A figure of adaptive, and in brackets the control's; "-" in results of before there was one."""
+    again = show(contenders[CONTROL]) if CONTROL in contenders else "-"
+    return f"{show(contenders['adaptive'])} [{again}]"
+
+
+def requests_beside_control(contenders: dict[str, Any]) -> list[str]:
+    """What one request in ten is below, and the slowest."""
+
+    def show(name: str) -> str:
+        return beside_control(contenders, lambda cell: f"{cell[name]:.2f}")
+
+    return [show(f"{which}_request_over_off") for which in ("p10", "slowest")]
 
 
 def cells_of(models: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
@@ -83,15 +100,14 @@ def gain_table(folder: str = "adaptive") -> str:
                     size,
                     f"{cell['pooled_over_off']:.2f}",
                     interval(adaptive["over_off"]),
-                    f"{adaptive['p10_request_over_off']:.2f}",
-                    f"{adaptive['slowest_request_over_off']:.2f}",
+                    *requests_beside_control(cell["contenders"]),
                     f"{cell['end_to_end_over_off']:.2f}",
                     f"{adaptive['acceptance_length']:.2f}",
                     f"{adaptive['draft_rows_per_token']:.2f}",
                 ]
             )
-    head = ["model", "text", "requests", "decoding, adaptive / off", "pair by pair", "a request in ten is below"]
-    return table([*head, "the slowest", "end to end", "acceptance length", "draft rows a token"], rows)
+    head = ["model", "text", "requests", "decoding, adaptive / off", "pair by pair", *REQUESTS]
+    return table([*head, "end to end", "acceptance length", "draft rows a token"], rows)
 
 
 def lengths_table() -> str:
@@ -121,11 +137,11 @@ def never_slower_table() -> str:
     for model, part in result("never_slower")["models"].items():
         for name, sizes in part["cells"].items():
             for size, cell in sizes.items():
-                adaptive = cell["contenders"]["adaptive"]
-                p10 = f"{adaptive['p10_request_over_off']:.2f}"
+                by = cell["contenders"]
+                ratios = [interval(by[each]["over_off"]) if each in by else "-" for each in ("adaptive", CONTROL)]
                 share = f"{cell['draft_row_share_once_learned']:.2%}"
-                rows.append([model, name, size, interval(adaptive["over_off"]), p10, share])
-    head = ["model", "what gains nothing", "requests", "adaptive / off", "a request in ten is below"]
+                rows.append([model, name, size, *ratios, *requests_beside_control(by), share])
+    head = ["model", "what gains nothing", "requests", "adaptive / off", f"{CONTROL} / off", *REQUESTS]
     return table([*head, "draft rows behind 32 steps"], rows)
 
 

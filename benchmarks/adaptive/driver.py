@@ -25,6 +25,7 @@ from batchserve.scheduler.adaptive import AdaptiveDrafting
 MOST_DRAFT_TOKENS = 64
 BRANCH_LENGTH = 32
 CONFIDENCE = 0.9
+CONTROL = "off again"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,6 +39,11 @@ class Contender:
 
 def fixed(length: int) -> Contender:
     return Contender(str(length) if length else "off", length)
+
+
+def control() -> Contender:
+    """The same as fixed(0) but for its name: what it shows against that is the machine's noise."""
+    return Contender(CONTROL, 0)
 
 
 @dataclasses.dataclass(slots=True)
