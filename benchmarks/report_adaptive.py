@@ -83,7 +83,8 @@ def regret_wall_table() -> str:
             best = cell["contenders"][cell["best_length"]]["over_off"]
             adaptive = cell["contenders"]["adaptive"]["over_off"]
             ratio = interval(cell["adaptive_over_best"])
-            rows.append([model, name, size, f"{interval(best)} [{cell['best_length']}]", interval(adaptive), ratio])
+            requests = "1 to 16" if size == "trace" else size
+            rows.append([model, name, requests, f"{interval(best)} [{cell['best_length']}]", interval(adaptive), ratio])
     head = ["model", "text", "requests", "best length / off [it]", "adaptive / off", "adaptive / best length"]
     return table(head, rows)
 

@@ -33,8 +33,9 @@ from batchserve.scheduler.adaptive import AdaptiveDrafting
 from batchserve.scheduler.plan import SchedulerOutput
 from batchserve.scheduler.scheduler import Scheduler
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
-from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS, Contender, Driver, Run, WarmDrafter, fixed
+from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS, Contender, Driver, Run, fixed
 from benchmarks.adaptive.oracle import KnownOdds, Oracle
+from benchmarks.adaptive.warm_drafter import WarmDrafter
 from benchmarks.adaptive.workloads import Options, new_drafter, recorded_sets, say, write
 from benchmarks.common import RESULTS
 
