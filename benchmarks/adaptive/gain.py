@@ -5,8 +5,9 @@
 Recorded answers forced through random Llamas of about 90M and 430M parameters: the decode phase, adaptive over off, in
 pairs of runs that take turns and give the same tokens, a part of each request's answer. "pooled": of all pairs
 together, the time of one over that of the other. "off again": without drafts a second time in the same turns, which
-shows what any figure is where nothing differs. End to end: the measured time of computing such prompts alone, added
-to both. How much of what could be had that is: benchmarks.adaptive.ceiling, on the step times measured here.
+shows what any figure is where nothing differs. End to end is calculated: the measured time of such a prompt computed
+alone, and a whole answer of mean length at the rate of all requests together. How much of what could be had that is:
+benchmarks.adaptive.ceiling, on the step times measured here.
 """
 
 from __future__ import annotations
