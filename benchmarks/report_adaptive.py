@@ -10,6 +10,7 @@ from benchmarks.report_drafting import read, table
 
 LENGTHS = ("off", "2", "4", "8", "16")
 CONTROL = "off again"  # benchmarks.adaptive.driver's
+LOW = 0.95  # of the best length's rate
 REQUESTS = (f"a request in ten is below [{CONTROL}]", f"the slowest [{CONTROL}]")
 HOST_FIGURES = ("host_ms", "scheduler_and_drafts_ms", "commit_to_launch_ms")
 PARTS = (
@@ -74,6 +75,19 @@ def breadth_table() -> str:
         for text, sizes in texts.items()
     ]
     return table(["drafter", "text", "1 request", "4", "16", "1 to 32"], rows)
+
+
+def breadth_least() -> str:
+    """What the least of all cells is, in words."""
+    cells = [
+        (cell["adaptive_over_best"], f"{drafter}, {text}, {'1 to 32' if size == 'trace' else size}")
+        for drafter, texts in result("breadth")["drafters"].items()
+        for text, sizes in texts.items()
+        for size, cell in sizes.items()
+    ]
+    least, where = min(cells)
+    num_low = sum(ratio < LOW for ratio, _ in cells)
+    return f"The least of these {len(cells)} cells is {least:.1%} ({where}); below {LOW:.0%}: {num_low}."
 
 
 def regret_wall_table() -> str:
@@ -276,6 +290,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "regret": regret_table,
     "regret amx": partial(regret_table, "adaptive_amx"),
     "breadth": breadth_table,
+    "breadth least": breadth_least,
     "regret wall": regret_wall_table,
     "gain": gain_table,
     "gain amx": partial(gain_table, "adaptive_amx"),
