@@ -109,7 +109,7 @@ def _in_pairs(
     if best != "off":
         contenders.insert(1, fixed(int(best)))
     runs = interleave(contenders, options.pairs, run)
-    found = {
+    found: dict[str, Any] = {
         "best_length": best,
         "tokens_of_a_run": sum(tokens for _, tokens in load),
         "adaptive_over_best": over(runs["adaptive"], runs[best]),
