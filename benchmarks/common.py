@@ -7,9 +7,11 @@ import os
 import platform
 import random
 import statistics
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ import transformers  # noqa: E402
 import batchserve  # noqa: E402
 from batchserve.errors import ConfigError  # noqa: E402
 
+ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -42,7 +45,25 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "batchserve": batchserve.__version__,
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
     }
+
+
+def commit() -> str | None:
+    """The checkout's short commit, with "+changes" where tracked files but results differ from it; None without git."""
+    if not (ROOT / ".git").exists():
+        return None
+    try:
+        head = _git("rev-parse", "--short", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)benchmarks/results")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("+changes" if changed else "")
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(("git", *arguments), cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
 
 @contextmanager
@@ -94,6 +115,7 @@ def chat_prompts(count: int, seed: int) -> list[str]:
 
 
 def write_results(name: str, payload: dict[str, Any]) -> Path:
+    """With what a reader needs to judge them."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"environment": environment(), **payload}, indent=1) + "\n")

@@ -9,6 +9,9 @@ from typing import Any
 from benchmarks.report_drafting import read, table
 
 LENGTHS = ("off", "2", "4", "8", "16")
+CONTROL = "off again"  # benchmarks.adaptive.driver's
+LOW = 0.95  # of the best length's rate
+REQUESTS = (f"a request in ten is below [{CONTROL}]", f"the slowest [{CONTROL}]")
 HOST_FIGURES = ("host_ms", "scheduler_and_drafts_ms", "commit_to_launch_ms")
 PARTS = (
     "schedule",
@@ -32,6 +35,21 @@ def result(name: str, folder: str = "adaptive") -> dict[str, Any]:
 def interval(cell: dict[str, float]) -> str:
     """A median ratio with its interval."""
     return f"{cell['median']:.2f} ({cell['low']:.2f} to {cell['high']:.2f})"
+
+
+def beside_control(contenders: dict[str, Any], show: Callable[[dict[str, Any]], str]) -> str:
+    """A figure of adaptive, and in brackets the control's; "-" in results of before there was one."""
+    again = show(contenders[CONTROL]) if CONTROL in contenders else "-"
+    return f"{show(contenders['adaptive'])} [{again}]"
+
+
+def requests_beside_control(contenders: dict[str, Any]) -> list[str]:
+    """What one request in ten is below, and the slowest."""
+
+    def show(name: str) -> str:
+        return beside_control(contenders, lambda cell: f"{cell[name]:.2f}")
+
+    return [show(f"{which}_request_over_off") for which in ("p10", "slowest")]
 
 
 def cells_of(models: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
@@ -59,6 +77,19 @@ def breadth_table() -> str:
     return table(["drafter", "text", "1 request", "4", "16", "1 to 32"], rows)
 
 
+def breadth_least() -> str:
+    """What the least of all cells is, in words."""
+    cells = [
+        (cell["adaptive_over_best"], f"{drafter}, {text}, {'1 to 32' if size == 'trace' else size}")
+        for drafter, texts in result("breadth")["drafters"].items()
+        for text, sizes in texts.items()
+        for size, cell in sizes.items()
+    ]
+    least, where = min(cells)
+    num_low = sum(ratio < LOW for ratio, _ in cells)
+    return f"The least of these {len(cells)} cells is {least:.1%} ({where}); below {LOW:.0%}: {num_low}."
+
+
 def regret_wall_table() -> str:
     rows = []
     for model, name, found in cells_of(result("regret")["models"]):
@@ -66,7 +97,8 @@ def regret_wall_table() -> str:
             best = cell["contenders"][cell["best_length"]]["over_off"]
             adaptive = cell["contenders"]["adaptive"]["over_off"]
             ratio = interval(cell["adaptive_over_best"])
-            rows.append([model, name, size, f"{interval(best)} [{cell['best_length']}]", interval(adaptive), ratio])
+            requests = "1 to 16" if size == "trace" else size
+            rows.append([model, name, requests, f"{interval(best)} [{cell['best_length']}]", interval(adaptive), ratio])
     head = ["model", "text", "requests", "best length / off [it]", "adaptive / off", "adaptive / best length"]
     return table(head, rows)
 
@@ -83,15 +115,14 @@ def gain_table(folder: str = "adaptive") -> str:
                     size,
                     f"{cell['pooled_over_off']:.2f}",
                     interval(adaptive["over_off"]),
-                    f"{adaptive['p10_request_over_off']:.2f}",
-                    f"{adaptive['slowest_request_over_off']:.2f}",
+                    *requests_beside_control(cell["contenders"]),
                     f"{cell['end_to_end_over_off']:.2f}",
                     f"{adaptive['acceptance_length']:.2f}",
                     f"{adaptive['draft_rows_per_token']:.2f}",
                 ]
             )
-    head = ["model", "text", "requests", "decoding, adaptive / off", "pair by pair", "a request in ten is below"]
-    return table([*head, "the slowest", "end to end", "acceptance length", "draft rows a token"], rows)
+    head = ["model", "text", "requests", "decoding, adaptive / off", "pair by pair", *REQUESTS]
+    return table([*head, "end to end", "acceptance length", "draft rows a token"], rows)
 
 
 def lengths_table() -> str:
@@ -121,11 +152,11 @@ def never_slower_table() -> str:
     for model, part in result("never_slower")["models"].items():
         for name, sizes in part["cells"].items():
             for size, cell in sizes.items():
-                adaptive = cell["contenders"]["adaptive"]
-                p10 = f"{adaptive['p10_request_over_off']:.2f}"
+                by = cell["contenders"]
+                ratios = [interval(by[each]["over_off"]) if each in by else "-" for each in ("adaptive", CONTROL)]
                 share = f"{cell['draft_row_share_once_learned']:.2%}"
-                rows.append([model, name, size, interval(adaptive["over_off"]), p10, share])
-    head = ["model", "what gains nothing", "requests", "adaptive / off", "a request in ten is below"]
+                rows.append([model, name, size, *ratios, *requests_beside_control(by), share])
+    head = ["model", "what gains nothing", "requests", "adaptive / off", f"{CONTROL} / off", *REQUESTS]
     return table([*head, "draft rows behind 32 steps"], rows)
 
 
@@ -159,8 +190,10 @@ def overhead_table() -> str:
         for name, cell in part["contenders"].items():
             parts = [f"{cell['median_ms_by_part'].get(each, 0.0):.2f}" for each in PARTS]
             host = f"{cell['host_ms']:.2f} ({min(cell['host_ms_of_runs']):.2f} to {max(cell['host_ms_of_runs']):.2f})"
-            rows.append([model, name, host, f"{cell['scheduler_and_drafts_ms']:.2f}", *parts])
-    return table(["model", "drafts", "host ms (of five runs)", "of it scheduler and drafts", *PARTS], rows)
+            sampling = f"{cell['median_ms_by_part']['sampling']:.2f}"
+            rows.append([model, name, host, f"{cell['scheduler_and_drafts_ms']:.2f}", *parts, sampling])
+    head = ["model", "drafts", "host ms (of five runs)", "of it scheduler and drafts"]
+    return table([*head, *PARTS, "beside it: sampling"], rows)
 
 
 def warm_overhead_table() -> str:
@@ -257,6 +290,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "regret": regret_table,
     "regret amx": partial(regret_table, "adaptive_amx"),
     "breadth": breadth_table,
+    "breadth least": breadth_least,
     "regret wall": regret_wall_table,
     "gain": gain_table,
     "gain amx": partial(gain_table, "adaptive_amx"),

@@ -273,9 +273,17 @@ def _build_drafter(
 
 
 def count_parameters(model: torch.nn.Module) -> int:
-    """Packed weights, which are no longer parameters, included; a weight that two layers share counts twice."""
-    in_packed = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, packed.PackedLinear))
-    return in_packed + sum(parameter.numel() for parameter in model.parameters())
+    """Distinct weights, as many after packing as before: a weight that layers share counts once."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    shared = getattr(model, "all_tied_weights_keys", {})  # transformers': whose weight is another's
+    # What is packed is no parameter any more, and of a shared weight a copy beside it.
+    for name, module in model.named_modules():
+        if isinstance(module, packed.PackedLinear):
+            count += 0 if f"{name}.weight" in shared else module.in_features * module.out_features
+            count += 0 if module.bias is None else module.bias.numel()
+        elif isinstance(module, packed.FusedRMSNorm):
+            count += module.weight.numel()
+    return count
 
 
 def machine_name(device: torch.device) -> str:

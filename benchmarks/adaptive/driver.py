@@ -9,22 +9,22 @@ from __future__ import annotations
 import dataclasses
 import random
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count, cycle, islice
 from math import comb
 
 from batchserve.attention.paged import PagedBackend
 from batchserve.bench.replay import SCOPE, ReplayRecord
-from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree
-from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.engine.engine_core import EngineCore, Event
 from batchserve.errors import BatchserveError, ConfigError
-from batchserve.request import DraftScope, Request, ResolvedSampling, ResolvedSpeculation
+from batchserve.request import Request, ResolvedSampling, ResolvedSpeculation
 from batchserve.scheduler.adaptive import AdaptiveDrafting
+from benchmarks.adaptive.warm_drafter import WarmDrafter
 
 MOST_DRAFT_TOKENS = 64
 BRANCH_LENGTH = 32
 CONFIDENCE = 0.9
+CONTROL = "off again"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,6 +38,11 @@ class Contender:
 
 def fixed(length: int) -> Contender:
     return Contender(str(length) if length else "off", length)
+
+
+def control() -> Contender:
+    """The same as fixed(0) but for its name: what it shows against that is the machine's noise."""
+    return Contender(CONTROL, 0)
 
 
 @dataclasses.dataclass(slots=True)
@@ -71,69 +76,6 @@ class Run:
         return self.tokens / self.requests_steps
 
 
-class WarmDrafter(Drafter):
-    """A drafter that has seen some records, and nothing else at the beginning of each run (`renew`).
-
-    on_query is called with the number of requests that are to be drafted.
-    """
-
-    def __init__(
-        self, inner: Drafter, warm: Sequence[ReplayRecord] = (), on_query: Callable[[int], None] = lambda number: None
-    ) -> None:
-        self._inner = inner
-        self._warm = warm
-        self._on_query = on_query
-        self._is_new = False  # nobody has begun since it was renewed
-        self.renew()
-
-    def renew(self) -> None:
-        """Forget all but the records: what a run shares, and what it teaches, the next one would find."""
-        if self._is_new:
-            return
-        self._inner.clear_scope(SCOPE)
-        for i, record in enumerate(self._warm):
-            name = f"warm-{i}"
-            self._inner.start(DraftRequest(name, record.prompt_token_ids, references=record.references, scope=SCOPE))
-            self._inner.accept(name, record.response_token_ids)
-            self._inner.share(name, record.response_token_ids)
-            self._inner.end(name)
-        self._is_new = True
-
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
-    def start(self, request: DraftRequest) -> None:
-        self._is_new = False
-        self._inner.start(dataclasses.replace(request, scope=SCOPE, drafter=""))
-
-    def propose(self, queries: Sequence[DraftQuery]) -> list[DraftTree]:
-        self._on_query(len(queries))
-        return self._inner.propose(queries)
-
-    def propose_all(self, queries: DraftQueries) -> DraftForest:
-        self._on_query(len(queries))
-        return self._inner.propose_all(queries)
-
-    def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
-        self._inner.accept(request_id, token_ids)
-
-    def accept_all(self, token_ids: Mapping[str, Sequence[int]]) -> None:
-        self._inner.accept_all(token_ids)
-
-    def catch_up(self, token_ids: Mapping[str, Sequence[int]]) -> None:
-        self._inner.catch_up(token_ids)
-
-    def end(self, request_id: str) -> None:
-        self._inner.end(request_id)
-
-    def clear_scope(self, scope: DraftScope) -> None:
-        self._inner.clear_scope(scope)
-
-    def memory_bytes(self) -> int:
-        return self._inner.memory_bytes()
-
-
 @dataclasses.dataclass(slots=True)
 class Flight:
     """A request under way: where its answer began, and its seconds."""
@@ -164,10 +106,12 @@ class Driver:
         contender: Contender,
         *,
         seed: int = 0,
+        is_cut: bool = False,
     ) -> Run:
         """Hold the load's numbers of requests, each until so many tokens were given, then drop what is under way.
 
-        load: (requests at once, tokens). A request joins when one leaves; the records come round again when they are
+        load: (requests at once, tokens). A request joins when one leaves; where the load falls, requests leave as they
+        end, or is_cut: the youngest are dropped at once; the records come round again when they are
         used up. Those of the beginning stand somewhere in the first half of their answers, as in an engine that has
         been running.
         """
@@ -178,6 +122,8 @@ class Driver:
         flights: list[Flight] = []
         done = 0
         for size, num_tokens in load:
+            if is_cut:
+                flights = self._cut(flights, size, run)
             while run.tokens - done < num_tokens:
                 while len(flights) < size:
                     record = next(source)
@@ -225,6 +171,14 @@ class Driver:
         run.requests_steps = sum(flight.steps for flight in measured)
         run.request_rates = [flight.num_tokens / flight.seconds for flight in measured]
         return run
+
+    def _cut(self, flights: list[Flight], most: int, run: Run) -> list[Flight]:
+        """The oldest; the others are dropped."""
+        for flight in flights[most:]:
+            _note(flight, run)
+            self.core.abort(flight.request)
+            del self.core.runner.forced[flight.request.request_id]
+        return flights[:most]
 
     def _begin(self, contender: Contender) -> None:
         drafts = self.core.drafts

@@ -4,8 +4,10 @@
 
 Recorded answers forced through random Llamas of about 90M and 430M parameters: the decode phase, adaptive over off, in
 pairs of runs that take turns and give the same tokens, a part of each request's answer. "pooled": of all pairs
-together, the time of one over that of the other. End to end: the measured time of computing such prompts alone, added
-to both. How much of what could be had that is: benchmarks.adaptive.ceiling, on the step times measured here.
+together, the time of one over that of the other. "off again": without drafts a second time in the same turns, which
+shows what any figure is where nothing differs. End to end is calculated: the measured time of such a prompt computed
+alone, and a whole answer of mean length at the rate of all requests together. How much of what could be had that is:
+benchmarks.adaptive.ceiling, on the step times measured here.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import time
 from typing import Any
 
 from batchserve.request import GREEDY, Request
-from benchmarks.adaptive.driver import Contender, Run, fixed, interleave, summary
+from benchmarks.adaptive.driver import Contender, Run, control, fixed, interleave, summary
 from benchmarks.adaptive.workloads import (
     Lab,
     Options,
@@ -59,7 +61,7 @@ def on_wall(bench: Lab, workload: Workload, options: Options) -> dict[str, Any]:
 
         # The fewer requests at once, the more depends on which texts they are.
         pairs = options.pairs * (2 if size < FEW and not options.is_quick else 1)
-        runs = interleave((fixed(0), bench.adaptive()), pairs, run)
+        runs = interleave((fixed(0), bench.adaptive(), control()), pairs, run)
         found = {name: summary(of, runs["off"]) for name, of in runs.items()}
         rates = {name: sum(r.tokens for r in of) / sum(r.seconds for r in of) for name, of in runs.items()}
         whole_s = {name: prefill_s + answer / rate for name, rate in rates.items()}

@@ -5,7 +5,8 @@
 Two ways to gain nothing: a hostile drafter, whose drafts are always wrong and claim to be certain; and answers of
 random tokens, of which the drafter knows nothing. Adaptive over off, in pairs of runs that take turns in one process,
 on the bundled model (whose steps are so short that every microsecond shows) and on a random Llama of about 90M
-parameters. Also the share of draft rows behind the first steps, and the slowest request.
+parameters. "off again": without drafts a second time in the same turns, which shows what any figure is where nothing
+differs. Also the share of draft rows behind the first steps, and the slowest request.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from batchserve.bench.replay import ReplayRecord
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree
-from benchmarks.adaptive.driver import Contender, Run, fixed, interleave, summary
+from benchmarks.adaptive.driver import Contender, Run, control, fixed, interleave, summary
 from benchmarks.adaptive.workloads import Lab, Options, Workload, lab, new_drafter, read_options, say, write
 
 SIZES = (1, 4, 16)
@@ -86,7 +87,7 @@ def measure(bench: Lab, model: str, options: Options) -> dict[str, Any]:
             def run(contender: Contender, number: int, load: Any = load, records: Any = workload.records) -> Run:
                 return bench.driver.run(records, load, contender, seed=number)
 
-            runs = interleave((fixed(0), adaptive), pairs, run)
+            runs = interleave((fixed(0), adaptive, control()), pairs, run)
             found[name][str(size)] = {
                 "tokens_of_a_run": load[0][1],
                 "draft_row_share_once_learned": round(

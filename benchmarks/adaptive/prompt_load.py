@@ -22,8 +22,9 @@ from batchserve.config import PROMPT_INFLATION, EngineConfig
 from batchserve.request import Request
 from batchserve.scheduler.adaptive import AdaptiveDrafting
 from batchserve.types import SamplingParams, SpeculationParams
-from benchmarks.adaptive.driver import WarmDrafter, median_interval
+from benchmarks.adaptive.driver import median_interval
 from benchmarks.adaptive.prefill import p99
+from benchmarks.adaptive.warm_drafter import WarmDrafter
 from benchmarks.adaptive.workloads import Lab, Options, lab, new_drafter, read_options, say, write
 from benchmarks.common import chat_prompts, refusing_bad_input, spread
 

@@ -27,7 +27,8 @@ from batchserve.runner.loader import resolve_model
 from batchserve.scheduler.adaptive import AdaptiveDrafting
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from batchserve.types import SamplingParams, SpeculationParams
-from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS, Contender, Driver, WarmDrafter
+from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS, Contender, Driver
+from benchmarks.adaptive.warm_drafter import WarmDrafter
 from benchmarks.common import RESULTS, chat_prompts, find_sets, write_results
 from tools.widen_model import MAX_POSITIONS, deepen_folder, random_model, save
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from batchserve.config import MiB
-from benchmarks.adaptive.driver import WarmDrafter, fixed
+from benchmarks.adaptive.driver import fixed
+from benchmarks.adaptive.warm_drafter import WarmDrafter
 from benchmarks.adaptive.workloads import new_drafter
 from benchmarks.gpu import answers
 from benchmarks.gpu.kit import Kit, Report, used_memory

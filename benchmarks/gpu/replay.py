@@ -22,11 +22,11 @@ from benchmarks.adaptive.driver import (
     Contender,
     Driver,
     Run,
-    WarmDrafter,
     fixed,
     interleave,
     summary,
 )
+from benchmarks.adaptive.warm_drafter import WarmDrafter
 from benchmarks.adaptive.workloads import WARM_SHARE, new_drafter
 from benchmarks.gpu import answers
 from benchmarks.gpu.kit import Kit, Report
