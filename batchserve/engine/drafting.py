@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from batchserve.scheduler.plan import SchedulerOutput
     from batchserve.scheduler.step_time import StepTimeModel
 
+SCARCE = 64  # K/V entries for each request, beside its drafts: with fewer that are free, who comes first matters
 LATE_STEPS = 4  # whoever was not asked for more of them is told what has happened since in one piece
 
 
@@ -97,18 +98,21 @@ class DraftStage:
         return forest if len(places) == num_trees else forest.spread(places, num_trees)
 
     def _with_memory(self, request_ids: Sequence[str], forest: DraftForest) -> DraftForest:
-        """What there is memory for. Several requests may have been promised the same last of it: where a tree does not
-        fit, its first nodes are run, and no window, which is of no use in part.
+        """What there is memory for. Several requests may have been promised the same last of it: the tree whose rows
+        are likeliest gets it. Where one does not fit, its first nodes are run, and no window, which is of no use in
+        part.
         """
         sizes = forest.sizes.tolist()
-        names, rows = [*compress(request_ids, sizes)], [1 + size for size in sizes if size]
-        if self._allocator.reserve_all(names, rows):
+        starts = compress(forest.starts[:-1].tolist(), sizes)
+        trees = [*zip(compress(request_ids, sizes), starts, filter(None, sizes), strict=True)]
+        if self._allocator.free_tokens < len(forest.token_ids) + SCARCE * len(trees):
+            trees.sort(key=lambda tree: -forest.probs[tree[1] : tree[1] + tree[2]].mean())
+        if self._allocator.reserve_all([name for name, _, _ in trees], [1 + size for _, _, size in trees]):
             return forest
         keep = np.ones(len(forest.token_ids), np.bool_)
-        starts = compress(forest.starts[:-1].tolist(), sizes)
-        for name, start, count in zip(names, starts, rows, strict=True):
-            end, fitting = start + count - 1, self._reserve_most(name, count)
-            if fitting < count - 1:
+        for name, start, size in trees:
+            end, fitting = start + size, self._reserve_most(name, 1 + size)
+            if fitting < size:
                 keep[start:end] = forest.is_verified[start:end]
                 keep[start + fitting : end] = False
                 if self.adaptive is not None:

@@ -215,7 +215,7 @@ def _common(a: list[int], b: list[int]) -> int:
 
 
 TestSlabs = SlabMachine.TestCase
-TestSlabs.settings = examples(100, stateful_step_count=100)  # 10,000 operations
+TestSlabs.settings = examples(140, stateful_step_count=100)  # some 80 operations each: 10,000 and more
 
 
 @pytest.mark.slow

@@ -84,7 +84,10 @@ def test_a_fixed_length_shows_how_well_steps_are_predicted() -> None:
 
 
 @pytest.mark.parametrize("num_unverified", [0, 6])
-def test_where_memory_is_short_the_first_nodes_of_a_tree_are_run(num_unverified: int) -> None:
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_where_memory_is_short_the_likelier_tree_is_run_and_the_first_nodes_of_the_other(
+    num_unverified: int, first: str
+) -> None:
     """Both were promised the one extent that is free; who comes later has what is left of his own."""
     allocator = SlabAllocator([LayerShape(1, 1, 1)], torch.float32, 3 * EXTENT)
     for name in "ab":
@@ -92,10 +95,12 @@ def test_where_memory_is_short_the_first_nodes_of_a_tree_are_run(num_unverified:
         allocator.commit(name, range(EXTENT - 4))
     stage = DraftStage(NullDrafter(), None, allocator, lambda: 0.0)
     is_verified = [True] * (8 - num_unverified) + [False] * num_unverified
-    tree = DraftTree([*range(8)], [*range(-1, 7)], [0.5] * 8, is_verified)
-    forest = stage._with_memory(["a", "none", "b"], DraftForest.of([tree, DraftTree(), tree]))
-    assert forest.sizes.tolist() == [8, 0, 3 if num_unverified == 0 else 2], "a window is run whole or not at all"
-    assert allocator.reservable_tokens(["b"]) == [4]
+    trees = [DraftTree([*range(8)], [*range(-1, 7)], [0.6 if name == first else 0.5] * 8, is_verified) for name in "ab"]
+    forest = stage._with_memory(["a", "none", "b"], DraftForest.of([trees[0], DraftTree(), trees[1]]))
+    sizes = {"a": int(forest.sizes[0]), "b": int(forest.sizes[2])}
+    second = "b" if first == "a" else "a"
+    assert sizes == {first: 8, second: 3 if num_unverified == 0 else 2}, "a window is run whole or not at all"
+    assert allocator.reservable_tokens([second]) == [4]
     allocator.check_integrity({"a", "b"})
 
 

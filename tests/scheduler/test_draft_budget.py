@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import NamedTuple
 
 import numpy as np
@@ -222,3 +223,66 @@ def test_it_buys_what_brute_force_finds_best(
     chosen = tuple(choose(what, who, price, max_rows=max_rows, model=model))
     assert chosen in closed
     assert worth(chosen) == pytest.approx(best, abs=1e-9)
+
+
+class _Bounded(NamedTuple):
+    """A step of a few requests with contexts, accounts and every bound, on a bent table."""
+
+    what: DraftOffer
+    who: Bidders
+    model: StepTimeModel
+    market: Market
+    max_rows: int
+
+    @classmethod
+    def of(cls, rng: random.Random) -> _Bounded:
+        count = rng.randint(1, 4)
+        trees = [
+            sorted((rng.uniform(0.05, 0.95) for _ in range(rng.randint(0, 4))), reverse=True) for _ in range(count)
+        ]
+        seconds = np.cumsum([0.01, *(rng.uniform(0.0001, 0.004) for _ in range(3))])
+        attended_s = rng.choice([0.0, 1e-6])
+        model = StepTimeModel(StepTimeTable((1, 4, 8, 16), tuple(seconds.tolist()), per_attended_token=attended_s))
+        who = bidders(count)
+        who.contexts[:] = [rng.randint(0, 3000) for _ in range(count)]
+        load = StepLoad(count, count, count, int(who.contexts.sum()), int(who.contexts.sum()))
+        alone_s = model.predict(load)
+        who.bids[0] = [rng.choice([1.0, 2.0]) for _ in range(count)]
+        who.bids[1] = [rng.uniform(-8.0, 8.0) * alone_s for _ in range(count)]
+        who.bids[2] = 8.0 * alone_s
+        longest, never_longer_s = rng.choice([1.1, 1.25, 1.5]), rng.choice([1.2, 1.5, 10.0]) * alone_s
+        market = Market.open(model, load, load, rng.uniform(0.0, 3.0), longest, never_longer_s)
+        return cls(offer(*trees), who, model, market, rng.randint(1, 8))
+
+    def worth(self, nodes: list[int]) -> float | None:
+        """What the nodes bring beyond their time; None where a bound forbids them."""
+        owners, (load, alone_s) = self.what.owners[nodes], (self.market.load, self.market.alone_s)
+        more, attended = len(nodes), int(self.who.contexts[owners].sum())
+        step = StepLoad(load[0] + more, load[1] + more, load[2], load[3], load[4] + attended)
+        step_s = max(self.model.predict(step), alone_s + more * self.market.least_row_s)
+        urgency, ahead_s, grace_s = self.who.bids
+        tokens = 1.0 + np.bincount(owners, self.what.gains[nodes], len(urgency))
+        gained_s = tokens * alone_s - step_s
+        is_good_for_all = np.all(np.maximum(gained_s, ahead_s + gained_s + EVEN_STEPS * alone_s) >= 0.0)
+        sure_s = np.where(ahead_s >= 0.0, ahead_s + gained_s, ahead_s + alone_s - step_s)
+        is_allowed = len(nodes) <= self.max_rows and step_s <= self.market.never_longer_s
+        is_allowed &= bool(np.all(sure_s + grace_s >= 0.0)) and (step_s <= self.market.longest_s or is_good_for_all)
+        value = float((self.what.gains[nodes] * urgency[owners]).sum())
+        return value - self.market.price * (step_s - alone_s) if is_allowed else None
+
+
+@examples(150)
+@given(st.randoms(use_true_random=False))
+def test_of_all_prefixes_of_its_order_it_buys_the_best_that_every_bound_allows(rng: random.Random) -> None:
+    """Which is not always the best set: what a row takes of a bent table depends on those before it."""
+    case = _Bounded.of(rng)
+    attended_s = case.model.table.per_attended_token
+    costs = case.market.row_s + attended_s * case.who.contexts[case.what.owners]
+    ranks = case.what.gains * case.who.bids[0][case.what.owners] / costs
+    order = sorted(range(len(ranks)), key=lambda node: -ranks[node])
+    prefixes = [case.worth(order[:count]) for count in range(1, len(order) + 1)]
+    best = max([0.0, *(worth for worth in prefixes if worth is not None)])
+    chosen = np.flatnonzero(bought(case.what, case.who, case.model, case.market, case.max_rows)).tolist()
+    worth = case.worth(chosen)
+    assert worth is not None, "a bound is broken"
+    assert worth == pytest.approx(best, abs=1e-9)
