@@ -10,6 +10,20 @@ from types import FrameType
 
 
 @contextmanager
+def interrupts_end_the_process() -> Iterator[None]:
+    """A Ctrl-C that comes inside is the system's: within a compiler Python would lose it, or go on half done."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def interrupts_held() -> Iterator[Callable[[], None]]:
     """A Ctrl-C that comes inside takes effect at the end, or where the block calls what is yielded.
 

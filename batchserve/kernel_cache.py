@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import pickle
 import shutil
 import sys
 import tempfile
@@ -52,7 +53,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def forget_stale_kernels(package: Path = PACKAGE) -> None:
-    """Remove from Numba's cache beside the sources what was compiled before any of these changed.
+    """Remove from Numba's cache beside the sources what was compiled before any of these changed, and what is damaged.
 
     Numba looks at the file that a kernel is in, not at those whose code went into it: after an upgrade, or an edit, it
     would go on with a mixture of both. Where it has to keep kernels elsewhere nothing is removed.
@@ -62,9 +63,24 @@ def forget_stale_kernels(package: Path = PACKAGE) -> None:
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     stamp = package / "__pycache__" / "kernels.sha256"
     with suppress(OSError):  # a folder that nobody can write to has no kernels either
+        _forget_damaged_kernels(package)
         if stamp.exists() and stamp.read_text() == digest.hexdigest():
             return
         for index in package.rglob("*.nbi"):
             index.unlink(missing_ok=True)
         stamp.parent.mkdir(exist_ok=True)
         stamp.write_text(digest.hexdigest())
+
+
+def _forget_damaged_kernels(package: Path) -> None:
+    """Numba reads what it has kept without looking at it, and does not compile again what it cannot read.
+
+    Seen are files without their beginning or end: power that fails leaves these.
+    """
+    for kept in (*package.rglob("*.nbi"), *package.rglob("*.nbc")):
+        with kept.open("rb") as file:
+            first = file.read(1)
+            file.seek(max(0, kept.stat().st_size - 1))
+            is_whole = first == pickle.PROTO and file.read(1) == pickle.STOP
+        if not is_whole:
+            kept.unlink(missing_ok=True)

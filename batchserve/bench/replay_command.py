@@ -18,6 +18,7 @@ from batchserve.draft.factory import create_drafter
 from batchserve.draft.kernels import KernelLoader
 from batchserve.errors import ConfigError
 from batchserve.files import writing
+from batchserve.interrupts import interrupts_end_the_process
 
 if TYPE_CHECKING:
     from batchserve.bench.options import ReplayOptions
@@ -99,5 +100,6 @@ def _ready_drafter(name: str, max_draft_tokens: int) -> Drafter:
     """A new drafter whose compiled parts are there. Raises ConfigError."""
     config = EngineConfig(decoding_length=max_draft_tokens, max_num_seqs=1, max_num_batched_tokens=max_draft_tokens + 1)
     drafter = create_drafter(name, config, num_parameters=0)
-    KernelLoader(in_background=False).prepare(type(drafter).__module__)
+    with interrupts_end_the_process():
+        KernelLoader(in_background=False).prepare(type(drafter).__module__)
     return drafter

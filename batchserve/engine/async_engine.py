@@ -60,6 +60,9 @@ class Back(Protocol):
     def join(self) -> None:
         """Wait until it has ended; it has been sent End."""
 
+    def kill(self) -> None:
+        """End it now, whatever it is doing, if that can be done."""
+
 
 @dataclass(slots=True, eq=False)
 class _Stream:
@@ -258,6 +261,10 @@ class AsyncEngine:
         self._back.send(End())
         await asyncio.to_thread(self._back.join)
         self._end_clearing(self._closed)
+
+    def kill(self) -> None:
+        """Do not wait for an engine any longer that is in a process of its own: its draft cache is not saved."""
+        self._back.kill()
 
     def _check_loop(self) -> None:
         """On another loop nobody would ever be told of an answer."""

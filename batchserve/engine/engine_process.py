@@ -140,6 +140,9 @@ class EngineProcess:
         if self._process.wait() != 0:
             logger.error("the engine's process did not end in order: %s", self._how())
 
+    def kill(self) -> None:
+        self._process.kill()
+
 
 class RemoteMetrics:
     """MetricsSource of an engine in another process: where that does not answer, what it has answered last."""

@@ -40,3 +40,6 @@ class EngineThread:
 
     def join(self) -> None:
         self._thread.join()
+
+    def kill(self) -> None:
+        """A thread cannot be ended."""

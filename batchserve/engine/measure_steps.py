@@ -240,6 +240,8 @@ def _rows(name: str, rows: int, case: _Case) -> RequestRows:
 
 def _read(path: Path) -> StepTimeTable | None:
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("not a file")
         fields: dict[str, Any] = json.loads(path.read_text())
         return StepTimeTable(tuple(fields.pop("rows")), tuple(fields.pop("seconds")), **fields)
     except FileNotFoundError:

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 # After the last request ended its status is still to be sent; reflection's streams never end by themselves.
 FLUSH_GRACE_S = 1.0
 STATUS_TIMEOUT_S = 5.0
+HURRIED_S = 10.0  # behind a second signal: for a last step and the draft cache
 QUIET_S = 0.15
 ARRIVALS_TIMEOUT_S = 1.0
 MIN_PING_INTERVAL_MS = 5000
@@ -95,7 +96,7 @@ class GenerationServer:
         is_drained = True
         if self._engine is not None:
             is_drained = await _unless_hurried(self._requests_ended(self._engine), hurry)
-            await self._engine.shutdown()
+            await _shut_down(self._engine, hurry)
         await self._arrivals_ended()
         # Every call has its end now; a client that does not read it is not waited for long.
         await _unless_hurried(self._answers_read(), hurry)
@@ -248,6 +249,24 @@ async def _unless_hurried(draining: Coroutine[Any, Any, bool], hurry: asyncio.Ev
     if hurry is None:
         return await draining
     return await _either(draining, hurry.wait()) or False
+
+
+async def _shut_down(engine: AsyncEngine, hurry: asyncio.Event | None) -> None:
+    """Wait for the engine's end; not for long where that is hurried: it may stand still for good."""
+
+    async def kill() -> None:
+        assert hurry is not None
+        await hurry.wait()
+        await asyncio.sleep(HURRIED_S)
+        logger.error("the engine did not end within %g s, and is killed", HURRIED_S)
+        engine.kill()
+
+    killing = None if hurry is None else asyncio.create_task(kill())
+    try:
+        await engine.shutdown()
+    finally:
+        if killing is not None:
+            killing.cancel()
 
 
 async def _either(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, Any]) -> T | None:

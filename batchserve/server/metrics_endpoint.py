@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -25,6 +26,9 @@ from batchserve.metrics import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+BACKLOG = 128
+REQUEST_TIMEOUT_S = 30.0
+
 
 def join_address(host: str, port: int) -> str:
     """HOST:PORT, with an IPv6 address in brackets."""
@@ -45,6 +49,9 @@ class MetricsEndpoint:
             raise ConfigError(
                 f"host:metrics_port = {join_address(host, port)}: cannot listen there ({error})"
             ) from error
+        self._server.socket.listen(BACKLOG)  # by default five: the sixth that comes at once waits for a second
+        handler: Any = self._server.RequestHandlerClass
+        self._server.RequestHandlerClass = type("Handler", (_Timely, handler), {})
         self.address = join_address(host, self._server.server_port)
 
     def show(self, metrics: MetricsSource) -> None:
@@ -56,6 +63,16 @@ class MetricsEndpoint:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Timely:
+    """Of a request handler of http.server: each has a thread, and would wait for ever for who sends nothing."""
+
+    timeout = REQUEST_TIMEOUT_S
+
+    def handle(self) -> None:
+        with suppress(TimeoutError):
+            super().handle()  # type: ignore[misc]  # of the class that is mixed in
 
 
 class _EngineCollector(Collector):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -89,7 +90,8 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -
 
 
 def is_worth_logging(record: logging.LogRecord) -> bool:
-    """A filter for gRPC's own logger: False for calls that nobody is to be told of any more.
+    """A filter for gRPC's own logger: False for calls that nobody is to be told of any more, and for bytes that are no
+    message of health or reflection: any caller could fill the log.
 
     They were over before gRPC itself could send their last status, as where a deadline passes just then, or had no end
     of their own until the server stopped: health's Watch, reflection. That is nobody's error, but gRPC logs it as one,
@@ -97,9 +99,11 @@ def is_worth_logging(record: logging.LogRecord) -> bool:
     """
     kind = record.exc_info[0] if record.exc_info else None
     # Of the first kind gRPC exports the base only.
-    is_over = kind is not None and (kind.__name__ == "ExecuteBatchError" or issubclass(kind, asyncio.CancelledError))
+    is_over = kind is not None and (
+        kind.__name__ == "ExecuteBatchError" or issubclass(kind, (asyncio.CancelledError, DecodeError))
+    )
     if is_over:
-        logger.debug("a call was over before its status was sent: %s", record.getMessage())
+        logger.debug("nobody is told of a call: %s", record.getMessage())
     return not is_over
 
 

@@ -3,10 +3,11 @@
     python -m benchmarks.adaptive.regret FOLDER [--quick]
 
 Models: the bundled one's deeper copy (about 90M parameters) with its own text, and random Llamas of about 90M and 430M
-through which recorded answers are forced. "table": every cell on the measured step times, in simulation, without noise;
-also a trace whose load moves between 1 and 32 requests. "wall": off, the length that is best on the table, and
-adaptive, in pairs of runs that take turns in one process; most of a second of plain decoding each. With one model also
-a trace between 1 and 16 requests, some two seconds of plain decoding, beside the length that is best of this trace.
+through which recorded answers are forced. "table": every cell on the measured step times, in simulation, without noise,
+the records in three orders; also a trace whose load moves between 1 and 32 requests. "wall": off, the length that is
+best on the table, and adaptive, in pairs of runs that take turns in one process; most of a second of plain decoding
+each. With one model also a trace between 1 and 16 requests, some two seconds of plain decoding, beside the length that
+is best of this trace.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ TRACE, TRACE_TOKENS = (1, 2, 4, 8, 16, 32, 16, 8, 4, 2, 1), 96
 WALL_TRACE, WALL_TRACE_TOKENS, WALL_TRACE_MODEL = (1, 2, 4, 8, 16, 8, 4, 2, 1), 10, "90m"
 # Of one cell in simulation; at least so many of each request.
 TABLE_TOKENS, TABLE_TOKENS_EACH = 3000, 160
+ORDERS = 3  # of the records: whose requests meet decides who may draft at whose cost
 
 
 def on_table(simulation: Simulation, options: Options) -> dict[str, Any]:
@@ -56,19 +58,21 @@ def on_table(simulation: Simulation, options: Options) -> dict[str, Any]:
 def _compare(
     driver: Driver, simulation: Simulation, load: list[tuple[int, int]], *, is_cut: bool = False
 ) -> dict[str, Any]:
-    adaptive = simulation.adaptive()
-    runs: dict[str, Run] = {}
-    for contender in (*map(fixed, LENGTHS), adaptive):
-        runs[contender.name] = driver.run(simulation.records, load, contender, is_cut=is_cut)
-    lengths = {name: run for name, run in runs.items() if name != "adaptive"}
-    best = max(lengths, key=lambda name: lengths[name].tokens_per_s)
+    runs: dict[str, list[Run]] = {}
+    for seed in range(ORDERS):
+        adaptive = simulation.adaptive()
+        for contender in (*map(fixed, LENGTHS), adaptive):
+            run = driver.run(simulation.records, load, contender, seed=seed, is_cut=is_cut)
+            runs.setdefault(contender.name, []).append(run)
+    rates = {name: sum(run.tokens for run in of) / sum(run.seconds for run in of) for name, of in runs.items()}
+    best = max((name for name in rates if name != "adaptive"), key=lambda name: rates[name])
     assert adaptive.adaptive is not None
     reliability = adaptive.adaptive.acceptance.reliability
     return {
         "best_length": best,
-        "adaptive_over_best": round(runs["adaptive"].tokens_per_s / runs[best].tokens_per_s, 4),
-        "tokens": runs["adaptive"].tokens,
-        "contenders": {name: summary([run], [runs["off"]]) for name, run in runs.items()},
+        "adaptive_over_best": round(rates["adaptive"] / rates[best], 4),
+        "tokens": sum(run.tokens for run in runs["adaptive"]),
+        "contenders": {name: summary(of, runs["off"]) for name, of in runs.items()},
         "calibration_error": {name: round(kept.error(), 4) for name, kept in reliability.items()},
         "reliability": {
             name: {"count": kept.count, "expected": kept.expected, "hits": kept.hits}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -212,3 +213,13 @@ def test_where_nothing_can_be_kept_nothing_is_left(machine: Machine, tmp_path: P
     path.mkdir()
     measured_table(machine, 16, 4, 512, tmp_path, ["a"])  # type: ignore[arg-type]
     assert [each for each in tmp_path.rglob("*") if each.is_file()] == []
+
+
+def test_what_is_no_file_is_not_waited_for(machine: Machine, tmp_path: Path) -> None:
+    measured_table(machine, 16, 4, 512, tmp_path, ["a"])  # type: ignore[arg-type]
+    (path,) = [each for each in tmp_path.rglob("*") if each.is_file()]
+    path.unlink()
+    os.mkfifo(path)
+    steps = machine.num_steps
+    measured_table(machine, 16, 4, 512, tmp_path, ["a"])  # type: ignore[arg-type]
+    assert machine.num_steps > steps

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from batchserve.config import ServerConfig
 from batchserve.errors import ConfigError, EngineFaultError
 from batchserve.metrics import CALIBRATION, COUNTERS, EDGES, GAUGES, HISTOGRAMS, LOAD, Acceptance, Verification
-from batchserve.server import lifecycle
+from batchserve.server import lifecycle, metrics_endpoint
 from batchserve.server.lifecycle import GenerationServer
 from batchserve.server.servicer import SERVICE_NAME
 from batchserve.v1 import generation_pb2 as pb
@@ -117,6 +117,23 @@ async def test_a_second_signal_does_not_wait_for_clients_that_do_not_read(
     asyncio.get_running_loop().call_later(0.1, hurry.set)
     async with asyncio.timeout(10):
         assert await fake.server.drain(hurry) is False
+
+
+async def test_an_engine_that_stands_still_is_killed_behind_a_second_signal(
+    fake: Served, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(lifecycle, "HURRIED_S", 0.05)
+    engine, ended = fake.engine, asyncio.Event()
+    monkeypatch.setattr(engine, "shutdown", ended.wait)
+    monkeypatch.setattr(engine, "kill", ended.set, raising=False)
+    hurry = asyncio.Event()
+    draining = asyncio.create_task(fake.server.drain(hurry))
+    await asyncio.sleep(0.1)
+    assert not draining.done(), "nobody hurries"
+    hurry.set()
+    async with asyncio.timeout(10):
+        await draining
+    assert ended.is_set()
 
 
 async def test_a_burst_of_calls_is_answered_and_none_is_cancelled(fake: Served):
@@ -243,6 +260,16 @@ async def test_listens_on_ipv6_loopback():
     async with serving(_engine(), ServerConfig(host="::1", port=0)) as served:
         assert served.address.startswith("[::1]:")
         assert await served.client.health_of() == "SERVING"
+
+
+async def test_who_asks_for_nothing_keeps_no_thread_of_the_metrics(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(metrics_endpoint._Timely, "timeout", 0.05)
+    endpoint = metrics_endpoint.MetricsEndpoint("127.0.0.1", 0)
+    try:
+        with socket.create_connection(endpoint.address.rsplit(":", 1), timeout=10) as silent:
+            assert await asyncio.to_thread(silent.recv, 1) == b"", "it is closed"
+    finally:
+        endpoint.close()
 
 
 async def test_metrics_endpoint():

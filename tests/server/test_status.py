@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 import pytest
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2
 from grpc._cython import cygrpc
 
@@ -72,7 +73,7 @@ def test_statuses_fit_into_trailers():
 def test_a_call_that_was_over_is_no_error_and_all_else_stays_one(caplog: pytest.LogCaptureFixture):
     named = logging.getLogger("test.grpc")
     named.addFilter(is_worth_logging)
-    over = cygrpc.ExecuteBatchError("over"), asyncio.CancelledError("stopped")
+    over = cygrpc.ExecuteBatchError("over"), asyncio.CancelledError("stopped"), DecodeError("no message")
     for error in (*over, cygrpc.InternalError("listener"), RuntimeError("handler")):
         try:
             raise error
