@@ -31,7 +31,7 @@ class PlainSteps:
         self._sizes: dict[int, _Size] = {}
 
     def is_due(self, num_requests: int, factor: float) -> bool:
-        """Of a step that is to be drafted, with the factor as it is."""
+        """Of a step that is to be drafted, with the factor as it is; to be asked once a step."""
         size = self._sizes.get(num_requests.bit_length())
         if size is None or size.num_drafted < size.asked_at:
             return False
