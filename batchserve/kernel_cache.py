@@ -75,7 +75,7 @@ def forget_stale_kernels(package: Path = PACKAGE) -> None:
 def _forget_damaged_kernels(package: Path) -> None:
     """Numba reads what it has kept without looking at it, and does not compile again what it cannot read.
 
-    Seen are files without their beginning or end: power that fails leaves these.
+    Found are files without their beginning or end, as a power cut may leave them; not what is wrong within.
     """
     for kept in (*package.rglob("*.nbi"), *package.rglob("*.nbc")):
         with suppress(OSError):  # another start may have removed it, and the others are looked at all the same
