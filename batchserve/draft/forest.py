@@ -200,6 +200,10 @@ class DraftForest(NamedTuple):
             raise ValueError("a draft node's parent does not come before it, or is left out")
         return DraftForest(starts, tokens[:size], parents[:size], probs[:size], is_verified[:size])
 
+    def verified(self) -> DraftForest:
+        """The trees of the verified nodes alone."""
+        return self.take(self.is_verified) if 0 in self.is_verified.tobytes() else self
+
     def check(self, queries: DraftQueries) -> None:
         """Raises ValueError on a tree that breaks the contract, or is more than its query asks for."""
         if len(queries.request_ids) != self.num_trees:

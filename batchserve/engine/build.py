@@ -40,6 +40,7 @@ from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import MIN_ROWS, RequestRows, build_batch
 from batchserve.scheduler import standing, time_kernels
 from batchserve.scheduler.adaptive import AdaptiveDrafting
+from batchserve.scheduler.draft_policy import DraftPolicy, FixedDrafting
 from batchserve.scheduler.scheduler import Scheduler
 from batchserve.scheduler.step_time import StepTimeModel
 from batchserve.types import ModelInfo
@@ -115,8 +116,7 @@ def build_engine(
     # Beside a GPU nobody else uses the processor's threads: they sleep, and to wake all of them takes too long.
     is_on_cpu = loaded.device.type == "cpu"
     used_drafter.use_threads(openmp.team(runner.num_threads if is_on_cpu else min(runner.num_threads, MOST_THREADS)))
-    adaptive = AdaptiveDrafting(step_time, config.draft_inflation, config.max_step_s) if config.is_adaptive else None
-    drafts = DraftStage(used_drafter, adaptive, backend.allocator, clock, step_time)
+    drafts = DraftStage(used_drafter, _draft_policy(config, step_time), backend.allocator, clock)
     core = EngineCore(scheduler, drafts, runner, decoder_of(loaded.tokenizer), EngineMetrics(), clock)
     info = ModelInfo(
         name=loaded.name,
@@ -244,13 +244,18 @@ def _build_step_time(
     return model
 
 
+def _draft_policy(config: EngineConfig, step_time: StepTimeModel) -> DraftPolicy:
+    if config.is_adaptive:
+        return AdaptiveDrafting(step_time, config.draft_inflation, config.max_step_s)
+    return FixedDrafting(step_time)
+
+
 def _build_drafter(
     config: EngineConfig, num_parameters: int, processor: InputProcessor, is_serving: bool, say: Progress
 ) -> RoutingDrafter:
     name = "none" if config.decoding_length == 0 else config.drafter
-    shared = [forest.__name__, *([standing.__name__] if config.is_adaptive else [])]
     drafters, kernels = create_drafters(config, num_parameters), KernelLoader(in_background=is_serving)
-    router = RoutingDrafter(name, drafters, kernels, shared)
+    router = RoutingDrafter(name, drafters, kernels, [forest.__name__, standing.__name__])
     cache = config.draft.cache_path()
     if cache is not None:
         if config.decoding_length == 0:

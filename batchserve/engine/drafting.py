@@ -13,7 +13,8 @@ from batchserve.draft.base import DraftRequest
 from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.metrics import Acceptance
 from batchserve.scheduler.acceptance import DEPTH_OF_BIN
-from batchserve.scheduler.adaptive import UNDRAFTED, StepOutcome
+from batchserve.scheduler.adaptive import UNDRAFTED
+from batchserve.scheduler.draft_policy import StepOutcome
 from batchserve.scheduler.plan import MOST_DRAFT
 
 if TYPE_CHECKING:
@@ -21,10 +22,9 @@ if TYPE_CHECKING:
 
     from batchserve.draft.base import Drafter
     from batchserve.request import DraftScope, Request
-    from batchserve.scheduler.adaptive import AdaptiveDrafting
+    from batchserve.scheduler.draft_policy import DraftPolicy
     from batchserve.scheduler.kv_allocator import KVAllocator
     from batchserve.scheduler.plan import SchedulerOutput
-    from batchserve.scheduler.step_time import StepTimeModel
 
 SCARCE = 64  # K/V entries for each request, beside its drafts: with fewer that are free, who comes first matters
 LATE_STEPS = 4  # whoever was not asked for more of them is told what has happened since in one piece
@@ -41,54 +41,48 @@ class _Told:
 
 
 class DraftStage:
-    """Asks the drafters, lets the adaptive decoding length choose, and tells both what came of it.
-
-    Without `adaptive` every proposed row is run; prompts still go by step_time, which is corrected here.
+    """Asks the drafters, lets the policy choose (a fixed or an adaptive decoding length), and tells both what came of
+    it.
     """
 
     def __init__(
         self,
         drafter: Drafter,
-        adaptive: AdaptiveDrafting | None,
+        policy: DraftPolicy,
         allocator: KVAllocator,
         clock: Callable[[], float],
-        step_time: StepTimeModel | None = None,
     ) -> None:
         self.drafter = drafter
-        self.adaptive = adaptive
+        self.policy = policy
         self._allocator = allocator
         self._clock = clock
-        self._step_time = step_time
         self._started: dict[str, _Told] = {}  # requests that have draft state
         self._num_steps = 0
         self._forgotten: dict[str, int] = {}  # of others: so many tokens were published when their scope was cleared
         self._step: StepOutcome | None = None  # the one under way
-        self._last_s: tuple[float, float] | None = None  # of the last step without `adaptive`: predicted, and taken
 
     def propose(self, plan: SchedulerOutput) -> DraftForest:
         """The drafts of one step, a tree for every scheduled request, with K/V reserved for their rows."""
         self._num_steps += 1
         self._step = step = StepOutcome(plan.load, plan.decoding, plan.load)
-        num_trees, places, adaptive = len(plan.requests), plan.drafted, self.adaptive
-        if not len(places) or (adaptive is not None and not adaptive.begin_step(plan.load, plan.decoding, len(places))):
+        num_trees, places, policy = len(plan.requests), plan.drafted, self.policy
+        if not len(places) or not policy.begin_step(plan.load, plan.decoding, len(places)):
             return DraftForest.empty(num_trees)
         request_ids, bounds = plan.request_ids, plan.columns[places, MOST_DRAFT:]
         if len(places) < num_trees:
             request_ids = [request_ids[place] for place in places.tolist()]
         began_s = self._clock()
         self._tell(request_ids)
-        if adaptive is not None:
-            for name in adaptive.windows_run(request_ids):
-                adaptive.window_earned(name, self.drafter.window_tokens(name))
-        queries = DraftQueries(request_ids, bounds, self._least_probs(request_ids, bounds, plan.max_draft_rows))
+        for name in policy.windows_run(request_ids):
+            policy.window_earned(name, self.drafter.window_tokens(name))
+        queries = DraftQueries(request_ids, bounds, policy.bound(request_ids, bounds, plan.max_draft_rows))
         forest = self.drafter.propose_all(queries)
         if forest.num_trees != len(places):
             raise ValueError(f"drafter {self.drafter.name!r}: {forest.num_trees} trees for {len(places)} queries")
-        if adaptive is not None:
-            decoding = plan.requests
-            if plan.decoding.num_requests < num_trees:
-                decoding = [*compress(decoding, plan.is_decoding.tolist())]
-            forest = forest.take(adaptive.choose(forest, request_ids, decoding, plan.max_draft_rows))
+        decoding = plan.requests
+        if plan.decoding.num_requests < num_trees:
+            decoding = [*compress(decoding, plan.is_decoding.tolist())]
+        forest = forest.take(policy.choose(forest, request_ids, decoding, plan.max_draft_rows))
         step.draft_s, step.num_asked = self._clock() - began_s, len(places)
         if not len(forest.token_ids):
             return DraftForest.empty(num_trees)
@@ -115,8 +109,7 @@ class DraftStage:
             if fitting < size:
                 keep[start:end] = forest.is_verified[start:end]
                 keep[start + fitting : end] = False
-                if self.adaptive is not None:
-                    self.adaptive.refused(name)
+                self.policy.refused(name)
         return forest.take(keep)
 
     def _reserve_most(self, request_id: str, num_rows: int) -> int:
@@ -130,9 +123,7 @@ class DraftStage:
         """Whose drafters are to be called in this step, of these that decode; once a step."""
         started = self._started
         are_ready = [r.request_id in started or self._begin(r) for r in requests]
-        if self.adaptive is None:
-            return are_ready
-        are_asked = self.adaptive.are_asked([r.request_id for r in requests])
+        are_asked = self.policy.are_asked([r.request_id for r in requests])
         return are_asked if all(are_ready) else [*map(and_, are_ready, are_asked)]
 
     def _tell(self, request_ids: Collection[str]) -> None:
@@ -159,20 +150,13 @@ class DraftStage:
         if shared:
             self.drafter.share_all(shared)
 
-    def _least_probs(self, request_ids: Sequence[str], bounds: np.ndarray, max_rows: int) -> np.ndarray:
-        """Of each query its min_prob; lowers its most nodes, bounds[:, 0]."""
-        if self.adaptive is None:
-            return np.zeros(len(request_ids))
-        return self.adaptive.bound(request_ids, bounds, max_rows)
-
     def _begin(self, request: Request) -> bool:
         """Whether it can be drafted now; its state begins when its drafter is ready, with all that it has by then."""
         name = request.speculation.drafter
         if not self.drafter.is_ready_for(name):
             return False
         self.drafter.start(_draft_request(request))
-        if self.adaptive is not None:
-            self.adaptive.start(request.request_id, name or self.drafter.name, request.speculation.tpot_target_s)
+        self.policy.start(request.request_id, name or self.drafter.name, request.speculation.tpot_target_s)
         # Of its answer it hears before it is asked; it is late where that is long.
         begun_at = self._num_steps + 1 - request.num_output_tokens
         forgotten = self._forgotten.pop(request.request_id, 0)
@@ -190,43 +174,19 @@ class DraftStage:
             return
         step, self._step = self._step, None
         step.step_s, step.forward_s = step_s, forward_s
-        if self.adaptive is None:
-            if self._step_time is not None:
-                predicted_s, _, _ = self._step_time.observe(step.load, forward_s, step.host_s)
-                self._last_s = predicted_s + step.draft_s, step_s
-            return
-        self.adaptive.step_done(step, token_ids)
+        self.policy.step_done(step, token_ids)
 
     def preempted(self, requests: Iterable[Request]) -> None:
         """These begin again: the token behind their next prefill is none that a drafter was asked for."""
-        if self.adaptive is not None:
-            for request in requests:
-                self.adaptive.skip(request.request_id)
-
-    def gauges(self) -> dict[str, float]:
-        """Of the last step that was learned from: what was predicted of it, and what the adaptive decoding length went
-        by. Any thread may ask.
-        """
-        adaptive, step_time, last_s = self.adaptive, self._step_time, self._last_s
-        gauges: dict[str, float] = {}
-        if adaptive is not None:
-            step_time, last = adaptive.step_time, adaptive.last
-            last_s = None if last is None else (last.predicted_s, last.step_s)
-            if last is not None:
-                gauges["price_tokens_per_second"] = last.price
-        if step_time is None or last_s is None:
-            return {}
-        gauges["predicted_step_seconds"], gauges["actual_step_seconds"] = last_s
-        return gauges | {"step_time_factor": step_time.factor, "host_seconds": step_time.host_s}
+        for request in requests:
+            self.policy.skip(request.request_id)
 
     def acceptance(self) -> dict[str, Acceptance]:
         """What has come of drafts until now, by drafter. Any thread may ask."""
-        if self.adaptive is None:
-            return {}
         depths = depth_labels()
         return {
             drafter: Acceptance(depths, scored.num_scored, scored.num_accepted, scored.error())
-            for drafter, scored in self.adaptive.acceptance.reliability.items()
+            for drafter, scored in self.policy.acceptance.reliability.items()
             if drafter != UNDRAFTED
         }
 
@@ -239,8 +199,7 @@ class DraftStage:
             del self._started[request.request_id]
             self.drafter.end(request.request_id)
         self._forgotten.pop(request.request_id, None)
-        if self.adaptive is not None:
-            self.adaptive.end(request.request_id)
+        self.policy.end(request.request_id)
 
     def clear_scope(self, scope: DraftScope, in_flight: Iterable[Request]) -> None:
         """Forget the text of the scope's requests until now, of those in flight, too, told or not."""

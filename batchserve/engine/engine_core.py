@@ -58,7 +58,7 @@ class EngineCore:
         self.runner = runner
         self.metrics = metrics
         metrics.acceptance = lambda: self.drafts.acceptance()  # the stage may be exchanged
-        metrics.adaptive = lambda: self.drafts.gauges()
+        metrics.adaptive = lambda: self.drafts.policy.gauges()
         metrics.load = self._load
         self.emit: Callable[[list[Event]], None] = lambda events: None
         self._decoder = decoder

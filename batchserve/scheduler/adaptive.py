@@ -6,15 +6,15 @@ Torch-free and clock-free: it is told what a step cost. K of a request is a pure
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import compress
 from operator import not_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from batchserve.scheduler.acceptance import AcceptanceModel, Given
 from batchserve.scheduler.draft_budget import DraftOffer, Market
+from batchserve.scheduler.draft_policy import DraftPolicy, step_time_gauges
 from batchserve.scheduler.draft_time import DraftTime
 from batchserve.scheduler.jacobi_window import JacobiWindow
 from batchserve.scheduler.plain_steps import PlainSteps
@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from batchserve.draft.forest import DraftForest
     from batchserve.request import Request
     from batchserve.scheduler.acceptance import FloatArray, IntArray
+    from batchserve.scheduler.draft_policy import BoolArray, StepOutcome
     from batchserve.scheduler.step_time import StepLoad, StepTimeModel
-
-    BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
 MARGIN = 0.8  # nodes this much less likely than what is worth a row are still proposed: odds are learned from them
 UNDRAFTED = "none"
@@ -48,29 +47,7 @@ class _Offer(NamedTuple):
     windows: list[tuple[JacobiWindow, IntArray]]
 
 
-@dataclass(slots=True)
-class StepOutcome:
-    """What a step was and took: its load without drafts, that of its decoding rows alone, and what was run.
-
-    step_s: from its beginning to its commit; forward_s: the part of it from launch to tokens; draft_s: that in which
-    the drafters of num_asked requests were told and asked, and drafts chosen.
-    """
-
-    without: StepLoad
-    decoding: StepLoad
-    load: StepLoad
-    step_s: float = 0.0
-    forward_s: float = 0.0
-    draft_s: float = 0.0
-    num_asked: int = 0
-
-    @property
-    def host_s(self) -> float:
-        """What is on no drafter's account, and on no row's."""
-        return self.step_s - self.draft_s - self.forward_s
-
-
-_Heard = tuple[StepOutcome, "Mapping[str, Sequence[int]]"]  # a step, and what it gave to whom
+_Heard = tuple["StepOutcome", "Mapping[str, Sequence[int]]"]  # a step, and what it gave to whom
 
 
 class Introspection(NamedTuple):
@@ -81,12 +58,11 @@ class Introspection(NamedTuple):
     step_s: float
 
 
-class AdaptiveDrafting:
-    """Decides for one engine. Keyed by request id; not thread-safe.
+class AdaptiveDrafting(DraftPolicy):
+    """Buys the rows that are worth their time.
 
-    A step calls `are_asked` of its decoding requests; if any is to be asked, `begin_step`, their `bound` and `choose`;
-    and `step_done` when it is over. max_inflation: how far drafts may stretch a step that somebody gains nothing from;
-    max_step_s: how long they may make it at all.
+    max_inflation: how far drafts may stretch a step that somebody gains nothing from; max_step_s: how long they may
+    make it at all.
     """
 
     def __init__(self, step_time: StepTimeModel, max_inflation: float, max_step_s: float = math.inf) -> None:
@@ -151,19 +127,16 @@ class AdaptiveDrafting:
             self._windows.pop(request_id, None)
 
     def refused(self, request_id: str) -> None:
-        """What was chosen for the request in this step is not run: there is no memory for it."""
         window = self._windows.get(request_id)
         if window is not None:
             window.is_run = False
 
     def skip(self, request_id: str) -> None:
-        """The request's text goes on, but not with what is reported next: it was preempted."""
         slot = self._slots.get(request_id)
         if slot is not None:
             self.acceptance.close(slot)
 
     def are_asked(self, request_ids: Sequence[str]) -> list[bool]:
-        """Whose drafter is to be called in this step; once a step and request."""
         probes = self._probes
         return [each not in probes or probes[each].is_due() for each in request_ids]
 
@@ -173,14 +146,11 @@ class AdaptiveDrafting:
         return [each for each in request_ids if each in windows and windows[each].is_run] if windows else []
 
     def window_earned(self, request_id: str, num_tokens: int) -> None:
-        """So many accepted tokens were known from its window alone, in the step in which that was run last."""
         self._windows[request_id].note(num_tokens)
 
     def begin_step(self, load: StepLoad, alone: StepLoad, num_asked: int) -> bool:
-        """A step is to be drafted that is `load` without any drafts; `alone` are its decoding rows only.
-
-        Whether anybody is to be asked: there is room for a row, or it is time to see how long drafting takes by now;
-        and it is not time to see how long a step takes without drafts.
+        """Somebody is asked where there is room for a row, or it is time to see how long drafting takes by now; and
+        where it is not time to see how long a step takes without drafts.
         """
         self._learn()
         gain = self._speed_up.ratio(alone.num_requests)
@@ -193,11 +163,7 @@ class AdaptiveDrafting:
         return least_s <= self._max_step_s and self._draft_time.is_tried(num_asked, is_too_long=room_s < least_s)
 
     def bound(self, request_ids: Sequence[str], bounds: IntArray, max_rows: int) -> FloatArray:
-        """What to ask of each drafter: lowers the most nodes, bounds[:, 0] (forest.py: DraftQueries), and returns the
-        path probability, as it claims it, of the least likely. max_rows: as in `choose`.
-
-        Neither limits what is worth its row; both leave some room for odds to be learned.
-        """
+        """Neither bound limits what is worth its row; both leave some room for odds to be learned."""
         least = np.empty(len(request_ids))
         worth_a_row = MARGIN * self._market.price * self._market.row_s
         slots = self._slots_of(request_ids)
@@ -208,11 +174,7 @@ class AdaptiveDrafting:
     def choose(
         self, forest: DraftForest, request_ids: Sequence[str], decoding: Sequence[Request], max_rows: int
     ) -> BoolArray:
-        """Which nodes are worth their rows: bool [num_nodes].
-
-        The forest's trees are those of request_ids, of all that were asked; `decoding` are all the requests that decode
-        in the step, and max_rows the most drafts that the step can take.
-        """
+        """Which nodes are worth their rows."""
         names, market = [each.request_id for each in decoding], self._market
         slots, of_trees, drafted = self._slots_of(names), np.arange(len(names)), decoding
         if names != request_ids:
@@ -258,10 +220,9 @@ class AdaptiveDrafting:
 
     def _offer(self, forest: DraftForest, request_ids: Sequence[str], places: IntArray, slots: IntArray) -> _Offer:
         """What the trees offer; remembers them, to be scored."""
-        nodes, verified, bundles = None, forest, []
-        if 0 in forest.is_verified.tobytes():
-            bundles = self._windows_of(forest, request_ids, places)
-            verified, nodes = forest.take(forest.is_verified), np.flatnonzero(forest.is_verified)
+        nodes, verified, bundles = None, forest.verified(), []
+        if verified is not forest:
+            bundles, nodes = self._windows_of(forest, request_ids, places), np.flatnonzero(forest.is_verified)
         offered = self.acceptance.calibrate(verified, slots, places)
         self.acceptance.remember(offered)
         owners, gains, sizes = offered.owners, offered.paths, offered.ones
@@ -289,9 +250,7 @@ class AdaptiveDrafting:
         return found
 
     def step_done(self, outcome: StepOutcome, token_ids: Mapping[str, Sequence[int]]) -> None:
-        """A step gave each decoding request these tokens.
-
-        What nobody drafted in is learned from a little later, several steps at once: each by itself would find the
+        """What nobody drafted in is learned from a little later, several steps at once: each by itself would find the
         caches as a forward leaves them.
         """
         self._num_steps += 1
@@ -301,6 +260,13 @@ class AdaptiveDrafting:
         self._heard.append((outcome, token_ids))
         if outcome.num_asked or has_prompt or self.acceptance.is_any_open or len(self._heard) == MOST_HEARD:
             self._learn()
+
+    def gauges(self) -> dict[str, float]:
+        last = self.last
+        if last is None:
+            return {}
+        prices = {"price_tokens_per_second": last.price}
+        return prices | step_time_gauges(self.step_time, last.predicted_s, last.step_s)
 
     def _learn(self) -> None:
         if not self._heard:

@@ -18,6 +18,8 @@ from batchserve.demo.measure import percentile
 from batchserve.engine.async_engine import AsyncEngine
 from batchserve.engine.build import build_engine
 from batchserve.errors import ConfigError, InvalidRequestError
+from batchserve.scheduler.adaptive import AdaptiveDrafting
+from batchserve.scheduler.draft_policy import DraftPolicy, FixedDrafting
 from batchserve.scheduler.step_time import StepTimeModel, StepTimeTable
 from batchserve.types import SpeculationParams, Started
 
@@ -112,13 +114,13 @@ def sweep_threads(
     with _no_interrupt_lost():
         built = build_engine(config, listener.say)
     _check(built, requests)
-    adaptive = built.core.drafts.adaptive
-    if adaptive is None or config.num_threads is None:
+    adaptive = built.core.drafts.policy
+    if not isinstance(adaptive, AdaptiveDrafting) or config.num_threads is None:
         raise RuntimeError("the sweep needs an adaptive engine and a number of threads")
     allocator = built.core.runner.backend.allocator
     kv_cache_bytes = allocator.total_tokens * allocator.bytes_per_token
     results.step_times.append(StepTimes(config.num_threads, adaptive.step_time.table, kv_cache_bytes))
-    asyncio.run(_sweep(built, config, sizes, requests, results, listener))
+    asyncio.run(_sweep(built, adaptive, config, sizes, requests, results, listener))
     del built, adaptive
     gc.collect()  # an engine's parts hold each other, and two models may be more than the memory is
 
@@ -161,6 +163,7 @@ def _check(built: BuiltEngine, requests: Sequence[WorkloadRequest]) -> None:
 
 async def _sweep(
     built: BuiltEngine,
+    adaptive: AdaptiveDrafting,
     config: EngineConfig,
     sizes: Sequence[int],
     requests: Sequence[WorkloadRequest],
@@ -168,7 +171,7 @@ async def _sweep(
     listener: Listener,
 ) -> None:
     engine = AsyncEngine(built, config)
-    adaptive = built.core.drafts.adaptive
+    policies: tuple[DraftPolicy, DraftPolicy] = FixedDrafting(adaptive.step_time), adaptive
     modes = (False, True) if config.drafter != "none" else (False,)
     try:
         listener.say("warming up")
@@ -180,7 +183,7 @@ async def _sweep(
             await engine.clear_draft_scope(f"{SCOPE}-{number - 1}")
             # The engine is idle, as it has done what was asked before this, and all requests have ended. Without
             # speculation nothing is to be spent on choosing drafts.
-            built.core.drafts.adaptive = adaptive if is_adaptive else None
+            built.core.drafts.policy = policies[is_adaptive]
             listener.say(str(setting))
             done = await _ClosedLoad(engine, requests, setting, scope, listener.request_done).run()
             results.measured.append(done)

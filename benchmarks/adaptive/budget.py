@@ -26,7 +26,8 @@ from batchserve.draft.base import DraftTree
 from batchserve.draft.forest import DraftForest
 from batchserve.kernel_cache import forget_stale_kernels
 from batchserve.scheduler import adaptive as choosing
-from batchserve.scheduler.adaptive import AdaptiveDrafting, StepOutcome
+from batchserve.scheduler.adaptive import AdaptiveDrafting
+from batchserve.scheduler.draft_policy import StepOutcome
 from batchserve.scheduler.standing import compile_kernels
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from benchmarks.adaptive.workloads import Options, read_options, say, write

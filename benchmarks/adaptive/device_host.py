@@ -108,7 +108,6 @@ def watched(bench: Lab, parts: Parts, *, is_gap_split: bool) -> Iterator[None]:
 
 def measure(bench: Lab, records: Sequence[ReplayRecord], contender: Contender, options: Options) -> dict[str, Any]:
     bench.driver.run(records, [(SIZE, SIZE * 8)], contender)  # warms up
-    bench.engine.core.drafts.adaptive = contender.adaptive
     load = [(SIZE, SIZE * (6 if options.is_quick else STEPS))]
     found = timed_parts(bench, records, contender, load)
     with without_pause(bench):

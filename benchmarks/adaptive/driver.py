@@ -19,6 +19,7 @@ from batchserve.engine.engine_core import EngineCore, Event
 from batchserve.errors import BatchserveError, ConfigError
 from batchserve.request import Request, ResolvedSampling, ResolvedSpeculation
 from batchserve.scheduler.adaptive import AdaptiveDrafting
+from batchserve.scheduler.draft_policy import FixedDrafting
 from benchmarks.adaptive.warm_drafter import WarmDrafter
 
 MOST_DRAFT_TOKENS = 64
@@ -96,6 +97,7 @@ class Driver:
     def __init__(self, core: EngineCore, clock: Callable[[], float]) -> None:
         self.core = core
         self._clock = clock
+        self._fixed = FixedDrafting(core.scheduler._step_time)
         self._ids = count()
         core.emit = _check
 
@@ -182,7 +184,7 @@ class Driver:
 
     def _begin(self, contender: Contender) -> None:
         drafts = self.core.drafts
-        drafts.adaptive = contender.adaptive
+        drafts.policy = contender.adaptive or self._fixed
         if isinstance(drafts.drafter, WarmDrafter):
             drafts.drafter.renew()
 

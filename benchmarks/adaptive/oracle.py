@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from batchserve.draft.base import DraftTree
-from batchserve.scheduler.adaptive import AdaptiveDrafting, StepOutcome
+from batchserve.scheduler.adaptive import AdaptiveDrafting
+from batchserve.scheduler.draft_policy import StepOutcome
 from batchserve.scheduler.step_time import StepTimeModel, StepTimeTable
 from batchserve.scheduler.time_kernels import seconds_at
 from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS

@@ -111,7 +111,7 @@ def instrumented(bench: Lab, parts: Parts, *, is_host_split: bool) -> Iterator[N
 
 
 def host_parts(core: EngineCore) -> list[tuple[Any, str, str]]:
-    adaptive = core.drafts.adaptive
+    policy = core.drafts.policy
     places: list[tuple[Any, str, str]] = [
         (core.scheduler, "schedule", "schedule"),
         (core.drafts, "propose", "draft stage"),
@@ -123,9 +123,7 @@ def host_parts(core: EngineCore) -> list[tuple[Any, str, str]]:
         (core, "_commit", "commit"),
         (core, "_publish", "publish"),
     ]
-    if adaptive is not None:
-        places.append((adaptive, "choose", "choose"))
-    return places
+    return [*places, (policy, "choose", "choose")]
 
 
 @contextmanager
@@ -167,8 +165,6 @@ def without_forward(bench: Lab, pass_time: Callable[[], None]) -> Iterator[None]
 def measure(bench: Lab, workload: Workload, contender: Contender, options: Options) -> dict[str, Any]:
     load = [(SIZE, SIZE * (4 if options.is_quick else STEPS))]
     bench.driver.run(workload.records, [(SIZE, SIZE * 8)], contender)  # warms up
-    core = bench.engine.core
-    core.drafts.adaptive = contender.adaptive
     found = timed_parts(bench, workload, contender, load, options)
     forward_s = found["median_ms_by_part"]["forward"] / 1e3
     with clock_put_forward(bench) as put_forward:

@@ -96,7 +96,7 @@ class Scene:
     def watch(self, inflation: float, prompt_tokens: int, num_steps: int) -> Window:
         """The steps until the prompt has its first token, or num_steps of them without any prompt."""
         core = self._driver.core
-        core.drafts.adaptive = self._contender.adaptive
+        core.drafts.policy = self._contender.adaptive
         scheduler = core.scheduler
         scheduler._config = dataclasses.replace(scheduler._config, max_itl_inflation=inflation)
         flights: list[Flight] = []

@@ -127,7 +127,7 @@ def main() -> None:
         bench.use(new_drafter(options.drafter))
         core, inflation = bench.engine.core, EngineConfig().draft_inflation
         assert core.scheduler._step_time is not None
-        core.drafts.adaptive = AdaptiveDrafting(core.scheduler._step_time, inflation)
+        core.drafts.policy = AdaptiveDrafting(core.scheduler._step_time, inflation)
         bounds = measure(Load(bench), options)
         write(options, "prompt_load", {"requests": SIZE, "model": bench.about(), "bounds": bounds}, started_s)
 

@@ -30,6 +30,7 @@ from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RaggedBatch, RequestRows
 from batchserve.sampling.verify import VerifiedTokens, walk_tree
 from batchserve.scheduler.adaptive import AdaptiveDrafting
+from batchserve.scheduler.draft_policy import FixedDrafting
 from batchserve.scheduler.plan import SchedulerOutput
 from batchserve.scheduler.scheduler import Scheduler
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
@@ -130,9 +131,8 @@ class Simulation:
         allocator = SlabAllocator([LayerShape(1, 1, 1)], torch.float32, MOST_REQUESTS * (longest + 128))
         runner = SimulatedRunner(CpuBackend(allocator, 1, has_kernel=False), self.table, clock)
         scheduler = Scheduler(config, allocator, longest)
-        drafts = DraftStage(
-            WarmDrafter(self.drafter, self.warm, lambda number: clock.advance(draft_s(number))), None, allocator, clock
-        )
+        drafter = WarmDrafter(self.drafter, self.warm, lambda number: clock.advance(draft_s(number)))
+        drafts = DraftStage(drafter, FixedDrafting(), allocator, clock)
         return Driver(SimulatedCore(scheduler, drafts, runner, None, EngineMetrics(), clock), clock)
 
     def adaptive(self) -> Contender:

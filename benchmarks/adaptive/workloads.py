@@ -167,8 +167,8 @@ class Lab:
 
     def __init__(self, engine: BuiltEngine) -> None:
         self.engine = engine
-        assert engine.core.drafts.adaptive is not None
-        self.table: StepTimeTable = engine.core.drafts.adaptive.step_time.table
+        assert isinstance(engine.core.drafts.policy, AdaptiveDrafting)
+        self.table: StepTimeTable = engine.core.drafts.policy.step_time.table
         self.driver = Driver(engine.core, time.perf_counter)
         engine.core.runner.bind_thread()
 

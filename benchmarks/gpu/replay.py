@@ -76,7 +76,7 @@ class ReplayBench:
         model = random_llama(kit, shape)
         self.engine = engine_on(kit, model, shape, **{**sizes, **options}, clock=time.perf_counter)
         self.core = self.engine.core
-        self._table = self.core.drafts.adaptive.step_time.table
+        self._table = self.core.drafts.policy.step_time.table
         self.driver = PagedDriver(self.core, time.perf_counter, kit.beat)
         fill_caches(self.core.runner)
         self.core.runner.bind_thread()

@@ -59,7 +59,7 @@ class StepBench:
         self._bytes_per_token = self.runner.backend.allocator.bytes_per_token
 
     def about(self) -> dict[str, Any]:
-        model = self._core.drafts.adaptive.step_time
+        model = self._core.drafts.policy.step_time
         return {
             **self.ran_on(),
             "graphs": num_graphs(self.engine),

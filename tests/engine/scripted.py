@@ -22,6 +22,7 @@ from batchserve.request import DraftScope, Request
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RaggedBatch
 from batchserve.sampling.verify import VerifiedTokens, walk_tree
+from batchserve.scheduler.draft_policy import FixedDrafting
 from batchserve.scheduler.scheduler import Scheduler
 from batchserve.types import Delta, FinishReason, SpeculationParams
 from tests.factories import make_request, resolve_speculation
@@ -171,7 +172,7 @@ def scripted_engine(
     drafter: Drafter = perfect or NullDrafter()
     engine: ScriptedEngine
     scheduler = Scheduler(config, allocator, min(MAX_MODEL_LEN, allocator.total_tokens))
-    drafts = DraftStage(drafter, None, allocator, lambda: engine.now_s)
+    drafts = DraftStage(drafter, FixedDrafting(), allocator, lambda: engine.now_s)
     core = EngineCore(scheduler, drafts, runner, decoder or Letters(), EngineMetrics(), lambda: engine.now_s)
     engine = ScriptedEngine(core, runner, perfect, config)
     core.emit = engine.events.append

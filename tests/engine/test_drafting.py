@@ -15,6 +15,7 @@ from batchserve.engine.drafting import LATE_STEPS, DraftStage, depth_labels
 from batchserve.metrics import GAUGES
 from batchserve.scheduler.acceptance import NUM_DEPTHS
 from batchserve.scheduler.adaptive import AdaptiveDrafting
+from batchserve.scheduler.draft_policy import FixedDrafting
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from batchserve.types import SpeculationParams
 from tests.engine.scripted import ScriptedEngine, add, scripted_engine
@@ -64,20 +65,27 @@ def test_the_adaptive_decoding_length_shows_what_it_goes_by() -> None:
     assert 0 <= acceptance.calibration_error < 0.1
 
 
-def test_without_it_only_what_was_drafted_is_shown() -> None:
+def test_drafts_of_a_fixed_length_are_counted_by_drafter_and_depth() -> None:
     engine = scripted_engine(is_drafting=True, decoding_length=4)
-    add(engine, "a", ANSWER, max_tokens=60)
+    for name in "ab":
+        add(engine, name, ANSWER, max_tokens=60)
     engine.run()
     metrics = engine.core.metrics
+    acceptance, values = metrics.acceptance(), metrics.snapshot()
     assert {*metrics.gauges, *metrics.adaptive()} == {"draft_rows_per_request"}
-    assert not metrics.acceptance()
+    assert [*acceptance] == ["mixture"]
+    tested = acceptance["mixture"].tested
+    assert tested[:4] == acceptance["mixture"].accepted[:4], "every edge came true"
+    assert all(tested[:4])
+    assert not any(tested[4:])
+    assert sum(tested) == values["accepted_draft_tokens_total"] > 80
 
 
 def test_a_fixed_length_shows_how_well_steps_are_predicted() -> None:
     engine = scripted_engine(is_drafting=True, decoding_length=4)
     core = engine.core
     allocator, step_time = core.runner.backend.allocator, StepTimeModel(TABLE)
-    core.drafts = DraftStage(core.drafter, None, allocator, lambda: engine.now_s, step_time)
+    core.drafts = DraftStage(core.drafter, FixedDrafting(step_time), allocator, lambda: engine.now_s)
     add(engine, "a", ANSWER, max_tokens=60)
     engine.run()
     assert set(GAUGES) - {*core.metrics.gauges, *core.metrics.adaptive()} == {"price_tokens_per_second"}
@@ -93,7 +101,7 @@ def test_where_memory_is_short_the_likelier_tree_is_run_and_the_first_nodes_of_t
     for name in "ab":
         assert allocator.reserve(name, EXTENT)
         allocator.commit(name, range(EXTENT - 4))
-    stage = DraftStage(NullDrafter(), None, allocator, lambda: 0.0)
+    stage = DraftStage(NullDrafter(), FixedDrafting(), allocator, lambda: 0.0)
     is_verified = [True] * (8 - num_unverified) + [False] * num_unverified
     trees = [DraftTree([*range(8)], [*range(-1, 7)], [0.6 if name == first else 0.5] * 8, is_verified) for name in "ab"]
     forest = stage._with_memory(["a", "none", "b"], DraftForest.of([trees[0], DraftTree(), trees[1]]))

@@ -11,6 +11,7 @@ from batchserve.config import PROMPT_INFLATION
 from batchserve.engine.drafting import DraftStage
 from batchserve.runner.ragged_batch import RaggedBatch
 from batchserve.scheduler.adaptive import AdaptiveDrafting
+from batchserve.scheduler.draft_policy import FixedDrafting
 from batchserve.scheduler.prompt_room import CHUNK_STEP, LEAST_CHUNK
 from batchserve.scheduler.scheduler import Scheduler
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
@@ -187,7 +188,8 @@ def test_step_times_are_corrected_without_the_adaptive_choice_too() -> None:
     steps = Steps()
     engine, core = steps.engine, steps.engine.core
     too_low = StepTimeModel(StepTimeTable((1, 512), (0.005, 0.03055), per_attended_token=2.5e-7))
-    core.drafts = DraftStage(core.drafter, None, core.runner.backend.allocator, lambda: engine.now_s, too_low)
+    policy = FixedDrafting(too_low)
+    core.drafts = DraftStage(core.drafter, policy, core.runner.backend.allocator, lambda: engine.now_s)
     steps.decoding(3)
     for _ in range(30):
         engine.step()

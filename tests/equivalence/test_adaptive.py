@@ -136,7 +136,7 @@ def _greedy_through_eos(plain: PlainPath, prompt: list[int], count: int) -> list
 def _steady_engine(folder: Path, drafter: ScriptedDrafter, *, max_num_seqs: int) -> BuiltEngine:
     """Step times are given, and every step seems to take the same: the machine does not decide these tests."""
     engine = build(folder, drafter, _steady_clock(), adaptive=True, max_num_seqs=max_num_seqs)
-    engine.core.drafts.adaptive = AdaptiveDrafting(StepTimeModel(TABLE), EngineConfig().draft_inflation)
+    engine.core.drafts.policy = AdaptiveDrafting(StepTimeModel(TABLE), EngineConfig().draft_inflation)
     return engine
 
 

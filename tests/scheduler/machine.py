@@ -12,7 +12,8 @@ import numpy as np
 
 from batchserve.draft.base import DraftTree
 from batchserve.draft.forest import DraftForest
-from batchserve.scheduler.adaptive import AdaptiveDrafting, StepOutcome
+from batchserve.scheduler.adaptive import AdaptiveDrafting
+from batchserve.scheduler.draft_policy import StepOutcome
 from batchserve.scheduler.plain_steps import PlainSteps
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 

@@ -10,11 +10,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from batchserve.scheduler.adaptive import (
-    MOST_HEARD,
-    StepOutcome,
-)
+from batchserve.scheduler.adaptive import MOST_HEARD
 from batchserve.scheduler.budget_kernels import EVEN_STEPS
+from batchserve.scheduler.draft_policy import StepOutcome
 from batchserve.scheduler.probing import LONG_WAIT, LONGEST_WAIT, PATIENCE
 from batchserve.scheduler.standing import (
     CHEAP_ROW,
