@@ -293,12 +293,14 @@ class ServerConfig:
     """Where and how the server listens.
 
     has_engine_process: the engine runs in a process of its own (docs/performance.md, "The engine's own process").
+    stall_timeout_s: with requests, and without the end of any step for so long, health says NOT_SERVING.
     """
 
     host: str = "127.0.0.1"
     port: int = 50051
     max_receive_bytes: int = 16 * MiB
     drain_timeout_s: float = 30.0
+    stall_timeout_s: float = 300.0
     has_reflection: bool = True
     metrics_port: int | None = None
     has_engine_process: bool = True
@@ -319,6 +321,7 @@ class ServerConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} = {getattr(self, name)!r}: must be True or False")
         _number("drain_timeout_s", self.drain_timeout_s, 0.0)
+        _number("stall_timeout_s", self.stall_timeout_s, 1.0)
 
 
 def default_cache_dir() -> str:

@@ -155,7 +155,7 @@ ENGINE_OPTIONS = {
     ),
     "num_threads": Option(
         "compute threads on a CPU; beside a GPU those that drafts are made on",
-        default_text="what measures fastest at start",
+        default_text="what measures fastest at start; beside a GPU torch's own number, at most 8",
     ),
     "batch_invariant": Option("answers that are bitwise the same in any batch, at a price in speed"),
     "trust_remote_code": Option("run modelling code that comes with the model"),
@@ -170,7 +170,9 @@ DRAFT_OPTIONS = {
         "trie: with so many tokens found, shorter matches are not looked up", default_text="twice the decoding length"
     ),
     "reference_min_match": Option("reference: the shortest match that is copied from, 1 to 32 tokens"),
-    "reference_copy_length": Option("reference: how many tokens are copied", default_text="16, or the decoding length"),
+    "reference_copy_length": Option(
+        "reference: how many tokens are copied", default_text="16, or the decoding length if that is more"
+    ),
     "jacobi_window": Option("jacobi: W, the window's width", default_text="15, 10 or 7 by the model's size"),
     "jacobi_ngram": Option("jacobi: N, tokens of an n-gram; the window has N-1 levels"),
     "jacobi_guesses": Option("jacobi: G, the most n-grams verified in one step", default_text="W"),
@@ -188,6 +190,7 @@ SERVER_OPTIONS = {
     "port": Option("the port to listen on; 0 picks a free one, which is printed"),
     "max_receive_bytes": Option("the largest message that is accepted, such as 16MiB", is_size=True),
     "drain_timeout_s": Option("how long SIGTERM waits for the requests in flight, in seconds"),
+    "stall_timeout_s": Option("with requests, but no step that ends for so many seconds, health says NOT_SERVING"),
     "has_reflection": Option("answer gRPC reflection, so that tools find the service's methods by themselves"),
     "has_engine_process": Option("run the engine in a process of its own, where streams do not hold up its steps"),
     "metrics_port": Option("serve Prometheus metrics over HTTP on this port of --host", default_text="off"),

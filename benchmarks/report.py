@@ -1,7 +1,7 @@
 """Puts the tables of benchmarks/results/*.json into README.md and docs/: `python -m benchmarks.report`.
 
-A table stands between `<!-- NAME -->` and `<!-- /NAME -->`; what is between is replaced. So no figure in the docs was
-typed by hand.
+A table stands between `<!-- NAME -->` and `<!-- /NAME -->`; what is between is replaced. So no figure of these
+tables was typed by hand.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from batchserve.errors import ConfigError, EngineFaultError
 from batchserve.server.metrics_endpoint import MetricsEndpoint, join_address
 from batchserve.server.servicer import SERVICE_NAME, GenerationServicer
+from batchserve.server.stall_watch import watch_for_stalls
 from batchserve.server.status import is_worth_logging
 from batchserve.server.wire import MalformedRequestInterceptor
 from batchserve.v1 import generation_pb2_grpc
@@ -66,7 +67,7 @@ class GenerationServer:
         if self._config.metrics_port is not None:
             self._metrics = MetricsEndpoint(self._config.host, self._config.metrics_port)
             logger.info("metrics on http://%s", self._metrics.address)
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._set_serving(False)
         wanted = join_address(self._config.host, self._config.port)
         try:
             port = self._grpc.add_insecure_port(wanted)
@@ -82,7 +83,7 @@ class GenerationServer:
             self._metrics.show(engine.metrics)
         self._servicer.open(engine)
         self._watching = asyncio.create_task(self._watch(engine))
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        await self._set_serving(True)
 
     async def drain(self, hurry: asyncio.Event | None = None) -> bool:
         """Refuse new requests, let those in flight end within `drain_timeout_s`, end the rest, stop listening.
@@ -108,8 +109,8 @@ class GenerationServer:
         return is_drained
 
     async def _watch(self, engine: AsyncEngine) -> None:
-        await engine.wait_failed()
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await _either(engine.wait_failed(), watch_for_stalls(engine, self._config.stall_timeout_s, self._set_serving))
+        await self._set_serving(False)
 
     async def _requests_ended(self, engine: AsyncEngine) -> bool:
         """Whether the engine is done with them, and the clients have read their answers, in time."""
@@ -141,7 +142,8 @@ class GenerationServer:
                     seen = self._servicer.num_calls
                     await asyncio.sleep(QUIET_S)
 
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
+    async def _set_serving(self, is_serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", SERVICE_NAME):
             await self._health.set(service, status)
 

@@ -3,7 +3,7 @@
     python benchmarks/gpu/build_modules.py --out DIR [--first N]
 
 Afterwards DIR/NAME/NAME.so goes to SITE_PACKAGES/flashinfer/data/aot/NAME/NAME.so of the machine with the GPU, which
-then needs no compiler. A module takes some minutes on two cores.
+then needs no compiler. A module takes about a minute and a half on two cores.
 """
 
 from __future__ import annotations
