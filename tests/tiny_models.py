@@ -103,6 +103,20 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         "llama4_text",
         {**_GQA, "head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 96, "attention_chunk_size": 16},
     ),
+    # nothing but full attention, but queries scaled by their place in the batch, beyond floor_scale tokens
+    "llama4_full": (
+        "llama4_text",
+        {
+            **_GQA,
+            "head_dim": 16,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 96,
+            "layer_types": ["full_attention"] * 3,
+            "no_rope_layers": [1, 0, 0],
+        },
+    ),
+    # positions that start behind the padding's number, which is one of the vocabulary
+    "roberta": ("roberta", {**_BASE, "is_decoder": True}),
     # a convolution over q and k, inside of each attention layer
     "zaya": ("zaya", {**_GQA, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 32}),
     # keys are pooled and chosen, by masks, beyond contexts longer than the probe's

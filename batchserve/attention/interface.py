@@ -86,6 +86,7 @@ class ShapeProbe:
         self.is_own = is_own
         self.calls: list[int] = []
         self.shapes: dict[int, LayerShape] = {}
+        self.num_heads = 0  # of queries, the most of any layer
         self.has_sinks = False
 
     def attend(
@@ -94,6 +95,7 @@ class ShapeProbe:
         """In the roundings of transformers' eager attention, so that 16-bit answers can be compared closely."""
         self.calls.append(layer)
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
+        self.num_heads = max(self.num_heads, query.shape[1])
         self.has_sinks |= params.sinks is not None
         group = query.shape[1] // key.shape[1]
         keys, values = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)

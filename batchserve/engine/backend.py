@@ -71,7 +71,7 @@ def _cpu_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tu
         compile_kernels(loaded.layers, loaded.dtype)
     say(_described(config, total_tokens, allocator.bytes_per_token, max_model_len))
     how = {"has_kernel": has_kernel, "has_sinks": loaded.has_sinks, "batch_invariant": config.batch_invariant}
-    backend = CpuBackend(allocator, _num_heads(loaded), **how)
+    backend = CpuBackend(allocator, loaded.num_heads, **how)
     return backend, max_model_len
 
 
@@ -139,8 +139,9 @@ def _make_kernel(name: str, config: EngineConfig, loaded: LoadedModel) -> TreeKe
 
         if loaded.has_sinks:
             raise ConfigError(f"{type(loaded.model).__name__} has attention sinks, which only triton and torch have")
-        heads = _num_heads(loaded)
-        return FlashInferKernel(loaded.layers, heads, loaded.dtype, loaded.device, mask=config.flashinfer_mask)
+        return FlashInferKernel(
+            loaded.layers, loaded.num_heads, loaded.dtype, loaded.device, mask=config.flashinfer_mask
+        )
     if name == "triton":
         from batchserve.attention.triton import TritonTreeKernel
 
@@ -163,10 +164,6 @@ def check_batch_invariant(loaded: LoadedModel, has_kernel: bool) -> None:
         split_linears(loaded.model)
     if reason := find_row_dependence(loaded.model, loaded.max_model_len):
         raise ConfigError(f"batch_invariant: {name} gives a row other bits in another batch ({reason})")
-
-
-def _num_heads(loaded: LoadedModel) -> int:
-    return int(loaded.model.config.get_text_config().num_attention_heads)
 
 
 def _share_of(free: int | None) -> int:

@@ -53,8 +53,8 @@ class _Vocabulary:
             raise ConfigError(f"model = {config.model!r}: has no tokenizer, and answers are recorded as text")
         try:
             model_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"model = {config.model!r}: its configuration cannot be loaded: {error}") from error
+        except Exception as error:
+            raise ConfigError(f"model = {config.model!r}: its configuration cannot be loaded: {error!r}") from error
         self._tokenizer = tokenizer
         self.size = int(model_config.get_text_config().vocab_size)
 

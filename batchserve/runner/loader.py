@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -42,10 +41,7 @@ logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FALLBACK_MAX_MODEL_LEN = 2048
-LOADING_ERRORS = (
-    *(OSError, ValueError, TypeError, KeyError, ImportError, RuntimeError),
-    *(SafetensorError, StrictDataclassError),  # the last: of values in a config.json
-)
+LONGEST_MODEL_LEN = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +53,7 @@ class LoadedModel:
     name: str
     dtype: torch.dtype
     layers: list[LayerShape]
+    num_heads: int  # of queries, the most of any layer
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
@@ -123,6 +120,10 @@ def load_model(config: EngineConfig) -> LoadedModel:
     module.to(device)
     text_config = model.config.get_text_config()
     max_model_len = _model_limit(text_config)
+    if not 2 <= max_model_len <= LONGEST_MODEL_LEN:  # a token of a prompt, and one of an answer
+        raise ConfigError(
+            f"model = {config.model!r}: its longest context is {max_model_len}, must be in 2..{LONGEST_MODEL_LEN}"
+        )
     probe = ModelProbe(model, max_model_len)
     layers = probe.check_attention()
     is_packed = has_cpu_backend(config, device) and can_pack(dtype)
@@ -139,6 +140,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         name=config.served_model_name or config.model,
         dtype=dtype,
         layers=layers,
+        num_heads=probe.num_heads,
         vocab_size=int(text_config.vocab_size),
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids(model.generation_config.eos_token_id, text_config, text_config.vocab_size),
@@ -188,11 +190,12 @@ def _load_weights(source: str, dtype: torch.dtype, config: EngineConfig) -> PreT
             ignore_mismatched_sizes=True,  # they are told apart below
             trust_remote_code=config.trust_remote_code,
         )
-    except LOADING_ERRORS as error:
+    except Exception as error:  # files that somebody else has made end in anything
         known = _known_architecture(source, config)
         if known is not None:
-            raise UnsupportedModelError(f"model = {config.model!r} ({known}): cannot be loaded: {error}") from error
-        raise ConfigError(f"model = {config.model!r}: cannot be loaded: {error}") from error
+            message = f"model = {config.model!r} ({known}): cannot be loaded: {_described(error)}"
+            raise UnsupportedModelError(message) from error
+        raise ConfigError(f"model = {config.model!r}: cannot be loaded: {_described(error)}") from error
     # transformers only warns and goes on with random weights.
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
@@ -213,9 +216,15 @@ def _load_weights(source: str, dtype: torch.dtype, config: EngineConfig) -> PreT
 def _known_architecture(source: str, config: EngineConfig) -> str | None:
     try:
         read = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-    except LOADING_ERRORS:
+    except Exception:
         return None
     return str(getattr(read, "model_type", "unknown"))
+
+
+def _described(error: Exception) -> str:
+    """What an error says; of those that say little without their kind, that too."""
+    says_enough = isinstance(error, (OSError, ValueError, ImportError, RuntimeError, SafetensorError))
+    return str(error) if says_enough else repr(error)
 
 
 def load_tokenizer(source: str, config: EngineConfig) -> PreTrainedTokenizerBase | None:
@@ -228,8 +237,8 @@ def load_tokenizer(source: str, config: EngineConfig) -> PreTrainedTokenizerBase
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source, trust_remote_code=config.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model = {config.model!r}: its tokenizer cannot be loaded: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"model = {config.model!r}: its tokenizer cannot be loaded: {_described(error)}") from error
     loaded.model_max_length = sys.maxsize  # prompts are checked elsewhere, and references may be longer
     return loaded
 

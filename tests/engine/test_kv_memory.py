@@ -168,15 +168,13 @@ def test_more_memory_than_is_free_is_refused(
 
 def on_gpu(**options: Any) -> Any:
     """A model that would be on a GPU."""
-    text_config = SimpleNamespace(num_attention_heads=4)
-    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text_config))
     defaults = {
         "layers": [LayerShape(2, 64, 64)],
         "dtype": torch.bfloat16,
         "device": GPU,
         "has_sinks": False,
         "max_model_len": 100,
-        "model": model,
+        "num_heads": 4,
     }
     return SimpleNamespace(**{**defaults, **options})
 

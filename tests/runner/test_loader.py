@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from batchserve.attention.base import LayerShape
-from batchserve.attention.interface import register
+from batchserve.attention.base import AttentionParams, LayerShape
+from batchserve.attention.interface import ShapeProbe, register
 from batchserve.config import EngineConfig
 from batchserve.engine.build import build_engine
 from batchserve.errors import BatchserveError, ConfigError, UnsupportedModelError
@@ -95,6 +96,29 @@ def test_broken_weights_are_refused(tiny_model: dict[str, Path], tmp_path: Path)
         load_model(config(folder))
 
 
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        ("config.json", {"num_attention_heads": 0}, "cannot be loaded: ZeroDivisionError"),
+        ("config.json", {"pad_token_id": 1 << 20}, "cannot be loaded: AssertionError"),
+        ("config.json", {"id2label": "x"}, "cannot be loaded: AttributeError"),
+        ("config.json", {"max_position_embeddings": 1 << 70}, r"longest context is \d+, must be in 2\.\."),
+        ("config.json", {"max_position_embeddings": 1}, r"longest context is 1, must be in 2\.\."),
+        ("tokenizer.json", {"pre_tokenizer": {"type": "OfANewerLibrary"}}, "tokenizer cannot be loaded: Exception"),
+        ("tokenizer_config.json", {"tokenizer_class": "XLMTokenizer"}, "tokenizer cannot be loaded: .*sacremoses"),
+    ],
+)
+def test_a_file_that_nobody_can_make_sense_of_is_refused_with_a_reason(
+    tmp_path: Path, file: str, changes: dict[str, Any], message: str
+) -> None:
+    folder = tmp_path / "odd"
+    shutil.copytree(resolve_model("bundled"), folder)
+    described = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(described | changes))
+    with pytest.raises((ConfigError, UnsupportedModelError), match=message):
+        load_model(config(folder))
+
+
 def test_a_model_that_would_answer_in_tuples_answers_by_name(tiny_model: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "tuples"
     shutil.copytree(tiny_model["llama"], folder)
@@ -126,6 +150,40 @@ def test_windows_are_as_they_were_after_the_probe_also_when_it_refuses(
     else:
         probe.ModelProbe(model, 512).check_attention()
     assert windows_of(model) == before
+
+
+@pytest.mark.parametrize(("num_wrong", "is_refused"), [(1, True), (0, False)])
+def test_a_single_row_that_is_wrong_altogether_is_found_in_16_bits(
+    tiny_model: dict[str, Path], num_wrong: int, is_refused: bool
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model["llama"], dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    expected, other = torch.randn((2, 48, VOCAB_SIZE), generator=generator)
+    actual = expected + 0.08 * torch.randn(expected.shape, generator=generator)  # rounding
+    actual[5 : 5 + num_wrong] = other[5 : 5 + num_wrong]
+    with pytest.raises(UnsupportedModelError, match="suspect") if is_refused else nullcontext():
+        probe.compare_logits(model, actual, expected, "here", "something")
+    model.config.num_local_experts = 2  # rounding may send a token to another one
+    probe.compare_logits(model, actual, expected, "here", "something")
+
+
+def test_the_probe_has_no_padding_among_its_tokens(tiny_model: dict[str, Path]) -> None:
+    """Some models count their positions from it."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model["llama"])
+    model.config.pad_token_id = None
+    any_token = int(probe.ModelProbe(model, 512)._ids[0, 7])
+    model.config.pad_token_id = any_token
+    assert any_token not in probe.ModelProbe(model, 512)._ids
+
+
+def test_of_layers_with_different_heads_the_most_are_known(tiny_model: dict[str, Path]) -> None:
+    """transformers' own number is of no layer, where a configuration has one for each."""
+    assert load_model(config(tiny_model["llama"])).num_heads == 4
+    seen = ShapeProbe()
+    for layer, num_heads in enumerate((4, 8, 2)):
+        query, key = torch.randn(1, num_heads, 3, 8), torch.randn(1, 2, 3, 8)
+        seen.attend(layer, query, key, key, AttentionParams(1.0, None, None, None))
+    assert seen.num_heads == 8
 
 
 def test_cuda_adds_up_in_fp32_while_the_probe_looks_and_as_before_behind_it(tiny_model: dict[str, Path]) -> None:
