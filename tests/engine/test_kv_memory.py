@@ -175,6 +175,7 @@ def on_gpu(**options: Any) -> Any:
         "has_sinks": False,
         "max_model_len": 100,
         "num_heads": 4,
+        "model": None,
     }
     return SimpleNamespace(**{**defaults, **options})
 
