@@ -293,14 +293,14 @@ class ServerConfig:
     """Where and how the server listens.
 
     has_engine_process: the engine runs in a process of its own (docs/performance.md, "The engine's own process").
-    stall_timeout_s: with requests, and without the end of any step for so long, health says NOT_SERVING.
+    stall_timeout_s: a step that takes longer than that makes health say NOT_SERVING, until it ends.
     """
 
     host: str = "127.0.0.1"
     port: int = 50051
     max_receive_bytes: int = 16 * MiB
     drain_timeout_s: float = 30.0
-    stall_timeout_s: float = 300.0
+    stall_timeout_s: float = 600.0
     has_reflection: bool = True
     metrics_port: int | None = None
     has_engine_process: bool = True

@@ -45,11 +45,11 @@ LOAD = {  # gauges, read when they are asked for
     "kv_used_tokens": "Tokens that running requests have K/V memory for; cached prefixes give way to them.",
     "kv_total_tokens": "Tokens that there is K/V memory for.",
 }
-EDGES = {  # counters by drafter and depth; the adaptive decoding length's, and absent without it
+EDGES = {  # counters by drafter and depth
     "tested_edges_total": "Draft edges scored against the tokens that came, verified or not.",
     "accepted_edges_total": "Draft edges that came true.",
 }
-CALIBRATION = {  # a gauge by drafter; absent without the adaptive decoding length, too
+CALIBRATION = {  # a gauge by drafter
     "calibration_error": "Mean distance of an edge's probability and how often such edges come true, of late.",
 }
 HISTOGRAMS = {  # upper bounds in seconds

@@ -190,7 +190,7 @@ SERVER_OPTIONS = {
     "port": Option("the port to listen on; 0 picks a free one, which is printed"),
     "max_receive_bytes": Option("the largest message that is accepted, such as 16MiB", is_size=True),
     "drain_timeout_s": Option("how long SIGTERM waits for the requests in flight, in seconds"),
-    "stall_timeout_s": Option("with requests, but no step that ends for so many seconds, health says NOT_SERVING"),
+    "stall_timeout_s": Option("a step that takes more seconds makes health say NOT_SERVING, until it ends"),
     "has_reflection": Option("answer gRPC reflection, so that tools find the service's methods by themselves"),
     "has_engine_process": Option("run the engine in a process of its own, where streams do not hold up its steps"),
     "metrics_port": Option("serve Prometheus metrics over HTTP on this port of --host", default_text="off"),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from batchserve.engine.engine_process import EngineProcess
 from batchserve.engine.engine_thread import EngineThread
-from batchserve.engine.messages import Abort, Add, Cleared, ClearScope, End, Events, Message, Reply
+from batchserve.engine.messages import Abort, Add, ClearScope, Done, End, Events, Message, Ping, Reply
 from batchserve.engine.output_collector import OutputCollector
 from batchserve.errors import (
     BatchserveError,
@@ -92,7 +92,7 @@ class AsyncEngine:
         self._tickets = itertools.count()
         self._streams: dict[int, _Stream] = {}  # by ticket
         self._ids: dict[str, int] = {}  # the tickets of request ids
-        self._clearing: dict[int, asyncio.Future[None]] = {}
+        self._asked: dict[int, asyncio.Future[None]] = {}  # by ticket; answered by Done
         self._closed: BatchserveError | None = None  # raised with a fresh traceback each time: it is shared
         self._is_empty = asyncio.Event()
         self._is_empty.set()
@@ -242,13 +242,24 @@ class AsyncEngine:
             raise self._closed.with_traceback(None)
         if scope is None:  # shares nothing
             return
+        await self._ask(lambda ticket: ClearScope(ticket, scope))
+
+    async def ping(self) -> None:
+        """Returns once the engine takes a message, which it does between steps. Raises what a new request would."""
+        self._check_loop()
+        if self._closed is not None:
+            raise self._closed.with_traceback(None)
+        await self._ask(Ping)
+
+    async def _ask(self, message_with: Callable[[int], Message]) -> None:
+        """Returns when the engine has done what it is asked."""
         ticket, done = next(self._tickets), self._loop.create_future()
-        self._clearing[ticket] = done
-        self._back.send(ClearScope(ticket, scope))
+        self._asked[ticket] = done
+        self._back.send(message_with(ticket))
         try:
             await done
         finally:
-            self._clearing.pop(ticket, None)
+            self._asked.pop(ticket, None)
 
     async def shutdown(self) -> None:
         """End every request in flight with UnavailableError and wait for the engine's end; it saves the draft cache.
@@ -260,7 +271,7 @@ class AsyncEngine:
             stream.events.put_nowait(self._closed)
         self._back.send(End())
         await asyncio.to_thread(self._back.join)
-        self._end_clearing(self._closed)
+        self._end_asked(self._closed)
 
     def kill(self) -> None:
         """Do not wait for an engine any longer that is in a process of its own: its draft cache is not saved."""
@@ -309,8 +320,8 @@ class AsyncEngine:
         """On the loop."""
         if isinstance(reply, Events):
             self._dispatch(reply)
-        elif isinstance(reply, Cleared):
-            done = self._clearing.get(reply.ticket)
+        elif isinstance(reply, Done):
+            done = self._asked.get(reply.ticket)
             if done is not None and not done.done():
                 done.set_result(None)
         else:
@@ -331,13 +342,13 @@ class AsyncEngine:
         for stream in self._streams.values():
             if stream.is_handed_over:
                 stream.events.put_nowait(error)
-        self._end_clearing(error)
+        self._end_asked(error)
         if not is_consistent:
             self._closed = EngineFaultError("the engine has failed and takes no requests; restart the server")
             self._has_failed.set()
 
-    def _end_clearing(self, error: BatchserveError) -> None:
-        for done in self._clearing.values():
+    def _end_asked(self, error: BatchserveError) -> None:
+        for done in self._asked.values():
             if not done.done():
                 done.set_exception(error.with_traceback(None))
 

@@ -38,7 +38,7 @@ from batchserve.runner.cuda_graphs import CannotBeCapturedError, StepGraphs, cho
 from batchserve.runner.loader import LoadedModel, load_model
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import MIN_ROWS, RequestRows, build_batch
-from batchserve.scheduler import standing, time_kernels
+from batchserve.scheduler import budget_kernels, standing, time_kernels
 from batchserve.scheduler.adaptive import AdaptiveDrafting
 from batchserve.scheduler.draft_policy import DraftPolicy, FixedDrafting
 from batchserve.scheduler.scheduler import Scheduler
@@ -254,8 +254,9 @@ def _build_drafter(
     config: EngineConfig, num_parameters: int, processor: InputProcessor, is_serving: bool, say: Progress
 ) -> RoutingDrafter:
     name = "none" if config.decoding_length == 0 else config.drafter
+    shared = [forest.__name__, (standing if config.is_adaptive else budget_kernels).__name__]
     drafters, kernels = create_drafters(config, num_parameters), KernelLoader(in_background=is_serving)
-    router = RoutingDrafter(name, drafters, kernels, [forest.__name__, standing.__name__])
+    router = RoutingDrafter(name, drafters, kernels, shared)
     cache = config.draft.cache_path()
     if cache is not None:
         if config.decoding_length == 0:

@@ -79,6 +79,7 @@ class DraftStage:
         forest = self.drafter.propose_all(queries)
         if forest.num_trees != len(places):
             raise ValueError(f"drafter {self.drafter.name!r}: {forest.num_trees} trees for {len(places)} queries")
+        forest.check(queries)
         decoding = plan.requests
         if plan.decoding.num_requests < num_trees:
             decoding = [*compress(decoding, plan.is_decoding.tolist())]
@@ -86,7 +87,6 @@ class DraftStage:
         step.draft_s, step.num_asked = self._clock() - began_s, len(places)
         if not len(forest.token_ids):
             return DraftForest.empty(num_trees)
-        forest.check(queries)
         forest = self._with_memory(request_ids, forest)
         step.load = plan.load_with(places, forest.starts)
         return forest if len(places) == num_trees else forest.spread(places, num_trees)

@@ -7,7 +7,7 @@ import queue
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchserve.engine.messages import Abort, Add, Cleared, End, Events, Failed, Message, Reply
+from batchserve.engine.messages import Abort, Add, ClearScope, Done, End, Events, Failed, Message, Reply
 from batchserve.engine.output_collector import OutputCollector
 from batchserve.errors import BatchserveError, EngineFaultError
 from batchserve.types import Delta
@@ -75,8 +75,9 @@ class EngineLoop:
         elif isinstance(message, Abort):
             self._abort(message.ticket)
         else:
-            self._core.clear_draft_scope(message.scope)
-            self._send(Cleared(message.ticket))
+            if isinstance(message, ClearScope):
+                self._core.clear_draft_scope(message.scope)
+            self._send(Done(message.ticket))
         return True
 
     def _next_message(self) -> Message:

@@ -36,10 +36,17 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class ClearScope:
-    """Forget what a draft scope's requests have shared; answered by Cleared."""
+    """Forget what a draft scope's requests have shared; answered by Done."""
 
     ticket: int
     scope: DraftScope
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Answered by Done, between two steps."""
+
+    ticket: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +62,8 @@ class Events:
 
 
 @dataclass(frozen=True, slots=True)
-class Cleared:
-    """ClearScope is done."""
+class Done:
+    """What was asked with this ticket is done."""
 
     ticket: int
 
@@ -104,5 +111,5 @@ class NotBuilt:
     error: Exception
 
 
-Message = Add | Abort | ClearScope | End
-Reply = Events | Cleared | Failed
+Message = Add | Abort | ClearScope | Ping | End
+Reply = Events | Done | Failed

@@ -22,7 +22,7 @@ from batchserve.errors import ConfigError
 from batchserve.jsonl import Line, read_lines, text_of
 from batchserve.kernel_cache import forget_stale_kernels
 from batchserve.request import TENANT, DraftScope
-from batchserve.runner.loader import load_tokenizer, resolve_model
+from batchserve.runner.loader import described, load_tokenizer, resolve_model
 
 AROUND = 2  # what a drafter keeps beside the tokens of a text: its beginning and its end
 
@@ -54,7 +54,9 @@ class _Vocabulary:
         try:
             model_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
         except Exception as error:
-            raise ConfigError(f"model = {config.model!r}: its configuration cannot be loaded: {error!r}") from error
+            raise ConfigError(
+                f"model = {config.model!r}: its configuration cannot be loaded: {described(error)}"
+            ) from error
         self._tokenizer = tokenizer
         self.size = int(model_config.get_text_config().vocab_size)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -193,9 +194,9 @@ def _load_weights(source: str, dtype: torch.dtype, config: EngineConfig) -> PreT
     except Exception as error:  # files that somebody else has made end in anything
         known = _known_architecture(source, config)
         if known is not None:
-            message = f"model = {config.model!r} ({known}): cannot be loaded: {_described(error)}"
+            message = f"model = {config.model!r} ({known}): cannot be loaded: {described(error)}"
             raise UnsupportedModelError(message) from error
-        raise ConfigError(f"model = {config.model!r}: cannot be loaded: {_described(error)}") from error
+        raise ConfigError(f"model = {config.model!r}: cannot be loaded: {described(error)}") from error
     # transformers only warns and goes on with random weights.
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
@@ -221,10 +222,10 @@ def _known_architecture(source: str, config: EngineConfig) -> str | None:
     return str(getattr(read, "model_type", "unknown"))
 
 
-def _described(error: Exception) -> str:
+def described(error: Exception) -> str:
     """What an error says; of those that say little without their kind, that too."""
-    says_enough = isinstance(error, (OSError, ValueError, ImportError, RuntimeError, SafetensorError))
-    return str(error) if says_enough else repr(error)
+    enough = OSError, ValueError, ImportError, RuntimeError, SafetensorError, StrictDataclassError
+    return str(error) if isinstance(error, enough) else repr(error)
 
 
 def load_tokenizer(source: str, config: EngineConfig) -> PreTrainedTokenizerBase | None:
@@ -238,7 +239,7 @@ def load_tokenizer(source: str, config: EngineConfig) -> PreTrainedTokenizerBase
             source, trust_remote_code=config.trust_remote_code
         )
     except Exception as error:
-        raise ConfigError(f"model = {config.model!r}: its tokenizer cannot be loaded: {_described(error)}") from error
+        raise ConfigError(f"model = {config.model!r}: its tokenizer cannot be loaded: {described(error)}") from error
     loaded.model_max_length = sys.maxsize  # prompts are checked elsewhere, and references may be longer
     return loaded
 

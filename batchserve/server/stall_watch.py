@@ -12,27 +12,29 @@ if TYPE_CHECKING:
     from batchserve.engine.async_engine import AsyncEngine
 
 logger = logging.getLogger(__name__)
-LOOKS = 10  # in the time from which on no step counts as a stall
+LOOKS = 10  # in the time that an answer may take
 
 
 async def watch_for_stalls(engine: AsyncEngine, timeout_s: float, tell: Callable[[bool], Awaitable[None]]) -> None:
-    """Tells False when requests have been in flight for timeout_s and no step has ended, True when one has. Never
-    returns.
+    """Tells False when the engine has not answered for timeout_s, and True when it does again. Never returns.
+
+    It answers between two steps, and at once where it has nothing to do. One that has failed answers with an error,
+    which says nothing: others say so.
     """
-    clock, num_steps, is_stalled = asyncio.get_running_loop().time, -1.0, False
-    moved_s = clock()
+    is_stalled = False
     while True:
-        await asyncio.sleep(timeout_s / LOOKS)
-        # In a thread, as an engine that stands still may not answer that, either; then the last answer comes again.
-        reading = await asyncio.to_thread(engine.metrics.reading)
-        steps = reading.values.get("steps_total", num_steps)
-        if steps != num_steps or engine.num_in_flight == 0:
-            num_steps, moved_s = steps, clock()
-            if is_stalled:
+        answer = asyncio.ensure_future(engine.ping())
+        try:
+            await asyncio.wait([answer], timeout=timeout_s)
+            if not answer.done():
+                is_stalled = True
+                logger.error("the engine has not answered for %g s: a step does not end", timeout_s)
+                await tell(False)
+                await asyncio.wait([answer])
+            if answer.exception() is None and is_stalled:
                 is_stalled = False
-                logger.warning("the engine goes on")
+                logger.warning("the engine answers again")
                 await tell(True)
-        elif not is_stalled and clock() - moved_s >= timeout_s:
-            is_stalled = True
-            logger.error("the engine has not ended a step for %g s, with %d requests", timeout_s, engine.num_in_flight)
-            await tell(False)
+        finally:
+            answer.cancel()
+        await asyncio.sleep(timeout_s / LOOKS)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from batchserve.draft.forest import DraftForest
     from batchserve.request import Request
     from batchserve.scheduler.acceptance import FloatArray, IntArray
-    from batchserve.scheduler.adaptive import BoolArray
     from batchserve.scheduler.draft_budget import Market
+    from batchserve.scheduler.draft_policy import BoolArray
 
 Bundle = tuple[float, list[int]]  # tokens, and the nodes that are run for them
 

@@ -93,7 +93,8 @@ async def test_it_answers_and_counts_as_in_this_process(tiny_model: dict[str, Pa
     assert "batchserve_requests_finished_total 6.0" in page
     assert 'batchserve_tested_edges_total{depth="1",drafter="mixture"}' in page
 
-    # Scopes are cleared there.
+    # Scopes are cleared there, and it can be asked whether it is alive.
+    await engine.ping()
     await engine.clear_draft_scope()
     cold = await engine.generate(PROMPTS[0], LONG, speculation=SpeculationParams(draft_scope="other"))
     assert cold.token_ids == expected[0]

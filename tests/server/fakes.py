@@ -78,6 +78,9 @@ class FakeEngine:
             return False
         return True
 
+    async def ping(self) -> None:
+        return
+
     async def wait_failed(self) -> None:
         await self.has_failed.wait()
 

@@ -3,59 +3,85 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from grpc_health.v1 import health_pb2
 
 from batchserve.config import ServerConfig
-from batchserve.errors import ConfigError
-from batchserve.metrics import MetricsReading
+from batchserve.errors import ConfigError, EngineFaultError
 from batchserve.server.servicer import SERVICE_NAME
 from batchserve.server.stall_watch import watch_for_stalls
-from tests.server.harness import Served, ask, core_of, serving
+from tests.server.harness import Served, ask, core_of, failure_of, serving
 
 TIMEOUT_S = 0.2
 
 
-class Steps:
-    """The number of steps that an engine of so many requests has done."""
+class Answering:
+    """An engine that answers while `is_alive` is set, with `error` where there is one."""
 
-    def __init__(self, num_in_flight: int) -> None:
-        self.num_in_flight = num_in_flight
-        self.count = 0.0
-        self.metrics = self
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.is_alive = asyncio.Event()
+        self.is_alive.set()
+        self.num_pings = 0
 
-    def reading(self) -> MetricsReading:
-        return MetricsReading(values={"steps_total": self.count})
+    async def ping(self) -> None:
+        self.num_pings += 1
+        await self.is_alive.wait()
+        if self.error is not None:
+            raise self.error
 
 
-async def told(engine: Steps, is_stepping: bool) -> list[bool]:
-    """What is told within some timeouts."""
-    heard: list[bool] = []
-
-    async def tell(is_serving: bool) -> None:
-        heard.append(is_serving)
-
-    watching = asyncio.create_task(watch_for_stalls(engine, TIMEOUT_S, tell))  # type: ignore[arg-type]
-    for _ in range(80):
-        engine.count += is_stepping
-        await asyncio.sleep(TIMEOUT_S / 20)
+@asynccontextmanager
+async def watched(engine: Answering) -> AsyncIterator[asyncio.Queue[bool]]:
+    """What is told of it."""
+    told: asyncio.Queue[bool] = asyncio.Queue()
+    watching = asyncio.create_task(watch_for_stalls(engine, TIMEOUT_S, told.put))  # type: ignore[arg-type]
+    yield told
+    assert not watching.done()
     watching.cancel()
-    return heard
 
 
-@pytest.mark.parametrize(("num_in_flight", "is_stepping"), [(0, False), (0, True), (3, True)])
-async def test_whoever_has_nothing_to_do_or_gets_on_does_not_stand_still(num_in_flight: int, is_stepping: bool):
-    assert not await told(Steps(num_in_flight), is_stepping)
+@pytest.mark.parametrize("error", [None, EngineFaultError("mended, or not")])
+async def test_nothing_is_told_of_an_engine_that_answers(error: Exception | None):
+    engine = Answering(error)
+    async with watched(engine) as told:
+        await asyncio.sleep(3 * TIMEOUT_S)
+        assert engine.num_pings > 5
+        assert told.empty()
 
 
-async def test_standing_still_is_told_once():
-    assert await told(Steps(1), is_stepping=False) == [False]
+async def test_that_it_does_not_answer_is_told_once_and_so_is_that_it_does_again(caplog: pytest.LogCaptureFixture):
+    engine = Answering()
+    async with asyncio.timeout(20), watched(engine) as told:
+        engine.is_alive.clear()
+        assert await told.get() is False
+        await asyncio.sleep(3 * TIMEOUT_S)
+        assert told.empty(), "only an answer says that it is over"
+        engine.is_alive.set()
+        assert await told.get() is True
+    messages = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert messages == ["the engine has not answered for 0.2 s: a step does not end", "the engine answers again"]
 
 
-async def test_health_follows_a_step_that_does_not_end_and_goes_on_behind_it(tiny: Served):
+async def test_an_engine_that_fails_while_it_stands_still_is_not_said_to_go_on():
+    engine = Answering(EngineFaultError("killed"))
+    async with asyncio.timeout(20), watched(engine) as told:
+        engine.is_alive.clear()
+        assert await told.get() is False
+        engine.is_alive.set()
+        await asyncio.sleep(3 * TIMEOUT_S)
+        assert told.empty()
+        engine.error = None  # it was mended
+        assert await told.get() is True
+
+
+async def test_health_follows_a_step_that_does_not_end_though_nobody_waits_any_more(tiny: Served):
     core, may_go_on, is_stuck = core_of(tiny.engine), threading.Event(), threading.Event()
     step = core.step
 
@@ -67,15 +93,18 @@ async def test_health_follows_a_step_that_does_not_end_and_goes_on_behind_it(tin
     core.step = stuck  # type: ignore[method-assign]
     async with serving(tiny.engine, ServerConfig(port=0, stall_timeout_s=1.0)) as watched:
         watch = watched.client.health.Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME))
-        seen = [(await watch.read()).status]
-        answer = asyncio.create_task(watched.client.generate(ask(max_tokens=3)))
+        seen: list[Any] = [(await watch.read()).status]
+        await failure_of(watched.client.generate(ask(max_tokens=3), timeout=0.5))
         async with asyncio.timeout(20):
             seen.append((await watch.read()).status)
             assert is_stuck.is_set()
+            await asyncio.sleep(0.5)
+            assert await watched.client.health_of() == "NOT_SERVING"
             may_go_on.set()
             seen.append((await watch.read()).status)
-        assert len((await answer).token_ids) == 3
-        names: list[Any] = [health_pb2.HealthCheckResponse.ServingStatus.Name(status) for status in seen]
+        answer = await watched.client.generate(ask(max_tokens=3))
+        assert len(answer.token_ids) == 3
+        names = [health_pb2.HealthCheckResponse.ServingStatus.Name(status) for status in seen]
         assert names == ["SERVING", "NOT_SERVING", "SERVING"]
 
 
