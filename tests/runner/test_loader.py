@@ -21,34 +21,7 @@ from batchserve.errors import BatchserveError, ConfigError, UnsupportedModelErro
 from batchserve.runner import probe
 from batchserve.runner.loader import load_model, load_tokenizer, resolve_dtype, resolve_model
 from batchserve.runner.packed import PackedLinear
-from tests.tiny_models import VOCAB_SIZE, WINDOW, save_tiny_model
-
-DENSE_DOTS = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 512,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "n_routed_experts": 4,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-    "use_dsa": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "layer_types": ["full_attention", "sliding_attention"],
-    "sliding_window": WINDOW,
-}
+from tests.tiny_models import SUPPORTED, VOCAB_SIZE, WINDOW, save_tiny_model
 
 
 def config(model: Path | str, **options: Any) -> EngineConfig:
@@ -206,7 +179,9 @@ def test_the_probe_has_no_padding_among_its_tokens(tiny_model: dict[str, Path]) 
 def test_a_configuration_with_heads_of_each_layer_does_not_keep_a_model_from_being_served(tmp_path: Path) -> None:
     """Whoever asks it for the number of all layers gets an error."""
     register()
-    described = AutoConfig.for_model("dots3_note_text", **DENSE_DOTS)
+    layer_types = ["full_attention", "sliding_attention", "full_attention"]
+    options = SUPPORTED["deepseek_v3"][1] | {"use_dsa": False, "layer_types": layer_types, "sliding_window": WINDOW}
+    described = AutoConfig.for_model("dots3_note_text", **options)
     AutoModelForCausalLM.from_config(described).save_pretrained(tmp_path)
     with pytest.raises(RuntimeError, match="num_attention_heads"):
         _ = described.num_attention_heads
