@@ -61,8 +61,8 @@ class ModelProbe:
                 f"{self._name} scales queries by their place in a batch (attn_temperature_tuning), not by position_ids"
             )
         generator = torch.Generator().manual_seed(0)
-        self.num_heads = 0  # of queries, the most of any layer: known after check_attention, as are these
-        self.has_sinks = False
+        # Both are known after check_attention.
+        self.num_heads, self.has_sinks = 0, False  # heads of queries, the most of any layer
         self._ids = torch.randint(0, _vocab_size(model), (1, num_tokens), generator=generator).to(model.device)
         padding = getattr(model.config.get_text_config(), "pad_token_id", None)
         if isinstance(padding, int):  # some models count their positions from it
