@@ -30,7 +30,8 @@ OFF = SpeculationParams(is_enabled=False)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    llm = LLM(dtype="float32", max_model_len=512, max_num_seqs=8)
+    # At a fixed length: how much adaptive drafts is up to the time that steps take.
+    llm = LLM(dtype="float32", max_model_len=512, max_num_seqs=8, decoding_length=8)
     yield llm
     core = llm._core
     core.check_integrity()
@@ -236,10 +237,7 @@ def test_what_is_no_priority_is_refused_by_name(llm: LLM, priority: object) -> N
 
 
 def test_a_scope_that_was_cleared_drafts_no_more() -> None:
-    """The second time a prompt is asked, its own answer is there to be drafted; in another scope it is not.
-
-    At a fixed length: how much adaptive drafts is up to the time that steps take.
-    """
+    """The second time a prompt is asked, its own answer is there to be drafted; in another scope it is not."""
     llm = LLM(dtype="float32", max_model_len=512, max_num_seqs=1, decoding_length=8)
 
     def accepted(scope: str) -> int:

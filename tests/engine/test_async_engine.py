@@ -659,7 +659,7 @@ async def test_a_fault_ends_those_in_flight_and_the_engine_serves_on(
 
 
 async def test_a_caller_may_do_with_its_lists_what_it_likes(rig: Rig) -> None:
-    expected = (await rig.engine.generate(PROMPT, SHORT)).usage
+    expected = (await rig.engine.generate(PROMPT, SHORT)).token_ids
     async with rig.stream(params=SHORT) as events:
         async for event in events:
             if isinstance(event, Started):
@@ -667,8 +667,9 @@ async def test_a_caller_may_do_with_its_lists_what_it_likes(rig: Rig) -> None:
             else:
                 token_ids += event.token_ids
                 event.token_ids.clear()
-    assert len(token_ids) == len(PROMPT) + 6
-    assert event.usage == expected
+    assert token_ids == [*PROMPT, *expected]
+    # How many tokens were drafted depends on how long steps took; what was counted as the answer does not.
+    assert (event.usage.prompt_tokens, event.usage.completion_tokens) == (len(PROMPT), len(expected))
 
 
 async def test_nobody_waits_for_the_check_of_the_books(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

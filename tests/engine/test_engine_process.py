@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import os
 import signal
@@ -28,7 +27,8 @@ from batchserve.types import SamplingParams, SpeculationParams, Started
 
 PROMPTS = [[5, 7, 9], [5, 7, 9, 11], [8] * 30, [3, 4, 3, 4, 3, 4]]
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
-OPTIONS = {"dtype": "float32", "kv_cache_memory": 32 * MiB, "num_threads": 1, "wait_for_drafter": True}
+LLM_OPTIONS = {"dtype": "float32", "kv_cache_memory": 32 * MiB, "num_threads": 1}
+OPTIONS = {**LLM_OPTIONS, "wait_for_drafter": True}
 
 
 def make_config(tiny_model: dict[str, Path], **changes: object) -> EngineConfig:
@@ -54,11 +54,12 @@ def is_gone(pid: int) -> bool:
 
 
 async def test_it_answers_and_counts_as_in_this_process(tiny_model: dict[str, Path], tmp_path: Path) -> None:
-    config = make_config(tiny_model, draft=DraftConfig(draft_cache=str(tmp_path / "drafts")))
+    # A fixed length: how much adaptive drafts is up to the time that steps take.
+    config = make_config(tiny_model, draft=DraftConfig(draft_cache=str(tmp_path / "drafts")), decoding_length=8)
     messages: list[str] = []
     engine = await AsyncEngine.start(config, messages.append, own_process=True)
-    here = LLM(**{name: getattr(config, name) for name in ("model", *OPTIONS) if name != "wait_for_drafter"})
-    assert engine.info == dataclasses.replace(here.info)
+    here = LLM(**{name: getattr(config, name) for name in ("model", "decoding_length", *LLM_OPTIONS)})
+    assert engine.info == here.info
     assert any("LlamaForCausalLM" in message for message in messages)
 
     # Several at once, with drafts; whole and as streams.
