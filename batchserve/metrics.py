@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from batchserve.types import Timing
+
 PREFIX = "batchserve_"
 COUNTERS = {
     "steps_total": "Engine steps.",
     "rows_total": "Rows run through the model, drafts and prefill included.",
     "draft_rows_total": "Rows of drafts, those of a Jacobi window included, which are not verified.",
-    "decoding_requests_total": "Requests that decoded, summed over steps; draft rows over these is the mean K.",
+    "decoding_requests_total": "Requests that decoded, summed over steps; draft rows over these is the mean K. A step "
+    "of a request whose answer had already ended, by a stop string that was found meanwhile, is in neither.",
     "forward_seconds_total": "Time from the launch of forwards to their tokens; on a GPU answers are published in it.",
     "draft_tokens_total": "Draft tokens verified.",
     "accepted_draft_tokens_total": "Draft tokens accepted, before stop strings are searched for.",
@@ -39,6 +42,13 @@ GAUGES = {  # of the last step that decoded; the price is the adaptive decoding 
     "step_time_factor": "How many times as long as when they were measured forwards take: the fast correction.",
     "host_seconds": "What the host is known to take of a step, beside its forward and drafting.",
 }
+FAILED_CALLS = {  # a counter by reason, of the server's
+    "failed_calls_total": "Calls answered with an error, by its ErrorInfo's reason: refused ones, and those that "
+    "failed later. A call that its client has given up is none.",
+}
+AGE = {  # a gauge, where there is an engine
+    "reading_age_seconds": "How old these figures are: more than a moment where the engine does not answer.",
+}
 LOAD = {  # gauges, read when they are asked for
     "requests_running": "Requests that have K/V memory.",
     "requests_waiting": "Requests that wait for a place or for K/V memory, those that were preempted included.",
@@ -52,20 +62,29 @@ EDGES = {  # counters by drafter and depth
 CALIBRATION = {  # a gauge by drafter
     "calibration_error": "Mean distance of an edge's probability and how often such edges come true, of late.",
 }
-HISTOGRAMS = {  # upper bounds in seconds
-    "time_to_first_token_seconds": (
-        "Arrival to first token.",
-        (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
-    ),
+# Upper bounds in seconds: of what a request takes, from a small model's first token to an answer of thousands behind a
+# full queue; and of a token, from one of several that a short step gave to one that waited for a long prompt.
+REQUEST_BOUNDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
+)
+TOKEN_BOUNDS = (
+    *(0.00025, 0.0005, 0.001, 0.0015, 0.0025, 0.004, 0.006, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
+    *(0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+)
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("Arrival to first token.", REQUEST_BOUNDS),
     "time_per_output_token_seconds": (
         "First to last token over the tokens behind the first, of finished requests.",
-        (0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0),
+        TOKEN_BOUNDS,
     ),
     "inter_token_latency_seconds": (
         "Time since a request's step before; n tokens of one step count as n of an n-th each. Before stop strings are "
         "searched for: tokens behind one count, too.",
-        (0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0),
+        TOKEN_BOUNDS,
     ),
+    "request_seconds": ("Arrival to last token, of finished requests.", REQUEST_BOUNDS),
+    "request_queue_seconds": ("Arrival to first rows, of finished requests.", REQUEST_BOUNDS),
 }
 
 
@@ -102,13 +121,14 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class MetricsReading:
-    """All figures of one moment; nobody writes to them any more."""
+    """All figures of one moment, age_s ago; nobody writes to them any more."""
 
     values: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0.0))
     gauges: dict[str, float] = field(default_factory=dict)
     load: dict[str, float] = field(default_factory=dict)
     acceptance: dict[str, Acceptance] = field(default_factory=dict)
     histograms: dict[str, Histogram] = field(default_factory=lambda: _histograms())
+    age_s: float = 0.0
 
     def numbers(self) -> dict[str, float]:
         """Counters, and gauges that have been set."""
@@ -201,10 +221,13 @@ class EngineMetrics:
         with self.lock:
             self.values["completion_tokens_total"] += num_tokens
 
-    def finished(self, tpot_s: float | None) -> None:
-        """A request ended with a finish reason; its time per output token, if it has one."""
+    def finished(self, timing: Timing, num_tokens: int) -> None:
+        """A request ended with a finish reason, after so many tokens."""
+        tpot_s = timing.tpot_s(num_tokens)
         with self.lock:
             self._add(requests_finished_total=1)
+            self.histograms["request_seconds"].add(timing.total_s)
+            self.histograms["request_queue_seconds"].add(timing.queue_s)
             if tpot_s is not None:
                 self.histograms["time_per_output_token_seconds"].add(tpot_s)
 

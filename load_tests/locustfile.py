@@ -10,11 +10,13 @@ entry. Run by load_tests/run.py, or by hand against a running server:
 from __future__ import annotations
 
 import json
+import random
 import time
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import gevent
 import grpc
 import grpc.experimental.gevent
 from locust import LoadTestShape, User, constant, events, task
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
 grpc.experimental.gevent.init_gevent()
 
 REQUEST_TIMEOUT_S = 30.0
-MAX_REQUESTS = 20_000
+MAX_REQUESTS = 200_000
+IDLE_S = 0.05  # behind the last stage, until Locust ends the run
 CHANNEL_OPTIONS = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),  # a connection for every user, as with real clients
@@ -44,6 +47,7 @@ CHANNEL_OPTIONS = [
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--stage-seconds", type=float, default=10.0, help="how long each stage lasts")
     parser.add_argument("--max-tokens", type=int, default=128, help="the most tokens of an answer")
+    parser.add_argument("--seed", type=int, help="of the prompts (default: another one each run)")
     parser.add_argument("--samples-out", default="", help="where to write what each stage measured, as JSON")
 
 
@@ -55,10 +59,13 @@ class Stages(LoadTestShape):
         self.stages: list[Stage] = []
         self.samples: dict[str, StageSamples] = {}
         self.start_s = 0.0
+        self.seed = 0
         self.shown: Stage | None = None
         self.num_requests = 0
 
-    def begin(self, stage_seconds: float) -> None:
+    def begin(self, stage_seconds: float, seed: int | None) -> None:
+        # A server that has answered a run's prompts before would draft their answers from that.
+        self.seed = random.SystemRandom().getrandbits(64) if seed is None else seed
         self.stages = plan_stages(stage_seconds, USER_COUNTS)
         self.samples = {stage.name: StageSamples(stage) for stage in self.stages}
 
@@ -71,21 +78,28 @@ class Stages(LoadTestShape):
         return stage_at(self.stages, time.perf_counter() - self.start_s)
 
     def tick(self) -> tuple[int, float] | None:
-        """The number of users wanted now, and how many to start a second; None ends the run."""
+        """The number of users wanted, and how many to start a second; None ends the run.
+
+        All users from the start on, who wait for their stages: Locust asks once a second only.
+        """
         stage = self.current()
-        if stage is None or self.num_requests >= MAX_REQUESTS:
+        if stage is None:
+            return None
+        if self.num_requests >= MAX_REQUESTS:
+            print(f"load: ended in the midst of {stage.name}: {MAX_REQUESTS} requests are the most", flush=True)
+            self.runner.environment.process_exit_code = 1
             return None
         if stage is not self.shown:
             self.shown = stage
             print(f"load: stage {self.stages.index(stage) + 1} of {len(self.stages)}: {stage.name}", flush=True)
-        return stage.users, 100.0
+        return max(USER_COUNTS), 100.0
 
 
 @events.init.add_listener
 def on_init(environment: Environment, **_: Any) -> None:
     shape = environment.shape_class
     if isinstance(shape, Stages) and environment.parsed_options is not None:
-        shape.begin(environment.parsed_options.stage_seconds)
+        shape.begin(environment.parsed_options.stage_seconds, environment.parsed_options.seed)
 
 
 @events.quitting.add_listener
@@ -116,19 +130,22 @@ class GrpcUser(User):
     def stream(self) -> None:
         shape = self.environment.shape_class
         stage = shape.current()
-        if stage is None:
-            self.wait()
+        if stage is None or shape.num_requests >= MAX_REQUESTS:
+            gevent.sleep(IDLE_S)
+            return
+        if self.number >= stage.users:
+            gevent.sleep(shape.start_s + stage.end_s - time.perf_counter())
             return
         samples = shape.samples[stage.name]
         shape.num_requests += 1
         self.num_sent += 1
         # Not the same prompts in two stages: what one left in the shared drafts would flatter the other.
-        seed = f"{stage.name} {self.number} {self.num_sent}"
+        seed = f"{shape.seed} {stage.name} {self.number} {self.num_sent}"
         request = self.workload.request(seed, stage.is_speculating, self.environment.parsed_options.max_tokens)
         sent_s = time.perf_counter()
         try:
             call = self.stub.StreamGenerate(request, timeout=REQUEST_TIMEOUT_S)
-            record = consume(request, call, time.perf_counter)
+            record = consume(request, call, time.perf_counter, sent_s)
         except (grpc.RpcError, StreamShapeError) as error:
             samples.num_failures += 1
             self.report(stage, "end-to-end", time.perf_counter() - sent_s, 0, error)

@@ -55,6 +55,7 @@ def run_locust(address: str, stage_s: float, max_tokens: int) -> tuple[int, list
             *("--headless", "--only-summary", "--host", address, "--stop-timeout", f"{STOP_TIMEOUT_S:.0f}"),
             *("--exit-code-on-error", "1", "--loglevel", "WARNING"),
             *("--stage-seconds", str(stage_s), "--max-tokens", str(max_tokens), "--samples-out", str(samples)),
+            *("--seed", "0"),  # the server is a fresh one
         ]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         timeout_s = 2 * len(USER_COUNTS) * stage_s + STOP_TIMEOUT_S + LOCUST_SPARE_S
@@ -80,7 +81,7 @@ def print_table(stages: Sequence[dict[str, Any]]) -> None:
         table.add_row(
             str(stage["users"]),
             stage["speculation"],
-            str(stage["requests"]),
+            f"{stage['measured_requests']} of {stage['requests']}",
             str(stage["failures"]),
             f"{stage['tokens_per_s']:.0f}",
             *(latency(stage[name]) for name in ("ttft_ms", "inter_token_ms", "end_to_end_ms")),
@@ -89,8 +90,9 @@ def print_table(stages: Sequence[dict[str, Any]]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 130)
     console.print(table)
     console.print(
-        "length: tokens a verified step. Client and server share this machine's cores; a delta of n tokens that comes "
-        "g after the one before counts as n tokens of g / n."
+        "requests: those whose latencies count, as they lie wholly inside a stage's measured time, of all that were "
+        "answered. length: tokens a verified step. Client and server share this machine's cores; a delta of n tokens "
+        "that comes g after the one before counts as n tokens of g / n."
     )
 
 

@@ -44,10 +44,16 @@ class StreamRecord:
 
 
 def consume(
-    request: pb.GenerateRequest, events: Iterable[pb.StreamGenerateResponse], clock: Callable[[], float]
+    request: pb.GenerateRequest,
+    events: Iterable[pb.StreamGenerateResponse],
+    clock: Callable[[], float],
+    sent_s: float,
 ) -> StreamRecord:
-    """Read a stream to its end; raises StreamShapeError, and whatever reading raises."""
-    record = StreamRecord(sent_s=clock())
+    """Read a stream to its end; raises StreamShapeError, and whatever reading raises.
+
+    sent_s: when the call was made, which takes time itself.
+    """
+    record = StreamRecord(sent_s)
     started: pb.Started | None = None
     finished: pb.Finished | None = None
     for event in events:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,9 @@ class View:
             table.add_column(name, justify="right")
         for name, figure, scale, form in _ROWS:
             before, after = median_of(off, figure), median_of(on, figure)
+            if math.isnan(before + after):  # answers of one token have nothing between tokens
+                table.add_row(name, "-", "-", "")
+                continue
             ratio = f"{after / before:.2f}" if before else ""
             table.add_row(name, form.format(before * scale), form.format(after * scale), ratio)
         table.add_row("outputs identical", "", identical, "")

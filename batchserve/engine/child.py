@@ -78,6 +78,7 @@ def main() -> None:
     gc.freeze()
     try:
         loop.run()
+        _answer(pipe, loop)  # what the end came to, which nobody may have asked for in time
     finally:
         gc.unfreeze()  # what is never collected extension modules call a leak, on standard error
 

@@ -135,10 +135,10 @@ class EngineCore:
         num_drafted, forward_s = len(drafts.token_ids), self._clock() - started_s
         if not self.runner.is_paged:  # a CPU publishes or runs the forward, a GPU's forward runs meanwhile
             forward_s -= published_s - launched_s
-        came = self._commit(plan, batch, results)
+        came, num_draft_rows = self._commit(plan, batch, results)
         self.drafts.step_done(came, self._clock() - began_s, forward_s)
         self.scheduler.step_done(num_drafted)
-        self.metrics.step_done(batch.num_rows, num_drafted, len(came), forward_s, self._verified)
+        self.metrics.step_done(batch.num_rows, num_draft_rows, len(came), forward_s, self._verified)
         self._verified.clear()
 
     def _end_late(self) -> None:
@@ -203,15 +203,16 @@ class EngineCore:
 
     def _commit(
         self, plan: SchedulerOutput, batch: RaggedBatch, results: list[VerifiedTokens | None]
-    ) -> dict[str, list[int]]:
+    ) -> tuple[dict[str, list[int]], int]:
         """Keep the K/V of accepted paths, append tokens, end what is complete: all that the next step depends on.
 
-        Returns what came of each request that was decoding.
+        Returns what came of each request that was decoding, and the number of their draft rows.
         """
         now_s = self._clock()
         came: dict[str, list[int]] = {}
         kept: dict[str, list[int]] = {}
         going_on = []
+        num_draft_rows = 0
         counts = batch.num_pending.tolist(), batch.spans.rows[:, 1].tolist(), batch.num_verified.tolist()
         for request, verified, num_pending, num_rows, num_verified in zip(plan.requests, results, *counts, strict=True):
             if request.finish_reason is not None:  # a stop string was found while the step was under way
@@ -224,6 +225,7 @@ class EngineCore:
                     continue
                 rows += verified.rows
             kept[request.request_id] = rows
+            num_draft_rows += num_rows - num_pending
             going_on.append((request, verified, num_pending, num_verified, len(rows)))
         self.runner.backend.allocator.commit_all(kept)
         for request, verified, num_pending, num_verified, num_kept in going_on:
@@ -234,7 +236,7 @@ class EngineCore:
             tokens = self._append(request, verified, num_verified, now_s)
             if num_pending == 1:
                 came[request.request_id] = tokens
-        return came
+        return came, num_draft_rows
 
     def _overflow(self, request: Request, has_drafts: bool) -> None:
         """The logits behind the request's last token say nothing."""
@@ -304,7 +306,7 @@ class EngineCore:
     def _last_delta(self, request: Request, text: str, token_ids: list[int]) -> Delta:
         usage = request.usage(request.num_published_tokens)
         timing = request.timing(self._clock())
-        self.metrics.finished(timing.tpot_s(usage.completion_tokens))
+        self.metrics.finished(timing, usage.completion_tokens)
         if request.is_finished:
             self._end(request)
         else:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
+import math
 import queue
 import socket
 import subprocess
 import threading
+import time
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -145,32 +147,44 @@ class EngineProcess:
 
 
 class RemoteMetrics:
-    """MetricsSource of an engine in another process: where that does not answer, what it has answered last."""
+    """MetricsSource of an engine in another process: where that does not answer, what it has answered last.
+
+    Whoever reads while another waits for an answer waits for the same one.
+    """
 
     def __init__(self, ask: Callable[[], None]) -> None:
         self._ask = ask
-        self._is_over = False
-        self._asking = threading.Lock()
+        self._lock = threading.Lock()
         self._has_come = threading.Event()
-        self._last = MetricsReading()
+        self._asked_s = -math.inf
+        self._is_over = False
+        self._last, self._last_s = MetricsReading(), time.monotonic()
 
     def take(self, reading: MetricsReading) -> None:
         """An answer has come."""
-        self._last = reading
-        self._has_come.set()
+        with self._lock:
+            self._last, self._last_s = reading, time.monotonic()
+            self._has_come.set()
 
     def end(self) -> None:
         """Nobody answers any more."""
-        self._is_over = True
-        self._has_come.set()
+        with self._lock:
+            self._is_over = True
+            self._has_come.set()
 
     def reading(self) -> MetricsReading:
-        with self._asking:
-            self._has_come.clear()
-            if not self._is_over:  # or it is from now on, and has said so behind the line before
-                self._ask()
-                self._has_come.wait(READING_TIMEOUT_S)
-            return self._last
+        now_s = time.monotonic()
+        with self._lock:
+            is_waited_for = not self._has_come.is_set() and now_s - self._asked_s < READING_TIMEOUT_S
+            is_asking = not is_waited_for and not self._is_over
+            if is_asking:
+                self._has_come.clear()
+                self._asked_s = now_s
+        if is_asking:
+            self._ask()
+        self._has_come.wait(READING_TIMEOUT_S)
+        with self._lock:
+            return dataclasses.replace(self._last, age_s=time.monotonic() - self._last_s)
 
 
 def _start() -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:

@@ -54,7 +54,8 @@ class GenerationServer:
         logging.getLogger(GRPC_LOGGER).addFilter(is_worth_logging)
         self._health = _Health()
         self._grpc = grpc.aio.server(
-            interceptors=[MalformedRequestInterceptor(SERVICE_NAME)], options=_channel_arguments(config)
+            interceptors=[MalformedRequestInterceptor(SERVICE_NAME, self._servicer.failed_calls)],
+            options=_channel_arguments(config),
         )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._servicer, self._grpc)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
@@ -65,7 +66,7 @@ class GenerationServer:
     async def bind(self) -> str:
         """Listen, NOT_SERVING, and return HOST:PORT with the port really taken; raises ConfigError if it cannot."""
         if self._config.metrics_port is not None:
-            self._metrics = MetricsEndpoint(self._config.host, self._config.metrics_port)
+            self._metrics = MetricsEndpoint(self._config.host, self._config.metrics_port, self._servicer.failed_calls)
             logger.info("metrics on http://%s", self._metrics.address)
         await self._set_serving(False)
         wanted = join_address(self._config.host, self._config.port)

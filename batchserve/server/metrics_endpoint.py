@@ -12,9 +12,11 @@ from prometheus_client.registry import Collector
 
 from batchserve.errors import ConfigError
 from batchserve.metrics import (
+    AGE,
     CALIBRATION,
     COUNTERS,
     EDGES,
+    FAILED_CALLS,
     GAUGES,
     HISTOGRAMS,
     LOAD,
@@ -24,6 +26,7 @@ from batchserve.metrics import (
 )
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Iterator
 
 BACKLOG = 128
@@ -38,11 +41,12 @@ def join_address(host: str, port: int) -> str:
 class MetricsEndpoint:
     """Serves /metrics from a thread of its own until closed; port 0 picks a free one. Raises ConfigError.
 
-    There is nothing to see before `show`.
+    Before `show` there are only the calls that failed, by reason.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, failed_calls: Counter[str]) -> None:
         self._registry = CollectorRegistry()
+        self._registry.register(_FailedCallsCollector(failed_calls))
         try:
             self._server, self._thread = start_http_server(port, addr=host, registry=self._registry)
         except (OSError, OverflowError) as error:  # OverflowError: no port has that number
@@ -75,6 +79,18 @@ class _Timely:
             super().handle()  # type: ignore[misc]  # of the class that is mixed in
 
 
+class _FailedCallsCollector(Collector):
+    def __init__(self, failed_calls: Counter[str]) -> None:
+        self._failed_calls = failed_calls
+
+    def collect(self) -> Iterator[Metric]:
+        ((name, text),) = FAILED_CALLS.items()
+        family = CounterMetricFamily(PREFIX + name, text, labels=("reason",))
+        for reason, count in list(self._failed_calls.items()):
+            family.add_metric((reason,), count)
+        yield family
+
+
 class _EngineCollector(Collector):
     def __init__(self, metrics: MetricsSource) -> None:
         self._metrics = metrics
@@ -87,6 +103,8 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(PREFIX + name, GAUGES[name], value=value)
         for name, value in read.load.items():
             yield GaugeMetricFamily(PREFIX + name, LOAD[name], value=value)
+        ((name, text),) = AGE.items()
+        yield GaugeMetricFamily(PREFIX + name, text, value=read.age_s)
         tested, accepted = (
             CounterMetricFamily(PREFIX + name, text, labels=("drafter", "depth")) for name, text in EDGES.items()
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ class GenerationServicer:
         self._engine: AsyncEngine | None = None
         self._refusal = "the server is warming up"
         self.num_calls = 0  # that have come, answered or not
+        self.failed_calls = Counter[str]()  # by reason
         self._num_open = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -112,7 +114,7 @@ class GenerationServicer:
         try:
             yield
         except Exception as error:
-            await abort(context, error)
+            await abort(context, error, self.failed_calls)
         finally:
             self._num_open -= 1
             if self._num_open == 0:

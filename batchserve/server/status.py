@@ -26,11 +26,14 @@ from batchserve.errors import (
 )
 
 if TYPE_CHECKING:
+    from collections import Counter
+
     from google.protobuf.message import Message
 
 logger = logging.getLogger(__name__)
 
 DOMAIN = "batchserve"
+INTERNAL = "INTERNAL"
 # Statuses travel in HTTP/2 trailers, which peers bound to 8 KiB by default; past it the whole status is lost.
 MAX_MESSAGE_CHARS = 1000
 MAX_METADATA_CHARS = 200
@@ -52,7 +55,7 @@ def to_status(error: Exception) -> status_pb2.Status:
     An error that is not the package's own says nothing of itself on the wire.
     """
     if not isinstance(error, BatchserveError):
-        info = _error_info("INTERNAL")
+        info = _error_info(INTERNAL)
         return _status(code_pb2.INTERNAL, "internal error; the server's log has the details", info)
     # Only the first line: what follows it could be a trace that an engine fault carries along.
     message = (str(error).splitlines() or [error.reason])[0][:MAX_MESSAGE_CHARS]
@@ -72,8 +75,9 @@ def to_status(error: Exception) -> status_pb2.Status:
     return _status(_code(error), message, *details)
 
 
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
-    """End the call with the error's status; an error that is not the package's own is logged with its trace.
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, counts: Counter[str]) -> NoReturn:
+    """End the call with the error's status, counted by its reason; what is not the package's own is logged with its
+    trace.
 
     Raises CancelledError if there is nobody left to tell: gRPC's own InternalError says that the call is over, be it
     that its client has gone or that its deadline has passed, before `context` does.
@@ -83,6 +87,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -
     if not isinstance(error, BatchserveError):
         logger.error("unexpected error while answering %s", context.peer(), exc_info=error)
     status: Any = rpc_status.to_status(to_status(error))
+    counts[error.reason if isinstance(error, BatchserveError) else INTERNAL] += 1
     try:
         await context.abort(status.code, status.details, status.trailing_metadata)
     except grpc.aio.InternalError as gone:

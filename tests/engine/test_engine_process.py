@@ -8,8 +8,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from enum import IntEnum, StrEnum
 from pathlib import Path
@@ -19,7 +22,7 @@ import pytest
 from batchserve.config import DraftConfig, EngineConfig, MiB
 from batchserve.engine.async_engine import AsyncEngine
 from batchserve.engine.engine_process import EngineProcess, RemoteMetrics
-from batchserve.errors import ConfigError, DeadlineExceededError, EngineFaultError
+from batchserve.errors import ConfigError, DeadlineExceededError, EngineFaultError, UnavailableError
 from batchserve.llm import LLM
 from batchserve.metrics import MetricsReading
 from batchserve.server.metrics_endpoint import MetricsEndpoint
@@ -87,7 +90,7 @@ async def test_it_answers_and_counts_as_in_this_process(tiny_model: dict[str, Pa
     assert numbers["requests_finished_total"] == len(PROMPTS) + 2
     assert numbers["requests_running"] == numbers["requests_waiting"] == numbers["kv_used_tokens"] == 0
     assert engine.metrics.reading().acceptance["mixture"].tested[0] > 0
-    endpoint = MetricsEndpoint("127.0.0.1", 0)
+    endpoint = MetricsEndpoint("127.0.0.1", 0, Counter())
     endpoint.show(engine.metrics)
     page = await asyncio.to_thread(lambda: urllib.request.urlopen(f"http://{endpoint.address}/metrics").read().decode())
     endpoint.close()
@@ -104,13 +107,21 @@ async def test_it_answers_and_counts_as_in_this_process(tiny_model: dict[str, Pa
 
     pid = process_of(engine)._process.pid
     assert_signals_are_caught(pid)
-    await engine.shutdown()
-    await engine.shutdown()
+    async with aclosing(engine.stream([6, 7], SamplingParams(max_tokens=250, ignore_eos=True))) as events:
+        await anext(events)
+        await engine.shutdown()
+        await engine.shutdown()
+        with pytest.raises(UnavailableError):
+            _ = [event async for event in events]
     assert process_of(engine)._process.returncode == 0
+    # Nobody had asked for figures since, but the end of those in flight is in them.
+    end = engine.metrics.reading().numbers()
+    assert end["requests_aborted_total"] == numbers["requests_aborted_total"] + 1
+    assert end["requests_finished_total"] == numbers["requests_finished_total"] + 2
+    assert end["requests_running"] == 0
     assert is_gone(pid)
     assert (tmp_path / "drafts").stat().st_size > 0
     assert not engine._has_failed.is_set()
-    assert engine.metrics.reading().numbers()["requests_finished_total"] == len(PROMPTS) + 2, "the last that were read"
 
 
 @pytest.mark.parametrize(
@@ -194,14 +205,35 @@ def test_metrics_that_do_not_come_are_those_that_came_last(monkeypatch: pytest.M
             metrics.take(answers.pop())
 
     metrics = RemoteMetrics(ask)
-    assert metrics.reading() is answer
-    assert metrics.reading() is answer, "late"
+    readings = [metrics.reading() for _ in range(3)]
+    assert [reading.load for reading in readings] == [answer.load] * 3, "two of them late"
+    ages_s = [reading.age_s for reading in readings]
+    assert 0 <= ages_s[0] < 0.01 <= ages_s[1] < ages_s[2], "as old as they are said to be"
+
+
+def test_who_reads_at_the_same_time_waits_for_the_same_answer() -> None:
+    """And not for one after the other: a scrape would have to wait for all those before it."""
+    num_asked, asked = 0, threading.Event()
+
+    def ask() -> None:
+        nonlocal num_asked
+        num_asked += 1
+        asked.set()
+
+    metrics = RemoteMetrics(ask)
+    with ThreadPoolExecutor(3) as pool:
+        reading = [pool.submit(metrics.reading) for _ in range(3)]
+        assert asked.wait(10)
+        while pool._work_queue.qsize():
+            time.sleep(0.01)
+        metrics.take(MetricsReading(load={"requests_running": 3.0}))
+        assert [each.result(10).load["requests_running"] for each in reading] == [3.0] * 3
 
 
 def test_a_reading_under_way_does_not_outwait_the_engines_end() -> None:
     metrics = RemoteMetrics(lambda: metrics.end())
     started_s = time.monotonic()
-    assert metrics.reading() == metrics.reading() == MetricsReading()
+    assert metrics.reading().values == metrics.reading().values == MetricsReading().values
     assert time.monotonic() - started_s < 4
 
 

@@ -37,15 +37,19 @@ def finished(completion_tokens, reason=pb.FINISH_REASON_STOP, prompt_tokens=3, d
 
 
 def ticking():
-    ticks = count()
+    ticks = count(1)
     return lambda: float(next(ticks))
+
+
+def consumed(request, events):
+    return consume(request, events, ticking(), sent_s=0.0)
 
 
 GOOD = [started(), delta(1), delta(2, 3), delta(), delta(4), finished(4, drafted=5, accepted=1)]
 
 
 def test_a_good_stream_and_its_latencies():
-    record = consume(make_request(), iter(GOOD), ticking())
+    record = consumed(make_request(), iter(GOOD))
     assert record.ttft_s == 1.0
     assert record.inter_token_latencies_s() == [0.5, 0.5, 2.0]  # the delta without tokens is no arrival of any
     assert record.end_to_end_s == 5.0
@@ -53,7 +57,7 @@ def test_a_good_stream_and_its_latencies():
 
 
 def test_an_empty_answer_has_no_first_token():
-    record = consume(make_request(), iter([started(), finished(0)]), ticking())
+    record = consumed(make_request(), iter([started(), finished(0)]))
     assert record.ttft_s is None
     assert record.inter_token_latencies_s() == []
 
@@ -80,12 +84,12 @@ def test_an_empty_answer_has_no_first_token():
 )
 def test_a_bad_stream_is_refused_with_what_is_wrong(events, message):
     with pytest.raises(StreamShapeError, match=message):
-        consume(make_request(), iter(events), ticking())
+        consumed(make_request(), iter(events))
 
 
 def test_drafts_without_speculation_are_refused():
     with pytest.raises(StreamShapeError, match="drafted 5 = 0 without speculation"):
-        consume(make_request(is_speculating=False), iter(GOOD), ticking())
+        consumed(make_request(is_speculating=False), iter(GOOD))
 
 
 def test_stages_come_in_pairs_and_follow_each_other_without_a_gap():
@@ -106,7 +110,7 @@ def test_only_requests_inside_the_measured_time_count():
     stage = plan_stages(100.0)[1]  # from 100 to 200, measured from 115
     for sent_s, is_counted in ((110.0, False), (150.0, True), (197.0, False)):
         samples = StageSamples(stage)
-        record = consume(make_request(), iter(GOOD), ticking())
+        record = consumed(make_request(), iter(GOOD))
         record.sent_s += 1000 + sent_s
         record.ended_s += 1000 + sent_s
         record.arrivals = [(1000 + sent_s + at_s, tokens) for at_s, tokens in record.arrivals]
@@ -119,7 +123,7 @@ def test_only_requests_inside_the_measured_time_count():
 def test_summary_of_a_stage():
     stage = plan_stages(100.0)[0]
     samples = StageSamples(stage)
-    record = consume(make_request(), iter(GOOD), ticking())
+    record = consumed(make_request(), iter(GOOD))
     record.sent_s, record.ended_s = 50.0, 55.0
     record.arrivals = [(50.0 + at_s, tokens) for at_s, tokens in record.arrivals]
     samples.add(record, run_start_s=0)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import urllib.request
+from collections import Counter
 from typing import Any
 
 import grpc
@@ -15,11 +16,23 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from batchserve.config import ServerConfig
-from batchserve.errors import ConfigError, EngineFaultError
-from batchserve.metrics import CALIBRATION, COUNTERS, EDGES, GAUGES, HISTOGRAMS, LOAD, Acceptance, Verification
+from batchserve.errors import ConfigError, EngineFaultError, QueueFullError
+from batchserve.metrics import (
+    AGE,
+    CALIBRATION,
+    COUNTERS,
+    EDGES,
+    FAILED_CALLS,
+    GAUGES,
+    HISTOGRAMS,
+    LOAD,
+    Acceptance,
+    Verification,
+)
 from batchserve.server import lifecycle, metrics_endpoint
 from batchserve.server.lifecycle import GenerationServer
 from batchserve.server.servicer import SERVICE_NAME
+from batchserve.types import Timing
 from batchserve.v1 import generation_pb2 as pb
 from tests.server.fakes import FakeEngine
 from tests.server.harness import LOOPBACK, Client, Served, ask, failure_of, read_all, serving, until
@@ -264,7 +277,7 @@ async def test_listens_on_ipv6_loopback():
 
 async def test_who_asks_for_nothing_keeps_no_thread_of_the_metrics(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(metrics_endpoint._Timely, "timeout", 0.05)
-    endpoint = metrics_endpoint.MetricsEndpoint("127.0.0.1", 0)
+    endpoint = metrics_endpoint.MetricsEndpoint("127.0.0.1", 0, Counter())
     try:
         with socket.create_connection(endpoint.address.rsplit(":", 1), timeout=10) as silent:
             assert await asyncio.to_thread(silent.recv, 1) == b"", "it is closed"
@@ -292,8 +305,13 @@ async def test_metrics_endpoint():
     }
     metrics.acceptance = lambda: {"trie": Acceptance(("1", "2+"), [8, 4], accepted=[6, 1], calibration_error=0.125)}
     metrics.load = lambda: dict(zip(LOAD, (3, 2, 128, 512), strict=True))
+    metrics.finished(Timing(queue_s=0.02, first_token_s=0.7, total_s=0.9), num_tokens=5)
     async with serving(engine, ServerConfig(port=0, metrics_port=0)) as served:
         assert served.server._metrics is not None
+        engine.error = QueueFullError(4, 3)
+        engine.go_on.set()
+        for request in (ask(), ask(), pb.GenerateRequest()):
+            await failure_of(served.client.stream(request))
         url = f"http://{served.server._metrics.address}/metrics"
         body = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
     samples = {
@@ -325,8 +343,15 @@ async def test_metrics_endpoint():
         ("accepted_edges_total", "1", "trie"): 6,
         ("accepted_edges_total", "2+", "trie"): 1,
         ("calibration_error", "trie"): 0.125,
+        ("failed_calls_total", "QUEUE_FULL"): 2,
+        ("failed_calls_total", "MISSING_INPUT"): 1,
+        ("reading_age_seconds",): 0,
+        ("requests_finished_total",): 1,
+        ("request_seconds_sum",): 0.9,
+        ("request_queue_seconds_sum",): 0.02,
+        ("time_per_output_token_seconds_sum",): pytest.approx(0.05),
         ("inter_token_latency_seconds_bucket", "0.0025"): 0,
-        ("inter_token_latency_seconds_bucket", "0.005"): 2,
+        ("inter_token_latency_seconds_bucket", "0.004"): 2,
         ("inter_token_latency_seconds_bucket", "1.0"): 2,
         ("inter_token_latency_seconds_bucket", "+Inf"): 3,
         ("inter_token_latency_seconds_count",): 3,
@@ -337,7 +362,8 @@ async def test_metrics_endpoint():
     assert {name: samples.get(name) for name in expected} == expected
     names = {name for name, *_ in samples}
     counts = {f"{name}_count" for name in HISTOGRAMS}
-    assert names >= {*COUNTERS, *GAUGES, *LOAD, *EDGES, *CALIBRATION, *counts}, "every one is exported"
+    known = {*COUNTERS, *FAILED_CALLS, *GAUGES, *AGE, *LOAD, *EDGES, *CALIBRATION, *counts}
+    assert names >= known, "every one is exported"
 
 
 @pytest.mark.parametrize("name", ["port", "metrics_port"])
