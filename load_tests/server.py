@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 START_TIMEOUT_S = 180.0
-END_TIMEOUT_S = 15.0
+END_TIMEOUT_S = 60.0
 LOG_TAIL_LINES = 20
 
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import re
 import runpy
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
 
+from batchserve.llm import LLM
 from batchserve.metrics import AGE, CALIBRATION, COUNTERS, EDGES, FAILED_CALLS, GAUGES, HISTOGRAMS, LOAD
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+
+
+@pytest.fixture(autouse=True)
+def fixed_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How much adaptive drafts is up to the time that steps take, which a busy machine takes more of."""
+    monkeypatch.setattr(LLM, "__init__", partialmethod(LLM.__init__, adaptive=False))
 
 
 def tokens_per_step(example: str, capsys: pytest.CaptureFixture[str]) -> list[float]:

@@ -156,8 +156,11 @@ def test_only_a_server_starts_before_its_drafter_is_ready(
     assert any("until it is ready" in message for message in says) is not is_waiting
 
 
-def test_the_first_drafts_find_their_linears_compiled(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_drafts_find_their_linears_compiled(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a model whose shapes no other test has: what oneDNN compiles it keeps for the whole process."""
+    monkeypatch.setattr(build, "COMPILE_S", 60.0)
     sizes = {**SUPPORTED["llama"][1], "hidden_size": 88, "head_dim": 22, "intermediate_size": 104, "vocab_size": 136}
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes)).save_pretrained(tmp_path)
     built = start(tmp_path, drafter="none", max_num_seqs=4)

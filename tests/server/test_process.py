@@ -17,7 +17,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tests.server.harness import Client, ask, failure_of, read_all
 
-START_TIMEOUT_S = 60
+START_TIMEOUT_S = 180
+END_TIMEOUT_S = 60
 Process = asyncio.subprocess.Process
 Launch = Callable[..., AbstractAsyncContextManager[tuple[Process, Client]]]
 
@@ -69,7 +70,7 @@ async def test_streams_without_an_end_leave_no_trace_behind(launch: Launch):
             assert (await reflection.read()).list_services_response.service
         process.terminate()
         assert await reflection.read() is grpc.aio.EOF
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(END_TIMEOUT_S):
             assert await process.wait() == 0
         assert process.stderr is not None
         assert b"Traceback" not in await process.stderr.read()
@@ -83,7 +84,7 @@ async def test_sigterm_drains(launch: Launch):
         process.terminate()
         rest = [message.WhichOneof("event") async for message in call]
         assert rest[-1] == "finished"
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(END_TIMEOUT_S):
             assert await process.wait() == 0
         assert (await failure_of(client.generate(ask()))).code is grpc.StatusCode.UNAVAILABLE
 
@@ -109,5 +110,5 @@ async def test_ctrl_c_drains_too_and_requests_that_outlast_it_are_ended(launch: 
         process.send_signal(signal.SIGINT)
         failures = await asyncio.gather(*(failure_of(read_all(call)) for call in calls), *map(failure_of, late))
         assert {failed.code for failed in failures} == {grpc.StatusCode.UNAVAILABLE}
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(END_TIMEOUT_S):
             assert await process.wait() == 0

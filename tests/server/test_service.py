@@ -191,18 +191,20 @@ async def test_a_slow_reader_holds_nobody_up(tiny: Served):
     assert len(tokens_of([message async for message in unread])) == 400
 
 
-async def test_drain_finishes_what_is_in_flight(tiny: Served):
-    calls = [asyncio.create_task(tiny.client.stream(ask(max_tokens=200))) for _ in range(4)]
-    await until(lambda: tiny.engine.num_in_flight == 4)
-    assert await tiny.server.drain()
-    assert [len(tokens_of(messages)) for messages in await asyncio.gather(*calls)] == [200] * 4
+async def test_drain_finishes_what_is_in_flight(serve_tiny: Serve):
+    async with serve_tiny(step_s=0.01) as served:
+        calls = [asyncio.create_task(served.client.stream(ask(max_tokens=200))) for _ in range(4)]
+        await until(lambda: served.engine.num_in_flight == 4)
+        assert await served.server.drain()
+        assert [len(tokens_of(messages)) for messages in await asyncio.gather(*calls)] == [200] * 4
 
 
-async def test_drain_out_of_time_ends_every_request_once(tiny: Served):
-    calls = [failure_of(tiny.client.stream(ask(max_tokens=500))) for _ in range(20)]
-    tasks = [asyncio.create_task(call) for call in calls]
-    await until(lambda: tiny.engine.num_in_flight == 20)
-    hurry = asyncio.Event()
-    hurry.set()
-    assert await tiny.server.drain(hurry) is False
-    assert {failed.code for failed in await asyncio.gather(*tasks)} == {grpc.StatusCode.UNAVAILABLE}
+async def test_drain_out_of_time_ends_every_request_once(serve_tiny: Serve):
+    async with serve_tiny(step_s=0.02) as served:
+        calls = [failure_of(served.client.stream(ask(max_tokens=500))) for _ in range(20)]
+        tasks = [asyncio.create_task(call) for call in calls]
+        await until(lambda: served.engine.num_in_flight == 20)
+        hurry = asyncio.Event()
+        hurry.set()
+        assert await served.server.drain(hurry) is False
+        assert {failed.code for failed in await asyncio.gather(*tasks)} == {grpc.StatusCode.UNAVAILABLE}
