@@ -169,12 +169,15 @@ def test_gaps_between_tokens_and_times_of_requests_are_counted() -> None:
     engine.runner.launch = timed_launch  # type: ignore[method-assign]
     add(engine, "a", ANSWER, max_tokens=9)  # 1 of the prompt's step, then 4 and 4
     engine.run()
+    histograms = engine.core.metrics.histograms
     itl, ttft, tpot = (
-        engine.core.metrics.histograms[name]
+        histograms[name]
         for name in ("inter_token_latency_seconds", "time_to_first_token_seconds", "time_per_output_token_seconds")
     )
     assert itl.total == pytest.approx(0.024)
-    assert itl.counts[itl.bounds.index(0.005)] == sum(itl.counts) == 8, "of 3 ms each"
+    assert itl.counts[itl.bounds.index(0.004)] == sum(itl.counts) == 8, "of 3 ms each"
     assert (ttft.total, sum(ttft.counts)) == (pytest.approx(0.012), 1)
     assert tpot.total == pytest.approx(0.003)
-    assert tpot.counts[tpot.bounds.index(0.005)] == sum(tpot.counts) == 1
+    assert tpot.counts[tpot.bounds.index(0.004)] == sum(tpot.counts) == 1
+    assert histograms["request_seconds"].total == pytest.approx(3 * 0.012)
+    assert (histograms["request_queue_seconds"].total, sum(histograms["request_queue_seconds"].counts)) == (0, 1)
