@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 grpc.experimental.gevent.init_gevent()
 
 REQUEST_TIMEOUT_S = 30.0
-MAX_REQUESTS = 200_000
+MAX_REQUESTS = 20_000
 IDLE_S = 0.05  # behind the last stage, until Locust ends the run
 CHANNEL_OPTIONS = [
     ("grpc.enable_http_proxy", 0),

@@ -548,7 +548,7 @@ async def test_a_storm_of_cancellations_at_every_event_and_turn_of_the_loop(rig:
         assert {*rig.engine._ids} <= {"patient"}, "who is not cancelled ends some time"
     assert len(outcomes) == 100
     assert "failed" not in outcomes
-    assert outcomes.count("cancelled") > 14  # who waits for no event is gone before any can come
+    assert outcomes.count("cancelled") > 50
     patient.cancel()
     await asyncio.wait([patient])
     await rig.finishes()
