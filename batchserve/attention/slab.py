@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from batchserve import pages
 from batchserve.attention.prefix_index import FEWEST_TOKENS, PrefixIndex
 from batchserve.attention.row_moves import UNIT, move_rows
 
@@ -138,7 +139,7 @@ class SlabAllocator:
     def _resize(self, slab: _Slab, capacity: int) -> None:
         kept = slab.num_committed
         # All of them or none: the system may have no memory for one.
-        resized = [torch.empty((n, heads, capacity, dim), dtype=self.dtype) for n, heads, dim in self._stack_shapes]
+        resized = [_zeros((n, heads, capacity, dim), self.dtype) for n, heads, dim in self._stack_shapes]
         if kept:
             for new, old in zip(resized, slab.stacks, strict=True):
                 new[:, :, :kept] = old[:, :, :kept]
@@ -264,6 +265,11 @@ class SlabAllocator:
         for request_id, slab in self._slabs.items():
             if slab.num_committed > slab.capacity:
                 raise RuntimeError(f"{request_id!r} committed {slab.num_committed} of {slab.capacity} tokens")
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """In pages of its own: slabs have all sizes, and are kept for as long as there is room."""
+    return torch.from_numpy(pages.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
 
 
 def _rounded(num_tokens: int) -> int:

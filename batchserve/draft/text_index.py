@@ -8,13 +8,12 @@ number of bytes a token whatever the text is. A trie of the same text takes seve
 # ruff: noqa: ANN001, ANN201
 from __future__ import annotations
 
-import math
-import mmap
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numba import carray, njit
 
+from batchserve import pages
 from batchserve.addresses import as_pointer
 
 if TYPE_CHECKING:
@@ -207,7 +206,8 @@ class TextIndex:
     def _allocate(self, capacity: int) -> None:
         reserved = capacity if capacity < RESERVED_FROM else min(RESERVED * capacity, self.max_tokens)
         # A token lies beside its links: whoever follows a chain reads both, and waits for memory once.
-        self._cells, self._heads = _zeros(reserved, 1 + NUM_ORDERS), _zeros(_num_buckets(reserved), NUM_ORDERS)
+        self._cells = pages.zeros((reserved, 1 + NUM_ORDERS), np.int32)
+        self._heads = pages.zeros((_num_buckets(reserved), NUM_ORDERS), np.int32)
         self.meta = np.array([-1, 0, 0, _num_buckets(capacity), -1], dtype=np.int64)
         self._use(capacity)
 
@@ -295,11 +295,3 @@ class TextIndex:
 def _num_buckets(capacity: int) -> int:
     """The chains' heads of one order: a power of two of at most capacity."""
     return 1 << (capacity.bit_length() - 1)
-
-
-def _zeros(*shape: int) -> np.ndarray:
-    """int32; a large one is pages of zeros that are no memory before they are written to."""
-    size = math.prod(shape)
-    if size < RESERVED_FROM:
-        return np.zeros(shape, np.int32)
-    return np.frombuffer(mmap.mmap(-1, 4 * size), np.int32).reshape(shape)

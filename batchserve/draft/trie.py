@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from batchserve import pages
 from batchserve.config import MiB
 from batchserve.draft import trie_growth, trie_kernels
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree
@@ -72,7 +73,8 @@ class _SharedTrie:
         if wanted > len(self.nodes):
             # Eightfold, so that little is copied: the rest costs nothing until it is used.
             rows = max(wanted, min(8 * len(self.nodes), max_rows))
-            nodes, buckets = np.zeros((rows, trie_kernels.NODE_WIDTH), dtype=np.int32), np.zeros(rows, dtype=np.int32)
+            nodes = pages.zeros((rows, trie_kernels.NODE_WIDTH), np.int32)
+            buckets = pages.zeros(rows, np.int32)
             nodes[: len(self.nodes)], buckets[: len(self.buckets)] = self.nodes, self.buckets
             self.nodes, self.buckets = nodes, buckets
         tokens = np.array(token_ids, dtype=np.int32)

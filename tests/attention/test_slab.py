@@ -13,6 +13,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from batchserve import pages
 from batchserve.attention.base import LayerShape
 from batchserve.attention.slab import EXTENT, SlabAllocator, bytes_per_token
 from tests.factories import examples
@@ -346,16 +347,16 @@ def test_what_the_system_has_no_memory_for_changes_nothing(monkeypatch: pytest.M
     allocator = SlabAllocator(LAYERS, torch.float32, 20 * EXTENT)
     assert allocator.reserve("a", 10)
     allocator.commit("a", range(10))
-    left, empty = [True], torch.empty  # for the planes of one shape of two
+    left, zeros = [True], pages.zeros  # for the planes of one shape of two
 
-    def scarce(*arguments: Any, **options: Any) -> torch.Tensor:
+    def scarce(*arguments: Any) -> np.ndarray:
         if not left:
             raise MemoryError
         left.pop()
-        return empty(*arguments, **options)
+        return zeros(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", scarce)
+        patch.setattr(pages, "zeros", scarce)
         with pytest.raises(MemoryError):
             allocator.reserve("a", 2 * EXTENT)
         with pytest.raises(MemoryError):

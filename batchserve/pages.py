@@ -1,0 +1,28 @@
+"""Arrays in pages of their own, which the system gets back as soon as the array is gone.
+
+Large arrays of all sizes that live from a moment to hours leave holes on the heap between what every step allocates,
+and a process grows to a multiple of what it uses. Nor does the heap keep an array's untouched part from being memory.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from typing import Any
+
+import numpy as np
+
+FEWEST_BYTES = 1 << 16  # a smaller array is on the heap: most of its last page would be wasted
+
+
+def zeros(shape: int | tuple[int, ...], dtype: Any) -> np.ndarray:
+    """As np.zeros; pages that are not written to take no memory. Raises MemoryError."""
+    shape = (shape,) if isinstance(shape, int) else shape
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if size < FEWEST_BYTES:
+        return np.zeros(shape, dtype)
+    try:
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{size} bytes: {error.strerror}") from error
+    return np.frombuffer(pages, dtype).reshape(shape)
