@@ -157,12 +157,12 @@ def test_the_text_model_of_a_composite_checkpoint_answers_as_the_whole_does(
         torch.testing.assert_close(served(input_ids=ids).logits, whole(input_ids=ids).logits, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl"])
-def test_a_composite_checkpoint_is_generated_from(tmp_path: Path, name: str) -> None:
-    folder = save_tiny_composite(name, tmp_path)
+def test_a_composite_checkpoint_with_positions_of_three_parts_is_generated_from(tmp_path: Path) -> None:
+    folder = save_tiny_composite("qwen2_5_vl", tmp_path)
     whole = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32).eval()
     prompts = [[20, 30, 40, 50], [60, 61]]
-    outputs = LLM(str(folder), dtype="float32").generate(prompts, SamplingParams(0.0, max_tokens=24, ignore_eos=True))
+    llm = LLM(str(folder), dtype="float32", drafter="none", num_threads=1)
+    outputs = llm.generate(prompts, SamplingParams(0.0, max_tokens=24, ignore_eos=True), show_progress=False)
     for prompt, output in zip(prompts, outputs, strict=True):
         expected = whole.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)
         assert prompt + output.token_ids == expected[0].tolist()
