@@ -82,7 +82,7 @@ class DraftConfig:
                 f"max_draft_bytes = {self.max_draft_bytes}: must be at least max_scope_bytes = {self.max_scope_bytes}"
             )
         if self.draft_cache is not None:
-            object.__setattr__(self, "draft_cache", path_text("draft_cache", self.draft_cache))
+            object.__setattr__(self, "draft_cache", expanded_path("draft_cache", self.draft_cache))
 
     def cache_path(self) -> Path | None:
         """Where draft_cache is; None: there is none. Raises ConfigError where nothing could be saved."""
@@ -220,7 +220,7 @@ class EngineConfig:
         if not is_scope_name(self.default_draft_scope):
             raise ConfigError(f"default_draft_scope = {self.default_draft_scope!r}: must be {SCOPE_NAME_BOUND}")
         for name in ("model", "cache_dir"):
-            object.__setattr__(self, name, path_text(name, getattr(self, name)))
+            object.__setattr__(self, name, expanded_path(name, getattr(self, name)))
         if self.served_model_name is not None:
             path_text("served_model_name", self.served_model_name)
         if not is_utf8(served := self.served_model_name or self.model):
@@ -342,6 +342,11 @@ def is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def expanded_path(name: str, value: object) -> str:
+    """Text of a path, `~` replaced by the home folder: no shell does it in `--option=~/x`. Raises ConfigError."""
+    return os.path.expanduser(path_text(name, value))
 
 
 def path_text(name: str, value: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,10 +15,13 @@ if TYPE_CHECKING:
 
 
 def parse_path(text: str) -> Path:
-    """Of an option; an empty one would be the current folder. Raises argparse.ArgumentTypeError."""
+    """The path of an option, its `~` expanded; an empty one would be the current folder.
+
+    Raises argparse.ArgumentTypeError.
+    """
     if not text:
         raise argparse.ArgumentTypeError("must not be empty")
-    return Path(text)
+    return Path(os.path.expanduser(text))
 
 
 @contextmanager

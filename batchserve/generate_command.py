@@ -132,7 +132,7 @@ def _prompt_text(arguments: argparse.Namespace) -> str:
 
 def _reference_text(path: str) -> str:
     try:
-        with open(path, encoding="utf-8", newline="") as file:
+        with open(os.path.expanduser(path), encoding="utf-8", newline="") as file:
             return file.read()
     except UnicodeDecodeError as error:
         raise InvalidRequestError("INVALID_TEXT", "reference", path, f"a file of UTF-8 text ({error})") from error

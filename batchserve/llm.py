@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from batchserve.config import EngineConfig, path_text
+from batchserve.config import EngineConfig, expanded_path
 from batchserve.engine.build import build_engine
 from batchserve.engine.engine_core import Event
 from batchserve.engine.output_collector import OutputCollector
@@ -109,7 +109,7 @@ class LLM:
 
         Raises ConfigError, OSError.
         """
-        file = Path(path_text("path", path))
+        file = Path(expanded_path("path", path))
         with self._turn:
             self._built.save_drafts(file)
 

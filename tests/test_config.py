@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from batchserve.bench.tokenizer import load_encoder
+from batchserve.cli import _add_warm_flags
 from batchserve.config import (
     MAX_SCOPE_CHARS,
     MAX_THREADS,
@@ -20,6 +23,8 @@ from batchserve.config import (
     ServerConfig,
 )
 from batchserve.errors import ConfigError
+from batchserve.files import parse_path
+from batchserve.generate_command import _reference_text
 
 
 @pytest.mark.parametrize(
@@ -221,3 +226,23 @@ def test_a_branch_is_no_longer_than_a_drafter_can_follow_for_each_token() -> Non
 def test_so_are_those_of_drafts(name: str):
     with pytest.raises(ConfigError, match=f"{name} = {10**40}: must be at most"):
         DraftConfig(**{name: 10**40})
+
+
+@pytest.mark.faults
+def test_the_home_folder_is_expanded_in_every_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No shell does it in --option=~/file, and none is there for a program or a configuration file."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "text").write_text("some text")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    home = f"{tmp_path}/text"
+    config = EngineConfig(model="~/text", cache_dir="~/text", draft=DraftConfig(draft_cache="~/text"))
+    assert (config.model, config.cache_dir, config.draft.draft_cache) == (home, home, home)
+    assert config.draft.cache_path() == Path(home)
+    assert EngineConfig(model="org/~name").model == "org/~name"
+    assert parse_path("~/text") == Path(home)
+    assert _reference_text("~/text") == "some text"
+    with pytest.raises(ConfigError, match=r"is not a tokenizer\.json"):  # and not: no such file
+        load_encoder("~/tokenizer.json")
+    parser = argparse.ArgumentParser()
+    _add_warm_flags(parser)
+    assert parser.parse_args(["~/text", "--draft-cache", "x"]).file == Path(home)

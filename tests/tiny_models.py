@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
 
 VOCAB_SIZE = 128
 WINDOW = 24
@@ -150,14 +150,101 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+_TEXT = {**_GQA, "head_dim": 16}
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_QWEN_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 14,
+}
+_QWEN_IDS = {"image_token_id": 10, "video_token_id": 11, "vision_start_token_id": 12, "vision_end_token_id": 13}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+# A text model beside towers for images or sound. name (the model type) -> config
+COMPOSITE: dict[str, dict[str, Any]] = {
+    "mistral3": {
+        "text_config": {"model_type": "mistral", **_TEXT},
+        "vision_config": {"model_type": "pixtral", **_VISION, "head_dim": 16},
+        "image_token_index": 10,
+    },
+    "gemma3": {
+        "text_config": {"model_type": "gemma3_text", **_GQA, **_WINDOWED},
+        "vision_config": {"model_type": "siglip_vision_model", **_VISION},
+        "mm_tokens_per_image": 4,
+        "image_token_index": 10,
+        "boi_token_index": 11,
+        "eoi_token_index": 12,
+    },
+    "qwen2_5_vl": {
+        "text_config": {**_TEXT, "rope_parameters": _MROPE},
+        "vision_config": {**_QWEN_VISION, "fullatt_block_indexes": [1], "window_size": 28},
+        **_QWEN_IDS,
+    },
+    "qwen3_vl": {
+        "text_config": {**_TEXT, "rope_parameters": {**_MROPE, "mrope_interleaved": True}},
+        "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        **_QWEN_IDS,
+    },
+    "llama4": {
+        "text_config": {
+            **_TEXT,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 96,
+            "attention_chunk_size": 16,
+            "layer_types": ["full_attention"] * 3,
+            "no_rope_layers": [1, 1, 1],
+            "attn_temperature_tuning": False,
+        },
+        "vision_config": {
+            **_VISION,
+            "vision_output_dim": 64,
+            "projector_input_dim": 64,
+            "projector_output_dim": 64,
+        },
+        "image_token_index": 10,
+    },
+    "voxtral": {
+        "text_config": {"model_type": "llama", **_TEXT},
+        "audio_config": {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 128,
+            "num_mel_bins": 16,
+            "max_source_positions": 20,
+        },
+        "audio_token_id": 10,
+    },
+}
+
+
 def save_tiny_model(name: str, folder: Path, **overrides: Any) -> Path:
     """A seeded fp32 model in `folder`, without a tokenizer; returns the folder."""
     model_type, options = {**SUPPORTED, **REFUSED}[name]
     torch.manual_seed(sum(name.encode()))
     config = AutoConfig.for_model(model_type, **{**options, **overrides})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return _save(AutoModelForCausalLM.from_config(config, dtype=torch.float32), folder)
+
+
+def save_tiny_composite(name: str, folder: Path) -> Path:
+    """The same with towers; saved in the layout of the checkpoints that are published."""
+    torch.manual_seed(sum(name.encode()))
+    config = AutoConfig.for_model(name, **COMPOSITE[name])
+    return _save(AutoModelForMultimodalLM.from_config(config, dtype=torch.float32), folder)
+
+
+def _save(model: PreTrainedModel, folder: Path) -> Path:
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in model.eval().parameters():
             if parameter.ndim >= 2:  # larger than at initialisation: attention is far from uniform
                 parameter.normal_(0, 0.15)
     model.generation_config.eos_token_id = 2

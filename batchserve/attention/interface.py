@@ -30,6 +30,7 @@ IRRELEVANT_ARGUMENTS = frozenset(
         "output_router_logits",
         "is_causal",
         "layer_idx",
+        "logits_to_keep",
         "return_dict",
     }
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -25,7 +26,8 @@ def load_encoder(name: str) -> Encode:
     if name == MISTRAL_V1:
         package = require("mistral_common", f"tokenizer = {name}")
         return _sentencepiece(Path(package.__file__).parent / "data" / "tokenizer.model.v1")
-    path = Path(str(resources.files("batchserve"))) / "data" / "bundled" if name == BUNDLED else Path(name)
+    bundled = Path(str(resources.files("batchserve"))) / "data" / "bundled"
+    path = bundled if name == BUNDLED else Path(os.path.expanduser(name))
     if path.is_dir():
         folder = path
         path = next((p for p in (folder / "tokenizer.json", folder / "tokenizer.model") if p.is_file()), folder)

@@ -15,20 +15,28 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from batchserve.attention import interface
-from batchserve.errors import ConfigError, UnsupportedModelError
+from batchserve.errors import BatchserveError, ConfigError, UnsupportedModelError
+from batchserve.runner.checkpoint import check_filled, check_path, read_config, read_tensors
 from batchserve.runner.generation_defaults import (
     check_readable,
     eos_token_ids,
     sampling_defaults,
     warn_of_unapplied,
 )
+from batchserve.runner.loading_report import (
+    check_report,
+    drop_towers,
+    tell_left_out,
+    warnings_held,
+)
+from batchserve.runner.model_kind import auto_class, check_dtypes, check_unquantised
 from batchserve.runner.packed import PackedLinear, can_pack, pack_modules
 from batchserve.runner.probe import ModelProbe
 from batchserve.runner.siblings import join_siblings, on_trial, plain_product, watch_inputs
@@ -43,6 +51,7 @@ CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FALLBACK_MAX_MODEL_LEN = 2048
 LONGEST_MODEL_LEN = 1 << 31
+MOST_CHARS = 1000  # of what a library says of a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +76,18 @@ class LoadedModel:
 
 
 def resolve_model(model: str) -> str:
-    """The folder of the bundled model for "bundled", the name itself otherwise.
+    """The folder of the bundled model for "bundled"; otherwise the path, its `~` expanded, or the hub id.
 
-    Raises ConfigError for a path where no folder is: a hub would only say that it is no name of its own.
+    Raises ConfigError for a path where no folder is (a hub would only say that it is no name of its own), and for a
+    folder that Git has not filled.
     """
     if model == "bundled":
         return str(resources.files("batchserve") / "data" / "bundled")
-    is_path = os.path.isabs(model) or model.startswith((".", "~")) or os.path.exists(model)
-    if is_path and not os.path.isdir(model):
-        raise ConfigError(f"model = {model!r}: must be a folder that exists, a hub id or 'bundled'")
-    return model
+    path, named = os.path.expanduser(model), f"model = {model!r}"
+    if os.path.isabs(path) or path.startswith((".", "~")) or os.path.exists(path):
+        check_path(Path(path), named)
+        check_filled(Path(path), named)
+    return path
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
@@ -176,56 +187,53 @@ def has_cpu_backend(config: EngineConfig, device: torch.device) -> bool:
 
 
 def _load_weights(source: str, dtype: torch.dtype, config: EngineConfig) -> PreTrainedModel:
-    if (
-        Path(source) / "adapter_config.json"
-    ).exists():  # without peft, transformers would load the base and say nothing
-        raise ConfigError(f"model = {config.model!r}: has an adapter; merge it into the weights first")
-    check_readable(Path(source))
+    named = f"model = {config.model!r}"
+    folder = Path(source) if os.path.isdir(source) else None
+    described_as = {} if folder is None else read_config(folder, named)
+    if folder is not None:
+        check_readable(folder)
+    kind = None
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source,
-            output_loading_info=True,
-            dtype=dtype,
-            attn_implementation="eager",
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # they are told apart below
-            trust_remote_code=config.trust_remote_code,
-        )
+        with warnings_held() as held:
+            if folder is None:
+                described_as, _ = PreTrainedConfig.get_config_dict(source)
+            check_unquantised(described_as, folder, named)
+            read = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+            kind = str(read.model_type)
+            loads: Any = auto_class(read, source, config.trust_remote_code, named)
+            tensors = {} if folder is None else read_tensors(folder, described_as, named)
+            check_dtypes(tensors, named)
+            model, report = loads.from_pretrained(
+                source,
+                config=read,
+                output_loading_info=True,
+                dtype=dtype,
+                attn_implementation="eager",
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # they are told apart below
+                trust_remote_code=config.trust_remote_code,
+            )
+    except BatchserveError:
+        raise
     except Exception as error:  # files that somebody else has made end in anything
-        known = _known_architecture(source, config)
-        if known is not None:
-            message = f"model = {config.model!r} ({known}): cannot be loaded: {described(error)}"
-            raise UnsupportedModelError(message) from error
-        raise ConfigError(f"model = {config.model!r}: cannot be loaded: {described(error)}") from error
-    # transformers only warns and goes on with random weights.
-    model, report = loaded
-    if missing := sorted(report["missing_keys"]):
-        raise ConfigError(f"model = {config.model!r}: its files lack {len(missing)} weights, {missing[0]} among them")
-    if mismatched := sorted(report["mismatched_keys"]):
-        name, found, wanted = mismatched[0]
-        raise ConfigError(
-            f"model = {config.model!r}: {name} has shape {list(found)} in the files, {list(wanted)} by its config"
-        )
+        said = " ".join((described(error), *held[-1:]))[:MOST_CHARS]
+        if kind is not None:
+            raise UnsupportedModelError(f"{named} ({kind}): cannot be loaded: {said}") from error
+        raise ConfigError(f"{named}: cannot be loaded: {said}") from error
+    # transformers only warns and goes on with random weights, or without some of the files'.
+    left_out = check_report(model, report, described_as, tensors, named)
+    tell_left_out(model, left_out, tensors)
+    drop_towers(model)
     for each in (model.config, model.config.get_text_config()):
         each.return_dict = True  # a model's own choice; its outputs are read by name here
-    if quantization := getattr(model.config, "quantization_config", None):
-        raise UnsupportedModelError(f"model = {config.model!r}: quantised weights are not supported: {quantization}")
     ready: PreTrainedModel = model.eval()
     return ready
 
 
-def _known_architecture(source: str, config: EngineConfig) -> str | None:
-    try:
-        read = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-    except Exception:
-        return None
-    return str(getattr(read, "model_type", "unknown"))
-
-
 def described(error: Exception) -> str:
-    """What an error says; of those that say little without their kind, that too."""
+    """What an error says, on one line; of those that say little without their kind, that too."""
     enough = OSError, ValueError, ImportError, RuntimeError, SafetensorError, StrictDataclassError
-    return str(error) if isinstance(error, enough) else repr(error)
+    return " ".join((str(error) if isinstance(error, enough) else repr(error)).split())
 
 
 def load_tokenizer(source: str, config: EngineConfig) -> PreTrainedTokenizerBase | None:

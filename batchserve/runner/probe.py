@@ -10,6 +10,7 @@ import torch
 
 from batchserve.attention.interface import ATTENTION_NAME, STEP_ARGUMENT, ShapeProbe
 from batchserve.errors import UnsupportedModelError
+from batchserve.runner.loading_report import warnings_held
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,7 +47,8 @@ class ModelProbe:
     def __init__(self, model: PreTrainedModel, max_model_len: int) -> None:
         self._model, self._name, self._max_model_len = model, type(model).__name__, max_model_len
         num_tokens = min(PROBE_TOKENS, max_model_len)
-        is_compatible = getattr(model, "is_backend_compatible", None)
+        text_model = _text_model(model)
+        is_compatible = getattr(text_model, "is_backend_compatible", None)
         if is_compatible is None or not is_compatible():
             raise UnsupportedModelError(f"{self._name} does not go through transformers' AttentionInterface")
         if unknown := sorted(
@@ -68,7 +70,8 @@ class ModelProbe:
         if isinstance(padding, int):  # some models count their positions from it
             self._ids[self._ids == padding] = (padding + 1) % _vocab_size(model)
         self._positions = torch.arange(num_tokens, device=model.device).unsqueeze(0)
-        with self._probing("by itself"):
+        self._alone = "by itself" if text_model is model else "as a text model alone, without its towers"
+        with self._probing(self._alone):
             model.set_attn_implementation("eager")
             self._expected = model(input_ids=self._ids, use_cache=False).logits[0].float()
         if not self._expected.isfinite().all():
@@ -76,7 +79,26 @@ class ModelProbe:
                 f"{self._name} gives logits that are NaN or infinite, by itself: its weights are damaged, or "
                 f"{str(model.dtype).removeprefix('torch.')} is too narrow for its numbers"
             )
-        model.set_attn_implementation(ATTENTION_NAME)
+        self._check_causal()
+        with warnings_held():  # of the configurations of towers that are left out
+            model.set_attn_implementation(ATTENTION_NAME)
+
+    def _check_causal(self) -> None:
+        """Later tokens do not change what a model answers, by itself, to those before."""
+        num_kept = max(1, self._ids.shape[1] // 2)
+        ids = self._ids.clone()
+        ids[:, num_kept:] = (ids[:, num_kept:] + 1) % _vocab_size(self._model)
+        with self._probing(self._alone):
+            logits = self._model(input_ids=ids, use_cache=False).logits[0, :num_kept].float()
+        # Nothing is rounded differently, but where other rows are given to the same experts.
+        bound = TOLERANCE[self._model.dtype if _has_experts(self._model) else torch.float32]
+        scale = self._expected.std().clamp_min(1e-6)
+        difference = ((logits - self._expected[:num_kept]) / scale).square().mean(-1).sqrt().max().item()
+        if not difference <= bound:
+            raise UnsupportedModelError(
+                f"{self._name} is not causal: with other tokens after them, the logits of the same tokens differ by "
+                f"{difference:.2g} standard deviations, bound {bound:.2g}; encoders and embedding models do so"
+            )
 
     def check_attention(self) -> list[LayerShape]:
         """The registered function is called once a layer and gives the eager answer; returns the layers' K/V shapes."""
@@ -170,6 +192,12 @@ def compare_logits(
 def _has_experts(model: PreTrainedModel) -> bool:
     names = {type(module).__name__.lower() for module in model.modules()}
     return any(part in name for name in names for part in EXPERT_MODULES)
+
+
+def _text_model(model: PreTrainedModel) -> Any:
+    """Of a composite model the part that is run; its class may be older than the text model's."""
+    is_composite = hasattr(model, "config") and model.config.get_text_config() is not model.config
+    return model.get_decoder() if is_composite else model
 
 
 def _vocab_size(model: PreTrainedModel) -> int:

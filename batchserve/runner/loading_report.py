@@ -1,0 +1,168 @@
+"""What transformers did not load, or made up: refused by name, but for what does not change a token, which is told."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedModel
+
+from batchserve.errors import ConfigError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+logger = logging.getLogger(__name__)
+COLOUR = re.compile(r"\x1b\[\d*m")
+ROTARY_BUFFER = re.compile(r"rotary_emb\.\w*(inv_freq|cos|sin)\w*$")
+ALWAYS_IGNORED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")  # by transformers, whatever a class declares
+LAYER = re.compile(r"(?:^|.*\.)layers\.(\d+)\.(.*)")
+PREDICTION_MODULE = re.compile(r"(^|\.)mtp\w*\.")
+NUM_PREDICTION_LAYERS = re.compile(r"num\w*(nextn|mtp)|(nextn|mtp)\w*num")
+
+
+@contextmanager
+def warnings_held() -> Iterator[list[str]]:
+    """Warnings of transformers' loading, of many lines each, are held back: yields what they would have said."""
+    held: list[str] = []
+
+    def hold(record: logging.LogRecord) -> bool:
+        held.append(" ".join(COLOUR.sub("", record.getMessage()).split()))
+        return record.levelno >= logging.ERROR
+
+    source = logging.getLogger("transformers.modeling_utils")
+    source.addFilter(hold)
+    try:
+        yield held
+    finally:
+        source.removeFilter(hold)
+
+
+def left_out_modules(model: PreTrainedModel) -> list[str]:
+    """Paths of a composite model's modules beside its text model and the head: towers, and what joins them to it."""
+    if model.config.get_text_config() is model.config:
+        return []
+    head: Any = model.get_output_embeddings()
+    kept = [name for name, module in model.named_modules() if module is model.get_decoder() or module is head]
+    found: list[str] = []
+    for name, _ in model.named_modules():
+        is_kept = any(_is_within(path, name) or _is_within(name, path) for path in kept)
+        if name and not is_kept and not any(_is_within(name, other) for other in found):
+            found.append(name)
+    return found
+
+
+def check_report(
+    model: PreTrainedModel, report: dict[str, Any], config: dict[str, Any], names: Collection[str], named: str
+) -> list[str]:
+    """Raises ConfigError or UnsupportedModelError where weights would be made up, or some of the files' left out.
+
+    names: the files' tensors, as far as they are known. Returns the tensors that may be left out.
+    """
+    for name in sorted(names):
+        if (other := f"{model.base_model_prefix}.{name}") in names:
+            raise UnsupportedModelError(f"{named}: its files hold both {name} and {other}, which are one weight")
+    towers = left_out_modules(model)
+
+    def is_read(name: str) -> bool:
+        return not any(_is_within(name, tower) for tower in towers)
+
+    if missing := sorted(filter(is_read, report["missing_keys"])):
+        raise ConfigError(f"{named}: its files lack {len(missing)} weights, {missing[0]} among them")
+    if mismatched := sorted(each for each in report["mismatched_keys"] if is_read(each[0])):
+        name, found, wanted = mismatched[0]
+        raise ConfigError(f"{named}: {name} has shape {list(found)} in the files, {list(wanted)} by its config")
+    unexpected = sorted(filter(is_read, report["unexpected_keys"]))
+    allowed = _rotary_buffers(model, unexpected) | _prediction_layers(model, unexpected, config)
+    if unknown := [name for name in unexpected if name not in allowed]:
+        raise UnsupportedModelError(
+            f"{named}: {type(model).__name__} with this config ({_sizes(model)}) has no place for {len(unknown)} "
+            f"tensors of its files, {unknown[0]} among them, and would answer differently without them"
+        )
+    _check_tied(model, is_read, named)
+    return sorted(allowed)
+
+
+def tell_left_out(model: PreTrainedModel, left_out: list[str], names: Collection[str]) -> None:
+    """One line of log names what is not loaded. names: the files' tensors, as far as they are known."""
+    declared = (*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *ALWAYS_IGNORED)
+    loaded = set(model.state_dict())
+    ignored = {
+        name
+        for name in names
+        if any(re.search(pattern, name) for pattern in declared) and not _is_loaded(name, loaded, model)
+    }
+    told = [f"{tower} (the text model alone is served)" for tower in (", ".join(left_out_modules(model)),) if tower]
+    if tensors := sorted(ignored.union(left_out)):
+        rest = f" and {len(tensors) - 1} more tensors" if len(tensors) > 1 else ""
+        told.append(f"{tensors[0]}{rest} ({type(model).__name__} answers without)")
+    if told:
+        logger.warning("left out of the model's files: %s", "; ".join(told))
+
+
+def drop_towers(model: PreTrainedModel) -> None:
+    """Their memory is free, and nobody packs or compiles them. What joins them to the text model may be read by it."""
+    for path in left_out_modules(model):
+        if isinstance(model.get_submodule(path), PreTrainedModel):
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, None)
+
+
+def _is_within(name: str, path: str) -> bool:
+    return not path or name == path or name.startswith(path + ".")
+
+
+def _is_loaded(name: str, loaded: set[str], model: PreTrainedModel) -> bool:
+    prefix = model.base_model_prefix
+    return bool({name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")} & loaded)
+
+
+def _sizes(model: PreTrainedModel) -> str:
+    return f"num_hidden_layers = {model.config.get_text_config().num_hidden_layers}"
+
+
+def _rotary_buffers(model: PreTrainedModel, names: list[str]) -> set[str]:
+    """Older checkpoints hold what a model computes by its config."""
+    is_rotary = any("rotary_emb" in name for name, _ in model.named_modules())
+    return {name for name in names if is_rotary and ROTARY_BUFFER.search(name)}
+
+
+def _prediction_layers(model: PreTrainedModel, names: list[str], config: dict[str, Any]) -> set[str]:
+    """Layers after the last that predict further tokens, so many as config.json declares.
+
+    Such a layer has tensors that no other layer has: one that has none is a layer of the model.
+    """
+    declared = _num_prediction_layers(config)
+    if not declared:
+        return set()
+    num_layers = int(model.config.get_text_config().num_hidden_layers)
+    usual = {match[2] for name in model.state_dict() if (match := LAYER.match(name))}
+    after: dict[int, set[str]] = {}
+    for name in names:
+        if (match := LAYER.match(name)) and num_layers <= int(match[1]) < num_layers + declared:
+            after.setdefault(int(match[1]), set()).add(name)
+    layers = [found for found in after.values() if {LAYER.sub(r"\2", name) for name in found} - usual]
+    return set().union(*layers) | {name for name in names if PREDICTION_MODULE.search(name)}
+
+
+def _num_prediction_layers(config: dict[str, Any]) -> int:
+    parts = (config, *(value for value in config.values() if isinstance(value, dict)))
+    numbers = [value for part in parts for key, value in part.items() if NUM_PREDICTION_LAYERS.search(key)]
+    return max((value for value in numbers if isinstance(value, int)), default=0)
+
+
+def _check_tied(model: PreTrainedModel, is_read: Any, named: str) -> None:
+    """Raises UnsupportedModelError where the config says that two weights are one, and the files hold two.
+
+    Transformers would then take both, other servers only one: which of them is meant nobody can tell.
+    """
+    declared = model.get_expanded_tied_weights_keys(all_submodels=True)
+    for target, source in declared.items():
+        if is_read(target) and model.get_parameter_or_buffer(target) is not model.get_parameter_or_buffer(source):
+            raise UnsupportedModelError(
+                f"{named}: by its config (tie_word_embeddings) {target} is {source}, but its files hold another "
+                "tensor for each; set tie_word_embeddings to false in config.json, or remove the one that is not meant"
+            )

@@ -1,0 +1,128 @@
+"""The kind of a model by its configuration: a causal language model, or refused by the name of what it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+from transformers.models.auto import modeling_auto
+from transformers.utils.hub import cached_file
+
+from batchserve.errors import UnsupportedModelError
+from batchserve.runner.checkpoint import read_json
+
+if TYPE_CHECKING:
+    from batchserve.runner.checkpoint import TensorInfo
+
+QUANTIZATION_KEYS = {  # of config.json, and the format where no quant_method is named
+    "quantization_config": "an unnamed method",
+    "compression_config": "compressed-tensors",
+    "quantization": "MLX",
+}
+QUANTIZATION_FILES = {"quantize_config.json": "GPTQ", "quant_config.json": "AWQ", "hf_quant_config.json": "ModelOpt"}
+ABBREVIATIONS = frozenset({"awq", "fp8", "gptq", "hqq", "mxfp4"})
+PACKED_DTYPES = ("I4", "U4", "I8", "U8", "I16", "U16", "I32", "U32")
+WANTED = "; causal language models are served"
+HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+TASKS = {
+    name.removeprefix("MODEL_FOR_").removesuffix("_MAPPING_NAMES").lower().replace("_", " "): mapping
+    for name, mapping in vars(modeling_auto).items()
+    if name.startswith("MODEL_FOR_") and name.endswith("_MAPPING_NAMES") and "PRETRAINING" not in name
+}
+
+
+def check_unquantised(config: dict[str, Any], folder: Path | None, named: str) -> None:
+    """Raises UnsupportedModelError before transformers acts: it would ask for a package, or de-quantise silently."""
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key, default in QUANTIZATION_KEYS.items():
+            if isinstance(described := part.get(key), dict):
+                raise _quantised(_format_of(described, default), key, named)
+    if folder is not None:
+        for file, method in QUANTIZATION_FILES.items():
+            if (folder / file).exists():
+                raise _quantised(method, file, named)
+
+
+def check_dtypes(tensors: dict[str, TensorInfo], named: str) -> None:
+    """Raises UnsupportedModelError for weights that are numbers of 8 bits or fewer, or packed into integers."""
+    for name, tensor in tensors.items():
+        is_packed = tensor.dtype in PACKED_DTYPES and len(tensor.shape) > 1 and name.endswith("weight")
+        if is_packed or tensor.dtype.startswith(("F8", "F6", "F4")):
+            raise _quantised("FP8" if tensor.dtype.startswith("F8") else tensor.dtype, name, named)
+
+
+def _format_of(described: dict[str, Any], default: str) -> str:
+    if any(key.startswith(("load_in_", "bnb_")) for key in described):
+        default = "bitsandbytes"
+    method = str(described.get("quant_method") or default)
+    return method.upper() if method in ABBREVIATIONS else method
+
+
+def _quantised(method: str, where: str, named: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{named}: its weights are quantised: {method} (by {where}), which is not supported; use the checkpoint that "
+        "is not quantised, in bfloat16, float16 or float32"
+    )
+
+
+def auto_class(read: Any, source: str, trusts_code: bool, named: str) -> type:
+    """What of transformers loads a model of this configuration. Raises UnsupportedModelError, saying what it is.
+
+    A composite checkpoint, of a text model and towers for images or sound, is loaded as what it is: only its own class
+    knows where its text model's weights are.
+    """
+    kind, names = str(read.model_type), [str(name) for name in read.architectures or ()]
+    has_code = trusts_code and "AutoModelForCausalLM" in (getattr(read, "auto_map", None) or {})
+    shown = f"{named}: {'/'.join(names) or f'a model of type {kind}'}"
+    if getattr(read, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{shown} is an encoder-decoder model{_task_of(kind, names)}{WANTED}")
+    if names and not has_code and not any(_is_language_model(name) for name in names):
+        is_bare = any(name.endswith("Model") and "Head" not in name for name in names)
+        what = "without a language-model head, as embedding models are" if is_bare else "with another head"
+        raise UnsupportedModelError(f"{shown} is a model {what}{_task_of(kind, names)}{WANTED}")
+    if not names and kind in TASKS["masked lm"] and not getattr(read, "is_decoder", False):
+        raise UnsupportedModelError(f"{shown} is an encoder (is_decoder is not set){_task_of(kind, names)}{WANTED}")
+    if _has_pooling(source, named):
+        raise UnsupportedModelError(f"{shown} is an embedding model (modules.json has a pooling layer){WANTED}")
+    if has_code:
+        return AutoModelForCausalLM
+    if _is_composite(read) and type(read) in modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        return AutoModelForMultimodalLM
+    if type(read) in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    raise UnsupportedModelError(f"{shown} has no text model that transformers can load{_task_of(kind, names)}{WANTED}")
+
+
+def _is_composite(read: Any) -> bool:
+    try:
+        return read.get_text_config() is not read
+    except ValueError:  # it has several
+        return True
+
+
+def _is_language_model(name: str) -> bool:
+    known = [*TASKS["causal lm"].values(), *TASKS["multimodal lm"].values()]
+    return name in known or name.lower().endswith(tuple(head.lower() for head in HEADS))
+
+
+def _task_of(kind: str, names: list[str]) -> str:
+    """The tasks that transformers knows this class for; where none is named, this type of model."""
+    known = {
+        task
+        for task, mapping in TASKS.items()
+        for each, classes in mapping.items()
+        if (not names and each == kind) or {classes} & {*names}
+    }
+    return f", made for {', '.join(sorted(known))}" if known else ""
+
+
+def _has_pooling(source: str, named: str) -> bool:
+    """Whether sentence-transformers would pool its hidden states: embedding models may be language models by name."""
+    file = cached_file(
+        source,
+        "modules.json",
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return file is not None and "Pooling" in str(read_json(Path(file), named))
