@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from batchserve.config import EngineConfig
     from batchserve.engine.build import BuiltEngine
     from batchserve.engine.input_processor import InputProcessor
+    from batchserve.engine.unread import Backlog
     from batchserve.metrics import MetricsSource
 
 _T = TypeVar("_T")
@@ -72,6 +73,7 @@ class _Stream:
     ticket: int
     is_handed_over: bool = False
     events: asyncio.Queue[Delta | BatchserveError] = field(default_factory=asyncio.Queue)
+    backlog: Backlog | None = None
 
 
 class AsyncEngine:
@@ -133,14 +135,15 @@ class AsyncEngine:
         speculation: SpeculationParams | None = None,
         deadline_s: float | None = None,
         priority: int = 0,
+        backlog: Backlog | None = None,
     ) -> AsyncGenerator[Started | Delta, None]:
         """One Started, then Deltas; the last has finish_reason, usage and timing set. `deadline_s` is from now. Of
-        two requests the one of higher `priority` (-1000..1000) comes first.
+        two requests the one of higher `priority` (-1000..1000) comes first. `backlog` counts what has not been taken.
 
         Raises a BatchserveError at any point. Closing the generator (aclose(), or cancelling the task that iterates
         it) aborts the request within one step; use contextlib.aclosing.
         """
-        return self._events(prompt, params, request_id, model, speculation, deadline_s, priority)
+        return self._events(prompt, params, request_id, model, speculation, deadline_s, priority, backlog)
 
     async def _events(
         self,
@@ -151,6 +154,7 @@ class AsyncEngine:
         speculation: SpeculationParams | None,
         deadline_s: float | None,
         priority: int,
+        backlog: Backlog | None = None,
         is_whole: bool = False,
     ) -> AsyncGenerator[Started | Delta, None]:
         """stream(); is_whole: one Delta that holds everything, so that a step need not wake anybody."""
@@ -181,13 +185,15 @@ class AsyncEngine:
             )
             if self._closed is not None:
                 raise self._closed.with_traceback(None)
-            stream.is_handed_over, request.is_whole = True, is_whole
+            stream.is_handed_over, stream.backlog, request.is_whole = True, backlog, is_whole
             self._back.send(Add(stream.ticket, request))
             yield Started(request_id, len(token_ids), list(token_ids))
             while True:
                 event = await stream.events.get()
                 if isinstance(event, BatchserveError):
                     raise event.with_traceback(None)
+                if backlog is not None:
+                    backlog.shrink()
                 yield event
                 if event.finish_reason is not None:
                     return
@@ -336,6 +342,8 @@ class AsyncEngine:
             stream.events.put_nowait(event)
             if not isinstance(event, Delta) or event.finish_reason is not None:
                 self._close(stream)
+            if stream.backlog is not None and isinstance(event, Delta):
+                stream.backlog.grow()
 
     def _end_streams(self, error: EngineFaultError, is_consistent: bool) -> None:
         """End every request that has been handed over, whether the core had taken it yet or not."""

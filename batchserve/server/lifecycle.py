@@ -13,9 +13,10 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
+from batchserve.engine.unread import UnreadBounds
 from batchserve.errors import ConfigError, EngineFaultError
 from batchserve.server.metrics_endpoint import MetricsEndpoint, join_address
-from batchserve.server.servicer import SERVICE_NAME, GenerationServicer
+from batchserve.server.servicer import SERVICE, SERVICE_NAME, GenerationServicer
 from batchserve.server.stall_watch import watch_for_stalls
 from batchserve.server.status import is_worth_logging
 from batchserve.server.wire import MalformedRequestInterceptor
@@ -36,6 +37,7 @@ HURRIED_S = 10.0  # behind a second signal: for a last step and the draft cache
 QUIET_S = 0.15
 ARRIVALS_TIMEOUT_S = 1.0
 MIN_PING_INTERVAL_MS = 5000
+KEEPALIVE_MS = 60_000
 MAX_METADATA_BYTES = 16 << 10
 MOST_PENDING_CALLS = 1 << 20
 GRPC_LOGGER = "grpc._cython.cygrpc"
@@ -50,11 +52,11 @@ class GenerationServer:
         self._engine: AsyncEngine | None = None
         self._metrics: MetricsEndpoint | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._servicer = GenerationServicer(version)
+        self._servicer = GenerationServicer(version, UnreadBounds(config.max_unread_deltas, config.unread_timeout_s))
         logging.getLogger(GRPC_LOGGER).addFilter(is_worth_logging)
         self._health = _Health()
         self._grpc = grpc.aio.server(
-            interceptors=[MalformedRequestInterceptor(SERVICE_NAME, self._servicer.failed_calls)],
+            interceptors=[MalformedRequestInterceptor(SERVICE, self._servicer)],
             options=_channel_arguments(config),
         )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._servicer, self._grpc)  # type: ignore[no-untyped-call]
@@ -296,6 +298,9 @@ def _channel_arguments(config: ServerConfig) -> list[tuple[str, int]]:
         # Of more calls than these that wait for our turn gRPC cancels some at random; we say why we refuse.
         ("grpc.server.max_pending_requests", MOST_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MOST_PENDING_CALLS),
+        # A client whose machine or process has stopped answers no ping: its calls end with the connection.
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
         # gRPC's default of five minutes answers a client that pings more often with GOAWAY.
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
     ]
