@@ -11,7 +11,6 @@ import dataclasses
 import errno
 import gc
 import io
-import ipaddress
 import os
 import signal
 import sys
@@ -22,6 +21,7 @@ from batchserve.bench import add_bench_parser
 from batchserve.config import DTYPES, PRIVATE_SCOPE, DraftConfig, EngineConfig, ServerConfig
 from batchserve.errors import BatchserveError, ConfigError, InvalidRequestError
 from batchserve.generate_command import add_generate_flags, run_generate
+from batchserve.hosts import is_loopback
 from batchserve.kernel_cache import provide_cache_folder
 from batchserve.logs import configure_logging
 from batchserve.options import (
@@ -121,14 +121,6 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--dtype", choices=DTYPES, default="auto", help="as for serve (default: auto)")
     demo.set_defaults(run=_demo)
     return parser
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address; a name other than localhost is taken to be reachable."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _serve(arguments: argparse.Namespace) -> int:

@@ -36,6 +36,12 @@ MOST_MIN_MATCH = 32  # tokens; no drafter compares more of a context (draft/text
 MAX_THREADS = 4 * (os.cpu_count() or 1)  # OpenMP ends the process where it cannot start as many as it is told to
 
 
+class UnchosenScope(str):
+    """The name of a draft scope that nobody has chosen: where it must not be shared it gives way to PRIVATE_SCOPE."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
     """What the drafters are made with; None takes a drafter's own default.
@@ -140,7 +146,8 @@ class EngineConfig:
     ones, which is kept where memory is free.
     cache_dir: where measured step times are kept.
     branch_length: the most draft tokens in one line of descent; None: the drafter's own.
-    default_draft_scope: whose answers requests draft from that name no scope; "request" shares nothing.
+    default_draft_scope: whose answers requests draft from that name no scope; "request" shares nothing, and is what a
+    server on an address that is not loopback takes where none is given.
     wait_for_drafter: do not serve before drafts are ready (the first start ever compiles them); False: serve without.
     num_threads: compute threads on a CPU, at most MAX_THREADS; None takes what measures fastest at start. Beside a GPU
     those that drafts are made on.
@@ -159,7 +166,7 @@ class EngineConfig:
     max_priority_wait_s: float = 10.0
     tpot_target_ms: float | None = None
     branch_length: int | None = None
-    default_draft_scope: str = "default"
+    default_draft_scope: str = UnchosenScope("default")
     wait_for_drafter: bool = False
     draft: DraftConfig = field(default_factory=DraftConfig)
     max_num_seqs: int = 16

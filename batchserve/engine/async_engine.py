@@ -250,6 +250,10 @@ class AsyncEngine:
             return
         await self._ask(lambda ticket: ClearScope(ticket, scope))
 
+    def share_nothing_unless_chosen(self) -> None:
+        """From now on requests that name no draft scope share nothing, unless the configuration names one for them."""
+        self._processor = self._processor.sharing_nothing_unless_chosen()
+
     async def ping(self) -> None:
         """Returns once the engine takes a message, which it does between steps. Raises what a new request would."""
         self._check_loop()

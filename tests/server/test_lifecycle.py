@@ -278,7 +278,7 @@ async def test_listens_on_ipv6_loopback():
 
 
 async def test_who_asks_for_nothing_keeps_no_thread_of_the_metrics(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(metrics_endpoint._Timely, "timeout", 0.05)
+    monkeypatch.setattr(metrics_endpoint._Handler, "timeout", 0.05)
     endpoint = metrics_endpoint.MetricsEndpoint("127.0.0.1", 0, Counter())
     try:
         with socket.create_connection(endpoint.address.rsplit(":", 1), timeout=10) as silent:
