@@ -38,7 +38,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        fields = _extra(record) | fields
+        fields |= {name: value for name, value in _extra(record).items() if name not in fields}
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         if record.stack_info:
@@ -46,29 +46,46 @@ class JsonFormatter(logging.Formatter):
         return json.dumps({name: _jsonable(value) for name, value in fields.items()})
 
 
-FORMATTERS = {"text": TextFormatter, "json": JsonFormatter}
+LIBRARIES = ("transformers", "huggingface_hub")
+FORMATTERS: dict[str, type[logging.Formatter]] = {"text": TextFormatter, "json": JsonFormatter}
 
 
 def configure_logging(level: int = logging.INFO, log_format: str = "text") -> None:
-    """To standard error, from that level on; in place of what was configured before. Warnings are logged, too."""
+    """To standard error, from that level on; other libraries' records from INFO on at least. May be repeated.
+
+    Where a program that uses this package has configured its own logging, that stays as it is.
+    """
+    root = logging.getLogger()
+    for handler in _own_handlers():
+        root.removeHandler(handler)
+    if root.handlers:
+        return
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(FORMATTERS[log_format]())
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    handler.setLevel(level)  # a record of a library with a level of its own is stopped here alone
+    root.addHandler(handler)
+    root.setLevel(max(level, logging.INFO))
+    logging.getLogger("batchserve").setLevel(level)
     logging.captureWarnings(log_format == "json")
 
 
 def log_format() -> str:
     """How this process logs: what another one has to be told to log alike."""
-    formatters = [handler.formatter for handler in logging.getLogger().handlers]
-    return "json" if any(isinstance(formatter, JsonFormatter) for formatter in formatters) else "text"
+    return "json" if any(isinstance(handler.formatter, JsonFormatter) for handler in _own_handlers()) else "text"
 
 
-def adopt_loggers(*names: str) -> None:
-    """Let libraries that have handlers of their own log as everything else does."""
-    for name in names:
-        logger = logging.getLogger(name)
-        logger.handlers.clear()
-        logger.propagate = True
+def adopt_library_loggers() -> None:
+    """Let libraries that have handlers of their own, once they are imported, log as everything else here does."""
+    if _own_handlers():
+        for name in LIBRARIES:
+            logger = logging.getLogger(name)
+            logger.handlers.clear()
+            logger.propagate = True
+
+
+def _own_handlers() -> list[logging.Handler]:
+    own = tuple(FORMATTERS.values())
+    return [handler for handler in logging.getLogger().handlers if isinstance(handler.formatter, own)]
 
 
 def _extra(record: logging.LogRecord) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from batchserve.errors import (
     UnavailableError,
     UnknownModelError,
 )
+from batchserve.logs import adopt_library_loggers
 from batchserve.types import Delta, ModelInfo, RequestOutput, SamplingParams, SpeculationParams, Started
 
 if TYPE_CHECKING:
@@ -369,6 +370,7 @@ def _build(config: EngineConfig, on_progress: Callable[[str], None] | None) -> B
     """Imported here, in a thread: that takes seconds, and a front whose engine is elsewhere needs none of it."""
     from batchserve.engine.build import build_engine
 
+    adopt_library_loggers()
     return build_engine(config, on_progress, is_serving=True)
 
 
