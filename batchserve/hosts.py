@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address, or all of a name's; one that cannot be told counts as reachable."""
+    """Whether only this machine can reach an address, or all of a name's; what cannot be resolved is no loopback."""
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     with suppress(ValueError):
         return _is_loopback_address(host)

@@ -13,15 +13,32 @@ pytestmark = pytest.mark.faults
 
 @pytest.mark.parametrize(
     "host",
-    ["127.0.0.1", "127.255.255.254", "::1", "[::1]", "::1%lo", "::ffff:127.0.0.1", "0:0:0:0:0:0:0:1", "localhost", "127.1"],
+    [
+        "127.0.0.1",
+        "127.255.255.254",
+        "::1",
+        "[::1]",
+        "::1%lo",
+        "::ffff:127.0.0.1",
+        "0:0:0:0:0:0:0:1",
+        "localhost",
+        "127.1",
+    ],
 )
 def test_loopback(host: str):
     assert is_loopback(host)
 
 
+UNKNOWN_HOSTS = ["nobody.invalid", "a" * 300, "\udcff", ""]
+
+
 @pytest.mark.parametrize(
-    "host", ["0.0.0.0", "::", "[::]", "", "0", "::ffff:10.0.0.1", "::ffff:0.0.0.0", "fe80::1%eth0", "10.0.0.1", "nobody.invalid", "a" * 300, "\udcff"]
-)  # fmt: skip
+    "host",
+    [
+        *("0.0.0.0", "0", "10.0.0.1", "::", "[::]", "::ffff:10.0.0.1", "::ffff:0.0.0.0", "fe80::1%eth0"),
+        *UNKNOWN_HOSTS,
+    ],
+)
 def test_not_loopback(host: str):
     assert not is_loopback(host)
 

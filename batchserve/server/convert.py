@@ -29,7 +29,6 @@ from batchserve.v1 import generation_pb2 as pb
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from google.protobuf.descriptor import Descriptor
     from google.protobuf.message import Message
 
     from batchserve.types import ModelInfo, RequestOutput
@@ -106,9 +105,9 @@ def references_too_long(value: str, most: str) -> InvalidRequestError:
     return InvalidRequestError("REFERENCES_TOO_LONG", "references", value, f"at most {most} together")
 
 
-def unknown_field(path: str, number: int, wire_type: int, message: Descriptor) -> InvalidRequestError:
-    """The error of a field that this version of the protocol does not have; `path` is in front of the number."""
-    bound = f"unset: {message.full_name} has no such field in this server's version"
+def unknown_field(path: str, number: int, wire_type: int, message: str) -> InvalidRequestError:
+    """The error of a field that a message does not have in this version; `path` goes before the number."""
+    bound = f"unset: {message} has no such field in this server's version"
     return InvalidRequestError("UNKNOWN_FIELD", f"{path}#{number}", f"<wire type {wire_type}>", bound)
 
 
@@ -133,7 +132,7 @@ def _refuse_first_unknown(message: Message, path: str) -> None:
         unknown.ClearField(descriptor.name)
     if head := unknown.SerializeToString()[:MAX_TAG_BYTES]:
         tag = _varint(head)
-        raise unknown_field(path, tag >> 3, tag & 7, message.DESCRIPTOR)
+        raise unknown_field(path, tag >> 3, tag & 7, message.DESCRIPTOR.full_name)
     for descriptor, value in message.ListFields():
         if descriptor.message_type is None:
             continue

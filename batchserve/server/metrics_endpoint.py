@@ -64,7 +64,9 @@ class MetricsEndpoint:
             raise ConfigError(
                 f"host:metrics_port = {join_address(host, port)}: cannot listen there ({error})"
             ) from error
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="batchserve-metrics", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="batchserve-metrics", daemon=True
+        )
         self._thread.start()
         self.address = join_address(host, self._server.server_address[1])
 

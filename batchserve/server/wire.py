@@ -1,5 +1,5 @@
-"""The messages of the protocol, read with care: one that is missing or malformed gets INVALID_ARGUMENT with details, and a
-large one is looked at before it is parsed.
+"""Reads the protocol's messages: a missing or malformed one gets INVALID_ARGUMENT with details, and the sizes in a large
+one are checked before it is parsed.
 
 For bytes that do not parse gRPC would say a bare UNKNOWN; a call without any message it would never end, neither a
 half-closed one nor one that stays open, which has its own deadline here.
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 
 MESSAGE_TIMEOUT_S = 30.0
-MAX_BYTES_ON_LOOP = 1 << 20  # of a message whose ids are counted there: more in a thread, which NumPy lets run beside it
+MAX_BYTES_ON_LOOP = (
+    1 << 20
+)  # of a message whose ids are counted there: more in a thread, which NumPy lets run beside it
 
 
 class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only

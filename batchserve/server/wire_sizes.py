@@ -77,7 +77,7 @@ class _Sizes:
             number, wire_type = tag >> 3, tag & 7
             field = message.fields_by_number.get(number)
             if field is None or wire_type == GROUP or not _is_expected(field, wire_type):
-                raise unknown_field(path, number, wire_type, message)
+                raise unknown_field(path, number, wire_type, message.full_name)
             self._count(path + field.name)
             if wire_type == VARINT:
                 _, value_end = self._varint(at)

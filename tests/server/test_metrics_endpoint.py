@@ -61,7 +61,7 @@ async def test_health_says_why_it_does_not_serve_and_metrics_are_there_all_the_t
 
     async def follows(word: str) -> Answer:
         async with asyncio.timeout(30):
-            while word not in (answer := await health())[1]:
+            while word not in (answer := await health())[1]:  # noqa: ASYNC110 - an answer has no event
                 await asyncio.sleep(0.05)
         return answer
 
@@ -96,7 +96,10 @@ async def test_health_of_an_engine_that_has_failed():
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        *[("GET", path, 404) for path in ("/", "/metrics/", "/metrics2", "/Metrics", "/healthz/x", "/favicon.ico", "/..")],
+        *[
+            ("GET", path, 404)
+            for path in ("/", "/metrics/", "/metrics2", "/Metrics", "/healthz/x", "/favicon.ico", "/..")
+        ],
         *[("GET", "/metrics?name=x", 200), ("HEAD", "/metrics", 200), ("HEAD", "/nothing", 404)],
         *[(method, "/metrics", 405) for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH", "BREW")],
     ],
