@@ -1,5 +1,5 @@
-"""Reads the protocol's messages: a missing or malformed one gets INVALID_ARGUMENT with details, and the sizes in a large
-one are checked before it is parsed.
+"""Reads the protocol's messages: a missing or malformed one gets INVALID_ARGUMENT with details, and the sizes in a
+large one are checked before it is parsed.
 
 For bytes that do not parse gRPC would say a bare UNKNOWN; a call without any message it would never end, neither a
 half-closed one nor one that stays open, which has its own deadline here.

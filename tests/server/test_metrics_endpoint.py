@@ -112,9 +112,13 @@ async def test_only_what_is_there_is_answered(method: str, path: str, status: in
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"\r\n\r\n", b"\xff" * 100, b"GET\r\n\r\n", b"GET /metrics HTTP/9.9\r\n\r\n", b"GET " + b"a" * 70_000 + b"\r\n",
-     b"GET /metrics HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n", b"\x16\x03\x01\x02\0\x01\0\x01\xfc"],
-)  # fmt: skip
+    [
+        *(b"", b"\r\n\r\n", b"\xff" * 100, b"GET\r\n\r\n", b"GET /metrics HTTP/9.9\r\n\r\n"),
+        b"GET " + b"a" * 70_000 + b"\r\n",
+        b"GET /metrics HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n",
+        b"\x16\x03\x01\x02\0\x01\0\x01\xfc",
+    ],
+)
 async def test_what_is_no_request_leaves_no_trace(
     data: bytes, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ):
