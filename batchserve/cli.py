@@ -11,7 +11,7 @@ import dataclasses
 import errno
 import gc
 import io
-import ipaddress
+import logging
 import os
 import signal
 import sys
@@ -23,8 +23,9 @@ from batchserve.config import DTYPES, PRIVATE_SCOPE, DraftConfig, EngineConfig, 
 from batchserve.errors import BatchserveError, ConfigError, InvalidRequestError
 from batchserve.files import parse_path
 from batchserve.generate_command import add_generate_flags, run_generate
+from batchserve.hosts import is_loopback
 from batchserve.kernel_cache import provide_cache_folder
-from batchserve.logs import configure_logging
+from batchserve.logs import configure_logging, log_format
 from batchserve.options import (
     DRAFT_OPTIONS,
     ENGINE_OPTIONS,
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
     from batchserve.engine.async_engine import AsyncEngine
 
 
+logger = logging.getLogger("batchserve")  # as a command this module's name is __main__
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     for stream in (sys.stdout, sys.stderr):  # what the terminal has no letters for is shown by number
@@ -56,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         provide_cache_folder()
         status: int = parsed.run(parsed)
     except BatchserveError as error:
-        print(f"batchserve: {error}", file=sys.stderr)
+        _say(f"batchserve: {error}", logging.ERROR)
         return 2 if isinstance(error, ConfigError | InvalidRequestError) else 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -124,19 +128,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address; a name other than localhost is taken to be reachable."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def _say(message: str, level: int = logging.INFO) -> None:
+    """One line to standard error, or a record where that holds JSON alone."""
+    if log_format() == "json":
+        logger.log(level, message)
+    else:
+        progress(message)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
     server_config: ServerConfig = make_config(ServerConfig, arguments)
+    configure_logging(getattr(logging, server_config.log_level.upper()), server_config.log_format)
+    if server_config.log_format == "json":
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # they are no JSON; transformers heeds it, too
     if not is_loopback(server_config.host) and "default_draft_scope" not in arguments:
         arguments.default_draft_scope = PRIVATE_SCOPE
-        progress(
+        _say(
             f"host = {server_config.host} is not loopback: requests that name no draft scope share no drafts "
             "(--default-draft-scope NAME lets them)"
         )
@@ -146,7 +153,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     from batchserve.server.lifecycle import serve
 
     async def start_engine() -> AsyncEngine:
-        engine = await AsyncEngine.start(engine_config, progress, own_process=server_config.has_engine_process)
+        engine = await AsyncEngine.start(engine_config, _say, own_process=server_config.has_engine_process)
         # What is there now stays: to look through all of it again would stop every stream for some tenths of a second.
         gc.collect()
         gc.freeze()

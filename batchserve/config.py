@@ -20,6 +20,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "cpu", "flashinfer", "triton", "torch")
 FLASHINFER_MASKS = ("custom", "tree", "front")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
 COMPILE_MODES = ("auto", "off", "layers", "whole")
 MIN_TARGET_MS = 0.001
 ITL_INFLATION = 1.25  # of a running request's steps, by others' drafts
@@ -32,6 +34,12 @@ MOST_TOKENS, MOST_BYTES = (1 << 31) - 1, 1 << 60  # of anything that is counted:
 MOST_BRANCH_LENGTH = 4096  # tokens; the trie walks through as many windows for each token that it is given
 MOST_MIN_MATCH = 32  # tokens; no drafter compares more of a context (draft/text_index.py)
 MAX_THREADS = 4 * (os.cpu_count() or 1)  # OpenMP ends the process where it cannot start as many as it is told to
+
+
+class UnchosenScope(str):
+    """The name of a draft scope that nobody has chosen: where it must not be shared it gives way to PRIVATE_SCOPE."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +146,8 @@ class EngineConfig:
     ones, which is kept where memory is free.
     cache_dir: where measured step times are kept.
     branch_length: the most draft tokens in one line of descent; None: the drafter's own.
-    default_draft_scope: whose answers requests draft from that name no scope; "request" shares nothing.
+    default_draft_scope: whose answers requests draft from that name no scope; "request" shares nothing, and is what a
+    server on an address that is not loopback takes where none is given.
     wait_for_drafter: do not serve before drafts are ready (the first start ever compiles them); False: serve without.
     num_threads: compute threads on a CPU, at most MAX_THREADS; None takes what measures fastest at start. Beside a GPU
     those that drafts are made on.
@@ -157,7 +166,7 @@ class EngineConfig:
     max_priority_wait_s: float = 10.0
     tpot_target_ms: float | None = None
     branch_length: int | None = None
-    default_draft_scope: str = "default"
+    default_draft_scope: str = UnchosenScope("default")
     wait_for_drafter: bool = False
     draft: DraftConfig = field(default_factory=DraftConfig)
     max_num_seqs: int = 16
@@ -294,6 +303,9 @@ class ServerConfig:
 
     has_engine_process: the engine runs in a process of its own (docs/performance.md, "The engine's own process").
     stall_timeout_s: a step that takes longer than that makes health say NOT_SERVING, until it ends.
+    unread_timeout_s, max_unread_deltas: how long a message waits for its client to take it, and how many deltas behind
+    it, before the call is ended with RESOURCE_EXHAUSTED; all streams together may leave 64 times as many unread.
+    log_level, log_format: from which level on the process logs, and how each line looks.
     """
 
     host: str = "127.0.0.1"
@@ -301,9 +313,13 @@ class ServerConfig:
     max_receive_bytes: int = 16 * MiB
     drain_timeout_s: float = 30.0
     stall_timeout_s: float = 600.0
+    unread_timeout_s: float = 60.0
+    max_unread_deltas: int = 1024
     has_reflection: bool = True
     metrics_port: int | None = None
     has_engine_process: bool = True
+    log_level: str = "info"
+    log_format: str = "text"
 
     def __post_init__(self) -> None:
         host = path_text("host", self.host)
@@ -322,6 +338,10 @@ class ServerConfig:
                 raise ConfigError(f"{name} = {getattr(self, name)!r}: must be True or False")
         _number("drain_timeout_s", self.drain_timeout_s, 0.0)
         _number("stall_timeout_s", self.stall_timeout_s, 1.0)
+        _number("unread_timeout_s", self.unread_timeout_s, 0.1)
+        _at_least("max_unread_deltas", self.max_unread_deltas, 1)
+        _one_of("log_level", self.log_level, LOG_LEVELS)
+        _one_of("log_format", self.log_format, LOG_FORMATS)
 
 
 def default_cache_dir() -> str:

@@ -95,6 +95,12 @@ class DeadlineExceededError(BatchserveError):
     reason = "DEADLINE_EXCEEDED"
 
 
+class UnreadAnswerError(BatchserveError):
+    """The client did not take its answer while it was made; the request was ended."""
+
+    reason = "UNREAD_ANSWER"
+
+
 class NonFiniteLogitsError(BatchserveError):
     """The model's numbers overflowed for this request: nothing says which token comes next."""
 

@@ -20,6 +20,8 @@ from batchserve.config import (
     DTYPES,
     FLASHINFER_MASKS,
     ITL_INFLATION,
+    LOG_FORMATS,
+    LOG_LEVELS,
     PRIVATE_SCOPE,
     PROMPT_INFLATION,
     TRIE_MODES,
@@ -191,9 +193,21 @@ SERVER_OPTIONS = {
     "max_receive_bytes": Option("the largest message that is accepted, such as 16MiB", is_size=True),
     "drain_timeout_s": Option("how long SIGTERM waits for the requests in flight, in seconds"),
     "stall_timeout_s": Option("a step that takes more seconds makes health say NOT_SERVING, until it ends"),
+    "unread_timeout_s": Option(
+        "how long a message waits for its client to take it, in seconds, before the call is ended with "
+        "RESOURCE_EXHAUSTED"
+    ),
+    "max_unread_deltas": Option(
+        "the most deltas of one stream that its client may leave unread meanwhile; of all streams 64 times as many"
+    ),
     "has_reflection": Option("answer gRPC reflection, so that tools find the service's methods by themselves"),
     "has_engine_process": Option("run the engine in a process of its own, where streams do not hold up its steps"),
-    "metrics_port": Option("serve Prometheus metrics over HTTP on this port of --host", default_text="off"),
+    "metrics_port": Option(
+        "serve Prometheus metrics (/metrics) and the server's health (/healthz) over HTTP on this port of --host",
+        default_text="off",
+    ),
+    "log_level": Option("log from this level on; info has a line for each request", LOG_LEVELS),
+    "log_format": Option("how each line of the log looks; json: one JSON object a line", LOG_FORMATS),
 }
 _KINDS: dict[Any, type] = {
     **{int: int, float: float, str: str},

@@ -27,6 +27,7 @@ from batchserve.errors import (
     UnavailableError,
     UnknownModelError,
 )
+from batchserve.logs import adopt_library_loggers
 from batchserve.types import Delta, ModelInfo, RequestOutput, SamplingParams, SpeculationParams, Started
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from batchserve.config import EngineConfig
     from batchserve.engine.build import BuiltEngine
     from batchserve.engine.input_processor import InputProcessor
+    from batchserve.engine.unread import Backlog
     from batchserve.metrics import MetricsSource
 
 _T = TypeVar("_T")
@@ -72,6 +74,7 @@ class _Stream:
     ticket: int
     is_handed_over: bool = False
     events: asyncio.Queue[Delta | BatchserveError] = field(default_factory=asyncio.Queue)
+    backlog: Backlog | None = None
 
 
 class AsyncEngine:
@@ -133,14 +136,15 @@ class AsyncEngine:
         speculation: SpeculationParams | None = None,
         deadline_s: float | None = None,
         priority: int = 0,
+        backlog: Backlog | None = None,
     ) -> AsyncGenerator[Started | Delta, None]:
         """One Started, then Deltas; the last has finish_reason, usage and timing set. `deadline_s` is from now. Of
-        two requests the one of higher `priority` (-1000..1000) comes first.
+        two requests the one of higher `priority` (-1000..1000) comes first. `backlog` counts what has not been taken.
 
         Raises a BatchserveError at any point. Closing the generator (aclose(), or cancelling the task that iterates
         it) aborts the request within one step; use contextlib.aclosing.
         """
-        return self._events(prompt, params, request_id, model, speculation, deadline_s, priority)
+        return self._events(prompt, params, request_id, model, speculation, deadline_s, priority, backlog)
 
     async def _events(
         self,
@@ -151,6 +155,7 @@ class AsyncEngine:
         speculation: SpeculationParams | None,
         deadline_s: float | None,
         priority: int,
+        backlog: Backlog | None = None,
         is_whole: bool = False,
     ) -> AsyncGenerator[Started | Delta, None]:
         """stream(); is_whole: one Delta that holds everything, so that a step need not wake anybody."""
@@ -181,13 +186,15 @@ class AsyncEngine:
             )
             if self._closed is not None:
                 raise self._closed.with_traceback(None)
-            stream.is_handed_over, request.is_whole = True, is_whole
+            stream.is_handed_over, stream.backlog, request.is_whole = True, backlog, is_whole
             self._back.send(Add(stream.ticket, request))
             yield Started(request_id, len(token_ids), list(token_ids))
             while True:
                 event = await stream.events.get()
                 if isinstance(event, BatchserveError):
                     raise event.with_traceback(None)
+                if backlog is not None:
+                    backlog.shrink()
                 yield event
                 if event.finish_reason is not None:
                     return
@@ -243,6 +250,10 @@ class AsyncEngine:
         if scope is None:  # shares nothing
             return
         await self._ask(lambda ticket: ClearScope(ticket, scope))
+
+    def share_nothing_unless_chosen(self) -> None:
+        """From now on requests that name no draft scope share nothing, unless the configuration names one for them."""
+        self._processor = self._processor.sharing_nothing_unless_chosen()
 
     async def ping(self) -> None:
         """Returns once the engine takes a message, which it does between steps. Raises what a new request would."""
@@ -336,6 +347,8 @@ class AsyncEngine:
             stream.events.put_nowait(event)
             if not isinstance(event, Delta) or event.finish_reason is not None:
                 self._close(stream)
+            if stream.backlog is not None and isinstance(event, Delta):
+                stream.backlog.grow()
 
     def _end_streams(self, error: EngineFaultError, is_consistent: bool) -> None:
         """End every request that has been handed over, whether the core had taken it yet or not."""
@@ -357,6 +370,7 @@ def _build(config: EngineConfig, on_progress: Callable[[str], None] | None) -> B
     """Imported here, in a thread: that takes seconds, and a front whose engine is elsewhere needs none of it."""
     from batchserve.engine.build import build_engine
 
+    adopt_library_loggers()
     return build_engine(config, on_progress, is_serving=True)
 
 

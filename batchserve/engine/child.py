@@ -1,7 +1,7 @@
 """The process that engine/engine_process.py starts: builds an engine and runs its loop, until the pipe says otherwise.
 
-Its arguments are the pipe's number and the level from which on the front logs. Signals are the front's: whoever stops a
-server may send them to all of its processes.
+Its arguments are the pipe's number, and from which level on and in which format the front logs. Signals are the
+front's: whoever stops a server may send them to all of its processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchserve.engine.messages import NotBuilt, Progress, Reading, ReadMetrics, Ready
 from batchserve.errors import BatchserveError
-from batchserve.logs import configure_logging
+from batchserve.logs import adopt_library_loggers, configure_logging
 from batchserve.threads import apply_thread_policy
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def main() -> None:
     """Run one engine."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which whatever is started from here would inherit
-    configure_logging(int(sys.argv[2]))
+    configure_logging(int(sys.argv[2]), sys.argv[3])
     apply_thread_policy()
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
@@ -87,6 +87,7 @@ def _build(config: EngineConfig, pipe: Pipe) -> EngineLoop:
     from batchserve.engine.build import build_engine
     from batchserve.engine.engine_loop import EngineLoop
 
+    adopt_library_loggers()
     built = build_engine(config, lambda message: pipe.send(Progress(message)), is_serving=True)
     pipe.send(Ready(built.info, built.processor.facts.without_tokenizer(), built.processor.limits))
     return EngineLoop(built, config.draft.draft_cache, pipe.send)

@@ -32,6 +32,7 @@ from batchserve.engine.messages import (
 )
 from batchserve.errors import EngineFaultError
 from batchserve.interpreter import python
+from batchserve.logs import adopt_library_loggers, log_format
 from batchserve.metrics import MetricsReading
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class EngineProcess:
             ready = self._ask_for(config, on_progress or (lambda message: None))
             from batchserve.runner.loader import load_tokenizer, resolve_model
 
+            adopt_library_loggers()
             tokenizer = load_tokenizer(resolve_model(config.model), config)
         except BaseException:
             self._process.kill()
@@ -193,7 +195,7 @@ def _start() -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:
     with theirs:
         level = logging.getLogger("batchserve").getEffectiveLevel()
         process = subprocess.Popen(
-            python(CHILD, str(theirs.fileno()), str(level)),
+            python(CHILD, str(theirs.fileno()), str(level), log_format()),
             stdin=subprocess.DEVNULL,
             stdout=2,
             pass_fds=[theirs.fileno()],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import operator
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sized
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-from batchserve.config import PRIVATE_SCOPE, EngineConfig
+from batchserve.config import PRIVATE_SCOPE, EngineConfig, UnchosenScope
 from batchserve.errors import InvalidRequestError, invalid
 from batchserve.request import TENANT, DraftScope, Request, ResolvedSampling, ResolvedSpeculation
 from batchserve.types import (
@@ -68,6 +69,15 @@ class InputProcessor:
         self._is_adaptive = config.is_adaptive
         self._has_prefix_cache = config.prefix_cache
         self._longest_token_chars = _longest_token(facts.tokenizer)
+
+    def sharing_nothing_unless_chosen(self) -> InputProcessor:
+        """The same, for callers who must not learn of each other: requests that name no scope share nothing, unless the
+        configuration names a scope for them.
+        """
+        changed = copy.copy(self)
+        if isinstance(self._default_scope, UnchosenScope):
+            changed._default_scope = PRIVATE_SCOPE
+        return changed
 
     def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt, checked. Raises InvalidRequestError."""

@@ -57,19 +57,58 @@ class GenerateArguments(NamedTuple):
 
 def from_generate_request(request: pb.GenerateRequest, max_model_len: int) -> GenerateArguments:
     """The request in domain types; raises InvalidRequestError, whose `field` is the path in the message."""
-    # Before anything looks at each of them: 16 MB hold millions of empty ones.
-    if len(request.references) > MAX_REFERENCES:
-        bound = f"at most {MAX_REFERENCES}"
-        raise InvalidRequestError("TOO_MANY_REFERENCES", "references", len(request.references), bound)
+    _check_counts(request, max_model_len)
     refuse_unknown_fields(request)
     return GenerateArguments(
-        prompt=_prompt(request, max_model_len),
+        prompt=_prompt(request),
         params=_sampling_params(request),
         request_id=_request_id(request),
         model=request.model,
         speculation=_speculation(request),
         priority=check_priority(request.priority),
     )
+
+
+def _check_counts(request: pb.GenerateRequest, max_model_len: int) -> None:
+    """Before anything copies a message or looks at each of its items: 16 MB hold millions of them."""
+    stop, references = request.stop, request.references
+    if len(references) > MAX_REFERENCES:
+        bound = f"at most {MAX_REFERENCES}"
+        raise InvalidRequestError("TOO_MANY_REFERENCES", "references", len(references), bound)
+    if len(stop.stop_strings) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(
+            "TOO_MANY_STOP_STRINGS", "stop.stop_strings", len(stop.stop_strings), f"at most {MAX_STOP_STRINGS} strings"
+        )
+    if len(stop.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequestError(
+            "TOO_MANY_STOP_TOKEN_IDS", "stop.stop_token_ids", len(stop.stop_token_ids), f"at most {MAX_STOP_TOKEN_IDS}"
+        )
+    check_num_prompt_tokens(len(request.token_ids.ids), max_model_len)
+    check_num_reference_tokens(sum(len(reference.token_ids.ids) for reference in references))
+
+
+def check_num_prompt_tokens(num_tokens: int, max_model_len: int) -> None:
+    """Raises InvalidRequestError for `token_ids` that do not fit the context."""
+    if num_tokens >= max_model_len:
+        bound = f"at most {max_model_len - 1} tokens (max_model_len - 1)"
+        raise InvalidRequestError("PROMPT_TOO_LONG", "token_ids", f"{num_tokens} tokens", bound)
+
+
+def check_num_reference_tokens(num_tokens: int) -> None:
+    """Raises InvalidRequestError for references of too many token ids together."""
+    if num_tokens > MAX_REFERENCE_TOKENS:
+        raise references_too_long(f"{num_tokens} tokens", f"{MAX_REFERENCE_TOKENS} tokens")
+
+
+def references_too_long(value: str, most: str) -> InvalidRequestError:
+    """The error of references that are too long together."""
+    return InvalidRequestError("REFERENCES_TOO_LONG", "references", value, f"at most {most} together")
+
+
+def unknown_field(path: str, number: int, wire_type: int, message: str) -> InvalidRequestError:
+    """The error of a field that a message does not have in this version; `path` goes before the number."""
+    bound = f"unset: {message} has no such field in this server's version"
+    return InvalidRequestError("UNKNOWN_FIELD", f"{path}#{number}", f"<wire type {wire_type}>", bound)
 
 
 def refuse_unknown_fields(message: Message) -> None:
@@ -93,12 +132,7 @@ def _refuse_first_unknown(message: Message, path: str) -> None:
         unknown.ClearField(descriptor.name)
     if head := unknown.SerializeToString()[:MAX_TAG_BYTES]:
         tag = _varint(head)
-        raise InvalidRequestError(
-            "UNKNOWN_FIELD",
-            f"{path}#{tag >> 3}",
-            f"<wire type {tag & 7}>",
-            f"unset: {message.DESCRIPTOR.full_name} has no such field in this server's version",
-        )
+        raise unknown_field(path, tag >> 3, tag & 7, message.DESCRIPTOR.full_name)
     for descriptor, value in message.ListFields():
         if descriptor.message_type is None:
             continue
@@ -164,21 +198,12 @@ def to_generate_request(
     )
 
 
-def _prompt(request: pb.GenerateRequest, max_model_len: int) -> str | Sequence[int]:
+def _prompt(request: pb.GenerateRequest) -> str | Sequence[int]:
     match request.WhichOneof("input"):
         case "text":
             return request.text
         case "token_ids":
-            ids = request.token_ids.ids
-            # Before the copy: 16 MB of one-byte ids would become a list of 16 million.
-            if len(ids) >= max_model_len:
-                raise InvalidRequestError(
-                    "PROMPT_TOO_LONG",
-                    "token_ids",
-                    f"{len(ids)} tokens",
-                    f"at most {max_model_len - 1} tokens (max_model_len - 1)",
-                )
-            return list(ids)
+            return list(request.token_ids.ids)
         case _:
             raise InvalidRequestError("MISSING_INPUT", "input", None, "set: either text or token_ids")
 
@@ -194,15 +219,6 @@ def _request_id(request: pb.GenerateRequest) -> str:
 
 def _sampling_params(request: pb.GenerateRequest) -> SamplingParams:
     sampling, stop, output = request.sampling_params, request.stop, request.output
-    # Before the copies, like the prompt's; SamplingParams would refuse the strings too.
-    if len(stop.stop_strings) > MAX_STOP_STRINGS:
-        raise InvalidRequestError(
-            "TOO_MANY_STOP_STRINGS", "stop.stop_strings", len(stop.stop_strings), f"at most {MAX_STOP_STRINGS} strings"
-        )
-    if len(stop.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequestError(
-            "TOO_MANY_STOP_TOKEN_IDS", "stop.stop_token_ids", len(stop.stop_token_ids), f"at most {MAX_STOP_TOKEN_IDS}"
-        )
     return SamplingParams(
         temperature=sampling.temperature if sampling.HasField("temperature") else None,
         top_p=sampling.top_p if sampling.HasField("top_p") else None,
@@ -235,11 +251,6 @@ def _speculation(request: pb.GenerateRequest) -> SpeculationParams:
 
 def _references(request: pb.GenerateRequest) -> tuple[str | tuple[int, ...], ...]:
     references = request.references
-    # Before the copies, like the prompt's; SpeculationParams would refuse them too.
-    num_tokens = sum(len(reference.token_ids.ids) for reference in references)
-    if num_tokens > MAX_REFERENCE_TOKENS:
-        bound = f"at most {MAX_REFERENCE_TOKENS} tokens together"
-        raise InvalidRequestError("REFERENCES_TOO_LONG", "references", f"{num_tokens} tokens", bound)
     for i, reference in enumerate(references):
         if reference.WhichOneof("content") is None:
             raise InvalidRequestError(

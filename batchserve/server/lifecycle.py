@@ -13,9 +13,11 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
+from batchserve.engine.unread import UnreadBounds
 from batchserve.errors import ConfigError, EngineFaultError
+from batchserve.hosts import is_loopback
 from batchserve.server.metrics_endpoint import MetricsEndpoint, join_address
-from batchserve.server.servicer import SERVICE_NAME, GenerationServicer
+from batchserve.server.servicer import SERVICE, SERVICE_NAME, GenerationServicer
 from batchserve.server.stall_watch import watch_for_stalls
 from batchserve.server.status import is_worth_logging
 from batchserve.server.wire import MalformedRequestInterceptor
@@ -36,6 +38,7 @@ HURRIED_S = 10.0  # behind a second signal: for a last step and the draft cache
 QUIET_S = 0.15
 ARRIVALS_TIMEOUT_S = 1.0
 MIN_PING_INTERVAL_MS = 5000
+KEEPALIVE_MS = 60_000
 MAX_METADATA_BYTES = 16 << 10
 MOST_PENDING_CALLS = 1 << 20
 GRPC_LOGGER = "grpc._cython.cygrpc"
@@ -50,11 +53,11 @@ class GenerationServer:
         self._engine: AsyncEngine | None = None
         self._metrics: MetricsEndpoint | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._servicer = GenerationServicer(version)
+        self._servicer = GenerationServicer(version, UnreadBounds(config.max_unread_deltas, config.unread_timeout_s))
         logging.getLogger(GRPC_LOGGER).addFilter(is_worth_logging)
         self._health = _Health()
         self._grpc = grpc.aio.server(
-            interceptors=[MalformedRequestInterceptor(SERVICE_NAME, self._servicer.failed_calls)],
+            interceptors=[MalformedRequestInterceptor(SERVICE, self._servicer)],
             options=_channel_arguments(config),
         )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._servicer, self._grpc)  # type: ignore[no-untyped-call]
@@ -68,7 +71,7 @@ class GenerationServer:
         if self._config.metrics_port is not None:
             self._metrics = MetricsEndpoint(self._config.host, self._config.metrics_port, self._servicer.failed_calls)
             logger.info("metrics on http://%s", self._metrics.address)
-        await self._set_serving(False)
+        await self._set_serving("warming up")
         wanted = join_address(self._config.host, self._config.port)
         try:
             port = self._grpc.add_insecure_port(wanted)
@@ -78,13 +81,18 @@ class GenerationServer:
         return join_address(self._config.host, port)
 
     async def open(self, engine: AsyncEngine) -> None:
-        """Serve from this engine, which must be warm; the server owns it from now on."""
+        """Serve from this engine, which must be warm; the server owns it from now on.
+
+        On an address that is not loopback its callers share no drafts and no K/V, unless a scope has been chosen.
+        """
         self._engine = engine
+        if not is_loopback(self._config.host):
+            engine.share_nothing_unless_chosen()
         if self._metrics is not None:
             self._metrics.show(engine.metrics)
         self._servicer.open(engine)
         self._watching = asyncio.create_task(self._watch(engine))
-        await self._set_serving(True)
+        await self._set_serving(None)
 
     async def drain(self, hurry: asyncio.Event | None = None) -> bool:
         """Refuse new requests, let those in flight end within `drain_timeout_s`, end the rest, stop listening.
@@ -93,6 +101,7 @@ class GenerationServer:
         """
         if self._watching is not None:
             self._watching.cancel()
+        self._show_trouble("draining")
         await self._health.enter_graceful_shutdown()
         self._servicer.close("the server is draining")
         is_drained = True
@@ -110,8 +119,11 @@ class GenerationServer:
         return is_drained
 
     async def _watch(self, engine: AsyncEngine) -> None:
-        await _either(engine.wait_failed(), watch_for_stalls(engine, self._config.stall_timeout_s, self._set_serving))
-        await self._set_serving(False)
+        async def tell(goes_on: bool) -> None:
+            await self._set_serving(None if goes_on else "stalled: a step of the engine does not end")
+
+        await _either(engine.wait_failed(), watch_for_stalls(engine, self._config.stall_timeout_s, tell))
+        await self._set_serving("failed: the engine takes no requests any more")
 
     async def _requests_ended(self, engine: AsyncEngine) -> bool:
         """Whether the engine is done with them, and the clients have read their answers, in time."""
@@ -143,10 +155,17 @@ class GenerationServer:
                     seen = self._servicer.num_calls
                     await asyncio.sleep(QUIET_S)
 
-    async def _set_serving(self, is_serving: bool) -> None:
+    async def _set_serving(self, trouble: str | None) -> None:
+        """Say whether it serves, or else why not."""
+        self._show_trouble(trouble)
+        is_serving = trouble is None
         status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", SERVICE_NAME):
             await self._health.set(service, status)
+
+    def _show_trouble(self, trouble: str | None) -> None:
+        if self._metrics is not None:
+            self._metrics.trouble = trouble
 
 
 class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]
@@ -296,6 +315,9 @@ def _channel_arguments(config: ServerConfig) -> list[tuple[str, int]]:
         # Of more calls than these that wait for our turn gRPC cancels some at random; we say why we refuse.
         ("grpc.server.max_pending_requests", MOST_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MOST_PENDING_CALLS),
+        # A client whose machine or process has stopped answers no ping: its calls end with the connection.
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
         # gRPC's default of five minutes answers a client that pings more often with GOAWAY.
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
     ]

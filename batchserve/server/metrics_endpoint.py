@@ -1,13 +1,20 @@
-"""The engine's metrics for Prometheus, over HTTP."""
+"""The engine's metrics for Prometheus, and whether the server is serving, over HTTP."""
 
 from __future__ import annotations
 
+import logging
+import socket
+import threading
 from contextlib import suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import accumulate
+from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from batchserve.errors import ConfigError
@@ -29,8 +36,10 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Iterator
 
-BACKLOG = 128
+logger = logging.getLogger(__name__)
 REQUEST_TIMEOUT_S = 30.0
+METHODS = ("GET", "HEAD")
+PLAIN_TEXT = "text/plain; charset=utf-8"
 
 
 def join_address(host: str, port: int) -> str:
@@ -39,24 +48,27 @@ def join_address(host: str, port: int) -> str:
 
 
 class MetricsEndpoint:
-    """Serves /metrics from a thread of its own until closed; port 0 picks a free one. Raises ConfigError.
+    """Serves /metrics and /healthz from a thread of its own until closed; port 0 picks a free one. Raises ConfigError.
 
-    Before `show` there are only the calls that failed, by reason.
+    Before `show` there are only the calls that failed, by reason. `trouble` is what keeps the server from serving, in
+    a few words; None: nothing does.
     """
 
     def __init__(self, host: str, port: int, failed_calls: Counter[str]) -> None:
+        self.trouble: str | None = "warming up"
         self._registry = CollectorRegistry()
         self._registry.register(_FailedCallsCollector(failed_calls))
         try:
-            self._server, self._thread = start_http_server(port, addr=host, registry=self._registry)
+            self._server = _HttpServer((host, port), self)
         except (OSError, OverflowError) as error:  # OverflowError: no port has that number
             raise ConfigError(
                 f"host:metrics_port = {join_address(host, port)}: cannot listen there ({error})"
             ) from error
-        self._server.socket.listen(BACKLOG)  # by default five: the sixth that comes at once waits for a second
-        handler: Any = self._server.RequestHandlerClass
-        self._server.RequestHandlerClass = type("Handler", (_Timely, handler), {})
-        self.address = join_address(host, self._server.server_port)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="batchserve-metrics", daemon=True
+        )
+        self._thread.start()
+        self.address = join_address(host, self._server.server_address[1])
 
     def show(self, metrics: MetricsSource) -> None:
         """From now on these, of the one engine."""
@@ -68,15 +80,82 @@ class MetricsEndpoint:
         self._server.server_close()
         self._thread.join()
 
+    def answer(self, path: str, accept: str) -> tuple[HTTPStatus, str, bytes]:
+        """(status, content type, body) of what is asked for."""
+        if path == "/metrics":
+            encode, content_type = choose_encoder(accept)
+            return HTTPStatus.OK, content_type, encode(self._registry)
+        if path == "/healthz":
+            trouble = self.trouble
+            status = HTTPStatus.OK if trouble is None else HTTPStatus.SERVICE_UNAVAILABLE
+            return status, PLAIN_TEXT, f"{trouble or 'serving'}\n".encode()
+        return HTTPStatus.NOT_FOUND, PLAIN_TEXT, b"not found: there are /metrics and /healthz\n"
 
-class _Timely:
-    """Of a request handler of http.server: each has a thread, and would wait for ever for who sends nothing."""
 
+class _HttpServer(ThreadingHTTPServer):
+    request_queue_size = 128  # by default five: the sixth that comes at once waits for a second
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], endpoint: MetricsEndpoint) -> None:
+        # An address without a name is in the family that it is written in, a name in the first that it has.
+        self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        self.endpoint = endpoint
+        super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        """Without http.server's look-up of the host's name, which may take seconds."""
+        TCPServer.server_bind(self)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up, or sends no HTTP, is no error of ours."""
+        logger.debug("metrics: a connection of %s failed", client_address, exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One connection, in a thread of its own; one that sends nothing is not waited for without end."""
+
+    server: _HttpServer
     timeout = REQUEST_TIMEOUT_S
+    server_version, sys_version = "batchserve", ""
 
     def handle(self) -> None:
         with suppress(TimeoutError):
-            super().handle()  # type: ignore[misc]  # of the class that is mixed in
+            super().handle()
+
+    def parse_request(self) -> bool:
+        """Refuses methods that change something, which http.server would call unknown."""
+        if not super().parse_request():
+            return False
+        if self.command not in METHODS:
+            self._send(HTTPStatus.METHOD_NOT_ALLOWED, PLAIN_TEXT, b"method not allowed: GET or HEAD\n")
+            self.close_connection = True  # its body is left unread
+            return False
+        return True
+
+    def do_GET(self) -> None:
+        """What lies at the path; HEAD: without its body."""
+        path = self.path.partition("?")[0]
+        try:
+            answer = self.server.endpoint.answer(path, self.headers.get("Accept", ""))
+        except Exception:
+            logger.exception("metrics: %s cannot be answered", path)
+            answer = HTTPStatus.INTERNAL_SERVER_ERROR, PLAIN_TEXT, b"the figures cannot be read\n"
+        self._send(*answer)
+
+    do_HEAD = do_GET
+
+    def _send(self, status: HTTPStatus, content_type: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        if status is HTTPStatus.METHOD_NOT_ALLOWED:
+            self.send_header("Allow", ", ".join(METHODS))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        logger.debug("metrics: " + format, *arguments)
 
 
 class _FailedCallsCollector(Collector):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from batchserve.errors import EngineFaultError, UnavailableError, UnknownModelError
+from batchserve.engine.unread import Backlog, UnreadBounds
+from batchserve.errors import EngineFaultError, UnavailableError, UnknownModelError, UnreadAnswerError
 from batchserve.server.convert import (
     from_generate_request,
     refuse_unknown_fields,
@@ -15,28 +18,33 @@ from batchserve.server.convert import (
     to_model_info,
     to_stream_responses,
 )
+from batchserve.server.request_log import CallRecord
 from batchserve.server.status import abort
-from batchserve.types import Delta
+from batchserve.types import Started
 from batchserve.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     import grpc
+    from google.protobuf.message import Message
 
     from batchserve.engine.async_engine import AsyncEngine
 
-SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
+SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
+SERVICE_NAME: str = SERVICE.full_name
 
 
 class GenerationServicer:
     """Every method of the contract (protos/batchserve/v1/generation.proto).
 
-    Answers with UNAVAILABLE until `open` and from `close` on.
+    Answers with UNAVAILABLE until `open` and from `close` on. Every method writes its answer, as a stream does: of one
+    that it returned nobody could tell whether the client takes it.
     """
 
-    def __init__(self, version: str) -> None:
+    def __init__(self, version: str, unread: UnreadBounds) -> None:
         self._version = version
+        self._unread = unread
         self._engine: AsyncEngine | None = None
         self._refusal = "the server is warming up"
         self.num_calls = 0  # that have come, answered or not
@@ -59,14 +67,16 @@ class GenerationServicer:
         await self._is_idle.wait()
 
     async def Generate(
-        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> pb.GenerateResponse:
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, pb.GenerateResponse]
+    ) -> None:
         """One answer, whole. Cancelling the call cancels this task, which aborts the request."""
-        async with self._answering(context):
+        async with self._answering(context, "Generate") as call:
+            call.record.asked(request.request_id)
             engine = self._opened()
             arguments = from_generate_request(request, engine.info.max_model_len)
             output = await engine.generate(**arguments._asdict(), deadline_s=context.time_remaining())
-            return to_generate_response(output)
+            call.record.finished(output)
+            await call.write(to_generate_response(output))
 
     async def StreamGenerate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, pb.StreamGenerateResponse]
@@ -76,29 +86,40 @@ class GenerationServicer:
         Writes instead of yielding: a cancelled call then raises inside this coroutine, so that `aclosing` frees the
         request at once. An async generator left suspended at a yield would wait for the garbage collector.
         """
-        async with self._answering(context):
+        async with self._answering(context, "StreamGenerate") as call:
+            call.record.asked(request.request_id)
             engine = self._opened()
             arguments = from_generate_request(request, engine.info.max_model_len)
-            events = engine.stream(**arguments._asdict(), deadline_s=context.time_remaining())
+            deadline_s = context.time_remaining()
+            events = engine.stream(**arguments._asdict(), deadline_s=deadline_s, backlog=call.backlog)
             is_finished = False
             async with aclosing(events):
                 async for event in events:
+                    if isinstance(event, Started):
+                        call.record.started(event)
+                    elif event.finish_reason is not None:
+                        call.record.finished(event)
+                        is_finished = True
                     for message in to_stream_responses(event):
-                        await context.write(message)
-                    is_finished = isinstance(event, Delta) and event.finish_reason is not None
+                        await call.write(message)
             if not is_finished:
                 raise EngineFaultError("the engine's stream ended without a finish reason")
 
     async def GetModelInfo(
-        self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> pb.GetModelInfoResponse:
+        self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, pb.GetModelInfoResponse]
+    ) -> None:
         """What is being served."""
-        async with self._answering(context):
+        async with self._answering(context, "GetModelInfo") as call:
+            call.record.level = logging.DEBUG
             info = self._opened().info
             refuse_unknown_fields(request)
             if request.model not in ("", info.name):
                 raise UnknownModelError(request.model, info.name)
-            return to_model_info(info, self._version)
+            await call.write(to_model_info(info, self._version))
+
+    def max_model_len(self) -> int:
+        """The longest that a request may be. Raises UnavailableError."""
+        return self._opened().info.max_model_len
 
     def _opened(self) -> AsyncEngine:
         if self._engine is None:
@@ -106,16 +127,43 @@ class GenerationServicer:
         return self._engine
 
     @asynccontextmanager
-    async def _answering(self, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
-        """One call: counted while it lasts, and ended with the status of whatever is raised inside."""
+    async def _answering(self, context: grpc.aio.ServicerContext[Any, Any], method: str) -> AsyncIterator[Call]:
+        """One call: counted while it lasts, logged, and ended with the status of whatever is raised inside."""
         self._num_open += 1
         self.num_calls += 1
         self._is_idle.clear()
+        call = Call(context, CallRecord(method, context.peer()), Backlog(self._unread))
         try:
-            yield
+            with call.backlog:
+                yield call
+            call.record.log("OK")
         except Exception as error:
-            await abort(context, error, self.failed_calls)
+            await abort(context, error, self.failed_calls, call.record)
+        except asyncio.CancelledError:
+            call.record.log("CANCELLED")
+            raise
         finally:
             self._num_open -= 1
             if self._num_open == 0:
                 self._is_idle.set()
+
+
+@dataclass(slots=True)
+class Call:
+    """A call that is being answered."""
+
+    context: grpc.aio.ServicerContext[Any, Any]
+    record: CallRecord
+    backlog: Backlog
+    _has_begun: bool = False
+
+    async def write(self, message: Message) -> None:
+        """Send a message. Raises UnreadAnswerError if the client does not take it, or leaves too much unread."""
+        if not self._has_begun:
+            # By itself: gRPC could send no status later where the first message had been given up together with it.
+            await self.context.send_initial_metadata(())
+            self._has_begun = True
+        try:
+            await self.backlog.write(self.context.write(message))
+        except TimeoutError:
+            raise UnreadAnswerError("the client does not take its answer; the request was ended") from None

@@ -22,6 +22,7 @@ from batchserve.errors import (
     QueueFullError,
     UnavailableError,
     UnknownModelError,
+    UnreadAnswerError,
     shortened,
 )
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
+    from batchserve.server.request_log import CallRecord
+
 logger = logging.getLogger(__name__)
 
 DOMAIN = "batchserve"
@@ -37,12 +40,14 @@ INTERNAL = "INTERNAL"
 # Statuses travel in HTTP/2 trailers, which peers bound to 8 KiB by default; past it the whole status is lost.
 MAX_MESSAGE_CHARS = 1000
 MAX_METADATA_CHARS = 200
+STATUS_TIMEOUT_S = 2.0
 
 _CODES: dict[type[BatchserveError], int] = {
     InvalidRequestError: code_pb2.INVALID_ARGUMENT,
     UnknownModelError: code_pb2.NOT_FOUND,
     DuplicateRequestError: code_pb2.ALREADY_EXISTS,
     QueueFullError: code_pb2.RESOURCE_EXHAUSTED,
+    UnreadAnswerError: code_pb2.RESOURCE_EXHAUSTED,
     UnavailableError: code_pb2.UNAVAILABLE,
     DeadlineExceededError: code_pb2.DEADLINE_EXCEEDED,
     NonFiniteLogitsError: code_pb2.INTERNAL,
@@ -75,22 +80,29 @@ def to_status(error: Exception) -> status_pb2.Status:
     return _status(_code(error), message, *details)
 
 
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, counts: Counter[str]) -> NoReturn:
+async def abort(
+    context: grpc.aio.ServicerContext[Any, Any], error: Exception, counts: Counter[str], record: CallRecord
+) -> NoReturn:
     """End the call with the error's status, counted by its reason; what is not the package's own is logged with its
     trace.
 
     Raises CancelledError if there is nobody left to tell: gRPC's own InternalError says that the call is over, be it
-    that its client has gone or that its deadline has passed, before `context` does.
+    that its client has gone or that its deadline has passed, before `context` does. The same where the client does not
+    take the status for STATUS_TIMEOUT_S: gRPC has it, and sends it when the client reads on.
     """
     if context.cancelled() or isinstance(error, grpc.aio.InternalError):
         raise asyncio.CancelledError from error
     if not isinstance(error, BatchserveError):
         logger.error("unexpected error while answering %s", context.peer(), exc_info=error)
-    status: Any = rpc_status.to_status(to_status(error))
-    counts[error.reason if isinstance(error, BatchserveError) else INTERNAL] += 1
+    reason = error.reason if isinstance(error, BatchserveError) else INTERNAL
+    rich = to_status(error)
+    status: Any = rpc_status.to_status(rich)
+    counts[reason] += 1
+    record.log(code_pb2.Code.Name(rich.code), reason)
     try:
-        await context.abort(status.code, status.details, status.trailing_metadata)
-    except grpc.aio.InternalError as gone:
+        async with asyncio.timeout(STATUS_TIMEOUT_S):
+            await context.abort(status.code, status.details, status.trailing_metadata)
+    except (grpc.aio.InternalError, TimeoutError) as gone:
         raise asyncio.CancelledError from gone
 
 

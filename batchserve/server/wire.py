@@ -1,4 +1,5 @@
-"""Calls that bring no message of the protocol: INVALID_ARGUMENT with details.
+"""Reads the protocol's messages: a missing or malformed one gets INVALID_ARGUMENT with details, and the sizes in a
+large one are checked before it is parsed.
 
 For bytes that do not parse gRPC would say a bare UNKNOWN; a call without any message it would never end, neither a
 half-closed one nor one that stays open, which has its own deadline here.
@@ -7,30 +8,40 @@ half-closed one nor one that stays open, which has its own deadline here.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from batchserve.errors import DeadlineExceededError, InvalidRequestError
+from batchserve.errors import BatchserveError, DeadlineExceededError, InvalidRequestError
+from batchserve.server.request_log import CallRecord
 from batchserve.server.status import abort
+from batchserve.server.wire_sizes import SMALL_MESSAGE_BYTES, check_sizes, malformed
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Awaitable, Callable
 
-    Behaviour = Callable[[Any, grpc.aio.ServicerContext[Any, Any]], Awaitable[Any]]
+    from google.protobuf.descriptor import ServiceDescriptor
+    from google.protobuf.message import Message
+
+    from batchserve.server.servicer import GenerationServicer
+
+    Behaviour = Callable[[Message, grpc.aio.ServicerContext[Any, Any]], Awaitable[None]]
 
 
 MESSAGE_TIMEOUT_S = 30.0
+MAX_BYTES_ON_LOOP = (
+    1 << 20
+)  # of a message whose ids are counted there: more in a thread, which NumPy lets run beside it
 
 
 class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
-    """Guards the methods of one service, whose requests are single messages and whose handlers are coroutines."""
+    """Guards the methods of one service, whose requests are single messages and whose handlers write their answers."""
 
-    def __init__(self, service: str, failed_calls: Counter[str]) -> None:
-        self._prefix = f"/{service}/"
-        self._failed_calls = failed_calls
+    def __init__(self, service: ServiceDescriptor, servicer: GenerationServicer) -> None:
+        self._methods = service.methods_by_name
+        self._prefix = f"/{service.full_name}/"
+        self._servicer = servicer
 
     async def intercept_service(
         self,
@@ -41,42 +52,42 @@ class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[t
         handler: Any = await continuation(handler_call_details)
         if handler is None or not handler_call_details.method.startswith(self._prefix):
             return handler  # type: ignore[no-any-return]
-        is_stream = handler.response_streaming
-        make = grpc.stream_stream_rpc_method_handler if is_stream else grpc.stream_unary_rpc_method_handler
-        behaviour = handler.unary_stream if is_stream else handler.unary_unary
-        guarded: Any = make(
-            _refusing_malformed(behaviour, self._failed_calls),
-            request_deserializer=_returning_errors(handler.request_deserializer),
+        name = handler_call_details.method.removeprefix(self._prefix)
+        guarded: Any = grpc.stream_stream_rpc_method_handler(
+            self._reading(handler.unary_stream or handler.unary_unary, name, handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
         return guarded  # type: ignore[no-any-return]
 
+    def _reading(self, behaviour: Behaviour, name: str, parse: Callable[[bytes], Message]) -> Any:
+        async def wrapped(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            try:
+                message = parse(await self._checked(context, name))
+            except DecodeError:
+                await self._refuse(context, name, malformed())
+            except BatchserveError as error:
+                await self._refuse(context, name, error)
+            await behaviour(message, context)
 
-def _returning_errors(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    def wrapped(data: bytes) -> Any:
-        try:
-            return deserialize(data)
-        except DecodeError as error:
-            return error
+        return wrapped
 
-    return wrapped
-
-
-def _refusing_malformed(behaviour: Behaviour, failed_calls: Counter[str]) -> Behaviour:
-    async def wrapped(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    async def _checked(self, context: grpc.aio.ServicerContext[Any, Any], name: str) -> bytes:
+        """The bytes of the call's message, which do not take long to parse."""
         try:
             async with asyncio.timeout(MESSAGE_TIMEOUT_S):  # Python 3.11's wait_for may lose a cancellation
-                request = await context.read()
+                data: Any = await context.read()
         except TimeoutError:  # nothing else would ever end it
             what = f"the call's message was not there, or not all of it, after {MESSAGE_TIMEOUT_S:g} s"
-            await abort(context, DeadlineExceededError(what), failed_calls)
-        if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in the stubs
-            missing = InvalidRequestError("MISSING_MESSAGE", "request", None, "one message")
-            await abort(context, missing, failed_calls)
-        if isinstance(request, DecodeError):
-            bound = "bytes that parse as the method's request message"
-            malformed = InvalidRequestError("MALFORMED_MESSAGE", "request", "<bytes>", bound)
-            await abort(context, malformed, failed_calls)
-        return await behaviour(request, context)
+            raise DeadlineExceededError(what) from None
+        if data is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in the stubs
+            raise InvalidRequestError("MISSING_MESSAGE", "request", None, "one message")
+        if len(data) > SMALL_MESSAGE_BYTES:
+            arguments = data, self._methods[name].input_type, self._servicer.max_model_len()
+            if len(data) > MAX_BYTES_ON_LOOP:
+                await asyncio.to_thread(check_sizes, *arguments)
+            else:
+                check_sizes(*arguments)
+        return data  # type: ignore[no-any-return]
 
-    return wrapped
+    async def _refuse(self, context: grpc.aio.ServicerContext[Any, Any], name: str, error: Exception) -> NoReturn:
+        await abort(context, error, self._servicer.failed_calls, CallRecord(name, context.peer()))

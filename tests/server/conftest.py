@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from batchserve.config import EngineConfig, MiB
+from batchserve.config import EngineConfig, MiB, ServerConfig
 from batchserve.engine.async_engine import AsyncEngine
 from tests.server.fakes import FakeEngine
-from tests.server.harness import Served, core_of, serving
+from tests.server.harness import LOOPBACK, Served, core_of, serving
 
 Serve = Callable[..., AbstractAsyncContextManager[Served]]
 
@@ -30,12 +30,14 @@ async def fake() -> AsyncIterator[Served]:
 def serve_tiny(tiny_model: dict[str, Path]) -> Serve:
     """Makes a server with a tiny llama in fp32; at its end nothing may be leaked.
 
-    `step_s`: a step's least time.
+    `step_s`: a step's least time. `server`: how it listens.
     `is_sound=False`: the engine is to fail for good, so that its books need not agree.
     """
 
     @asynccontextmanager
-    async def make(step_s: float = 0.0, is_sound: bool = True, **options: Any) -> AsyncIterator[Served]:
+    async def make(
+        step_s: float = 0.0, is_sound: bool = True, server: ServerConfig = LOOPBACK, **options: Any
+    ) -> AsyncIterator[Served]:
         config = EngineConfig(
             **{
                 "model": str(tiny_model["llama"]),
@@ -47,7 +49,7 @@ def serve_tiny(tiny_model: dict[str, Path]) -> Serve:
         )
         engine = await AsyncEngine.start(config)
         _slow_down(engine, step_s)
-        async with serving(engine) as served:
+        async with serving(engine, server) as served:
             yield served
             await served.settle()
         if is_sound:

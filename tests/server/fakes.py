@@ -36,6 +36,7 @@ class FakeEngine:
         self.is_cut_short = False
         self.arguments: dict[str, Any] = {}
         self.num_in_flight = 0
+        self.shares_by_default = True
         self.is_empty = asyncio.Event()
         self.is_empty.set()
         self.is_shut_down = asyncio.Event()
@@ -77,6 +78,9 @@ class FakeEngine:
         except TimeoutError:
             return False
         return True
+
+    def share_nothing_unless_chosen(self) -> None:
+        self.shares_by_default = False
 
     async def ping(self) -> None:
         return

@@ -7,6 +7,7 @@ import logging
 import socket
 import urllib.request
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -15,7 +16,9 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from batchserve.config import ServerConfig
+from batchserve.config import EngineConfig, ServerConfig
+from batchserve.draft.factory import DraftLimits
+from batchserve.engine.input_processor import InputProcessor, ModelFacts
 from batchserve.errors import ConfigError, EngineFaultError, QueueFullError
 from batchserve.metrics import (
     AGE,
@@ -278,7 +281,7 @@ async def test_listens_on_ipv6_loopback():
 
 
 async def test_who_asks_for_nothing_keeps_no_thread_of_the_metrics(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(metrics_endpoint._Timely, "timeout", 0.05)
+    monkeypatch.setattr(metrics_endpoint._Handler, "timeout", 0.05)
     endpoint = metrics_endpoint.MetricsEndpoint("127.0.0.1", 0, Counter())
     try:
         with socket.create_connection(endpoint.address.rsplit(":", 1), timeout=10) as silent:
@@ -408,3 +411,32 @@ def _has_ipv6() -> bool:
     except OSError:
         return False
     return True
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("host", "options", "shares"),
+    [
+        ("127.0.0.1", {}, True),
+        ("0.0.0.0", {}, False),
+        ("0.0.0.0", {"default_draft_scope": "default"}, True),
+        ("0.0.0.0", {"default_draft_scope": "team"}, True),
+        ("0.0.0.0", {"max_num_seqs": 2}, False),
+    ],
+)
+async def test_callers_of_other_machines_share_nothing_unless_a_scope_was_chosen(
+    host: str, options: dict[str, Any], shares: bool
+):
+    """However the server was started."""
+    config = replace(EngineConfig(), **options)
+    limits = {"mixture": DraftLimits(4, 4)}
+    processor = InputProcessor(ModelFacts("m", 100, (2,), 0.0, 0, 1.0), 64, config, limits)
+    engine: Any = FakeEngine()
+
+    def restrict() -> None:
+        engine.processor = engine.processor.sharing_nothing_unless_chosen()
+
+    engine.processor, engine.share_nothing_unless_chosen = processor, restrict
+    async with serving(engine, ServerConfig(host=host, port=0)):
+        assert (engine.processor.resolve_scope("") is not None) == shares
+        assert engine.processor.resolve_scope("mine") is not None

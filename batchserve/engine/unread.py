@@ -1,0 +1,78 @@
+"""Deltas that have been made and not been taken: counted, so that a client that does not read fills no memory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+STREAMS_PER_BOUND = 64  # all streams together may have so many times what one may
+MAX_WRITING = 1024  # clients that are waited for at once: each holds some 100 KB whatever its answer is
+LEAST_WAIT_S = 5.0  # before a client may be given up for others' sake
+
+
+class UnreadBounds:
+    """What the streams of one server may leave unread. All methods are called on its asyncio loop."""
+
+    def __init__(self, max_deltas: int, timeout_s: float) -> None:
+        """max_deltas: of one stream; timeout_s: the longest that a message may wait for its client."""
+        self.max_deltas, self.timeout_s = max_deltas, timeout_s
+        self.num_deltas = 0  # of all streams
+        self.writing: dict[Backlog, float] = {}  # since when, the longest first
+
+
+@dataclass(slots=True, eq=False)
+class Backlog:
+    """What one stream has made and its client has not taken. A context manager, from the stream's begin to its end."""
+
+    bounds: UnreadBounds
+    num_deltas: int = 0
+    _limit: asyncio.Timeout | None = field(default=None, init=False)  # of the write under way
+
+    def __enter__(self) -> Backlog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bounds.num_deltas -= self.num_deltas
+        self.num_deltas = 0
+
+    def grow(self) -> None:
+        """A delta was made. Beyond the bounds the write that holds up its stream, or the longest stream, times out."""
+        bounds = self.bounds
+        self.num_deltas += 1
+        bounds.num_deltas += 1
+        if self._limit is None:  # the server itself is late
+            return
+        if self.num_deltas > bounds.max_deltas:
+            self._give_up()
+        elif bounds.num_deltas > STREAMS_PER_BOUND * bounds.max_deltas:
+            max(bounds.writing, key=lambda backlog: backlog.num_deltas)._give_up()
+
+    def shrink(self) -> None:
+        """A delta was taken."""
+        self.num_deltas -= 1
+        self.bounds.num_deltas -= 1
+
+    async def write(self, send: Awaitable[None]) -> None:
+        """Await `send`, a client's taking of a message. Raises TimeoutError when it is given up."""
+        writing, now_s = self.bounds.writing, time.monotonic()
+        if len(writing) >= MAX_WRITING:
+            longest = next(iter(writing))
+            if now_s - writing[longest] > LEAST_WAIT_S:
+                longest._give_up()
+        writing[self] = now_s
+        try:
+            async with asyncio.timeout(self.bounds.timeout_s) as self._limit:
+                await send
+        finally:
+            self._limit = None
+            del writing[self]
+
+    def _give_up(self) -> None:
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(0.0)
+        self._limit = None

@@ -1,0 +1,26 @@
+"""Who can reach an address that a server listens on."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from contextlib import suppress
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address, or all of a name's; what cannot be resolved is no loopback."""
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    with suppress(ValueError):
+        return _is_loopback_address(host)
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM) if host else []
+    except (OSError, UnicodeError):
+        return False
+    return bool(found) and all(_is_loopback_address(str(address[0])) for *_, address in found)
+
+
+def _is_loopback_address(text: str) -> bool:
+    address = ipaddress.ip_address(text)
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped.is_loopback
+    return address.is_loopback

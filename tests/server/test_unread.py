@@ -1,0 +1,123 @@
+"""Clients that do not read their answers: they are given up, and fill no memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from batchserve.config import ServerConfig
+from batchserve.engine import unread
+from batchserve.engine.unread import Backlog, UnreadBounds
+from batchserve.v1 import generation_pb2 as pb
+from tests.server.conftest import Serve
+from tests.server.fakes import FakeEngine
+from tests.server.harness import Served, ask, serving
+from tests.server.raw_http2 import RawClient
+
+pytestmark = pytest.mark.faults
+RESOURCE_EXHAUSTED = b"grpc-status\x018"
+
+
+@asynccontextmanager
+async def unread_by(served: Served) -> AsyncIterator[RawClient]:
+    client = await RawClient.connect(served.address)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+def answering() -> Any:
+    """An engine that answers at once."""
+    engine = FakeEngine()
+    engine.go_on.set()
+    return engine
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("method", ["StreamGenerate", "Generate", "GetModelInfo"])
+async def test_an_answer_that_nobody_reads_is_ended_after_its_time(method: str):
+    engine = answering()
+    async with serving(engine, ServerConfig(port=0, unread_timeout_s=0.5)) as served, unread_by(served) as client:
+        request = pb.GetModelInfoRequest() if method == "GetModelInfo" else ask()
+        streams = [await client.call(method, request) for _ in range(300)]
+        counts = served.server._servicer.failed_calls
+        await until(lambda: counts["UNREAD_ANSWER"] == len(streams))
+        await served.settle()
+        for stream in streams:
+            client.read_on(stream)
+        await until(lambda: len(client.trailers) == len(streams))
+        assert all(RESOURCE_EXHAUSTED in trailer for trailer in client.trailers.values())
+        assert all(b"does not take its answer" in trailer for trailer in client.trailers.values())
+        assert len((await served.client.generate(ask())).token_ids) == 2, "others are served"
+
+
+async def test_a_stream_that_leaves_too_much_unread_is_ended_while_it_is_made(serve_tiny: Serve):
+    config = ServerConfig(port=0, unread_timeout_s=600, max_unread_deltas=8)
+    async with serve_tiny(server=config, decoding_length=0) as served, unread_by(served) as client:
+        await client.call("StreamGenerate", ask(max_tokens=400))
+        beside = asyncio.create_task(served.client.stream(ask(max_tokens=300)))  # as many, and read
+        counts = served.server._servicer.failed_calls
+        await until(lambda: counts["UNREAD_ANSWER"] == 1)
+        await until(lambda: served.engine.num_in_flight <= 1)
+        assert (await beside)[-1].finished.usage.completion_tokens == 300
+        assert served.server._servicer._unread.num_deltas == 0
+        assert counts.total() == 1
+
+
+async def test_of_all_streams_together_the_longest_is_ended(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(unread, "STREAMS_PER_BOUND", 2)
+    bounds = UnreadBounds(max_deltas=10, timeout_s=600)
+
+    async def stream(num_deltas: int) -> Backlog:
+        with Backlog(bounds) as backlog:
+            writing = asyncio.create_task(backlog.write(asyncio.Event().wait()))
+            await asyncio.sleep(0)
+            for _ in range(num_deltas):
+                backlog.grow()
+            await writing
+        return backlog
+
+    calls = [asyncio.create_task(stream(num_deltas)) for num_deltas in (9, 8, 4)]
+    done, left = await asyncio.wait(calls, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+    assert done == {calls[0]}
+    assert isinstance(calls[0].exception(), TimeoutError)
+    assert bounds.num_deltas == 12
+    for call in left:
+        call.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    assert (bounds.num_deltas, bounds.writing) == (0, {})
+
+
+async def test_who_is_waited_for_the_longest_makes_room_for_others(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(unread, "MAX_WRITING", 3)
+    monkeypatch.setattr(unread, "LEAST_WAIT_S", 0.0)
+    bounds = UnreadBounds(max_deltas=10, timeout_s=600)
+    calls = []
+    for _ in range(8):
+        calls.append(asyncio.create_task(Backlog(bounds).write(asyncio.Event().wait())))
+        await asyncio.sleep(0.01)
+    assert [call.done() for call in calls] == [True] * 5 + [False] * 3
+    for call in calls[5:]:
+        call.cancel()
+    ends = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(end) for end in ends[:5]] == [TimeoutError] * 5
+
+
+async def test_a_client_that_reads_late_but_in_time_gets_its_whole_answer():
+    async with serving(answering()) as served, unread_by(served) as client:
+        stream = await client.call("StreamGenerate", ask())
+        await until(lambda: served.server._servicer.num_calls == 1)
+        await asyncio.sleep(0.2)
+        client.read_on(stream)
+        await until(lambda: stream in client.trailers)
+        assert b"grpc-status\x010" in client.trailers[stream]
