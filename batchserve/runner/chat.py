@@ -50,10 +50,16 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
         turns = [{"role": "user", "content": make(MARKER)}, {"role": "assistant", "content": make(ANSWER)}]
         try:
             rendered = _render(tokenizer, template, turns, is_answered=True)
+            prompt = _render(tokenizer, template, turns[:1]).rstrip()
         except Exception:  # who asks for a chat is told; others need no template
             continue
-        _, said, after = rendered.rpartition(ANSWER)
-        found = [token for token in special if said and after.lstrip().startswith(token)]
+        before, said, after = rendered.rpartition(ANSWER)
+        # A token that begins an answer comes here, too, in templates that always ask for the next one.
+        between = before.rpartition(MARKER)[2].rstrip()
+        begins = [token for token in special if prompt.endswith(token) and token not in between]
+        begins += [token for token in special if between.endswith(token)]
+        ends = special.keys() - set(begins)
+        found = [token for token in ends if said and after.lstrip().startswith(token)]
         if found:
             return special[max(found, key=len)]
     return None

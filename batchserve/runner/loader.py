@@ -21,6 +21,7 @@ from transformers import (
 
 from batchserve.attention import interface
 from batchserve.errors import ConfigError, UnsupportedModelError
+from batchserve.runner.end_tokens import with_tokenizer_ends
 from batchserve.runner.generation_defaults import (
     check_readable,
     eos_token_ids,
@@ -136,6 +137,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
     tokenizer = load_tokenizer(source, config)
     check_vocabulary(tokenizer, vocab_size, config)
     ends = eos_token_ids(model.generation_config.eos_token_id, text_config, vocab_size)
+    if config.tokenizer_end_tokens:
+        ends = with_tokenizer_ends(ends, tokenizer, vocab_size)
     sampling = sampling_defaults(model.generation_config)
     warn_of_unapplied(model.generation_config, max_model_len)
     return LoadedModel(
