@@ -144,6 +144,8 @@ class EngineConfig:
     tpot_target_ms: favour requests while their time per output token is above this; they may name their own.
     prefix_cache: prompts of the same scope that begin alike share K/V: that of requests that are running, and of ended
     ones, which is kept where memory is free.
+    tokenizer_end_tokens: answers also end at the tokenizer's end-of-sequence token and at the token that ends a turn in
+    the chat template, where the model's own configuration does not name them.
     cache_dir: where measured step times are kept.
     branch_length: the most draft tokens in one line of descent; None: the drafter's own.
     default_draft_scope: whose answers requests draft from that name no scope; "request" shares nothing, and is what a
@@ -186,6 +188,7 @@ class EngineConfig:
     trust_remote_code: bool = False
     served_model_name: str | None = None
     prefix_cache: bool = True
+    tokenizer_end_tokens: bool = True
     cache_dir: str = field(default_factory=lambda: default_cache_dir())
 
     @property
@@ -235,7 +238,7 @@ class EngineConfig:
         if not is_utf8(served := self.served_model_name or self.model):
             raise ConfigError(f"served_model_name = {served!r}: must be text that is UTF-8 (the default is model)")
         flags = ("adaptive", "wait_for_drafter", "batch_invariant", "trust_remote_code", "prefix_cache")
-        for name in (*flags, "enforce_eager", "custom_kernels", "kernel_overlap"):
+        for name in (*flags, "tokenizer_end_tokens", "enforce_eager", "custom_kernels", "kernel_overlap"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} = {getattr(self, name)!r}: must be True or False")
         if self.max_model_len == 1:

@@ -113,6 +113,11 @@ class EngineFaultError(BatchserveError):
     reason = "ENGINE_FAULT"
 
 
+def one_line(error: Exception) -> str:
+    """What an error of somebody else's says, without its line ends; its kind where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def shortened(value: object, limit: int = 80) -> str:
     """repr() of a value, and where that is longer than `limit` only its beginning, and how long it is."""
     try:

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from batchserve.config import EngineConfig
 from batchserve.errors import ConfigError, InvalidRequestError
@@ -141,20 +141,11 @@ def _reference_text(path: str) -> str:
 
 
 def _chat_token_ids(text: str, config: EngineConfig) -> list[int]:
-    """The prompt in the model's chat template, as token ids: as text it would be given a second BOS."""
-    from jinja2 import TemplateError
+    from batchserve.runner.chat import chat_token_ids
+    from batchserve.runner.loader import resolve_model
+    from batchserve.runner.tokenizer import load_tokenizer
 
-    from batchserve.runner.loader import load_tokenizer, resolve_model
-
-    tokenizer = load_tokenizer(resolve_model(config.model), config)
-    if tokenizer is None or not tokenizer.chat_template:
-        raise ConfigError(f"model = {config.model!r}: has no chat template, which --chat needs")
-    messages = [{"role": "user", "content": text}]
-    try:
-        ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    except TemplateError as error:
-        raise ConfigError(f"model = {config.model!r}: its chat template cannot be applied: {error}") from error
-    return list(ids)
+    return chat_token_ids(text, load_tokenizer(resolve_model(config.model), config), config.model)
 
 
 def _servers_chat(text: str, target: str) -> list[int]:

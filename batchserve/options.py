@@ -160,6 +160,10 @@ ENGINE_OPTIONS = {
         default_text="what measures fastest at start; beside a GPU torch's own number, at most 8",
     ),
     "batch_invariant": Option("answers that are bitwise the same in any batch, at a price in speed"),
+    "tokenizer_end_tokens": Option(
+        "end answers also at the tokenizer's end-of-sequence token and at the token that ends a turn in the chat "
+        "template, where the model's own configuration does not name them"
+    ),
     "trust_remote_code": Option("run modelling code that comes with the model"),
     "cache_dir": Option("where measured step times are kept", default_text="batchserve in the user's cache folder"),
     "served_model_name": Option("the name that requests may give", default_text="the value of --model"),

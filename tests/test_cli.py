@@ -30,7 +30,7 @@ from batchserve.options import (
     make_config,
     parse_size,
 )
-from batchserve.runner import loader
+from batchserve.runner import tokenizer as tokenizer_module
 from batchserve.runner.loader import resolve_model
 from batchserve.server import lifecycle
 from tests.server.harness import serving
@@ -250,7 +250,7 @@ async def test_a_chat_is_put_into_the_template_of_the_servers_model(own_signals,
     for name in (str(tmp_path / "gone"), "a-name-of-its-own"):  # as from another machine
         async with serving(await AsyncEngine.start(dataclasses.replace(engine, served_model_name=name))) as served:
             with monkeypatch.context() as patch:
-                patch.setattr(loader, "load_tokenizer", lambda *arguments: pytest.fail("it was looked up"))
+                patch.setattr(tokenizer_module, "load_tokenizer", lambda *arguments: pytest.fail("it was looked up"))
                 assert await asyncio.to_thread(main, [*chat, served.address]) == 2
         log = capsys.readouterr().err
         assert f"--chat: must be with --model, a folder or hub id of the server's model, which it calls {name!r}" in log

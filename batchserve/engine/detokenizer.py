@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tokenizers import Tokenizer
@@ -19,6 +20,9 @@ MAX_PENDING = 16  # tokens without text that are decoded again with every new on
 # So many of the last tokens tell whether the text's last character is complete. One of them begins with a character,
 # which has four bytes at most: some tokenizers make nothing of bytes behind a torn one.
 TAILS = (8, 7, 6, 5)
+# So many of a prompt's last tokens are decoded along; more where those have no text or begin within a character.
+PROMPT_TAILS = (*range(4, 13), 24, 64)
+MOST_TORN = 3  # tokens that an incomplete character can be
 
 
 class Decoder(Protocol):
@@ -59,6 +63,16 @@ def token_texts(decoder: Decoder | None, *, skip_special_tokens: bool) -> TokenT
     return TokenTexts(decoder, skip_special_tokens) if decoder and is_bytes else None
 
 
+def special_texts(decoder: Decoder | None) -> dict[int, str]:
+    """The text of each special token, which a decoder that skips them leaves out."""
+    tokenizer = decoder.tokenizer if isinstance(decoder, _Uncleaned) else decoder
+    if isinstance(tokenizer, Tokenizer):
+        known: Mapping[int, Any] = tokenizer.get_added_tokens_decoder()
+    else:
+        known = getattr(tokenizer, "added_tokens_decoder", {})
+    return {token_id: token.content for token_id, token in known.items() if token.special and token.content}
+
+
 @dataclass(frozen=True, slots=True)
 class _Uncleaned:
     """A tokenizer that would clean up spaces, without that."""
@@ -88,17 +102,51 @@ class IncrementalDetokenizer:
     tokenizer every piece is empty. A token costs the same however long the answer is, and however many tokens before it
     had no text or were bytes that make no character. token_texts: those of the decoder, for the same
     skip_special_tokens.
+
+    prompt_token_ids: the prompt's. Its last tokens are decoded along, because some tokenizers drop the space in front
+    of a text, and because the answer may complete a character that the prompt has begun.
+    special_texts: of the decoder. A stop string that holds one of them is found although they are skipped.
     """
 
     decoder: Decoder | None
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
     token_texts: TokenTexts | None = None
+    prompt_token_ids: InitVar[Sequence[int]] = ()
+    special_texts: Mapping[int, str] = field(default_factory=dict)
     _token_ids: list[int] = field(default_factory=list)
     _prefix: int = 0  # first token of the window that is decoded again
     _read: int = 0  # tokens whose text is out
     _checked: int = 0  # tokens behind _read that are known not to be invisible
     _held: str = ""
+    _skipped: list[tuple[int, int]] = field(default_factory=list)  # where special tokens are in it
+    _torn: str = ""  # what the prompt's last, incomplete character looks like
+
+    def __post_init__(self, prompt_token_ids: Sequence[int]) -> None:
+        if not self.skip_special_tokens or not any(
+            text in stop for stop in self.stop for text in self.special_texts.values()
+        ):
+            self.special_texts = {}
+        if self.decoder is not None and prompt_token_ids:
+            self._begin_after(prompt_token_ids)
+
+    def _begin_after(self, prompt: Sequence[int]) -> None:
+        """Take the prompt's last tokens as a window that is out already, but for a character that it leaves open."""
+        if self.token_texts is not None and not self.token_texts[prompt[-1]].endswith(REPLACEMENT):
+            return  # just bytes, and whole characters
+        tail: list[int] = []
+        for size in PROMPT_TAILS:
+            tail = list(prompt[-size:])
+            is_whole = len(tail) == len(prompt)
+            for num_read in range(len(tail), max(0, len(tail) - MOST_TORN) - 1, -1):
+                before = self._decode(tail[:num_read])
+                if REPLACEMENT not in before and (before or (is_whole and num_read < len(tail))):
+                    self._token_ids, self._read = tail, num_read
+                    self._torn = self._decode(tail)[len(before) :]
+                    return
+            if is_whole:
+                break
+        self._token_ids, self._read = tail, len(tail)
 
     def feed(self, token_ids: Sequence[int], *, is_last: bool) -> TextPiece:
         """Add tokens; `is_last` releases what is held back. Tokens behind a completed stop string are dropped."""
@@ -113,6 +161,7 @@ class IncrementalDetokenizer:
         if self.token_texts is not None and self._read == len(self._token_ids):
             text = "".join(map(self.token_texts.__getitem__, token_ids))
             if REPLACEMENT not in text:
+                self._prefix = self._read
                 return text
         if len(token_ids) > 1 and len(self._token_ids) - self._read <= MAX_PENDING:
             before = self._decode(self._token_ids[self._prefix : self._read])
@@ -132,14 +181,24 @@ class IncrementalDetokenizer:
         for i, step in enumerate(steps):
             is_end = is_last and i == len(steps) - 1
             self._held += self._text_of(step, is_last=is_end)
+            if step and step[0] in self.special_texts:
+                start = len(self._held)
+                self._held += self.special_texts[step[0]]
+                self._skipped.append((start, len(self._held)))
             found = self._first_stop()
             if found is not None:
-                shown += self._held[:found]
-                self._held = ""
-                return TextPiece(shown, list(token_ids[: i + 1]), is_stopped=True)
-            cut = len(self._held) - (0 if is_end else self._undecided())
-            shown, self._held = shown + self._held[:cut], self._held[cut:]
+                return TextPiece(shown + self._cut(found), list(token_ids[: i + 1]), is_stopped=True)
+            shown += self._cut(len(self._held) - (0 if is_end else self._undecided()))
         return TextPiece(shown, list(token_ids))
+
+    def _cut(self, size: int) -> str:
+        """Take so many characters of the held text; those of special tokens are not shown."""
+        text, self._held = self._held[:size], self._held[size:]
+        if self._skipped:
+            spans, self._skipped = self._skipped, [(max(0, i - size), j - size) for i, j in self._skipped if j > size]
+            for start, end in reversed(spans):
+                text = text[:start] + text[end:]
+        return text
 
     def _new_text(self, *, is_last: bool) -> str:
         """Text behind what is out already; empty while the last character is incomplete.
@@ -163,7 +222,10 @@ class IncrementalDetokenizer:
             return ""
         size = len(self._token_ids)
         self._prefix, self._read = self._read if self.token_texts is None else size, size
-        return after[len(before) :]
+        text = after[len(before) :]
+        if self._torn:  # it stays as it is, or it has been completed
+            text, self._torn = text.removeprefix(self._torn), ""
+        return text
 
     def _is_pointless(self) -> bool:
         """Whether many tokens are pending and decoding them all is sure to end in an incomplete character again.

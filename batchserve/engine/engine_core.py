@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from batchserve.engine.detokenizer import Decoder, IncrementalDetokenizer, token_texts
+from batchserve.engine.detokenizer import Decoder, IncrementalDetokenizer, special_texts, token_texts
 from batchserve.errors import BatchserveError, DeadlineExceededError, NonFiniteLogitsError
 from batchserve.metrics import Verification
 from batchserve.request import Request
@@ -63,6 +63,7 @@ class EngineCore:
         self.emit: Callable[[list[Event]], None] = lambda events: None
         self._decoder = decoder
         self._token_texts = [token_texts(decoder, skip_special_tokens=skip) for skip in (False, True)]
+        self._special_texts = special_texts(decoder)
         self._clock = clock
         self._detokenizers: dict[Request, IncrementalDetokenizer] = {}  # of all requests in flight
         self._names: set[str] = set()  # theirs
@@ -87,7 +88,7 @@ class EngineCore:
         sampling = request.sampling
         is_skipping = sampling.skip_special_tokens
         how = (self._decoder, sampling.stop, is_skipping, self._token_texts[is_skipping])
-        self._detokenizers[request] = IncrementalDetokenizer(*how)
+        self._detokenizers[request] = IncrementalDetokenizer(*how, request.token_ids, self._special_texts)
         self.scheduler.add(request)
 
     def abort(self, request: Request) -> None:

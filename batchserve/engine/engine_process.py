@@ -58,7 +58,8 @@ class EngineProcess:
             # Takes seconds, in which the engine is being built.
             threading.Thread(target=importlib.import_module, args=("batchserve.runner.loader",), daemon=True).start()
             ready = self._ask_for(config, on_progress or (lambda message: None))
-            from batchserve.runner.loader import load_tokenizer, resolve_model
+            from batchserve.runner.loader import resolve_model
+            from batchserve.runner.tokenizer import load_tokenizer
 
             adopt_library_loggers()
             tokenizer = load_tokenizer(resolve_model(config.model), config)

@@ -22,7 +22,8 @@ from batchserve.errors import ConfigError
 from batchserve.jsonl import Line, read_lines, text_of
 from batchserve.kernel_cache import forget_stale_kernels
 from batchserve.request import TENANT, DraftScope
-from batchserve.runner.loader import described, load_tokenizer, resolve_model
+from batchserve.runner.loader import described, resolve_model
+from batchserve.runner.tokenizer import load_tokenizer
 
 AROUND = 2  # what a drafter keeps beside the tokens of a text: its beginning and its end
 

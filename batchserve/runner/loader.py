@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -15,7 +14,6 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -24,6 +22,7 @@ from transformers import (
 from batchserve.attention import interface
 from batchserve.errors import BatchserveError, ConfigError, UnsupportedModelError
 from batchserve.runner.checkpoint import check_filled, check_path, read_config, read_tensors
+from batchserve.runner.end_tokens import with_tokenizer_ends
 from batchserve.runner.generation_defaults import (
     check_readable,
     eos_token_ids,
@@ -40,6 +39,7 @@ from batchserve.runner.model_kind import auto_class, check_dtypes, check_unquant
 from batchserve.runner.packed import PackedLinear, can_pack, pack_modules
 from batchserve.runner.probe import ModelProbe
 from batchserve.runner.siblings import join_siblings, on_trial, plain_product, watch_inputs
+from batchserve.runner.tokenizer import check_vocabulary, load_tokenizer
 
 if TYPE_CHECKING:
     from batchserve.attention.base import LayerShape
@@ -144,18 +144,24 @@ def load_model(config: EngineConfig) -> LoadedModel:
         pack_modules(model)
     probe.check_swapped()
     probe.check_beside_others()
+    vocab_size = int(text_config.vocab_size)
+    tokenizer = load_tokenizer(source, config)
+    check_vocabulary(tokenizer, vocab_size, config)
+    ends = eos_token_ids(model.generation_config.eos_token_id, text_config, vocab_size)
+    if config.tokenizer_end_tokens:
+        ends = with_tokenizer_ends(ends, tokenizer, vocab_size)
     sampling = sampling_defaults(model.generation_config)
     warn_of_unapplied(model.generation_config, max_model_len)
     return LoadedModel(
         model=model,
-        tokenizer=load_tokenizer(source, config),
+        tokenizer=tokenizer,
         name=config.served_model_name or config.model,
         dtype=dtype,
         layers=layers,
         num_heads=probe.num_heads,
-        vocab_size=int(text_config.vocab_size),
+        vocab_size=vocab_size,
         max_model_len=max_model_len,
-        eos_token_ids=eos_token_ids(model.generation_config.eos_token_id, text_config, text_config.vocab_size),
+        eos_token_ids=ends,
         default_temperature=0.0 if sampling.temperature is None else sampling.temperature,
         default_top_k=sampling.top_k or 0,
         default_top_p=1.0 if sampling.top_p is None else sampling.top_p,
@@ -234,22 +240,6 @@ def described(error: Exception) -> str:
     """What an error says, on one line; of those that say little without their kind, that too."""
     enough = OSError, ValueError, ImportError, RuntimeError, SafetensorError, StrictDataclassError
     return " ".join((str(error) if isinstance(error, enough) else repr(error)).split())
-
-
-def load_tokenizer(source: str, config: EngineConfig) -> PreTrainedTokenizerBase | None:
-    """None for a folder without a tokenizer: the model then takes token ids only. Raises ConfigError."""
-    folder = Path(source)
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
-    if folder.is_dir() and not any((folder / name).exists() for name in names):
-        return None
-    try:
-        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            source, trust_remote_code=config.trust_remote_code
-        )
-    except Exception as error:
-        raise ConfigError(f"model = {config.model!r}: its tokenizer cannot be loaded: {described(error)}") from error
-    loaded.model_max_length = sys.maxsize  # prompts are checked elsewhere, and references may be longer
-    return loaded
 
 
 def _model_limit(text_config: object) -> int:

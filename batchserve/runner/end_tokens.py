@@ -1,0 +1,38 @@
+"""Tokens that end an answer, beyond those that a model's configuration names."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from batchserve.runner.chat import turn_end
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+def with_tokenizer_ends(
+    ends: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
+) -> tuple[int, ...]:
+    """The end tokens and those of the tokenizer: without them, an answer would run on after its end.
+
+    These are its end-of-sequence token and the special token that ends a turn in its chat template. What is added is
+    named in a warning.
+    """
+    if tokenizer is None:
+        return ends
+    found = {"the tokenizer's end-of-sequence token": tokenizer.eos_token_id}
+    found["the chat template's end of turn"] = turn_end(tokenizer)
+    added: dict[int, str] = {}
+    for what, token_id in found.items():
+        if token_id is not None and 0 <= token_id < vocab_size and token_id not in ends:
+            added.setdefault(token_id, f"{token_id} ({tokenizer.convert_ids_to_tokens(token_id)}, {what})")
+    if added:
+        logger.warning(
+            "answers also end at %s: the model's configuration does not name it; --no-tokenizer-end-tokens "
+            "(tokenizer_end_tokens = False) leaves it out",
+            " and ".join(added.values()),
+        )
+    return (*ends, *added)

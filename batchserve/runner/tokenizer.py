@@ -1,0 +1,335 @@
+"""Loads a model's tokenizer, and checks that it gives the ids that the files mean: wrong ones would say nothing.
+
+transformers picks a class by names in the configuration and rebuilds the tokenizer the way that class does it. Where
+another class was meant, ids are wrong without a word, so they are compared with the files.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import logging
+import shutil
+import sys
+import tempfile
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import transformers
+from huggingface_hub import try_to_load_from_cache
+from tokenizers import Tokenizer
+from tokenizers.decoders import CTC, WordPiece
+from tokenizers.models import WordPiece as WordPieceModel
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from batchserve.config import EngineConfig
+from batchserve.errors import BatchserveError, ConfigError, UnsupportedModelError, one_line, shortened
+from batchserve.runner import sentencepiece_model
+from batchserve.runner.sentencepiece_model import NotSentencePieceError, SentencePieceModel
+
+logger = logging.getLogger(__name__)
+PROBES = (
+    "Hello world, it's 12345 o'clock!",
+    " leading and  double spaces",
+    "Ça coûte 42 €: naïve café, Größe",
+    "Привет, мир! שלום مرحبا",
+    "你好,世界。こんにちは 안녕",
+    "def f(x):\n\treturn x ** 2  # 😀👍🏽\n  end",
+)
+TOKENIZER, CONFIG, TEKKEN = "tokenizer.json", "tokenizer_config.json", "tekken.json"
+MODEL_FILES = ("tokenizer.model", "tokenizer.model.*", "*.model")
+# Classes whose ids are the SentencePiece model's own.
+GENERIC = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "PreTrainedTokenizer", "TokenizersBackend")
+# Files with a vocabulary; a tokenizer_config.json alone has none.
+VOCABULARIES = (TOKENIZER, *MODEL_FILES, TEKKEN, "vocab.json", "vocab.txt", "*.tiktoken")
+# What is read beside a vocabulary.
+COMPANIONS = ("added_tokens.json", "chat_template*.jinja", "additional_chat_templates")
+TEKKEN_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}
+
+
+def load_tokenizer(source: str, config: EngineConfig) -> PreTrainedTokenizerBase | None:
+    """None for a folder without a tokenizer: the model then takes token ids only.
+
+    Raises ConfigError; UnsupportedModelError for a tokenizer whose text cannot be put together from pieces.
+    """
+    folder = Path(source)
+    if folder.is_dir() and not (_vocabulary_files(folder) or (folder / CONFIG).exists()):
+        return None
+    try:
+        if not folder.is_dir():
+            folder = _fetched(source, config)
+        loaded = _load(source, folder, config)
+        _refuse_lossy(loaded, config)
+        loaded = _as_the_file_says(loaded, folder)
+        _compare_with_model_file(loaded, folder)
+        _check_round_trip(loaded, folder)
+        _add_chat_template(loaded, folder)
+    except BatchserveError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"model = {config.model!r}: its tokenizer {_failure(error, folder)}") from error
+    loaded.model_max_length = sys.maxsize  # prompts are checked elsewhere, and references may be longer
+    return loaded
+
+
+def _failure(error: Exception, folder: Path) -> str:
+    files = [file.name for file in _vocabulary_files(folder)] or [CONFIG]
+    if isinstance(error, ValueError) and folder.is_dir() and TOKENIZER not in files and "backend tok" in str(error):
+        return f"cannot be made from {', '.join(files)} alone: no class that reads it is named; put a {TOKENIZER} there"
+    return f"cannot be loaded: {type(error).__name__}: {one_line(error)}"
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, config: EngineConfig) -> None:
+    """Raises ConfigError where plain text becomes ids that the model does not have: another model's tokenizer."""
+    if tokenizer is None:
+        return
+    largest = max((max(tokenizer(text)["input_ids"], default=0) for text in PROBES), default=0)
+    if largest >= vocab_size:
+        raise ConfigError(
+            f"model = {config.model!r}: its tokenizer gives token id {largest}, must be in 0..{vocab_size - 1}: "
+            "it is another model's"
+        )
+
+
+def _vocabulary_files(folder: Path) -> list[Path]:
+    return [file for name in VOCABULARIES for file in sorted(folder.glob(name))]
+
+
+def _fetched(source: str, config: EngineConfig) -> Path:
+    """The folder with a hub's files. Raises what fetching them does."""
+    failure = None
+    try:
+        _automatic(source, config)
+    except Exception as error:  # they may have been fetched before it
+        failure = error
+    names = ("config.json", CONFIG, TOKENIZER)
+    found = [file for name in names if isinstance(file := try_to_load_from_cache(source, name), str)]
+    if found:
+        return Path(found[0]).parent
+    raise failure or ConfigError(f"model = {config.model!r}: its tokenizer's files are not in the hub's cache")
+
+
+def _load(source: str, folder: Path, config: EngineConfig) -> PreTrainedTokenizerBase:
+    settings = _object(folder / CONFIG)
+    if _is_to_be_converted(folder, config):
+        return _from_model_file(source, folder, settings, config)
+    if (folder / TEKKEN).exists() and not (folder / TOKENIZER).exists():
+        more = {name: value for name, value in TEKKEN_TOKENS.items() if name not in settings}
+        return _automatic(source, config, **more)
+    try:
+        return _automatic(source, config)
+    except Exception as error:
+        if isinstance(error, ImportError) or not (folder / TOKENIZER).exists():
+            raise
+    # The class that is named cannot be made of it. Raises what is wrong with the file, if something is.
+    loaded: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(folder)
+    return loaded
+
+
+def _from_model_file(
+    source: str, folder: Path, settings: dict[str, Any], config: EngineConfig
+) -> PreTrainedTokenizerBase:
+    file = next(found for name in MODEL_FILES for found in sorted(folder.glob(name)))
+    try:
+        model = sentencepiece_model.read(file)
+    except NotSentencePieceError as error:
+        _check_tiktoken(file, folder, settings, error)
+        loaded = _automatic(source, config, add_bos_token=settings.get("add_bos_token") is not False)
+    else:
+        name = str(settings.get("tokenizer_class")).removesuffix("Fast")
+        if name in GENERIC or not (hasattr(transformers, name) or "auto_map" in settings):
+            loaded = _converted(model, settings)
+        else:  # a class that may have ids of its own for the same pieces
+            loaded = _automatic(source, config)
+            _compare_pieces(loaded, model)
+    _check_added_tokens(loaded, folder, settings)
+    return loaded
+
+
+def _automatic(source: str, config: EngineConfig, **options: Any) -> PreTrainedTokenizerBase:
+    # mistral-common's own tokenizer has another interface, and says nothing of most options.
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        source, trust_remote_code=config.trust_remote_code, mistral_format=False, **options
+    )
+    return loaded
+
+
+def _is_to_be_converted(folder: Path, config: EngineConfig) -> bool:
+    """Whether a SentencePiece model is all there is, and nobody's own code reads it."""
+    has_other = any((folder / name).exists() for name in (TOKENIZER, TEKKEN, "vocab.json", "vocab.txt"))
+    has_code = config.trust_remote_code and "auto_map" in _object(folder / CONFIG)
+    return not has_other and not has_code and any(any(folder.glob(name)) for name in MODEL_FILES)
+
+
+def _converted(model: SentencePieceModel, settings: dict[str, Any]) -> PreTrainedTokenizerBase:
+    """A tokenizer of the SentencePiece model, with the special tokens and templates of the files beside it."""
+    rust = sentencepiece_model.convert(model, PROBES, adds_bos=settings.get("add_bos_token") is not False)
+    beside = model.file.parent
+    special = model.special_tokens | _object(beside / "special_tokens_map.json")
+    with tempfile.TemporaryDirectory() as name:
+        for pattern in COMPANIONS:
+            for companion in beside.glob(pattern):
+                (shutil.copytree if companion.is_dir() else shutil.copy)(companion, Path(name) / companion.name)
+        (Path(name) / CONFIG).write_text(json.dumps(special | settings), encoding="utf-8")
+        rust.save(str(Path(name) / TOKENIZER))
+        loaded: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(name)
+    return loaded
+
+
+def _check_tiktoken(file: Path, folder: Path, settings: dict[str, Any], error: Exception) -> None:
+    """A tiktoken vocabulary lacks the special tokens and how text is split: Llama 3's is the one that is known here."""
+    is_llama = str(_object(folder / "config.json").get("model_type")).startswith(("llama", "mllama"))
+    first = file.read_bytes()[:200].split(b"\n", 1)[0].split()
+    if len(first) != 2 or not first[1].isdigit():
+        raise ConfigError(f"{file}: is neither a SentencePiece model nor a tiktoken vocabulary: {one_line(error)}")
+    if not is_llama or "added_tokens_decoder" not in settings:
+        raise ConfigError(
+            f"{file}: is a tiktoken vocabulary, which says neither how text is split nor which tokens are special; put "
+            "the model's tokenizer.json beside it"
+        )
+    if importlib.util.find_spec("tiktoken") is None:
+        raise ConfigError(f"{file}: needs tiktoken, which is not installed: pip install 'batchserve[tokenizers]'")
+
+
+def _compare_pieces(loaded: PreTrainedTokenizerBase, model: SentencePieceModel) -> None:
+    for text in PROBES:
+        if _pieces(loaded, text) != model.pieces(text):
+            raise ConfigError(
+                f"{model.file}: {type(loaded).__name__} gives other tokens for {text!r} than SentencePiece; put a "
+                "tokenizer.json beside it"
+            )
+
+
+def _check_added_tokens(loaded: PreTrainedTokenizerBase, folder: Path, settings: dict[str, Any]) -> None:
+    """Raises ConfigError where a token that the files add has another id."""
+    added = {token: int(i) for token, i in _object(folder / "added_tokens.json").items()}
+    for i, token in dict(settings.get("added_tokens_decoder") or {}).items():
+        added[token["content"] if isinstance(token, dict) else str(token)] = int(i)
+    known = loaded.get_vocab()
+    for token, i in added.items():
+        if known.get(token) != i:
+            raise ConfigError(
+                f"{folder}: token {token!r} has id {known.get(token)} after conversion, must be {i}; put a "
+                "tokenizer.json there"
+            )
+
+
+def _refuse_lossy(loaded: PreTrainedTokenizerBase, config: EngineConfig) -> None:
+    """WordPiece forgets where spaces were, CTC merges equal tokens: what they decode to is not what was said."""
+    rust = getattr(loaded, "backend_tokenizer", None)
+    decoder = getattr(rust, "decoder", None)
+    kind = "WordPiece" if isinstance(getattr(rust, "model", None), WordPieceModel) else type(decoder).__name__
+    if isinstance(decoder, WordPiece | CTC) or kind == "WordPiece":
+        raise UnsupportedModelError(
+            f"model = {config.model!r}: its tokenizer is of type {kind}, whose tokens do not say how the text was "
+            "written (spaces are lost); must be byte-level or SentencePiece. Without its tokenizer files the model "
+            "takes token ids"
+        )
+
+
+def _as_the_file_says(loaded: PreTrainedTokenizerBase, folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer, or that of tokenizer.json where its ids are others: there transformers has the wrong class."""
+    file = folder / TOKENIZER
+    if not file.exists() or not hasattr(loaded, "backend_tokenizer"):
+        return loaded
+    written = Tokenizer.from_file(str(file))
+    written.no_truncation()
+    written.no_padding()
+    _note_bos(written, folder)
+    if _agree(loaded, written):
+        return loaded
+    verbatim: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(folder)
+    if not _agree(verbatim, written):  # its configuration asks for it, such as add_prefix_space
+        logger.warning("%s: tokenizer_config.json changes the token ids that tokenizer.json gives", folder)
+        return loaded
+    logger.warning("%s: is used as it is: as %s its ids would be others", file, type(loaded).__name__)
+    return verbatim
+
+
+def _note_bos(written: Tokenizer, folder: Path) -> None:
+    """tokenizer.json alone says whether a text begins with a BOS; tokenizer_config.json may have meant otherwise."""
+    settings = _object(folder / CONFIG)
+    asked, bos = settings.get("add_bos_token"), settings.get("bos_token")
+    bos = bos.get("content") if isinstance(bos, dict) else bos
+    if not isinstance(asked, bool) or not isinstance(bos, str):
+        return
+    has_bos = written.encode(PROBES[0]).ids[:1] == [written.token_to_id(bos)]
+    if has_bos != asked:
+        begins = "begin" if has_bos else "do not begin"
+        logger.warning("%s: add_bos_token = %s, but texts %s with %s by %s", folder, asked, begins, bos, TOKENIZER)
+
+
+def _agree(loaded: PreTrainedTokenizerBase, written: Tokenizer) -> bool:
+    try:
+        return all(loaded(text)["input_ids"] == written.encode(text).ids for text in PROBES)
+    except Exception:  # as another class, it lacks what that class needs
+        return False
+
+
+def _compare_with_model_file(loaded: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Name a SentencePiece model beside tokenizer.json that means other tokens: one of them is another model's."""
+    file = folder / "tokenizer.model"
+    if not (file.is_file() and (folder / TOKENIZER).exists() and importlib.util.find_spec("sentencepiece")):
+        return
+    try:
+        model = sentencepiece_model.read(file)
+    except NotSentencePieceError:
+        return
+    # A space at the beginning is one of which libraries make different things.
+    texts = [text for text in PROBES if not text.startswith(" ")]
+    differing = [text for text in texts if _pieces(loaded, text) != model.pieces(text)]
+    if differing:
+        logger.warning("%s: gives other tokens for %r than %s, which is used", file, differing[0], TOKENIZER)
+
+
+def _pieces(loaded: PreTrainedTokenizerBase, text: str) -> list[str]:
+    return list(loaded.convert_ids_to_tokens(loaded(text, add_special_tokens=False)["input_ids"]))
+
+
+def _check_round_trip(loaded: PreTrainedTokenizerBase, folder: Path) -> None:
+    """A vocabulary with all bytes can say any text. Raises ConfigError where what comes back is another one."""
+    vocab = loaded.get_vocab()
+    has_bytes = all(f"<0x{i:02X}>" in vocab for i in range(256)) or set(ByteLevel.alphabet()) <= vocab.keys()
+    if not has_bytes and _vocabulary_files(folder):
+        return  # what it does not know is lost, and meant to be
+    for text in PROBES:
+        back = str(loaded.decode(loaded(text, add_special_tokens=False)["input_ids"]))
+        if _letters(back) != _letters(text):
+            raise ConfigError(
+                f"{folder}: its tokenizer ({type(loaded).__name__}) turns {text!r} into {shortened(back)}: its files "
+                "are not complete, or are for another class; put the model's tokenizer.json there"
+            )
+
+
+def _letters(text: str) -> str:
+    """What normalisers leave alone."""
+    return "".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def _add_chat_template(loaded: PreTrainedTokenizerBase, folder: Path) -> None:
+    """transformers reads chat_template.json for processors alone, and makes none for a tekken.json."""
+    if loaded.chat_template:
+        return
+    loaded.chat_template = _object(folder / "chat_template.json").get("chat_template")
+    if loaded.chat_template is None and (folder / TEKKEN).exists():
+        try:
+            made = importlib.import_module("mistral_common.integrations.chat_templates.chat_templates")
+        except ImportError:  # said where a template is asked for
+            return
+        loaded.chat_template = made.convert_tokenizer_to_chat_template(str(folder / TEKKEN))
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """What a JSON file holds, if there is one. Raises ConfigError."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: cannot be read: {one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: must hold an object, not {type(content).__name__}")
+    return content
