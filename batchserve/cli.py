@@ -21,6 +21,7 @@ from batchserve import __version__
 from batchserve.bench import add_bench_parser
 from batchserve.config import DTYPES, PRIVATE_SCOPE, DraftConfig, EngineConfig, ServerConfig
 from batchserve.errors import BatchserveError, ConfigError, InvalidRequestError
+from batchserve.files import parse_recorded
 from batchserve.generate_command import add_generate_flags, run_generate
 from batchserve.kernel_cache import provide_cache_folder
 from batchserve.logs import configure_logging
@@ -159,7 +160,9 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _add_warm_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE.jsonl", help='lines of {"prompt": TEXT, "response": TEXT}')
+    parser.add_argument(
+        "file", type=parse_recorded, metavar="FILE.jsonl", help='lines of {"prompt": TEXT, "response": TEXT}'
+    )
     parser.add_argument(
         "--draft-scope",
         dest="default_draft_scope",
@@ -181,12 +184,10 @@ def _add_warm_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _warm_drafts(arguments: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from batchserve.engine.warm_drafts import warm_drafts
 
     config: EngineConfig = make_config(EngineConfig, arguments)
-    warmed = warm_drafts(Path(arguments.file), config)
+    warmed = warm_drafts(arguments.file, config)
     progress(
         f"{warmed.num_answers} answers of {warmed.num_tokens} tokens; all of {arguments.draft_cache} will take "
         f"{warmed.num_bytes >> 10} KiB of a server's memory"
