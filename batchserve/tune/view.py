@@ -80,8 +80,8 @@ def show(
         )
     console.print(
         "seqs: max_num_seqs, all in flight. TPOT: a request's first to last token over the tokens behind the first; "
-        "percentiles are over requests, TTFT is their median. +-: half the spread of tokens/s over the runs. tokens a step: of one request. "
-        "K: its draft rows a step.",
+        "percentiles are over requests, TTFT is their median. +-: half the spread of tokens/s over the runs. tokens a "
+        "step: of one request. K: its draft rows a step.",
         soft_wrap=True,
     )
     if len(results.measured) < options.num_runs:
