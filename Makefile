@@ -2,7 +2,7 @@
 # make test   set up and run every check and test
 # make load   set up and load a real server with Locust, speculation on against off
 # make check  the checks and tests in the environment that is there
-# make setup  only the virtual environment
+# make setup  only the virtual environment, with all tools
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,7 +19,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt scripts/setup
 
 setup: $(VENV)/.installed
 
-demo: setup
+# The tools and the GPU kernels' packages are as large again as what a server needs.
+$(VENV)/.serves: pyproject.toml constraints.txt scripts/setup
+	@scripts/setup ''
+
+demo: $(VENV)/.serves
 	@$(VENV)/bin/python -m batchserve.cli demo
 
 test: setup

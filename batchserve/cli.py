@@ -21,7 +21,7 @@ from batchserve import __version__
 from batchserve.bench import add_bench_parser
 from batchserve.config import DTYPES, PRIVATE_SCOPE, DraftConfig, EngineConfig, ServerConfig
 from batchserve.errors import BatchserveError, ConfigError, InvalidRequestError
-from batchserve.files import parse_path
+from batchserve.files import parse_recorded
 from batchserve.generate_command import add_generate_flags, run_generate
 from batchserve.hosts import is_loopback
 from batchserve.kernel_cache import provide_cache_folder
@@ -168,7 +168,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _add_warm_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "file", type=parse_path, metavar="FILE.jsonl", help='lines of {"prompt": TEXT, "response": TEXT}'
+        "file", type=parse_recorded, metavar="FILE.jsonl", help='lines of {"prompt": TEXT, "response": TEXT}'
     )
     parser.add_argument(
         "--draft-scope",

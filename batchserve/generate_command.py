@@ -89,6 +89,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
     references = tuple(map(_reference_text, arguments.reference))
     speculation = SpeculationParams(is_enabled=not arguments.no_speculation, references=references)
     priority = check_priority(arguments.priority)
+    _check_without_model(arguments, text, config, params)
     prompt: str | list[int] = text
     if arguments.chat:
         is_servers = arguments.server is not None and "model" not in arguments
@@ -97,6 +98,18 @@ def run_generate(arguments: argparse.Namespace) -> int:
     events = _local_events(config, *asked) if arguments.server is None else _remote_events(arguments.server, *asked)
     asyncio.run(_show(events))
     return 0
+
+
+def _check_without_model(
+    arguments: argparse.Namespace, text: str, config: EngineConfig, params: SamplingParams
+) -> None:
+    """What an engine would refuse only after its model is loaded. Raises InvalidRequestError."""
+    if not text and not arguments.chat:
+        raise InvalidRequestError("EMPTY_PROMPT", "text", text, "at least one character")
+    room = config.max_model_len if arguments.server is None else None
+    if room is not None and params.max_tokens is not None and params.max_tokens >= room:
+        bound = f"at most {room - 1}: max_model_len is {room}"
+        raise InvalidRequestError("CONTEXT_EXCEEDED", "stop.max_tokens", params.max_tokens, bound)
 
 
 def _check_address(target: str) -> None:

@@ -25,8 +25,12 @@ class Stage:
     duration_s: float
 
     @property
+    def mode(self) -> str:
+        return "on" if self.is_speculating else "off"
+
+    @property
     def name(self) -> str:
-        return f"{self.users} users, speculation {'on' if self.is_speculating else 'off'}"
+        return f"{self.users} users, speculation {self.mode}"
 
     @property
     def measured_from_s(self) -> float:
@@ -94,7 +98,7 @@ class StageSamples:
         measured_s = self.stage.end_s - self.stage.measured_from_s
         return {
             "users": self.stage.users,
-            "speculation": "on" if self.stage.is_speculating else "off",
+            "speculation": self.stage.mode,
             "seconds": round(measured_s, 3),
             "requests": self.num_answered,
             "measured_requests": len(self.end_to_end_s),

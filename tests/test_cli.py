@@ -323,6 +323,37 @@ def test_references_without_drafts_are_refused(own_signals, capsys):
         assert f"--reference: must not be given with {' '.join(flags)}" in capsys.readouterr().err
 
 
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--prompt", ""), "text = '': must be at least one character"),
+        (("--prompt", "", "--server", "127.0.0.1:1"), "text = '': must be at least one character"),
+        (("--prompt", "x", "--max-tokens", "64", "--max-model-len", "64"), "stop.max_tokens = 64: must be at most 63"),
+        (("--prompt", "x", "--max-tokens", "0"), "max_tokens = 0: must be >= 1"),
+        (("--prompt", "x", "--stop", ""), "stop"),
+        (("--prompt", "x", "--reference", "/no/such"), "reference = '/no/such': must be a file to read"),
+    ],
+    ids=str,
+)
+def test_what_needs_no_model_is_refused_before_one_is_loaded(own_signals, monkeypatch, capsys, flags, message):
+    async def start(*arguments, **options):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("batchserve.engine.async_engine.AsyncEngine.start", start)
+    assert main(["generate", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.faults
+def test_drafts_are_not_compiled_for_a_file_that_is_not_there(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("batchserve.engine.warm_drafts.create_drafter", None)
+    flags = ["--model", "bundled", "--draft-cache", str(tmp_path / "drafts")]
+    assert main(["warm-drafts", str(tmp_path / "missing.jsonl"), *flags]) == 2
+    assert "missing.jsonl: cannot be read: No such file or directory" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_priority_out_of_its_bounds_is_refused(own_signals, capsys):
     assert main(["generate", "--server", "127.0.0.1:1", "--prompt", "x", "--priority", "1001"]) == 2
     assert "priority = 1001: must be an integer in -1000..1000" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from batchserve.files import parse_path
+from batchserve.files import bundled_sets, parse_path, parse_recorded
 from batchserve.options import parse_integers
 
 
@@ -27,7 +27,10 @@ def add_bench_parser(commands: Any) -> None:
 
 
 def _add_replay_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=parse_path, metavar="FILE", help="the recorded requests, as JSONL")
+    sets = ", ".join(bundled_sets())
+    parser.add_argument(
+        "file", type=parse_recorded, metavar="FILE", help=f"the recorded requests, as JSONL, or a bundled set: {sets}"
+    )
     parser.add_argument(
         "--tokenizer",
         required=True,
@@ -44,7 +47,7 @@ def _add_replay_flags(parser: argparse.ArgumentParser) -> None:
         help="the most draft tokens of one request in one step (default: 16)",
     )
     warm = parser.add_mutually_exclusive_group()
-    warm.add_argument("--warm", type=parse_path, metavar="FILE", help="let the drafters see these requests before")
+    warm.add_argument("--warm", type=parse_recorded, metavar="FILE", help="let the drafters see these requests before")
     warm.add_argument(
         "--warm-share",
         type=float,

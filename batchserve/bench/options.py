@@ -9,6 +9,7 @@ from pathlib import Path
 from batchserve.bench.replay import check_bounds
 from batchserve.config import DRAFTERS
 from batchserve.errors import ConfigError
+from batchserve.files import check_writable
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,8 @@ class ReplayOptions:
         if self.warm_file is not None and self.warm_share is not None:
             raise ConfigError("warm_file, warm_share: must not both be given")
         for name, path in (("json", self.json_file), ("plot", self.plot_file)):
-            if path is not None and (path.is_dir() or not path.parent.is_dir()):
-                raise ConfigError(f"{name} = {str(path)!r}: must be a file in a folder that exists")
+            if path is not None:
+                check_writable(path, name)
         others = [os.path.realpath(path) for path in (self.file, self.warm_file, self.plot_file) if path is not None]
         if self.json_file is not None and os.path.realpath(self.json_file) in others:
             raise ConfigError(f"json = {str(self.json_file)!r}: must be a file of its own")

@@ -19,6 +19,7 @@ from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.router import RoutingDrafter
 from batchserve.engine.input_processor import vocabulary_fingerprint
 from batchserve.errors import ConfigError
+from batchserve.files import check_readable
 from batchserve.jsonl import Line, read_lines, text_of
 from batchserve.kernel_cache import forget_stale_kernels
 from batchserve.request import TENANT, DraftScope
@@ -84,6 +85,7 @@ def warm_drafts(path: Path, config: EngineConfig) -> Warmed:
         raise ConfigError("draft_cache = None: must be the file that drafts are kept in")
     if config.default_draft_scope == PRIVATE_SCOPE:
         raise ConfigError(f"draft scope = {PRIVATE_SCOPE!r}: shares nothing, so nothing could be kept")
+    check_readable(path)
     forget_stale_kernels()
     scope = DraftScope(TENANT, config.default_draft_scope)
     part = draft_parts(config).get(config.drafter, 0.0)  # a server would forget what does not fit into it

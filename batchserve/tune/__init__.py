@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchserve.files import parse_path
+from batchserve.files import bundled_sets, parse_path, parse_recorded
 from batchserve.options import parse_integers
 
 if TYPE_CHECKING:
@@ -24,10 +23,11 @@ def add_tune_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of the sweep; those of the engine are the command line's."""
     parser.add_argument(
         "--workload",
-        type=parse_path,
+        type=parse_recorded,
         required=True,
         metavar="FILE",
-        help='the requests, as JSONL: "prompt", and "max_tokens" or "response" (whose length counts); "reference"',
+        help='the requests, as JSONL: "prompt", and "max_tokens" or "response" (whose length counts); "reference"; '
+        f"or a bundled set: {', '.join(bundled_sets())}",
     )
     parser.add_argument(
         "--tpot-target-ms",
@@ -58,13 +58,23 @@ def add_tune_flags(parser: argparse.ArgumentParser) -> None:
         "has as many)",
     )
     parser.add_argument(
+        "--repeats",
+        type=int,
+        default=3,
+        metavar="N",
+        help="measure every setting so many times, in turn with the others (default: 3)",
+    )
+    parser.add_argument(
         "--out",
         type=parse_path,
-        default=Path("batchserve-tune"),
         metavar="DIR",
-        help="the folder for tune.json and the plots (default: batchserve-tune)",
+        help="a folder for tune.json and the plots (default: nothing is written)",
     )
-    parser.add_argument("--no-plots", action="store_true", help="draw nothing, for which matplotlib is not needed")
+    parser.add_argument(
+        "--plots",
+        action=argparse.BooleanOptionalAction,
+        help="draw into --out; needs matplotlib (default: where --out is given and matplotlib is installed)",
+    )
 
 
 def run_tune_command(arguments: argparse.Namespace, config: EngineConfig, serve_flags: Sequence[str]) -> int:
@@ -79,8 +89,9 @@ def run_tune_command(arguments: argparse.Namespace, config: EngineConfig, serve_
         threads=arguments.threads,
         tpot_target_ms=arguments.target_ms,
         num_requests=arguments.requests,
+        num_repeats=arguments.repeats,
         out=arguments.out,
-        has_plots=not arguments.no_plots,
+        has_plots=arguments.plots,
         serve_flags=tuple(serve_flags),
     )
     return run_tune(options)

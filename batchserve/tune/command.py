@@ -10,19 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 from batchserve.errors import ConfigError
 from batchserve.files import writing
-from batchserve.tune.recommend import PERCENTILE, recommend
-from batchserve.tune.sweep import Results, sweep_threads
+from batchserve.tune.recommend import COMPARED, PERCENTILE, recommend
+from batchserve.tune.sweep import FIGURES, Results, by_setting, sweep_threads
 from batchserve.tune.view import plot_frontier, plot_step_times, require_matplotlib, show, sweep_progress
 from batchserve.tune.workload import load_workload
 from batchserve.version import __version__
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from batchserve.config import EngineConfig
     from batchserve.tune.options import TuneOptions
     from batchserve.tune.recommend import Recommendation
-    from batchserve.tune.sweep import Measured
+    from batchserve.tune.sweep import Repeated
     from batchserve.tune.workload import Count, WorkloadRequest
 
 
@@ -34,17 +35,26 @@ def run_tune(options: TuneOptions) -> int:
     if options.has_plots:
         require_matplotlib()
     requests = read_workload(options)
-    _make_folder(options.out)
+    if options.out is not None:
+        _make_folder(options.out)
     results = Results()
     try:
         with sweep_progress(options, len(requests)) as listener:
-            for num_threads in options.thread_counts:
+            for rounds, num_threads in sweep_order(options):
                 config = options.engine_config(num_threads)
-                sweep_threads(config, options.max_num_seqs, requests, results, listener)
+                sweep_threads(config, options.max_num_seqs, requests, results, listener, rounds)
     finally:
         if results.measured:
             _report(options, len(requests), results)
     return 0
+
+
+def sweep_order(options: TuneOptions) -> list[tuple[Sequence[int], int]]:
+    """(rounds, threads) of each engine: numbers of threads take turns, at the price of loading the model again."""
+    rounds = range(options.num_repeats)
+    if len(options.thread_counts) == 1:
+        return [(rounds, options.thread_counts[0])]
+    return [((each,), n) for each in rounds for n in options.thread_counts[:: -1 if each % 2 else 1]]
 
 
 def _report(options: TuneOptions, num_requests: int, results: Results) -> None:
@@ -52,17 +62,23 @@ def _report(options: TuneOptions, num_requests: int, results: Results) -> None:
     recommendation = recommend(options, results.measured, kv_cache_bytes)
     is_written = False
     try:
-        written = as_json(options, num_requests, results, recommendation)
-        with writing(options.out / "tune.json") as path:
-            path.write_text(json.dumps(written, indent=1) + "\n")
-        if options.has_plots:
-            with writing(options.out / "frontier.png") as path:
-                plot_frontier(path, options, results.measured, recommendation)
-            with writing(options.out / "step_time.png") as path:
-                plot_step_times(path, results.step_times)
-        is_written = True
+        if options.out is not None:
+            _write(options.out, options, num_requests, results, recommendation)
+            is_written = True
     finally:  # an hour's measurement is not lost to a full disk
         show(options, num_requests, results, recommendation, is_written=is_written)
+
+
+def _write(
+    out: Path, options: TuneOptions, num_requests: int, results: Results, recommendation: Recommendation
+) -> None:
+    with writing(out / "tune.json") as path:
+        path.write_text(json.dumps(as_json(options, num_requests, results, recommendation), indent=1) + "\n")
+    if options.has_plots:
+        with writing(out / "frontier.png") as path:
+            plot_frontier(path, options, by_setting(results.measured), recommendation)
+        with writing(out / "step_time.png") as path:
+            plot_step_times(path, results.step_times)
 
 
 def _make_folder(out: Path) -> None:
@@ -122,10 +138,11 @@ def as_json(
         "model": options.config.model,
         "workload": options.workload.name,
         "num_requests": num_requests,
-        "is_complete": len(results.measured) == options.num_settings,
+        "num_repeats": options.num_repeats,
+        "is_complete": len(results.measured) == options.num_runs,
         "tpot_target_ms": options.tpot_target_ms,
         "percentile": f"{PERCENTILE}, over requests, nearest rank",
-        "results": [_flat(each) for each in results.measured],
+        "results": [_flat(each) for each in by_setting(results.measured)],
         "step_times": [
             {
                 "num_threads": times.num_threads,
@@ -143,7 +160,14 @@ def as_json(
     }
 
 
-def _flat(each: Measured) -> dict[str, Any]:
-    figures = dataclasses.asdict(each)
-    setting = figures.pop("setting")
-    return {**setting, **{name: None if math.isnan(value) else round(value, 6) for name, value in figures.items()}}
+def _flat(each: Repeated) -> dict[str, Any]:
+    """Medians, and all runs behind those that are compared."""
+
+    def plain(value: float) -> float | None:
+        return None if math.isnan(value) else round(value, 6)
+
+    return {
+        **dataclasses.asdict(each.setting),
+        **{name: plain(each.median(name)) for name in FIGURES},
+        **{f"{name}_runs": [plain(getattr(run, name)) for run in each.runs] for name in COMPARED},
+    }

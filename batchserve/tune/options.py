@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ class TuneOptions:
     """What to sweep and on what; `batchserve tune --help` explains each option.
 
     config: of the server, whatever the sweep decides left out. serve_flags: what it is given as on the command line.
+    out: None writes nothing. has_plots: None draws them into `out` if there is one and matplotlib is installed.
     Raises ConfigError.
     """
 
@@ -27,8 +29,9 @@ class TuneOptions:
     threads: tuple[int, ...] | None = None
     tpot_target_ms: float | None = None
     num_requests: int | None = None
-    out: Path = Path("batchserve-tune")
-    has_plots: bool = True
+    num_repeats: int = 3
+    out: Path | None = None
+    has_plots: bool | None = None
     serve_flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -46,10 +49,17 @@ class TuneOptions:
             raise ConfigError(
                 f"requests = {self.num_requests}: must be at least max_num_seqs = {max(self.max_num_seqs)}"
             )
+        if self.num_repeats < 1:
+            raise ConfigError(f"repeats = {self.num_repeats}: must be at least 1")
         for num_threads in self.thread_counts:
             self.engine_config(num_threads)
-        if self.out.exists() and not self.out.is_dir():
+        if self.out is not None and self.out.exists() and not self.out.is_dir():
             raise ConfigError(f"out = {str(self.out)!r}: must be a folder")
+        if self.has_plots and self.out is None:
+            raise ConfigError("plots: must be with --out DIR, where they are written")
+        if self.has_plots is None:
+            is_possible = self.out is not None and importlib.util.find_spec("matplotlib") is not None
+            object.__setattr__(self, "has_plots", is_possible)
 
     @property
     def thread_counts(self) -> tuple[int, ...]:
@@ -61,9 +71,13 @@ class TuneOptions:
 
     @property
     def num_settings(self) -> int:
-        """How many are measured in all: without a drafter there is nothing but no speculation."""
+        """How many there are: without a drafter there is nothing but no speculation."""
         num_modes = 1 if self.config.drafter == "none" else 2
         return len(self.thread_counts) * len(self.max_num_seqs) * num_modes
+
+    @property
+    def num_runs(self) -> int:
+        return self.num_settings * self.num_repeats
 
     def engine_config(self, num_threads: int) -> EngineConfig:
         """One engine for all that is measured with so many threads. Raises ConfigError."""

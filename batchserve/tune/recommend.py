@@ -7,58 +7,92 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from batchserve.tune.sweep import by_setting
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from batchserve.tune.options import TuneOptions
-    from batchserve.tune.sweep import Measured
+    from batchserve.tune.sweep import Measured, Repeated, Setting
 
 PERCENTILE = "p99 time per output token"  # over requests
+COMPARED = ("tokens_per_s", "p99_tpot_s")  # what a setting is chosen by
 
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
     """One measured setting, why it, and the command line that serves with it."""
 
-    measured: Measured
+    measured: Repeated
     meets_target: bool | None  # None: there is no target, or nobody knows
     reason: str
     command: str
 
 
 def recommend(options: TuneOptions, measured: Sequence[Measured], kv_cache_bytes: Mapping[int, int]) -> Recommendation:
-    """The highest throughput whose p99 TPOT meets the target; where none does, the lowest p99 TPOT; and where no answer
-    has a second token, the highest throughput.
+    """The highest throughput of the settings whose p99 TPOT met the target in every run; where none did, the lowest p99
+    TPOT; and where no answer has a second token, the highest throughput.
 
+    Settings whose runs overlap with the best one's are as good as it, and the choice between them is not left to noise:
+    adaptive drafts come first, as the default, then fewer requests at once, then fewer threads.
     kv_cache_bytes: the K/V memory that was measured with, by the number of threads.
     """
-    known = [each for each in measured if not math.isnan(each.p99_tpot_s)]
+    settings = by_setting(measured)
+    known = [each for each in settings if not math.isnan(each.median("p99_tpot_s"))]
     target_ms = options.tpot_target_ms
-    meeting = known if target_ms is None else [each for each in known if each.p99_tpot_s * 1e3 <= target_ms]
+    meeting = known if target_ms is None else [each for each in known if each.range("p99_tpot_s")[1] * 1e3 <= target_ms]
     if not known:
-        best = max(measured, key=lambda each: each.tokens_per_s)
+        best, ties = _highest_throughput(settings)
         reason = (
             "no answer has a second token, so there is no time per output token; the highest throughput: "
-            f"{best.tokens_per_s:.0f} tokens/s ({best.setting})"
+            f"{_range(best, 'tokens_per_s')} tokens/s ({best.setting})"
         )
     elif meeting:
-        best = max(meeting, key=lambda each: each.tokens_per_s)
+        best, ties = _highest_throughput(meeting)
         bound = "no target was given" if target_ms is None else f"{PERCENTILE} <= {target_ms:g} ms"
         reason = f"the highest throughput ({bound}): {_figures(best)}"
     else:
-        best = min(known, key=lambda each: each.p99_tpot_s)
+        fastest = min(known, key=lambda each: each.median("p99_tpot_s"))
+        most = fastest.range("p99_tpot_s")[1]
+        best, ties = _first([each for each in known if each.range("p99_tpot_s")[0] <= most])
         reason = f"no setting has a {PERCENTILE} <= {target_ms:g} ms; the lowest: {_figures(best)}"
-    command = serve_command(options, best, kv_cache_bytes[best.setting.num_threads])
+    if ties:
+        reason += "; within the spread of its runs as good: " + ", ".join(f"({each.setting})" for each in ties)
+    elif len(best.runs) == 1:
+        reason += "; measured once, so that it may be noise"
+    command = serve_command(options, best.setting, kv_cache_bytes[best.setting.num_threads])
     return Recommendation(best, None if target_ms is None or not known else bool(meeting), reason, command)
 
 
-def _figures(each: Measured) -> str:
-    return f"{each.tokens_per_s:.0f} tokens/s, {PERCENTILE} {each.p99_tpot_s * 1e3:.1f} ms ({each.setting})"
+def _highest_throughput(settings: Sequence[Repeated]) -> tuple[Repeated, list[Repeated]]:
+    """(the setting to take, those that are as good)."""
+    best = max(settings, key=lambda each: each.median("tokens_per_s"))
+    least = best.range("tokens_per_s")[0]
+    return _first([each for each in settings if each.range("tokens_per_s")[1] >= least])
 
 
-def serve_command(options: TuneOptions, best: Measured, kv_cache_bytes: int) -> str:
+def _first(ties: Sequence[Repeated]) -> tuple[Repeated, list[Repeated]]:
+    def rank(each: Repeated) -> tuple[bool, int, int]:
+        return not each.setting.is_adaptive, each.setting.max_num_seqs, each.setting.num_threads
+
+    first, *others = sorted(ties, key=rank)
+    return first, others
+
+
+def _figures(each: Repeated) -> str:
+    p99 = _range(each, "p99_tpot_s", 1e3, 1)
+    return f"{_range(each, 'tokens_per_s')} tokens/s, {PERCENTILE} {p99} ms ({each.setting})"
+
+
+def _range(each: Repeated, figure: str, scale: float = 1.0, digits: int = 0) -> str:
+    """The median, and where there are several runs the least and the most."""
+    low, high = (f"{value * scale:.{digits}f}" for value in each.range(figure))
+    median = f"{each.median(figure) * scale:.{digits}f}"
+    return median if len(each.runs) == 1 else f"{median} ({low} to {high})"
+
+
+def serve_command(options: TuneOptions, setting: Setting, kv_cache_bytes: int) -> str:
     """The command line of a server with this setting, and with the K/V memory that it was measured with."""
-    setting = best.setting
     flags = ["--max-num-seqs", str(setting.max_num_seqs), "--num-threads", str(setting.num_threads)]
     if options.config.kv_cache_memory is None and setting.max_num_seqs < max(options.max_num_seqs):
         flags += ["--kv-cache-memory", str(kv_cache_bytes)]  # fewer requests would be given less

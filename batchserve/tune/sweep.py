@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import math
 import signal
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from threading import current_thread, main_thread
 from typing import TYPE_CHECKING
 
@@ -68,6 +70,39 @@ class Measured:
     seconds: float
 
 
+FIGURES = tuple(each.name for each in fields(Measured) if each.name != "setting")
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """One setting that was measured one or more times."""
+
+    setting: Setting
+    runs: tuple[Measured, ...]
+
+    def median(self, figure: str) -> float:
+        """Of this field of Measured; nan if any of them is."""
+        values = self._values(figure)
+        return math.nan if any(map(math.isnan, values)) else statistics.median(values)
+
+    def range(self, figure: str) -> tuple[float, float]:
+        """(the least, the most)."""
+        values = self._values(figure)
+        return min(values), max(values)
+
+    def _values(self, figure: str) -> list[float]:
+        return [getattr(run, figure) for run in self.runs]
+
+
+def by_setting(measured: Sequence[Measured]) -> list[Repeated]:
+    """Each setting once, in the order of the sweep."""
+    runs: dict[Setting, list[Measured]] = {}
+    for each in measured:
+        runs.setdefault(each.setting, []).append(each)
+    settings = sorted(runs, key=lambda setting: (setting.num_threads, setting.max_num_seqs, setting.is_adaptive))
+    return [Repeated(setting, tuple(runs[setting])) for setting in settings]
+
+
 @dataclass(frozen=True, slots=True)
 class StepTimes:
     """t(rows) with so many threads, as measured at start, and the K/V memory that everything was measured with."""
@@ -84,7 +119,7 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What a sweep has found until now: step times of each number of threads, and every setting that is done."""
+    """What a sweep has found until now: step times of each number of threads, and every run that is done."""
 
     step_times: list[StepTimes] = field(default_factory=list)
     measured: list[Measured] = field(default_factory=list)
@@ -105,8 +140,12 @@ def sweep_threads(
     requests: Sequence[WorkloadRequest],
     results: Results,
     listener: Listener,
+    rounds: Sequence[int] = (0,),
 ) -> None:
     """Everything with config.num_threads threads, added to `results` as it is found; the model is loaded once.
+
+    rounds: numbers of the rounds. Each measures every setting; odd ones go through them backwards, so that a machine
+    that becomes slower or faster favours none.
 
     config.max_num_seqs is the largest of `sizes`; fewer requests than it admits are a closed load of that many. Raises
     ConfigError.
@@ -119,8 +158,9 @@ def sweep_threads(
         raise RuntimeError("the sweep needs an adaptive engine and a number of threads")
     allocator = built.core.runner.backend.allocator
     kv_cache_bytes = allocator.total_tokens * allocator.bytes_per_token
-    results.step_times.append(StepTimes(config.num_threads, adaptive.step_time.table, kv_cache_bytes))
-    asyncio.run(_sweep(built, adaptive, config, sizes, requests, results, listener))
+    if all(times.num_threads != config.num_threads for times in results.step_times):
+        results.step_times.append(StepTimes(config.num_threads, adaptive.step_time.table, kv_cache_bytes))
+    asyncio.run(_sweep(built, adaptive, config, sizes, requests, results, listener, rounds))
     del built, adaptive
     gc.collect()  # an engine's parts hold each other, and two models may be more than the memory is
 
@@ -169,6 +209,7 @@ async def _sweep(
     requests: Sequence[WorkloadRequest],
     results: Results,
     listener: Listener,
+    rounds: Sequence[int],
 ) -> None:
     engine = AsyncEngine(built, config)
     policies: tuple[DraftPolicy, DraftPolicy] = FixedDrafting(adaptive.step_time), adaptive
@@ -176,7 +217,9 @@ async def _sweep(
     try:
         listener.say("warming up")
         await asyncio.gather(*(_warm_up(engine, request) for request in requests[: max(sizes)]))
-        for number, (max_num_seqs, is_adaptive) in enumerate(itertools.product(sizes, modes)):
+        each_once = [*itertools.product(sizes, modes)]
+        order = itertools.chain.from_iterable(each_once[:: -1 if number % 2 else 1] for number in rounds)
+        for number, (max_num_seqs, is_adaptive) in enumerate(order):
             setting = Setting(built.core.runner.num_threads, max_num_seqs, is_adaptive)
             # Nobody profits from the answers of another setting: each has a scope of its own.
             scope = PRIVATE_SCOPE if config.default_draft_scope == PRIVATE_SCOPE else f"{SCOPE}-{number}"

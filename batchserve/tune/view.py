@@ -15,14 +15,14 @@ from rich.table import Table
 
 from batchserve.bench.tokenizer import require
 from batchserve.scheduler.step_time import CRITICAL_RATIO, StepLoad, StepTimeModel
-from batchserve.tune.sweep import Listener, threads_text
+from batchserve.tune.sweep import Listener, by_setting, threads_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from batchserve.tune.options import TuneOptions
     from batchserve.tune.recommend import Recommendation
-    from batchserve.tune.sweep import Measured, Results, StepTimes
+    from batchserve.tune.sweep import Measured, Repeated, Results, StepTimes
 
 REFRESH_PER_S = 2  # what is measured meanwhile shares the processor with the bar
 
@@ -35,7 +35,7 @@ def sweep_progress(options: TuneOptions, num_requests: int) -> Iterator[Listener
     with Progress(
         *columns, console=console, refresh_per_second=REFRESH_PER_S, transient=True, disable=not console.is_terminal
     ) as progress:
-        task = progress.add_task("", total=options.num_settings * num_requests)
+        task = progress.add_task("", total=options.num_runs * num_requests)
 
         def setting_done(measured: Measured) -> None:
             if not console.is_terminal:
@@ -53,11 +53,12 @@ def show(
 ) -> None:
     """One row a setting, what t(rows) says, and last the recommended command line."""
     console = Console(highlight=False)
-    title = escape(f"{options.config.model}: {num_requests} requests a setting")
+    how_often = "once" if options.num_repeats == 1 else f"{options.num_repeats} times"
+    title = escape(f"{options.config.model}: {num_requests} requests a setting, {how_often}; medians")
     table = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for name in ("threads", "seqs", "drafts", *_COLUMNS):
         table.add_column(name, justify="right", no_wrap=True)
-    measured = results.measured
+    measured = by_setting(results.measured)
     previous = measured[0].setting.num_threads
     for each in measured:
         if each.setting.num_threads != previous:
@@ -68,7 +69,7 @@ def show(
             str(each.setting.max_num_seqs),
             "adaptive" if each.setting.is_adaptive else "off",
             *(form(each) for form in _COLUMNS.values()),
-            style="bold" if each is recommendation.measured else None,
+            style="bold" if each.setting == recommendation.measured.setting else None,
         )
     console.print(table)
     for times in results.step_times:
@@ -79,13 +80,14 @@ def show(
         )
     console.print(
         "seqs: max_num_seqs, all in flight. TPOT: a request's first to last token over the tokens behind the first; "
-        "percentiles are over requests. tokens a step: of one request. K: its draft rows a step.",
+        "percentiles are over requests, TTFT is their median. +-: half the spread of tokens/s over the runs. tokens a "
+        "step: of one request. K: its draft rows a step.",
         soft_wrap=True,
     )
-    if len(measured) < options.num_settings:
+    if len(results.measured) < options.num_runs:
         console.print(
-            f"ended early: {len(measured)} of {options.num_settings} settings were measured, and nothing is known of "
-            "the others",
+            f"ended early: {len(measured)} of {options.num_settings} settings were measured, in "
+            f"{len(results.measured)} of {options.num_runs} runs",
             soft_wrap=True,
         )
     if is_written:
@@ -100,18 +102,18 @@ def require_matplotlib() -> Any:
 
 
 def plot_frontier(
-    path: Path, options: TuneOptions, measured: Sequence[Measured], recommendation: Recommendation
+    path: Path, options: TuneOptions, measured: Sequence[Repeated], recommendation: Recommendation
 ) -> None:
     """Tokens per second against p50 and p99 time per output token; a line for each number of threads and mode."""
     figure = require_matplotlib().Figure(figsize=(10.0, 4.5), layout="constrained")
-    groups: dict[tuple[int, bool], list[Measured]] = {}
+    groups: dict[tuple[int, bool], list[Repeated]] = {}
     for each in measured:
         groups.setdefault((each.setting.num_threads, each.setting.is_adaptive), []).append(each)
     colours = {num_threads: f"C{i}" for i, num_threads in enumerate(options.thread_counts)}
     both = figure.subplots(1, 2, sharey=True)
     for axes, name in zip(both, ("p50", "p99"), strict=True):
         for (num_threads, is_adaptive), group in groups.items():
-            points = [(getattr(each, f"{name}_tpot_s") * 1e3, each.tokens_per_s) for each in group]
+            points = [_point(each, name) for each in group]
             axes.plot(
                 *zip(*points, strict=True),
                 color=colours[num_threads],
@@ -124,9 +126,7 @@ def plot_frontier(
                 axes.annotate(text, point, textcoords="offset points", xytext=(4, -10), fontsize=8)
         axes.plot(*frontier(measured, name), color="0.7", linewidth=5, zorder=0, label="frontier")
         best = recommendation.measured
-        axes.plot(
-            getattr(best, f"{name}_tpot_s") * 1e3, best.tokens_per_s, "*", color="k", markersize=14, label="recommended"
-        )
+        axes.plot(*_point(best, name), "*", color="k", markersize=14, label="recommended")
         axes.set_xlabel(f"{name} time per output token (ms); numbers: max_num_seqs")
         axes.grid(alpha=0.3)
     if options.tpot_target_ms is not None:
@@ -136,9 +136,13 @@ def plot_frontier(
     figure.savefig(path, format="png", dpi=150)
 
 
-def frontier(measured: Sequence[Measured], name: str) -> tuple[list[float], list[float]]:
+def _point(each: Repeated, name: str) -> tuple[float, float]:
+    return each.median(f"{name}_tpot_s") * 1e3, each.median("tokens_per_s")
+
+
+def frontier(measured: Sequence[Repeated], name: str) -> tuple[list[float], list[float]]:
     """(milliseconds, tokens per second) of the settings that no other beats in both, fastest answers first."""
-    points = sorted((getattr(each, f"{name}_tpot_s") * 1e3, -each.tokens_per_s) for each in measured)
+    points = sorted((milliseconds, -rate) for milliseconds, rate in (_point(each, name) for each in measured))
     best: list[tuple[float, float]] = []
     for milliseconds, negative in points:
         if milliseconds == milliseconds and (not best or -negative > best[-1][1]):  # nan: no time is known
@@ -170,11 +174,18 @@ def plot_step_times(path: Path, step_times: Sequence[StepTimes]) -> None:
 
 
 # Eighty characters hold them all, with answers of minutes, too.
-_COLUMNS: dict[str, Callable[[Measured], str]] = {
-    "tokens\n/s": lambda each: f"{each.tokens_per_s:.0f}",
-    "TPOT p50\n(ms)": lambda each: f"{each.p50_tpot_s * 1e3:.2f}",
-    "TPOT p99\n(ms)": lambda each: f"{each.p99_tpot_s * 1e3:.2f}",
-    "TTFT p50\n(ms)": lambda each: f"{each.p50_ttft_s * 1e3:.1f}",
-    "tokens\na step": lambda each: f"{each.acceptance_length:.2f}",
-    "K": lambda each: f"{each.draft_rows_per_request:.1f}",
+_COLUMNS: dict[str, Callable[[Repeated], str]] = {
+    "tokens\n/s": lambda each: f"{each.median('tokens_per_s'):.0f}",
+    "+-\n%": lambda each: _spread(each),
+    "TPOT p50\n(ms)": lambda each: f"{each.median('p50_tpot_s') * 1e3:.2f}",
+    "TPOT p99\n(ms)": lambda each: f"{each.median('p99_tpot_s') * 1e3:.2f}",
+    "TTFT\n(ms)": lambda each: f"{each.median('p50_ttft_s') * 1e3:.0f}",
+    "tokens\na step": lambda each: f"{each.median('acceptance_length'):.2f}",
+    "K": lambda each: f"{each.median('draft_rows_per_request'):.1f}",
 }
+
+
+def _spread(each: Repeated) -> str:
+    """Half of what lies between the slowest and the fastest run, of the median."""
+    low, high = each.range("tokens_per_s")
+    return "-" if len(each.runs) == 1 else f"{50 * (high - low) / each.median('tokens_per_s'):.0f}"

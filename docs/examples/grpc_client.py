@@ -20,30 +20,41 @@ from batchserve.v1 import generation_pb2, generation_pb2_grpc
 PROMPT = '<|user|>Write this JSON as a record.\n{\n  "name": "socket reader",\n  "version": 3108\n}<|assistant|>'
 
 
-def main(address: str) -> None:
+def main(address: str) -> int:
     with grpc.insecure_channel(address) as channel:
         service = generation_pb2_grpc.GenerationServiceStub(channel)
         request = generation_pb2.GenerateRequest(text=PROMPT)
         request.sampling_params.temperature = 0.0
         request.stop.max_tokens = 100
-        # The call's deadline is the request's; cancelling the call frees its memory.
-        for message in service.StreamGenerate(request, timeout=60.0):
-            if message.HasField("delta"):
-                print(message.delta.text, end="", flush=True)
-            elif message.HasField("finished"):
-                usage = message.finished.usage
-                print(f"\n{usage.completion_tokens} tokens, {usage.accepted_draft_tokens} of them from drafts")
+        try:
+            # The call's deadline is the request's; cancelling the call frees its memory.
+            for message in service.StreamGenerate(request, timeout=60.0):
+                if message.HasField("delta"):
+                    print(message.delta.text, end="", flush=True)
+                elif message.HasField("finished"):
+                    usage = message.finished.usage
+                    print(f"\n{usage.completion_tokens} tokens, {usage.accepted_draft_tokens} of them from drafts")
+        except grpc.RpcError as error:
+            show(error)
+            return 1
 
         request.sampling_params.top_p = 1.5
         try:
-            service.Generate(request)
+            service.Generate(request, timeout=60.0)
         except grpc.RpcError as error:
-            print(f"{error.code().name}: {error.details()}")
-            for detail in rpc_status.from_call(error).details:
-                info = error_details_pb2.ErrorInfo()
-                if detail.Unpack(info):
-                    print(f"{info.reason}: {dict(sorted(info.metadata.items()))}")
+            show(error)
+    return 0
+
+
+def show(error: grpc.RpcError) -> None:
+    """The status and, where the server sent one, the reason with the field, its value and its bound."""
+    print(f"{error.code().name}: {error.details()}")
+    status = rpc_status.from_call(error)
+    for detail in () if status is None else status.details:
+        info = error_details_pb2.ErrorInfo()
+        if detail.Unpack(info):
+            print(f"{info.reason}: {dict(sorted(info.metadata.items()))}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sys.exit(main(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051"))

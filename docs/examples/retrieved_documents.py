@@ -21,9 +21,9 @@ EARLIER = '{\n  "name": "queue writer",\n  "city": "worker-22",\n  "version": 11
 
 
 def tokens_per_step(output: RequestOutput) -> float:
-    """The first token comes from the prompt's own forward; every later step gives one, and what was accepted."""
-    later = output.usage.completion_tokens - 1
-    return later / (later - output.usage.accepted_draft_tokens)
+    """Each step gives the drafts that were accepted and one token more, which an answer's last step may lack."""
+    tokens, accepted = output.usage.completion_tokens, output.usage.accepted_draft_tokens
+    return tokens / max(1, tokens - accepted)
 
 
 def main() -> None:

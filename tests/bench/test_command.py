@@ -107,6 +107,23 @@ def test_what_was_seen_before_helps(tmp_path: Path):
     assert same["results"][0]["acceptance_length"] > 1.5 * cold["results"][0]["acceptance_length"]
 
 
+@pytest.mark.faults
+@pytest.mark.parametrize("name", [*SETS, f"{SETS[0]}.jsonl"])
+def test_a_bundled_set_has_a_name_in_any_folder(tmp_path: Path, monkeypatch: Any, name: str):
+    monkeypatch.chdir(tmp_path)
+    done = replay(tmp_path, "--drafter", "none", "--limit", "2", "--warm", SETS[1], file=name)
+    assert (done["file"], done["warm"]) == (f"{name.removesuffix('.jsonl')}.jsonl", f"{SETS[1]}.jsonl")
+    (tmp_path / name).write_text('{"prompt": "a", "response": "a b c"}\n')
+    assert replay(tmp_path, "--drafter", "none", file=name)["file"] == name, "a file of that name comes first"
+
+
+@pytest.mark.faults
+def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_measured(monkeypatch: Any):
+    monkeypatch.setattr("batchserve.bench.replay_command.measure", None)
+    with pytest.raises(ConfigError, match=r"json = '/proc/out\.json': cannot be written"):
+        run(SAMPLE, "--tokenizer", "bundled", "--drafter", "none", "--json", "/proc/out.json")
+
+
 def test_the_first_share_is_seen_before_and_the_rest_is_measured(tmp_path: Path, capsys: Any):
     done = replay(tmp_path, "--drafter", "none", "--warm-share", "0.75")
     assert done["warm"] == 0.75

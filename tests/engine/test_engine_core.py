@@ -77,6 +77,22 @@ def test_a_stop_string_ends_the_answer_wherever_it_falls_in_an_accepted_run(
     assert (engine.text("other"), engine.reason("other")) == ("0123456789", LENGTH)
 
 
+@pytest.mark.faults
+@pytest.mark.parametrize("end", ["##", chr(END), "#", ""], ids=["stop string", "end token", "a token's stop", "length"])
+def test_accepted_drafts_are_at_most_the_answers_tokens(end: str) -> None:
+    engine = scripted_engine(is_drafting=True, decoding_length=8)
+    for length in range(12):
+        how = {"stop": (end,)} if end.startswith("#") else {"end_token_ids": frozenset({END})}
+        answer = "abcdefghijkl"[:length] + end + "after the end"
+        add(engine, str(length), answer, max_tokens=40 if end else max(1, length), **how)
+    engine.run()
+    for length in range(12):
+        usage = engine.deltas(str(length))[-1].usage
+        assert usage is not None
+        assert usage.completion_tokens == len(engine.tokens(str(length)))
+        assert 0 <= usage.accepted_draft_tokens <= min(usage.completion_tokens, usage.draft_tokens)
+
+
 def test_a_stop_string_on_the_last_allowed_token_is_a_stop(engine: ScriptedEngine) -> None:
     add(engine, "a", "abc##", stop=("##",), max_tokens=5)
     add(engine, "b", "abc##", stop=("##",), max_tokens=4)

@@ -39,6 +39,19 @@ def test_a_folder_without_a_tokenizer_loads_and_takes_ids_only(tiny_model: dict[
     assert not loaded.model.training
 
 
+@pytest.mark.faults
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_cuda_build_without_a_gpu_is_said_with_what_to_type(
+    tiny_model: dict[str, Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_used: bool
+) -> None:
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: is_used)
+    load_model(config(tiny_model["llama"], device="cpu"))
+    said = [record.getMessage() for record in caplog.records if "built for CUDA" in record.getMessage()]
+    assert len(said) == (0 if is_used else 1)
+    assert all("pip install torch --index-url" in line and "\n" not in line for line in said)
+
+
 def test_a_text_that_only_drafters_read_may_be_longer_than_the_model_without_a_word(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,187 @@
+"""Locust processes against a real gRPC server with a fake engine: each call counts once, in one process or in several,
+and Locust's own options, web UI and shapes are honoured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+import urllib.parse
+import urllib.request
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.fakes import FakeEngine
+from tests.server.harness import Served, serving
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCUSTFILE = str(ROOT / "load_tests" / "locustfile.py")
+STEP_S = 0.05
+SHAPE = """
+from locust import LoadTestShape
+
+class Mine(LoadTestShape):
+    def tick(self):
+        return (2, 2) if self.get_run_time() < 2 else None
+"""
+
+pytestmark = pytest.mark.faults
+
+
+class CountingEngine(FakeEngine):
+    """Answers two tokens, and keeps the prompts and the most calls that were in flight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts: list[Any] = []
+        self.most_in_flight = 0
+        self.go_on.set()
+
+    async def stream(self, prompt: Any, params: Any = None, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        self.prompts.append(prompt)
+        async for event in super().stream(prompt, params, **kwargs):
+            self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
+            await asyncio.sleep(STEP_S)
+            yield event
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    engine: Any = CountingEngine()
+    async with serving(engine) as served:
+        yield served
+
+
+@asynccontextmanager
+async def locust(*flags: str, file: str = LOCUSTFILE) -> AsyncIterator[asyncio.subprocess.Process]:
+    command = ["-m", "locust", "-f", file, "--max-tokens", "2", "--stop-timeout", "5", *flags]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *command, cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def run_locust(*flags: str, file: str = LOCUSTFILE) -> tuple[int | None, str]:
+    async with locust("--headless", "--only-summary", *flags, file=file) as process:
+        output, _ = await asyncio.wait_for(process.communicate(), 60)
+        return process.returncode, output.decode()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def counted(path: Path) -> tuple[int, int]:
+    """Requests and failures of the only entry that a run has."""
+    (entry,) = json.loads(path.read_text())
+    assert entry["name"] == "StreamGenerate"
+    return entry["num_requests"], entry["num_failures"]
+
+
+async def test_locusts_options_are_honoured_and_a_call_counts_once(served: Any, tmp_path: Path):
+    file = str(tmp_path / "stats.json")
+    flags = ("--host", served.address, "-u", "3", "-r", "3", "-t", "2s", "--json-file", file.removesuffix(".json"))
+    status, output = await run_locust(*flags)
+    assert status == 0, output
+    assert counted(Path(file)) == (len(served.engine.prompts), 0)
+    assert served.engine.most_in_flight == 3
+    assert "time to first token in ms: p50" in output
+    assert "inter-token latency in ms: p50" in output
+
+
+async def test_workers_share_the_work(served: Any, tmp_path: Path):
+    port = str(free_port())
+    file = tmp_path / "stats.json"
+    flags = ("--host", served.address, "-u", "4", "-r", "4", "-t", "2s", "--seed", "1")
+    master = ("--master", "--expect-workers", "2", "--master-bind-host", "127.0.0.1", "--master-bind-port", port)
+    worker = ("--worker", "--master-host", "127.0.0.1", "--master-port", port)
+    (status, output), *workers = await asyncio.gather(
+        run_locust(*flags, *master, "--json-file", str(file).removesuffix(".json")),
+        run_locust(*worker),
+        run_locust(*worker),
+    )
+    assert status == 0, output
+    assert [status for status, _ in workers] == [0, 0], workers
+    prompts = served.engine.prompts
+    num_requests, num_failures = counted(file)
+    # Streams that were cut at the end are the server's, and no event.
+    assert len(prompts) - 4 <= num_requests <= len(prompts)
+    assert num_requests > 4
+    assert num_failures == 0
+    assert served.engine.most_in_flight == 4
+    assert len(set(prompts)) == len(prompts), "no two workers ask the same"
+
+
+async def test_a_shape_of_the_users_own(served: Any, tmp_path: Path):
+    shape = tmp_path / "my_shape.py"
+    shape.write_text(SHAPE)
+    status, output = await run_locust("--host", f"http://{served.address}/", file=f"{LOCUSTFILE},{shape}")
+    assert status == 0, output
+    assert served.engine.most_in_flight == 2
+
+
+async def test_the_fields_of_the_web_ui(served: Any):
+    port = free_port()
+
+    def post(path: str, **fields: str) -> Any:
+        data = urllib.parse.urlencode(fields).encode() or None
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", data, timeout=10) as answer:
+            return json.load(answer)
+
+    async with locust("--web-host", "127.0.0.1", "--web-port", str(port)) as process:
+        assert process.stdout is not None
+        while b"Starting web interface" not in (line := await process.stdout.readline()):
+            assert line, "Locust has ended"
+        fields = {"user_count": "2", "spawn_rate": "2", "run_time": "2s", "host": served.address}
+        async with asyncio.timeout(30):
+            while True:
+                try:
+                    started = await asyncio.to_thread(post, "swarm", **fields)
+                    break
+                except OSError:
+                    await asyncio.sleep(0.1)
+            assert started["success"], started
+            while True:
+                stats = await asyncio.to_thread(post, "stats/requests")
+                if stats["state"] == "stopped":
+                    break
+                await asyncio.sleep(0.2)
+        process.terminate()
+        output, _ = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 0, output
+    assert served.engine.most_in_flight == 2
+    assert stats["stats"][0]["num_requests"] == len(served.engine.prompts)
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "message"),
+    [
+        ((), 2, "--host: must be the server's HOST:PORT"),
+        (("--host", "127.0.0.1:1"), 1, "UNAVAILABLE"),
+    ],
+    ids=str,
+)
+async def test_a_run_that_fails_says_so(flags: tuple[str, ...], status: int, message: str):
+    found, output = await run_locust("-t", "1s", *flags)
+    assert message in output
+    assert found == status
+
+
+async def test_a_run_without_an_answer_fails(served: Any):
+    served.engine.go_on.clear()
+    status, output = await run_locust("--host", served.address, "-t", "1s", "--stop-timeout", "0")
+    assert status == 1
+    assert "FAILED: no call has ended" in output
