@@ -102,7 +102,7 @@ class NonFiniteLogitsError(BatchserveError):
 
 
 class EngineFaultError(BatchserveError):
-    """The engine failed; every request in flight ends with this error."""
+    """The engine failed, and every request in flight ends with this error; or it failed for this request alone."""
 
     reason = "ENGINE_FAULT"
 

@@ -66,7 +66,7 @@ class LLM:
 
     def _run(self, requests: list[Request], show_progress: bool) -> list[RequestOutput]:
         collectors = {r.request_id: OutputCollector(r.token_ids[:]) for r in requests}
-        errors: list[BatchserveError] = []
+        errors: list[Exception] = []
         self._core.runner.bind_thread()
         # A step that is cut short would leave the engine's books wrong for good.
         with interrupts_held() as let_interrupts_in, _progress_bar(len(requests), show_progress) as advance:
@@ -78,6 +78,8 @@ class LLM:
                     else:
                         collectors[request.request_id].add(event)
                         advance(event)
+                    except Exception as error:  # raised here, it would leave a step half done
+                        errors.append(error)
 
             self._core.emit = collect
             try:

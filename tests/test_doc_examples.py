@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from batchserve.llm import LLM
-from batchserve.metrics import AGE, CALIBRATION, COUNTERS, EDGES, FAILED_CALLS, GAUGES, HISTOGRAMS, LOAD
+from batchserve.metrics import AGE, CALIBRATION, COUNTERS, EDGES, FAILED_CALLS, FAULTS, GAUGES, HISTOGRAMS, LOAD
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 
@@ -50,7 +50,7 @@ def test_async_engine(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_metrics_that_are_named_exist() -> None:
     table = (EXAMPLES.parent / "serving.md").read_text().split("## Watch")[1].split("## Choose")[0]
     named = {name for name in re.findall(r"`([a-z_]+)`", table) if "_" in name}
-    known = {*COUNTERS, *FAILED_CALLS, *GAUGES, *AGE, *LOAD, *EDGES, *CALIBRATION, *HISTOGRAMS}
+    known = {*COUNTERS, *FAILED_CALLS, *FAULTS, *GAUGES, *AGE, *LOAD, *EDGES, *CALIBRATION, *HISTOGRAMS}
     assert len(named) > 20
     assert named <= known
 

@@ -323,7 +323,7 @@ class AsyncEngine:
         elif isinstance(reply, Done):
             done = self._asked.get(reply.ticket)
             if done is not None and not done.done():
-                done.set_result(None)
+                done.set_result(None) if reply.error is None else done.set_exception(reply.error)
         else:
             self._end_streams(reply.error, reply.is_consistent)
 

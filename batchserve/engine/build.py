@@ -116,7 +116,7 @@ def build_engine(
     # Beside a GPU nobody else uses the processor's threads: they sleep, and to wake all of them takes too long.
     is_on_cpu = loaded.device.type == "cpu"
     used_drafter.use_threads(openmp.team(runner.num_threads if is_on_cpu else min(runner.num_threads, MOST_THREADS)))
-    drafts = DraftStage(used_drafter, _draft_policy(config, step_time), backend.allocator, clock)
+    drafts = DraftStage(used_drafter, _draft_policy(config, step_time), backend.allocator, clock, loaded.vocab_size)
     core = EngineCore(scheduler, drafts, runner, decoder_of(loaded.tokenizer), EngineMetrics(), clock)
     info = ModelInfo(
         name=loaded.name,
