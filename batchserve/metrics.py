@@ -237,6 +237,11 @@ class EngineMetrics:
             if num_cached_tokens is not None:
                 self._add(prefix_queried_tokens_total=num_prompt_tokens, prefix_hit_tokens_total=num_cached_tokens)
 
+    def drafts_paused(self) -> None:
+        """A request goes on without drafts for a while, for numbers that were not finite."""
+        with self.lock:
+            self._add(draft_pauses_total=1)
+
     def preempted(self, num_requests: int) -> None:
         if num_requests:
             with self.lock:

@@ -5,7 +5,6 @@ Synchronous and deterministic: it has no clock of its own, and no asyncio.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from batchserve.engine.detokenizer import Decoder, IncrementalDetokenizer, token_texts
@@ -264,7 +263,9 @@ class EngineCore:
         """The logits behind the request's last token say nothing."""
         if has_drafts:
             # A draft's K/V may have spoilt the other rows: kernels multiply by zero what a row does not see.
-            request.speculation = replace(request.speculation, max_draft_tokens=0)
+            request.pause_drafts()
+            with self._counting:
+                self.metrics.drafts_paused()
         else:
             request.prefix_scope = None  # nobody shall begin with its K/V
             self._failed[request] = _no_logits(request)
