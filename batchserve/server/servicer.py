@@ -5,9 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from batchserve.errors import EngineFaultError, UnavailableError, UnknownModelError
+from batchserve.errors import (
+    DuplicateRequestError,
+    EngineFaultError,
+    InvalidRequestError,
+    UnavailableError,
+    UnknownModelError,
+)
 from batchserve.server.convert import (
     from_generate_request,
     refuse_unknown_fields,
@@ -20,12 +26,17 @@ from batchserve.types import Delta
 from batchserve.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     import grpc
 
     from batchserve.engine.async_engine import AsyncEngine
+    from batchserve.types import RequestOutput
 
+T = TypeVar("T")
+# That a call was cancelled may be heard a little later than its client's next call with the same id: it takes a few
+# threads' turns, which take longer on a busy machine. So these are counted, not seconds.
+CANCEL_TURNS, CANCEL_TURN_S = 6, 0.002
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
 
@@ -65,8 +76,11 @@ class GenerationServicer:
         async with self._answering(context):
             engine = self._opened()
             arguments = from_generate_request(request, engine.info.max_model_len)
-            output = await engine.generate(**arguments._asdict(), deadline_s=context.time_remaining())
-            return to_generate_response(output)
+
+            async def answer() -> RequestOutput:
+                return await engine.generate(**arguments._asdict(), deadline_s=context.time_remaining())
+
+            return to_generate_response(await _once_free(answer))
 
     async def StreamGenerate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, pb.StreamGenerateResponse]
@@ -79,14 +93,18 @@ class GenerationServicer:
         async with self._answering(context):
             engine = self._opened()
             arguments = from_generate_request(request, engine.info.max_model_len)
-            events = engine.stream(**arguments._asdict(), deadline_s=context.time_remaining())
-            is_finished = False
-            async with aclosing(events):
-                async for event in events:
-                    for message in to_stream_responses(event):
-                        await context.write(message)
-                    is_finished = isinstance(event, Delta) and event.finish_reason is not None
-            if not is_finished:
+
+            async def answer() -> bool:
+                events = engine.stream(**arguments._asdict(), deadline_s=context.time_remaining())
+                is_finished = False
+                async with aclosing(events):
+                    async for event in events:
+                        for message in to_stream_responses(event):
+                            await context.write(message)
+                        is_finished = isinstance(event, Delta) and event.finish_reason is not None
+                return is_finished
+
+            if not await _once_free(answer):
                 raise EngineFaultError("the engine's stream ended without a finish reason")
 
     async def GetModelInfo(
@@ -119,3 +137,13 @@ class GenerationServicer:
             self._num_open -= 1
             if self._num_open == 0:
                 self._is_idle.set()
+
+
+async def _once_free(answer: Callable[[], Awaitable[T]]) -> T:
+    """The answer to a request whose id another has that may be cancelled already. Raises DuplicateRequestError."""
+    for _ in range(CANCEL_TURNS):
+        try:
+            return await answer()
+        except DuplicateRequestError:  # before anything is said
+            await asyncio.sleep(CANCEL_TURN_S)
+    return await answer()
