@@ -107,6 +107,18 @@ class EngineFaultError(BatchserveError):
     reason = "ENGINE_FAULT"
 
 
+class ForkedProcessError(BatchserveError):
+    """An engine was called in a process that was forked from the one that made it: its threads are not there."""
+
+    reason = "FORKED_PROCESS"
+
+    def __init__(self, what: str, made_in: int, called_in: int) -> None:
+        super().__init__(
+            f"{what}: made in process {made_in}, called in process {called_in}, which was forked from it; make it in "
+            "the process that calls it, and start that by 'spawn' (multiprocessing) or without preloading (gunicorn)"
+        )
+
+
 def shortened(value: object, limit: int = 80) -> str:
     """repr() of a value, and where that is longer than `limit` only its beginning, and how long it is."""
     try:

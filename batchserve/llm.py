@@ -16,6 +16,7 @@ from batchserve.engine.build import build_engine
 from batchserve.engine.engine_core import Event
 from batchserve.engine.output_collector import OutputCollector
 from batchserve.errors import BatchserveError, InvalidRequestError, invalid
+from batchserve.forks import Maker
 from batchserve.interrupts import interrupts_held
 from batchserve.types import Delta, ModelInfo, RequestOutput, SamplingParams, SpeculationParams
 
@@ -40,6 +41,7 @@ class LLM:
         self._core, self._processor, self._info = self._built.core, self._built.processor, self._built.info
         self._num_requests = 0
         self._turn = threading.Lock()
+        self._maker = Maker("LLM")
 
     @property
     def info(self) -> ModelInfo:
@@ -60,6 +62,7 @@ class LLM:
         Every prompt is checked before any is run: raises InvalidRequestError and runs nothing. What goes wrong for one
         of them later (NonFiniteLogitsError) ends the call, and the others' answers are lost.
         """
+        self._maker.check()
         arguments = _all_arguments(_as_list(prompts), sampling_params, speculation, priority)  # which may use this LLM
         with self._turn:
             return self._run(self._requests(arguments), show_progress)
@@ -111,6 +114,7 @@ class LLM:
 
         Raises ConfigError, OSError.
         """
+        self._maker.check()
         file = Path(path_text("path", path))
         with self._turn:
             self._built.save_drafts(file)

@@ -27,6 +27,7 @@ from batchserve.errors import (
     UnavailableError,
     UnknownModelError,
 )
+from batchserve.forks import Maker
 from batchserve.types import Delta, ModelInfo, RequestOutput, SamplingParams, SpeculationParams, Started
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class AsyncEngine:
         else:
             self._back = EngineThread(engine, config.draft.draft_cache)
         self._processor, self._info = self._back.processor, self._back.info
+        self._maker = Maker("AsyncEngine")
         self._loop = asyncio.get_running_loop()
         self._places = config.max_num_seqs, config.max_waiting
         self._tickets = itertools.count()
@@ -108,8 +110,13 @@ class AsyncEngine:
         own_process: the engine gets one, and does not share the interpreter with this loop (docs/performance.md).
         The drafter may still be compiling then (unless `wait_for_drafter`): requests go without drafts meanwhile.
         """
-        make = EngineProcess if own_process else _build
-        return cls(await asyncio.to_thread(make, config, on_progress), config)
+        make: Callable[..., BuiltEngine | EngineProcess] = EngineProcess if own_process else _build
+        making = asyncio.get_running_loop().run_in_executor(None, make, config, on_progress)
+        try:
+            return cls(await asyncio.shield(making), config)
+        except asyncio.CancelledError:
+            making.add_done_callback(_kill)
+            raise
 
     @property
     def info(self) -> ModelInfo:
@@ -221,6 +228,7 @@ class AsyncEngine:
 
         Returns whether all ended in time.
         """
+        self._maker.check()
         self._closed = self._closed or UnavailableError("the server is draining: it takes no new requests")
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -229,6 +237,7 @@ class AsyncEngine:
 
     async def wait_failed(self) -> None:
         """Returns once the engine has failed for good: from then on it refuses everything with EngineFaultError."""
+        self._maker.check()
         await self._has_failed.wait()
 
     async def clear_draft_scope(self, name: str = "") -> None:
@@ -266,6 +275,7 @@ class AsyncEngine:
 
         Harmless when repeated.
         """
+        self._maker.check()
         self._closed = UnavailableError("the server is shutting down")
         for stream in self._streams.values():
             stream.events.put_nowait(self._closed)
@@ -275,10 +285,12 @@ class AsyncEngine:
 
     def kill(self) -> None:
         """Do not wait for an engine any longer that is in a process of its own: its draft cache is not saved."""
+        self._maker.check()
         self._back.kill()
 
     def _check_loop(self) -> None:
-        """On another loop nobody would ever be told of an answer."""
+        """On another loop, or in a forked process, nobody would ever be told of an answer."""
+        self._maker.check()
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("an AsyncEngine belongs to the asyncio loop that it was started on")
 
@@ -358,6 +370,13 @@ def _build(config: EngineConfig, on_progress: Callable[[str], None] | None) -> B
     from batchserve.engine.build import build_engine
 
     return build_engine(config, on_progress, is_serving=True)
+
+
+def _kill(made: asyncio.Future[BuiltEngine | EngineProcess]) -> None:
+    """End a process that nobody waits for any more."""
+    engine = None if made.cancelled() or made.exception() is not None else made.result()
+    if isinstance(engine, EngineProcess):
+        engine.kill()
 
 
 def _seconds(deadline_s: object) -> float | None:
