@@ -38,7 +38,10 @@ class UnsupportedModelError(BatchserveError):
 
 
 class InvalidRequestError(BatchserveError):
-    """A field of a request is out of its bound. The message names the field, the value and the bound."""
+    """An argument of a request is out of its bound. The message names the argument, the value and the bound.
+
+    `field` is the argument's name in Python; the server tells its clients the path in their message instead.
+    """
 
     def __init__(self, reason: str, field: str, value: object, bound: str) -> None:
         self.reason = reason
@@ -48,9 +51,9 @@ class InvalidRequestError(BatchserveError):
         super().__init__(f"{field} = {shortened(value)}: must be {bound}")
 
 
-def invalid(path: str) -> str:
-    """The reason of a field out of its bound: INVALID_MAX_TOKENS for "stop.max_tokens"."""
-    return f"INVALID_{path.rpartition('.')[2].upper()}"
+def invalid(field: str) -> str:
+    """The reason of an argument out of its bound: INVALID_MAX_TOKENS for "max_tokens"."""
+    return f"INVALID_{field.upper()}"
 
 
 class UnknownModelError(BatchserveError):

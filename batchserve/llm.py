@@ -78,8 +78,9 @@ class LLM:
                 for request, event in events:
                     if isinstance(event, BatchserveError):
                         errors.append(event)
-                    else:
-                        collectors[request.request_id].add(event)
+                        continue
+                    collectors[request.request_id].add(event)
+                    try:
                         advance(event)
                     except Exception as error:  # raised here, it would leave a step half done
                         errors.append(error)
@@ -99,12 +100,13 @@ class LLM:
         self._core.check_integrity()
         return [collectors[r.request_id].output() for r in requests]
 
-    def clear_draft_scope(self, name: str = "") -> None:
+    def clear_draft_scope(self, draft_scope: str = "") -> None:
         """Forget what the requests of a draft scope have shared; empty is the default scope.
 
         Raises InvalidRequestError.
         """
-        scope = self._processor.resolve_scope(SpeculationParams(draft_scope=name).draft_scope)
+        self._maker.check()
+        scope = self._processor.resolve_scope(SpeculationParams(draft_scope=draft_scope).draft_scope)
         if scope is not None:
             with self._turn, interrupts_held():
                 self._core.clear_draft_scope(scope)
@@ -125,9 +127,7 @@ class LLM:
             try:
                 requests.append(self._request(*arguments))
             except InvalidRequestError as error:
-                if len(all_arguments) == 1:
-                    raise
-                where = f"prompts[{place}]: {error.field}"
+                where = _where(error.field, place if len(all_arguments) > 1 else None)
                 raise InvalidRequestError(error.reason, where, error.value, error.bound) from None
         return requests
 
@@ -137,6 +137,15 @@ class LLM:
         return self._processor.make_request(
             request_id, token_ids, params, drafting, time.monotonic(), priority=priority
         )
+
+
+def _where(field: str, place: int | None) -> str:
+    """The argument of generate() that an error about one request is about; place: which of several prompts has it."""
+    which = "prompts" if place is None else f"prompts[{place}]"
+    if field.startswith("prompt"):
+        return which + field.removeprefix("prompt")
+    field = "sampling_params" if field == "params" else field
+    return field if place is None else f"{which}: {field}"
 
 
 def _all_arguments(

@@ -240,13 +240,13 @@ class AsyncEngine:
         self._maker.check()
         await self._has_failed.wait()
 
-    async def clear_draft_scope(self, name: str = "") -> None:
+    async def clear_draft_scope(self, draft_scope: str = "") -> None:
         """Forget what the requests of a draft scope have shared; empty is the default scope. Returns once it is done.
 
         Requests in flight keep drafts from their own text. Raises InvalidRequestError, and what a new request would.
         """
         self._check_loop()
-        scope = self._processor.resolve_scope(SpeculationParams(draft_scope=name).draft_scope)
+        scope = self._processor.resolve_scope(SpeculationParams(draft_scope=draft_scope).draft_scope)
         if self._closed is not None:
             raise self._closed.with_traceback(None)
         if scope is None:  # shares nothing

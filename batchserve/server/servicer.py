@@ -20,6 +20,7 @@ from batchserve.server.convert import (
     to_generate_response,
     to_model_info,
     to_stream_responses,
+    with_path,
 )
 from batchserve.server.status import abort
 from batchserve.types import Delta
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     import grpc
+    from google.protobuf.message import Message
 
     from batchserve.engine.async_engine import AsyncEngine
     from batchserve.types import RequestOutput
@@ -73,7 +75,7 @@ class GenerationServicer:
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GenerateResponse:
         """One answer, whole. Cancelling the call cancels this task, which aborts the request."""
-        async with self._answering(context):
+        async with self._answering(context, request):
             engine = self._opened()
             arguments = from_generate_request(request, engine.info.max_model_len)
 
@@ -90,7 +92,7 @@ class GenerationServicer:
         Writes instead of yielding: a cancelled call then raises inside this coroutine, so that `aclosing` frees the
         request at once. An async generator left suspended at a yield would wait for the garbage collector.
         """
-        async with self._answering(context):
+        async with self._answering(context, request):
             engine = self._opened()
             arguments = from_generate_request(request, engine.info.max_model_len)
 
@@ -111,7 +113,7 @@ class GenerationServicer:
         self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GetModelInfoResponse:
         """What is being served."""
-        async with self._answering(context):
+        async with self._answering(context, request):
             info = self._opened().info
             refuse_unknown_fields(request)
             if request.model not in ("", info.name):
@@ -124,13 +126,15 @@ class GenerationServicer:
         return self._engine
 
     @asynccontextmanager
-    async def _answering(self, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    async def _answering(self, context: grpc.aio.ServicerContext[Any, Any], request: Message) -> AsyncIterator[None]:
         """One call: counted while it lasts, and ended with the status of whatever is raised inside."""
         self._num_open += 1
         self.num_calls += 1
         self._is_idle.clear()
         try:
             yield
+        except InvalidRequestError as error:
+            await abort(context, with_path(error, request), self.failed_calls)
         except Exception as error:
             await abort(context, error, self.failed_calls)
         finally:
