@@ -38,7 +38,10 @@ class UnsupportedModelError(BatchserveError):
 
 
 class InvalidRequestError(BatchserveError):
-    """A field of a request is out of its bound. The message names the field, the value and the bound."""
+    """An argument of a request is out of its bound. The message names the argument, the value and the bound.
+
+    `field` is the argument's name in Python; the server tells its clients the path in their message instead.
+    """
 
     def __init__(self, reason: str, field: str, value: object, bound: str) -> None:
         self.reason = reason
@@ -48,9 +51,9 @@ class InvalidRequestError(BatchserveError):
         super().__init__(f"{field} = {shortened(value)}: must be {bound}")
 
 
-def invalid(path: str) -> str:
-    """The reason of a field out of its bound: INVALID_MAX_TOKENS for "stop.max_tokens"."""
-    return f"INVALID_{path.rpartition('.')[2].upper()}"
+def invalid(field: str) -> str:
+    """The reason of an argument out of its bound: INVALID_MAX_TOKENS for "max_tokens"."""
+    return f"INVALID_{field.upper()}"
 
 
 class UnknownModelError(BatchserveError):
@@ -108,9 +111,21 @@ class NonFiniteLogitsError(BatchserveError):
 
 
 class EngineFaultError(BatchserveError):
-    """The engine failed; every request in flight ends with this error."""
+    """The engine failed, and every request in flight ends with this error; or it failed for this request alone."""
 
     reason = "ENGINE_FAULT"
+
+
+class ForkedProcessError(BatchserveError):
+    """An engine was called in a process that was forked from the one that made it: its threads are not there."""
+
+    reason = "FORKED_PROCESS"
+
+    def __init__(self, what: str, made_in: int, called_in: int) -> None:
+        super().__init__(
+            f"{what}: made in process {made_in}, called in process {called_in}, which was forked from it; make it in "
+            "the process that calls it, and start that by 'spawn' (multiprocessing) or without preloading (gunicorn)"
+        )
 
 
 def one_line(error: Exception) -> str:

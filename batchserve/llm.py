@@ -16,6 +16,7 @@ from batchserve.engine.build import build_engine
 from batchserve.engine.engine_core import Event
 from batchserve.engine.output_collector import OutputCollector
 from batchserve.errors import BatchserveError, InvalidRequestError, invalid
+from batchserve.forks import Maker
 from batchserve.interrupts import interrupts_held
 from batchserve.types import Delta, ModelInfo, RequestOutput, SamplingParams, SpeculationParams
 
@@ -40,6 +41,7 @@ class LLM:
         self._core, self._processor, self._info = self._built.core, self._built.processor, self._built.info
         self._num_requests = 0
         self._turn = threading.Lock()
+        self._maker = Maker("LLM")
 
     @property
     def info(self) -> ModelInfo:
@@ -60,13 +62,14 @@ class LLM:
         Every prompt is checked before any is run: raises InvalidRequestError and runs nothing. What goes wrong for one
         of them later (NonFiniteLogitsError) ends the call, and the others' answers are lost.
         """
+        self._maker.check()
         arguments = _all_arguments(_as_list(prompts), sampling_params, speculation, priority)  # which may use this LLM
         with self._turn:
             return self._run(self._requests(arguments), show_progress)
 
     def _run(self, requests: list[Request], show_progress: bool) -> list[RequestOutput]:
         collectors = {r.request_id: OutputCollector(r.token_ids[:]) for r in requests}
-        errors: list[BatchserveError] = []
+        errors: list[Exception] = []
         self._core.runner.bind_thread()
         # A step that is cut short would leave the engine's books wrong for good.
         with interrupts_held() as let_interrupts_in, _progress_bar(len(requests), show_progress) as advance:
@@ -75,9 +78,12 @@ class LLM:
                 for request, event in events:
                     if isinstance(event, BatchserveError):
                         errors.append(event)
-                    else:
-                        collectors[request.request_id].add(event)
+                        continue
+                    collectors[request.request_id].add(event)
+                    try:
                         advance(event)
+                    except Exception as error:  # raised here, it would leave a step half done
+                        errors.append(error)
 
             self._core.emit = collect
             try:
@@ -94,12 +100,13 @@ class LLM:
         self._core.check_integrity()
         return [collectors[r.request_id].output() for r in requests]
 
-    def clear_draft_scope(self, name: str = "") -> None:
+    def clear_draft_scope(self, draft_scope: str = "") -> None:
         """Forget what the requests of a draft scope have shared; empty is the default scope.
 
         Raises InvalidRequestError.
         """
-        scope = self._processor.resolve_scope(SpeculationParams(draft_scope=name).draft_scope)
+        self._maker.check()
+        scope = self._processor.resolve_scope(SpeculationParams(draft_scope=draft_scope).draft_scope)
         if scope is not None:
             with self._turn, interrupts_held():
                 self._core.clear_draft_scope(scope)
@@ -109,6 +116,7 @@ class LLM:
 
         Raises ConfigError, OSError.
         """
+        self._maker.check()
         file = Path(expanded_path("path", path))
         with self._turn:
             self._built.save_drafts(file)
@@ -119,9 +127,7 @@ class LLM:
             try:
                 requests.append(self._request(*arguments))
             except InvalidRequestError as error:
-                if len(all_arguments) == 1:
-                    raise
-                where = f"prompts[{place}]: {error.field}"
+                where = _where(error.field, place if len(all_arguments) > 1 else None)
                 raise InvalidRequestError(error.reason, where, error.value, error.bound) from None
         return requests
 
@@ -131,6 +137,15 @@ class LLM:
         return self._processor.make_request(
             request_id, token_ids, params, drafting, time.monotonic(), priority=priority
         )
+
+
+def _where(field: str, place: int | None) -> str:
+    """The argument of generate() that an error about one request is about; place: which of several prompts has it."""
+    which = "prompts" if place is None else f"prompts[{place}]"
+    if field.startswith("prompt"):
+        return which + field.removeprefix("prompt")
+    field = "sampling_params" if field == "params" else field
+    return field if place is None else f"{which}: {field}"
 
 
 def _all_arguments(

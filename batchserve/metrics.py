@@ -6,13 +6,17 @@ import threading
 from bisect import bisect_left
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from batchserve.faults import Faults
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from batchserve.faults import Contained
     from batchserve.types import Timing
 
+T = TypeVar("T")
 PREFIX = "batchserve_"
 COUNTERS = {
     "steps_total": "Engine steps.",
@@ -33,6 +37,12 @@ COUNTERS = {
     "requests_failed_total": "Requests that ended in any other error of the engine.",
     "prompt_tokens_total": "Prompt tokens of requests that were begun, once each, those included whose K/V was cached.",
     "completion_tokens_total": "Tokens that clients were given.",
+    "draft_pauses_total": "Times that a request went on without drafts for a while: the model's numbers for it were "
+    "not finite in a step with drafts.",
+}
+FAULTS = {  # a counter by where they were, of the engine's
+    "contained_faults_total": "Faults that cost no more than one request its answer, or its drafts, or that left out "
+    "figures here; the log has the first of each kind.",
 }
 GAUGES = {  # of the last step that decoded; the price is the adaptive decoding length's, and absent without it
     "draft_rows_per_request": "K: mean draft rows of a decoding request.",
@@ -128,6 +138,7 @@ class MetricsReading:
     load: dict[str, float] = field(default_factory=dict)
     acceptance: dict[str, Acceptance] = field(default_factory=dict)
     histograms: dict[str, Histogram] = field(default_factory=lambda: _histograms())
+    faults: dict[str, int] = field(default_factory=dict)
     age_s: float = 0.0
 
     def numbers(self) -> dict[str, float]:
@@ -150,8 +161,8 @@ def _histograms() -> dict[str, Histogram]:
 class EngineMetrics:
     """Figures of one engine, written by its thread, read by anyone who holds the lock.
 
-    acceptance (by drafter), adaptive and load are functions, as what they return is asked for far less often than it
-    changes.
+    acceptance (by drafter), adaptive, load and draft_faults (by where) are functions, as what they return is asked for
+    far less often than it changes. What one of them cannot tell is left out. faults: those of all but drafting.
     """
 
     values: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0.0))
@@ -159,14 +170,29 @@ class EngineMetrics:
     acceptance: Callable[[], dict[str, Acceptance]] = dict
     adaptive: Callable[[], dict[str, float]] = dict
     load: Callable[[], dict[str, float]] = dict
+    draft_faults: Callable[[], dict[str, int]] = dict
+    faults: Faults = field(default_factory=Faults)
     histograms: dict[str, Histogram] = field(default_factory=_histograms)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def reading(self) -> MetricsReading:
         """All of this moment's figures: the engine waits for nobody's socket."""
         with self.lock:
-            values, gauges = dict(self.values), self.gauges | self.adaptive()
-            return MetricsReading(values, gauges, self.load(), self.acceptance(), deepcopy(self.histograms))
+            values, gauges, histograms = dict(self.values), dict(self.gauges), deepcopy(self.histograms)
+        gauges |= self._told(self.adaptive)
+        load, acceptance = self._told(self.load), self._told(self.acceptance)
+        faults = {**self._told(self.draft_faults), **self.faults.counts}
+        return MetricsReading(values, gauges, load, acceptance, histograms, faults)
+
+    @property
+    def contained(self) -> Contained:
+        """A context in which counting may fail: figures are missing then, and nothing else."""
+        return self.faults.contained("metrics", "figures are missing from the metrics")
+
+    def _told(self, ask: Callable[[], dict[str, T]]) -> dict[str, T]:
+        with self.contained:
+            return ask()
+        return {}
 
     def snapshot(self) -> dict[str, float]:
         """Counters, and gauges that have been set."""
@@ -210,6 +236,11 @@ class EngineMetrics:
             self._add(prompt_tokens_total=num_prompt_tokens)
             if num_cached_tokens is not None:
                 self._add(prefix_queried_tokens_total=num_prompt_tokens, prefix_hit_tokens_total=num_cached_tokens)
+
+    def drafts_paused(self) -> None:
+        """A request goes on without drafts for a while, for numbers that were not finite."""
+        with self.lock:
+            self._add(draft_pauses_total=1)
 
     def preempted(self, num_requests: int) -> None:
         if num_requests:

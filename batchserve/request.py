@@ -55,6 +55,9 @@ class ResolvedSpeculation:
     tpot_target_s: float | None = None
 
 
+FIRST_PAUSE = 8  # tokens without drafts behind some whose numbers overflowed; each further time twice as many
+
+
 class RequestStatus(enum.Enum):
     """WAITING -> RUNNING -> FINISHED; preemption goes back from RUNNING to WAITING."""
 
@@ -97,6 +100,8 @@ class Request:
     is_whole: bool = False  # its client is given all of it at its end
     num_given_tokens: int = 0  # of those published
     num_preemptions: int = 0
+    plain_until: int = 0  # it has no drafts before it has so many tokens
+    next_pause: int = FIRST_PAUSE  # of drafts, in tokens
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     first_scheduled_s: float | None = None
@@ -127,6 +132,11 @@ class Request:
         if (self.status, status) not in _LEGAL:
             raise RuntimeError(f"request {self.request_id!r}: illegal transition {self.status} -> {status}")
         self.status = status
+
+    def pause_drafts(self) -> None:
+        """Go on without drafts for a while: those of the last step gave numbers that say nothing."""
+        self.plain_until = len(self.token_ids) + self.next_pause
+        self.next_pause *= 2
 
     def usage(self, completion_tokens: int) -> Usage:
         return Usage(

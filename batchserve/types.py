@@ -24,9 +24,8 @@ MAX_REFERENCE_TOKENS = 131_072
 MAX_REFERENCE_CHARS = 8 * MAX_REFERENCE_TOKENS
 
 
-def _normalize_number(holder: object, path: str, kind: Callable[[Any], int | float]) -> None:
+def _normalize_number(holder: object, name: str, kind: Callable[[Any], int | float]) -> None:
     """Python callers can pass anything: a string, or a float for a count, is refused by name; NumPy's become plain."""
-    name = path.split(".")[-1]
     value = getattr(holder, name)
     if value is None:
         return
@@ -37,7 +36,7 @@ def _normalize_number(holder: object, path: str, kind: Callable[[Any], int | flo
         object.__setattr__(holder, name, kind(value))
     except (TypeError, OverflowError) as error:
         bound = "an integer" if kind is int else "a number"
-        raise InvalidRequestError(invalid(path), path, value, bound) from error
+        raise InvalidRequestError(invalid(name), name, value, bound) from error
 
 
 def check_priority(value: object) -> int:
@@ -49,28 +48,28 @@ def check_priority(value: object) -> int:
     return int(value)  # type: ignore[call-overload,no-any-return]
 
 
-def _check_bool(path: str, value: object) -> None:
+def _check_bool(reason: str, field: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise InvalidRequestError(invalid(path), path, value, "True or False")
+        raise InvalidRequestError(reason, field, value, "True or False")
 
 
-def _tuple_of(path: str, values: object, kind: type) -> tuple[Any, ...]:
+def _tuple_of(reason: str, field: str, values: object, kind: type) -> tuple[Any, ...]:
     """None is empty; NumPy's integers and an enumeration's texts become plain ones."""
     allowed = numbers.Integral if kind is int else kind
     if values is None:
         return ()
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise InvalidRequestError(invalid(path), path, values, "a list")
+        raise InvalidRequestError(reason, field, values, "a list")
     try:
         items = tuple(values)
     except TypeError:  # arrays without a dimension say that they can be gone through
-        raise InvalidRequestError(invalid(path), path, values, "a list") from None
+        raise InvalidRequestError(reason, field, values, "a list") from None
     if set(map(type, items)) <= {kind}:  # ten times as fast, and references are long
         return items
     for i, item in enumerate(items):
         if isinstance(item, bool) or not isinstance(item, allowed):
             bound = "a string" if kind is str else "an integer"
-            raise InvalidRequestError(invalid(path), f"{path}[{i}]", item, bound)
+            raise InvalidRequestError(reason, f"{field}[{i}]", item, bound)
     # str() of an enumeration's member would be its name.
     return tuple(map(str.__str__ if kind is str else int, items))
 
@@ -104,41 +103,40 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", _tuple_of("stop.stop_strings", stop, str))
-        object.__setattr__(self, "stop_token_ids", _tuple_of("stop.stop_token_ids", self.stop_token_ids, int))
-        for path in ("sampling_params.temperature", "sampling_params.top_p"):
-            _normalize_number(self, path, float)
-        for path in ("sampling_params.top_k", "sampling_params.seed", "stop.max_tokens"):
-            _normalize_number(self, path, int)
-        _check_bool("stop.ignore_eos", self.ignore_eos)
-        _check_bool("output.skip_special_tokens", self.skip_special_tokens)
+        object.__setattr__(self, "stop", _tuple_of("INVALID_STOP_STRINGS", "stop", stop, str))
+        token_ids = _tuple_of("INVALID_STOP_TOKEN_IDS", "stop_token_ids", self.stop_token_ids, int)
+        object.__setattr__(self, "stop_token_ids", token_ids)
+        for name in ("temperature", "top_p"):
+            _normalize_number(self, name, float)
+        for name in ("top_k", "seed", "max_tokens"):
+            _normalize_number(self, name, int)
+        for name in ("ignore_eos", "skip_special_tokens"):
+            _check_bool(invalid(name), name, getattr(self, name))
         if self.temperature is not None and not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InvalidRequestError(
-                "INVALID_TEMPERATURE", "sampling_params.temperature", self.temperature, "finite and >= 0"
-            )
+            raise InvalidRequestError("INVALID_TEMPERATURE", "temperature", self.temperature, "finite and >= 0")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise InvalidRequestError("INVALID_TOP_P", "sampling_params.top_p", self.top_p, "in (0, 1]")
+            raise InvalidRequestError("INVALID_TOP_P", "top_p", self.top_p, "in (0, 1]")
         if self.top_k is not None and self.top_k < 0:
-            raise InvalidRequestError("INVALID_TOP_K", "sampling_params.top_k", self.top_k, ">= 0 (0 is off)")
+            raise InvalidRequestError("INVALID_TOP_K", "top_k", self.top_k, ">= 0 (0 is off)")
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
-            raise InvalidRequestError("INVALID_SEED", "sampling_params.seed", self.seed, f"in 0..{MAX_SEED}")
+            raise InvalidRequestError("INVALID_SEED", "seed", self.seed, f"in 0..{MAX_SEED}")
         if self.max_tokens is not None and self.max_tokens < 1:
-            raise InvalidRequestError("INVALID_MAX_TOKENS", "stop.max_tokens", self.max_tokens, ">= 1")
+            raise InvalidRequestError("INVALID_MAX_TOKENS", "max_tokens", self.max_tokens, ">= 1")
         self._check_stop_strings()
 
     def _check_stop_strings(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequestError(
-                "TOO_MANY_STOP_STRINGS", "stop.stop_strings", len(self.stop), f"at most {MAX_STOP_STRINGS} strings"
+                "TOO_MANY_STOP_STRINGS", "stop", len(self.stop), f"at most {MAX_STOP_STRINGS} strings"
             )
         for i, text in enumerate(self.stop):
             if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
                 raise InvalidRequestError(
-                    "INVALID_STOP_STRING", f"stop.stop_strings[{i}]", text, f"1..{MAX_STOP_STRING_CHARS} characters"
+                    "INVALID_STOP_STRING", f"stop[{i}]", text, f"1..{MAX_STOP_STRING_CHARS} characters"
                 )
             if not is_utf8(text):
                 raise InvalidRequestError(
-                    "INVALID_STOP_STRING", f"stop.stop_strings[{i}]", text, "text that can be encoded as UTF-8"
+                    "INVALID_STOP_STRING", f"stop[{i}]", text, "text that can be encoded as UTF-8"
                 )
 
 
@@ -165,22 +163,21 @@ class SpeculationParams:
     tpot_target_ms: float | None = None
 
     def __post_init__(self) -> None:
-        _check_bool("speculation.mode", self.is_enabled)
-        _normalize_number(self, "speculation.tpot_target_ms", float)
+        _check_bool("INVALID_MODE", "is_enabled", self.is_enabled)
+        _normalize_number(self, "tpot_target_ms", float)
         target = self.tpot_target_ms
         if target is not None and not (math.isfinite(target) and target > 0):
             raise InvalidRequestError(
-                "INVALID_TPOT_TARGET_MS", "speculation.tpot_target_ms", target, "finite and > 0 (milliseconds)"
+                "INVALID_TPOT_TARGET_MS", "tpot_target_ms", target, "finite and > 0 (milliseconds)"
             )
-        for path, least in (("speculation.max_draft_tokens", 0), ("speculation.branch_length", 1)):
-            _normalize_number(self, path, int)
-            name = path.split(".")[-1]
+        for name, least in (("max_draft_tokens", 0), ("branch_length", 1)):
+            _normalize_number(self, name, int)
             value = getattr(self, name)
             if value is not None and value < least:
-                raise InvalidRequestError(invalid(path), path, value, f">= {least}")
+                raise InvalidRequestError(invalid(name), name, value, f">= {least}")
         if not isinstance(self.drafter, str) or self.drafter not in ("", *DRAFTERS):
             names = ", ".join(DRAFTERS)
-            raise InvalidRequestError("UNKNOWN_DRAFTER", "speculation.drafter", self.drafter, f"one of {names}")
+            raise InvalidRequestError("UNKNOWN_DRAFTER", "drafter", self.drafter, f"one of {names}")
         if not isinstance(self.draft_scope, str) or (self.draft_scope and not is_scope_name(self.draft_scope)):
             raise InvalidRequestError("INVALID_DRAFT_SCOPE", "draft_scope", self.draft_scope, SCOPE_NAME_BOUND)
         object.__setattr__(self, "references", _references(self.references))
@@ -209,7 +206,7 @@ def _references(values: object) -> tuple[str | tuple[int, ...], ...]:
 def _reference(index: int, item: object) -> str | tuple[int, ...]:
     if item is None:
         raise InvalidRequestError("INVALID_REFERENCES", f"references[{index}]", item, "a text or token ids")
-    return item if isinstance(item, str) else _tuple_of(f"references[{index}].token_ids", item, int)
+    return item if isinstance(item, str) else _tuple_of("INVALID_TOKEN_IDS", f"references[{index}]", item, int)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from batchserve.llm import LLM
-from batchserve.metrics import AGE, CALIBRATION, COUNTERS, EDGES, FAILED_CALLS, GAUGES, HISTOGRAMS, LOAD
+from batchserve.metrics import AGE, CALIBRATION, COUNTERS, EDGES, FAILED_CALLS, FAULTS, GAUGES, HISTOGRAMS, LOAD
 from batchserve.types import FinishReason, RequestOutput, Timing, Usage
 from tests.server.fakes import FakeEngine
 from tests.server.harness import serving
@@ -79,7 +79,7 @@ async def test_the_grpc_client(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_metrics_that_are_named_exist() -> None:
     table = (EXAMPLES.parent / "serving.md").read_text().split("## Watch")[1].split("## Choose")[0]
     named = {name for name in re.findall(r"`([a-z_]+)`", table) if "_" in name}
-    known = {*COUNTERS, *FAILED_CALLS, *GAUGES, *AGE, *LOAD, *EDGES, *CALIBRATION, *HISTOGRAMS}
+    known = {*COUNTERS, *FAILED_CALLS, *FAULTS, *GAUGES, *AGE, *LOAD, *EDGES, *CALIBRATION, *HISTOGRAMS}
     assert len(named) > 20
     assert named <= known
 

@@ -43,18 +43,20 @@ def _take(starts, token_ids, parents, probs, is_verified, keep, taken):  # type:
 
 
 @njit(cache=True, nogil=True)
-def _is_sound(starts, token_ids, parents, is_verified, bounds):  # type: ignore[no-untyped-def]
+def _is_sound(starts, token_ids, parents, probs, is_verified, bounds, vocab_size):  # type: ignore[no-untyped-def]
     """Whether all trees keep DraftTree's contract; bounds [num_trees, 3]: most nodes, deepest verified, deepest row."""
     depths = np.empty(len(parents), np.int64)
     if starts[0] != 0 or starts[-1] != len(parents):
         return False
     for tree in range(len(starts) - 1):
         start, end = starts[tree], starts[tree + 1]
-        if end - start > bounds[tree, 0]:
+        if not start <= end <= len(parents) or end - start > bounds[tree, 0]:
             return False
         for node in range(start, end):
             parent = parents[node]
-            if not -1 <= parent < node - start:
+            if not -1 <= parent < node - start or not 0 <= token_ids[node] < vocab_size:
+                return False
+            if not 0.0 <= probs[node] <= MOST_CLAIMED:  # not of NaN either
                 return False
             depths[node] = 1 if parent < 0 else depths[start + parent] + 1
             if depths[node] > bounds[tree, 1 if is_verified[node] else 2]:
@@ -79,6 +81,8 @@ def _spread(starts, places, spread_starts):  # type: ignore[no-untyped-def]
     spread_starts[-1] = starts[tree]
 
 
+ANY_TOKEN = 1 << 31
+MOST_CLAIMED = 1.001  # of products of probabilities, which are rounded
 _NO_NODES = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.bool_)
 
 
@@ -204,14 +208,16 @@ class DraftForest(NamedTuple):
         """The trees of the verified nodes alone."""
         return self.take(self.is_verified) if 0 in self.is_verified.tobytes() else self
 
-    def check(self, queries: DraftQueries) -> None:
+    def check(self, queries: DraftQueries, vocab_size: int = ANY_TOKEN) -> None:
         """Raises ValueError on a tree that breaks the contract, or is more than its query asks for."""
         if len(queries.request_ids) != self.num_trees:
             raise ValueError(f"{self.num_trees} draft trees for {len(queries.request_ids)} queries")
-        if not _is_sound(self.starts, self.token_ids, self.parents, self.is_verified, queries.bounds):
+        if len({len(each) for each in self[1:]}) > 1:
+            raise ValueError(f"draft trees whose fields have {[len(each) for each in self[1:]]} nodes")
+        if not _is_sound(*self, queries.bounds, vocab_size):
             for tree, query in zip(self.trees(), queries.each(), strict=True):
                 tree.check(query)
-            raise ValueError("draft trees break their contract")
+            raise ValueError(f"draft trees break their contract: tokens in 0..{vocab_size - 1}, probs in 0..1")
 
 
 def compile_kernels() -> None:
@@ -220,4 +226,4 @@ def compile_kernels() -> None:
     forest.take(np.ones(1, np.bool_))
     bounds = np.ones((1, 3), np.int64)
     forest.spread(np.zeros(1, np.int64), 1)
-    _is_sound(forest.starts, forest.token_ids, forest.parents, forest.is_verified, bounds)
+    _is_sound(*forest, bounds, ANY_TOKEN)

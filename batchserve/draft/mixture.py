@@ -308,11 +308,13 @@ class MixtureDrafter(Drafter):
         if state is None:
             return
         self._found = [], np.zeros(0, np.int64)
-        if state.published:
-            self._write(request_id, state)
-        self._free.append(state.slot)
         scope = state.scope
-        scope.num_requests -= 1
+        try:
+            if state.published:
+                self._write(request_id, state)
+        finally:  # a scope may have no room for it
+            self._free.append(state.slot)
+            scope.num_requests -= 1
         if state.is_sharing and scope.writer == request_id:
             scope.writer = ""
             scope.index.separate()

@@ -126,8 +126,14 @@ class RoutingDrafter(Drafter):
         self._chosen.pop(request_id).end(request_id)
 
     def clear_scope(self, scope: DraftScope) -> None:
+        errors = []
         for drafter in self._used.values():
-            drafter.clear_scope(scope)
+            try:
+                drafter.clear_scope(scope)
+            except Exception as error:  # the others forget it all the same
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def use_threads(self, team: Team) -> None:
         for drafter in self._drafters.values():

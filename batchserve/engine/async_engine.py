@@ -27,6 +27,7 @@ from batchserve.errors import (
     UnavailableError,
     UnknownModelError,
 )
+from batchserve.forks import Maker
 from batchserve.logs import adopt_library_loggers
 from batchserve.types import Delta, ModelInfo, RequestOutput, SamplingParams, SpeculationParams, Started
 
@@ -90,6 +91,7 @@ class AsyncEngine:
         else:
             self._back = EngineThread(engine, config.draft.draft_cache)
         self._processor, self._info = self._back.processor, self._back.info
+        self._maker = Maker("AsyncEngine")
         self._loop = asyncio.get_running_loop()
         self._places = config.max_num_seqs, config.max_waiting
         self._tickets = itertools.count()
@@ -111,8 +113,13 @@ class AsyncEngine:
         own_process: the engine gets one, and does not share the interpreter with this loop (docs/performance.md).
         The drafter may still be compiling then (unless `wait_for_drafter`): requests go without drafts meanwhile.
         """
-        make = EngineProcess if own_process else _build
-        return cls(await asyncio.to_thread(make, config, on_progress), config)
+        make: Callable[..., BuiltEngine | EngineProcess] = EngineProcess if own_process else _build
+        making = asyncio.get_running_loop().run_in_executor(None, make, config, on_progress)
+        try:
+            return cls(await asyncio.shield(making), config)
+        except asyncio.CancelledError:
+            making.add_done_callback(_kill)
+            raise
 
     @property
     def info(self) -> ModelInfo:
@@ -125,6 +132,10 @@ class AsyncEngine:
     @property
     def num_in_flight(self) -> int:
         return len(self._streams)
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether a request of that id is in flight."""
+        return request_id in self._ids
 
     def stream(
         self,
@@ -228,6 +239,7 @@ class AsyncEngine:
 
         Returns whether all ended in time.
         """
+        self._maker.check()
         self._closed = self._closed or UnavailableError("the server is draining: it takes no new requests")
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -236,15 +248,16 @@ class AsyncEngine:
 
     async def wait_failed(self) -> None:
         """Returns once the engine has failed for good: from then on it refuses everything with EngineFaultError."""
+        self._maker.check()
         await self._has_failed.wait()
 
-    async def clear_draft_scope(self, name: str = "") -> None:
+    async def clear_draft_scope(self, draft_scope: str = "") -> None:
         """Forget what the requests of a draft scope have shared; empty is the default scope. Returns once it is done.
 
         Requests in flight keep drafts from their own text. Raises InvalidRequestError, and what a new request would.
         """
         self._check_loop()
-        scope = self._processor.resolve_scope(SpeculationParams(draft_scope=name).draft_scope)
+        scope = self._processor.resolve_scope(SpeculationParams(draft_scope=draft_scope).draft_scope)
         if self._closed is not None:
             raise self._closed.with_traceback(None)
         if scope is None:  # shares nothing
@@ -277,6 +290,7 @@ class AsyncEngine:
 
         Harmless when repeated.
         """
+        self._maker.check()
         self._closed = UnavailableError("the server is shutting down")
         for stream in self._streams.values():
             stream.events.put_nowait(self._closed)
@@ -286,10 +300,12 @@ class AsyncEngine:
 
     def kill(self) -> None:
         """Do not wait for an engine any longer that is in a process of its own: its draft cache is not saved."""
+        self._maker.check()
         self._back.kill()
 
     def _check_loop(self) -> None:
-        """On another loop nobody would ever be told of an answer."""
+        """On another loop, or in a forked process, nobody would ever be told of an answer."""
+        self._maker.check()
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("an AsyncEngine belongs to the asyncio loop that it was started on")
 
@@ -334,7 +350,7 @@ class AsyncEngine:
         elif isinstance(reply, Done):
             done = self._asked.get(reply.ticket)
             if done is not None and not done.done():
-                done.set_result(None)
+                done.set_result(None) if reply.error is None else done.set_exception(reply.error)
         else:
             self._end_streams(reply.error, reply.is_consistent)
 
@@ -372,6 +388,13 @@ def _build(config: EngineConfig, on_progress: Callable[[str], None] | None) -> B
 
     adopt_library_loggers()
     return build_engine(config, on_progress, is_serving=True)
+
+
+def _kill(made: asyncio.Future[BuiltEngine | EngineProcess]) -> None:
+    """End a process that nobody waits for any more."""
+    engine = None if made.cancelled() or made.exception() is not None else made.result()
+    if isinstance(engine, EngineProcess):
+        engine.kill()
 
 
 def _seconds(deadline_s: object) -> float | None:

@@ -29,6 +29,7 @@ from batchserve.engine.kv_memory import Progress
 from batchserve.engine.make_faster import make_faster
 from batchserve.engine.measure_steps import measured_table
 from batchserve.errors import ConfigError
+from batchserve.forks import check_no_fork_of_a_maker
 from batchserve.gpu.linears import ROW_COUNTS
 from batchserve.kernel_cache import forget_stale_kernels
 from batchserve.metrics import EngineMetrics
@@ -75,7 +76,9 @@ def build_engine(
     clock: Callable[[], float] = time.monotonic,
     is_serving: bool = False,
 ) -> BuiltEngine:
-    """Everything between a configuration and the first step. Raises ConfigError, UnsupportedModelError.
+    """Everything between a configuration and the first step.
+
+    Raises ConfigError, UnsupportedModelError, and ForkedProcessError in a fork of a process that has built an engine.
 
     `drafter` overrides all configured ones (for tests and experiments). While serving, drafters are compiled in the
     background, and requests are decoded without drafts until theirs is ready; otherwise where they are first needed.
@@ -84,6 +87,7 @@ def build_engine(
     # What cannot be is refused before minutes have gone into loading.
     config.draft.cache_path()
     create_drafters(config, LARGEST_MODEL)
+    check_no_fork_of_a_maker()
     forget_stale_kernels()
     say(f"loading {config.model}")
     loaded = load_model(config)
@@ -116,7 +120,7 @@ def build_engine(
     # Beside a GPU nobody else uses the processor's threads: they sleep, and to wake all of them takes too long.
     is_on_cpu = loaded.device.type == "cpu"
     used_drafter.use_threads(openmp.team(runner.num_threads if is_on_cpu else min(runner.num_threads, MOST_THREADS)))
-    drafts = DraftStage(used_drafter, _draft_policy(config, step_time), backend.allocator, clock)
+    drafts = DraftStage(used_drafter, _draft_policy(config, step_time), backend.allocator, clock, loaded.vocab_size)
     core = EngineCore(scheduler, drafts, runner, decoder_of(loaded.tokenizer), EngineMetrics(), clock)
     info = ModelInfo(
         name=loaded.name,

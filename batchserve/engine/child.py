@@ -13,11 +13,13 @@ import pickle
 import signal
 import sys
 import threading
+import time
 from concurrent.futures import Future
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from batchserve.engine.messages import NotBuilt, Progress, Reading, ReadMetrics, Ready
+from batchserve.engine.messages import End, NotBuilt, Progress, Reading, ReadMetrics, Ready
 from batchserve.errors import BatchserveError
 from batchserve.logs import adopt_library_loggers, configure_logging
 from batchserve.threads import apply_thread_policy
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from batchserve.config import EngineConfig
     from batchserve.engine.engine_loop import EngineLoop
 
+ORPHAN_TIMEOUT_S = 30.0  # a last step, and saving a draft cache, have to fit into it
 logger = logging.getLogger(__name__)
 
 
@@ -37,19 +40,16 @@ class Pipe:
         self._sending = threading.Lock()
 
     def send(self, what: object) -> None:
-        """Ends the process where the front has gone."""
-        try:
-            with self._sending:
-                self._connection.send(what)
-        except OSError:
-            os._exit(1)
+        """To nobody where the front has gone: whoever receives sees that, and ends the engine."""
+        with suppress(OSError), self._sending:
+            self._connection.send(what)
 
     def receive(self) -> Any:
-        """Ends the process where the front has gone."""
+        """None where the front has gone."""
         try:
             return self._connection.recv()
         except (EOFError, OSError):
-            os._exit(1)
+            return None
 
 
 def main() -> None:
@@ -61,7 +61,9 @@ def main() -> None:
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
     pipe = Pipe(Connection(descriptor))
-    config: EngineConfig = pipe.receive()
+    config: EngineConfig | None = pipe.receive()
+    if config is None:
+        return
     built: Future[EngineLoop] = Future()
     reader = threading.Thread(target=_read, args=(pipe, built), name="batchserve-messages", daemon=True)
     reader.start()  # at once: the front may go while the model is being loaded
@@ -95,8 +97,7 @@ def _build(config: EngineConfig, pipe: Pipe) -> EngineLoop:
 
 def _read(pipe: Pipe, built: Future[EngineLoop]) -> None:
     try:
-        while True:
-            message = pipe.receive()
+        while (message := pipe.receive()) is not None:
             if isinstance(message, ReadMetrics):
                 _answer(pipe, built.result())
             else:
@@ -104,6 +105,10 @@ def _read(pipe: Pipe, built: Future[EngineLoop]) -> None:
     except Exception:  # nobody would hear of requests any more, nor of the end
         logger.exception("the front is not understood")
         os._exit(1)
+    if built.done():  # the front has gone: what the drafter shares is saved all the same
+        built.result().inbox.put(End())
+        time.sleep(ORPHAN_TIMEOUT_S)
+    os._exit(1)
 
 
 def _answer(pipe: Pipe, loop: EngineLoop) -> None:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from batchserve.draft.base import DraftRequest
-from batchserve.draft.forest import DraftForest, DraftQueries
+from batchserve.draft.forest import ANY_TOKEN, DraftForest, DraftQueries
+from batchserve.engine.guarded_drafter import GuardedDrafter
+from batchserve.faults import Faults
 from batchserve.metrics import Acceptance
 from batchserve.scheduler.acceptance import DEPTH_OF_BIN
 from batchserve.scheduler.adaptive import UNDRAFTED
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from batchserve.scheduler.plan import SchedulerOutput
 
 SCARCE = 64  # K/V entries for each request, beside its drafts: with fewer that are free, who comes first matters
+PLAIN_STEP = "the step's requests go on without drafts"
 LATE_STEPS = 4  # whoever was not asked for more of them is told what has happened since in one piece
 
 
@@ -43,6 +46,9 @@ class _Told:
 class DraftStage:
     """Asks the drafters, lets the policy choose (a fixed or an adaptive decoding length), and tells both what came of
     it.
+
+    No fault of theirs ends a request: where a drafter fails, the request that it was asked for goes on without drafts;
+    where the policy does, a step has none. `faults` counts them.
     """
 
     def __init__(
@@ -51,9 +57,12 @@ class DraftStage:
         policy: DraftPolicy,
         allocator: KVAllocator,
         clock: Callable[[], float],
+        vocab_size: int = ANY_TOKEN,
     ) -> None:
-        self.drafter = drafter
         self.policy = policy
+        self.faults = Faults()
+        self._guarded = GuardedDrafter(drafter, vocab_size, self.faults)
+        self._policy_contained = self.faults.contained("draft policy", PLAIN_STEP)
         self._allocator = allocator
         self._clock = clock
         self._started: dict[str, _Told] = {}  # requests that have draft state
@@ -61,25 +70,39 @@ class DraftStage:
         self._forgotten: dict[str, int] = {}  # of others: so many tokens were published when their scope was cleared
         self._step: StepOutcome | None = None  # the one under way
 
+    @property
+    def drafter(self) -> Drafter:
+        return self._guarded.drafter
+
+    @drafter.setter
+    def drafter(self, drafter: Drafter) -> None:
+        self._guarded.drafter = drafter
+
     def propose(self, plan: SchedulerOutput) -> DraftForest:
         """The drafts of one step, a tree for every scheduled request, with K/V reserved for their rows."""
         self._num_steps += 1
         self._step = step = StepOutcome(plan.load, plan.decoding, plan.load)
+        with self._policy_contained:
+            if len(plan.drafted) and self.policy.begin_step(plan.load, plan.decoding, len(plan.drafted)):
+                return self._propose(plan, step)
+        return DraftForest.empty(len(plan.requests))
+
+    def _propose(self, plan: SchedulerOutput, step: StepOutcome) -> DraftForest:
         num_trees, places, policy = len(plan.requests), plan.drafted, self.policy
-        if not len(places) or not policy.begin_step(plan.load, plan.decoding, len(places)):
-            return DraftForest.empty(num_trees)
-        request_ids, bounds = plan.request_ids, plan.columns[places, MOST_DRAFT:]
+        request_ids = plan.request_ids
         if len(places) < num_trees:
             request_ids = [request_ids[place] for place in places.tolist()]
         began_s = self._clock()
-        self._tell(request_ids)
+        if not self._tell(request_ids):
+            are_left = [name in self._started for name in request_ids]
+            request_ids, places = [*compress(request_ids, are_left)], places[are_left]
+            if not request_ids:
+                return DraftForest.empty(num_trees)
         for name in policy.windows_run(request_ids):
-            policy.window_earned(name, self.drafter.window_tokens(name))
+            policy.window_earned(name, self._guarded.window_tokens(name))
+        bounds = plan.columns[places, MOST_DRAFT:]
         queries = DraftQueries(request_ids, bounds, policy.bound(request_ids, bounds, plan.max_draft_rows))
-        forest = self.drafter.propose_all(queries)
-        if forest.num_trees != len(places):
-            raise ValueError(f"drafter {self.drafter.name!r}: {forest.num_trees} trees for {len(places)} queries")
-        forest.check(queries)
+        forest = self._guarded.propose_all(queries)
         decoding = plan.requests
         if plan.decoding.num_requests < num_trees:
             decoding = [*compress(decoding, plan.is_decoding.tolist())]
@@ -121,13 +144,27 @@ class DraftStage:
 
     def are_asked(self, requests: Sequence[Request]) -> list[bool]:
         """Whose drafters are to be called in this step, of these that decode; once a step."""
-        started = self._started
-        are_ready = [r.request_id in started or self._begin(r) for r in requests]
-        are_asked = self.policy.are_asked([r.request_id for r in requests])
-        return are_asked if all(are_ready) else [*map(and_, are_ready, are_asked)]
+        with self._policy_contained:
+            self._drop_failed()
+            started = self._started
+            are_ready = [r.request_id in started or self._begin(r) for r in requests]
+            are_asked = self.policy.are_asked([r.request_id for r in requests])
+            return are_asked if all(are_ready) else [*map(and_, are_ready, are_asked)]
+        return [False] * len(requests)
 
-    def _tell(self, request_ids: Collection[str]) -> None:
-        """Let the drafter hear what it has missed. A drafter that is not asked costs nothing, not even to listen."""
+    def _drop_failed(self) -> bool:
+        """Go on without drafts where a drafter has failed; whether there were any such requests."""
+        failed = self._guarded.failed & self._started.keys()
+        for request_id in failed:
+            del self._started[request_id]
+            self.policy.end(request_id)
+        return bool(failed)
+
+    def _tell(self, request_ids: Collection[str]) -> bool:
+        """Let the drafter hear what it has missed. A drafter that is not asked costs nothing, not even to listen.
+
+        False where that failed: then the requests concerned have no draft state any more, some only for now.
+        """
         accepted: dict[str, list[int]] = {}
         late: dict[str, list[int]] = {}
         shared: dict[str, list[int]] = {}  # what clients were given: that may reach other requests
@@ -143,19 +180,24 @@ class DraftStage:
                 shared[request_id] = token_ids[begin + told.num_shared : begin + last]
                 told.num_shared = last
             told.step = self._num_steps
-        if accepted:
-            self.drafter.accept_all(accepted)
-        if late:
-            self.drafter.catch_up(late)
-        if shared:
-            self.drafter.share_all(shared)
+        lost, failed = set[str](), self._guarded.failed
+        for method, tokens in (("accept_all", accepted), ("catch_up", late), ("share_all", shared)):
+            if lost or failed:
+                tokens = {name: those for name, those in tokens.items() if name not in lost and name not in failed}
+            if tokens:
+                lost.update(self._guarded.tell(method, tokens))
+        for request_id in lost:
+            self._forgotten[request_id] = self._started.pop(request_id).num_shared
+            self.policy.end(request_id)
+        return not (self._drop_failed() or lost)
 
     def _begin(self, request: Request) -> bool:
         """Whether it can be drafted now; its state begins when its drafter is ready, with all that it has by then."""
         name = request.speculation.drafter
-        if not self.drafter.is_ready_for(name):
+        if not self._guarded.is_ready_for(request.request_id, name):
             return False
-        self.drafter.start(_draft_request(request))
+        if not self._guarded.start(_draft_request(request)):
+            return False
         self.policy.start(request.request_id, name or self.drafter.name, request.speculation.tpot_target_s)
         # Of its answer it hears before it is asked; it is late where that is long.
         begun_at = self._num_steps + 1 - request.num_output_tokens
@@ -166,7 +208,7 @@ class DraftStage:
     def observe(self, request_id: str, token_ids: Sequence[int]) -> None:
         """The argmax of a request's rows that were not verified."""
         if request_id in self._started:
-            self.drafter.observe(request_id, token_ids)
+            self._guarded.observe(request_id, token_ids)
 
     def step_done(self, token_ids: Mapping[str, Sequence[int]], step_s: float, forward_s: float) -> None:
         """The step took so long, from its beginning to its commit, and gave its decoding requests these tokens."""
@@ -174,12 +216,14 @@ class DraftStage:
             return
         step, self._step = self._step, None
         step.step_s, step.forward_s = step_s, forward_s
-        self.policy.step_done(step, token_ids)
+        with self._policy_contained:
+            self.policy.step_done(step, token_ids)
 
     def preempted(self, requests: Iterable[Request]) -> None:
         """These begin again: the token behind their next prefill is none that a drafter was asked for."""
-        for request in requests:
-            self.policy.skip(request.request_id)
+        with self._policy_contained:
+            for request in requests:
+                self.policy.skip(request.request_id)
 
     def acceptance(self) -> dict[str, Acceptance]:
         """What has come of drafts until now, by drafter. Any thread may ask."""
@@ -191,15 +235,18 @@ class DraftStage:
         }
 
     def end(self, request: Request) -> None:
-        if request.request_id in self._started:
-            told = self._started[request.request_id]
-            if self._num_steps - told.step > LATE_STEPS:  # nobody will draft from this text
-                told.num_tokens = len(request.token_ids)
-            self._tell([request.request_id])
-            del self._started[request.request_id]
-            self.drafter.end(request.request_id)
+        """Forget a request, which is sure to be forgotten whatever fails."""
+        told = self._started.get(request.request_id)
+        with self._policy_contained:
+            if told is not None:
+                if self._num_steps - told.step > LATE_STEPS:  # nobody will draft from this text
+                    told.num_tokens = len(request.token_ids)
+                self._tell([request.request_id])
+            self.policy.end(request.request_id)
+        if told is not None or request.request_id in self._guarded.failed:
+            self._started.pop(request.request_id, None)
+            self._guarded.end(request.request_id)
         self._forgotten.pop(request.request_id, None)
-        self.policy.end(request.request_id)
 
     def clear_scope(self, scope: DraftScope, in_flight: Iterable[Request]) -> None:
         """Forget the text of the scope's requests until now, of those in flight, too, told or not."""

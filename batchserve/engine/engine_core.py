@@ -5,11 +5,10 @@ Synchronous and deterministic: it has no clock of its own, and no asyncio.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from batchserve.engine.detokenizer import Decoder, IncrementalDetokenizer, special_texts, token_texts
-from batchserve.errors import BatchserveError, DeadlineExceededError, NonFiniteLogitsError
+from batchserve.errors import BatchserveError, DeadlineExceededError, EngineFaultError, NonFiniteLogitsError
 from batchserve.metrics import Verification
 from batchserve.request import Request
 from batchserve.runner.ragged_batch import RaggedBatch, flatten
@@ -41,7 +40,8 @@ class EngineCore:
     """All requests of one engine. Not thread-safe: one thread owns it.
 
     Events go to `emit`, one call a step. Every request that is added ends in exactly one error, or Delta with a
-    finish_reason, unless it is aborted.
+    finish_reason, unless it is aborted. A fault in drafting or in counting ends nobody, and one in making an answer's
+    text that request alone.
     """
 
     def __init__(
@@ -57,6 +57,8 @@ class EngineCore:
         self.drafts = drafts
         self.runner = runner
         self.metrics = metrics
+        self._counting = metrics.contained
+        metrics.draft_faults = lambda: self.drafts.faults.counts
         metrics.acceptance = lambda: self.drafts.acceptance()  # the stage may be exchanged
         metrics.adaptive = lambda: self.drafts.policy.gauges()
         metrics.load = self._load
@@ -70,7 +72,7 @@ class EngineCore:
         self._unpublished: list[_Commit] = []
         self._verified: list[Verification] = []  # in the step under way
         self._stopped: list[Request] = []  # by a stop string, while their next step is under way
-        self._overflowed: list[Request] = []  # in the step under way
+        self._failed: dict[Request, BatchserveError] = {}  # in the step under way
 
     @property
     def drafter(self) -> Drafter:
@@ -84,12 +86,21 @@ class EngineCore:
         """Queue a request. Its id must not be in flight (the front has seen to that)."""
         if request.request_id in self._names:
             raise RuntimeError(f"request {request.request_id!r} is in flight already")
+        try:
+            detokenizer = self._new_detokenizer(request)
+        except Exception as error:
+            self._count_unfinished(num_failed=1)
+            self.emit([(request, self._no_text(request, error))])
+            return
         self._names.add(request.request_id)
+        self._detokenizers[request] = detokenizer
+        self.scheduler.add(request)
+
+    def _new_detokenizer(self, request: Request) -> IncrementalDetokenizer:
         sampling = request.sampling
         is_skipping = sampling.skip_special_tokens
         how = (self._decoder, sampling.stop, is_skipping, self._token_texts[is_skipping])
-        self._detokenizers[request] = IncrementalDetokenizer(*how, request.token_ids, self._special_texts)
-        self.scheduler.add(request)
+        return IncrementalDetokenizer(*how, request.token_ids, self._special_texts)
 
     def abort(self, request: Request) -> None:
         """Forget a request and free its memory now; nothing more is said of it. Harmless when it has ended."""
@@ -97,7 +108,7 @@ class EngineCore:
             self._end(request)
             # gRPC takes a call back at its deadline, and that mostly comes before a step finds it passed.
             is_expired = request.deadline_s is not None and request.deadline_s <= self._clock() + DEADLINE_SLACK_S
-            self.metrics.unfinished(num_aborted=not is_expired, num_expired=is_expired)
+            self._count_unfinished(num_aborted=not is_expired, num_expired=is_expired)
 
     def abort_all(self) -> list[Request]:
         """Forget every request; returns them."""
@@ -107,7 +118,7 @@ class EngineCore:
         self._unpublished.clear()
         self._verified.clear()
         self._stopped.clear()
-        self._overflowed.clear()
+        self._failed.clear()
         return requests
 
     def step(self) -> None:
@@ -115,7 +126,8 @@ class EngineCore:
         self._expire()
         began_s = self._clock()
         plan = self.scheduler.schedule(began_s, self.drafts.are_asked)
-        self.metrics.preempted(len(plan.preempted))
+        with self._counting:
+            self.metrics.preempted(len(plan.preempted))
         self.drafts.preempted(plan.preempted)
         if plan.requests:
             self._run(plan, began_s)
@@ -139,7 +151,8 @@ class EngineCore:
         came, num_draft_rows = self._commit(plan, batch, results)
         self.drafts.step_done(came, self._clock() - began_s, forward_s)
         self.scheduler.step_done(num_drafted)
-        self.metrics.step_done(batch.num_rows, num_draft_rows, len(came), forward_s, self._verified)
+        with self._counting:
+            self.metrics.step_done(batch.num_rows, num_draft_rows, len(came), forward_s, self._verified)
         self._verified.clear()
 
     def _end_late(self) -> None:
@@ -147,10 +160,11 @@ class EngineCore:
         stopped, self._stopped = self._stopped, []
         for request in stopped:
             self._end(request)
-        overflowed, self._overflowed = self._overflowed, []
-        if overflowed:
-            self.metrics.unfinished(num_failed=len(overflowed))
-            self._fail([(request, _no_logits(request)) for request in overflowed])
+        found, self._failed = self._failed, {}
+        failed = [each for each in found.items() if each[0] in self._detokenizers]  # the others were aborted since
+        if failed:
+            self._count_unfinished(num_failed=len(failed))
+            self._fail(failed)
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if memory, requests and drafts disagree."""
@@ -177,13 +191,19 @@ class EngineCore:
         """Forget what the scope's requests have shared, drafts and K/V.
 
         Those in flight go on. What they are given from now on is drafted from, as before; their K/V, which is of what
-        came before, too, is nobody else's any more.
+        came before, too, is nobody else's any more. Raises EngineFaultError where a drafter cannot forget:
+        all else is forgotten then.
         """
         self.runner.backend.allocator.forget_prefixes(scope)
-        self.drafts.clear_scope(scope, self._detokenizers)
         for request in self._detokenizers:
             if request.prefix_scope == scope:
                 request.prefix_scope = None
+        try:
+            self.drafts.clear_scope(scope, self._detokenizers)
+        except Exception as error:
+            self.metrics.faults.note("drafter.clear_scope", error, "its caller is told")
+            what = f"draft_scope = {scope.name!r}: drafts of it cannot be forgotten; restart the server"
+            raise EngineFaultError(what) from error
 
     def _build(self, plan: SchedulerOutput, drafts: DraftForest) -> RaggedBatch:
         """drafts: a tree for every scheduled request, empty ones included."""
@@ -200,7 +220,8 @@ class EngineCore:
     def _begun(self, request: Request) -> None:
         request.first_scheduled_s = self._clock()
         is_looked_for = request.prefix_scope is not None
-        self.metrics.begun(request.num_prompt_tokens, request.num_cached_tokens if is_looked_for else None)
+        with self._counting:
+            self.metrics.begun(request.num_prompt_tokens, request.num_cached_tokens if is_looked_for else None)
 
     def _commit(
         self, plan: SchedulerOutput, batch: RaggedBatch, results: list[VerifiedTokens | None]
@@ -243,10 +264,12 @@ class EngineCore:
         """The logits behind the request's last token say nothing."""
         if has_drafts:
             # A draft's K/V may have spoilt the other rows: kernels multiply by zero what a row does not see.
-            request.speculation = replace(request.speculation, max_draft_tokens=0)
+            request.pause_drafts()
+            with self._counting:
+                self.metrics.drafts_paused()
         else:
             request.prefix_scope = None  # nobody shall begin with its K/V
-            self._overflowed.append(request)
+            self._failed[request] = _no_logits(request)
 
     def _append(self, request: Request, verified: VerifiedTokens, num_drafted: int, now_s: float) -> list[int]:
         """Give the request its new tokens, up to its end, and end it there; returns what came: them, and the end."""
@@ -288,7 +311,11 @@ class EngineCore:
             detokenizer = self._detokenizers.get(request)
             if detokenizer is None:  # aborted since
                 continue
-            piece = detokenizer.feed(token_ids, is_last=request.finish_reason is not None)
+            try:
+                piece = detokenizer.feed(token_ids, is_last=request.finish_reason is not None)
+            except Exception as error:
+                self._failed[request] = self._no_text(request, error)
+                continue
             if piece.is_stopped:
                 request.finish_reason = FinishReason.STOP
                 request.num_accepted_draft_tokens -= max(0, num_accepted - len(piece.token_ids))
@@ -301,13 +328,20 @@ class EngineCore:
             else:
                 events.append((request, self._last_delta(request, piece.text, piece.token_ids)))
         if events:
-            self.metrics.given(num_given)
+            with self._counting:
+                self.metrics.given(num_given)
             self.emit(events)
+
+    def _no_text(self, request: Request, error: Exception) -> EngineFaultError:
+        """What a request ends with whose text cannot be made."""
+        self.metrics.faults.note("detokenizer", error, "the request has failed")
+        return EngineFaultError(f"request_id = {request.request_id!r}: the text of the answer cannot be made")
 
     def _last_delta(self, request: Request, text: str, token_ids: list[int]) -> Delta:
         usage = request.usage(request.num_published_tokens)
         timing = request.timing(self._clock())
-        self.metrics.finished(timing, usage.completion_tokens)
+        with self._counting:
+            self.metrics.finished(timing, usage.completion_tokens)
         if request.is_finished:
             self._end(request)
         else:
@@ -320,8 +354,12 @@ class EngineCore:
             self._publish()  # what came in time, be it an answer's end
             self._end_late()
             late = [(request, _expiry(request)) for request in self.scheduler.expired(now_s)]
-            self.metrics.unfinished(num_expired=len(late))
+            self._count_unfinished(num_expired=len(late))
             self._fail(late)
+
+    def _count_unfinished(self, **amounts: int) -> None:
+        with self._counting:
+            self.metrics.unfinished(**amounts)
 
     def _fail(self, failures: Sequence[tuple[Request, BatchserveError]]) -> None:
         for request, _ in failures:

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
     from batchserve.engine.build import BuiltEngine
     from batchserve.engine.engine_core import Event
-    from batchserve.request import Request
+    from batchserve.request import DraftScope, Request
+
+    _TicketEvent = tuple[int, Delta | BatchserveError]
 
 logger = logging.getLogger(__name__)
 LULL_S = 1.0  # of nothing to do: then the books are checked
@@ -36,23 +38,29 @@ class EngineLoop:
         self._tickets: dict[Request, int] = {}  # of all requests in flight
         self._requests: dict[int, Request] = {}  # the other way round
         self._held: dict[int, OutputCollector] = {}  # what those have been given who want it in one piece
+        self._lost: list[Request] = []  # whose client cannot be told of it; ended behind the step under way
         self._is_ending = False
+        self._is_sound = True
         self._core.emit = self._emit
 
     def run(self) -> None:
-        """Messages and steps, until End or a failure that cannot be mended; then save the draft cache."""
-        self._core.runner.bind_thread()
-        is_going_on = is_sound = True
-        while is_going_on:
-            try:
-                is_going_on = self._turn()
-            except Exception:
-                logger.exception("the engine failed; every request in flight is ended")
-                is_sound = self._fail_all()
-                is_going_on = is_sound and not self._is_ending
-        if is_sound and self._draft_cache is not None:
-            self._save_drafts(Path(self._draft_cache))
-        self._core.drafter.close()
+        """Messages and steps, until End or a failure that cannot be mended; but for that, then save the draft cache."""
+        try:
+            self._core.runner.bind_thread()
+            while self._goes_on():
+                pass
+        finally:
+            if self._is_sound:
+                self._save_drafts()
+            self._core.drafter.close()
+
+    def _goes_on(self) -> bool:
+        try:
+            return self._turn()
+        except Exception:
+            logger.exception("the engine failed; every request in flight is ended")
+            self._is_sound = self._fail_all()
+            return self._is_sound and not self._is_ending
 
     def _turn(self) -> bool:
         """One message, or one step where there is none; False after the last."""
@@ -60,10 +68,12 @@ class EngineLoop:
             message = self.inbox.get_nowait() if self._core.has_work else self._next_message()
         except queue.Empty:
             self._core.step()
+            self._abort_lost()
             return True
         if isinstance(message, End):
             self._is_ending = True
-            self.metrics.unfinished(num_aborted=len(self._requests))
+            with self.metrics.contained:
+                self.metrics.unfinished(num_aborted=len(self._requests))
             self._core.abort_all()
             return False
         if isinstance(message, Add):
@@ -75,10 +85,21 @@ class EngineLoop:
         elif isinstance(message, Abort):
             self._abort(message.ticket)
         else:
-            if isinstance(message, ClearScope):
-                self._core.clear_draft_scope(message.scope)
-            self._send(Done(message.ticket))
+            self._send(Done(message.ticket, self._clear(message.scope) if isinstance(message, ClearScope) else None))
         return True
+
+    def _clear(self, scope: DraftScope) -> EngineFaultError | None:
+        """Forget a scope; what its caller must hear where that fails."""
+        try:
+            self._core.clear_draft_scope(scope)
+        except EngineFaultError as error:
+            return error
+        return None
+
+    def _abort_lost(self) -> None:
+        lost, self._lost = self._lost, []
+        for request in lost:
+            self._core.abort(request)
 
     def _next_message(self) -> Message:
         """Waits for it. Whoever comes while the books are checked would wait for that, so it is done in a lull."""
@@ -100,30 +121,61 @@ class EngineLoop:
         self._held.pop(ticket, None)
 
     def _emit(self, events: list[Event]) -> None:
-        told: list[tuple[int, Delta | BatchserveError]] = []
+        """Tell clients; one that cannot be told of its request loses that, and the others hear of theirs."""
+        told: list[_TicketEvent] = []
         for request, event in events:
-            ticket = self._tickets[request]
-            is_last, held = isinstance(event, BatchserveError), self._held.get(ticket)
-            if isinstance(event, Delta):
-                is_last = event.finish_reason is not None
-                if held is not None:
-                    held.add(event)
-                    event = held.whole() if is_last else event
-            if is_last:
-                self._forget(request)
-            if is_last or held is None:
-                told.append((ticket, event))
-        if told:
-            self._send(Events(told))
+            ticket = self._tickets.get(request)
+            if ticket is None:  # lost in the step under way
+                continue
+            try:
+                told += self._told(ticket, request, event)
+            except Exception as error:
+                told.append(self._lose(ticket, request, error))
+        self._send_events(told)
+
+    def _told(self, ticket: int, request: Request, event: Delta | BatchserveError) -> list[_TicketEvent]:
+        """What of an event a request's client is to be told now."""
+        is_last, held = isinstance(event, BatchserveError), self._held.get(ticket)
+        if isinstance(event, Delta):
+            is_last = event.finish_reason is not None
+            if held is not None:
+                held.add(event)
+                event = held.whole() if is_last else event
+        if is_last:
+            self._forget(request)
+        return [(ticket, event)] if is_last or held is None else []
+
+    def _send_events(self, told: list[_TicketEvent]) -> None:
+        """In one message; one by one where that cannot be sent: it may be that one of them cannot."""
+        try:
+            if told:
+                self._send(Events(told))
+        except Exception as error:
+            if len(told) > 1:
+                for each in told:
+                    self._send_events([each])
+                return
+            ticket = told[0][0]
+            self._send(Events([self._lose(ticket, self._requests.get(ticket), error)]))
+
+    def _lose(self, ticket: int, request: Request | None, error: Exception) -> _TicketEvent:
+        """End a request, behind the step under way; returns what its client is told instead."""
+        self.metrics.faults.note("stream", error, "the request has failed")
+        if request is not None and ticket in self._requests:
+            self._forget(request)
+            self._lost.append(request)
+        return ticket, EngineFaultError("the answer cannot be handed over; the request was ended")
 
     def _fail_all(self) -> bool:
         """End every request in flight with an error; False, for good, if the core cannot go on afterwards."""
         is_consistent = True
         try:
-            self.metrics.unfinished(num_failed=len(self._requests))
+            with self.metrics.contained:
+                self.metrics.unfinished(num_failed=len(self._requests))
             self._tickets.clear()
             self._requests.clear()
             self._held.clear()
+            self._lost.clear()
             self._core.abort_all()
             self._core.check_integrity()
             self._core.runner.check_device()
@@ -133,8 +185,10 @@ class EngineLoop:
         self._send(Failed(EngineFaultError("the engine failed; the request was ended"), is_consistent))
         return is_consistent
 
-    def _save_drafts(self, path: Path) -> None:
+    def _save_drafts(self) -> None:
+        if self._draft_cache is None:
+            return
         try:
-            self._built.save_drafts(path)
-        except (BatchserveError, OSError):  # the answers have all been given; drafts are only lost
-            logger.exception("draft cache: cannot be saved to %s", path)
+            self._built.save_drafts(Path(self._draft_cache))
+        except Exception:  # the answers have all been given; drafts are only lost
+            logger.exception("draft cache: cannot be saved to %s", self._draft_cache)

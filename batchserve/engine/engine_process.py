@@ -10,11 +10,14 @@ import dataclasses
 import importlib
 import logging
 import math
+import os
 import queue
 import socket
 import subprocess
 import threading
 import time
+import weakref
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +57,8 @@ class EngineProcess:
         self._outbox: queue.SimpleQueue[Message | ReadMetrics | None] = queue.SimpleQueue()  # None: nobody reads
         self._is_ending = False
         self._process, self._pipe = _start()
+        # A process that is forked from this one would keep the pipe open, and so the engine alive.
+        os.register_at_fork(after_in_child=partial(_close_pipe, weakref.ref(self)))
         try:
             # Takes seconds, in which the engine is being built.
             threading.Thread(target=importlib.import_module, args=("batchserve.runner.loader",), daemon=True).start()
@@ -188,6 +193,12 @@ class RemoteMetrics:
         self._has_come.wait(READING_TIMEOUT_S)
         with self._lock:
             return dataclasses.replace(self._last, age_s=time.monotonic() - self._last_s)
+
+
+def _close_pipe(ref: weakref.ref[EngineProcess]) -> None:
+    engine = ref()
+    if engine is not None:
+        engine._pipe.close()
 
 
 def _start() -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:

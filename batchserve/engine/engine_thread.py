@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import threading
 from typing import TYPE_CHECKING
 
 from batchserve.engine.engine_loop import EngineLoop
+from batchserve.engine.messages import End
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
     from batchserve.engine.build import BuiltEngine
     from batchserve.engine.messages import Message, Reply
 
+EXIT_TIMEOUT_S = 30.0  # a last step, and saving a draft cache, have to fit into it
 logger = logging.getLogger(__name__)
 
 
@@ -23,10 +27,12 @@ class EngineThread:
     def __init__(self, built: BuiltEngine, draft_cache: str | None) -> None:
         self.processor, self.info, self.metrics = built.processor, built.info, built.core.metrics
         self._loop = EngineLoop(built, draft_cache, self._reply)
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._loop.run, name="batchserve-engine", daemon=True)
 
     def start(self, on_reply: Callable[[Reply], None]) -> None:
         self._on_reply = on_reply
+        atexit.register(self._end_at_exit)
         self._thread.start()
 
     def _reply(self, reply: Reply) -> None:
@@ -40,6 +46,13 @@ class EngineThread:
 
     def join(self) -> None:
         self._thread.join()
+        atexit.unregister(self._end_at_exit)
+
+    def _end_at_exit(self) -> None:
+        """Of a program that ends without shutdown(), for whatever reason: what the drafter shares is saved."""
+        if os.getpid() == self._pid:
+            self.send(End())
+            self._thread.join(EXIT_TIMEOUT_S)
 
     def kill(self) -> None:
         """A thread cannot be ended."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from batchserve.config import PRIVATE_SCOPE, EngineConfig, UnchosenScope
-from batchserve.errors import InvalidRequestError, invalid
+from batchserve.errors import InvalidRequestError
 from batchserve.request import TENANT, DraftScope, Request, ResolvedSampling, ResolvedSpeculation
 from batchserve.types import (
     MAX_REFERENCE_TOKENS,
@@ -81,16 +81,15 @@ class InputProcessor:
 
     def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt, checked. Raises InvalidRequestError."""
-        field = "text" if isinstance(prompt, str) else "token_ids"
         ids = self._tokenize_prompt(prompt) if isinstance(prompt, str) else _integers(prompt)
-        self._check_ids(field, ids)  # of text, too: a tokenizer may know more tokens than its model
+        self._check_ids("prompt", ids, is_text=isinstance(prompt, str))
         if not ids:  # some tokenizers make nothing of a text of spaces
-            raise InvalidRequestError("EMPTY_PROMPT", field, prompt, "at least one token")
+            raise InvalidRequestError("EMPTY_PROMPT", "prompt", prompt, "at least one token")
         # One place is left for the token that is to be generated.
         if len(ids) > self._max_model_len - 1:
             raise InvalidRequestError(
                 "PROMPT_TOO_LONG",
-                field,
+                "prompt",
                 f"{len(ids)} tokens",
                 f"at most {self._max_model_len - 1} tokens (max_model_len - 1)",
             )
@@ -99,25 +98,25 @@ class InputProcessor:
     def _tokenize_prompt(self, text: str) -> list[int]:
         if self.facts.tokenizer is not None:
             if not text:
-                raise InvalidRequestError("EMPTY_PROMPT", "text", text, "at least one character")
+                raise InvalidRequestError("EMPTY_PROMPT", "prompt", text, "at least one character")
             # Megabytes are refused without tokenising them: they cannot fit whatever the tokens are.
             fewest = len(text) // self._longest_token_chars
             if fewest <= self._max_model_len and len(text) > HEAD_CHARS * self._max_model_len:
                 # Some vocabularies have a token of a hundred spaces, and hardly anything else that is as long.
-                fewest = len(self._tokenize_text("text", text[: HEAD_CHARS * self._max_model_len])) - CUT_TOKENS
+                fewest = len(self._tokenize_text("prompt", text[: HEAD_CHARS * self._max_model_len])) - CUT_TOKENS
             if fewest > self._max_model_len:
                 raise InvalidRequestError(
                     "PROMPT_TOO_LONG",
-                    "text",
+                    "prompt",
                     f"{len(text)} characters",
                     f"at most {self._max_model_len - 1} tokens (max_model_len - 1); this is at least {fewest}",
                 )
-        return self._tokenize_text("text", text)
+        return self._tokenize_text("prompt", text)
 
     def _tokenize_text(self, field: str, text: str, **options: bool) -> list[int]:
         tokenizer = self.facts.tokenizer
         if tokenizer is None:
-            raise InvalidRequestError("NO_TOKENIZER", field, text, "token_ids: the model has no tokenizer")
+            raise InvalidRequestError("NO_TOKENIZER", field, text, "token ids: the model has no tokenizer")
         try:
             ids: list[int] = tokenizer(text, **options)["input_ids"]
         except (TypeError, UnicodeEncodeError) as error:  # lone surrogates, which no encoding has
@@ -128,7 +127,7 @@ class InputProcessor:
         """Token ids of each, checked; four bytes a token, for as long as the request waits."""
         found, num_tokens = [], 0
         for i, reference in enumerate(references):
-            field = f"references[{i}].{'text' if isinstance(reference, str) else 'token_ids'}"
+            field, is_text = f"references[{i}]", isinstance(reference, str)
             if isinstance(reference, str):
                 ids: Sequence[int] = self._tokenize_text(field, reference, add_special_tokens=False)
             else:
@@ -137,18 +136,22 @@ class InputProcessor:
             if num_tokens > MAX_REFERENCE_TOKENS:
                 bound = f"at most {MAX_REFERENCE_TOKENS} tokens together"
                 raise InvalidRequestError("REFERENCES_TOO_LONG", "references", f"{num_tokens} tokens", bound)
-            self._check_ids(field, ids)
+            self._check_ids(field, ids, is_text=is_text)
             if ids:
                 found.append(array("i", ids))
         return tuple(found)
 
-    def _check_ids(self, field: str, ids: Sequence[int]) -> None:
+    def _check_ids(self, field: str, ids: Sequence[int], *, is_text: bool = False) -> None:
+        """is_text: the ids are what a tokenizer made of `field`, and may be more than its model knows."""
         if not ids or (min(ids) >= 0 and max(ids) < self.facts.vocab_size):
             return
         for i, token_id in enumerate(ids):
             if not 0 <= token_id < self.facts.vocab_size:
                 raise InvalidRequestError(
-                    "TOKEN_ID_OUT_OF_RANGE", f"{field}[{i}]", token_id, f"in 0..{self.facts.vocab_size - 1}"
+                    "TOKEN_ID_OUT_OF_RANGE",
+                    field if is_text else f"{field}[{i}]",
+                    token_id,
+                    f"in 0..{self.facts.vocab_size - 1}",
                 )
 
     def resolve(self, params: SamplingParams, num_prompt_tokens: int) -> ResolvedSampling:
@@ -158,19 +161,17 @@ class InputProcessor:
         if params.max_tokens is not None and params.max_tokens > room:
             raise InvalidRequestError(
                 "CONTEXT_EXCEEDED",
-                "stop.max_tokens",
+                "max_tokens",
                 params.max_tokens,
                 f"at most {room}: the prompt has {num_prompt_tokens} tokens and max_model_len is {self._max_model_len}",
             )
         if params.top_k is not None and params.top_k > facts.vocab_size:
             raise InvalidRequestError(
-                "INVALID_TOP_K", "sampling_params.top_k", params.top_k, f"at most {facts.vocab_size} (vocabulary)"
+                "INVALID_TOP_K", "top_k", params.top_k, f"at most {facts.vocab_size} (vocabulary)"
             )
         if params.stop and facts.tokenizer is None:
-            raise InvalidRequestError(
-                "NO_TOKENIZER", "stop.stop_strings", params.stop, "empty: the model has no tokenizer"
-            )
-        self._check_ids("stop.stop_token_ids", params.stop_token_ids)
+            raise InvalidRequestError("NO_TOKENIZER", "stop", params.stop, "empty: the model has no tokenizer")
+        self._check_ids("stop_token_ids", params.stop_token_ids)
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(facts.eos_token_ids))
         return ResolvedSampling(
             temperature=float(facts.default_temperature if params.temperature is None else params.temperature),
@@ -187,18 +188,14 @@ class InputProcessor:
         """Fill in the server's defaults and check the references. Raises InvalidRequestError."""
         if params.tpot_target_ms is not None and not self._is_adaptive:
             must_be = "unset: this server has no adaptive decoding length that could prefer the request"
-            raise InvalidRequestError(
-                "INVALID_TPOT_TARGET_MS", "speculation.tpot_target_ms", params.tpot_target_ms, must_be
-            )
+            raise InvalidRequestError("INVALID_TPOT_TARGET_MS", "tpot_target_ms", params.tpot_target_ms, must_be)
         drafter = params.drafter or self._default_drafter
         limits = self.limits[drafter]
         references = self._tokenize_references(params.references)
         has_drafts = params.is_enabled and limits.max_draft_tokens > 0 and params.max_draft_tokens != 0
         if params.tpot_target_ms is not None and not has_drafts:
             must_be = "unset: the request has no drafts that could be preferred"
-            raise InvalidRequestError(
-                "INVALID_TPOT_TARGET_MS", "speculation.tpot_target_ms", params.tpot_target_ms, must_be
-            )
+            raise InvalidRequestError("INVALID_TPOT_TARGET_MS", "tpot_target_ms", params.tpot_target_ms, must_be)
         if not has_drafts:
             return ResolvedSpeculation()
         tokens, length = params.max_draft_tokens, params.branch_length
@@ -236,12 +233,10 @@ class InputProcessor:
         priority: int = 0,
     ) -> Request:
         """A request that is sure to fit. Raises InvalidRequestError. Long references take long to tokenise."""
-        for name, value, kind in (
-            ("sampling_params", params, SamplingParams),
-            ("speculation", speculation, SpeculationParams),
-        ):
-            if not isinstance(value, kind):
-                raise InvalidRequestError(invalid(name), name, value, f"a {kind.__name__}")
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError("INVALID_SAMPLING_PARAMS", "params", params, "a SamplingParams")
+        if not isinstance(speculation, SpeculationParams):
+            raise InvalidRequestError("INVALID_SPECULATION", "speculation", speculation, "a SpeculationParams")
         if len(request_id) > MAX_REQUEST_ID_CHARS:
             raise InvalidRequestError(
                 "INVALID_REQUEST_ID", "request_id", request_id, f"at most {MAX_REQUEST_ID_CHARS} characters"
@@ -281,7 +276,7 @@ def _integers(token_ids: Sequence[int]) -> list[int]:
             raise TypeError
         return list(map(int, map(operator.index, token_ids)))  # of int's own type, as `_plain` is of str's
     except TypeError:
-        raise InvalidRequestError("INVALID_TOKEN_IDS", "token_ids", token_ids, "integers") from None
+        raise InvalidRequestError("INVALID_TOKEN_IDS", "prompt", token_ids, "integers") from None
 
 
 def _longest_token(tokenizer: PreTrainedTokenizerBase | None) -> int:

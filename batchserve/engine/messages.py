@@ -63,9 +63,10 @@ class Events:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What was asked with this ticket is done."""
+    """What was asked with this ticket is done, or has failed."""
 
     ticket: int
+    error: BatchserveError | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -275,7 +275,11 @@ class Scheduler:
     ) -> SchedulerOutput:
         names = [request.request_id for request in running]
         rows = [planned[name] for name in names]
-        able = [r for r in running if r.speculation.max_draft_tokens > 0 and r.num_pending_tokens == 1]
+        able = [
+            r
+            for r in running
+            if r.speculation.max_draft_tokens > 0 and r.num_pending_tokens == 1 and len(r.token_ids) >= r.plain_until
+        ]
         drafted = able and [*compress(able, are_drafted(able))]
         # Drafts take what memory is free.
         reservable = self._allocator.reservable_tokens([request.request_id for request in drafted])

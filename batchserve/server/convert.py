@@ -41,6 +41,24 @@ _FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
 }
+# The path in a GenerateRequest of each argument that has another name in Python.
+_PATHS = {
+    "deadline_s": "grpc-timeout",
+    "temperature": "sampling_params.temperature",
+    "top_p": "sampling_params.top_p",
+    "top_k": "sampling_params.top_k",
+    "seed": "sampling_params.seed",
+    "max_tokens": "stop.max_tokens",
+    "stop": "stop.stop_strings",
+    "stop_token_ids": "stop.stop_token_ids",
+    "ignore_eos": "stop.ignore_eos",
+    "skip_special_tokens": "output.skip_special_tokens",
+    "is_enabled": "speculation.mode",
+    "max_draft_tokens": "speculation.max_draft_tokens",
+    "drafter": "speculation.drafter",
+    "branch_length": "speculation.branch_length",
+    "tpot_target_ms": "speculation.tpot_target_ms",
+}
 _FINISH_REASONS_BACK = {theirs: mine for mine, theirs in _FINISH_REASONS.items()}
 
 
@@ -56,7 +74,7 @@ class GenerateArguments(NamedTuple):
 
 
 def from_generate_request(request: pb.GenerateRequest, max_model_len: int) -> GenerateArguments:
-    """The request in domain types; raises InvalidRequestError, whose `field` is the path in the message."""
+    """The request in domain types; raises InvalidRequestError, for `with_path`."""
     _check_counts(request, max_model_len)
     refuse_unknown_fields(request)
     return GenerateArguments(
@@ -161,14 +179,14 @@ def to_generate_request(
 
     Raises InvalidRequestError for a priority out of its bounds, and a count that the wire has no room for.
     """
-    for path, value in (
-        ("sampling_params.top_k", params.top_k),
-        ("stop.max_tokens", params.max_tokens),
-        ("speculation.max_draft_tokens", speculation.max_draft_tokens),
-        ("speculation.branch_length", speculation.branch_length),
+    for name, value in (
+        ("top_k", params.top_k),
+        ("max_tokens", params.max_tokens),
+        ("max_draft_tokens", speculation.max_draft_tokens),
+        ("branch_length", speculation.branch_length),
     ):
         if value is not None and value > MAX_UINT32:
-            raise InvalidRequestError(invalid(path), path, value, f"at most {MAX_UINT32}")
+            raise InvalidRequestError(invalid(name), name, value, f"at most {MAX_UINT32}")
     return pb.GenerateRequest(
         text=prompt if isinstance(prompt, str) else None,
         token_ids=None if isinstance(prompt, str) else pb.TokenIds(ids=prompt),
@@ -196,6 +214,20 @@ def to_generate_request(
         draft_scope=speculation.draft_scope,
         priority=check_priority(priority),
     )
+
+
+def with_path(error: InvalidRequestError, request: Message) -> InvalidRequestError:
+    """The same error in the message's terms: its field is a path there, not the name of an argument in Python.
+
+    What was found in the message itself has its path already.
+    """
+    name, bracket, index = error.field.partition("[")
+    path, index = _PATHS.get(name, name), bracket + index
+    if name == "prompt":
+        path = str(request.WhichOneof("input"))
+    elif name == "references" and index.endswith("]"):  # "[1]" is a text, "[1][2]" a token id
+        index = index.replace("][", "].token_ids[") if "][" in index else f"{index}.text"
+    return InvalidRequestError(error.reason, path + index, error.value, error.bound.replace("token ids", "token_ids"))
 
 
 def _prompt(request: pb.GenerateRequest) -> str | Sequence[int]:

@@ -106,8 +106,10 @@ class GenerationServer:
         self._servicer.close("the server is draining")
         is_drained = True
         if self._engine is not None:
-            is_drained = await _unless_hurried(self._requests_ended(self._engine), hurry)
-            await _shut_down(self._engine, hurry)
+            try:
+                is_drained = await _unless_hurried(self._requests_ended(self._engine), hurry)
+            finally:
+                await _shut_down(self._engine, hurry)
         await self._arrivals_ended()
         # Every call has its end now; a client that does not read it is not waited for long.
         await _unless_hurried(self._answers_read(), hurry)
@@ -235,10 +237,10 @@ async def serve(
         stop, hurry = _stop_signals()
         await server.open(engine)
         announce(f"listening on {address}")
+        await _either(stop.wait(), engine.wait_failed())
     except BaseException:
         await server.drain()
         raise
-    await _either(stop.wait(), engine.wait_failed())
     if not stop.is_set():
         # Ending lets a supervisor restart it.
         await server.drain(hurry)

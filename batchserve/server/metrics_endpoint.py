@@ -24,6 +24,7 @@ from batchserve.metrics import (
     COUNTERS,
     EDGES,
     FAILED_CALLS,
+    FAULTS,
     GAUGES,
     HISTOGRAMS,
     LOAD,
@@ -34,7 +35,7 @@ from batchserve.metrics import (
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 logger = logging.getLogger(__name__)
 REQUEST_TIMEOUT_S = 30.0
@@ -163,11 +164,7 @@ class _FailedCallsCollector(Collector):
         self._failed_calls = failed_calls
 
     def collect(self) -> Iterator[Metric]:
-        ((name, text),) = FAILED_CALLS.items()
-        family = CounterMetricFamily(PREFIX + name, text, labels=("reason",))
-        for reason, count in list(self._failed_calls.items()):
-            family.add_metric((reason,), count)
-        yield family
+        yield _counter(FAILED_CALLS, "reason", dict(self._failed_calls))
 
 
 class _EngineCollector(Collector):
@@ -193,10 +190,19 @@ class _EngineCollector(Collector):
                 tested.add_metric((drafter, depth), num_tested)
                 accepted.add_metric((drafter, depth), num_accepted)
             error.add_metric((drafter,), scored.calibration_error)
-        yield from (tested, accepted, error)
+        yield from (tested, accepted, error, _counter(FAULTS, "where", read.faults))
         for name, (text, _) in HISTOGRAMS.items():
             histogram = read.histograms[name]
             yield HistogramMetricFamily(PREFIX + name, text, buckets=_buckets(histogram), sum_value=histogram.total)
+
+
+def _counter(described: Mapping[str, str], label: str, counts: Mapping[str, int]) -> Metric:
+    """One counter by one label."""
+    ((name, text),) = described.items()
+    family = CounterMetricFamily(PREFIX + name, text, labels=(label,))
+    for value, count in counts.items():
+        family.add_metric((value,), count)
+    return family
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:

@@ -10,13 +10,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from batchserve.engine.unread import Backlog, UnreadBounds
-from batchserve.errors import EngineFaultError, UnavailableError, UnknownModelError, UnreadAnswerError
+from batchserve.errors import (
+    EngineFaultError,
+    InvalidRequestError,
+    UnavailableError,
+    UnknownModelError,
+    UnreadAnswerError,
+)
 from batchserve.server.convert import (
+    GenerateArguments,
     from_generate_request,
     refuse_unknown_fields,
     to_generate_response,
     to_model_info,
     to_stream_responses,
+    with_path,
 )
 from batchserve.server.request_log import CallRecord
 from batchserve.server.status import abort
@@ -31,6 +39,9 @@ if TYPE_CHECKING:
 
     from batchserve.engine.async_engine import AsyncEngine
 
+# The server may hear of a cancellation a little later than of its client's next call with the same id: it takes a few
+# threads' turns, which take longer on a busy machine. So turns are counted, not seconds.
+CANCEL_TURNS, CANCEL_TURN_S = 6, 0.002
 SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
 SERVICE_NAME: str = SERVICE.full_name
 
@@ -70,10 +81,8 @@ class GenerationServicer:
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, pb.GenerateResponse]
     ) -> None:
         """One answer, whole. Cancelling the call cancels this task, which aborts the request."""
-        async with self._answering(context, "Generate") as call:
-            call.record.asked(request.request_id)
-            engine = self._opened()
-            arguments = from_generate_request(request, engine.info.max_model_len)
+        async with self._answering(context, request, "Generate") as call:
+            engine, arguments = await self._accepted(request, call.record)
             output = await engine.generate(**arguments._asdict(), deadline_s=context.time_remaining())
             call.record.finished(output)
             await call.write(to_generate_response(output))
@@ -86,10 +95,8 @@ class GenerationServicer:
         Writes instead of yielding: a cancelled call then raises inside this coroutine, so that `aclosing` frees the
         request at once. An async generator left suspended at a yield would wait for the garbage collector.
         """
-        async with self._answering(context, "StreamGenerate") as call:
-            call.record.asked(request.request_id)
-            engine = self._opened()
-            arguments = from_generate_request(request, engine.info.max_model_len)
+        async with self._answering(context, request, "StreamGenerate") as call:
+            engine, arguments = await self._accepted(request, call.record)
             deadline_s = context.time_remaining()
             events = engine.stream(**arguments._asdict(), deadline_s=deadline_s, backlog=call.backlog)
             is_finished = False
@@ -109,7 +116,7 @@ class GenerationServicer:
         self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, pb.GetModelInfoResponse]
     ) -> None:
         """What is being served."""
-        async with self._answering(context, "GetModelInfo") as call:
+        async with self._answering(context, request, "GetModelInfo") as call:
             call.record.level = logging.DEBUG
             info = self._opened().info
             refuse_unknown_fields(request)
@@ -121,13 +128,26 @@ class GenerationServicer:
         """The longest that a request may be. Raises UnavailableError."""
         return self._opened().info.max_model_len
 
+    async def _accepted(self, request: pb.GenerateRequest, record: CallRecord) -> tuple[AsyncEngine, GenerateArguments]:
+        """The engine to ask, and what to ask it, once no call that was cancelled has the request's id any more."""
+        record.asked(request.request_id)
+        engine = self._opened()
+        arguments = from_generate_request(request, engine.info.max_model_len)
+        for _ in range(CANCEL_TURNS):
+            if not engine.has_request(request.request_id):
+                break
+            await asyncio.sleep(CANCEL_TURN_S)
+        return engine, arguments
+
     def _opened(self) -> AsyncEngine:
         if self._engine is None:
             raise UnavailableError(self._refusal)
         return self._engine
 
     @asynccontextmanager
-    async def _answering(self, context: grpc.aio.ServicerContext[Any, Any], method: str) -> AsyncIterator[Call]:
+    async def _answering(
+        self, context: grpc.aio.ServicerContext[Any, Any], request: Message, method: str
+    ) -> AsyncIterator[Call]:
         """One call: counted while it lasts, logged, and ended with the status of whatever is raised inside."""
         self._num_open += 1
         self.num_calls += 1
@@ -137,6 +157,8 @@ class GenerationServicer:
             with call.backlog:
                 yield call
             call.record.log("OK")
+        except InvalidRequestError as error:
+            await abort(context, with_path(error, request), self.failed_calls, call.record)
         except Exception as error:
             await abort(context, error, self.failed_calls, call.record)
         except asyncio.CancelledError:

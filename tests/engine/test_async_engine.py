@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import threading
 import traceback
 from collections.abc import AsyncIterator, Callable
@@ -248,6 +249,51 @@ async def test_a_bad_request_is_refused_before_started_and_harms_nobody(
         assert rig.engine.num_in_flight == 1
         assert [event async for event in events][-1].finish_reason is FinishReason.LENGTH
     assert len(await collect(rig, "bad")) > 1  # the id was given back
+
+
+@pytest.mark.faults
+async def test_an_error_names_the_argument_that_the_caller_has(rig: Rig) -> None:
+    bad: dict[str, Any] = {
+        "prompt": [5, -1],
+        "params": {},
+        "request_id": 7,
+        "model": "gpt-9",
+        "speculation": {},
+        "deadline_s": "soon",
+        "priority": 1001,
+    }
+    names = list(inspect.signature(AsyncEngine.stream).parameters)[1:]
+    assert names == list(bad)
+    for name, value in bad.items():
+        with pytest.raises((InvalidRequestError, UnknownModelError), match=rf"^{name}(\[1\])? = "):
+            await anext(rig.engine.stream(**{"prompt": PROMPT, name: value}))
+    for params, name in ((SamplingParams(max_tokens=5000), "max_tokens"), (SamplingParams(top_k=10**6), "top_k")):
+        with pytest.raises(InvalidRequestError, match=rf"^{name} = "):
+            await rig.engine.generate(PROMPT, params)
+    with pytest.raises(InvalidRequestError, match=r"^draft_scope = 7"):
+        await rig.engine.clear_draft_scope(draft_scope=7)  # type: ignore[arg-type]
+
+
+@pytest.mark.faults
+async def test_an_engine_whose_start_is_given_up_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, gate, killed = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow:
+        def __init__(self, *arguments: object) -> None:
+            begun.set()
+            gate.wait(60)
+
+        def kill(self) -> None:
+            killed.set()
+
+    monkeypatch.setattr(async_engine, "EngineProcess", Slow)
+    start = asyncio.create_task(AsyncEngine.start(CONFIG, own_process=True))
+    assert await asyncio.to_thread(begun.wait, 60)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    gate.set()
+    assert await asyncio.to_thread(killed.wait, 60)
 
 
 async def test_on_another_loop_it_is_refused_instead_of_waited_for_in_vain(rig: Rig) -> None:

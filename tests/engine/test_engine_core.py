@@ -11,10 +11,14 @@ from batchserve.config import DRAFTERS
 from batchserve.draft.base import DraftQuery, DraftTree
 from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.router import RoutingDrafter
-from batchserve.errors import DeadlineExceededError
+from batchserve.engine import engine_core
+from batchserve.errors import DeadlineExceededError, EngineFaultError
+from batchserve.metrics import EngineMetrics
 from batchserve.request import DraftScope
+from batchserve.sampling.sampler import NO_TOKEN
+from batchserve.sampling.verify import VerifiedTokens
 from batchserve.types import FinishReason, SpeculationParams
-from tests.engine.scripted import PerfectDrafter, ScriptedEngine, add, scripted_engine
+from tests.engine.scripted import Letters, PerfectDrafter, ScriptedEngine, _Handle, add, scripted_engine
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 END = 2  # a special token
@@ -389,7 +393,8 @@ def test_an_id_in_flight_is_refused() -> None:
         add(engine, "a", "abc")
 
 
-def test_a_drafter_that_breaks_its_contract_is_an_error_not_a_wrong_answer() -> None:
+@pytest.mark.faults
+def test_a_drafter_that_breaks_its_contract_is_not_asked_any_more() -> None:
     engine = scripted_engine(is_drafting=True)
     add(engine, "a", "abcdef")
     engine.step()
@@ -404,10 +409,132 @@ def test_a_drafter_that_breaks_its_contract_is_an_error_not_a_wrong_answer() -> 
         return trees
 
     engine.drafter.propose = too_long  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match="at most"):
-        engine.core.step()
-    engine.core.abort_all()
-    engine.assert_clean()
+    engine.run()
+    assert engine.text("a") == ("abcdef" + "." * 40)[:40]
+    assert engine.deltas("a")[-1].usage.draft_tokens == 0  # type: ignore[union-attr]
+    assert engine.core.metrics.reading().faults == {"drafter.propose_all": 1}
+
+
+class _Torn(Letters):
+    """Cannot decode one letter."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        if ord("!") in token_ids:
+            raise ZeroDivisionError("secret")
+        return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("place", [0, 3, 6, 7])
+@pytest.mark.parametrize("options", [{}, {"stop": ("##",)}], ids=["text", "stop strings"])
+@pytest.mark.parametrize("is_drafting", [False, True])
+def test_a_text_that_cannot_be_made_ends_its_request_alone(
+    is_drafting: bool, options: dict[str, Any], place: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = scripted_engine(is_drafting=is_drafting, decoder=_Torn())
+    answer = "abcdefgh"
+    add(engine, "bad", answer[:place] + "!" + answer[place:], max_tokens=8, **options)
+    add(engine, "good", "0123456789", max_tokens=10, **options)
+    engine.run()
+    (failure,) = engine.failures("bad")
+    assert isinstance(failure, EngineFaultError)
+    assert "'bad'" in str(failure)
+    assert "secret" not in str(failure)
+    assert answer.startswith(engine.text("bad"))
+    assert (engine.text("good"), engine.reason("good")) == ("0123456789", LENGTH)
+    reading = engine.core.metrics.reading()
+    assert reading.faults == {"detokenizer": 1}
+    assert reading.values["requests_failed_total"] == reading.values["requests_finished_total"] == 1
+    assert [record.exc_info is not None for record in caplog.records] == [True]
+    engine.events.clear()
+    add(engine, "bad", "again", max_tokens=5)
+    engine.run()
+    assert engine.text("bad") == "again"
+
+
+@pytest.mark.faults
+def test_a_request_whose_detokenizer_cannot_be_made_ends_at_once_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scripted_engine()
+    add(engine, "good", "0123456789", max_tokens=10)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_core, "IncrementalDetokenizer", lambda *arguments: 1 // 0)
+        add(engine, "bad", "abc")
+    assert [type(each) for each in engine.failures("bad")] == [EngineFaultError]
+    engine.run()
+    assert engine.text("good") == "0123456789"
+    add(engine, "bad", "abc", max_tokens=3)
+    engine.run()
+    assert engine.text("bad") == "abc"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", ["step_done", "begun", "preempted", "given", "finished", "unfinished"])
+def test_a_metric_that_cannot_be_counted_ends_nobody(
+    monkeypatch: pytest.MonkeyPatch, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*arguments: Any, **more: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(EngineMetrics, name, failing)
+    engine = scripted_engine(is_drafting=True)
+    add(engine, "a", "abcdefghij", max_tokens=10)
+    add(engine, "late", "abcdefghij", max_tokens=10, deadline_s=-1.0)
+    engine.run()
+    assert (engine.text("a"), engine.reason("a")) == ("abcdefghij", LENGTH)
+    assert engine.core.metrics.reading().faults["metrics"] >= 1
+    assert len([record for record in caplog.records if record.exc_info]) == 1, "logged once"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", ["load", "adaptive", "acceptance", "draft_faults"])
+def test_figures_that_cannot_be_told_leave_the_others_as_they_are(name: str) -> None:
+    engine = scripted_engine(is_drafting=True)
+    add(engine, "a", "abcdefghij", max_tokens=10)
+    engine.run()
+    setattr(engine.core.metrics, name, lambda: 1 // 0)
+    reading = engine.core.metrics.reading()
+    assert reading.values["requests_finished_total"] == 1
+    assert reading.faults == {"metrics": 1}
+
+
+@pytest.mark.faults
+def test_drafts_are_tried_again_behind_numbers_that_were_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After 8 tokens without drafts, then 16, then 32; and never again where they are always the reason."""
+    engine = scripted_engine(is_drafting=True, decoding_length=4)
+    steps: list[tuple[int, int]] = []  # the tokens that the request had, and how many drafts its step had
+
+    def spoilt(handle: _Handle, index: int) -> VerifiedTokens:
+        rows = handle.batch.requests[index]
+        steps.append((rows.context_len + rows.num_pending - len("prompt"), rows.num_draft_tokens))
+        if rows.num_draft_tokens:
+            return VerifiedTokens([NO_TOKEN], [])
+        return right(handle, index)
+
+    right = _Handle._walk
+    monkeypatch.setattr(_Handle, "_walk", spoilt)
+    add(engine, "a", "abcdefghij" * 10, max_tokens=100)
+    engine.run()
+    assert engine.text("a") == "abcdefghij" * 10
+    assert [length for length, drafts in steps if drafts] == [1, 9, 25, 57]
+    assert engine.core.metrics.snapshot()["draft_pauses_total"] == 4
+
+
+@pytest.mark.faults
+def test_one_step_of_numbers_that_are_not_finite_costs_few_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scripted_engine(is_drafting=True, decoding_length=4)
+    right, spoilt = _Handle._walk, []
+
+    def once(handle: _Handle, index: int) -> VerifiedTokens:
+        if handle.batch.requests[index].num_draft_tokens and not spoilt:
+            spoilt.append(None)
+            return VerifiedTokens([NO_TOKEN], [])
+        return right(handle, index)
+
+    monkeypatch.setattr(_Handle, "_walk", once)
+    add(engine, "a", "abcdefghij" * 10, max_tokens=100)
+    engine.run()
+    assert engine.text("a") == "abcdefghij" * 10
+    assert [len(delta.token_ids) for delta in engine.deltas("a")][:12] == [1] * 9 + [5] * 3
 
 
 def test_metrics_agree_with_what_was_given() -> None:

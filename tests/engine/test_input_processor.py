@@ -57,50 +57,50 @@ def submit(processor: InputProcessor, prompt: Any = (5, 6, 7), request_id: str =
 @pytest.mark.parametrize(
     ("options", "reason", "field", "bound"),
     [
-        ({"prompt": ""}, "EMPTY_PROMPT", "text", "at least one"),
-        ({"prompt": []}, "EMPTY_PROMPT", "token_ids", "at least one"),
-        ({"prompt": [5, VOCAB_SIZE]}, "TOKEN_ID_OUT_OF_RANGE", "token_ids[1]", "0..4095"),
-        ({"prompt": [5.7, 6]}, "INVALID_TOKEN_IDS", "token_ids", "integers"),
-        ({"prompt": [5, "6"]}, "INVALID_TOKEN_IDS", "token_ids", "integers"),
-        ({"prompt": [None]}, "INVALID_TOKEN_IDS", "token_ids", "integers"),
-        ({"prompt": b"ab"}, "INVALID_TOKEN_IDS", "token_ids", "integers"),
-        ({"prompt": iter([5, 6])}, "INVALID_TOKEN_IDS", "token_ids", "integers"),
-        ({"prompt": {5: 6}}, "INVALID_TOKEN_IDS", "token_ids", "integers"),
-        ({"prompt": [True, False]}, "INVALID_TOKEN_IDS", "token_ids", "integers"),
-        ({"prompt": [-1]}, "TOKEN_ID_OUT_OF_RANGE", "token_ids[0]", "0..4095"),
-        ({"prompt": [2**70]}, "TOKEN_ID_OUT_OF_RANGE", "token_ids[0]", "0..4095"),
-        ({"prompt": [5] * MAX_MODEL_LEN}, "PROMPT_TOO_LONG", "token_ids", "at most 63 tokens"),
-        ({"prompt": "word " * 300}, "PROMPT_TOO_LONG", "text", "at most 63 tokens"),
-        ({"prompt": "x" * 5_000_000}, "PROMPT_TOO_LONG", "text", "at most 63 tokens"),
-        ({"prompt": [5] * 60, "max_tokens": 5}, "CONTEXT_EXCEEDED", "stop.max_tokens", "at most 4"),
-        ({"max_tokens": 0}, "INVALID_MAX_TOKENS", "stop.max_tokens", ">= 1"),
-        ({"max_tokens": -3}, "INVALID_MAX_TOKENS", "stop.max_tokens", ">= 1"),
-        ({"temperature": -1.0}, "INVALID_TEMPERATURE", "sampling_params.temperature", ">= 0"),
-        ({"temperature": math.nan}, "INVALID_TEMPERATURE", "sampling_params.temperature", "finite"),
-        ({"temperature": math.inf}, "INVALID_TEMPERATURE", "sampling_params.temperature", "finite"),
-        ({"top_p": 2.0}, "INVALID_TOP_P", "sampling_params.top_p", "(0, 1]"),
-        ({"top_p": 0.0}, "INVALID_TOP_P", "sampling_params.top_p", "(0, 1]"),
-        ({"top_p": math.nan}, "INVALID_TOP_P", "sampling_params.top_p", "(0, 1]"),
-        ({"top_k": -1}, "INVALID_TOP_K", "sampling_params.top_k", ">= 0"),
-        ({"top_k": VOCAB_SIZE + 1}, "INVALID_TOP_K", "sampling_params.top_k", "at most 4096"),
-        ({"seed": -1}, "INVALID_SEED", "sampling_params.seed", "0.."),
-        ({"seed": MAX_SEED + 1}, "INVALID_SEED", "sampling_params.seed", "0.."),
-        ({"stop": ("ok", "")}, "INVALID_STOP_STRING", "stop.stop_strings[1]", "1..1024"),
-        ({"stop": ("x" * 1025,)}, "INVALID_STOP_STRING", "stop.stop_strings[0]", "1..1024"),
-        ({"stop": ("x",) * 65}, "TOO_MANY_STOP_STRINGS", "stop.stop_strings", "at most 64"),
-        ({"stop_token_ids": (1, 9999)}, "TOKEN_ID_OUT_OF_RANGE", "stop.stop_token_ids[1]", "0..4095"),
+        ({"prompt": ""}, "EMPTY_PROMPT", "prompt", "at least one"),
+        ({"prompt": []}, "EMPTY_PROMPT", "prompt", "at least one"),
+        ({"prompt": [5, VOCAB_SIZE]}, "TOKEN_ID_OUT_OF_RANGE", "prompt[1]", "0..4095"),
+        ({"prompt": [5.7, 6]}, "INVALID_TOKEN_IDS", "prompt", "integers"),
+        ({"prompt": [5, "6"]}, "INVALID_TOKEN_IDS", "prompt", "integers"),
+        ({"prompt": [None]}, "INVALID_TOKEN_IDS", "prompt", "integers"),
+        ({"prompt": b"ab"}, "INVALID_TOKEN_IDS", "prompt", "integers"),
+        ({"prompt": iter([5, 6])}, "INVALID_TOKEN_IDS", "prompt", "integers"),
+        ({"prompt": {5: 6}}, "INVALID_TOKEN_IDS", "prompt", "integers"),
+        ({"prompt": [True, False]}, "INVALID_TOKEN_IDS", "prompt", "integers"),
+        ({"prompt": [-1]}, "TOKEN_ID_OUT_OF_RANGE", "prompt[0]", "0..4095"),
+        ({"prompt": [2**70]}, "TOKEN_ID_OUT_OF_RANGE", "prompt[0]", "0..4095"),
+        ({"prompt": [5] * MAX_MODEL_LEN}, "PROMPT_TOO_LONG", "prompt", "at most 63 tokens"),
+        ({"prompt": "word " * 300}, "PROMPT_TOO_LONG", "prompt", "at most 63 tokens"),
+        ({"prompt": "x" * 5_000_000}, "PROMPT_TOO_LONG", "prompt", "at most 63 tokens"),
+        ({"prompt": [5] * 60, "max_tokens": 5}, "CONTEXT_EXCEEDED", "max_tokens", "at most 4"),
+        ({"max_tokens": 0}, "INVALID_MAX_TOKENS", "max_tokens", ">= 1"),
+        ({"max_tokens": -3}, "INVALID_MAX_TOKENS", "max_tokens", ">= 1"),
+        ({"temperature": -1.0}, "INVALID_TEMPERATURE", "temperature", ">= 0"),
+        ({"temperature": math.nan}, "INVALID_TEMPERATURE", "temperature", "finite"),
+        ({"temperature": math.inf}, "INVALID_TEMPERATURE", "temperature", "finite"),
+        ({"top_p": 2.0}, "INVALID_TOP_P", "top_p", "(0, 1]"),
+        ({"top_p": 0.0}, "INVALID_TOP_P", "top_p", "(0, 1]"),
+        ({"top_p": math.nan}, "INVALID_TOP_P", "top_p", "(0, 1]"),
+        ({"top_k": -1}, "INVALID_TOP_K", "top_k", ">= 0"),
+        ({"top_k": VOCAB_SIZE + 1}, "INVALID_TOP_K", "top_k", "at most 4096"),
+        ({"seed": -1}, "INVALID_SEED", "seed", "0.."),
+        ({"seed": MAX_SEED + 1}, "INVALID_SEED", "seed", "0.."),
+        ({"stop": ("ok", "")}, "INVALID_STOP_STRING", "stop[1]", "1..1024"),
+        ({"stop": ("x" * 1025,)}, "INVALID_STOP_STRING", "stop[0]", "1..1024"),
+        ({"stop": ("x",) * 65}, "TOO_MANY_STOP_STRINGS", "stop", "at most 64"),
+        ({"stop_token_ids": (1, 9999)}, "TOKEN_ID_OUT_OF_RANGE", "stop_token_ids[1]", "0..4095"),
         ({"request_id": "x" * 257}, "INVALID_REQUEST_ID", "request_id", "256"),
-        ({"drafter": "oracle"}, "UNKNOWN_DRAFTER", "speculation.drafter", "mixture, trie"),
-        ({"drafter": ["trie"]}, "UNKNOWN_DRAFTER", "speculation.drafter", "mixture, trie"),
-        ({"max_draft_tokens": -1}, "INVALID_MAX_DRAFT_TOKENS", "speculation.max_draft_tokens", ">= 0"),
-        ({"branch_length": 0}, "INVALID_BRANCH_LENGTH", "speculation.branch_length", ">= 1"),
-        ({"branch_length": 1.5}, "INVALID_BRANCH_LENGTH", "speculation.branch_length", "an integer"),
-        ({"tpot_target_ms": 0.0}, "INVALID_TPOT_TARGET_MS", "speculation.tpot_target_ms", "finite and > 0"),
-        ({"tpot_target_ms": -1.0}, "INVALID_TPOT_TARGET_MS", "speculation.tpot_target_ms", "finite and > 0"),
-        ({"tpot_target_ms": math.inf}, "INVALID_TPOT_TARGET_MS", "speculation.tpot_target_ms", "finite and > 0"),
-        ({"tpot_target_ms": math.nan}, "INVALID_TPOT_TARGET_MS", "speculation.tpot_target_ms", "finite and > 0"),
-        ({"tpot_target_ms": "20"}, "INVALID_TPOT_TARGET_MS", "speculation.tpot_target_ms", "a number"),
-        ({"tpot_target_ms": True}, "INVALID_TPOT_TARGET_MS", "speculation.tpot_target_ms", "a number"),
+        ({"drafter": "oracle"}, "UNKNOWN_DRAFTER", "drafter", "mixture, trie"),
+        ({"drafter": ["trie"]}, "UNKNOWN_DRAFTER", "drafter", "mixture, trie"),
+        ({"max_draft_tokens": -1}, "INVALID_MAX_DRAFT_TOKENS", "max_draft_tokens", ">= 0"),
+        ({"branch_length": 0}, "INVALID_BRANCH_LENGTH", "branch_length", ">= 1"),
+        ({"branch_length": 1.5}, "INVALID_BRANCH_LENGTH", "branch_length", "an integer"),
+        ({"tpot_target_ms": 0.0}, "INVALID_TPOT_TARGET_MS", "tpot_target_ms", "finite and > 0"),
+        ({"tpot_target_ms": -1.0}, "INVALID_TPOT_TARGET_MS", "tpot_target_ms", "finite and > 0"),
+        ({"tpot_target_ms": math.inf}, "INVALID_TPOT_TARGET_MS", "tpot_target_ms", "finite and > 0"),
+        ({"tpot_target_ms": math.nan}, "INVALID_TPOT_TARGET_MS", "tpot_target_ms", "finite and > 0"),
+        ({"tpot_target_ms": "20"}, "INVALID_TPOT_TARGET_MS", "tpot_target_ms", "a number"),
+        ({"tpot_target_ms": True}, "INVALID_TPOT_TARGET_MS", "tpot_target_ms", "a number"),
         *[
             ({"priority": value}, "INVALID_PRIORITY", "priority", "an integer in -1000..1000")
             for value in (1001, -1001, 10**30, 1.0, "1", True, None)
@@ -111,12 +111,12 @@ def submit(processor: InputProcessor, prompt: Any = (5, 6, 7), request_id: str =
         ({"references": 7}, "INVALID_REFERENCES", "references", "a list"),
         ({"references": b"text"}, "INVALID_REFERENCES", "references", "a list"),
         ({"references": [None]}, "INVALID_REFERENCES", "references[0]", "a text or token ids"),
-        ({"references": [5, 6]}, "INVALID_TOKEN_IDS", "references[0].token_ids", "a list"),
+        ({"references": [5, 6]}, "INVALID_TOKEN_IDS", "references[0]", "a list"),
         ({"references": ["x"] * 65}, "TOO_MANY_REFERENCES", "references", "at most 64"),
-        ({"references": ["x", [5, "6"]]}, "INVALID_TOKEN_IDS", "references[1].token_ids[1]", "an integer"),
-        ({"references": ["x", [5, -1]]}, "TOKEN_ID_OUT_OF_RANGE", "references[1].token_ids[1]", "0..4095"),
-        ({"references": [[VOCAB_SIZE]]}, "TOKEN_ID_OUT_OF_RANGE", "references[0].token_ids[0]", "0..4095"),
-        ({"references": ["\ud800"]}, "INVALID_TEXT", "references[0].text", "UTF-8"),
+        ({"references": ["x", [5, "6"]]}, "INVALID_TOKEN_IDS", "references[1][1]", "an integer"),
+        ({"references": ["x", [5, -1]]}, "TOKEN_ID_OUT_OF_RANGE", "references[1][1]", "0..4095"),
+        ({"references": [[VOCAB_SIZE]]}, "TOKEN_ID_OUT_OF_RANGE", "references[0][0]", "0..4095"),
+        ({"references": ["\ud800"]}, "INVALID_TEXT", "references[0]", "UTF-8"),
         ({"references": [[5] * 100_000] * 2}, "REFERENCES_TOO_LONG", "references", "at most 131072 tokens"),
         ({"references": ["x" * 600_000] * 2}, "REFERENCES_TOO_LONG", "references", "at most 1048576 characters"),
         # More tokens than characters over eight: only the tokenizer can tell.
@@ -182,7 +182,7 @@ def test_a_text_of_which_the_tokenizer_makes_nothing_is_an_empty_prompt() -> Non
     assert processor.tokenize(" a ") == [5]
     with pytest.raises(InvalidRequestError) as caught:
         processor.tokenize("   ")
-    assert (caught.value.reason, caught.value.field) == ("EMPTY_PROMPT", "text")
+    assert (caught.value.reason, caught.value.field) == ("EMPTY_PROMPT", "prompt")
 
 
 def test_speculation_is_the_servers_where_the_request_says_nothing(processor: InputProcessor) -> None:
@@ -219,7 +219,7 @@ def test_a_latency_target_is_the_requests_or_the_servers(
 @pytest.mark.parametrize("options", [{"adaptive": False}, {"decoding_length": 4}])
 def test_a_target_that_nothing_could_reach_for_is_refused(options: dict[str, Any]) -> None:
     processor = make_processor(config=EngineConfig(drafter="trie", **options))
-    with pytest.raises(InvalidRequestError, match=r"speculation.tpot_target_ms = 20.*no adaptive decoding length"):
+    with pytest.raises(InvalidRequestError, match=r"tpot_target_ms = 20.*no adaptive decoding length"):
         submit(processor, tpot_target_ms=20)
     with pytest.raises(ConfigError, match=r"tpot_target_ms = 20.*adaptive decoding length"):
         EngineConfig(tpot_target_ms=20.0, **options)
@@ -229,7 +229,7 @@ def test_a_target_that_nothing_could_reach_for_is_refused(options: dict[str, Any
 def test_a_target_of_a_request_without_drafts_is_refused(options: dict[str, Any]) -> None:
     processor = make_processor(config=EngineConfig(drafter="trie", tpot_target_ms=40.0))
     assert submit(processor, **options).speculation.tpot_target_s is None, "the server's is for those who have drafts"
-    with pytest.raises(InvalidRequestError, match=r"speculation.tpot_target_ms = 20.*no drafts"):
+    with pytest.raises(InvalidRequestError, match=r"tpot_target_ms = 20.*no drafts"):
         submit(processor, tpot_target_ms=20, **options)
 
 
@@ -368,9 +368,9 @@ def test_a_model_without_a_tokenizer_takes_ids_and_neither_text_nor_stop_strings
     assert submit(bare).token_ids == [5, 6, 7]
     assert len(submit(bare, references=[[5, 6]]).speculation.references) == 1
     for options, field in (
-        ({"prompt": "hello"}, "text"),
-        ({"stop": ("x",)}, "stop.stop_strings"),
-        ({"references": [[5], "x"]}, "references[1].text"),
+        ({"prompt": "hello"}, "prompt"),
+        ({"stop": ("x",)}, "stop"),
+        ({"references": [[5], "x"]}, "references[1]"),
     ):
         with pytest.raises(InvalidRequestError) as caught:
             submit(bare, **options)

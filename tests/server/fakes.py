@@ -79,6 +79,9 @@ class FakeEngine:
             return False
         return True
 
+    def has_request(self, request_id: str) -> bool:
+        return False
+
     def share_nothing_unless_chosen(self) -> None:
         self.shares_by_default = False
 

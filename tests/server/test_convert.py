@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tracemalloc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from google.protobuf.descriptor import Descriptor
@@ -18,6 +20,7 @@ from batchserve.server.convert import (
     refuse_unknown_fields,
     to_generate_request,
     to_stream_responses,
+    with_path,
 )
 from batchserve.server.servicer import GenerationServicer
 from batchserve.types import (
@@ -170,20 +173,108 @@ def test_known_field_with_the_wrong_wire_type_is_refused():
 def test_refused(request_, reason, field):
     with pytest.raises(InvalidRequestError) as caught:
         from_generate_request(request_, MAX_MODEL_LEN)
-    assert (caught.value.reason, caught.value.field) == (reason, field)
+    told = with_path(caught.value, request_)
+    assert (told.reason, told.field) == (reason, field)
+    assert str(told).startswith(f"{field} = ")
+
+
+# A value that is refused for every field of what a Python caller gives.
+BAD_SAMPLING: dict[str, Any] = {
+    "temperature": -1.0,
+    "top_p": 2.0,
+    "top_k": -1,
+    "seed": -1,
+    "max_tokens": 0,
+    "stop": ("ok", ""),
+    "stop_token_ids": (1, "2"),
+    "ignore_eos": 1,
+    "skip_special_tokens": "no",
+}
+BAD_SPECULATION: dict[str, Any] = {
+    "is_enabled": "no",
+    "max_draft_tokens": -1,
+    "drafter": "oracle",
+    "branch_length": 0,
+    "draft_scope": "s" * 257,
+    "references": ("a text", (5, "6")),
+    "tpot_target_ms": 0,
+}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("kind", "name", "bad"),
+    [
+        *((SamplingParams, *each) for each in BAD_SAMPLING.items()),
+        *((SpeculationParams, *each) for each in BAD_SPECULATION.items()),
+    ],
+)
+def test_an_error_names_the_argument_in_python_and_the_path_on_the_wire(kind: Any, name: str, bad: Any):
+    with pytest.raises(InvalidRequestError) as caught:
+        kind(**{name: bad})
+    error = caught.value
+    assert error.field.partition("[")[0] == name
+    assert str(error).startswith(name)
+    told = with_path(error, pb.GenerateRequest(text="x"))
+    assert (told.reason, told.value) == (error.reason, error.value)
+    assert_is_a_path(told.field)
+
+
+def assert_is_a_path(path: str) -> None:
+    """Of a field in a GenerateRequest; places in lists where there are lists."""
+    descriptor = pb.GenerateRequest.DESCRIPTOR
+    for part in path.split("."):
+        name, bracket, _ = part.partition("[")
+        found = {field.name: field for field in descriptor.fields}
+        if name == "token_ids":  # a message with a list in it, which paths leave out
+            assert "token_ids" in found
+            return
+        field = found[name]
+        assert not bracket or field.is_repeated
+        descriptor = field.message_type
+
+
+@pytest.mark.faults
+def test_no_argument_is_forgotten():
+    assert set(BAD_SAMPLING) == {field.name for field in dataclasses.fields(SamplingParams)}
+    assert set(BAD_SPECULATION) == {field.name for field in dataclasses.fields(SpeculationParams)}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("field", "request_", "path"),
+    [
+        ("prompt", pb.GenerateRequest(text="x"), "text"),
+        ("prompt", pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1])), "token_ids"),
+        ("prompt[7]", pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1])), "token_ids[7]"),
+        ("references[3]", pb.GenerateRequest(text="x"), "references[3].text"),
+        ("references[3][4]", pb.GenerateRequest(text="x"), "references[3].token_ids[4]"),
+        ("references", pb.GenerateRequest(text="x"), "references"),
+        ("references[1].content", pb.GenerateRequest(text="x"), "references[1].content"),
+        ("stop[2]", pb.GenerateRequest(text="x"), "stop.stop_strings[2]"),
+        ("stop_token_ids[2]", pb.GenerateRequest(text="x"), "stop.stop_token_ids[2]"),
+        ("request_id", pb.GenerateRequest(text="x"), "request_id"),
+        ("priority", pb.GenerateRequest(text="x"), "priority"),
+        ("input", pb.GenerateRequest(), "input"),
+        ("sampling_params.#9", pb.GenerateRequest(), "sampling_params.#9"),
+        ("#100", pb.GetModelInfoRequest(), "#100"),
+    ],
+)
+def test_where_a_field_is_on_the_wire(field, request_, path):
+    assert with_path(InvalidRequestError("R", field, 1, "b"), request_).field == path
 
 
 @pytest.mark.parametrize(
     ("params", "speculation", "field"),
     [
-        ({"top_k": 2**32}, {}, "sampling_params.top_k"),
-        ({"max_tokens": 2**32}, {}, "stop.max_tokens"),
-        ({}, {"max_draft_tokens": 2**32}, "speculation.max_draft_tokens"),
-        ({}, {"branch_length": 2**32}, "speculation.branch_length"),
+        ({"top_k": 2**32}, {}, "top_k"),
+        ({"max_tokens": 2**32}, {}, "max_tokens"),
+        ({}, {"max_draft_tokens": 2**32}, "max_draft_tokens"),
+        ({}, {"branch_length": 2**32}, "branch_length"),
     ],
 )
 def test_a_client_is_told_of_a_count_that_the_wire_has_no_room_for(params, speculation, field):
-    with pytest.raises(InvalidRequestError, match=f"{field} = {2**32}: must be at most {2**32 - 1}"):
+    with pytest.raises(InvalidRequestError, match=f"^{field} = {2**32}: must be at most {2**32 - 1}"):
         to_generate_request("x", SamplingParams(**params), SpeculationParams(**speculation))
 
 
