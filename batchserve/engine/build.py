@@ -107,6 +107,13 @@ def build_engine(
             runner, config.max_num_seqs, max_model_len, SERVING_GAIN if is_serving else THREAD_GAIN
         )
     runner.bind_thread()
+    if config.num_threads is not None and runner.num_threads < config.num_threads:
+        say(
+            f"num_threads = {config.num_threads}: OpenMP starts {runner.num_threads}; see OMP_THREAD_LIMIT in the "
+            "environment"
+        )
+    if loaded.probe is not None and loaded.device.type == "cpu":
+        loaded.probe.check_threads()
     most_rows = min(MOST_DRAFT_ROWS, config.max_num_batched_tokens)
     packed.compile_for(loaded.model, range(MIN_ROWS, most_rows + 1), COMPILE_S)
     marks = [*([] if runner.graphs is None else [f"graphs of {runner.graphs.sizes}"]), *made_faster]

@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from batchserve import openmp
 from batchserve.attention import interface
 from batchserve.errors import ConfigError, UnsupportedModelError
 from batchserve.runner.generation_defaults import (
@@ -64,6 +65,7 @@ class LoadedModel:
     has_packed_linears: bool
     device: torch.device = CPU
     has_sinks: bool = False  # attention sinks, in some layer
+    probe: ModelProbe | None = None  # to try it again under other conditions
 
 
 def resolve_model(model: str) -> str:
@@ -116,6 +118,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     source = resolve_model(config.model)
     device = resolve_device(config)
     dtype = resolve_dtype(config.dtype, device)
+    openmp.use_threads(config.num_threads or torch.get_num_threads())
     model = _load_weights(source, dtype, config)
     module: torch.nn.Module = model  # transformers' own to() is not annotated
     module.to(device)
@@ -151,6 +154,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         has_packed_linears=is_packed,
         device=device,
         has_sinks=probe.has_sinks,
+        probe=probe,
     )
 
 

@@ -94,6 +94,13 @@ class ModelProbe:
             logits = self._logits(self._ids, self._positions, ShapeProbe())
         self._compare(logits, "with other modules", "a module that was swapped wrongly")
 
+    def check_threads(self) -> None:
+        """The model gives the eager answer on the compute threads that it runs on now, too."""
+        where = f"on {torch.get_num_threads()} compute threads"
+        with self._probing(where):
+            logits = self._logits(self._ids, self._positions, ShapeProbe())
+        self._compare(logits, where, "the OpenMP settings in the environment")
+
     def check_beside_others(self) -> None:
         """The prompt's rows answer alike in a step where every fourth row, the first and the last included, is another
         request's, at the context's end.
