@@ -20,7 +20,7 @@ from batchserve.draft.factory import LARGEST_MODEL, create_drafters, draft_limit
 from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.router import RoutingDrafter
 from batchserve.engine.backend import build_backend
-from batchserve.engine.choose_threads import choose_threads
+from batchserve.engine.choose_threads import check_threads, choose_threads
 from batchserve.engine.detokenizer import decoder_of
 from batchserve.engine.drafting import DraftStage
 from batchserve.engine.engine_core import EngineCore
@@ -88,6 +88,7 @@ def build_engine(
     say(f"loading {config.model}")
     loaded = load_model(config)
     backend, max_model_len = build_backend(config, loaded, say)
+    loaded.served_length.longest = max_model_len  # memory may hold less than the model's own limit
     num_parameters = count_parameters(loaded.model)
     limits = draft_limits(config, num_parameters)
     processor = InputProcessor(ModelFacts.of(loaded), max_model_len, config, limits)
@@ -112,8 +113,8 @@ def build_engine(
             f"num_threads = {config.num_threads}: OpenMP starts {runner.num_threads}; see OMP_THREAD_LIMIT in the "
             "environment"
         )
-    if loaded.probe is not None and loaded.device.type == "cpu":
-        loaded.probe.check_threads()
+    if loaded.device.type == "cpu":
+        check_threads(loaded, runner)
     most_rows = min(MOST_DRAFT_ROWS, config.max_num_batched_tokens)
     packed.compile_for(loaded.model, range(MIN_ROWS, most_rows + 1), COMPILE_S)
     marks = [*([] if runner.graphs is None else [f"graphs of {runner.graphs.sizes}"]), *made_faster]

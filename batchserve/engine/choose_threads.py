@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from batchserve.engine.make_faster import trial_logits
 from batchserve.engine.measure_steps import time_decoding
+from batchserve.runner.probe import compare_logits
 
 if TYPE_CHECKING:
+    from batchserve.runner.loader import LoadedModel
     from batchserve.runner.model_runner import ModelRunner
 
 TRIALS = 9
@@ -52,3 +55,16 @@ def choose_threads(runner: ModelRunner, max_num_seqs: int, max_model_len: int, l
         if typical_s < best_s * least_gain:
             best, best_s = count, min(typical_s, best_s)
     return best
+
+
+def check_threads(loaded: LoadedModel, runner: ModelRunner) -> None:
+    """The model answers on the runner's compute threads as on one. Raises UnsupportedModelError."""
+    chosen, logits = runner.num_threads, {}
+    for count in {1, chosen}:
+        runner.num_threads = count
+        runner.bind_thread()
+        logits[count] = trial_logits(loaded, runner, ())[0]
+    runner.num_threads = chosen
+    runner.bind_thread()
+    where, suspect = f"on {chosen} compute threads", "OpenMP's settings in the environment"
+    compare_logits(loaded.model, logits[chosen], logits[1], where, suspect)

@@ -32,6 +32,7 @@ from batchserve.runner.generation_defaults import (
 )
 from batchserve.runner.packed import PackedLinear, can_pack, pack_modules
 from batchserve.runner.probe import ModelProbe
+from batchserve.runner.rope import LONGEST_MODEL_LEN, ServedLength, check_rope_config, context_limit
 from batchserve.runner.siblings import join_siblings, on_trial, plain_product, watch_inputs
 
 if TYPE_CHECKING:
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FALLBACK_MAX_MODEL_LEN = 2048
-LONGEST_MODEL_LEN = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +57,7 @@ class LoadedModel:
     num_heads: int  # of queries, the most of any layer
     vocab_size: int
     max_model_len: int
+    served_length: ServedLength
     eos_token_ids: tuple[int, ...]
     default_temperature: float
     default_top_k: int
@@ -65,7 +65,6 @@ class LoadedModel:
     has_packed_linears: bool
     device: torch.device = CPU
     has_sinks: bool = False  # attention sinks, in some layer
-    probe: ModelProbe | None = None  # to try it again under other conditions
 
 
 def resolve_model(model: str) -> str:
@@ -123,12 +122,14 @@ def load_model(config: EngineConfig) -> LoadedModel:
     module: torch.nn.Module = model  # transformers' own to() is not annotated
     module.to(device)
     text_config = model.config.get_text_config()
-    max_model_len = _model_limit(text_config)
+    max_model_len = context_limit(text_config)
     if not 2 <= max_model_len <= LONGEST_MODEL_LEN:  # a token of a prompt, and one of an answer
         raise ConfigError(
             f"model = {config.model!r}: its longest context is {max_model_len}, must be in 2..{LONGEST_MODEL_LEN}"
         )
-    probe = ModelProbe(model, max_model_len)
+    served_length = ServedLength(min(config.max_model_len or max_model_len, max_model_len))
+    served_length.watch(model)
+    probe = ModelProbe(model, served_length.longest)
     layers = probe.check_attention()
     is_packed = has_cpu_backend(config, device) and can_pack(dtype)
     join_siblings(_find_siblings(model, probe), PackedLinear if is_packed else plain_product)
@@ -147,6 +148,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         num_heads=probe.num_heads,
         vocab_size=int(text_config.vocab_size),
         max_model_len=max_model_len,
+        served_length=served_length,
         eos_token_ids=eos_token_ids(model.generation_config.eos_token_id, text_config, text_config.vocab_size),
         default_temperature=0.0 if sampling.temperature is None else sampling.temperature,
         default_top_k=sampling.top_k or 0,
@@ -154,7 +156,6 @@ def load_model(config: EngineConfig) -> LoadedModel:
         has_packed_linears=is_packed,
         device=device,
         has_sinks=probe.has_sinks,
-        probe=probe,
     )
 
 
@@ -185,6 +186,7 @@ def _load_weights(source: str, dtype: torch.dtype, config: EngineConfig) -> PreT
     ).exists():  # without peft, transformers would load the base and say nothing
         raise ConfigError(f"model = {config.model!r}: has an adapter; merge it into the weights first")
     check_readable(Path(source))
+    check_rope_config(Path(source))
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
@@ -246,15 +248,3 @@ def load_tokenizer(source: str, config: EngineConfig) -> PreTrainedTokenizerBase
         raise ConfigError(f"model = {config.model!r}: its tokenizer cannot be loaded: {described(error)}") from error
     loaded.model_max_length = sys.maxsize  # prompts are checked elsewhere, and references may be longer
     return loaded
-
-
-def _model_limit(text_config: object) -> int:
-    """Longest context. LongRoPE picks its factors by the longest request of a batch: it stays within the short ones."""
-    rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
-    if rope.get("rope_type") == "longrope":
-        return int(rope.get("original_max_position_embeddings") or text_config.original_max_position_embeddings)  # type: ignore[attr-defined]
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
-        value = getattr(text_config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return FALLBACK_MAX_MODEL_LEN

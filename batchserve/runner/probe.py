@@ -39,7 +39,7 @@ class ModelProbe:
     """Holds a model's own eager answer to a short prompt, and compares ours with it.
 
     The prompt is longer than any window: where one is longer it is shrunk for as long as it takes.
-    max_model_len: the model's own limit, in tokens. Every check raises UnsupportedModelError.
+    max_model_len: the longest request that is served, in tokens. Every check raises UnsupportedModelError.
     """
 
     @torch.inference_mode()
@@ -93,13 +93,6 @@ class ModelProbe:
         with self._probing("with other modules, as packed linears whose weights cannot be read"):
             logits = self._logits(self._ids, self._positions, ShapeProbe())
         self._compare(logits, "with other modules", "a module that was swapped wrongly")
-
-    def check_threads(self) -> None:
-        """The model gives the eager answer on the compute threads that it runs on now, too."""
-        where = f"on {torch.get_num_threads()} compute threads"
-        with self._probing(where):
-            logits = self._logits(self._ids, self._positions, ShapeProbe())
-        self._compare(logits, where, "the OpenMP settings in the environment")
 
     def check_beside_others(self) -> None:
         """The prompt's rows answer alike in a step where every fourth row, the first and the last included, is another
