@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 
@@ -101,10 +102,35 @@ class NonFiniteLogitsError(BatchserveError):
     reason = "NON_FINITE_LOGITS"
 
 
+class OutOfMemoryError(BatchserveError):
+    """The system had no memory for a request's next step; others go on."""
+
+    reason = "OUT_OF_MEMORY"
+
+
 class EngineFaultError(BatchserveError):
     """The engine failed; every request in flight ends with this error."""
 
     reason = "ENGINE_FAULT"
+
+
+# Of libraries that have no type for it, in small letters.
+NO_MEMORY = ("allocate memory", "out of memory", "bad_alloc", "start new thread", "failed to map segment")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or one that it came from, says that the system has no memory left."""
+    chain: list[BaseException] = []
+    found: BaseException | None = error
+    while found is not None and found not in chain:
+        chain.append(found)
+        found = found.__cause__ or found.__context__
+    return any(
+        isinstance(each, MemoryError)
+        or (isinstance(each, OSError) and each.errno == errno.ENOMEM)
+        or (isinstance(each, RuntimeError | ImportError) and any(word in str(each).lower() for word in NO_MEMORY))
+        for each in chain
+    )
 
 
 def shortened(value: object, limit: int = 80) -> str:

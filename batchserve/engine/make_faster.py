@@ -145,7 +145,8 @@ def trial_logits(
     found = []
     for count in sorted({min(count, most) for count in (most, *row_counts)}, reverse=True):
         ids = [(7 * i) % loaded.vocab_size for i in range(count)]
-        allocator.reserve(name, count)
+        if not allocator.reserve(name, count):
+            raise MemoryError(f"K/V of {count} tokens")
         try:
             batch = build_batch([RequestRows(name, 0, ids, list(range(-1, count - 1)), 1, GREEDY)])
             runner.backend.begin(batch.spans)

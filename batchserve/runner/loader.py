@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MOST_HEADER_BYTES = 100_000_000  # of a safetensors file, as its library bounds it
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +222,16 @@ def _load_weights(source: str, dtype: torch.dtype, config: EngineConfig) -> PreT
         raise UnsupportedModelError(f"model = {config.model!r}: quantised weights are not supported: {quantization}")
     ready: PreTrainedModel = model.eval()
     return ready
+
+
+def weight_bytes(config: EngineConfig) -> int:
+    """What a folder's weights take in the type that is served, by the headers of its files; 0 for what has none."""
+    num_elements = 0
+    for file in Path(resolve_model(config.model)).glob("model*.safetensors"):
+        with suppress(OSError, ValueError, AttributeError, TypeError, KeyError), file.open("rb") as opened:
+            header = json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), MOST_HEADER_BYTES)))
+            num_elements += sum(prod(each["shape"]) for name, each in header.items() if name != "__metadata__")
+    return num_elements * resolve_dtype(config.dtype, resolve_device(config)).itemsize
 
 
 def _known_architecture(source: str, config: EngineConfig) -> str | None:

@@ -13,12 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from batchserve import LLM, SamplingParams
 from batchserve.config import EngineConfig
+from batchserve.engine import measure_steps
 from batchserve.errors import ConfigError
 from batchserve.runner.loader import load_model
 from batchserve.runner.rope import LONGEST_MODEL_LEN, context_limit
 from tests.tiny_models import save_tiny_model
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("_rough_step_times")]
 ORIGINAL, LONGEST = 64, 128
 LONGROPE = {
     "rope_type": "longrope",
@@ -32,6 +33,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3_longrope": {"original_max_position_embeddings": ORIGINAL, "rope_parameters": LONGROPE},
     "llama": {"rope_parameters": LONGROPE},
 }
+
+
+@pytest.fixture
+def _rough_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here depends on them, and each start would measure for seconds."""
+    monkeypatch.setattr(measure_steps, "MOST_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize(
