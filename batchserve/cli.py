@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from batchserve import __version__
 from batchserve.bench import add_bench_parser
 from batchserve.config import DTYPES, PRIVATE_SCOPE, DraftConfig, EngineConfig, ServerConfig
+from batchserve.engine.free_memory import described_want
 from batchserve.errors import BatchserveError, ConfigError, InvalidRequestError
 from batchserve.files import parse_recorded
 from batchserve.generate_command import add_generate_flags, run_generate
@@ -69,11 +70,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno != errno.ENOSPC or not _is_output_full():
-            raise
+            return _end_without_memory(error)
         _give_up_output()
         print(f"batchserve: standard output: cannot be written: {error.strerror}", file=sys.stderr)
         return 1
+    except Exception as error:
+        return _end_without_memory(error)
     return status
+
+
+def _end_without_memory(error: Exception) -> int:
+    """Exit status 1 and one line for an error for want of memory; any other is raised."""
+    message = described_want("to run", error)
+    if message is None:
+        raise error
+    print(f"batchserve: {message}", file=sys.stderr)
+    return 1
 
 
 def _is_output_full() -> bool:

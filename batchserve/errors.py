@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 
@@ -110,6 +111,12 @@ class NonFiniteLogitsError(BatchserveError):
     reason = "NON_FINITE_LOGITS"
 
 
+class OutOfMemoryError(BatchserveError):
+    """The system had no memory for a request's next step; others go on."""
+
+    reason = "OUT_OF_MEMORY"
+
+
 class EngineFaultError(BatchserveError):
     """The engine failed, and every request in flight ends with this error; or it failed for this request alone."""
 
@@ -131,6 +138,25 @@ class ForkedProcessError(BatchserveError):
 def one_line(error: Exception) -> str:
     """What an error of somebody else's says, without its line ends; its kind where it says nothing."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+# Of libraries that have no type for it, in small letters.
+NO_MEMORY = ("allocate memory", "out of memory", "bad_alloc", "start new thread", "failed to map segment")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or one that it came from, says that the system has no memory left."""
+    chain: list[BaseException] = []
+    found: BaseException | None = error
+    while found is not None and found not in chain:
+        chain.append(found)
+        found = found.__cause__ or found.__context__
+    return any(
+        isinstance(each, MemoryError)
+        or (isinstance(each, OSError) and each.errno == errno.ENOMEM)
+        or (isinstance(each, RuntimeError | ImportError) and any(word in str(each).lower() for word in NO_MEMORY))
+        for each in chain
+    )
 
 
 def shortened(value: object, limit: int = 80) -> str:

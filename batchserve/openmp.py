@@ -27,6 +27,32 @@ def run(loop: int, job: int, num_threads: int) -> None:
         library.GOMP_parallel(ctypes.c_void_p(loop), ctypes.c_void_p(job), num_threads, 0)
 
 
+def use_threads(wanted: int) -> int:
+    """Give the calling thread `wanted` compute threads, or as many as OpenMP starts for it; returns how many.
+
+    oneDNN computes only a part of a product where a loop gets fewer threads than were asked for (OMP_THREAD_LIMIT,
+    OMP_DYNAMIC, OMP_MAX_ACTIVE_LEVELS), so torch is never told of more than there are.
+    """
+    torch.set_num_threads(wanted)
+    library = _library()
+    if library is None or wanted == 1:
+        return wanted
+    library.omp_set_dynamic(0)  # else the size changes from loop to loop
+    if library.omp_get_max_active_levels() < 1:
+        library.omp_set_max_active_levels(1)
+    given = _team_size(library, wanted)
+    torch.set_num_threads(given)
+    return given
+
+
+def _team_size(library: ctypes.CDLL, wanted: int) -> int:
+    """How many threads a loop gets that asks for so many."""
+    started: list[None] = []
+    loop = _LOOP(lambda job: started.append(None))
+    library.GOMP_parallel(loop, None, wanted, 0)
+    return len(started)
+
+
 def team(size: int) -> Team:
     """So many threads for compiled code that starts them itself."""
     library = _library() if size > 1 else None

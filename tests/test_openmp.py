@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from batchserve import openmp
+from batchserve import LLM, SamplingParams, openmp
 from batchserve.attention.cpu import ALONE
 from tests.attention.test_backends import random_case, run_case
 
@@ -56,3 +59,45 @@ def test_threads_change_no_bit(monkeypatch, two_threads, dtype):
     monkeypatch.setattr(openmp, "_library", lambda: None)  # as where torch's threads cannot be found
     alone = outputs(dtype)
     assert all(torch.equal(a, b) for a, b in zip(shared, alone, strict=True))
+
+
+SERVED = """
+import sys
+from batchserve import LLM, SamplingParams
+llm = LLM(sys.argv[1], dtype="float32", num_threads=2, kv_cache_memory=1 << 20, decoding_length=0)
+prompts = [[5, 6, 7, 8], [*range(3, 40)]]
+print([output.token_ids for output in llm.generate(prompts, SamplingParams(0.0, max_tokens=12, ignore_eos=True))])
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("settings", [{"OMP_THREAD_LIMIT": "1"}, {"OMP_DYNAMIC": "true", "OMP_MAX_ACTIVE_LEVELS": "0"}])
+def test_threads_that_openmp_does_not_give_change_no_token(tiny_model: dict[str, Path], settings: dict[str, str]):
+    folder = tiny_model["llama"]
+    llm = LLM(str(folder), dtype="float32", num_threads=1, kv_cache_memory=1 << 20, decoding_length=0)
+    prompts = [[5, 6, 7, 8], [*range(3, 40)]]
+    outputs = llm.generate(prompts, SamplingParams(0.0, max_tokens=12, ignore_eos=True))
+    command = [sys.executable, "-c", SERVED, str(folder)]
+    served = subprocess.run(
+        command, env=os.environ | settings, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert served.returncode == 0, served.stderr
+    assert served.stdout.strip() == str([output.token_ids for output in outputs])
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(sys.platform != "linux", reason="found by what the process has mapped")
+def test_the_size_of_the_team_is_measured_in_each_thread():
+    library = openmp._library()
+
+    def sizes(is_dynamic: int, levels: int) -> tuple[int, int]:
+        """(threads that torch believes in, threads that a loop gets); OpenMP keeps settings per thread."""
+        library.omp_set_dynamic(is_dynamic)
+        library.omp_set_max_active_levels(levels)
+        given = openmp.use_threads(2)
+        assert given == torch.get_num_threads()
+        return given, openmp._team_size(library, 2)
+
+    with ThreadPoolExecutor(1) as pool:
+        for is_dynamic, levels in ((0, 0), (1, 1), (1, 0)):
+            assert pool.submit(sizes, is_dynamic, levels).result() == (2, 2)

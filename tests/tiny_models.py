@@ -75,18 +75,19 @@ SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", {**_GQA, "head_dim": 32}),
     # attention sinks, which SDPA has not
     "gpt_oss": ("gpt_oss", {**_MOE, "head_dim": 32, "num_local_experts": 4, "sliding_window": WINDOW}),
-    # rotary factors that depend on the longest position of a batch: served within the short ones
+    # rotary factors that depend on the longest position of a batch; here all contexts have the short ones
     "phi3_longrope": (
         "phi3",
         {
             **_GQA,
-            "original_max_position_embeddings": 448,
+            "original_max_position_embeddings": 512,
             "rope_parameters": {
                 "rope_type": "longrope",
                 "rope_theta": 10000.0,
                 "short_factor": [1.0] * 8,
                 "long_factor": [4.0] * 8,
-                "original_max_position_embeddings": 448,
+                "original_max_position_embeddings": 512,
+                "attention_factor": 1.2,
             },
         },
     ),

@@ -16,6 +16,7 @@ import torch
 from batchserve import pages
 from batchserve.attention.prefix_index import FEWEST_TOKENS, PrefixIndex
 from batchserve.attention.row_moves import UNIT, move_rows
+from batchserve.errors import is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -59,7 +60,7 @@ class SlabAllocator:
 
     def __init__(self, layers: Sequence[LayerShape], dtype: torch.dtype, total_tokens: int) -> None:
         self.layers, self.dtype = tuple(layers), dtype
-        self._total = total_tokens // EXTENT * EXTENT
+        self._budget = self._total = total_tokens // EXTENT * EXTENT
         self._owned = 0
         self._slabs: dict[str, _Slab] = {}
         self._prefixes = PrefixIndex()
@@ -111,7 +112,8 @@ class SlabAllocator:
             wanted = roomy
         self._make_room(wanted - owned)
         slab = slab or _Slab()
-        self._resize(slab, wanted)
+        if not self._can_resize(slab, wanted):
+            return False
         self._slabs[request_id] = slab
         self._owned += wanted - owned
         return True
@@ -132,9 +134,25 @@ class SlabAllocator:
         if most <= 0:
             return False
         slab, _ = slabs[spare.index(most)]
-        self._resize(slab, slab.capacity - most)
+        if not self._can_resize(slab, slab.capacity - most):
+            return False
         self._owned -= most
         return True
+
+    def _can_resize(self, slab: _Slab, capacity: int) -> bool:
+        """Resize a slab; False if the system has no memory for that, even without what is cached."""
+        while True:
+            try:
+                self._resize(slab, capacity)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                had_cached = bool(self._kept)
+                self.give_way()
+                if not had_cached:
+                    return False
+            else:
+                return True
 
     def _resize(self, slab: _Slab, capacity: int) -> None:
         kept = slab.num_committed
@@ -175,6 +193,12 @@ class SlabAllocator:
         slab = self._slabs.pop(request_id, None)
         if slab is not None:
             self._owned -= slab.capacity
+            self._recover()
+
+    def _recover(self) -> None:
+        """Where nobody owns anything, the system is believed to have all of the budget again."""
+        if not self._slabs:
+            self._total = self._budget
 
     def retire(self, request_id: str, scope: Hashable, token_ids: Sequence[int]) -> None:
         slab = self._slabs[request_id]
@@ -187,6 +211,7 @@ class SlabAllocator:
         self._cached += slab.capacity
         handle, gone = self._prefixes.add(scope, token_ids[:count])
         self._kept[handle] = slab
+        self._recover()
         for old in gone:
             self._cached -= self._kept.pop(old).capacity
 
@@ -200,8 +225,8 @@ class SlabAllocator:
             return num_shared if self.fork(request_id, source_id, num_shared, len(token_ids)) else None
         # What is used now goes last, if others are not enough: and stays alive here until it is copied.
         self._prefixes.use(handle)
-        self._begin_with(request_id, self._kept.get(handle), length, len(token_ids))
-        return length
+        is_begun = self._begin_with(request_id, self._kept.get(handle), length, len(token_ids))
+        return length if is_begun else None
 
     def fork(self, request_id: str, source_id: str, num_shared: int, num_tokens: int) -> bool:
         source = self._slabs[source_id]
@@ -209,17 +234,23 @@ class SlabAllocator:
             raise ValueError(f"num_shared = {num_shared}: {source_id!r} has committed {source.num_committed} tokens")
         if num_tokens > self.reservable_tokens([request_id])[0]:
             return False
-        self._begin_with(request_id, source, num_shared, num_tokens)
-        return True
+        return self._begin_with(request_id, source, num_shared, num_tokens)
 
-    def _begin_with(self, request_id: str, source: _Slab | None, num_shared: int, num_tokens: int) -> None:
-        """Reserve, and commit a copy of what another slab begins with."""
-        self.reserve(request_id, num_tokens)
+    def _begin_with(self, request_id: str, source: _Slab | None, num_shared: int, num_tokens: int) -> bool:
+        """Reserve, and commit a copy of what another slab begins with; False if the system has no memory."""
+        if not self.reserve(request_id, num_tokens):
+            return False
         slab = self._slabs[request_id]
         if source is not None:
             for stack, others in zip(slab.stacks, source.stacks, strict=True):
                 stack[:, :, :num_shared] = others[:, :, :num_shared]
         slab.num_committed = num_shared
+        return True
+
+    def give_way(self) -> None:
+        for handle in [*self._kept]:
+            self._drop(handle)
+        self._total = self._owned or self._budget
 
     def forget_prefixes(self, scope: Hashable) -> None:
         for handle in self._prefixes.of_scope(scope):

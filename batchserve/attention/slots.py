@@ -202,6 +202,9 @@ class SlotAllocator:
         for slots in self._prefixes.drop_scope(scope):
             self._let_go(slots)
 
+    def give_way(self) -> None:
+        pass  # slots are allocated once
+
     def _let_go(self, slots: np.ndarray) -> None:
         """A prefix that had these is gone."""
         refs = self._prefix_refs[slots] - 1

@@ -162,7 +162,7 @@ def check_batch_invariant(loaded: LoadedModel, has_kernel: bool) -> None:
         raise ConfigError(f"batch_invariant: {name} in {loaded.dtype} has no attention kernel with a fixed order")
     if has_matrix_instructions(loaded.dtype):
         split_linears(loaded.model)
-    if reason := find_row_dependence(loaded.model, loaded.max_model_len):
+    if reason := find_row_dependence(loaded.model, loaded.served_length.longest):
         raise ConfigError(f"batch_invariant: {name} gives a row other bits in another batch ({reason})")
 
 

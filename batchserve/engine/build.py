@@ -20,14 +20,15 @@ from batchserve.draft.factory import LARGEST_MODEL, create_drafters, draft_limit
 from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.router import RoutingDrafter
 from batchserve.engine.backend import build_backend
-from batchserve.engine.choose_threads import choose_threads
+from batchserve.engine.choose_threads import ThreadWatch, check_threads, choose_threads
 from batchserve.engine.detokenizer import decoder_of
 from batchserve.engine.drafting import DraftStage
 from batchserve.engine.engine_core import EngineCore
+from batchserve.engine.free_memory import check_weights_fit, memory_errors_named
 from batchserve.engine.input_processor import InputProcessor, ModelFacts
 from batchserve.engine.kv_memory import Progress
 from batchserve.engine.make_faster import make_faster
-from batchserve.engine.measure_steps import measured_table
+from batchserve.engine.measure_steps import measured_table, time_decoding
 from batchserve.errors import ConfigError
 from batchserve.forks import check_no_fork_of_a_maker
 from batchserve.gpu.linears import ROW_COUNTS
@@ -36,7 +37,7 @@ from batchserve.metrics import EngineMetrics
 from batchserve.request import GREEDY
 from batchserve.runner import packed
 from batchserve.runner.cuda_graphs import CannotBeCapturedError, StepGraphs, choose_capturer
-from batchserve.runner.loader import LoadedModel, load_model
+from batchserve.runner.loader import LoadedModel, load_model, weight_bytes
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import MIN_ROWS, RequestRows, build_batch
 from batchserve.scheduler import budget_kernels, standing, time_kernels
@@ -83,15 +84,23 @@ def build_engine(
     `drafter` overrides all configured ones (for tests and experiments). While serving, drafters are compiled in the
     background, and requests are decoded without drafts until theirs is ready; otherwise where they are first needed.
     """
-    say = on_progress or (lambda message: None)
+    with memory_errors_named(f"to serve {config.model!r}"):
+        return _build_engine(config, on_progress or (lambda message: None), drafter, clock, is_serving=is_serving)
+
+
+def _build_engine(
+    config: EngineConfig, say: Progress, drafter: Drafter | None, clock: Callable[[], float], *, is_serving: bool
+) -> BuiltEngine:
     # What cannot be is refused before minutes have gone into loading.
     config.draft.cache_path()
     create_drafters(config, LARGEST_MODEL)
     check_no_fork_of_a_maker()
     forget_stale_kernels()
     say(f"loading {config.model}")
+    check_weights_fit(config.model, weight_bytes(config))
     loaded = load_model(config)
     backend, max_model_len = build_backend(config, loaded, say)
+    loaded.served_length.longest = max_model_len  # memory may hold less than the model's own limit
     num_parameters = count_parameters(loaded.model)
     limits = draft_limits(config, num_parameters)
     processor = InputProcessor(ModelFacts.of(loaded), max_model_len, config, limits)
@@ -106,11 +115,19 @@ def build_engine(
     if runner.graphs is not None:
         most = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
         _warm_up_beyond(runner, runner.graphs.sizes[-1], most, max_model_len)
+    most_threads, least_gain = torch.get_num_threads(), SERVING_GAIN if is_serving else THREAD_GAIN
     if loaded.device.type == "cpu":
         runner.num_threads = config.num_threads or choose_threads(
-            runner, config.max_num_seqs, max_model_len, SERVING_GAIN if is_serving else THREAD_GAIN
+            runner, config.max_num_seqs, max_model_len, least_gain
         )
     runner.bind_thread()
+    if config.num_threads is not None and runner.num_threads < config.num_threads:
+        say(
+            f"num_threads = {config.num_threads}: OpenMP starts {runner.num_threads}; see OMP_THREAD_LIMIT in the "
+            "environment"
+        )
+    if loaded.device.type == "cpu":
+        check_threads(loaded, runner)
     most_rows = min(MOST_DRAFT_ROWS, config.max_num_batched_tokens)
     packed.compile_for(loaded.model, range(MIN_ROWS, most_rows + 1), COMPILE_S)
     marks = [*([] if runner.graphs is None else [f"graphs of {runner.graphs.sizes}"]), *made_faster]
@@ -122,6 +139,18 @@ def build_engine(
     used_drafter.use_threads(openmp.team(runner.num_threads if is_on_cpu else min(runner.num_threads, MOST_THREADS)))
     drafts = DraftStage(used_drafter, _draft_policy(config, step_time), backend.allocator, clock, loaded.vocab_size)
     core = EngineCore(scheduler, drafts, runner, decoder_of(loaded.tokenizer), EngineMetrics(), clock)
+    # Bits may depend on the number of threads.
+    if is_on_cpu and config.num_threads is None and most_threads > 1 and not config.batch_invariant:
+
+        def changed(ratio: float) -> None:
+            step_time.rescale(ratio)
+            used_drafter.use_threads(openmp.team(runner.num_threads))
+            packed.compile_for(loaded.model, range(MIN_ROWS, most_rows + 1), COMPILE_S)
+
+        def time_step() -> float:
+            return time_decoding(runner, config.max_num_seqs, 1)  # without contexts, which would need more memory
+
+        core.threads = ThreadWatch(runner, most_threads, least_gain, time_step, changed, clock)
     info = ModelInfo(
         name=loaded.name,
         architecture=type(loaded.model).__name__,
@@ -190,7 +219,8 @@ def _capture_graphs(
 def _warm_up(runner: ModelRunner, rows: int) -> None:
     """One forward of so many rows: the first pays for what libraries set up lazily."""
     name = "warm-up"
-    runner.backend.allocator.reserve(name, rows)
+    if not runner.backend.allocator.reserve(name, rows):
+        raise MemoryError(f"K/V of {rows} tokens")
     batch = build_batch([RequestRows(name, 0, [0] * rows, list(range(-1, rows - 1)), rows, GREEDY)])
     runner.launch(batch).wait()
     runner.backend.allocator.release(name)

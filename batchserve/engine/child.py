@@ -19,6 +19,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from batchserve.engine.free_memory import memory_errors_named
 from batchserve.engine.messages import End, NotBuilt, Progress, Reading, ReadMetrics, Ready
 from batchserve.errors import BatchserveError
 from batchserve.logs import adopt_library_loggers, configure_logging
@@ -68,7 +69,8 @@ def main() -> None:
     reader = threading.Thread(target=_read, args=(pipe, built), name="batchserve-messages", daemon=True)
     reader.start()  # at once: the front may go while the model is being loaded
     try:
-        loop = _build(config, pipe)
+        with memory_errors_named(f"to serve {config.model!r}"):
+            loop = _build(config, pipe)
     except Exception as error:
         if not isinstance(error, BatchserveError):
             logger.exception("the engine cannot be built")

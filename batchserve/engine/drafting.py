@@ -139,7 +139,8 @@ class DraftStage:
         """Reserve K/V for one row and as many drafts of the others as there is memory for; returns how many drafts."""
         if not self._allocator.reserve(request_id, num_rows):
             num_rows = max(1, min(num_rows, self._allocator.reservable_tokens([request_id])[0]))
-            self._allocator.reserve(request_id, num_rows)
+            if not self._allocator.reserve(request_id, num_rows):  # the system may have less than was promised
+                num_rows = 1
         return num_rows - 1
 
     def are_asked(self, requests: Sequence[Request]) -> list[bool]:

@@ -5,10 +5,17 @@ Synchronous and deterministic: it has no clock of its own, and no asyncio.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from batchserve.engine.detokenizer import Decoder, IncrementalDetokenizer, special_texts, token_texts
-from batchserve.errors import BatchserveError, DeadlineExceededError, EngineFaultError, NonFiniteLogitsError
+from batchserve.engine.free_memory import described_want
+from batchserve.errors import (
+    BatchserveError,
+    DeadlineExceededError,
+    EngineFaultError,
+    NonFiniteLogitsError,
+    OutOfMemoryError,
+)
 from batchserve.metrics import Verification
 from batchserve.request import Request
 from batchserve.runner.ragged_batch import RaggedBatch, flatten
@@ -21,6 +28,7 @@ if TYPE_CHECKING:
 
     from batchserve.draft.base import Drafter
     from batchserve.draft.forest import DraftForest
+    from batchserve.engine.choose_threads import ThreadWatch
     from batchserve.engine.drafting import DraftStage
     from batchserve.metrics import EngineMetrics
     from batchserve.request import DraftScope, ResolvedSampling
@@ -30,6 +38,8 @@ if TYPE_CHECKING:
     from batchserve.scheduler.scheduler import Scheduler
 
 
+T = TypeVar("T")
+MOST_RELIEFS = 64  # of a step that has no memory, before one of its requests is ended
 DEADLINE_SLACK_S = 0.05  # by which a front may take a request back before the deadline that it has told
 # What one step added to a request, waiting to be published: tokens, and how many of them were drafts.
 _Commit = tuple[Request, list[int], int]
@@ -73,6 +83,9 @@ class EngineCore:
         self._verified: list[Verification] = []  # in the step under way
         self._stopped: list[Request] = []  # by a stop string, while their next step is under way
         self._failed: dict[Request, BatchserveError] = {}  # in the step under way
+        self.threads: ThreadWatch | None = None  # where their number may change
+        self._num_failed_steps = 0  # in a row, for want of memory
+        self._want = ""  # the last one's
 
     @property
     def drafter(self) -> Drafter:
@@ -121,8 +134,17 @@ class EngineCore:
         self._failed.clear()
         return requests
 
+    def idle(self) -> float | None:
+        """Use a lull, in which the books are in order; returns the seconds after which there is more to do, if any."""
+        if self.threads is None:
+            return None
+        self.threads.look(is_idle=True)
+        return self.threads.idle_s()
+
     def step(self) -> None:
         """One step of all requests."""
+        if self.threads is not None:
+            self.threads.look(is_idle=False)
         self._expire()
         began_s = self._clock()
         plan = self.scheduler.schedule(began_s, self.drafts.are_asked)
@@ -133,6 +155,10 @@ class EngineCore:
             self._run(plan, began_s)
         else:
             self._publish()
+            if self.scheduler.waiting and not self.scheduler.running and not plan.preempted:
+                # All memory is free and yet too little for one request: the system has less than was planned with.
+                request = self.scheduler.waiting.first(began_s)
+                self._end_without_memory(request, f"no memory for K/V of {len(request.token_ids)} tokens")
         self._end_late()
 
     def _run(self, plan: SchedulerOutput, began_s: float) -> None:
@@ -140,11 +166,15 @@ class EngineCore:
         drafts = self.drafts.propose(plan)
         batch = self._build(plan, drafts)
         started_s = self._clock()
-        handle = self.runner.launch(batch)
+        handle = self._unless_out_of_memory(lambda: self.runner.launch(batch), batch.num_rows)
         launched_s = self._clock()
         self._publish()
         published_s = self._clock()
-        results = handle.wait()
+        results = None if handle is None else self._unless_out_of_memory(handle.wait, batch.num_rows)
+        if results is None:
+            self._relieve(plan, batch)
+            return
+        self._num_failed_steps = 0
         num_drafted, forward_s = len(drafts.token_ids), self._clock() - started_s
         if not self.runner.is_paged:  # a CPU publishes or runs the forward, a GPU's forward runs meanwhile
             forward_s -= published_s - launched_s
@@ -154,6 +184,40 @@ class EngineCore:
         with self._counting:
             self.metrics.step_done(batch.num_rows, num_draft_rows, len(came), forward_s, self._verified)
         self._verified.clear()
+
+    def _unless_out_of_memory(self, call: Callable[[], T], num_rows: int) -> T | None:
+        """What the call returns; None where the system has no memory for a step of so many rows."""
+        try:
+            return call()
+        except (RuntimeError, MemoryError) as error:
+            want = described_want(f"for a step of {num_rows} rows", error)
+            if want is None:
+                raise
+            self._want = want
+            return None
+
+    def _relieve(self, plan: SchedulerOutput, batch: RaggedBatch) -> None:
+        """A step had no memory, and is made again: without what is cached, then with ever fewer requests. If that does
+        not help the request that has most rows is ended.
+        """
+        self._num_failed_steps += 1
+        self.drafts.preempted(plan.requests)
+        if 1 < self._num_failed_steps <= MOST_RELIEFS and len(self.scheduler.running) > 1:
+            self.drafts.preempted([self.scheduler.preempt_last()])
+            with self._counting:
+                self.metrics.preempted(1)
+        elif self._num_failed_steps > 1:
+            rows = zip(batch.spans.rows[:, 1].tolist(), plan.requests, strict=True)
+            going_on = [each for each in rows if each[1] in self._detokenizers and each[1].finish_reason is None]
+            if going_on:
+                _, request = max(going_on, key=lambda each: each[0])
+                self._end_without_memory(request, self._want)
+        self.runner.backend.allocator.give_way()
+
+    def _end_without_memory(self, request: Request, want: str) -> None:
+        where = f"request_id = {request.request_id!r}, after {request.num_output_tokens} tokens"
+        self._count_unfinished(num_failed=1)
+        self._fail([(request, OutOfMemoryError(f"{where}: {want}"))])
 
     def _end_late(self) -> None:
         """End whom a step has found to be over while it was still using their memory."""

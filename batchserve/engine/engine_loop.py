@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,7 +108,9 @@ class EngineLoop:
             return self.inbox.get(timeout=LULL_S)
         except queue.Empty:
             self._core.check_integrity()
-            return self.inbox.get()
+        while True:
+            with suppress(queue.Empty):
+                return self.inbox.get(timeout=self._core.idle())
 
     def _abort(self, ticket: int) -> None:
         request = self._requests.get(ticket)

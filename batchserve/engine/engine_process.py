@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import queue
+import signal
 import socket
 import subprocess
 import threading
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 READING_TIMEOUT_S = 5.0
 JOIN_TIMEOUT_S = 120.0  # a last step, and saving a large draft cache, have to fit into it
+# The system kills what takes more than there is, and C code that gets no memory may crash or abort.
+MEMORY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
 CHILD = "from batchserve.engine.child import main; main()"
 logger = logging.getLogger(__name__)
 
@@ -135,7 +138,9 @@ class EngineProcess:
 
     def _how(self) -> str:
         status = self._process.wait()
-        return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+        if status >= 0:
+            return f"exit status {status}"
+        return f"killed by signal {-status}" + (", as for want of memory" if -status in MEMORY_SIGNALS else "")
 
     def send(self, message: Message) -> None:
         self._is_ending = self._is_ending or isinstance(message, End)

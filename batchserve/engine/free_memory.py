@@ -2,19 +2,78 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from mmap import PAGESIZE as PAGE
 from pathlib import Path
+
+from batchserve.config import MiB
+from batchserve.errors import ConfigError, is_out_of_memory
+
+LOW_BYTES = 256 << 20  # with less than that, a library's failure without a reason is taken to be for want of memory
+LIBRARY_BYTES = 640 << 20  # what a start takes beside the weights and K/V, kernels that are compiled included
+FAILURES = ("could not create", "could not execute", "error return without exception")
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int | None:
     """Memory that can be had without swapping; None where the system does not say. root: where proc and sys are."""
-    limits = [_of_machine(root), *(_of_group(folder) for folder in _groups(root))]
+    limits = [_of_machine(root), _of_process(root), *(_of_group(folder) for folder in _groups(root))]
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+@contextmanager
+def memory_errors_named(what: str) -> Iterator[None]:
+    """Errors for want of memory inside become a ConfigError that says for what, how much was asked for and is free."""
+    try:
+        yield
+    except Exception as error:
+        if (message := described_want(what, error)) is None:
+            raise
+        raise ConfigError(message) from error
+
+
+def described_want(what: str, error: BaseException) -> str | None:
+    """One line if the error is for want of memory, else None."""
+    free = free_memory_bytes()
+    is_low = free is not None and free < LOW_BYTES
+    said = str(error)
+    if not is_out_of_memory(error) and not (is_low and any(failure in said for failure in FAILURES)):
+        return None
+    asked = re.search(r"allocate (\d+) bytes", said)
+    of = f"{int(asked[1]) / MiB:.1f} MiB more were asked for" if asked else (said.splitlines() or ["none is left"])[0]
+    left = "" if free is None else f"; {free / MiB:.0f} MiB can still be had (machine, control group and ulimit -v)"
+    return f"no memory {what}: {of}{left}"
+
+
+def check_weights_fit(model: str, num_bytes: int) -> None:
+    """Raises ConfigError where a model's weights, in the type that is served, are more than can be had.
+
+    Under `ulimit -v` libraries and kernels need address space, too: without any they end the process without a word.
+    """
+    free, space = free_memory_bytes(), _of_process(Path("/"))
+    needed = num_bytes if space is None or space > num_bytes + LIBRARY_BYTES else num_bytes + LIBRARY_BYTES
+    if free is not None and needed > free:
+        libraries = "" if needed == num_bytes else f", and libraries {LIBRARY_BYTES / MiB:.0f} MiB of address space"
+        raise ConfigError(
+            f"model = {model!r}: no memory to serve it: its weights take {num_bytes / MiB:.0f} MiB{libraries}; "
+            f"{free / MiB:.0f} MiB can still be had (machine, control group and ulimit -v)"
+        )
 
 
 def _of_machine(root: Path) -> int | None:
     kilobytes = _numbers(root / "proc/meminfo").get("MemAvailable:")
     return None if kilobytes is None else kilobytes * 1024
+
+
+def _of_process(root: Path) -> int | None:
+    """What `ulimit -v` leaves; None without one."""
+    try:
+        limits = (root / "proc/self/limits").read_text().splitlines()
+        words = next(line.split() for line in limits if line.startswith("Max address space"))
+        return max(0, int(words[3]) - int((root / "proc/self/statm").read_text().split()[0]) * PAGE)
+    except (OSError, ValueError, StopIteration, IndexError):
+        return None  # "unlimited" is no number, either
 
 
 def _groups(root: Path) -> list[Path]:

@@ -25,7 +25,7 @@ from batchserve.runner.probe import PROBE_TOKENS, compare_logits
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from batchserve.config import EngineConfig
     from batchserve.runner.loader import LoadedModel
@@ -52,7 +52,7 @@ def make_faster(
     done = ["overlap"] if overlaps else []
     if way == "off" and not config.custom_kernels:
         return done
-    expected = _trial_logits(loaded, runner)
+    expected = trial_logits(loaded, runner)
     is_joined = way != "off"  # a residual to the linear that it is added to
     if config.custom_kernels and _use_own_kernels(
         loaded, runner, expected, say, overlaps=overlaps, is_joined=is_joined
@@ -129,19 +129,24 @@ def _raise_fault(error: Exception) -> None:
 
 def _compare(loaded: LoadedModel, runner: ModelRunner, expected: list[torch.Tensor], where: str, suspect: str) -> None:
     """Raises UnsupportedModelError where the model does not answer as before."""
-    for found, logits in zip(_trial_logits(loaded, runner), expected, strict=True):
+    for found, logits in zip(trial_logits(loaded, runner), expected, strict=True):
         compare_logits(loaded.model, found, logits, where, suspect)
 
 
 @torch.inference_mode()
-def _trial_logits(loaded: LoadedModel, runner: ModelRunner) -> list[torch.Tensor]:
-    """float32 [rows, vocab_size] of short texts, all of whose rows are sampled: of as many as kernels differ by."""
+def trial_logits(
+    loaded: LoadedModel, runner: ModelRunner, row_counts: Sequence[int] = ROW_COUNTS
+) -> list[torch.Tensor]:
+    """float32 [rows, vocab_size] of short texts, all of whose rows are sampled: of as many as kernels differ by, and of
+    one as long as the probe's.
+    """
     name, allocator = "trial", runner.backend.allocator
     most = min(PROBE_TOKENS, loaded.max_model_len, allocator.reservable_tokens([name])[0])
     found = []
-    for count in sorted({min(count, most) for count in (most, *ROW_COUNTS)}, reverse=True):
+    for count in sorted({min(count, most) for count in (most, *row_counts)}, reverse=True):
         ids = [(7 * i) % loaded.vocab_size for i in range(count)]
-        allocator.reserve(name, count)
+        if not allocator.reserve(name, count):
+            raise MemoryError(f"K/V of {count} tokens")
         try:
             batch = build_batch([RequestRows(name, 0, ids, list(range(-1, count - 1)), 1, GREEDY)])
             runner.backend.begin(batch.spans)

@@ -213,7 +213,7 @@ def _requests(runner: ModelRunner, case: _Case) -> Iterator[list[str]]:
     try:
         for name, rows in zip(names, case.rows, strict=True):
             if not allocator.reserve(name, case.context + rows):
-                raise RuntimeError(f"no K/V memory to measure a step of {case}")
+                raise MemoryError(f"no K/V memory to measure a step of {case}")
             if not case.is_prefill:  # whose tokens are the first to write to their memory
                 allocator.touch(name)
             # What stands in a context does not change how long it takes to read: nothing is computed for it.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +21,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from batchserve import openmp
 from batchserve.attention import interface
 from batchserve.errors import BatchserveError, ConfigError, UnsupportedModelError
-from batchserve.runner.checkpoint import check_filled, check_path, read_config, read_tensors
+from batchserve.runner.checkpoint import TensorInfo, check_filled, check_path, read_config, read_tensors
 from batchserve.runner.end_tokens import with_tokenizer_ends
 from batchserve.runner.generation_defaults import (
     check_readable,
@@ -38,6 +41,7 @@ from batchserve.runner.loading_report import (
 from batchserve.runner.model_kind import auto_class, check_dtypes, check_unquantised
 from batchserve.runner.packed import PackedLinear, can_pack, pack_modules
 from batchserve.runner.probe import ModelProbe
+from batchserve.runner.rope import LONGEST_MODEL_LEN, ServedLength, check_rope_config, context_limit
 from batchserve.runner.siblings import join_siblings, on_trial, plain_product, watch_inputs
 from batchserve.runner.tokenizer import check_vocabulary, load_tokenizer
 
@@ -53,8 +57,6 @@ CUDA_BUILD_WITHOUT_GPU = (
     "takes a fourth of the space: pip install torch --index-url https://download.pytorch.org/whl/cpu"
 )
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FALLBACK_MAX_MODEL_LEN = 2048
-LONGEST_MODEL_LEN = 1 << 31
 MOST_CHARS = 1000  # of what a library says of a model
 
 
@@ -70,6 +72,7 @@ class LoadedModel:
     num_heads: int  # of queries, the most of any layer
     vocab_size: int
     max_model_len: int
+    served_length: ServedLength
     eos_token_ids: tuple[int, ...]
     default_temperature: float
     default_top_k: int
@@ -133,16 +136,19 @@ def load_model(config: EngineConfig) -> LoadedModel:
     if device.type == "cpu" and torch.version.cuda is not None and not torch.cuda.is_available():
         logger.warning(CUDA_BUILD_WITHOUT_GPU, torch.__version__)
     dtype = resolve_dtype(config.dtype, device)
+    openmp.use_threads(config.num_threads or torch.get_num_threads())
     model = _load_weights(source, dtype, config)
     module: torch.nn.Module = model  # transformers' own to() is not annotated
     module.to(device)
     text_config = model.config.get_text_config()
-    max_model_len = _model_limit(text_config)
+    max_model_len = context_limit(text_config)
     if not 2 <= max_model_len <= LONGEST_MODEL_LEN:  # a token of a prompt, and one of an answer
         raise ConfigError(
             f"model = {config.model!r}: its longest context is {max_model_len}, must be in 2..{LONGEST_MODEL_LEN}"
         )
-    probe = ModelProbe(model, max_model_len)
+    served_length = ServedLength(min(config.max_model_len or max_model_len, max_model_len))
+    served_length.watch(model)
+    probe = ModelProbe(model, served_length.longest)
     layers = probe.check_attention()
     is_packed = has_cpu_backend(config, device) and can_pack(dtype)
     join_siblings(_find_siblings(model, probe), PackedLinear if is_packed else plain_product)
@@ -168,6 +174,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         vocab_size=vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=ends,
+        served_length=served_length,
         default_temperature=0.0 if sampling.temperature is None else sampling.temperature,
         default_top_k=sampling.top_k or 0,
         default_top_p=1.0 if sampling.top_p is None else sampling.top_p,
@@ -204,6 +211,7 @@ def _load_weights(source: str, dtype: torch.dtype, config: EngineConfig) -> PreT
     described_as = {} if folder is None else read_config(folder, named)
     if folder is not None:
         check_readable(folder)
+        check_rope_config(folder)
     kind = None
     try:
         with warnings_held() as held:
@@ -242,19 +250,19 @@ def _load_weights(source: str, dtype: torch.dtype, config: EngineConfig) -> PreT
     return ready
 
 
+def weight_bytes(config: EngineConfig) -> int:
+    """What a folder's weights take in the type that is served, by the headers of its files; 0 where they do not say."""
+    folder = Path(resolve_model(config.model))
+    tensors: dict[str, TensorInfo] = {}
+    if folder.is_dir():
+        with suppress(BatchserveError):  # loading says what is wrong
+            named = f"model = {config.model!r}"
+            tensors = read_tensors(folder, read_config(folder, named), named)
+    dtype = resolve_dtype(config.dtype, resolve_device(config))
+    return sum(prod(each.shape) for each in tensors.values()) * dtype.itemsize
+
+
 def described(error: Exception) -> str:
     """What an error says, on one line; of those that say little without their kind, that too."""
     enough = OSError, ValueError, ImportError, RuntimeError, SafetensorError, StrictDataclassError
     return " ".join((str(error) if isinstance(error, enough) else repr(error)).split())
-
-
-def _model_limit(text_config: object) -> int:
-    """Longest context. LongRoPE picks its factors by the longest request of a batch: it stays within the short ones."""
-    rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
-    if rope.get("rope_type") == "longrope":
-        return int(rope.get("original_max_position_embeddings") or text_config.original_max_position_embeddings)  # type: ignore[attr-defined]
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
-        value = getattr(text_config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return FALLBACK_MAX_MODEL_LEN

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from batchserve import openmp
 from batchserve.attention.paged import PagedBackend
 from batchserve.attention.step_buffer import upload
 from batchserve.runner.forward import logits_of
@@ -60,8 +61,11 @@ class ModelRunner:
         return isinstance(self.backend, PagedBackend)
 
     def bind_thread(self) -> None:
-        """Give the calling thread its compute threads, and its device: OpenMP and CUDA keep these per thread."""
-        torch.set_num_threads(self.num_threads)
+        """Give the calling thread its compute threads, and its device: OpenMP and CUDA keep these per thread.
+
+        Where OpenMP starts fewer threads than num_threads, that becomes num_threads.
+        """
+        self.num_threads = openmp.use_threads(self.num_threads)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 

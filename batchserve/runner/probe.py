@@ -40,7 +40,7 @@ class ModelProbe:
     """Holds a model's own eager answer to a short prompt, and compares ours with it.
 
     The prompt is longer than any window: where one is longer it is shrunk for as long as it takes.
-    max_model_len: the model's own limit, in tokens. Every check raises UnsupportedModelError.
+    max_model_len: the longest request that is served, in tokens. Every check raises UnsupportedModelError.
     """
 
     @torch.inference_mode()

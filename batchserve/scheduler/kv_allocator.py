@@ -66,6 +66,11 @@ class KVAllocator(Protocol):
     def forget_prefixes(self, scope: Hashable) -> None:
         """Give up what is cached under a scope."""
 
+    def give_way(self) -> None:
+        """The system has no memory left: give up all that is cached, and count on no more than what requests own now
+        until none owns any.
+        """
+
     def touch(self, request_id: str) -> None:
         """Write to all that is reserved for a request, for measurements: memory that was never written takes no time to
         read, and the first to write it waits for it. Its contents are lost.

@@ -247,14 +247,18 @@ class Scheduler:
                 return True
             if self._reclaim():
                 continue
-            last = max(reversed(self.running), key=self._rank)
-            self._preempt(last)
-            preempted.append(last)
+            preempted.append(self.preempt_last())
         return False
 
     def _reclaim(self) -> bool:
         """Whether somebody who is running gave back memory that it does not need in this step."""
         return self._allocator.reclaim({r.request_id: r.num_pending_tokens for r in self.running})
+
+    def preempt_last(self) -> Request:
+        """Whoever comes last of those who are running begins again later; returns it."""
+        last = max(reversed(self.running), key=self._rank)
+        self._preempt(last)
+        return last
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)

@@ -92,6 +92,10 @@ class StepTimeModel:
         """What the host takes of a step at the moment, beside the forward."""
         return float(self._slopes[HOST])
 
+    def rescale(self, ratio: float) -> None:
+        """From now on forwards take `ratio` times as long: on another number of threads."""
+        self._slopes[LOG_FACTOR] += math.log(ratio)
+
     def predict(self, load: StepLoad) -> float:
         """Seconds of such a step."""
         return seconds_at(self.arrays, tuple(load), 0.0, 0.0)  # type: ignore[no-any-return]

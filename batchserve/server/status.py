@@ -19,6 +19,7 @@ from batchserve.errors import (
     DuplicateRequestError,
     InvalidRequestError,
     NonFiniteLogitsError,
+    OutOfMemoryError,
     QueueFullError,
     UnavailableError,
     UnknownModelError,
@@ -51,6 +52,7 @@ _CODES: dict[type[BatchserveError], int] = {
     UnavailableError: code_pb2.UNAVAILABLE,
     DeadlineExceededError: code_pb2.DEADLINE_EXCEEDED,
     NonFiniteLogitsError: code_pb2.INTERNAL,
+    OutOfMemoryError: code_pb2.RESOURCE_EXHAUSTED,
 }
 
 

@@ -357,15 +357,32 @@ def test_what_the_system_has_no_memory_for_changes_nothing(monkeypatch: pytest.M
 
     with monkeypatch.context() as patch:
         patch.setattr(pages, "zeros", scarce)
-        with pytest.raises(MemoryError):
-            allocator.reserve("a", 2 * EXTENT)
-        with pytest.raises(MemoryError):
-            allocator.reclaim({"a": -10})
-        with pytest.raises(MemoryError):
-            allocator.reserve("new", 10)
+        assert not allocator.reserve("a", 2 * EXTENT)
+        assert not allocator.reclaim({"a": -10})
+        assert not allocator.reserve("new", 10)
     allocator.check_integrity({"a"})
-    assert allocator.free_tokens == 19 * EXTENT
+    assert allocator.free_tokens == 0, "the system has less than was planned with"
+    assert not allocator.reserve("a", 2 * EXTENT)
+    allocator.release("a")
+    assert allocator.free_tokens == 20 * EXTENT
     assert allocator.reserve("a", 2 * EXTENT)
+
+
+def test_what_is_cached_is_given_up_where_the_system_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = SlabAllocator(LAYERS, torch.float32, 20 * EXTENT)
+    assert allocator.reserve("a", EXTENT)
+    allocator.commit("a", range(EXTENT))
+    allocator.retire("a", "s", [*range(EXTENT)])
+    empty = torch.empty
+
+    def scarce(*arguments: Any, **options: Any) -> torch.Tensor:
+        if allocator.cached_tokens:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return empty(*arguments, **options)
+
+    monkeypatch.setattr(torch, "empty", scarce)
+    assert allocator.reserve("b", EXTENT)
+    allocator.check_integrity({"b"})
 
 
 def test_check_integrity_finds_leaked_and_lost_memory() -> None:

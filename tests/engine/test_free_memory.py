@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mmap import PAGESIZE
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,12 @@ def group(folder: str, most: str, used: int, inactive: int = 0) -> dict[str, str
     place = f"sys/fs/cgroup/{folder}"
     files = {"memory.max": most, "memory.current": str(used), "memory.stat": f"anon 5\ninactive_file {inactive}\n"}
     return {f"{place}/{name}": f"{text}\n" for name, text in files.items()}
+
+
+def process(most: str, pages: int) -> dict[str, str]:
+    """Under `ulimit -v`."""
+    line = f"Max address space         {most}              unlimited            bytes     \n"
+    return {"proc/self/limits": f"Limit\n{line}", "proc/self/statm": f"{pages} 5 5 1 0 9 0\n"}
 
 
 HYBRID = "5:pids:/a\n4:cpu,memory:/a\n0::/\n"
@@ -41,6 +48,9 @@ def first_group(folder: str, most: int, used: int, inactive: int = 0) -> dict[st
             6000000 - 500,
         ),
         ({**MACHINE, "proc/self/cgroup": "0::/host/pod\n", **group("", "4000000", 0)}, 4000000),
+        ({**MACHINE, **process("5000000", 100)}, 5000000 - 100 * PAGESIZE),
+        ({**MACHINE, **process("5000000", 1 << 30)}, 0),
+        ({**MACHINE, **process("unlimited", 100)}, 8000 * 1024),
         ({**MACHINE, "proc/self/cgroup": "3:memory:/a\n"}, 8000 * 1024),
         ({**MACHINE, "proc/self/cgroup": HYBRID, **first_group("a", 3000000, 1000, 10)}, 3000000 - 1000 + 10),
         ({**MACHINE, "proc/self/cgroup": HYBRID, **first_group("", 2000000, 0)}, 2000000),

@@ -15,9 +15,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from batchserve import LLM, SamplingParams
 from batchserve.config import EngineConfig
 from batchserve.errors import ConfigError, UnsupportedModelError
-from batchserve.runner import loader, packed
+from batchserve.runner import packed
 from batchserve.runner.loader import load_model, resolve_dtype
 from batchserve.runner.probe import ModelProbe
+from batchserve.runner.rope import ServedLength
 from tests.tiny_models import SUPPORTED, save_tiny_model
 
 
@@ -67,17 +68,12 @@ def test_a_model_that_reads_the_weights_of_a_packed_linear_is_refused_with_what_
         load_model(EngineConfig(str(tiny_model["llama"]), dtype="float32"))
 
 
-def test_longrope_stays_within_its_short_factors(tiny_model: dict[str, Path]) -> None:
-    loaded = load_model(EngineConfig(str(tiny_model["phi3_longrope"])))
-    assert loaded.max_model_len == 448
-
-
-def test_rows_that_depend_on_the_longest_position_are_found(
-    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loader, "_model_limit", lambda config: 512)  # as if longrope were not known
+def test_rows_that_depend_on_the_longest_position_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rope = SUPPORTED["phi3_longrope"][1]["rope_parameters"] | {"original_max_position_embeddings": 448}
+    folder = save_tiny_model("phi3", tmp_path, rope_parameters=rope, original_max_position_embeddings=448)
+    monkeypatch.setattr(ServedLength, "watch", lambda served, model: None)  # as if longrope were not known
     with pytest.raises(UnsupportedModelError, match="far position"):
-        load_model(EngineConfig(str(tiny_model["phi3_longrope"]), dtype="float32"))
+        load_model(EngineConfig(str(folder), dtype="float32"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

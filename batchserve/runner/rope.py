@@ -1,0 +1,106 @@
+"""Rotary position embeddings: the longest context that they allow, and those whose factors depend on its length."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.utils import CONFIG_NAME
+
+from batchserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+FALLBACK_MAX_MODEL_LEN = 2048
+LONGEST_MODEL_LEN = 1 << 31
+
+
+def context_limit(text_config: Any) -> int:
+    """The longest context in tokens. YaRN and linear scaling extend the original one by their factor.
+
+    Not always within 2..LONGEST_MODEL_LEN: a config may say anything.
+    """
+    names = ("max_position_embeddings", "n_positions", "max_seq_len")
+    values = (getattr(text_config, name, None) for name in names)
+    limit = next((value for value in values if isinstance(value, int) and value > 0), FALLBACK_MAX_MODEL_LEN)
+    extended = [_extended(each, default) for each, default in _rope_parameters(text_config, limit)]
+    return max(limit, *extended) if extended else limit
+
+
+def _rope_parameters(text_config: Any, limit: int) -> list[tuple[Mapping[str, Any], int]]:
+    """The parameters of all layers, or of each type of layer, and what is their original length if they do not say it.
+
+    Scaled layers beside others (gemma3) are in configs that name the extended length: nothing is to be added there.
+    """
+    found = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
+    nested = [each for each in found.values() if isinstance(each, dict)]
+    return [(each, 0) for each in nested] or [(found, limit)]
+
+
+def _extended(rope: Mapping[str, Any], default: int) -> int:
+    original, factor = rope.get("original_max_position_embeddings") or default, rope.get("factor")
+    is_extending = rope.get("rope_type") in ("yarn", "linear")
+    if not is_extending or not isinstance(factor, int | float) or not isinstance(original, int | float):
+        return 0
+    return int(original * factor) if original * factor <= LONGEST_MODEL_LEN else LONGEST_MODEL_LEN + 1
+
+
+def check_rope_config(folder: Path) -> None:
+    """Raises ConfigError for a config.json whose rotary base would be lost.
+
+    Of two entries transformers takes `rope_scaling`, and a base that only `rope_parameters` has becomes a default.
+    """
+    try:
+        config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return  # transformers says what is wrong with it
+    whole = config if isinstance(config, dict) else {}
+    for each in (whole, whole.get("text_config")):
+        if not isinstance(each, dict):
+            continue
+        legacy, parameters = each.get("rope_scaling"), each.get("rope_parameters")
+        if legacy and parameters and "rope_theta" in parameters and "rope_theta" not in {*legacy, *each}:
+            raise ConfigError(
+                f"{folder / CONFIG_NAME}: rope_scaling beside rope_parameters, whose rope_theta would be ignored; move "
+                "the fields of rope_scaling into rope_parameters"
+            )
+
+
+@dataclass(slots=True)
+class ServedLength:
+    """The greatest length that is served, in tokens, to rotary modules whose factors depend on a batch's longest
+    position (LongRoPE): they are told that it is always there, so that no request changes another's factors.
+
+    Dynamic NTK needs none: up to max_position_embeddings, the longest that is served, its factors are constant.
+    """
+
+    longest: int
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """From now on the model's rotary modules are told; `longest` may still be changed."""
+        for module in model.modules():
+            kinds = getattr(module, "rope_type", None)
+            if "longrope" in (kinds.values() if isinstance(kinds, dict) else (kinds,)):
+                module.register_forward_pre_hook(self._add_longest, with_kwargs=True)
+                module.register_forward_hook(_drop_longest)
+
+    def _add_longest(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        last = positions.new_full((*positions.shape[:-1], 1), self.longest - 1)
+        positions = torch.cat([positions, last], dim=-1)
+        if "position_ids" in kwargs:
+            return args, {**kwargs, "position_ids": positions}
+        return (args[0], positions, *args[2:]), kwargs
+
+
+def _drop_longest(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Cosines and sines [..., num_tokens, dim], or both in one tensor, without those of the row that was added."""
+    if isinstance(output, torch.Tensor):
+        return output[..., :-1, :]
+    return tuple(each[..., :-1, :] for each in output)
