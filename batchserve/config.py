@@ -180,6 +180,11 @@ class EngineConfig:
     cache_dir: str = field(default_factory=lambda: default_cache_dir())
 
     @property
+    def has_hub_model(self) -> bool:
+        """Whether `model` is a hub id."""
+        return self.model != "bundled" and not is_model_path(self.model)
+
+    @property
     def is_adaptive(self) -> bool:
         """Whether drafts are chosen by what they are worth in each step."""
         return self.adaptive and self.decoding_length is None
@@ -322,6 +327,11 @@ class ServerConfig:
                 raise ConfigError(f"{name} = {getattr(self, name)!r}: must be True or False")
         _number("drain_timeout_s", self.drain_timeout_s, 0.0)
         _number("stall_timeout_s", self.stall_timeout_s, 1.0)
+
+
+def is_model_path(model: str) -> bool:
+    """Whether it is meant as a folder: written as a path, or there."""
+    return os.path.isabs(model) or model.startswith((".", "~")) or os.path.exists(model)
 
 
 def default_cache_dir() -> str:

@@ -108,6 +108,10 @@ class AsyncEngine:
         own_process: the engine gets one, and does not share the interpreter with this loop (docs/performance.md).
         The drafter may still be compiling then (unless `wait_for_drafter`): requests go without drafts meanwhile.
         """
+        if config.has_hub_model:  # before anything heavy is imported, and once for all processes
+            from batchserve.runner.hub import with_local_model
+
+            config = await asyncio.to_thread(with_local_model, config)
         make = EngineProcess if own_process else _build
         return cls(await asyncio.to_thread(make, config, on_progress), config)
 

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from batchserve.attention import interface
+from batchserve.config import is_model_path
 from batchserve.errors import ConfigError, UnsupportedModelError
 from batchserve.runner.generation_defaults import (
     check_readable,
@@ -29,6 +30,7 @@ from batchserve.runner.generation_defaults import (
     sampling_defaults,
     warn_of_unapplied,
 )
+from batchserve.runner.hub import local_snapshot
 from batchserve.runner.packed import PackedLinear, can_pack, pack_modules
 from batchserve.runner.probe import ModelProbe
 from batchserve.runner.siblings import join_siblings, on_trial, plain_product, watch_inputs
@@ -67,14 +69,15 @@ class LoadedModel:
 
 
 def resolve_model(model: str) -> str:
-    """The folder of the bundled model for "bundled", the name itself otherwise.
+    """The folder that a model is in: the bundled one for "bundled", for a hub id that of its local copy.
 
-    Raises ConfigError for a path where no folder is: a hub would only say that it is no name of its own.
+    Raises ConfigError where there is none.
     """
     if model == "bundled":
         return str(resources.files("batchserve") / "data" / "bundled")
-    is_path = os.path.isabs(model) or model.startswith((".", "~")) or os.path.exists(model)
-    if is_path and not os.path.isdir(model):
+    if not is_model_path(model):
+        return local_snapshot(model)
+    if not os.path.isdir(model):
         raise ConfigError(f"model = {model!r}: must be a folder that exists, a hub id or 'bundled'")
     return model
 
