@@ -30,7 +30,6 @@ from batchserve.engine.make_faster import make_faster
 from batchserve.engine.measure_steps import measured_table
 from batchserve.errors import ConfigError
 from batchserve.gpu.linears import ROW_COUNTS
-from batchserve.kernel_cache import forget_stale_kernels
 from batchserve.metrics import EngineMetrics
 from batchserve.request import GREEDY
 from batchserve.runner import packed
@@ -84,7 +83,6 @@ def build_engine(
     # What cannot be is refused before minutes have gone into loading.
     config.draft.cache_path()
     create_drafters(config, LARGEST_MODEL)
-    forget_stale_kernels()
     say(f"loading {config.model}")
     loaded = load_model(config)
     backend, max_model_len = build_backend(config, loaded, say)
@@ -268,8 +266,8 @@ def _build_drafter(
     has_cache = cache is not None and cache.exists()
     if has_cache or config.wait_for_drafter or not is_serving:
         if name != "none":
-            say(f"preparing drafter {name} (compiled at the first start, some seconds)")
-        router.prepare()
+            say(f"preparing drafter {name} (compiled at the first start)")
+        router.prepare(say)
     elif not router.is_ready_for(name):
         say(f"drafter {name} is being prepared; until it is ready, requests are answered without drafts")
     if cache is not None and has_cache:
