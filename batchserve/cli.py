@@ -22,7 +22,6 @@ from batchserve.bench import add_bench_parser
 from batchserve.config import DTYPES, PRIVATE_SCOPE, DraftConfig, EngineConfig, ServerConfig
 from batchserve.errors import BatchserveError, ConfigError, InvalidRequestError
 from batchserve.generate_command import add_generate_flags, run_generate
-from batchserve.kernel_cache import provide_cache_folder
 from batchserve.logs import configure_logging
 from batchserve.options import (
     DRAFT_OPTIONS,
@@ -52,7 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     apply_thread_policy()
     configure_logging()
     try:
-        provide_cache_folder()
         status: int = parsed.run(parsed)
     except BatchserveError as error:
         print(f"batchserve: {error}", file=sys.stderr)

@@ -13,9 +13,10 @@ import mmap
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from batchserve.addresses import as_pointer
+from batchserve.native import njit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

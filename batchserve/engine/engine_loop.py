@@ -136,5 +136,5 @@ class EngineLoop:
     def _save_drafts(self, path: Path) -> None:
         try:
             self._built.save_drafts(path)
-        except (BatchserveError, OSError):  # the answers have all been given; drafts are only lost
-            logger.exception("draft cache: cannot be saved to %s", path)
+        except (BatchserveError, OSError) as error:  # the answers have all been given; drafts are only lost
+            logger.error("draft cache: cannot be saved to %s: %s", path, error)

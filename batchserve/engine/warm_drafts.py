@@ -20,7 +20,6 @@ from batchserve.draft.router import RoutingDrafter
 from batchserve.engine.input_processor import vocabulary_fingerprint
 from batchserve.errors import ConfigError
 from batchserve.jsonl import Line, read_lines, text_of
-from batchserve.kernel_cache import forget_stale_kernels
 from batchserve.request import TENANT, DraftScope
 from batchserve.runner.loader import described, load_tokenizer, resolve_model
 
@@ -83,7 +82,6 @@ def warm_drafts(path: Path, config: EngineConfig) -> Warmed:
         raise ConfigError("draft_cache = None: must be the file that drafts are kept in")
     if config.default_draft_scope == PRIVATE_SCOPE:
         raise ConfigError(f"draft scope = {PRIVATE_SCOPE!r}: shares nothing, so nothing could be kept")
-    forget_stale_kernels()
     scope = DraftScope(TENANT, config.default_draft_scope)
     part = draft_parts(config).get(config.drafter, 0.0)  # a server would forget what does not fit into it
     drafters = {config.drafter: create_drafter(config.drafter, config, 0, part)}
