@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from batchserve.config import DraftConfig, EngineConfig
-from batchserve.errors import BatchserveError, ConfigError
+from batchserve.errors import BatchserveError
 from batchserve.kernel_cache import provide_cache_folder
 from batchserve.threads import apply_thread_policy
 from batchserve.types import Delta, FinishReason, RequestOutput, SamplingParams, SpeculationParams, Started, Usage
@@ -31,8 +30,7 @@ __all__ = [
     "Usage",
 ]
 
-with suppress(ConfigError):  # whoever has no kernels needs no folder for them; others are told by Numba, or cli.main
-    provide_cache_folder()
+provide_cache_folder()
 
 
 def __getattr__(name: str) -> Any:

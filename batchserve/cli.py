@@ -25,7 +25,6 @@ from batchserve.errors import BatchserveError, ConfigError, InvalidRequestError
 from batchserve.files import parse_recorded
 from batchserve.generate_command import add_generate_flags, run_generate
 from batchserve.hosts import is_loopback
-from batchserve.kernel_cache import provide_cache_folder
 from batchserve.logs import configure_logging, log_format
 from batchserve.options import (
     DRAFT_OPTIONS,
@@ -58,7 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     apply_thread_policy()
     configure_logging()
     try:
-        provide_cache_folder()
         status: int = parsed.run(parsed)
     except BatchserveError as error:
         _say(f"batchserve: {error}", logging.ERROR)

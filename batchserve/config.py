@@ -192,6 +192,11 @@ class EngineConfig:
     cache_dir: str = field(default_factory=lambda: default_cache_dir())
 
     @property
+    def has_hub_model(self) -> bool:
+        """Whether `model` is a hub id."""
+        return self.model != "bundled" and not is_model_path(self.model)
+
+    @property
     def is_adaptive(self) -> bool:
         """Whether drafts are chosen by what they are worth in each step."""
         return self.adaptive and self.decoding_length is None
@@ -345,6 +350,11 @@ class ServerConfig:
         _at_least("max_unread_deltas", self.max_unread_deltas, 1)
         _one_of("log_level", self.log_level, LOG_LEVELS)
         _one_of("log_format", self.log_format, LOG_FORMATS)
+
+
+def is_model_path(model: str) -> bool:
+    """Whether it is meant as a folder: written as a path, or there."""
+    return os.path.isabs(model) or model.startswith((".", "~")) or os.path.exists(model)
 
 
 def default_cache_dir() -> str:

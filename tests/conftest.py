@@ -16,10 +16,8 @@ os.environ["XDG_CACHE_HOME"] = _cache.name  # what the tests measure is nobody e
 
 import torch  # noqa: E402
 
-from batchserve.kernel_cache import forget_stale_kernels  # noqa: E402
 from tests.tiny_models import save_tiny_model  # noqa: E402
 
-forget_stale_kernels()
 torch.set_num_threads(1)  # tiny layers, and often a busy machine: barriers between threads would cost the most
 
 

@@ -17,7 +17,7 @@ import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numba import carray, cfunc, njit, types
+from numba import carray, types
 
 from batchserve.addresses import as_pointer, claim
 from batchserve.attention import matrix_code as matrix
@@ -46,6 +46,7 @@ from batchserve.attention.span_job import (
     store_heads,
     vector,
 )
+from batchserve.native import cfunc, njit
 
 if TYPE_CHECKING:
     from numba.core.ccallback import CFunc

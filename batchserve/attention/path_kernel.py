@@ -14,7 +14,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numba import carray, cfunc, njit, types
+from numba import carray, types
 
 from batchserve.addresses import as_pointer, claim
 from batchserve.attention import tiles
@@ -41,6 +41,7 @@ from batchserve.attention.span_job import (
 )
 from batchserve.attention.tiles import LANES
 from batchserve.attention.vector_code import WIDTH
+from batchserve.native import cfunc, njit
 
 if TYPE_CHECKING:
     from numba.core.ccallback import CFunc

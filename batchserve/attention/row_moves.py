@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from batchserve.addresses import as_pointer
+from batchserve.native import njit
 
 UNIT = np.dtype(np.uint16)  # what is copied at once: K/V of every dtype is so many of these
 

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from batchserve.native import njit
 
 DUMMY_SLOT = 0  # nobody's: where padding rows write
 WORD_BITS = 32

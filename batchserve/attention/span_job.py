@@ -14,10 +14,11 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from numba import carray, cfunc, njit, types
+from numba import carray, types
 
 from batchserve import openmp
 from batchserve.addresses import as_pointer, claim
+from batchserve.native import cfunc, njit
 
 if TYPE_CHECKING:
     import torch

@@ -15,13 +15,14 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from batchserve.attention import vector_code as code
 from batchserve.attention.vector_code import FLOAT, FLOATS, WIDTH, WORD, Array, Builder, Value, index
 from batchserve.elements import narrow, widen
+from batchserve.native import njit
 
 LANES = 4  # queries of a tile, and keys: sixteen sums are what 32 registers hold
 _AT_ONCE = LANES if code.HAS_MANY_REGISTERS else 2  # queries of a tile

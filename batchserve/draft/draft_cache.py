@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import tokenize
 import zipfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,10 +15,10 @@ from batchserve.draft.mixture_kernels import initial_weights
 from batchserve.draft.text_index import START
 from batchserve.errors import ConfigError
 from batchserve.request import DraftScope
+from batchserve.sealed_files import replacing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
 FORMAT, VERSION = "batchserve-drafts", 1
 MOST_HEADER_BYTES = 16 << 20  # the names of thousands of scopes
@@ -51,17 +51,10 @@ def write_scopes(path: Path, fingerprint: str, scopes: Sequence[SavedScope]) -> 
     arrays: dict[str, Any] = {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)}
     for i, scope in enumerate(scopes):
         arrays |= {f"text{i}": scope.text, f"weights{i}": scope.weights, f"seen{i}": scope.seen}
-    path = path.resolve()
-    descriptor, partial = tempfile.mkstemp(prefix=f"{path.name[:50]}.", suffix=".partial", dir=path.parent)
-    try:
-        with open(descriptor, "wb") as file:
-            np.savez(file, **arrays)
-            file.flush()
-            os.fsync(descriptor)
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
+    with replacing(Path(os.path.realpath(path))) as file:
+        np.savez(file, **arrays)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_scopes(path: Path, fingerprint: str, vocab_size: int, most_bytes: int) -> list[SavedScope]:

@@ -7,9 +7,9 @@ from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from batchserve.draft.base import DraftQuery, DraftTree
+from batchserve.native import njit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,8 @@ are not filled in. `shape` int64 [3] is (levels in use, columns whose next token
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from batchserve.native import njit
 
 HEIGHT, COMPUTED, DRAWN = range(3)
 # Measured on the bundled model: how much less often an older n-gram is right, and how often one more token is.

@@ -12,7 +12,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 
@@ -35,6 +36,7 @@ class KernelLoader:
         self._in_background = in_background
         self._is_ready: dict[str, bool] = {}
         self._jobs: dict[str, _Job] = {}
+        self._announced: set[str] = set()
 
     def is_ready(self, module: str) -> bool:
         """Whether the module's kernels can be called; begins to prepare them when first asked."""
@@ -47,6 +49,13 @@ class KernelLoader:
         else:
             self._is_ready[module] = self._jobs[module].is_done
         return self._is_ready.get(module, False)
+
+    def announce(self, drafter: str, modules: Sequence[str]) -> None:
+        """Log it, once, when all of a drafter's modules are ready that are being prepared in the background."""
+        jobs = [self._jobs[module] for module in modules if module in self._jobs]
+        if jobs and drafter not in self._announced:
+            self._announced.add(drafter)
+            threading.Thread(target=_announce, args=(drafter, jobs), name="announce drafts", daemon=True).start()
 
     def prepare(self, module: str) -> None:
         """Prepare in the calling thread. Raises ConfigError."""
@@ -76,12 +85,15 @@ class _Job:
         self._thread = threading.Thread(target=self._run, name=f"compile {module}", daemon=True)
         self._thread.start()
 
+    def join(self) -> None:
+        self._thread.join()
+
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
             if self._child is not None:
                 self._child.terminate()
-        self._thread.join()
+        self.join()
 
     def _run(self) -> None:
         try:
@@ -91,7 +103,6 @@ class _Job:
                 return
             compile_kernels()
             self.is_done = True
-            logger.info("%s: kernels are ready, drafts are on", self._module)
         except Exception:
             logger.exception("%s: no kernels, so requests are answered without its drafts", self._module)
 
@@ -110,10 +121,21 @@ class _Job:
                 start_new_session=True,  # Ctrl-C is for the server, which ends its child itself
             )
         with self._child:
-            said = self._child.stderr.read() if self._child.stderr is not None else ""
+            said = (self._child.stderr.read() if self._child.stderr is not None else "").strip().splitlines()
         if self._child.returncode != 0 and not self._is_closed:
-            last = (said.strip().splitlines() or ["no reason given"])[-1]
+            last = (said or ["no reason given"])[-1]
             logger.warning("%s: cannot be compiled beside the server (%s); compiling in it", self._module, last)
+        elif self._child.returncode == 0:  # of kernels that were damaged, or cannot be kept
+            for line in said:
+                logger.warning("%s", line)
+
+
+def _announce(drafter: str, jobs: Sequence[_Job]) -> None:
+    began_s = time.monotonic()
+    for job in jobs:
+        job.join()
+    if all(job.is_done for job in jobs):
+        logger.info("drafter %s is ready after %.0f s: drafts are on", drafter, time.monotonic() - began_s)
 
 
 def _find_compile(module: str) -> Callable[[], None] | None:

@@ -12,7 +12,7 @@ import functools
 from typing import Any
 
 import numpy as np
-from numba import carray, cfunc, njit, types
+from numba import carray, types
 
 from batchserve.addresses import ONE_THREAD, as_pointer, claim, run_loop
 from batchserve.draft.mixture_growth import grow, root_visits
@@ -33,6 +33,7 @@ from batchserve.draft.mixture_learning import accept_tokens
 from batchserve.draft.mixture_noise import noise_bin_of
 from batchserve.draft.mixture_reading import follow_chains, open_chains
 from batchserve.draft.text_index import FILLED, MIN_CAPACITY, NUM_ORDERS, TextIndex, source_at
+from batchserve.native import cfunc, njit
 
 REQUEST = np.dtype(  # a request; own, scope and root are addresses: of TextIndex.address, a scope_card, a NODE
     [

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from batchserve.draft.mixture_kernels import (
     BYTES,
@@ -25,6 +24,7 @@ from batchserve.draft.mixture_kernels import (
 )
 from batchserve.draft.mixture_noise import tilt
 from batchserve.draft.text_index import ANSWER, MAX_MATCH, NEWEST
+from batchserve.native import njit
 from batchserve.sampling.draw_kernel import stream_key
 
 MIN_PROB = 1e-4  # a less likely node is not worth its row on any machine

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from batchserve.addresses import as_pointer
 from batchserve.draft.mixture_noise import NUM_NOISE_BINS
@@ -30,6 +30,7 @@ from batchserve.draft.text_index import (
     START,
     find_occurrences,
 )
+from batchserve.native import njit
 
 OWN, SCOPE = 0, 1
 MAX_OCCURRENCES = 640  # of one source at one node

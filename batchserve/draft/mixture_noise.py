@@ -13,8 +13,8 @@ absolute position of the next token).
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from batchserve.native import njit
 from batchserve.sampling.draw_kernel import mix
 from batchserve.sampling.noise import GOLDEN
 

@@ -8,11 +8,12 @@ links come one after the other, but those of many chains do not: a processor fet
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from batchserve.addresses import as_pointer
 from batchserve.draft.mixture_kernels import LONG_VISITS
 from batchserve.draft.text_index import NUM_ORDERS, ORDERS, SEPARATOR, bucket_of, hash_step
+from batchserve.native import njit
 
 CELL = 1 + NUM_ORDERS  # int32 of a token: itself, its links
 # Of a chain: where the text's cells are, which links it goes by, where it stands, how many links may be followed.

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from batchserve.compile_progress import Part, compile_parts
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree, NullDrafter
 from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.errors import ConfigError
 from batchserve.request import DraftScope
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from batchserve.addresses import Team
     from batchserve.draft.kernels import KernelLoader
+
+USUAL_DRAFTER_S, USUAL_SHARED_S = 20.0, 10.0  # of compiling
 
 
 @runtime_checkable
@@ -53,14 +57,24 @@ class RoutingDrafter(Drafter):
         return self._default
 
     def is_ready_for(self, drafter: str) -> bool:
+        name = drafter or self.name
+        modules = self._modules(self._drafters[name])
         # Not all(): each is begun when it is first asked for, so that they are prepared side by side.
-        are_ready = [self._kernels.is_ready(module) for module in self._modules(self._drafters[drafter or self.name])]
-        return False not in are_ready
+        is_ready = False not in [self._kernels.is_ready(module) for module in modules]
+        if not is_ready:
+            self._kernels.announce(name, modules)
+        return is_ready
 
-    def prepare(self) -> None:
+    def prepare(self, say: Callable[[str], None] = lambda message: None) -> None:
         """Make the default drafter ready in the calling thread. Raises ConfigError."""
-        for module in self._modules(self._drafters[self.name]):
-            self._kernels.prepare(module)
+        modules = self._modules(self._drafters[self.name])
+        # The drafter's own are the most, and come last.
+        usual_s = [USUAL_DRAFTER_S, *[USUAL_SHARED_S] * (len(modules) - 1)]
+        parts = [
+            Part(module.rpartition(".")[2].replace("_", " "), each_s, partial(self._kernels.prepare, module))
+            for module, each_s in zip(modules, usual_s, strict=True)
+        ]
+        compile_parts(parts[::-1], say)
 
     def _modules(self, drafter: Drafter) -> tuple[str, ...]:
         own = type(drafter).__module__

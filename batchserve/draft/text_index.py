@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from batchserve import pages
 from batchserve.addresses import as_pointer
+from batchserve.native import njit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,7 +10,8 @@ root, the tops, stand for one tree each: all branches that begin with one token,
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from batchserve.native import njit
 
 # Columns of a node. Tops are not counted and have no birth: there stand the nodes below and the tree's clock hand.
 TOKEN, COUNT, PARENT, CHILD, NEXT, PREV, LINK, BIRTH = range(8)

@@ -113,6 +113,10 @@ class AsyncEngine:
         own_process: the engine gets one, and does not share the interpreter with this loop (docs/performance.md).
         The drafter may still be compiling then (unless `wait_for_drafter`): requests go without drafts meanwhile.
         """
+        if config.has_hub_model:  # before anything heavy is imported, and once for all processes
+            from batchserve.runner.hub import with_local_model
+
+            config = await asyncio.to_thread(with_local_model, config)
         make: Callable[..., BuiltEngine | EngineProcess] = EngineProcess if own_process else _build
         making = asyncio.get_running_loop().run_in_executor(None, make, config, on_progress)
         try:

@@ -13,6 +13,7 @@ from batchserve.attention.paged import PagedBackend
 from batchserve.attention.slab import EXTENT, SlabAllocator, bytes_per_token
 from batchserve.attention.slots import SlotAllocator
 from batchserve.attention.torch_paged import TorchKernel
+from batchserve.compile_progress import Part, compile_parts
 from batchserve.config import EngineConfig, MiB
 from batchserve.engine.free_memory import free_memory_bytes
 from batchserve.engine.kv_memory import CudaMemory, ProfilingStep, kv_capacity, profiled_budget
@@ -30,6 +31,8 @@ from batchserve.sampling import argmax_kernel, device_columns, draw_kernel, samp
 from batchserve.scheduler import plan
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from batchserve.attention.base import AttentionBackend
     from batchserve.attention.tree_metadata import TreeKernel
     from batchserve.engine.kv_memory import Progress
@@ -38,19 +41,37 @@ KV_SHARE_OF_FREE_MEMORY = 0.25
 UNKNOWN_BYTES = 4096 * MiB  # taken to be free where the system does not say
 GPU_KERNELS = ("triton", "flashinfer", "torch")  # the fastest first (docs/gpu.md)
 
+# The seconds are those of compiling, on one core of a server's processor.
+COMMON_PARTS = (
+    Part("row layout", 1.0, row_layout.compile_kernels),
+    Part("plan", 0.6, plan.compile_kernels),
+    Part("argmax", 1.6, argmax_kernel.compile_kernels),
+    Part("draws", 12.6, draw_kernel.compile_kernels),
+)
+CPU_PARTS = (
+    Part("row moves", 0.5, row_moves.compile_kernels),
+    Part("greedy walk", 0.5, walk_kernel.compile_kernels),
+    Part("sampled walk", 4.2, sampled_walk.compile_kernels),
+)
+PAGED_PARTS = (
+    Part("columns", 1.0, device_columns.compile_kernels),
+    Part("slots", 4.0, slot_kernels.compile_kernels),
+)
+ATTENTION_S = 13.6
+
 
 def build_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tuple[AttentionBackend, int]:
     """(backend, longest request in tokens). Raises ConfigError."""
-    say("preparing kernels (compiled at the first start, some seconds)")
-    plan.compile_kernels()
-    row_layout.compile_kernels()
-    argmax_kernel.compile_kernels()
-    draw_kernel.compile_kernels()
     if has_cpu_backend(config, loaded.device):
         return _cpu_backend(config, loaded, say)
     if config.batch_invariant:
         raise ConfigError(f"batch_invariant = True: must be on a CPU; the device is {loaded.device.type}")
     return _paged_backend(config, loaded, say)
+
+
+def _compile(parts: Sequence[Part], say: Progress) -> None:
+    say("preparing kernels (compiled at the first start)")
+    compile_parts(parts, say)
 
 
 def _cpu_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tuple[AttentionBackend, int]:
@@ -59,16 +80,13 @@ def _cpu_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tu
     total_tokens, max_model_len = kv_capacity(config, loaded, budget, unit=EXTENT)
     _check_free(config, total_tokens * bytes_per_token(loaded.layers, loaded.dtype), free)
     allocator = SlabAllocator(loaded.layers, loaded.dtype, total_tokens)
-    row_moves.compile_kernels()
-    walk_kernel.compile_kernels()
-    sampled_walk.compile_kernels()
     has_kernel = kernel_supports(loaded.layers, loaded.dtype)
+    attention = Part("attention", ATTENTION_S, lambda: compile_kernels(loaded.layers, loaded.dtype))
+    _compile([*COMMON_PARTS, *CPU_PARTS, *([attention] if has_kernel else [])], say)
     if config.batch_invariant:
         started_s = time.perf_counter()
         check_batch_invariant(loaded, has_kernel)
         say(f"a row has the same bits among any others: tried in {time.perf_counter() - started_s:.1f} s")
-    if has_kernel:
-        compile_kernels(loaded.layers, loaded.dtype)
     say(_described(config, total_tokens, allocator.bytes_per_token, max_model_len))
     how = {"has_kernel": has_kernel, "has_sinks": loaded.has_sinks, "batch_invariant": config.batch_invariant}
     backend = CpuBackend(allocator, loaded.num_heads, **how)
@@ -76,9 +94,8 @@ def _cpu_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tu
 
 
 def _paged_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tuple[AttentionBackend, int]:
+    _compile([*COMMON_PARTS, *PAGED_PARTS], say)
     kernel = create_kernel(config, loaded, say)
-    device_columns.compile_kernels()
-    slot_kernels.compile_kernels()
     budget = config.kv_cache_memory
     if budget is None and loaded.device.type == "cuda":
         say(f"measuring the memory of a step of {config.max_num_batched_tokens} rows")

@@ -32,7 +32,6 @@ from batchserve.engine.measure_steps import measured_table, time_decoding
 from batchserve.errors import ConfigError
 from batchserve.forks import check_no_fork_of_a_maker
 from batchserve.gpu.linears import ROW_COUNTS
-from batchserve.kernel_cache import forget_stale_kernels
 from batchserve.metrics import EngineMetrics
 from batchserve.request import GREEDY
 from batchserve.runner import packed
@@ -95,7 +94,6 @@ def _build_engine(
     config.draft.cache_path()
     create_drafters(config, LARGEST_MODEL)
     check_no_fork_of_a_maker()
-    forget_stale_kernels()
     say(f"loading {config.model}")
     check_weights_fit(config.model, weight_bytes(config))
     loaded = load_model(config)
@@ -302,8 +300,8 @@ def _build_drafter(
     has_cache = cache is not None and cache.exists()
     if has_cache or config.wait_for_drafter or not is_serving:
         if name != "none":
-            say(f"preparing drafter {name} (compiled at the first start, some seconds)")
-        router.prepare()
+            say(f"preparing drafter {name} (compiled at the first start)")
+        router.prepare(say)
     elif not router.is_ready_for(name):
         say(f"drafter {name} is being prepared; until it is ready, requests are answered without drafts")
     if cache is not None and has_cache:

@@ -193,5 +193,7 @@ class EngineLoop:
             return
         try:
             self._built.save_drafts(Path(self._draft_cache))
-        except Exception:  # the answers have all been given; drafts are only lost
+        except (BatchserveError, OSError) as error:  # the answers have all been given; drafts are only lost
+            logger.error("draft cache: cannot be saved to %s: %s", self._draft_cache, error)
+        except Exception:
             logger.exception("draft cache: cannot be saved to %s", self._draft_cache)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
-import os
 import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -17,6 +15,7 @@ from batchserve.attention.slab import EXTENT
 from batchserve.request import GREEDY
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable, grid
+from batchserve.sealed_files import UntrustedFileError, read_sealed, write_sealed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +31,7 @@ CONTEXT, SHORT_CONTEXT = 1024, 256
 MOST_DRAFT = 64  # steps of more rows are mostly a prompt's
 MANY_REQUESTS = 16
 FEW_ROWS, MORE_ROWS = 1, 4  # of each request: two steps at the same context tell reading K/V from attending to it
-VERSION = 9
+SEAL = "step times 10"  # and the version of what is kept
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,8 +54,8 @@ def measured_table(
 ) -> StepTimeTable:
     """What was measured for `key` before, or else is now; kept in the folder `cache` where that can be written."""
     extent = _extent(runner, max_rows, max_requests, max_context)
-    name = hashlib.sha256("\n".join([str(VERSION), str(extent), *key]).encode()).hexdigest()[:24]
-    path = cache / "step_time" / f"{name}.json"
+    name = hashlib.sha256("\n".join([SEAL, str(extent), *key]).encode()).hexdigest()[:24]
+    path = cache / "step_time" / f"{name}.table"
     known = _read(path)
     if known is None:
         known = measure(runner, max_rows, max_requests, max_context, say)
@@ -240,25 +239,19 @@ def _rows(name: str, rows: int, case: _Case) -> RequestRows:
 
 def _read(path: Path) -> StepTimeTable | None:
     try:
-        if path.exists() and not path.is_file():
-            raise ValueError("not a file")
-        fields: dict[str, Any] = json.loads(path.read_text())
+        content = read_sealed(path, SEAL)
+        if content is None:
+            return None
+        fields: dict[str, Any] = json.loads(content)
         return StepTimeTable(tuple(fields.pop("rows")), tuple(fields.pop("seconds")), **fields)
-    except FileNotFoundError:
-        return None
-    # What json and Python make of contents that are nobody's table.
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError, OverflowError) as error:
-        logger.warning("%s is measured anew: %s", path, error)
+    except UntrustedFileError as error:
+        logger.warning("step times are measured again: %s %s", path, error)
         return None
 
 
 def _write(path: Path, table: StepTimeTable) -> None:
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(dataclasses.asdict(table)))
-        os.replace(partial, path)
+        write_sealed(path, SEAL, json.dumps(dataclasses.asdict(table)).encode())
     except OSError as error:
-        logger.info("step times are not kept: %s", error)
-        with contextlib.suppress(OSError):
-            partial.unlink()
+        logger.warning("step times are not kept for the next start: %s", error)

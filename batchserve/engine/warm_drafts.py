@@ -21,7 +21,6 @@ from batchserve.engine.input_processor import vocabulary_fingerprint
 from batchserve.errors import ConfigError
 from batchserve.files import check_readable
 from batchserve.jsonl import Line, read_lines, text_of
-from batchserve.kernel_cache import forget_stale_kernels
 from batchserve.request import TENANT, DraftScope
 from batchserve.runner.loader import described, resolve_model
 from batchserve.runner.tokenizer import load_tokenizer
@@ -86,7 +85,6 @@ def warm_drafts(path: Path, config: EngineConfig) -> Warmed:
     if config.default_draft_scope == PRIVATE_SCOPE:
         raise ConfigError(f"draft scope = {PRIVATE_SCOPE!r}: shares nothing, so nothing could be kept")
     check_readable(path)
-    forget_stale_kernels()
     scope = DraftScope(TENANT, config.default_draft_scope)
     part = draft_parts(config).get(config.drafter, 0.0)  # a server would forget what does not fit into it
     drafters = {config.drafter: create_drafter(config.drafter, config, 0, part)}

@@ -23,6 +23,7 @@ from transformers import (
 
 from batchserve import openmp
 from batchserve.attention import interface
+from batchserve.config import is_model_path
 from batchserve.errors import BatchserveError, ConfigError, UnsupportedModelError
 from batchserve.runner.checkpoint import TensorInfo, check_filled, check_path, read_config, read_tensors
 from batchserve.runner.end_tokens import with_tokenizer_ends
@@ -32,6 +33,7 @@ from batchserve.runner.generation_defaults import (
     sampling_defaults,
     warn_of_unapplied,
 )
+from batchserve.runner.hub import local_snapshot
 from batchserve.runner.loading_report import (
     check_report,
     drop_towers,
@@ -83,18 +85,19 @@ class LoadedModel:
 
 
 def resolve_model(model: str) -> str:
-    """The folder of the bundled model for "bundled"; otherwise the path, its `~` expanded, or the hub id.
+    """The folder that a model is in: the bundled one for "bundled", for a hub id that of its local copy.
 
-    Raises ConfigError for a path where no folder is (a hub would only say that it is no name of its own), and for a
-    folder that Git has not filled.
+    Raises ConfigError where there is none, or where Git or a download has left it unfilled.
     """
     if model == "bundled":
         return str(resources.files("batchserve") / "data" / "bundled")
-    path, named = os.path.expanduser(model), f"model = {model!r}"
-    if os.path.isabs(path) or path.startswith((".", "~")) or os.path.exists(path):
-        check_path(Path(path), named)
-        check_filled(Path(path), named)
-    return path
+    path, named = Path(os.path.expanduser(model)), f"model = {model!r}"
+    if is_model_path(model):
+        check_path(path, named)
+    else:
+        path = Path(local_snapshot(model))
+    check_filled(path, named)
+    return str(path)
 
 
 def resolve_device(config: EngineConfig) -> torch.device:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, njit, types
+from numba import carray, types
 
 from batchserve.addresses import as_pointer
 from batchserve.elements import narrow, widen
+from batchserve.native import cfunc, njit
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, njit, types
+from numba import carray, types
 
 from batchserve import openmp
 from batchserve.addresses import as_pointer, claim
+from batchserve.native import cfunc, njit
 
 BLOCK = 1024  # logits of which only the greatest is kept, until it is known which block has the greatest of all
 SHARED_LOGITS = 1 << 16  # one thread reads fewer sooner than several

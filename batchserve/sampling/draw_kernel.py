@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
+from batchserve.native import njit
 from batchserve.sampling.noise import GOLDEN, HIGHEST_NOISE
 
 # e^-30 of the top token's mass: all tokens below it together weigh less than fp32 can resolve, in any vocabulary.

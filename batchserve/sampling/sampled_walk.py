@@ -10,9 +10,10 @@ import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numba import carray, cfunc, njit, types
+from numba import carray, types
 
 from batchserve.addresses import as_pointer, claim
+from batchserve.native import cfunc, njit
 from batchserve.sampling.draw_kernel import LOWEST_TEMPERATURE, block_tops, draw_allowed, stream_key
 from batchserve.sampling.sampler import NO_TOKEN
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
+from batchserve.native import njit
 from batchserve.scheduler import time_kernels
 from batchserve.scheduler.time_kernels import ATTENDED, LOG_FACTOR, NUM_SLOPES, seconds_at
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numba import njit
 
+from batchserve.native import njit
 from batchserve.scheduler.step_time import StepLoad
 
 if TYPE_CHECKING:

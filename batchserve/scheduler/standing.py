@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
+from batchserve.native import njit
 from batchserve.scheduler import budget_kernels
 from batchserve.scheduler.budget_kernels import buy, own_shift
 from batchserve.scheduler.time_kernels import NUM_SLOPES

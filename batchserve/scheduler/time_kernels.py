@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
+
+from batchserve.native import njit
 
 FAST_RATE = 0.2  # of the host's time, and of the factor where a forward is far off: followed within some five steps
 # A forward further off than this says nothing of the shape. Nor does it move the factor further than one that is just

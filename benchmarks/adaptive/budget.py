@@ -24,7 +24,6 @@ import numpy as np
 from batchserve.config import EngineConfig
 from batchserve.draft.base import DraftTree
 from batchserve.draft.forest import DraftForest
-from batchserve.kernel_cache import forget_stale_kernels
 from batchserve.scheduler import adaptive as choosing
 from batchserve.scheduler.adaptive import AdaptiveDrafting
 from batchserve.scheduler.draft_policy import StepOutcome
@@ -161,7 +160,6 @@ def _milliseconds(seconds: list[float]) -> dict[str, float]:
 
 def run(options: Options) -> dict[str, Any]:
     table, steps = measured_table(), 20 if options.is_quick else STEPS
-    forget_stale_kernels()
     compile_kernels()
     caches = np.zeros(CACHES_BYTES // 8)
     cells: dict[str, Any] = {}

@@ -105,9 +105,6 @@ def _begin_kernels(*, is_dry: bool) -> list[subprocess.Popen[bytes]]:
     """Compile the host's kernels side by side, each module in a process of its own, and our products' on the device,
     into caches on disk.
     """
-    from batchserve.kernel_cache import forget_stale_kernels
-
-    forget_stale_kernels()
     if (os.cpu_count() or 1) < len(KERNELS):
         return []  # they are compiled one after the other just as fast
     program = "import sys; from importlib import import_module; import_module(sys.argv[1]).compile_kernels()"

@@ -180,3 +180,26 @@ def test_a_child_does_not_outlive_a_parent_that_is_killed(tmp_path: Path, monkey
     assert child.stdin is not None
     child.stdin.close()  # as the system does for a process that is gone
     assert child.wait(WAIT_S) == 1
+
+
+@pytest.mark.faults
+def test_a_drafter_of_several_modules_is_announced_once_and_when_all_are_ready(
+    module, child: FakeChild, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    may_end = threading.Event()
+    quick, slow = module(lambda: None), module(lambda: may_end.wait(WAIT_S))
+    child.may_end.set()
+    loader = KernelLoader(in_background=True)
+    for _ in range(3):
+        for name in (quick, slow):
+            loader.is_ready(name)
+        loader.announce("mixture", [quick, slow])
+    wait_for(loader, quick)
+    assert "ready" not in caplog.text
+    may_end.set()
+    wait_for(loader, slow)
+    for thread in threading.enumerate():
+        if thread.name == "announce drafts":
+            thread.join(WAIT_S)
+    assert [record.getMessage() for record in caplog.records] == ["drafter mixture is ready after 0 s: drafts are on"]

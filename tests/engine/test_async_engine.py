@@ -531,7 +531,8 @@ async def test_a_draft_cache_that_cannot_be_saved_is_logged(
 ) -> None:
     store.error = OSError("no space left")
     await AsyncEngine(built, CACHED).shutdown()
-    assert "cannot be saved to drafts" in caplog.text
+    assert "cannot be saved to drafts: no space left" in caplog.text
+    assert "Traceback" not in caplog.text
     assert "no space left" in caplog.text
 
 

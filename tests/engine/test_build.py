@@ -148,7 +148,7 @@ def test_only_a_server_starts_before_its_drafter_is_ready(
     tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch, options: dict[str, bool], is_waiting: bool
 ) -> None:
     prepared: list[str] = []
-    monkeypatch.setattr(RoutingDrafter, "prepare", lambda router: prepared.append(router.name))
+    monkeypatch.setattr(RoutingDrafter, "prepare", lambda router, say: prepared.append(router.name))
     monkeypatch.setattr(RoutingDrafter, "is_ready_for", lambda router, name: False)
     says: list[str] = []
     start(tiny_model["llama"], says, **options)

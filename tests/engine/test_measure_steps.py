@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -178,32 +180,39 @@ def test_what_was_measured_is_read_again_for_the_same_key_only(machine: Machine,
         assert machine.num_steps > steps
 
 
+def flipped(content: bytes, place: float) -> bytes:
+    index = int(place * len(content))
+    return content[:index] + bytes([content[index] ^ 1]) + content[index + 1 :]
+
+
+@pytest.mark.faults
 @pytest.mark.parametrize(
-    "content",
-    [
-        "[" * 100_000,
-        '{"rows": [1, 2], "seconds": [1%s, 1.0]}' % ("0" * 400),
-        '{"rows": [1, 1%s], "seconds": [0.1, 0.2]}' % ("0" * 400),
-        '{"rows": [1.5, 2], "seconds": [0.1, 0.2]}',
-        '{"rows": [true, 2], "seconds": [0.1, 0.2]}',
-        '{"rows": [1, 2], "seconds": [0.1, 0.0]}',
-        '{"rows": [1, 2], "seconds": [0.1, "0.2"]}',
-        '{"rows": [], "seconds": []}',
-        "null",
-        "",
-    ],
-    ids=lambda content: content[:30],
+    "damage", [*(partial(flipped, place=i / 12) for i in range(12)), lambda _: b"", lambda _: b"{}"]
 )
-def test_a_damaged_file_is_measured_anew(machine: Machine, tmp_path: Path, content: str) -> None:
+def test_a_damaged_file_is_measured_again_with_a_note(
+    machine: Machine, tmp_path: Path, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
+) -> None:
     first = measured_table(machine, 16, 4, 512, tmp_path, ["a"])  # type: ignore[arg-type]
     (path,) = [each for each in tmp_path.rglob("*") if each.is_file()]
-    path.write_text(content)
-    anew = measured_table(machine, 16, 4, 512, tmp_path, ["a"])  # type: ignore[arg-type]
-    assert anew.rows == first.rows
-    assert anew.seconds == pytest.approx(first.seconds)
+    path.write_bytes(damage(path.read_bytes()))
+    again = measured_table(machine, 16, 4, 512, tmp_path, ["a"])  # type: ignore[arg-type]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"step times are measured again: {path} is damaged (its digest is wrong)"
+    ]
+    assert again.rows == first.rows
+    assert again.seconds == pytest.approx(first.seconds)
     steps = machine.num_steps
-    assert measured_table(machine, 16, 4, 512, tmp_path, ["a"]) == anew  # type: ignore[arg-type]
+    assert measured_table(machine, 16, 4, 512, tmp_path, ["a"]) == again  # type: ignore[arg-type]
     assert machine.num_steps == steps, "and kept"
+
+
+@pytest.mark.faults
+def test_step_times_that_cannot_be_kept_are_a_note(
+    machine: Machine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "step_time").write_text("a file in the folder's place")
+    measured_table(machine, 16, 4, 512, tmp_path, ["a"])  # type: ignore[arg-type]
+    assert "step times are not kept for the next start" in caplog.records[-1].getMessage()
 
 
 def test_where_nothing_can_be_kept_nothing_is_left(machine: Machine, tmp_path: Path) -> None:
