@@ -16,7 +16,6 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -210,21 +209,18 @@ def has_cpu_backend(config: EngineConfig, device: torch.device) -> bool:
 
 def _load_weights(source: str, dtype: torch.dtype, config: EngineConfig) -> PreTrainedModel:
     named = f"model = {config.model!r}"
-    folder = Path(source) if os.path.isdir(source) else None
-    described_as = {} if folder is None else read_config(folder, named)
-    if folder is not None:
-        check_readable(folder)
-        check_rope_config(folder)
+    folder = Path(source)
+    described_as = read_config(folder, named)
+    check_readable(folder)
+    check_rope_config(folder)
     kind = None
     try:
         with warnings_held() as held:
-            if folder is None:
-                described_as, _ = PreTrainedConfig.get_config_dict(source)
             check_unquantised(described_as, folder, named)
             read = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
             kind = str(read.model_type)
-            loads: Any = auto_class(read, source, config.trust_remote_code, named)
-            tensors = {} if folder is None else read_tensors(folder, described_as, named)
+            loads: Any = auto_class(read, folder, config.trust_remote_code, named)
+            tensors = read_tensors(folder, described_as, named)
             check_dtypes(tensors, named)
             model, report = loads.from_pretrained(
                 source,
@@ -255,12 +251,10 @@ def _load_weights(source: str, dtype: torch.dtype, config: EngineConfig) -> PreT
 
 def weight_bytes(config: EngineConfig) -> int:
     """What a folder's weights take in the type that is served, by the headers of its files; 0 where they do not say."""
-    folder = Path(resolve_model(config.model))
+    folder, named = Path(resolve_model(config.model)), f"model = {config.model!r}"
     tensors: dict[str, TensorInfo] = {}
-    if folder.is_dir():
-        with suppress(BatchserveError):  # loading says what is wrong
-            named = f"model = {config.model!r}"
-            tensors = read_tensors(folder, read_config(folder, named), named)
+    with suppress(BatchserveError):  # loading says what is wrong
+        tensors = read_tensors(folder, read_config(folder, named), named)
     dtype = resolve_dtype(config.dtype, resolve_device(config))
     return sum(prod(each.shape) for each in tensors.values()) * dtype.itemsize
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 from transformers.models.auto import modeling_auto
-from transformers.utils.hub import cached_file
 
 from batchserve.errors import UnsupportedModelError
 from batchserve.runner.checkpoint import read_json
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from batchserve.runner.checkpoint import TensorInfo
 
 QUANTIZATION_KEYS = {  # of config.json, and the format where no quant_method is named
@@ -32,16 +32,15 @@ TASKS = {
 }
 
 
-def check_unquantised(config: dict[str, Any], folder: Path | None, named: str) -> None:
+def check_unquantised(config: dict[str, Any], folder: Path, named: str) -> None:
     """Raises UnsupportedModelError before transformers acts: it would ask for a package, or de-quantise silently."""
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for key, default in QUANTIZATION_KEYS.items():
             if isinstance(described := part.get(key), dict):
                 raise _quantised(_format_of(described, default), key, named)
-    if folder is not None:
-        for file, method in QUANTIZATION_FILES.items():
-            if (folder / file).exists():
-                raise _quantised(method, file, named)
+    for file, method in QUANTIZATION_FILES.items():
+        if (folder / file).exists():
+            raise _quantised(method, file, named)
 
 
 def check_dtypes(tensors: dict[str, TensorInfo], named: str) -> None:
@@ -66,7 +65,7 @@ def _quantised(method: str, where: str, named: str) -> UnsupportedModelError:
     )
 
 
-def auto_class(read: Any, source: str, trusts_code: bool, named: str) -> type:
+def auto_class(read: Any, folder: Path, trusts_code: bool, named: str) -> type:
     """What of transformers loads a model of this configuration. Raises UnsupportedModelError, saying what it is.
 
     A composite checkpoint, of a text model and towers for images or sound, is loaded as what it is: only its own class
@@ -83,7 +82,7 @@ def auto_class(read: Any, source: str, trusts_code: bool, named: str) -> type:
         raise UnsupportedModelError(f"{shown} is a model {what}{_task_of(kind, names)}{WANTED}")
     if not names and kind in TASKS["masked lm"] and not getattr(read, "is_decoder", False):
         raise UnsupportedModelError(f"{shown} is an encoder (is_decoder is not set){_task_of(kind, names)}{WANTED}")
-    if _has_pooling(source, named):
+    if _has_pooling(folder, named):
         raise UnsupportedModelError(f"{shown} is an embedding model (modules.json has a pooling layer){WANTED}")
     if has_code:
         return AutoModelForCausalLM
@@ -117,12 +116,7 @@ def _task_of(kind: str, names: list[str]) -> str:
     return f", made for {', '.join(sorted(known))}" if known else ""
 
 
-def _has_pooling(source: str, named: str) -> bool:
+def _has_pooling(folder: Path, named: str) -> bool:
     """Whether sentence-transformers would pool its hidden states: embedding models may be language models by name."""
-    file = cached_file(
-        source,
-        "modules.json",
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return file is not None and "Pooling" in str(read_json(Path(file), named))
+    file = folder / "modules.json"
+    return file.exists() and "Pooling" in str(read_json(file, named))

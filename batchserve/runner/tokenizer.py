@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from huggingface_hub import try_to_load_from_cache
 from tokenizers import Tokenizer
 from tokenizers.decoders import CTC, WordPiece
 from tokenizers.models import WordPiece as WordPieceModel
@@ -56,12 +55,10 @@ def load_tokenizer(source: str, config: EngineConfig) -> PreTrainedTokenizerBase
     Raises ConfigError; UnsupportedModelError for a tokenizer whose text cannot be put together from pieces.
     """
     folder = Path(source)
-    if folder.is_dir() and not (_vocabulary_files(folder) or (folder / CONFIG).exists()):
+    if not (_vocabulary_files(folder) or (folder / CONFIG).exists()):
         return None
     try:
-        if not folder.is_dir():
-            folder = _fetched(source, config)
-        loaded = _load(source, folder, config)
+        loaded = _load(folder, config)
         _refuse_lossy(loaded, config)
         loaded = _as_the_file_says(loaded, folder)
         _compare_with_model_file(loaded, folder)
@@ -77,7 +74,7 @@ def load_tokenizer(source: str, config: EngineConfig) -> PreTrainedTokenizerBase
 
 def _failure(error: Exception, folder: Path) -> str:
     files = [file.name for file in _vocabulary_files(folder)] or [CONFIG]
-    if isinstance(error, ValueError) and folder.is_dir() and TOKENIZER not in files and "backend tok" in str(error):
+    if isinstance(error, ValueError) and TOKENIZER not in files and "backend tok" in str(error):
         return f"cannot be made from {', '.join(files)} alone: no class that reads it is named; put a {TOKENIZER} there"
     return f"cannot be loaded: {type(error).__name__}: {one_line(error)}"
 
@@ -98,29 +95,15 @@ def _vocabulary_files(folder: Path) -> list[Path]:
     return [file for name in VOCABULARIES for file in sorted(folder.glob(name))]
 
 
-def _fetched(source: str, config: EngineConfig) -> Path:
-    """The folder with a hub's files. Raises what fetching them does."""
-    failure = None
-    try:
-        _automatic(source, config)
-    except Exception as error:  # they may have been fetched before it
-        failure = error
-    names = ("config.json", CONFIG, TOKENIZER)
-    found = [file for name in names if isinstance(file := try_to_load_from_cache(source, name), str)]
-    if found:
-        return Path(found[0]).parent
-    raise failure or ConfigError(f"model = {config.model!r}: its tokenizer's files are not in the hub's cache")
-
-
-def _load(source: str, folder: Path, config: EngineConfig) -> PreTrainedTokenizerBase:
+def _load(folder: Path, config: EngineConfig) -> PreTrainedTokenizerBase:
     settings = _object(folder / CONFIG)
     if _is_to_be_converted(folder, config):
-        return _from_model_file(source, folder, settings, config)
+        return _from_model_file(folder, settings, config)
     if (folder / TEKKEN).exists() and not (folder / TOKENIZER).exists():
         more = {name: value for name, value in TEKKEN_TOKENS.items() if name not in settings}
-        return _automatic(source, config, **more)
+        return _automatic(folder, config, **more)
     try:
-        return _automatic(source, config)
+        return _automatic(folder, config)
     except Exception as error:
         if isinstance(error, ImportError) or not (folder / TOKENIZER).exists():
             raise
@@ -129,30 +112,28 @@ def _load(source: str, folder: Path, config: EngineConfig) -> PreTrainedTokenize
     return loaded
 
 
-def _from_model_file(
-    source: str, folder: Path, settings: dict[str, Any], config: EngineConfig
-) -> PreTrainedTokenizerBase:
+def _from_model_file(folder: Path, settings: dict[str, Any], config: EngineConfig) -> PreTrainedTokenizerBase:
     file = next(found for name in MODEL_FILES for found in sorted(folder.glob(name)))
     try:
         model = sentencepiece_model.read(file)
     except NotSentencePieceError as error:
         _check_tiktoken(file, folder, settings, error)
-        loaded = _automatic(source, config, add_bos_token=settings.get("add_bos_token") is not False)
+        loaded = _automatic(folder, config, add_bos_token=settings.get("add_bos_token") is not False)
     else:
         name = str(settings.get("tokenizer_class")).removesuffix("Fast")
         if name in GENERIC or not (hasattr(transformers, name) or "auto_map" in settings):
             loaded = _converted(model, settings)
         else:  # a class that may have ids of its own for the same pieces
-            loaded = _automatic(source, config)
+            loaded = _automatic(folder, config)
             _compare_pieces(loaded, model)
     _check_added_tokens(loaded, folder, settings)
     return loaded
 
 
-def _automatic(source: str, config: EngineConfig, **options: Any) -> PreTrainedTokenizerBase:
+def _automatic(folder: Path, config: EngineConfig, **options: Any) -> PreTrainedTokenizerBase:
     # mistral-common's own tokenizer has another interface, and says nothing of most options.
     loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        source, trust_remote_code=config.trust_remote_code, mistral_format=False, **options
+        folder, trust_remote_code=config.trust_remote_code, mistral_format=False, **options
     )
     return loaded
 
