@@ -105,11 +105,11 @@ def _check_without_model(
 ) -> None:
     """What an engine would refuse only after its model is loaded. Raises InvalidRequestError."""
     if not text and not arguments.chat:
-        raise InvalidRequestError("EMPTY_PROMPT", "text", text, "at least one character")
+        raise InvalidRequestError("EMPTY_PROMPT", "prompt", text, "at least one character")
     room = config.max_model_len if arguments.server is None else None
     if room is not None and params.max_tokens is not None and params.max_tokens >= room:
         bound = f"at most {room - 1}: max_model_len is {room}"
-        raise InvalidRequestError("CONTEXT_EXCEEDED", "stop.max_tokens", params.max_tokens, bound)
+        raise InvalidRequestError("CONTEXT_EXCEEDED", "max_tokens", params.max_tokens, bound)
 
 
 def _check_address(target: str) -> None:
@@ -139,7 +139,7 @@ def _prompt_text(arguments: argparse.Namespace) -> str:
         text: str = sys.stdin.read() if arguments.prompt is None else arguments.prompt
         text.encode()  # bytes of the command line that are no text arrive as lone surrogates
     except UnicodeError as error:
-        raise InvalidRequestError("INVALID_TEXT", "text", "<bytes>", "UTF-8 text") from error
+        raise InvalidRequestError("INVALID_TEXT", "prompt", "<bytes>", "UTF-8 text") from error
     return text
 
 

@@ -78,6 +78,9 @@ async def soak(address: str, seconds: float, num_users: int) -> dict[str, Any]:
             for pid in descendants():
                 if rss := resident_bytes(pid):
                     series.setdefault(pid, []).append((now_s, rss / MB))
+            if now_s // 60 > (now_s - SAMPLE_S) // 60:
+                sizes = [f"{points[-1][1]:.0f}" for points in series.values()]
+                print(f"minute {now_s // 60:.0f}: {', '.join(sizes)} MB, {load.num_tokens} tokens", flush=True)
             if failed := next((each for each in users if each.done()), None):
                 await failed
             await asyncio.sleep(SAMPLE_S)

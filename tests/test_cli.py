@@ -266,9 +266,9 @@ def test_bytes_that_are_no_text_are_refused(own_signals, monkeypatch, capsys):
     assert main(["generate", "--server", "127.0.0.1:1", "--prompt", "\udcff"]) == 2
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
     assert main(["generate", "--server", "127.0.0.1:1"]) == 2
-    assert capsys.readouterr().err.count("text = '<bytes>': must be UTF-8 text") == 2
+    assert capsys.readouterr().err.count("prompt = '<bytes>': must be UTF-8 text") == 2
     assert main(["generate", "--server", "127.0.0.1:1", "--prompt", "x", "--stop", "\udcff"]) == 2
-    assert "stop.stop_strings[0] = '\\udcff'" in capsys.readouterr().err
+    assert "stop[0] = '\\udcff'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -327,9 +327,9 @@ def test_references_without_drafts_are_refused(own_signals, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--prompt", ""), "text = '': must be at least one character"),
-        (("--prompt", "", "--server", "127.0.0.1:1"), "text = '': must be at least one character"),
-        (("--prompt", "x", "--max-tokens", "64", "--max-model-len", "64"), "stop.max_tokens = 64: must be at most 63"),
+        (("--prompt", ""), "prompt = '': must be at least one character"),
+        (("--prompt", "", "--server", "127.0.0.1:1"), "prompt = '': must be at least one character"),
+        (("--prompt", "x", "--max-tokens", "64", "--max-model-len", "64"), "max_tokens = 64: must be at most 63"),
         (("--prompt", "x", "--max-tokens", "0"), "max_tokens = 0: must be >= 1"),
         (("--prompt", "x", "--stop", ""), "stop"),
         (("--prompt", "x", "--reference", "/no/such"), "reference = '/no/such': must be a file to read"),

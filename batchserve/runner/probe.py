@@ -31,6 +31,7 @@ KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention
 # a row that is wrong altogether is off by 1.4. A rounding error can send a token to another expert, so where there are
 # experts a single row says nothing.
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+CAUSAL_TOLERANCE = 2e-3  # of the same rows, before other tokens
 TOLERANT_LAYERS = 32  # of so many; of more it grows with their root, as rounding does
 OF_ANY_ROW = 8
 EXPERT_MODULES = ("expert", "moe", "router")  # in the names of their classes
@@ -91,7 +92,7 @@ class ModelProbe:
         with self._probing(self._alone):
             logits = self._model(input_ids=ids, use_cache=False).logits[0, :num_kept].float()
         # Nothing is rounded differently, but where other rows are given to the same experts.
-        bound = TOLERANCE[self._model.dtype if _has_experts(self._model) else torch.float32]
+        bound = TOLERANCE[self._model.dtype] if _has_experts(self._model) else CAUSAL_TOLERANCE
         scale = self._expected.std().clamp_min(1e-6)
         difference = ((logits - self._expected[:num_kept]) / scale).square().mean(-1).sqrt().max().item()
         if not difference <= bound:

@@ -132,6 +132,7 @@ def test_drafts_are_saved_and_children_closed_however_it_ends(
     """But drafts are not saved by an engine that cannot be brought back to a consistent state."""
 
     def failing() -> None:
+        rig.loop.inbox.put(End())
         raise error
 
     rig = Rig(draft_cache="drafts")
@@ -139,12 +140,9 @@ def test_drafts_are_saved_and_children_closed_however_it_ends(
     if not is_sound:
         monkeypatch.setattr(rig.engine.core, "check_integrity", failing)
     rig.add("a", 0)
-    rig.loop.inbox.put(End())
     if issubclass(error, Exception):
         rig.loop.run()
     else:
-        rig.loop._turn()
-        rig.loop.inbox.get()
         with pytest.raises(error):
             rig.loop.run()
     has_failed = issubclass(error, Exception) and not is_sound

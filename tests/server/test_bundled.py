@@ -36,7 +36,13 @@ async def test_text_streams_and_adds_up(bundled: Served):
 async def test_the_documentation_s_client(bundled: Served, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     client = Path(__file__).parents[2] / "docs" / "examples" / "grpc_client.py"
     monkeypatch.setattr("sys.argv", [str(client), bundled.address])
-    await asyncio.to_thread(runpy.run_path, str(client), run_name="__main__")
+
+    def run() -> None:
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(client), run_name="__main__")
+        assert not ended.value.code
+
+    await asyncio.to_thread(run)
     shown = capsys.readouterr().out
     assert shown.startswith("name: socket reader")
     assert " tokens, " in shown

@@ -126,7 +126,7 @@ def test_a_request_that_the_model_has_no_room_for_is_named(tmp_path: Path, workl
     assert main(["tune", "--workload", str(workload), *FLAGS, *flags]) == 2
     error = capsys.readouterr().err
     assert f"{workload} line 5" in error
-    assert "stop.max_tokens = 320: must be at most" in error
+    assert "max_tokens = 320: must be at most" in error
 
 
 @pytest.mark.usefixtures("no_engine")
