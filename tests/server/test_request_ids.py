@@ -12,7 +12,7 @@ from tests.server.conftest import Serve
 from tests.server.harness import Served, ask, failure_of, read_all
 
 pytestmark = pytest.mark.faults
-TIMES = 150
+TIMES = 60
 
 
 async def reuse(served: Served, request_id: str) -> None:
