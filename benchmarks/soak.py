@@ -1,13 +1,18 @@
 """Memory of a server under a long mixed load: does any of its processes go on growing?
 
     python -m benchmarks.soak [--minutes 60] [--model bundled] [--users 16] [-- OPTIONS OF serve]
+    python -m benchmarks.soak --minutes 10 --scarce 2600 --name soak_scarce
 
 A real server on loopback. Every user asks one request after the other: prompts of one to thousands of tokens, greedy
 and sampled, with every drafter, with references, in shared and in private scopes, streamed and whole; some are
 cancelled, some run into their deadline, some are refused. How many users ask at once changes every few seconds.
 
 Resident memory of each process is read every few seconds. The slope over the second half, by least squares, must stay
-below 1 MB a minute in every process (exit status 1 otherwise): by then caches with a bound have reached it.
+below 1 MB a minute in every process (exit status 1 otherwise): by then caches with a bound have reached it. Nor may a
+call end in a fault of the server.
+
+--scarce: each process of the server has so many MiB of address space (`ulimit -v`), and can write no file of more than
+4 KB, as on a full disk. Then requests may end in RESOURCE_EXHAUSTED, and the server must go on.
 """
 
 from __future__ import annotations
@@ -15,10 +20,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import resource
 import sys
 import time
 from collections import Counter
-from contextlib import aclosing
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +42,8 @@ SAMPLE_S = 5.0
 LULL_S = 10.0  # for so long the number of users who ask stays the same
 CANCELLED, EXPIRED, REFUSED = 0.08, 0.03, 0.03  # shares of the requests
 SEED = 48
+SMALL_FILE = 4096  # bytes: progress and sockets need files, too
+FAULTS = {"INTERNAL", "UNKNOWN", "UNAVAILABLE"}  # statuses that only a server at fault gives
 MB = 1e6
 
 
@@ -44,11 +53,13 @@ def main() -> int:
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--users", type=int, default=16)
     parser.add_argument("--name", default="soak", help="of the JSON under benchmarks/results")
+    parser.add_argument("--scarce", type=int, metavar="MIB", help="address space of each process; and a full disk")
     parser.add_argument("options", nargs="*", help="options of serve, after --")
     arguments = parser.parse_args()
     options = ["--model", arguments.model, *arguments.options]
-    payload = asyncio.run(run(options, arguments.minutes * 60, arguments.users))
-    payload = {"model": arguments.model, "options": arguments.options, "users": arguments.users, **payload}
+    payload = asyncio.run(run(options, arguments.minutes * 60, arguments.users, arguments.scarce))
+    asked = {name: getattr(arguments, name) for name in ("model", "options", "users", "scarce")}
+    payload = asked | payload
     path = write_results(arguments.name, payload)
     for process in payload["processes"]:
         print(
@@ -56,14 +67,35 @@ def main() -> int:
             f"second half {process['slope_mb_per_minute']:+.2f} MB a minute (bound {BOUND_MB_PER_MINUTE:g})"
         )
     print(f"{payload['outcomes']}, {payload['tokens']} tokens; written to {path}")
-    return int(any(each["slope_mb_per_minute"] >= BOUND_MB_PER_MINUTE for each in payload["processes"]))
+    has_grown = any(each["slope_mb_per_minute"] >= BOUND_MB_PER_MINUTE for each in payload["processes"])
+    return int(has_grown or not FAULTS.isdisjoint(payload["outcomes"]))
 
 
-async def run(options: list[str], seconds: float, num_users: int) -> dict[str, Any]:
-    async with running_server(options, print) as address:
+async def run(options: list[str], seconds: float, num_users: int, scarce_mib: int | None) -> dict[str, Any]:
+    """Start a server and load it."""
+    async with AsyncExitStack() as stack:
+        with few_resources(scarce_mib):
+            address = await stack.enter_async_context(running_server(options, print))
         async with GenerationClient(address) as client:
             await client.wait_until_serving()
-        return await soak(address, seconds, num_users)
+        found = await soak(address, seconds, num_users)
+        async with GenerationClient(address) as client, asyncio.timeout(60):
+            await client.wait_until_serving()
+        return found
+
+
+@contextmanager
+def few_resources(mebibytes: int | None) -> Iterator[None]:
+    """Processes that are started inside have so much address space, and a disk that is full."""
+    limits = {} if mebibytes is None else {resource.RLIMIT_AS: mebibytes << 20, resource.RLIMIT_FSIZE: SMALL_FILE}
+    before = {which: resource.getrlimit(which) for which in limits}
+    for which, limit in limits.items():
+        resource.setrlimit(which, (limit, before[which][1]))
+    try:
+        yield
+    finally:
+        for which, limit_before in before.items():
+            resource.setrlimit(which, limit_before)
 
 
 async def soak(address: str, seconds: float, num_users: int) -> dict[str, Any]:

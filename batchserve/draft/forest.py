@@ -210,6 +210,8 @@ class DraftForest(NamedTuple):
 
     def check(self, queries: DraftQueries, vocab_size: int = ANY_TOKEN) -> None:
         """Raises ValueError on a tree that breaks the contract, or is more than its query asks for."""
+        if not all(isinstance(each, np.ndarray) and each.ndim == 1 for each in self):
+            raise ValueError("draft trees whose fields are not arrays of one dimension")
         if len(queries.request_ids) != self.num_trees:
             raise ValueError(f"{self.num_trees} draft trees for {len(queries.request_ids)} queries")
         if len({len(each) for each in self[1:]}) > 1:

@@ -134,15 +134,15 @@ def _build_engine(
     used_drafter = drafter or _build_drafter(config, num_parameters, processor, is_serving, say)
     # Beside a GPU nobody else uses the processor's threads: they sleep, and to wake all of them takes too long.
     is_on_cpu = loaded.device.type == "cpu"
-    used_drafter.use_threads(openmp.team(runner.num_threads if is_on_cpu else min(runner.num_threads, MOST_THREADS)))
     drafts = DraftStage(used_drafter, _draft_policy(config, step_time), backend.allocator, clock, loaded.vocab_size)
+    drafts.use_threads(openmp.team(runner.num_threads if is_on_cpu else min(runner.num_threads, MOST_THREADS)))
     core = EngineCore(scheduler, drafts, runner, decoder_of(loaded.tokenizer), EngineMetrics(), clock)
     # Bits may depend on the number of threads.
     if is_on_cpu and config.num_threads is None and most_threads > 1 and not config.batch_invariant:
 
         def changed(ratio: float) -> None:
             step_time.rescale(ratio)
-            used_drafter.use_threads(openmp.team(runner.num_threads))
+            drafts.use_threads(openmp.team(runner.num_threads))
             packed.compile_for(loaded.model, range(MIN_ROWS, most_rows + 1), COMPILE_S)
 
         def time_step() -> float:

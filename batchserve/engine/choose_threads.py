@@ -10,6 +10,7 @@ import torch
 
 from batchserve.engine.make_faster import trial_logits
 from batchserve.engine.measure_steps import time_decoding
+from batchserve.errors import is_out_of_memory
 from batchserve.runner.probe import compare_logits
 
 if TYPE_CHECKING:
@@ -100,14 +101,18 @@ class ThreadWatch:
         is_up = down < 1 or (up <= self._most and self._is_up_next)
         self._is_up_next = not is_up
         other, gain = (up, self._least_gain) if is_up else (down, LEAST_GAIN_OF_FEWER)
+        self._every_s = min(2 * self._every_s, SELDOM_S)
+        ratio = 1.0
         try:
             ratio = self._ratio(before, other, gain) if 1 <= other <= self._most else 1.0
-        except MemoryError:  # requests have all K/V
-            ratio = 1.0
-        is_better = ratio * gain < 1.0
-        self._use(other if is_better else before)
-        self._every_s = LOOK_AGAIN_S if is_better else min(2 * self._every_s, SELDOM_S)
-        self._due_s = self._clock() + self._every_s
+        except (MemoryError, RuntimeError) as error:  # requests have all K/V, or all memory
+            if not is_out_of_memory(error):
+                raise
+        finally:
+            is_better = ratio * gain < 1.0
+            self._use(other if is_better else before)
+            self._every_s = LOOK_AGAIN_S if is_better else self._every_s
+            self._due_s = self._clock() + self._every_s
         if is_better:
             logger.info("%d compute threads instead of %d: steps take %.2f of the time", other, before, ratio)
             self._changed(ratio)

@@ -22,6 +22,7 @@ from batchserve.scheduler.plan import MOST_DRAFT
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+    from batchserve.addresses import Team
     from batchserve.draft.base import Drafter
     from batchserve.request import DraftScope, Request
     from batchserve.scheduler.draft_policy import DraftPolicy
@@ -219,6 +220,10 @@ class DraftStage:
         step.step_s, step.forward_s = step_s, forward_s
         with self._policy_contained:
             self.policy.step_done(step, token_ids)
+
+    def use_threads(self, team: Team) -> None:
+        """Draft on these threads from now on."""
+        self._guarded.use_threads(team)
 
     def preempted(self, requests: Iterable[Request]) -> None:
         """These begin again: the token behind their next prefill is none that a drafter was asked for."""

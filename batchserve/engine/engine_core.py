@@ -138,13 +138,17 @@ class EngineCore:
         """Use a lull, in which the books are in order; returns the seconds after which there is more to do, if any."""
         if self.threads is None:
             return None
-        self.threads.look(is_idle=True)
+        self._look_at_threads(is_idle=True)
         return self.threads.idle_s()
+
+    def _look_at_threads(self, *, is_idle: bool) -> None:
+        if self.threads is not None:
+            with self.metrics.faults.contained("threads", "their number stays as it is"):
+                self.threads.look(is_idle=is_idle)
 
     def step(self) -> None:
         """One step of all requests."""
-        if self.threads is not None:
-            self.threads.look(is_idle=False)
+        self._look_at_threads(is_idle=False)
         self._expire()
         began_s = self._clock()
         plan = self.scheduler.schedule(began_s, self.drafts.are_asked)

@@ -53,7 +53,8 @@ class EngineLoop:
         finally:
             if self._is_sound:
                 self._save_drafts()
-            self._core.drafter.close()
+            with self.metrics.faults.contained("drafter.close", "the engine ends"):
+                self._core.drafter.close()
 
     def _goes_on(self) -> bool:
         try:

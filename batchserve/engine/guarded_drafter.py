@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from batchserve.draft.forest import DraftForest
+from batchserve.draft.forest import DraftForest, DraftQueries
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from batchserve.addresses import Team
     from batchserve.draft.base import Drafter, DraftRequest
-    from batchserve.draft.forest import DraftQueries
     from batchserve.faults import Faults
 
 T = TypeVar("T")
@@ -35,7 +35,11 @@ class GuardedDrafter:
         self._faults = faults
 
     def is_ready_for(self, request_id: str, drafter: str) -> bool:
-        return self._call("is_ready_for", request_id, self.drafter.is_ready_for, drafter, otherwise=False)
+        return self._call("is_ready_for", request_id, lambda: bool(self.drafter.is_ready_for(drafter)), otherwise=False)
+
+    def use_threads(self, team: Team) -> None:
+        with self._faults.contained("drafter.use_threads", "it drafts on the threads that it had"):
+            self.drafter.use_threads(team)
 
     def start(self, request: DraftRequest) -> bool:
         """Whether the request has draft state now."""
@@ -46,7 +50,7 @@ class GuardedDrafter:
         self._call("observe", request_id, self.drafter.observe, request_id, token_ids, otherwise=None)
 
     def window_tokens(self, request_id: str) -> int:
-        return self._call("window_tokens", request_id, self.drafter.window_tokens, request_id, otherwise=0)
+        return self._call("window_tokens", request_id, lambda: int(self.drafter.window_tokens(request_id)), otherwise=0)
 
     def end(self, request_id: str) -> None:
         """Forget a request, whether it has draft state or not."""
@@ -91,7 +95,9 @@ class GuardedDrafter:
         )
 
     def _propose(self, queries: DraftQueries) -> DraftForest:
-        forest = self.drafter.propose_all(queries)
+        # A copy: what the drafter does to it must not change what its trees are checked against.
+        asked = DraftQueries([*queries.request_ids], queries.bounds.copy(), queries.min_probs.copy())
+        forest = self.drafter.propose_all(asked)
         forest.check(queries, self._vocab_size)
         return forest
 

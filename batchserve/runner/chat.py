@@ -41,11 +41,9 @@ def chat_token_ids(text: str, tokenizer: PreTrainedTokenizerBase | None, model: 
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token that comes after what the assistant says, if the chat template has one."""
+    """The added token that comes after what the assistant says, if the chat template has one."""
     template = _only(tokenizer.chat_template)
-    special = (
-        {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special} if template else {}
-    )
+    special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()} if template else {}
     for make in (_as_text, _as_parts) if special else ():
         turns = [{"role": "user", "content": make(MARKER)}, {"role": "assistant", "content": make(ANSWER)}]
         try:

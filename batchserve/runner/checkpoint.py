@@ -15,7 +15,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 from batchserve.errors import ConfigError
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-READ_SUFFIXES = frozenset({".json", ".jinja", ".model", ".safetensors", ".txt"})
+READ_SUFFIXES = frozenset({".json", ".jinja", ".model", ".safetensors", ".tiktoken", ".txt"})
 WEIGHT_SUFFIXES = frozenset(
     ".bin .ckpt .gguf .ggml .h5 .incomplete .msgpack .onnx .ot .part .pt .pth .safetensors".split()
 )
@@ -46,9 +46,11 @@ def check_filled(folder: Path, named: str) -> None:
     """Raises ConfigError for what Git or a download has left in place of a file, and for a folder nobody may read."""
     try:
         for file in sorted(folder.iterdir()):
+            if not _is_read(file):
+                continue
             if file.is_symlink() and not file.exists():
                 raise ConfigError(f"{named}: {file.name} is a link to a file that is absent: finish the download")
-            if file.suffix in READ_SUFFIXES and file.is_file() and _is_pointer(file):
+            if file.is_file() and _is_pointer(file):
                 raise ConfigError(
                     f"{named}: {file.name} is a Git LFS pointer, not the file itself: run 'git lfs pull' in the folder"
                 )
@@ -74,6 +76,12 @@ def read_tensors(folder: Path, config: dict[str, Any], named: str) -> dict[str, 
         tensors |= _read_header(file, named)
     _check_experts(tensors, named)
     return tensors
+
+
+def _is_read(file: Path) -> bool:
+    """Whether a model may be loaded from it; its maker's own weights may lie beside those in Hugging Face's format."""
+    is_known = file.suffix in READ_SUFFIXES or file.name.startswith("tokenizer.model")
+    return is_known and not file.name.startswith("consolidated")
 
 
 def _is_pointer(file: Path) -> bool:
@@ -130,7 +138,11 @@ def _weight_files(folder: Path, config: dict[str, Any], named: str) -> list[Path
     if file.suffix != ".json":
         return [file]
     weight_map = _read_object(file, named).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(shard, str) for shard in weight_map.values())
+    ):
         raise ConfigError(f"{named}: {file.name} has no weight_map of tensors to files")
     shards = sorted(set(weight_map.values()))
     if absent := [shard for shard in shards if not (folder / shard).is_file()]:
@@ -151,6 +163,8 @@ def _read_header(file: Path, named: str) -> dict[str, TensorInfo]:
             if length > size - 8:
                 raise ValueError("its header is cut short")
             header = json.loads(content.read(length))
+            if not isinstance(header, dict):
+                raise ValueError("its header is not an object")
             header.pop("__metadata__", None)
             end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
             tensors = {name: TensorInfo(str(e["dtype"]), tuple(e["shape"])) for name, e in header.items()}

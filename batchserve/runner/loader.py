@@ -39,7 +39,7 @@ from batchserve.runner.loading_report import (
     tell_left_out,
     warnings_held,
 )
-from batchserve.runner.model_kind import auto_class, check_dtypes, check_unquantised
+from batchserve.runner.model_kind import auto_class, check_dtypes, check_numbers, check_unquantised
 from batchserve.runner.packed import PackedLinear, can_pack, pack_modules
 from batchserve.runner.probe import ModelProbe
 from batchserve.runner.rope import LONGEST_MODEL_LEN, ServedLength, check_rope_config, context_limit
@@ -240,8 +240,8 @@ def _load_weights(source: str, dtype: torch.dtype, config: EngineConfig) -> PreT
             raise UnsupportedModelError(f"{named} ({kind}): cannot be loaded: {said}") from error
         raise ConfigError(f"{named}: cannot be loaded: {said}") from error
     # transformers only warns and goes on with random weights, or without some of the files'.
-    left_out = check_report(model, report, described_as, tensors, named)
-    tell_left_out(model, left_out, tensors)
+    check_numbers(model, tensors, named)
+    tell_left_out(model, check_report(model, report, described_as, tensors, named), tensors)
     drop_towers(model)
     for each in (model.config, model.config.get_text_config()):
         each.return_dict = True  # a model's own choice; its outputs are read by name here

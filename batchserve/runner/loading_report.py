@@ -15,12 +15,16 @@ from batchserve.errors import ConfigError, UnsupportedModelError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from batchserve.runner.checkpoint import TensorInfo
+
 logger = logging.getLogger(__name__)
 COLOUR = re.compile(r"\x1b\[\d*m")
 ROTARY_BUFFER = re.compile(r"rotary_emb\.\w*(inv_freq|cos|sin)\w*$")
+MASK_BUFFER = re.compile(r"\.(attn|attention)\.(masked_)?bias$")
 ALWAYS_IGNORED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")  # by transformers, whatever a class declares
 LAYER = re.compile(r"(?:^|.*\.)layers\.(\d+)\.(.*)")
 PREDICTION_MODULE = re.compile(r"(^|\.)mtp\w*\.")
+PREDICTION_PART = re.compile(r"(^|\.)(eh_proj|enorm|hnorm|shared_head|embed_tokens|mtp\w*)(\.|$)")
 NUM_PREDICTION_LAYERS = re.compile(r"num\w*(nextn|mtp)|(nextn|mtp)\w*num")
 
 
@@ -56,14 +60,14 @@ def left_out_modules(model: PreTrainedModel) -> list[str]:
 
 
 def check_report(
-    model: PreTrainedModel, report: dict[str, Any], config: dict[str, Any], names: Collection[str], named: str
+    model: PreTrainedModel, report: dict[str, Any], config: dict[str, Any], tensors: dict[str, TensorInfo], named: str
 ) -> list[str]:
     """Raises ConfigError or UnsupportedModelError where weights would be made up, or some of the files' left out.
 
-    names: the files' tensors, as far as they are known. Returns the tensors that may be left out.
+    tensors: those of the files. Returns the names of those that may be left out.
     """
-    for name in sorted(names):
-        if (other := f"{model.base_model_prefix}.{name}") in names:
+    for name in sorted(tensors):
+        if (other := f"{model.base_model_prefix}.{name}") in tensors:
             raise UnsupportedModelError(f"{named}: its files hold both {name} and {other}, which are one weight")
     towers = left_out_modules(model)
 
@@ -77,6 +81,7 @@ def check_report(
         raise ConfigError(f"{named}: {name} has shape {list(found)} in the files, {list(wanted)} by its config")
     unexpected = sorted(filter(is_read, report["unexpected_keys"]))
     allowed = _rotary_buffers(model, unexpected) | _prediction_layers(model, unexpected, config)
+    allowed |= {name for name in unexpected if name in tensors and _is_mask(name, tensors[name])}
     if unknown := [name for name in unexpected if name not in allowed]:
         raise UnsupportedModelError(
             f"{named}: {type(model).__name__} with this config ({_sizes(model)}) has no place for {len(unknown)} "
@@ -130,21 +135,26 @@ def _rotary_buffers(model: PreTrainedModel, names: list[str]) -> set[str]:
     return {name for name in names if is_rotary and ROTARY_BUFFER.search(name)}
 
 
+def _is_mask(name: str, tensor: TensorInfo) -> bool:
+    """Older checkpoints of the GPT-2 family hold the causal mask and the number that it masks with."""
+    is_square = len(tensor.shape) == 4 and tensor.shape[:2] == (1, 1) and tensor.shape[2] == tensor.shape[3]
+    return MASK_BUFFER.search(name) is not None and (is_square or tensor.shape in ((), (1,)))
+
+
 def _prediction_layers(model: PreTrainedModel, names: list[str], config: dict[str, Any]) -> set[str]:
     """Layers after the last that predict further tokens, so many as config.json declares.
 
-    Such a layer has tensors that no other layer has: one that has none is a layer of the model.
+    Such a layer has parts that join it to the one before: one that has none is a layer of the model.
     """
     declared = _num_prediction_layers(config)
     if not declared:
         return set()
     num_layers = int(model.config.get_text_config().num_hidden_layers)
-    usual = {match[2] for name in model.state_dict() if (match := LAYER.match(name))}
     after: dict[int, set[str]] = {}
     for name in names:
         if (match := LAYER.match(name)) and num_layers <= int(match[1]) < num_layers + declared:
             after.setdefault(int(match[1]), set()).add(name)
-    layers = [found for found in after.values() if {LAYER.sub(r"\2", name) for name in found} - usual]
+    layers = [found for found in after.values() if any(map(PREDICTION_PART.search, found))]
     return set().union(*layers) | {name for name in names if PREDICTION_MODULE.search(name)}
 
 

@@ -13,6 +13,8 @@ from batchserve.runner.checkpoint import read_json
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from transformers import PreTrainedModel
+
     from batchserve.runner.checkpoint import TensorInfo
 
 QUANTIZATION_KEYS = {  # of config.json, and the format where no quant_method is named
@@ -22,6 +24,7 @@ QUANTIZATION_KEYS = {  # of config.json, and the format where no quant_method is
 }
 QUANTIZATION_FILES = {"quantize_config.json": "GPTQ", "quant_config.json": "AWQ", "hf_quant_config.json": "ModelOpt"}
 ABBREVIATIONS = frozenset({"awq", "fp8", "gptq", "hqq", "mxfp4"})
+FLOATING_DTYPES = frozenset({"BF16", "F16", "F32", "F64"})
 PACKED_DTYPES = ("I4", "U4", "I8", "U8", "I16", "U16", "I32", "U32")
 WANTED = "; causal language models are served"
 HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -36,8 +39,9 @@ def check_unquantised(config: dict[str, Any], folder: Path, named: str) -> None:
     """Raises UnsupportedModelError before transformers acts: it would ask for a package, or de-quantise silently."""
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for key, default in QUANTIZATION_KEYS.items():
-            if isinstance(described := part.get(key), dict):
-                raise _quantised(_format_of(described, default), key, named)
+            if (described := part.get(key)) is not None and described is not False:
+                method = _format_of(described, default) if isinstance(described, dict) else default
+                raise _quantised(method, key, named)
     for file, method in QUANTIZATION_FILES.items():
         if (folder / file).exists():
             raise _quantised(method, file, named)
@@ -47,8 +51,15 @@ def check_dtypes(tensors: dict[str, TensorInfo], named: str) -> None:
     """Raises UnsupportedModelError for weights that are numbers of 8 bits or fewer, or packed into integers."""
     for name, tensor in tensors.items():
         is_packed = tensor.dtype in PACKED_DTYPES and len(tensor.shape) > 1 and name.endswith("weight")
-        if is_packed or tensor.dtype.startswith(("F8", "F6", "F4")):
+        if is_packed or tensor.dtype.startswith(("F8_", "F6_", "F4")):
             raise _quantised("FP8" if tensor.dtype.startswith("F8") else tensor.dtype, name, named)
+
+
+def check_numbers(model: PreTrainedModel, tensors: dict[str, TensorInfo], named: str) -> None:
+    """Raises UnsupportedModelError where integers, truth values or complex numbers were loaded as weights."""
+    for name, weight in model.state_dict().items():
+        if weight.is_floating_point() and name in tensors and tensors[name].dtype not in FLOATING_DTYPES:
+            raise _quantised(tensors[name].dtype, name, named)
 
 
 def _format_of(described: dict[str, Any], default: str) -> str:
@@ -71,7 +82,7 @@ def auto_class(read: Any, folder: Path, trusts_code: bool, named: str) -> type:
     A composite checkpoint, of a text model and towers for images or sound, is loaded as what it is: only its own class
     knows where its text model's weights are.
     """
-    kind, names = str(read.model_type), [str(name) for name in read.architectures or ()]
+    kind, names = str(read.model_type), _names(read.architectures)
     has_code = trusts_code and "AutoModelForCausalLM" in (getattr(read, "auto_map", None) or {})
     shown = f"{named}: {'/'.join(names) or f'a model of type {kind}'}"
     if getattr(read, "is_encoder_decoder", False):
@@ -91,6 +102,10 @@ def auto_class(read: Any, folder: Path, trusts_code: bool, named: str) -> type:
     if type(read) in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM
     raise UnsupportedModelError(f"{shown} has no text model that transformers can load{_task_of(kind, names)}{WANTED}")
+
+
+def _names(architectures: object) -> list[str]:
+    return [architectures] if isinstance(architectures, str) else [str(name) for name in architectures or ()]  # type: ignore[attr-defined]
 
 
 def _is_composite(read: Any) -> bool:

@@ -46,6 +46,7 @@ GENERIC = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "PreTrained
 VOCABULARIES = (TOKENIZER, *MODEL_FILES, TEKKEN, "vocab.json", "vocab.txt", "*.tiktoken")
 # What is read beside a vocabulary.
 COMPANIONS = ("added_tokens.json", "chat_template*.jinja", "additional_chat_templates")
+MOST_UNMADE = 0.1  # of the tokens of several letters: some vocabularies have special tokens that are not said to be
 TEKKEN_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}
 
 
@@ -63,6 +64,7 @@ def load_tokenizer(source: str, config: EngineConfig) -> PreTrainedTokenizerBase
         loaded = _as_the_file_says(loaded, folder)
         _compare_with_model_file(loaded, folder)
         _check_round_trip(loaded, folder)
+        _check_merges(loaded, folder)
         _add_chat_template(loaded, folder)
     except BatchserveError:
         raise
@@ -273,6 +275,11 @@ def _pieces(loaded: PreTrainedTokenizerBase, text: str) -> list[str]:
 def _check_round_trip(loaded: PreTrainedTokenizerBase, folder: Path) -> None:
     """A vocabulary with all bytes can say any text. Raises ConfigError where what comes back is another one."""
     vocab = loaded.get_vocab()
+    if not any(loaded(text, add_special_tokens=False)["input_ids"] for text in PROBES):
+        raise ConfigError(
+            f"{folder}: its tokenizer ({type(loaded).__name__}) makes no tokens of any text: its files are not "
+            "complete, or are for another class; put the model's tokenizer.json there"
+        )
     has_bytes = all(f"<0x{i:02X}>" in vocab for i in range(256)) or set(ByteLevel.alphabet()) <= vocab.keys()
     if not has_bytes and _vocabulary_files(folder):
         return  # what it does not know is lost, and meant to be
@@ -283,6 +290,22 @@ def _check_round_trip(loaded: PreTrainedTokenizerBase, folder: Path) -> None:
                 f"{folder}: its tokenizer ({type(loaded).__name__}) turns {text!r} into {shortened(back)}: its files "
                 "are not complete, or are for another class; put the model's tokenizer.json there"
             )
+
+
+def _check_merges(loaded: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Raises ConfigError where merges.txt is cut short: bytes alone can say any text, in other tokens than meant."""
+    if (folder / TOKENIZER).exists() or not (folder / "merges.txt").exists():
+        return
+    added = set(loaded.get_added_vocab())
+    long = [token for token in loaded.get_vocab() if len(token) > 1 and token not in added]
+    lines = (folder / "merges.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+    made = {line.replace(" ", "") for line in lines}
+    num_unmade = sum(token not in made for token in long)
+    if num_unmade > MOST_UNMADE * len(long):
+        raise ConfigError(
+            f"{folder}: merges.txt makes {len(long) - num_unmade} of the {len(long)} tokens of vocab.json that have to "
+            "be made: it is not complete; download it again"
+        )
 
 
 def _letters(text: str) -> str:
