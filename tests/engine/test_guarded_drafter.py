@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from batchserve.addresses import ONE_THREAD
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree
 from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.engine import drafting
@@ -280,3 +281,37 @@ def test_draft_state_is_ended_where_a_start_fails_half_way() -> None:
     guarded = GuardedDrafter(drafter, drafting.ANY_TOKEN, Faults())
     assert not guarded.start(DraftRequest("bad", [1, 2]))
     assert drafter.lengths == {}  # type: ignore[attr-defined]
+
+
+class _Meddling(PerfectDrafter):
+    """Changes what it is asked, and then proposes more than that."""
+
+    def propose_all(self, queries: Any) -> Any:
+        forest = super().propose_all(queries)
+        queries.bounds[:] = 10**6
+        queries.request_ids.clear()
+        return forest
+
+
+class _Flat(PerfectDrafter):
+    """Its fields are lists."""
+
+    def propose_all(self, queries: Any) -> Any:
+        forest = super().propose_all(queries)
+        return forest._replace(token_ids=forest.token_ids.tolist())
+
+
+def test_what_a_drafter_does_to_its_query_changes_nothing() -> None:
+    assert run_all(engine_with(_Meddling()))["a"] == drafted_alone()
+
+
+def test_fields_that_are_no_arrays_end_no_request() -> None:
+    assert set(run_all(engine_with(_Flat())).values()) == {0}
+
+
+def test_a_drafter_that_cannot_use_threads_drafts_on() -> None:
+    engine = engine_with(PerfectDrafter())
+    engine.drafter.use_threads = lambda team: 1 // 0  # type: ignore[method-assign]
+    engine.core.drafts.use_threads(ONE_THREAD)
+    assert run_all(engine)["a"] == drafted_alone()
+    assert engine.core.metrics.reading().faults["drafter.use_threads"] == 1

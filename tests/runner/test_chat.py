@@ -10,7 +10,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from batchserve.errors import ConfigError
-from batchserve.runner.chat import chat_token_ids
+from batchserve.runner.chat import chat_token_ids, turn_end
 from batchserve.runner.end_tokens import with_tokenizer_ends
 
 pytestmark = pytest.mark.faults
@@ -118,3 +118,11 @@ def test_the_tokenizers_end_and_the_templates_end_of_turn_are_added(
     assert with_tokenizer_ends((), tokenizer, 10) == ()  # ids that the model does not have
     assert with_tokenizer_ends((7,), None, 300) == (7,)
     assert not caplog.records
+
+
+def test_an_end_of_turn_need_not_be_special() -> None:
+    tokenizer = tokenizer_with(CHATML)
+    plain = Tokenizer(models.BPE({text: i for i, text in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    plain.add_tokens([AddedToken(text, special=False, normalized=False) for text in SPECIAL])
+    same = PreTrainedTokenizerFast(tokenizer_object=plain, chat_template=CHATML)
+    assert turn_end(same) == turn_end(tokenizer) is not None

@@ -178,3 +178,15 @@ def test_weights_of_few_bits_are_refused_though_no_configuration_says_so(folder:
     said = refusal_of(folder)
     assert "quantised" in said
     assert "up_proj" in said
+
+
+def test_what_a_model_is_not_loaded_from_may_be_anything(folder: Path) -> None:
+    (folder / "consolidated.safetensors").write_text(POINTER)
+    (folder / "README.md").symlink_to(folder / "none")
+    load_model(EngineConfig(str(folder), dtype="float32"))
+
+
+@pytest.mark.parametrize("name", ["qwen.tiktoken", "tokenizer.model.v3"])
+def test_a_pointer_in_place_of_a_vocabulary_is_named(folder: Path, name: str) -> None:
+    (folder / name).write_text(POINTER)
+    assert f"{name} is a Git LFS pointer" in refusal_of(folder)

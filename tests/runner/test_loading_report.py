@@ -193,3 +193,46 @@ def test_code_of_the_folder_is_judged_alike(tmp_path: Path) -> None:
     edit(folder, adding(LAYER + "self_attn.q_proj.bias", 64))
     with pytest.raises(UnsupportedModelError, match=r"q_proj\.bias"):
         load_model(trusting)
+
+
+def _older_buffers(weights: Weights) -> None:
+    for layer in range(3):
+        name = f"transformer.h.{layer}.attn"
+        weights |= {f"{name}.masked_bias": torch.tensor(-1e4), f"{name}.bias": torch.ones(1, 1, 512, 512)}
+
+
+def test_the_mask_that_older_checkpoints_hold_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load(edit(save_tiny_model("gpt2", tmp_path), _older_buffers))
+    assert "transformer.h.0.attn.bias and 5 more tensors" in caplog.text
+
+
+@pytest.mark.parametrize("shape", [(64,), (1, 1, 8, 4)])
+def test_a_bias_that_is_no_mask_is_not(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    with pytest.raises(BatchserveError, match=r"attn\.bias"):
+        load(edit(save_tiny_model("llama", tmp_path), adding(LAYER + "attn.bias", *shape)))
+
+
+def test_a_layer_is_no_prediction_layer_for_one_odd_tensor(tmp_path: Path) -> None:
+    def change(weights: Weights) -> None:
+        copying("layers.2", "layers.3")(weights)
+        weights["model.layers.3.self_attn.o_proj.bias"] = torch.ones(64)
+
+    with pytest.raises(BatchserveError, match=r"layers\.3"):
+        load(edit(save_tiny_model("llama", tmp_path), change, num_nextn_predict_layers=1))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("lm_head.weight", torch.int64), ("model.norm.weight", torch.int8), (LAYER + "mlp.up_proj.weight", torch.bool)],
+)
+def test_integers_are_not_taken_for_weights(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    folder = edit(save_tiny_model("llama", tmp_path), lambda weights: weights.update({name: weights[name].to(dtype)}))
+    with pytest.raises(BatchserveError, match=f"its weights are quantised: .*{name}"):
+        load(folder)
+
+
+def test_double_precision_is_read(tmp_path: Path) -> None:
+    def change(weights: Weights) -> None:
+        weights.update({name: tensor.double() for name, tensor in weights.items()})
+
+    load(edit(save_tiny_model("llama", tmp_path), change, architectures="LlamaForCausalLM"))

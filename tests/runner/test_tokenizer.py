@@ -271,3 +271,25 @@ def test_another_models_tokenizer_is_refused(tmp_path: Path) -> None:
         ConfigError, match=r"its tokenizer gives token id \d+, must be in 0..127: it is another model's"
     ):
         check_vocabulary(tokenizer, 128, config)
+
+
+def test_merges_that_are_cut_short_are_refused(tmp_path: Path) -> None:
+    pairs = [(a, b) for a in "aeiou" for b in "lmnrst"]
+    alphabet = sorted(ByteLevel.alphabet())
+    vocab = {text: i for i, text in enumerate([*alphabet, *(a + b for a, b in pairs)])}
+    lines = [f"{a} {b}" for a, b in pairs]
+    folder = make_folder(tmp_path / "gpt2", {"tokenizer_class": "GPT2Tokenizer"}, "gpt2")
+    (folder / "vocab.json").write_text(json.dumps(vocab))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *lines]))
+    assert load(folder)("Hello world")["input_ids"]
+    for kept in (len(lines) // 2, 0):
+        (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *lines[:kept]]))
+        with pytest.raises(ConfigError, match=r"merges\.txt makes \d+ of the \d+ tokens"):
+            load(folder)
+
+
+def test_a_tokenizer_without_tokens_is_refused(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "empty")
+    Tokenizer(models.BPE()).save(str(folder / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="makes no tokens of any text"):
+        load(folder)
