@@ -47,6 +47,7 @@ class JsonFormatter(logging.Formatter):
 
 
 LIBRARIES = ("transformers", "huggingface_hub")
+CHATTY = ("httpx", "httpx2")  # a line for each request to a hub
 FORMATTERS: dict[str, type[logging.Formatter]] = {"text": TextFormatter, "json": JsonFormatter}
 
 
@@ -66,6 +67,8 @@ def configure_logging(level: int = logging.INFO, log_format: str = "text") -> No
     root.addHandler(handler)
     root.setLevel(max(level, logging.INFO))
     logging.getLogger("batchserve").setLevel(level)
+    for name in CHATTY:
+        logging.getLogger(name).setLevel(max(level, logging.WARNING))
     logging.captureWarnings(log_format == "json")
 
 

@@ -77,7 +77,7 @@ async def test_the_grpc_client(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_metrics_that_are_named_exist() -> None:
-    table = (EXAMPLES.parent / "serving.md").read_text().split("## Watch")[1].split("\n## ")[0]
+    table = (EXAMPLES.parent / "serving.md").read_text().split("## Watch")[1].split("\n##")[0]
     named = {name for name in re.findall(r"`([a-z_]+)`", table) if "_" in name}
     known = {*COUNTERS, *FAILED_CALLS, *FAULTS, *GAUGES, *AGE, *LOAD, *EDGES, *CALIBRATION, *HISTOGRAMS}
     assert len(named) > 20
