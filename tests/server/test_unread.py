@@ -71,20 +71,19 @@ async def test_calls_of_a_client_that_does_not_read_its_connection_are_ended(cap
         return replace(long, text="a" * (1 << 20))
 
     engine.generate = generate
-    async with serving(engine, ServerConfig(port=0, unread_timeout_s=0.5)) as served:
-        async with unread_by(served, is_deaf=True) as client:
-            counts = served.server._servicer.failed_calls
-            for _ in range(20):  # they fill the socket, whose buffers grow to some megabytes
-                await client.call("Generate", ask())
-            await until(lambda: counts["UNREAD_ANSWER"] > 0)
-            await served.settle()
-            num_full = counts["UNREAD_ANSWER"]
-            for _ in range(20):  # not even their headers can be sent
-                await client.call("StreamGenerate", ask())
-            await until(lambda: counts["UNREAD_ANSWER"] == num_full + 20)
-            await served.settle()
-            assert served.server._servicer._unread.writing == {}
-            assert len((await served.client.stream(ask()))) > 2, "others are served"
+    async with serving(engine, ServerConfig(port=0, unread_timeout_s=0.5)) as served, unread_by(served, True) as client:
+        counts = served.server._servicer.failed_calls
+        for _ in range(20):  # they fill the socket, whose buffers grow to some megabytes
+            await client.call("Generate", ask())
+        await until(lambda: counts["UNREAD_ANSWER"] > 0)
+        await served.settle()
+        num_full = counts["UNREAD_ANSWER"]
+        for _ in range(20):  # not even their headers can be sent
+            await client.call("StreamGenerate", ask())
+        await until(lambda: counts["UNREAD_ANSWER"] == num_full + 20)
+        await served.settle()
+        assert served.server._servicer._unread.writing == {}
+        assert len(await served.client.stream(ask())) > 2, "others are served"
     assert not [record for record in caplog.records if record.exc_info]
 
 
