@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 import time
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 REQUEST_TIMEOUT_S = 30.0
 AFTER_FAILURE_S = 0.1  # a server that is gone would be asked thousands of times a second
+HOST_NAME = re.compile(r"[\w.-]+|\[[0-9A-Fa-f:.%\w]+\]", re.ASCII)  # or an IPv6 address
 CHANNEL_OPTIONS = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),  # a connection for every user, as with real clients
@@ -62,9 +64,22 @@ def on_init(environment: Environment, runner: Runner, **_: Any) -> None:
         if not isinstance(runner, LocalRunner) or environment.shape_class is not None:
             _refuse("--stage-seconds: must be in one process, and without another shape")
         environment.shape_class = staged.StagedShape(options.stage_seconds, environment)
-    if options.headless and not environment.host and not isinstance(runner, WorkerRunner):
-        _refuse("--host: must be the server's HOST:PORT, such as 127.0.0.1:50051")
+    # A worker is told by its master, and the web UI asks for it.
+    if (options.headless or environment.host) and not isinstance(runner, WorkerRunner):
+        try:
+            _address(environment.host or "")
+        except LocustError as error:
+            _refuse(f"--host: {error}")
     GrpcUser.load = Run(environment)
+
+
+def _address(host: str) -> str:
+    """The HOST:PORT of what may be written as a URL, as in the field of the web UI. Raises LocustError."""
+    address = host.removeprefix("http://").removeprefix("grpc://").rstrip("/")
+    name, _, port = address.rpartition(":")
+    if not name or not HOST_NAME.fullmatch(name) or not port.isdecimal() or not 0 < int(port[:6]) < 1 << 16:
+        raise LocustError(f"host = {host!r}: must be the server's HOST:PORT, such as 127.0.0.1:50051")
+    return address
 
 
 def _refuse(message: str) -> None:
@@ -136,10 +151,7 @@ class GrpcUser(User):
     load: ClassVar[Run]  # this process's
 
     def on_start(self) -> None:
-        host = self.environment.host or ""
-        address = host.removeprefix("http://").rstrip("/")  # as the field of the web UI may be filled in
-        if ":" not in address:
-            raise LocustError(f"host = {host!r}: must be the server's HOST:PORT, such as 127.0.0.1:50051")
+        address = _address(self.environment.host or "")
         self.number = self.load.next_number()
         self.num_sent = 0
         self.channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import threading
 from contextlib import suppress
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 REQUEST_TIMEOUT_S = 30.0
 METHODS = ("GET", "HEAD")
+ACCEPT_VERSION = re.compile(r"version=([^;,]*)")
+SOUND_VERSION = re.compile(r"\d{1,4}(\.\d{1,4}){0,3}", re.ASCII)  # all that prometheus_client compares without an error
 PLAIN_TEXT = "text/plain; charset=utf-8"
 
 
@@ -57,6 +60,7 @@ class MetricsEndpoint:
 
     def __init__(self, host: str, port: int, failed_calls: Counter[str]) -> None:
         self.trouble: str | None = "warming up"
+        self._is_faulty = False
         self._registry = CollectorRegistry()
         self._registry.register(_FailedCallsCollector(failed_calls))
         try:
@@ -84,13 +88,26 @@ class MetricsEndpoint:
     def answer(self, path: str, accept: str) -> tuple[HTTPStatus, str, bytes]:
         """(status, content type, body) of what is asked for."""
         if path == "/metrics":
-            encode, content_type = choose_encoder(accept)
-            return HTTPStatus.OK, content_type, encode(self._registry)
+            return self._figures(accept)
         if path == "/healthz":
             trouble = self.trouble
             status = HTTPStatus.OK if trouble is None else HTTPStatus.SERVICE_UNAVAILABLE
             return status, PLAIN_TEXT, f"{trouble or 'serving'}\n".encode()
         return HTTPStatus.NOT_FOUND, PLAIN_TEXT, b"not found: there are /metrics and /healthz\n"
+
+    def _figures(self, accept: str) -> tuple[HTTPStatus, str, bytes]:
+        if not all(SOUND_VERSION.fullmatch(version.strip()) for version in ACCEPT_VERSION.findall(accept)):
+            accept = ""  # answered in the plain format
+        encode, content_type = choose_encoder(accept)
+        try:
+            body = encode(self._registry)
+        except Exception:
+            # Logged when it begins: a scrape comes every few seconds.
+            logger.log(logging.DEBUG if self._is_faulty else logging.ERROR, "metrics: cannot be read", exc_info=True)
+            self._is_faulty = True
+            return HTTPStatus.INTERNAL_SERVER_ERROR, PLAIN_TEXT, b"the figures cannot be read\n"
+        self._is_faulty = False
+        return HTTPStatus.OK, content_type, body
 
 
 class _HttpServer(ThreadingHTTPServer):
@@ -136,12 +153,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """What lies at the path; HEAD: without its body."""
         path = self.path.partition("?")[0]
-        try:
-            answer = self.server.endpoint.answer(path, self.headers.get("Accept", ""))
-        except Exception:
-            logger.exception("metrics: %s cannot be answered", path)
-            answer = HTTPStatus.INTERNAL_SERVER_ERROR, PLAIN_TEXT, b"the figures cannot be read\n"
-        self._send(*answer)
+        self._send(*self.server.endpoint.answer(path, self.headers.get("Accept", "")))
 
     do_HEAD = do_GET
 

@@ -181,11 +181,12 @@ class Call:
 
     async def write(self, message: Message) -> None:
         """Send a message. Raises UnreadAnswerError if the client does not take it, or leaves too much unread."""
-        if not self._has_begun:
-            # By itself: gRPC could send no status later where the first message had been given up together with it.
-            await self.context.send_initial_metadata(())
-            self._has_begun = True
         try:
+            if not self._has_begun:
+                # By itself: gRPC could send no status later where the first message had been given up together with
+                # it. It waits as well, for a client that does not read its connection at all.
+                await self.backlog.write(self.context.send_initial_metadata(()))
+                self._has_begun = True
             await self.backlog.write(self.context.write(message))
         except TimeoutError:
             raise UnreadAnswerError("the client does not take its answer; the request was ended") from None

@@ -1,5 +1,5 @@
 """Reads the protocol's messages: a missing or malformed one gets INVALID_ARGUMENT with details, and the sizes in a
-large one are checked before it is parsed.
+large one are checked before it is parsed. Other services' messages are refused where they are large.
 
 For bytes that do not parse gRPC would say a bare UNKNOWN; a call without any message it would never end, neither a
 half-closed one nor one that stays open, which has its own deadline here.
@@ -19,7 +19,7 @@ from batchserve.server.status import abort
 from batchserve.server.wire_sizes import SMALL_MESSAGE_BYTES, check_sizes, malformed
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from google.protobuf.descriptor import ServiceDescriptor
     from google.protobuf.message import Message
@@ -30,13 +30,16 @@ if TYPE_CHECKING:
 
 
 MESSAGE_TIMEOUT_S = 30.0
-MAX_BYTES_ON_LOOP = (
-    1 << 20
-)  # of a message whose ids are counted there: more in a thread, which NumPy lets run beside it
+# Of a message whose ids are counted on the loop: more in a thread, which NumPy lets run beside it.
+MAX_BYTES_ON_LOOP = 1 << 20
+MAX_OTHER_BYTES = 4 << 10  # of health's and reflection's messages, which hold a name each
 
 
 class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
-    """Guards the methods of one service, whose requests are single messages and whose handlers write their answers."""
+    """Guards the methods of one service, whose requests are single messages and whose handlers write their answers.
+
+    Of all other services it refuses large messages, which their handlers parse on the loop whatever is in them.
+    """
 
     def __init__(self, service: ServiceDescriptor, servicer: GenerationServicer) -> None:
         self._methods = service.methods_by_name
@@ -48,16 +51,54 @@ class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[t
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """The method's handler, guarded if it is one of the service's."""
+        """The method's handler, guarded."""
         handler: Any = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(self._prefix):
-            return handler  # type: ignore[no-any-return]
+        if handler is None:
+            return handler  # type: ignore[return-value]  # a method that nobody has
+        if not handler_call_details.method.startswith(self._prefix):
+            return self._bounded(handler, handler_call_details.method)
         name = handler_call_details.method.removeprefix(self._prefix)
         guarded: Any = grpc.stream_stream_rpc_method_handler(
             self._reading(handler.unary_stream or handler.unary_unary, name, handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
         return guarded  # type: ignore[no-any-return]
+
+    def _bounded(self, handler: Any, method: str) -> grpc.RpcMethodHandler[Any, Any]:
+        """The handler of another service, which is given no large or malformed message."""
+        parse = handler.request_deserializer
+
+        def parsed(data: bytes) -> Message | InvalidRequestError:
+            if len(data) > MAX_OTHER_BYTES:
+                bound = f"at most {MAX_OTHER_BYTES} bytes"
+                return InvalidRequestError("MESSAGE_TOO_LARGE", "request", f"{len(data)} bytes", bound)
+            try:
+                return parse(data)  # type: ignore[no-any-return]
+            except DecodeError:
+                return malformed()
+
+        async def sound(message: Message | InvalidRequestError, context: Any) -> Message:
+            if isinstance(message, InvalidRequestError):  # what `parsed` raised would become a bare UNKNOWN
+                await self._refuse(context, method, message)
+            return message
+
+        async def streamed(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+            async for response in handler.stream_stream(each(requests, context), context):
+                yield response
+
+        async def each(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Message]:
+            async for message in requests:
+                yield await sound(message, context)
+
+        async def single(message: Message | InvalidRequestError, context: Any) -> Any:
+            return await (handler.unary_unary or handler.unary_stream)(await sound(message, context), context)
+
+        if handler.request_streaming:
+            replaced: dict[str, Any] = {"stream_stream": streamed}
+        else:
+            replaced = {"unary_stream" if handler.response_streaming else "unary_unary": single}
+        bounded: grpc.RpcMethodHandler[Any, Any] = handler._replace(request_deserializer=parsed, **replaced)
+        return bounded
 
     def _reading(self, behaviour: Behaviour, name: str, parse: Callable[[bytes], Message]) -> Any:
         async def wrapped(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:

@@ -169,7 +169,10 @@ async def test_the_fields_of_the_web_ui(served: Any):
 @pytest.mark.parametrize(
     ("flags", "status", "message"),
     [
-        ((), 2, "--host: must be the server's HOST:PORT"),
+        ((), 2, "must be the server's HOST:PORT"),
+        (("--host", "nonsense"), 2, "host = 'nonsense': must be the server's HOST:PORT"),
+        (("--host", "ftp://127.0.0.1:1"), 2, "host = 'ftp://127.0.0.1:1': must be"),
+        (("--host", "127.0.0.1:99999"), 2, "host = '127.0.0.1:99999': must be"),
         (("--host", "127.0.0.1:1"), 1, "UNAVAILABLE"),
     ],
     ids=str,
@@ -177,7 +180,13 @@ async def test_the_fields_of_the_web_ui(served: Any):
 async def test_a_run_that_fails_says_so(flags: tuple[str, ...], status: int, message: str):
     found, output = await run_locust("-t", "1s", *flags)
     assert message in output
+    assert "Traceback" not in output
     assert found == status
+
+
+async def test_the_host_may_be_written_as_a_url_of_grpc(served: Any):
+    status, output = await run_locust("--host", f"grpc://{served.address}", "-t", "1s")
+    assert status == 0, output
 
 
 async def test_a_run_without_an_answer_fails(served: Any):

@@ -12,6 +12,7 @@ from batchserve.server.servicer import SERVICE_NAME
 DATA, HEADERS, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 4, 6, 8
 ACK, END_STREAM, END_HEADERS = 1, 1, 4
 HEADER_TABLE_SIZE, INITIAL_WINDOW_SIZE = 1, 4
+LARGE_WINDOW = 1 << 30
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -24,7 +25,10 @@ def _header(name: bytes, value: bytes) -> bytes:
 
 @dataclass
 class RawClient:
-    """One connection, whose streams have a window of no bytes until `read_on`."""
+    """One connection, whose streams have a window of no bytes until `read_on`.
+
+    A deaf one offers every window there is, and does not read its socket.
+    """
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -34,13 +38,17 @@ class RawClient:
     following: asyncio.Task[None] | None = None
 
     @classmethod
-    async def connect(cls, address: str) -> RawClient:
+    async def connect(cls, address: str, is_deaf: bool = False) -> RawClient:
         host, port = address.rsplit(":", 1)
         client = cls(*await asyncio.open_connection(host, int(port)))
         # Without a table every trailer says its status in full.
-        nothing = b"".join(kind.to_bytes(2) + (0).to_bytes(4) for kind in (HEADER_TABLE_SIZE, INITIAL_WINDOW_SIZE))
-        client.writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(SETTINGS, 0, 0, nothing))
-        client.following = asyncio.create_task(client._follow())
+        settings = {HEADER_TABLE_SIZE: 0, INITIAL_WINDOW_SIZE: LARGE_WINDOW if is_deaf else 0}
+        payload = b"".join(kind.to_bytes(2) + value.to_bytes(4) for kind, value in settings.items())
+        client.writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(SETTINGS, 0, 0, payload))
+        if is_deaf:
+            client.writer.write(_frame(WINDOW_UPDATE, 0, 0, LARGE_WINDOW.to_bytes(4)))
+        else:
+            client.following = asyncio.create_task(client._follow())
         return client
 
     async def call(self, method: str, request: Message) -> int:
@@ -73,7 +81,7 @@ class RawClient:
                 self.trailers[stream] = payload
 
     async def close(self) -> None:
-        assert self.following is not None
-        self.following.cancel()
         self.writer.close()
-        await asyncio.gather(self.following, return_exceptions=True)
+        if self.following is not None:
+            self.following.cancel()
+            await asyncio.gather(self.following, return_exceptions=True)

@@ -13,6 +13,7 @@ import pytest
 from batchserve.config import ServerConfig
 from batchserve.errors import EngineFaultError
 from batchserve.server.lifecycle import GenerationServer
+from batchserve.server.metrics_endpoint import _EngineCollector
 from tests.server.fakes import FakeEngine
 from tests.server.harness import until
 
@@ -129,6 +130,38 @@ async def test_what_is_no_request_leaves_no_trace(
         assert (await asyncio.to_thread(ask, address, "/healthz"))[0] == 503
         await server.drain()
     assert "Traceback" not in capfd.readouterr().err + caplog.text
+
+
+@pytest.mark.parametrize(
+    "version", ["abc", "1.0.x", "2.0.x", "1.0.0\r\n Injected: 1", "9" * 5000, "", "1.0.0", "0.0.4"]
+)
+@pytest.mark.parametrize("kind", ["application/openmetrics-text", "text/plain"])
+async def test_any_accept_is_answered(kind: str, version: str, caplog: pytest.LogCaptureFixture):
+    server, address = await bound()
+    request = f"GET /metrics HTTP/1.0\r\nAccept: {kind};version={version}\r\n\r\n"
+    head, _, body = (await asyncio.to_thread(say, address, request.encode())).partition(b"\r\n\r\n")
+    await server.drain()
+    assert b"200 OK" in head
+    assert b"Injected" not in head
+    assert b"failed_calls" in body
+    assert "Traceback" not in caplog.text
+
+
+async def test_a_fault_of_the_figures_is_logged_when_it_begins(caplog: pytest.LogCaptureFixture):
+    server, address = await bound()
+    assert server._metrics is not None
+
+    class Broken:
+        def reading(self) -> Any:
+            raise RuntimeError("it is broken")
+
+    collectors = server._metrics._registry._collector_to_names
+    broken: Any = Broken()
+    collectors[_EngineCollector(broken)] = []  # as it is once a sound one has broken
+    for _ in range(3):
+        assert await asyncio.to_thread(ask, address, "/metrics") == (500, "the figures cannot be read")
+    await server.drain()
+    assert caplog.text.count("Traceback") == 1
 
 
 async def test_who_hangs_up_leaves_no_trace(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture):

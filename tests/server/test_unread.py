@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from batchserve.config import ServerConfig
 from batchserve.engine import unread
 from batchserve.engine.unread import Backlog, UnreadBounds
+from batchserve.types import RequestOutput
 from batchserve.v1 import generation_pb2 as pb
 from tests.server.conftest import Serve
 from tests.server.fakes import FakeEngine
@@ -23,8 +25,8 @@ RESOURCE_EXHAUSTED = b"grpc-status\x018"
 
 
 @asynccontextmanager
-async def unread_by(served: Served) -> AsyncIterator[RawClient]:
-    client = await RawClient.connect(served.address)
+async def unread_by(served: Served, is_deaf: bool = False) -> AsyncIterator[RawClient]:
+    client = await RawClient.connect(served.address, is_deaf)
     try:
         yield client
     finally:
@@ -59,6 +61,30 @@ async def test_an_answer_that_nobody_reads_is_ended_after_its_time(method: str):
         assert all(RESOURCE_EXHAUSTED in trailer for trailer in client.trailers.values())
         assert all(b"does not take its answer" in trailer for trailer in client.trailers.values())
         assert len((await served.client.generate(ask())).token_ids) == 2, "others are served"
+
+
+async def test_calls_of_a_client_that_does_not_read_its_connection_are_ended(caplog: pytest.LogCaptureFixture):
+    engine = answering()
+    long = await engine.generate([5])
+
+    async def generate(*_: Any, **__: Any) -> RequestOutput:
+        return replace(long, text="a" * (1 << 20))
+
+    engine.generate = generate
+    async with serving(engine, ServerConfig(port=0, unread_timeout_s=0.5)) as served, unread_by(served, True) as client:
+        counts = served.server._servicer.failed_calls
+        for _ in range(20):  # they fill the socket, whose buffers grow to some megabytes
+            await client.call("Generate", ask())
+        await until(lambda: counts["UNREAD_ANSWER"] > 0)
+        await served.settle()
+        num_full = counts["UNREAD_ANSWER"]
+        for _ in range(20):  # not even their headers can be sent
+            await client.call("StreamGenerate", ask())
+        await until(lambda: counts["UNREAD_ANSWER"] == num_full + 20)
+        await served.settle()
+        assert served.server._servicer._unread.writing == {}
+        assert len(await served.client.stream(ask())) > 2, "others are served"
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 async def test_a_stream_that_leaves_too_much_unread_is_ended_while_it_is_made(serve_tiny: Serve):

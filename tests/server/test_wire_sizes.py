@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+import grpc
 import pytest
 from google.protobuf.message import Message
 
@@ -14,7 +15,7 @@ from batchserve.server import wire_sizes
 from batchserve.server.servicer import SERVICE_NAME
 from batchserve.server.wire_sizes import SMALL_MESSAGE_BYTES, check_sizes
 from batchserve.v1 import generation_pb2 as pb
-from tests.server.harness import Served, failure_of
+from tests.server.harness import Served, failure_of, read_all
 
 pytestmark = pytest.mark.faults
 MAX_MODEL_LEN = 64
@@ -132,3 +133,21 @@ async def test_calls_of_the_greatest_size_hold_up_the_loop_for_less_than_parsing
         is_over.clear()
         assert failed.reason == LARGE[name][1]
     assert sorted(gaps)[-1] < parse_s / 2
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"), [(b"\x0a\0" * (SIZE // 2), "MESSAGE_TOO_LARGE"), (b"\xff", "MALFORMED_MESSAGE")]
+)
+@pytest.mark.parametrize(
+    "method",
+    [
+        *("grpc.health.v1.Health/Check", "grpc.health.v1.Health/Watch", "grpc.health.v1.Health/List"),
+        "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    ],
+)
+async def test_other_services_parse_no_large_message(method: str, content: bytes, reason: str, fake: Served):
+    call = fake.client.channel.stream_stream(f"/{method}")(iter([content]))
+    failed = await failure_of(read_all(call))
+    assert (failed.code, failed.reason, failed.field) == (grpc.StatusCode.INVALID_ARGUMENT, reason, "request")
+    assert await fake.client.health_of() == "SERVING"
+    assert fake.server._servicer.failed_calls[reason] == 1
