@@ -90,13 +90,14 @@ def resolve_model(model: str) -> str:
     """
     if model == "bundled":
         return str(resources.files("batchserve") / "data" / "bundled")
-    path, named = Path(os.path.expanduser(model)), f"model = {model!r}"
+    named = f"model = {model!r}"
     if is_model_path(model):
-        check_path(path, named)
+        folder = os.path.expanduser(model)
+        check_path(Path(folder), named)
     else:
-        path = Path(local_snapshot(model))
-    check_filled(path, named)
-    return str(path)
+        folder = local_snapshot(model)
+    check_filled(Path(folder), named)
+    return folder
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
