@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 CUDA_BUILD_WITHOUT_GPU = (
     "torch %s is built for CUDA, and no GPU can be used: the model runs on the CPU. Without a GPU, a new environment "
-    "takes a fourth of the space: pip install torch --index-url https://download.pytorch.org/whl/cpu"
+    "takes a fourth of the space with PyTorch's CPU build (README.md, 'Use')"
 )
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOST_CHARS = 1000  # of what a library says of a model
