@@ -31,6 +31,7 @@ IMPORT = re.compile(
     rf"^[ \t]*(?:from ({PACKAGE.name}[\w.]*) import (\([^)]*\)|.*)|import ({PACKAGE.name}[\w.]+))", re.MULTILINE
 )
 VERSIONS = f"numba {numba.__version__}, llvmlite {llvmlite.__version__}"
+NOT_KEPT = "compiled kernels are not kept for the next start"
 STAMP_LENGTH = 16  # of a hash in a file's name
 
 Function = Callable[..., Any]
@@ -164,4 +165,4 @@ def _note_untrusted(folder: Path, why: str) -> None:
 @functools.cache
 def _note_not_kept(why: str) -> None:
     """Once a reason."""
-    logger.warning("compiled kernels are not kept for the next start: %s", why)
+    logger.warning("%s: %s", NOT_KEPT, why)

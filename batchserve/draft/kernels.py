@@ -16,9 +16,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
+from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
 
 from batchserve.errors import ConfigError
 from batchserve.interpreter import python
+from batchserve.native import NOT_KEPT
 
 logger = logging.getLogger(__name__)
 CHILD = "from batchserve.draft.kernels import main; main()"
@@ -97,20 +99,25 @@ class _Job:
 
     def _run(self) -> None:
         try:
-            self._fill_cache()
+            is_filled = self._fill_cache()
             compile_kernels = _find_compile(self._module)
             if self._is_closed or compile_kernels is None:
+                return
+            if not is_filled and getrlimit(RLIMIT_AS)[0] != RLIM_INFINITY:
+                # LLVM ends a process that has no memory. Without a limit compiling slows down all.
+                logger.warning("%s: not compiled in a server with limited address space (ulimit -v), so requests are "
+                               "answered without its drafts", self._module)  # fmt: skip
                 return
             compile_kernels()
             self.is_done = True
         except Exception:
             logger.exception("%s: no kernels, so requests are answered without its drafts", self._module)
 
-    def _fill_cache(self) -> None:
-        """Returns when the child has ended. If it fails, this process compiles: slower for all, but it works."""
+    def _fill_cache(self) -> bool:
+        """Whether kernels are there to load, once the child has ended."""
         with self._lock:
             if self._is_closed:
-                return
+                return False
             self._child = subprocess.Popen(
                 python(CHILD, self._module),
                 stdin=subprocess.PIPE,  # never written to: it closes when this process ends, however that happens
@@ -124,10 +131,11 @@ class _Job:
             said = (self._child.stderr.read() if self._child.stderr is not None else "").strip().splitlines()
         if self._child.returncode != 0 and not self._is_closed:
             last = (said or ["no reason given"])[-1]
-            logger.warning("%s: cannot be compiled beside the server (%s); compiling in it", self._module, last)
+            logger.warning("%s: cannot be compiled beside the server (%s)", self._module, last)
         elif self._child.returncode == 0:  # of kernels that were damaged, or cannot be kept
             for line in said:
                 logger.warning("%s", line)
+        return self._child.returncode == 0 and not any(NOT_KEPT in line for line in said)
 
 
 def _announce(drafter: str, jobs: Sequence[_Job]) -> None:

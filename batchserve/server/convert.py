@@ -76,7 +76,6 @@ class GenerateArguments(NamedTuple):
 def from_generate_request(request: pb.GenerateRequest, max_model_len: int) -> GenerateArguments:
     """The request in domain types; raises InvalidRequestError, for `with_path`."""
     _check_counts(request, max_model_len)
-    refuse_unknown_fields(request)
     return GenerateArguments(
         prompt=_prompt(request),
         params=_sampling_params(request),

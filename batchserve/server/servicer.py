@@ -20,7 +20,6 @@ from batchserve.errors import (
 from batchserve.server.convert import (
     GenerateArguments,
     from_generate_request,
-    refuse_unknown_fields,
     to_generate_response,
     to_model_info,
     to_stream_responses,
@@ -119,7 +118,6 @@ class GenerationServicer:
         async with self._answering(context, request, "GetModelInfo") as call:
             call.record.level = logging.DEBUG
             info = self._opened().info
-            refuse_unknown_fields(request)
             if request.model not in ("", info.name):
                 raise UnknownModelError(request.model, info.name)
             await call.write(to_model_info(info, self._version))

@@ -14,6 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from batchserve.errors import BatchserveError, DeadlineExceededError, InvalidRequestError
+from batchserve.server.convert import refuse_unknown_fields
 from batchserve.server.request_log import CallRecord
 from batchserve.server.status import abort
 from batchserve.server.wire_sizes import SMALL_MESSAGE_BYTES, check_sizes, malformed
@@ -103,7 +104,10 @@ class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[t
     def _reading(self, behaviour: Behaviour, name: str, parse: Callable[[bytes], Message]) -> Any:
         async def wrapped(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             try:
-                message = parse(await self._checked(context, name))
+                data = await self._checked(context, name)
+                message = parse(data)
+                if len(data) <= SMALL_MESSAGE_BYTES:  # of a larger one every field has been looked at
+                    refuse_unknown_fields(message)
             except DecodeError:
                 await self._refuse(context, name, malformed())
             except BatchserveError as error:

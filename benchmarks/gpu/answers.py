@@ -18,7 +18,8 @@ from batchserve.bench.records import load_records
 from batchserve.bench.replay import ReplayRecord
 from batchserve.bench.tokenizer import BUNDLED, MISTRAL_V1, load_encoder
 
-SETS = ("llma_rag", "gsm_qwen2_7b", "mbpp_gpt4", "crux_qwen25_7b")  # the paper's own case first
+# The paper's own case first; the last is a chat of several turns.
+SETS = ("llma_rag", "gsm_qwen2_7b", "mbpp_gpt4", "crux_qwen25_7b", "selfrefine_yelp")
 EXCERPTS = ("gsm_qwen2_7b", "crux_qwen25_7b", "gsm8k_gpt3_175b")  # of which the package has a few records
 MOST_RECORDS = 400  # of one set
 

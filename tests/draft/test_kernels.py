@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from resource import RLIM_INFINITY
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from batchserve.draft import kernels
 from batchserve.draft.kernels import CHILD, KernelLoader
 from batchserve.errors import ConfigError
 from batchserve.interpreter import python
+from batchserve.native import NOT_KEPT
 
 WAIT_S = 60.0
 
@@ -47,6 +49,7 @@ class FakeChild:
     """Stands for the child process: ends when the test says so, or when it is told to."""
 
     def __init__(self, status: int = 0) -> None:
+        self.says = ""
         self.may_end = threading.Event()
         self.returncode = status
         self.is_terminated = False
@@ -64,7 +67,7 @@ class FakeChild:
 
     def read(self) -> str:
         assert self.may_end.wait(WAIT_S)
-        return "Traceback ...\nOSError: no room\n" if self.returncode else ""
+        return "Traceback ...\nOSError: no room\n" if self.returncode else self.says
 
     def terminate(self) -> None:
         self.is_terminated = True
@@ -116,6 +119,27 @@ def test_when_the_child_fails_this_process_compiles(module, child: FakeChild, ca
     wait_for(loader, name)
     assert loader.is_ready(name)
     assert "OSError: no room" in caplog.text
+
+
+@pytest.mark.parametrize(("limit", "is_compiled"), [(RLIM_INFINITY, True), (4 << 30, False)])
+@pytest.mark.parametrize("status", [0, -6])
+def test_kernels_that_are_not_kept_are_not_compiled_where_memory_is_limited(
+    module,
+    child: FakeChild,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    limit,
+    is_compiled,
+    status,
+) -> None:
+    monkeypatch.setattr(kernels, "getrlimit", lambda which: (limit, RLIM_INFINITY))
+    child.returncode, child.says = status, f"{NOT_KEPT}: no space left\n"
+    child.may_end.set()
+    name, loader = module(lambda: None), KernelLoader(in_background=True)
+    loader.is_ready(name)
+    wait_for(loader, name)
+    assert loader.is_ready(name) == is_compiled
+    assert ("limited address space (ulimit -v)" in caplog.text) != is_compiled
 
 
 def failing() -> None:
