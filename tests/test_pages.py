@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import mmap
+import platform
 
 import numpy as np
 import pytest
 
 from batchserve import pages
+from batchserve.pages import HeapTrimmer
 from benchmarks.soak import resident_bytes
 
 MB = 1 << 20
@@ -45,3 +47,20 @@ def test_a_system_without_memory_is_a_memory_error(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(mmap, "mmap", refuse)
     with pytest.raises(MemoryError, match="1048576 bytes: Cannot allocate memory"):
         pages.zeros(MB, np.uint8)
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc trims its heap")
+def test_holes_in_the_heap_are_given_back_once_a_minute() -> None:
+    now_s = 0.0
+    trimmer = HeapTrimmer(lambda: now_s)
+    arrays = [np.ones(60_000, np.uint8) for _ in range(2000)]
+    full = resident_bytes("self")
+    del arrays[::2]  # what is left keeps the heap from shrinking by itself
+    now_s = 59.0
+    trimmer.trim_if_due()
+    assert resident_bytes("self") > full - 30 * MB
+    now_s = 60.0
+    trimmer.trim_if_due()
+    assert resident_bytes("self") < full - 30 * MB
+    assert all(array.all() for array in arrays)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from batchserve.engine.messages import Abort, Add, ClearScope, Done, End, Events, Failed, Message, Reply
 from batchserve.engine.output_collector import OutputCollector
 from batchserve.errors import BatchserveError, EngineFaultError
+from batchserve.pages import HeapTrimmer
 from batchserve.types import Delta
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class EngineLoop:
         self._lost: list[Request] = []  # whose client cannot be told of it; ended behind the step under way
         self._is_ending = False
         self._is_sound = True
+        self._heap = HeapTrimmer()
         self._core.emit = self._emit
 
     def run(self) -> None:
@@ -71,6 +73,7 @@ class EngineLoop:
         except queue.Empty:
             self._core.step()
             self._abort_lost()
+            self._heap.trim_if_due()
             return True
         if isinstance(message, End):
             self._is_ending = True
