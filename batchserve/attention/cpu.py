@@ -9,7 +9,7 @@ whatever else is in the batch. So is everything in bfloat16 where a processor ha
 from __future__ import annotations
 
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -122,6 +122,17 @@ class CpuBackend:
         work = gather_spans(slabs, spans.rows, *size, addresses, capacities, is_small)
         return SpanArrays(addresses, capacities, spans.rows, spans.parents, is_small, work)
 
+    def job_of_step(self) -> tuple[SpanJob, int, int, tuple[int, int, bool]]:
+        """(the step's spans, loops that store K and V and that attend by their addresses, PART_ROWS, HEADS_AT_ONCE and
+        STORES), of a step that compiled code serves alone.
+        """
+        assert self._all is not None
+        assert not self._large
+        num_kv_heads = self.allocator.num_kv_heads
+        shares = self._shares(self._all, self._all, num_kv_heads, self._group * num_kv_heads)
+        store = cast("int", store_loop(_element(self.allocator.dtype)).address)
+        return self._all, store, cast("int", self._attend_loop().address), shares
+
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
@@ -163,15 +174,23 @@ class CpuBackend:
         self, everything: SpanJob, layer: int, states: States, out: torch.Tensor, params: AttentionParams
     ) -> None:
         """Store all spans, and attend for the small ones."""
-        small, num_kv_heads = self._small, states[1].shape[1]
-        rows_at_once = max(1, PART_QUERIES * num_kv_heads // out.shape[1]) if self._takes_matrices else PART_ROWS
-        part_rows = 0 if small is None else max(rows_at_once, -(-small.most_rows // MOST_PARTS))
-        stores = small is everything and small.most_rows <= part_rows
+        small = self._small
+        part_rows, heads_at_once, stores = self._shares(everything, small, states[1].shape[1], out.shape[1])
         if not stores:
             everything.run(store_loop(_element(self.allocator.dtype)), layer, states, out, params, (0, 1, False))
         if small is not None:
-            heads_at_once = max(1, num_kv_heads * small.num_spans // (TURNS * small.num_threads))
             small.run(self._attend_loop(), layer, states, out, params, (part_rows, heads_at_once, stores))
+
+    def _shares(
+        self, everything: SpanJob, small: SpanJob | None, num_kv_heads: int, num_heads: int
+    ) -> tuple[int, int, bool]:
+        """PART_ROWS, HEADS_AT_ONCE and STORES of the small spans' job."""
+        if small is None:
+            return 0, 1, False
+        rows_at_once = max(1, PART_QUERIES * num_kv_heads // num_heads) if self._takes_matrices else PART_ROWS
+        part_rows = max(rows_at_once, -(-small.most_rows // MOST_PARTS))
+        heads_at_once = max(1, num_kv_heads * small.num_spans // (TURNS * small.num_threads))
+        return part_rows, heads_at_once, small is everything and small.most_rows <= part_rows
 
     def _attend_loop(self) -> CFunc[Any]:
         from batchserve.attention import matrix_kernel, path_kernel

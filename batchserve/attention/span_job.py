@@ -156,12 +156,17 @@ class SpanJob:
     def __init__(self, spans: SpanArrays, num_threads: int) -> None:
         self.num_spans, self.most_rows, self.num_threads = len(spans.rows), int(spans.rows[:, 1].max()), num_threads
         self._spans = spans  # kept alive: a job has addresses
-        self._addresses_at, self._by_layer = spans.addresses.ctypes.data, spans.addresses.strides[0]
+        self.addresses_at, self.by_layer = spans.addresses.ctypes.data, spans.addresses.strides[0]
         self._job = np.zeros(JOB_SIZE, np.int64)
+        self._job_at = self._job.ctypes.data
+        self._job[:LAYER] = self.head()
+
+    def head(self) -> tuple[int, ...]:
+        """The numbers of the step, up to LAYER."""
+        spans = self._spans
         arrays = [each.ctypes.data for each in (spans.capacities, spans.rows, spans.parents)]
         longest = int((spans.rows[:, 1] + spans.rows[:, 2]).max())
-        self._job_at = self._job.ctypes.data
-        self._job[:LAYER] = (len(spans.parents), self.num_spans, *arrays, longest, self.most_rows)
+        return len(spans.parents), self.num_spans, *arrays, longest, self.most_rows
 
     def run(
         self,
@@ -179,7 +184,7 @@ class SpanJob:
         sinks = None if params.sinks is None else params.sinks.detach().float().contiguous()
         (num_heads, dim), num_kv_heads = out.shape[1:], states[1].shape[1]
         self._job[LAYER:] = (
-            self._addresses_at + layer * self._by_layer,
+            self.addresses_at + layer * self.by_layer,
             out.data_ptr(),
             0 if sinks is None else sinks.data_ptr(),
             *(num_heads, dim, num_heads // num_kv_heads, params.sliding_window or 0),

@@ -1,0 +1,323 @@
+"""A tape as a graph over rows: what each column of each value is made of, whatever shapes it went through.
+
+A value that has a row dimension is a table of elements, each a column of some node. Views, slices, transposes and
+concatenations only choose columns: they are run on the numbers of the columns instead of the values. Casts between
+floating types are left out: a program computes in float32 and rounds where it stores.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from batchserve.program.tape import ATTEND, NUM_ROWS, Call, Tape, UnsuitableModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+CASTS = {"to", "_to_copy", "type_as", "detach", "alias", "contiguous", "clone", "dropout", "lift_fresh"}
+LAYOUTS = {
+    "view", "reshape", "_unsafe_view", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice", "select",
+    "split", "split_with_sizes", "chunk", "flatten", "unflatten", "narrow", "unbind", "cat", "stack", "t",
+    "repeat_interleave", "expand_as", "view_as", "repeat",
+}  # fmt: skip
+UNARY = {
+    "silu", "gelu", "relu", "sigmoid", "tanh", "neg", "rsqrt", "exp", "gelu_tanh",
+}  # fmt: skip
+BINARY = {"add", "sub", "mul", "div"}
+_NODE_SHIFT = 40  # an element is a node's number, shifted, and a column
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """Rows of `width` columns. inputs are other nodes' columns; what else it needs is in `facts`."""
+
+    op: str
+    width: int
+    inputs: tuple[Columns, ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict)
+    number: int = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """Which columns a value has, in the shape of its features: int64 of a node's number and column each."""
+
+    graph: Graph
+    elements: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.elements.shape
+
+    def node(self) -> Node | None:
+        """The one node of all elements; None: there are several."""
+        numbers = self.numbers()
+        first = int(numbers.flat[0])
+        return self.graph.nodes[first] if (numbers == first).all() else None
+
+    def numbers(self) -> np.ndarray:
+        """The elements' nodes."""
+        return self.elements >> _NODE_SHIFT
+
+    def places(self) -> np.ndarray:
+        """The elements' columns in their nodes."""
+        return self.elements & ((1 << _NODE_SHIFT) - 1)
+
+    def run(self) -> tuple[Node, int] | None:
+        """(node, first column) where the elements are columns of one node that follow each other."""
+        node, places = self.node(), self.places().reshape(-1)
+        if node is None or (np.diff(places) != 1).any():
+            return None
+        return node, int(places[0])
+
+    def same(self, other: Columns) -> bool:
+        return self.shape == other.shape and bool((self.elements == other.elements).all())
+
+    def pick(self, elements: np.ndarray) -> Columns:
+        return Columns(self.graph, elements)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """A tensor with a row dimension: which columns it has, and where the rows are, counted from the end."""
+
+    columns: Columns
+    row_dim: int
+
+
+class Graph:
+    """Nodes in the order of their computation, and which of their columns are the logits.
+
+    simplify is asked about each node before it is added: it may give another one, or columns that there are already.
+    """
+
+    def __init__(self, tape: Tape, simplify: Callable[[Graph, Node], Node | Columns | None]) -> None:
+        self.nodes: list[Node] = []
+        self.position_calls: list[Call] = []
+        self.positions = tape.positions
+        self._simplify = simplify
+        self._rows: dict[int, Rows] = {}  # by the tensors' ids, which are theirs for as long as the tape lives
+        self._made_by: dict[int, Call] = {}  # what depends on positions alone
+        self._is_position = {id(tape.positions)}
+        self._ids, self._keep = {id(tape.ids)}, {id(tape.keep)}
+        for call in tape.calls:
+            self._take(call)
+        logits = self._rows.get(id(tape.logits))
+        if logits is None:
+            raise UnsuitableModelError("its logits do not come from its rows")
+        self.logits = logits.columns
+
+    def add(self, op: str, shape: tuple[int, ...], inputs: Iterable[Columns] = (), **facts: Any) -> Columns:
+        """A node's columns, in such a shape; or those of what it can be simplified to."""
+        node = Node(op, math.prod(shape), tuple(inputs), facts)
+        simpler = self._simplify(self, node)
+        if isinstance(simpler, Columns):
+            return simpler.pick(simpler.elements.reshape(shape))
+        node = simpler or node
+        node.number = len(self.nodes)
+        self.nodes.append(node)
+        return Columns(self, (node.number << _NODE_SHIFT) + np.arange(node.width, dtype=np.int64).reshape(shape))
+
+    def node_of(self, number: int) -> Node:
+        return self.nodes[number]
+
+    def elements_of(self, node: Node) -> np.ndarray:
+        """All of a node's columns."""
+        return (node.number << _NODE_SHIFT) + np.arange(node.width, dtype=np.int64)
+
+    def _take(self, call: Call) -> None:
+        tensors = [*_tensors(call.arguments), *_tensors([*call.options.values()])]
+        kinds = {self._kind(each) for each in tensors}
+        result, name = call.results[0], call.name
+        if kinds <= {"constant"}:
+            return
+        if name == ATTEND:
+            self._attend(call)
+        elif call.function._schema.is_mutable:
+            raise UnsuitableModelError(f"{name} changes a value in place")
+        elif name == "embedding" and id(call.arguments[1]) in self._ids:
+            weight = call.arguments[0]
+            self._set(result, self.add("embedding", (weight.shape[1],), weight=weight))
+        elif kinds == {"ids"} and name in CASTS | LAYOUTS:
+            self._ids.add(id(result))
+        elif kinds == {"keep"} and name in CASTS:
+            self._keep.add(id(result))
+        elif kinds <= {"position", "constant"} and id(result) in self._is_position:
+            return  # it came out as it went in
+        elif kinds <= {"position", "constant"}:
+            self.position_calls.append(call)
+            self._is_position.update(id(each) for each in call.results)
+            self._made_by.update((id(each), call) for each in call.results)
+        elif name == "index" and kinds == {"rows", "keep"}:
+            kept = self._of(call.arguments[0])
+            self._set(result, self.add("keep", kept.columns.shape, [kept.columns]))
+        elif kinds & {"ids", "keep"}:
+            raise UnsuitableModelError(f"{name} of token ids or of the rows that are kept")
+        elif name in CASTS:
+            self._cast(call)
+        elif name in LAYOUTS:
+            self._layout(call)
+        else:
+            self._compute(call)
+
+    def _kind(self, tensor: torch.Tensor) -> str:
+        if id(tensor) in self._rows:
+            return "rows"
+        if id(tensor) in self._is_position:
+            return "position"
+        return "ids" if id(tensor) in self._ids else "keep" if id(tensor) in self._keep else "constant"
+
+    def _set(self, tensor: torch.Tensor, columns: Columns) -> None:
+        dim = row_dim(tensor)
+        features = [size for place, size in enumerate(tensor.shape) if place != dim]
+        self._rows[id(tensor)] = Rows(columns.pick(columns.elements.reshape(features)), dim - tensor.ndim)
+
+    def _of(self, tensor: torch.Tensor) -> Rows:
+        """A tensor's rows. What depends on positions alone becomes a node once rows meet it."""
+        if id(tensor) not in self._rows:
+            call = self._made_by[id(tensor)]
+            sources = _tensors(call.arguments)
+            if call.name in CASTS | LAYOUTS and all(each.is_floating_point() for each in sources):
+                for each in sources:
+                    self._of(each)
+                (self._cast if call.name in CASTS else self._layout)(call)
+            else:
+                dim = row_dim(tensor)
+                shape = tuple(size for place, size in enumerate(tensor.shape) if place != dim)
+                self._set(tensor, self.add("position", shape, tensor=tensor))
+        return self._rows[id(tensor)]
+
+    def _cast(self, call: Call) -> None:
+        source, result = call.arguments[0], call.results[0]
+        if result.shape != source.shape or not result.is_floating_point():
+            raise UnsuitableModelError(f"{call.name} to {result.dtype}")
+        self._rows[id(result)] = self._of(source)
+
+    def _layout(self, call: Call) -> None:
+        """Run on the numbers of the columns, and on those of the rows, which have to stay in one dimension."""
+
+        def numbers(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            rows = self._of(tensor)
+            elements = torch.from_numpy(rows.columns.elements).unsqueeze(tensor.ndim + rows.row_dim)
+            place = [1] * tensor.ndim
+            place[rows.row_dim] = NUM_ROWS
+            return elements.expand(tensor.shape), torch.arange(NUM_ROWS).view(place).expand(tensor.shape)
+
+        found = [
+            call.function(*_mapped(call.arguments, lambda each, part=part: numbers(each)[part]), **call.options)
+            for part in (0, 1)
+        ]
+        columns, rows = (each if isinstance(each, tuple | list) else [each] for each in found)
+        graph = Columns(self, np.zeros(0, np.int64))
+        for result, chosen, of_row in zip(call.results, columns, rows, strict=True):
+            dim = row_dim(result)
+            place = [1] * result.ndim
+            place[dim] = NUM_ROWS
+            if not (of_row == torch.arange(NUM_ROWS).view(place)).all():
+                raise UnsuitableModelError(f"{call.name} mixes rows")
+            elements = chosen.select(dim, 0).contiguous().numpy()
+            self._rows[id(result)] = Rows(graph.pick(elements), dim - result.ndim)
+
+    def _attend(self, call: Call) -> None:
+        layer, query, key, value, params = call.arguments
+        operands = [self._of(each).columns for each in (query, key, value)]
+        heads = [each.pick(each.elements.reshape(each.shape[-2:])) for each in operands]
+        shape = (query.shape[1], value.shape[-1])
+        self._set(call.results[0], self.add("attend", shape, heads, layer=layer, params=params))
+
+    def _compute(self, call: Call) -> None:
+        """An operator with values of its own."""
+        name, arguments, result = call.name, call.arguments, call.results[0]
+        dim = row_dim(result)
+        shape = tuple(size for place, size in enumerate(result.shape) if place != dim)
+        if name in ("linear", "addmm", "mm", "matmul"):
+            columns = self._product(name, arguments, shape)
+        elif name in BINARY:
+            columns = self._binary(call, shape, dim - result.ndim)
+        elif name in UNARY:
+            approximate = call.options.get("approximate", arguments[1] if len(arguments) > 1 else "none")
+            function = "gelu_tanh" if name == "gelu" and approximate == "tanh" else name
+            columns = self.add("unary", shape, [self._of(arguments[0]).columns], function=function)
+        elif name == "pow" and isinstance(arguments[1], int | float):
+            columns = self.add("pow", shape, [self._of(arguments[0]).columns], exponent=float(arguments[1]))
+        elif name == "mean" and list(arguments[1]) in ([-1], [arguments[0].ndim - 1]) and arguments[2]:
+            columns = self.add("mean", shape, [self._of(arguments[0]).columns])
+        elif name == "layer_norm":
+            source, (dim_size,), weight, bias, epsilon = (*arguments, *(None, None, 1e-5)[len(arguments) - 2 :])[:5]
+            facts = {"weight": weight, "bias": bias, "epsilon": epsilon, "dim": dim_size, "kind": "layer"}
+            columns = self.add("norm", shape, [self._of(source).columns], **facts)
+        else:
+            raise UnsuitableModelError(f"{name} is not known to a program")
+        self._set(result, columns)
+
+    def _product(self, name: str, arguments: tuple[Any, ...], shape: tuple[int, ...]) -> Columns:
+        if name == "linear":
+            x, weight, bias = (*arguments, None)[:3]
+        elif name == "addmm":
+            bias, x, weight = arguments[0], arguments[1], arguments[2].t()
+        else:
+            x, weight, bias = arguments[0], arguments[1].t(), None
+        if self._kind(weight) != "constant" or weight.ndim != 2:
+            raise UnsuitableModelError(f"{name} of two values")
+        return self.add("product", shape, [self._of(x).columns], weight=weight, bias=bias)
+
+    def _binary(self, call: Call, shape: tuple[int, ...], rows_at: int) -> Columns:
+        """Operands are columns, broadcast to the result's shape; a constant of that shape; or a number."""
+        if call.options.get("alpha", 1) != 1 or call.options.get("rounding_mode"):
+            raise UnsuitableModelError(f"{call.name} with {dict(call.options)}")
+        inputs: list[Columns] = []
+        constant: torch.Tensor | float | None = None
+        is_reversed = False
+        for place, operand in enumerate(call.arguments[:2]):
+            if isinstance(operand, torch.Tensor) and self._kind(operand) != "constant":
+                rows = self._of(operand)
+                if rows.row_dim != rows_at:
+                    raise UnsuitableModelError(f"{call.name} of rows in two dimensions")
+                inputs.append(rows.columns.pick(np.broadcast_to(rows.columns.elements, shape)))
+                continue
+            is_reversed = place == 0
+            constant = operand if isinstance(operand, int | float) else _constant(operand, shape, rows_at, call.name)
+        facts = {"function": call.name, "constant": constant, "is_reversed": is_reversed}
+        return self.add("binary", shape, inputs, **facts)
+
+
+def row_dim(tensor: torch.Tensor) -> int:
+    """The one dimension of NUM_ROWS."""
+    dims = [dim for dim, size in enumerate(tensor.shape) if size == NUM_ROWS]
+    if len(dims) != 1:
+        raise UnsuitableModelError(f"a value of shape {list(tensor.shape)} has not one dimension of rows")
+    return dims[0]
+
+
+def _constant(tensor: torch.Tensor, shape: tuple[int, ...], rows_at: int, name: str) -> torch.Tensor | float:
+    """Without its row dimension, broadcast to the features."""
+    if tensor.numel() == 1:
+        return float(tensor)
+    if tensor.ndim >= -rows_at:
+        if tensor.shape[rows_at] != 1:
+            raise UnsuitableModelError(f"{name} with another constant for each row")
+        tensor = tensor.squeeze(rows_at)
+    return tensor.float().expand(shape)
+
+
+def _tensors(arguments: Iterable[Any]) -> list[torch.Tensor]:
+    found = []
+    for each in arguments:
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, tuple | list):
+            found += _tensors(each)
+    return found
+
+
+def _mapped(arguments: Iterable[Any], change: Callable[[torch.Tensor], Any]) -> list[Any]:
+    return [
+        change(each) if isinstance(each, torch.Tensor)
+        else _mapped(each, change) if isinstance(each, tuple | list) else each
+        for each in arguments
+    ]  # fmt: skip

@@ -1,0 +1,95 @@
+"""Runs a program: every thread of a step goes through all instructions, and takes its pieces of each."""
+
+# ruff: noqa: ANN001, ANN201, ANN202
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, types
+from numba.extending import intrinsic
+
+from batchserve.addresses import as_pointer, claim
+from batchserve.native import cfunc
+from batchserve.program import product, row_operations
+from batchserve.program.instructions import (
+    BY_SCRATCH,
+    FEW_ROWS,
+    INSTRUCTIONS,
+    IS_KEPT,
+    JOB,
+    LOOP,
+    MEETS,
+    NUM_INSTRUCTIONS,
+    NUM_KEPT,
+    NUM_ROWS,
+    OP,
+    SCRATCH,
+    SIZE,
+    STEP_SIZE,
+    THREAD,
+    Op,
+)
+from batchserve.program.meeting import meet
+
+if TYPE_CHECKING:
+    from numba.core.ccallback import CFunc
+
+
+@intrinsic
+def _call_loop(typing_context, loop, job):  # type: ignore[no-untyped-def]
+    """Call a compiled loop(job), both by address."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        pointer = ir.IntType(8).as_pointer()
+        function = builder.inttoptr(arguments[0], ir.FunctionType(ir.VoidType(), [pointer]).as_pointer())
+        builder.call(function, [builder.inttoptr(arguments[1], pointer)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@functools.cache
+def run_loop() -> CFunc[Any]:
+    """The compiled loop over a step's instructions, to be called by each of its threads with the step's address."""
+
+    @cfunc(types.void(types.CPointer(types.int64)), nopython=True, cache=True)
+    def loop(step_address):  # type: ignore[no-untyped-def]
+        step = carray(step_address, STEP_SIZE)
+        thread = claim(step.ctypes.data + THREAD * 8)
+        scratch = step[SCRATCH] + thread * step[BY_SCRATCH]
+        instructions = carray(as_pointer(step[INSTRUCTIONS]), (step[NUM_INSTRUCTIONS], SIZE), np.int64)
+        meeting = 1 if step[NUM_ROWS] <= FEW_ROWS else 2
+        for i in range(step[NUM_INSTRUCTIONS]):
+            op = instructions[i]
+            if op[MEETS] & meeting:
+                meet(step)
+            num_rows = step[NUM_KEPT] if op[IS_KEPT] != 0 else step[NUM_ROWS]
+            what = op[OP]
+            if what == Op.PRODUCT:
+                product.product(op, num_rows, thread, scratch)
+            elif what == Op.NORM:
+                row_operations.normalise(op, num_rows, thread)
+            elif what == Op.ROTATE:
+                row_operations.rotate(op, step, num_rows, scratch)
+            elif what == Op.ATTEND:
+                if op[LOOP] != 0:
+                    _call_loop(op[LOOP], op[JOB])
+            elif what == Op.EMBED:
+                row_operations.embed(op, step, num_rows)
+            elif what == Op.POSITION:
+                row_operations.look_up_positions(op, step, num_rows)
+            elif what == Op.KEEP:
+                row_operations.keep(op, step, num_rows)
+            elif what == Op.ELEMENTWISE:
+                row_operations.elementwise(op, num_rows, scratch)
+
+    compiled: CFunc[Any] = loop
+    return compiled
+
+
+def compile_kernels() -> None:
+    """Compile the loop, or load it from the cache on disk."""
+    run_loop()

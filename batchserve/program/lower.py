@@ -1,0 +1,524 @@
+"""From a graph to a list of instructions over buffers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from batchserve.program import instructions as at
+from batchserve.program.instructions import Binary, Function, Norm, Op
+from batchserve.program.tape import UnsuitableModelError
+
+if TYPE_CHECKING:
+    from batchserve.attention.base import AttentionParams
+    from batchserve.program.graph import Columns, Graph, Node
+
+FUNCTIONS = {
+    "silu": Function.SILU, "gelu": Function.GELU, "gelu_tanh": Function.GELU_TANH, "relu": Function.RELU,
+    "sigmoid": Function.SIGMOID, "tanh": Function.TANH,
+}  # fmt: skip
+BINARIES = {"add": Binary.ADD, "sub": Binary.SUBTRACT, "mul": Binary.MULTIPLY, "div": Binary.DIVIDE}
+
+
+@dataclass(slots=True, eq=False)
+class Buffer:
+    """Rows of `width` elements. is_kept: only of the rows whose logits are asked for; is_private: with a copy for each
+    thread where there are few rows.
+    """
+
+    width: int
+    is_half: bool = False
+    is_kept: bool = False
+    is_private: bool = False
+    is_logits: bool = False
+    is_dense: bool = False  # without anything between rows
+    slot: int = -1
+
+    @property
+    def by_row(self) -> int:
+        """Bytes from row to row, whole cache lines."""
+        size = self.width * (2 if self.is_half else 4)
+        return size if self.is_dense else -(-size // 64) * 64
+
+    @property
+    def kind(self) -> tuple[int, bool, bool]:
+        return self.by_row, self.is_kept, self.is_private
+
+
+@dataclass(slots=True)
+class Instruction:
+    """One instruction before addresses are known. A place is (buffer, first column)."""
+
+    op: Op
+    out: Buffer
+    x: tuple[Buffer, int] | None = None
+    y: tuple[Buffer, int] | None = None
+    weights: tuple[torch.Tensor, ...] = ()  # of a product
+    biases: tuple[torch.Tensor | None, ...] = ()
+    constants: dict[int, torch.Tensor] = field(default_factory=dict)  # float32 arrays, by the field that has the address
+    tables: tuple[Columns, ...] = ()  # of what follows from positions
+    fields: dict[int, int] = field(default_factory=dict)
+    layer: int = -1
+    meets: int = 0  # bits: 1 with few rows, 2 with many
+
+    def reads(self) -> list[Buffer]:
+        return [place[0] for place in (self.x, self.y) if place is not None]
+
+
+@dataclass(slots=True)
+class Attention:
+    """What a layer's attention reads and writes. operands: (buffer, first column) of q, k and v."""
+
+    layer: int
+    params: AttentionParams
+    operands: tuple[tuple[Buffer, int], ...]
+    out: Buffer
+    num_heads: int
+    num_kv_heads: int
+    dim: int
+
+
+@dataclass(slots=True)
+class Program:
+    """Instructions in order, and the attention of each layer, whose instructions name it by `layer`."""
+
+    instructions: list[Instruction]
+    attention: dict[int, Attention]
+    buffers: list[Buffer]
+    slots: list[tuple[int, bool, bool]] = field(default_factory=list)  # a Buffer's kind each
+
+    def touched(self, instruction: Instruction) -> list[Buffer]:
+        """What it reads and writes."""
+        operands = self.attention[instruction.layer].operands if instruction.op == Op.ATTEND else ()
+        return [*instruction.reads(), *(buffer for buffer, _ in operands), instruction.out]
+
+
+class Lowering:
+    """is_half: attention takes and gives bfloat16."""
+
+    def __init__(self, graph: Graph, *, is_half: bool) -> None:
+        self._graph, self._is_half = graph, is_half
+        self._reached = _reachable(graph)
+        self._users: dict[int, list[Node]] = defaultdict(list)
+        for number in self._reached:
+            for each in {id(source): source for source in _sources(graph.nodes[number])}.values():
+                self._users[each.number].append(graph.nodes[number])
+        self._places: dict[int, tuple[Buffer, int]] = {}
+        self._floats: dict[int, Buffer] = {}  # float32 copies of what is bfloat16
+        self._fused: dict[int, Node] = {}
+        self._kept: set[int] = set()
+        self.program = Program([], {}, [])
+
+    def run(self) -> Program:
+        """Raises UnsuitableModelError where a node has no instruction."""
+        nodes = [self._graph.nodes[number] for number in sorted(self._reached)]
+        for node in nodes:
+            if node.op == "keep" or any(source.number in self._kept for source in _sources(node)):
+                self._kept.add(node.number)
+            self._plan(node)
+        for node in nodes:
+            if node.number not in self._fused and node.op not in ("position", "rotary"):
+                getattr(self, f"_emit_{node.op}", self._refuse)(node)
+        last = self._graph.logits.run()
+        if last is None or last[0].number not in self._places:
+            raise UnsuitableModelError("its logits are not one node's")
+        self._places[last[0].number][0].is_logits = True
+        _assign_slots(self.program)
+        _find_meetings(self.program)
+        return self.program
+
+    def _refuse(self, node: Node) -> None:
+        raise UnsuitableModelError(f"{node.op} {node.facts.get('function', '')} stands alone")
+
+    # What is done in the instruction of its only user.
+
+    def _plan(self, node: Node) -> None:
+        if node.op == "binary" and node.facts["function"] == "mul" and len(node.inputs) == 2:
+            self._plan_gate(node)
+        elif node.op in ("unary", "scale", "cap"):
+            source = self._only(node.inputs[0], node)
+            if source is not None and source.op in ("product", "scale", "embedding"):
+                chain = self._chain(source)
+                is_known = node.op != "unary" or node.facts["function"] in FUNCTIONS
+                is_embedding = chain[-1].op == "embedding"
+                if is_known and (not is_embedding or (node.op == "scale" and len(chain) == 1)) and (
+                    node.op != "unary" or len(chain) == 1
+                ):  # fmt: skip
+                    self._fused[source.number] = node
+        elif node.op == "binary" and node.facts["function"] == "add" and len(node.inputs) == 2:
+            self._plan_sum(node)
+
+    def _chain(self, node: Node) -> list[Node]:
+        """A node and what is fused into it, down to the product."""
+        chain = [node]
+        while chain[-1].op in ("unary", "scale", "cap"):
+            source = chain[-1].inputs[0].node()
+            if source is None or self._fused.get(source.number) is not chain[-1]:
+                break
+            chain.append(source)
+        return chain
+
+    def _only(self, columns: Columns, user: Node) -> Node | None:
+        """The node whose columns these all are, in order, where nobody else uses it."""
+        run = columns.run()
+        if run is None or run[1] != 0 or run[0].width != columns.elements.size:
+            return None
+        node = run[0]
+        return node if self._users[node.number] == [user] and node is not self._last() else None
+
+    def _last(self) -> Node | None:
+        run = self._graph.logits.run()
+        return None if run is None else run[0]
+
+    def _plan_gate(self, node: Node) -> None:
+        """function(x times gate) * (x times up)."""
+        for gate, up in (node.inputs, node.inputs[::-1]):
+            function, other = gate.run(), up.run()
+            if function is None or other is None or function[1] != 0 or function[0].op != "unary":
+                continue
+            activated = function[0]
+            source = activated.inputs[0].run()
+            if source is None or activated.facts["function"] not in FUNCTIONS or activated.width != node.width:
+                continue
+            products, users = (source[0], other[0]), {activated.number, node.number}
+            mine = self._users[activated.number] == [node] and all(
+                each.op == "product" and {user.number for user in self._users[each.number]} <= users
+                for each in products
+            )
+            if mine and products[0].inputs[0].same(products[1].inputs[0]):
+                node.facts["gate"] = (source, other, activated.facts["function"])
+                self._fused.update({activated.number: node, source[0].number: node, other[0].number: node})
+                return
+
+    def _plan_sum(self, node: Node) -> None:
+        """A product that is added to what nobody reads any more."""
+        for base, added in (node.inputs, node.inputs[::-1]):
+            product, run = self._only(added, node), base.run()
+            if product is None or run is None or run[1] != 0 or run[0].width != node.width:
+                continue
+            chain = self._chain(product)
+            if chain[-1].op != "product" or any(each.op in ("unary", "cap") for each in chain):
+                continue
+            others = [user for user in self._users[run[0].number] if user is not node]
+            if run[0].number in self._fused or run[0].op in ("attend", "position", "norm"):
+                continue
+            if all(self._place_of(user) < node.number for user in others):
+                node.facts["sum"] = (run[0], product)
+                self._fused[product.number] = node
+                return
+
+    def _place_of(self, node: Node) -> int:
+        """Where a node is computed: with what it is fused into."""
+        while node.number in self._fused:
+            node = self._fused[node.number]
+        return node.number
+
+    # Instructions.
+
+    def _buffer(self, node: Node, width: int | None = None, **kind: Any) -> Buffer:
+        buffer = Buffer(width or node.width, is_kept=node.number in self._kept, **kind)
+        self.program.buffers.append(buffer)
+        return buffer
+
+    def _add(self, op: Op, node: Node, out: Buffer, **more: Any) -> Instruction:
+        fields = {at.OP: op, at.IS_KEPT: int(node.number in self._kept), **more.pop("fields", {})}
+        instruction = Instruction(op, out, fields=fields, **more)
+        self.program.instructions.append(instruction)
+        return instruction
+
+    def _place(self, columns: Columns, what: str) -> tuple[Buffer, int]:
+        """Where columns are, as float32, that follow each other."""
+        run = columns.run()
+        if run is None:
+            raise UnsuitableModelError(f"{what} of columns that do not follow each other")
+        node, first = run
+        if node.op == "position" and node.number not in self._places:
+            self._emit_position(node)
+        buffer, start = self._places[node.number]
+        if buffer.is_half:
+            if node.number not in self._floats:
+                is_private = all(user.op == "product" for user in self._users[node.number])
+                copied = self._floats[node.number] = self._buffer(node, buffer.width, is_private=is_private)
+                fields = {at.FUNCTION: Norm.COPY, at.COLUMNS: buffer.width, at.GROUPS: 1}
+                self._add(Op.NORM, node, copied, x=(buffer, 0), fields=fields)
+            buffer = self._floats[node.number]
+        return buffer, start + first
+
+    def _emit_embedding(self, node: Node, factor: float = 1.0) -> None:
+        self._embed(node, node, 1.0)
+
+    def _embed(self, node: Node, source: Node, factor: float) -> None:
+        out = self._buffer(node)
+        fields = {at.COLUMNS: node.width, at.FACTORS: at.two_floats(factor)}
+        self._add(Op.EMBED, node, out, weights=(source.facts["weight"],), fields=fields)
+        self._places[node.number] = out, 0
+
+    def _emit_position(self, node: Node) -> None:
+        out = self._buffer(node)
+        fields = {at.COLUMNS: node.width, at.FACTORS: at.two_floats(1.0), at.IN_WORD: 1}
+        columns = self._graph.logits.pick(self._graph.elements_of(node))
+        self._add(Op.POSITION, node, out, tables=(columns,), fields=fields)
+        self._places[node.number] = out, 0
+
+    def _emit_product(self, node: Node) -> None:
+        is_operand = self._is_half and all(user.op == "attend" for user in self._users[node.number])
+        runs = node is not self._last() and is_operand
+        out = self._buffer(node, is_half=runs)
+        self._multiply(node, [node], out)
+        self._places[node.number] = out, 0
+
+    def _multiply(self, node: Node, chain: list[Node], out: Buffer, *, adds: bool = False) -> None:
+        """The product at a chain's end, with what follows it in the chain."""
+        product, factor, cap, function = chain[-1], 1.0, 0.0, Function.NONE
+        for each in chain[:-1]:
+            factor *= each.facts.get("factor", 1.0)
+            cap = each.facts.get("cap", cap)
+            if each.op == "unary":
+                function = FUNCTIONS[each.facts["function"]]
+        weight, bias = product.facts["weight"], product.facts["bias"]
+        fields = {
+            at.COLUMNS: weight.shape[0],
+            at.INPUTS: weight.shape[1],
+            at.FACTORS: at.two_floats(factor, cap),
+            at.FUNCTION: function,
+            at.ADDS: int(adds),
+        }
+        x = self._place(product.inputs[0], "a product")
+        self._add(Op.PRODUCT, node, out, x=x, weights=(weight,), biases=(bias,), fields=fields)
+
+    def _emit_fused(self, node: Node) -> bool:
+        """Whether the node is an end of a chain."""
+        chain = self._chain(node)
+        if chain[-1].op not in ("product", "embedding") or len(chain) == 1:
+            return False
+        if chain[-1].op == "embedding":
+            self._embed(node, chain[-1], node.facts["factor"])
+            return True
+        out = self._buffer(node)
+        self._multiply(node, chain, out)
+        self._places[node.number] = out, 0
+        return True
+
+    def _emit_unary(self, node: Node) -> None:
+        if self._emit_fused(node):
+            return
+        if node.facts["function"] not in FUNCTIONS:
+            self._refuse(node)
+        self._elementwise(node, FUNCTIONS[node.facts["function"]], Binary.NONE, 0.0)
+
+    def _emit_scale(self, node: Node) -> None:
+        if not self._emit_fused(node):
+            self._elementwise(node, Function.NONE, Binary.MULTIPLY, node.facts["factor"])
+
+    def _emit_cap(self, node: Node) -> None:
+        if not self._emit_fused(node):
+            self._refuse(node)
+
+    def _emit_norm(self, node: Node) -> None:
+        x = self._place(node.inputs[0], "a norm")
+        users = self._users[node.number]
+        is_private = all(user.op == "product" for user in users) and node.number not in self._kept
+        out, facts = self._buffer(node, is_private=is_private), node.facts
+        dim = facts["dim"]
+        weight = torch.ones(dim) if facts["weight"] is None else facts["weight"].detach().float()
+        bias = torch.zeros(dim) if facts["bias"] is None else facts["bias"].detach().float()
+        fields = {
+            at.FUNCTION: Norm.LAYER if facts["kind"] == "layer" else Norm.RMS,
+            at.COLUMNS: dim,
+            at.GROUPS: node.width // dim,
+            at.FACTORS: at.two_floats(facts["epsilon"]),
+        }
+        self._add(Op.NORM, node, out, x=x, constants={at.WEIGHT: weight, at.BIAS: bias}, fields=fields)
+        self._places[node.number] = out, 0
+
+    def _emit_keep(self, node: Node) -> None:
+        x, out = self._place(node.inputs[0], "rows that are kept"), self._buffer(node)
+        self._add(Op.KEEP, node, out, x=x, fields={at.COLUMNS: node.width})
+        self._places[node.number] = out, 0
+
+    def _emit_binary(self, node: Node) -> None:
+        if "gate" in node.facts:
+            self._gate(node)
+        elif "sum" in node.facts:
+            base, product = node.facts["sum"]
+            out = self._place(node.inputs[0].pick(self._graph.elements_of(base)), "a sum")[0]
+            self._multiply(node, self._chain(product), out, adds=True)
+            self._places[node.number] = out, 0
+        else:
+            constant, is_reversed = node.facts["constant"], node.facts["is_reversed"]
+            binary = BINARIES[node.facts["function"]]
+            if is_reversed and binary in (Binary.SUBTRACT, Binary.DIVIDE):
+                self._refuse(node)
+            if isinstance(constant, float | int):
+                if binary not in (Binary.ADD, Binary.SUBTRACT):
+                    self._refuse(node)
+                number = -float(constant) if binary == Binary.SUBTRACT else float(constant)
+                self._elementwise(node, Function.NONE, Binary.ADD, number)
+            else:
+                self._elementwise(node, Function.NONE, binary, 0.0, constant)
+
+    def _elementwise(
+        self, node: Node, function: Function, binary: Binary, number: float, constant: torch.Tensor | None = None
+    ) -> None:
+        x = self._place(node.inputs[0], node.op)
+        y = self._place(node.inputs[1], node.op) if len(node.inputs) > 1 else None
+        out = self._buffer(node)
+        constants = {} if constant is None else {at.Y: constant.reshape(-1).contiguous()}
+        fields = {at.COLUMNS: node.width, at.FUNCTION: function, at.BINARY: binary,
+                  at.FACTORS: at.two_floats(number)}  # fmt: skip
+        self._add(Op.ELEMENTWISE, node, out, x=x, y=y, constants=constants, fields=fields)
+        self._places[node.number] = out, 0
+
+    def _gate(self, node: Node) -> None:
+        (gate, first), (up, other), function = node.facts["gate"]
+        rows = slice(first, first + node.width), slice(other, other + node.width)
+        weights = gate.facts["weight"][rows[0]], up.facts["weight"][rows[1]]
+        biases = tuple(None if each.facts["bias"] is None else each.facts["bias"][part]
+                       for each, part in zip((gate, up), rows, strict=True))  # fmt: skip
+        fields = {
+            at.COLUMNS: node.width,
+            at.INPUTS: weights[0].shape[1],
+            at.FACTORS: at.two_floats(1.0),
+            at.FUNCTION: FUNCTIONS[function],
+        }
+        x, out = self._place(gate.inputs[0], "a product"), self._buffer(node)
+        self._add(Op.PRODUCT, node, out, x=x, weights=weights, biases=biases, fields=fields)
+        self._places[node.number] = out, 0
+
+    def _emit_attend(self, node: Node) -> None:
+        operands = tuple(self._operand(node, columns) for columns in node.inputs)
+        (num_heads, dim), num_kv_heads = node.inputs[0].shape, node.inputs[1].shape[0]
+        if node.inputs[1].shape != node.inputs[2].shape or node.inputs[1].shape[1] != dim:
+            raise UnsuitableModelError("keys and values of different lengths")
+        out, layer = self._buffer(node, is_half=self._is_half, is_dense=True), node.facts["layer"]
+        attention = Attention(layer, node.facts["params"], operands, out, num_heads, num_kv_heads, dim)
+        if layer in self.program.attention:
+            raise UnsuitableModelError(f"layer {layer} attends twice")
+        self.program.attention[layer] = attention
+        self._add(Op.ATTEND, node, out, layer=layer)  # stores K and V of all rows, where that has to come first
+        self._add(Op.ATTEND, node, out, layer=layer)
+        self._places[node.number] = out, 0
+
+    def _operand(self, node: Node, columns: Columns) -> tuple[Buffer, int]:
+        """Where attention finds q, k or v [heads, dim]: turned by position, and in its own type."""
+        rotary, x = _turned(self._graph, columns)
+        groups = _groups(x)
+        if groups is None:
+            raise UnsuitableModelError("heads that do not lie evenly")
+        source, first, by_group = groups
+        (num_heads, dim), buffer_place = columns.shape, self._places.get(source.number)
+        if rotary is None and buffer_place is not None and by_group == dim and buffer_place[0].is_half == self._is_half:
+            return buffer_place[0], buffer_place[1] + first
+        place = self._place(source_columns(self._graph, source), "heads")
+        out = self._buffer(node, num_heads * dim, is_half=self._is_half)
+        fields = {at.COLUMNS: dim, at.GROUPS: num_heads, at.BY_GROUP: by_group}
+        tables: tuple[Columns, ...] = ()
+        if rotary is not None:
+            fields |= {at.ROTATED: rotary.facts["dim"], at.IS_INTERLEAVED: int(rotary.facts["style"] == "pairs")}
+            tables = rotary.facts["cosine"], rotary.facts["sine"]
+        self._add(Op.ROTATE, node, out, x=(place[0], place[1] + first), tables=tables, fields=fields)
+        return out, 0
+
+
+def source_columns(graph: Graph, node: Node) -> Columns:
+    return graph.logits.pick(graph.elements_of(node))
+
+
+def _turned(graph: Graph, columns: Columns) -> tuple[Node | None, Columns]:
+    """(what turned the first columns of each head, all columns before that)."""
+    numbers = np.unique(columns.numbers())
+    turned = [graph.nodes[int(number)] for number in numbers if graph.nodes[int(number)].op == "rotary"]
+    if not turned:
+        return None, columns
+    if len(turned) > 1:
+        raise UnsuitableModelError("heads that are turned in two ways")
+    rotary, elements = turned[0], columns.elements.copy()
+    mine = columns.numbers() == rotary.number
+    dim = rotary.facts["dim"]
+    if not (mine == (np.arange(columns.shape[1]) < dim)).all():
+        raise UnsuitableModelError("heads of which not the first columns are turned")
+    places = columns.places()[mine].reshape(columns.shape[0], dim)
+    if (places != np.arange(places.size).reshape(places.shape)).any():
+        raise UnsuitableModelError("heads in another order than they were turned in")
+    elements[mine] = rotary.inputs[0].elements.reshape(-1)
+    return rotary, columns.pick(elements)
+
+
+def _groups(columns: Columns) -> tuple[Node, int, int] | None:
+    """(node, first column, columns from head to head) of [heads, dim]."""
+    node, places = columns.node(), columns.places()
+    if node is None or (np.diff(places, axis=1) != 1).any():
+        return None
+    steps = np.diff(places[:, 0])
+    if len(steps) and (steps != steps[0]).any():
+        return None
+    return node, int(places[0, 0]), int(steps[0]) if len(steps) else places.shape[1]
+
+
+def _sources(node: Node) -> list[Node]:
+    columns = [*node.inputs, *(node.facts[name] for name in ("cosine", "sine") if name in node.facts)]
+    graph = columns[0].graph if columns else None
+    return [] if graph is None else [graph.nodes[int(each)] for source in columns for each in np.unique(source.numbers())]
+
+
+def _reachable(graph: Graph) -> set[int]:
+    found: set[int] = set()
+    left = [graph.nodes[int(each)] for each in np.unique(graph.logits.numbers())]
+    while left:
+        node = left.pop()
+        if node.number not in found:
+            found.add(node.number)
+            left += _sources(node)
+    return found
+
+
+def _assign_slots(program: Program) -> None:
+    """Buffers that are never needed at the same time share memory: a slot for rows of the same length and kind."""
+    last: dict[int, int] = {}
+    for place, instruction in enumerate(program.instructions):
+        for buffer in program.touched(instruction):
+            last[id(buffer)] = place
+    free: dict[tuple[int, bool, bool], list[int]] = defaultdict(list)
+    ending: dict[int, list[Buffer]] = defaultdict(list)
+    for buffer in program.buffers:
+        if id(buffer) in last:
+            ending[last[id(buffer)]].append(buffer)
+    for place, instruction in enumerate(program.instructions):
+        for buffer in program.touched(instruction):
+            if buffer.slot < 0:
+                fitting = free[buffer.kind]
+                if fitting and not buffer.is_logits:
+                    buffer.slot = fitting.pop()
+                else:
+                    buffer.slot = len(program.slots)
+                    program.slots.append(buffer.kind)
+        for buffer in ending[place]:
+            free[buffer.kind].append(buffer.slot)
+
+
+def _find_meetings(program: Program) -> None:
+    """Threads meet before what another one may still be writing is read, or what it still reads is written.
+
+    Of few rows a private norm is every thread's own.
+    """
+    for bit, is_few in ((1, True), (2, False)):
+        written: set[int] = set()
+        read: set[int] = set()
+        for instruction in program.instructions:
+            out = instruction.out.slot
+            if instruction.op == Op.ATTEND:
+                reads = {buffer.slot for buffer, _ in program.attention[instruction.layer].operands}
+            else:
+                reads = {buffer.slot for buffer in instruction.reads()}
+            if reads & written or out in read | written:
+                instruction.meets |= bit
+                written.clear()
+                read.clear()
+            is_own = is_few and instruction.out.is_private
+            read |= {slot for slot in reads if not (is_few and program.slots[slot][2])}
+            if not is_own:
+                written.add(out)

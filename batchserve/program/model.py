@@ -1,0 +1,208 @@
+"""A model as a native program: its packed weights and buffers, and steps of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from batchserve import openmp, pages
+from batchserve.attention import span_job
+from batchserve.program import instructions as at
+from batchserve.program.graph import Graph
+from batchserve.program.instructions import Op, assemble, two_floats
+from batchserve.program.interpreter import run_loop
+from batchserve.program.lower import Lowering
+from batchserve.program.meeting import yield_address
+from batchserve.program.packing import PackedWeight, pack
+from batchserve.program.patterns import simplify
+from batchserve.program.product import SCRATCH_BYTES
+from batchserve.program.tables import PositionTables
+from batchserve.program.tape import record
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from batchserve.attention.cpu import CpuBackend
+    from batchserve.program.lower import Attention, Buffer, Instruction
+    from batchserve.runner.ragged_batch import RaggedBatch
+
+LEAST_CAPACITY = 64  # rows
+
+
+class NativeModel:
+    """Steps of one model over one attention backend. Raises UnsuitableModelError where it cannot be a program."""
+
+    def __init__(self, model: PreTrainedModel, vocab_size: int, max_model_len: int, backend: CpuBackend) -> None:
+        graph = Graph(record(model, vocab_size), simplify)
+        self._backend, self._vocab_size = backend, vocab_size
+        self._is_half = backend.allocator.dtype == torch.bfloat16
+        self._program = Lowering(graph, is_half=self._is_half).run()
+        self._tables = PositionTables(graph, max_model_len)
+        self._packed: dict[tuple[Any, ...], PackedWeight] = {}
+        self._constants: list[torch.Tensor] = []  # alive, as instructions have their addresses
+        for each in self._program.instructions:
+            if each.op == Op.PRODUCT:
+                for weight in each.weights:
+                    self._pack(weight)
+        self._num_threads = 0
+        self._capacity = 0
+        self._memory: list[np.ndarray] = []
+        self._logits_buffer = next(b for b in self._program.buffers if b.is_logits)
+        self._logits_by = next(place for place, each in enumerate(self._program.instructions)
+                               if each.out is self._logits_buffer)  # fmt: skip
+        self._layers = [self._program.attention[layer] for layer in sorted(self._program.attention)]
+        # For each layer a job that stores K and V, where that has to come first, and one that attends.
+        self._jobs = np.zeros((len(self._layers), 2, span_job.JOB_SIZE), np.int64)
+        attends = [place for place, each in enumerate(self._program.instructions) if each.op == Op.ATTEND]
+        self._stores, self._attends = attends[::2], attends[1::2]
+        self._table_fields: list[tuple[int, int, int]] = []  # instruction, field, table
+        self._rows = assemble([self._encode(place, each) for place, each in enumerate(self._program.instructions)])
+        self._step = np.zeros(at.STEP_SIZE, np.int64)
+
+    @torch.inference_mode()
+    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+        """float32 [at least batch.num_logits, vocab_size]; writes the K/V of every row."""
+        self._backend.begin(batch.spans)
+        kept = batch.logit_rows[: batch.num_logits]
+        return self.run(batch.input_ids, batch.position_ids, kept, batch.num_rows)
+
+    def run(self, ids: np.ndarray, positions: np.ndarray, kept: np.ndarray, num_rows: int) -> torch.Tensor:
+        """Of a step that the backend has begun."""
+        num_threads = torch.get_num_threads()
+        longest = int(positions[:num_rows].max()) + 1
+        if self._tables.grow(longest):
+            for place, field, table in self._table_fields:
+                self._rows[place, field] = self._tables.arrays[table].ctypes.data
+                self._rows[place, at.BY_TABLE] = self._tables.arrays[table].strides[0]
+        self._reserve(num_rows, num_threads)
+        logits = torch.empty(len(kept), self._vocab_size)
+        self._rows[:, at.NEXT] = 0
+        self._rows[self._logits_by, at.OUT] = logits.data_ptr()
+        self._begin_attention()
+        step = self._step
+        step[at.NUM_ROWS], step[at.NUM_KEPT] = num_rows, len(kept)
+        step[at.IDS], step[at.POSITIONS], step[at.KEPT] = ids.ctypes.data, positions.ctypes.data, kept.ctypes.data
+        step[at.INSTRUCTIONS], step[at.NUM_INSTRUCTIONS] = self._rows.ctypes.data, len(self._rows)
+        step[at.NUM_THREADS], step[at.YIELD] = num_threads, yield_address()
+        step[at.THREAD], step[at.ARRIVED] = 0, 0
+        openmp.run(cast("int", run_loop().address), step.ctypes.data, num_threads)
+        if not self._jobs[:, 1, span_job.NEXT].all():
+            raise MemoryError("attention: there is no memory to work in")
+        return logits
+
+    def _begin_attention(self) -> None:
+        heads, store, attend, shares = self._backend.job_of_step()
+        jobs = self._jobs
+        jobs[:, :, : span_job.LAYER] = heads.head()
+        jobs[:, :, span_job.ADDRESSES] = (heads.addresses_at + heads.by_layer * np.arange(len(jobs)))[:, None]
+        jobs[:, :, span_job.PART_ROWS :] = (*shares, 0)
+        self._rows[self._stores, at.LOOP] = 0 if shares[2] else store
+        self._rows[self._attends, at.LOOP] = attend
+
+    def _pack(self, weight: torch.Tensor) -> PackedWeight:
+        key = weight.data_ptr(), weight.shape, weight.stride()
+        if key not in self._packed:
+            self._packed[key] = pack(weight)
+        return self._packed[key]
+
+    def _encode(self, place: int, each: Instruction) -> dict[int, int]:
+        """All that does not change with memory."""
+        fields = dict(each.fields)
+        fields[at.MEETS] = each.meets
+        if each.op == Op.PRODUCT:
+            packed = [self._pack(weight) for weight in each.weights]
+            fields[at.WEIGHT], fields[at.BY_BLOCK] = packed[0].words.ctypes.data, packed[0].block_bytes
+            fields[at.IN_WORD] = 4 // packed[0].dtype.itemsize
+            if len(packed) > 1:
+                fields[at.WEIGHT_2] = packed[1].words.ctypes.data
+            for field, bias in zip((at.BIAS, at.BIAS_2), each.biases, strict=False):
+                if bias is not None:
+                    fields[field] = self._constant(bias)
+        elif each.op == Op.EMBED:
+            fields |= self._embedding(each.weights[0])
+        elif each.op == Op.ATTEND:
+            fields[at.JOB] = self._job(each.layer, int(place in self._attends))
+        for field, constant in each.constants.items():
+            fields[field] = self._constant(constant)
+        for field, columns in zip((at.TABLE, at.TABLE_2), each.tables, strict=False):
+            self._table_fields.append((place, field, self._tables.add(columns)))
+        return fields
+
+    def _embedding(self, weight: torch.Tensor) -> dict[int, int]:
+        """A table of rows; where a product has packed it, that."""
+        in_word = 4 // weight.element_size()
+        packed = self._packed.get((weight.data_ptr(), weight.shape, weight.stride()))
+        if packed is not None:
+            return {at.WEIGHT: packed.words.ctypes.data, at.BY_BLOCK: packed.block_bytes, at.IN_WORD: in_word}
+        table = weight.detach().contiguous()
+        self._constants.append(table)
+        return {at.TABLE: table.data_ptr(), at.BY_TABLE: table.stride(0) * table.element_size(), at.IN_WORD: in_word}
+
+    def _constant(self, constant: torch.Tensor) -> int:
+        """The address of a float32 copy."""
+        self._constants.append(constant.detach().float().contiguous().clone())
+        return self._constants[-1].data_ptr()
+
+    def _job(self, layer: int, part: int) -> int:
+        place = next(i for i, each in enumerate(self._layers) if each.layer == layer)
+        attention, job = self._layers[place], self._jobs[place, part]
+        params = attention.params
+        if params.sinks is not None:
+            job[span_job.SINKS] = self._constant(params.sinks)
+        job[span_job.NUM_HEADS], job[span_job.DIM] = attention.num_heads, attention.dim
+        job[span_job.GROUP] = attention.num_heads // attention.num_kv_heads
+        job[span_job.WINDOW] = params.sliding_window or 0
+        job[span_job.SCALES] = two_floats(params.scaling, params.softcap or 0.0)
+        return int(job.ctypes.data)
+
+    def _reserve(self, num_rows: int, num_threads: int) -> None:
+        """Memory for so many rows, and their addresses."""
+        if num_rows <= self._capacity and num_threads == self._num_threads:
+            return
+        if num_rows > self._capacity:
+            self._capacity = max(LEAST_CAPACITY, 1 << (num_rows - 1).bit_length())
+        self._num_threads = num_threads
+        private = at.FEW_ROWS * num_threads
+        self._memory = [
+            pages.zeros(by_row * max(self._capacity, private if is_private else 0) + 256, np.uint8)
+            for by_row, _, is_private in self._program.slots
+        ]
+        widest = 4 * max(buffer.width for buffer in self._program.buffers) + 256
+        by_scratch = -(-max(SCRATCH_BYTES, widest) // 4096) * 4096
+        scratch = pages.zeros(by_scratch * num_threads + 64, np.uint8)
+        self._memory.append(scratch)
+        self._step[at.SCRATCH], self._step[at.BY_SCRATCH] = _line(scratch.ctypes.data), by_scratch
+        for row, each in zip(self._rows, self._program.instructions, strict=True):
+            self._address(row, each)
+        for attention, jobs in zip(self._layers, self._jobs, strict=True):
+            for job in jobs:
+                self._address_attention(attention, job)
+
+    def _at(self, place: tuple[Buffer, int]) -> int:
+        buffer, column = place
+        return _line(self._memory[buffer.slot].ctypes.data) + column * (2 if buffer.is_half else 4)
+
+    def _address(self, row: np.ndarray, each: Instruction) -> None:
+        if each.x is not None:
+            buffer = each.x[0]
+            row[at.X], row[at.BY_X] = self._at(each.x), buffer.by_row
+            row[at.X_PRIVATE] = at.FEW_ROWS * buffer.by_row if buffer.is_private else 0
+        if each.y is not None:
+            row[at.Y], row[at.BY_Y] = self._at(each.y), each.y[0].by_row
+        out = each.out
+        row[at.OUT], row[at.OUT_IS_HALF] = self._at((out, 0)), int(out.is_half)
+        row[at.BY_OUT] = 4 * self._vocab_size if out is self._logits_buffer else out.by_row
+        row[at.OUT_PRIVATE] = at.FEW_ROWS * out.by_row if out.is_private else 0
+
+    def _address_attention(self, attention: Attention, job: np.ndarray) -> None:
+        size = 2 if self._is_half else 4
+        job[span_job.OUT] = self._at((attention.out, 0))
+        for field, place in zip((span_job.QUERY, span_job.KEY, span_job.VALUE), attention.operands, strict=True):
+            job[field : field + 3] = self._at(place), place[0].by_row, attention.dim * size
+
+
+def _line(address: int) -> int:
+    """The next whole cache line."""
+    return -(-address // 64) * 64

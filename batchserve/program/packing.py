@@ -1,0 +1,69 @@
+"""Weights of a product as its kernel reads them: front to back, once a step.
+
+[blocks of 16 output columns][words of K][16 columns] of 32-bit words. A word is one float32, or two bfloat16 of
+neighbouring k, the lower one first: half a cache line is a column block's next words on every processor, and a run of
+16 of them is a tile of matrix instructions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+BLOCK = 16  # columns
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """words int32 [num_blocks, num_words, BLOCK]: of weight [num_columns, num_inputs], float32 or bfloat16.
+
+    Columns and inputs that fill up the last block and word are zero.
+    """
+
+    words: np.ndarray
+    num_columns: int
+    num_inputs: int
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        return int(self.words.strides[0])
+
+    @property
+    def num_words(self) -> int:
+        return int(self.words.shape[1])
+
+
+def pack(weight: torch.Tensor) -> PackedWeight:
+    """Of a weight [num_columns, num_inputs], float32 or bfloat16."""
+    num_columns, num_inputs = weight.shape
+    in_word = 4 // weight.element_size()
+    blocks, words = -(-num_columns // BLOCK), -(-num_inputs // in_word)
+    packed = torch.from_numpy(_aligned((blocks, words, BLOCK)))
+    for first in range(0, blocks, PACKED_AT_ONCE):
+        columns = weight[first * BLOCK : (first + PACKED_AT_ONCE) * BLOCK].detach()
+        count = -(-columns.shape[0] // BLOCK)
+        filled = columns.new_zeros(count * BLOCK, words * in_word)
+        filled[: columns.shape[0], :num_inputs] = columns
+        piece = filled.view(torch.int32).view(count, BLOCK, words)
+        packed[first : first + count] = piece.transpose(1, 2)
+    return PackedWeight(packed.numpy(), num_columns, num_inputs, weight.dtype)
+
+
+PACKED_AT_ONCE = 64  # blocks, so that a large weight is not in memory a third time
+HUGE_PAGE = 1 << 21
+
+
+def _aligned(shape: tuple[int, int, int]) -> np.ndarray:
+    """In huge pages where the system has them: a step reads all weights, and looks up each of their pages."""
+    import mmap
+
+    size = int(np.prod(shape)) * 4
+    pages = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = np.frombuffer(pages, np.uint8)
+    start = -memory.ctypes.data % HUGE_PAGE
+    return memory[start : start + size].view(np.int32).reshape(shape)

@@ -1,0 +1,103 @@
+"""The inner loop of a product in vector code: some rows times some column blocks, over a run of k.
+
+Every output is one chain of sums in the order of k, whatever rows and columns are computed beside it: so its bits do
+not depend on the number of rows. Weights of bfloat16 are widened to float32, exactly.
+"""
+
+# ruff: noqa: ANN001, ANN201, ANN202
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from batchserve.attention import vector_code as code
+from batchserve.attention.vector_code import FLOAT, FLOATS, WIDTH, WORDS, Builder, Value, index
+from batchserve.program.packing import BLOCK
+
+PARTS = BLOCK // WIDTH  # vectors of a block
+# Sums that registers hold beside the weights: 24 vectors of 32, 8 of 16.
+ROWS_AT_ONCE, BLOCKS_AT_ONCE = (8, 3) if WIDTH == 16 else (4, 1)
+AHEAD = 2048  # bytes of each column block that are asked for before they are needed
+_POINTER = ir.PointerType()
+_BYTE = ir.IntType(8)
+
+
+def _at(builder: Builder, base: Value, offset: Value) -> Value:
+    return builder.gep(base, [offset], source_etype=_BYTE)
+
+
+def _prefetch(builder: Builder, address: Value) -> None:
+    number = ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [_POINTER, number, number, number])
+    constants = [ir.Constant(number, value) for value in (0, 3, 1)]  # to read, for all caches, data
+    builder.call(code.declared(builder, "llvm.prefetch.p0", kind), [address, *constants])
+
+
+def _widened(builder: Builder, words: Value, in_word: int) -> list[Value]:
+    """The word's elements as vectors of float32, in the order of k."""
+    if in_word == 1:
+        return [builder.bitcast(words, FLOATS)]
+    low = builder.shl(words, ir.Constant(WORDS, [16] * WIDTH))
+    high = builder.and_(words, ir.Constant(WORDS, [0xFFFF0000] * WIDTH))
+    return [builder.bitcast(low, FLOATS), builder.bitcast(high, FLOATS)]
+
+
+@functools.cache
+def multiply(num_rows: int, num_blocks: int, in_word: int) -> Any:
+    """An intrinsic: sums += x times weights, over num_words words of k.
+
+    x: the address of float32 rows, by_row bytes apart. weights: the address of the first block's words, by_block bytes
+    apart. sums: the address of float32 rows of num_blocks * BLOCK columns, by_sum bytes apart. All are int64.
+    """
+
+    @intrinsic
+    def multiplied(typing_context, x, by_row, weights, by_block, num_words, sums, by_sum):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            x, by_row, weights, by_block, num_words, sums, by_sum = arguments
+            vectors = [(row, block, part) for row in range(num_rows) for block in range(num_blocks)
+                       for part in range(PARTS)]  # fmt: skip
+            totals = {each: cgutils.alloca_once(builder, FLOATS) for each in vectors}
+
+            def place(row: int, block: int, part: int) -> Value:
+                offset = builder.mul(by_sum, index(row))
+                return builder.inttoptr(
+                    builder.add(builder.add(sums, offset), index(4 * (block * BLOCK + part * WIDTH))), _POINTER
+                )
+
+            for each, total in totals.items():
+                builder.store(builder.load(place(*each), typ=FLOATS, align=4), total)
+            rows = [builder.inttoptr(builder.add(x, builder.mul(by_row, index(row))), _POINTER)
+                    for row in range(num_rows)]  # fmt: skip
+            blocks = [builder.inttoptr(builder.add(weights, builder.mul(by_block, index(block))), _POINTER)
+                      for block in range(num_blocks)]  # fmt: skip
+            with cgutils.for_range(builder, num_words) as loop:
+                at_weight = builder.mul(loop.index, index(4 * BLOCK))
+                at_x = builder.mul(loop.index, index(4 * in_word))
+                widened = {}
+                for block in range(num_blocks):
+                    line = _at(builder, blocks[block], at_weight)
+                    _prefetch(builder, _at(builder, line, index(AHEAD)))
+                    for part in range(PARTS):
+                        words = builder.load(_at(builder, line, index(4 * WIDTH * part)), typ=WORDS, align=4 * WIDTH)
+                        widened[block, part] = _widened(builder, words, in_word)
+                for k in range(in_word):
+                    for row in range(num_rows):
+                        element = _at(builder, rows[row], builder.add(at_x, index(4 * k)))
+                        factor = code.everywhere(builder, builder.load(element, typ=FLOAT, align=4))
+                        for block, part in widened:
+                            total = totals[row, block, part]
+                            so_far = builder.load(total, typ=FLOATS)
+                            summed = code.multiply_add(builder, factor, widened[block, part][k], so_far)
+                            builder.store(summed, total)
+            for each, total in totals.items():
+                builder.store(builder.load(total, typ=FLOATS), place(*each), align=4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), codegen
+
+    return multiplied

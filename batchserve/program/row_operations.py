@@ -1,0 +1,261 @@
+"""Operations on rows that are no products: each row comes out the same whatever other rows there are."""
+
+# ruff: noqa: ANN001, ANN201, ANN202
+from __future__ import annotations
+
+import numpy as np
+from numba import carray
+
+from batchserve.addresses import as_pointer, claim
+from batchserve.elements import narrow, widen
+from batchserve.native import njit
+from batchserve.program.instructions import (
+    BIAS,
+    BINARY,
+    BY_BLOCK,
+    BY_GROUP,
+    BY_OUT,
+    BY_TABLE,
+    BY_X,
+    BY_Y,
+    COLUMNS,
+    FACTORS,
+    FEW_ROWS,
+    FUNCTION,
+    GROUPS,
+    IDS,
+    IN_WORD,
+    IS_INTERLEAVED,
+    KEPT,
+    NEXT,
+    OUT,
+    OUT_IS_HALF,
+    OUT_PRIVATE,
+    POSITIONS,
+    ROTATED,
+    TABLE,
+    TABLE_2,
+    WEIGHT,
+    X,
+    Y,
+    Binary,
+    Norm,
+)
+from batchserve.program.packing import BLOCK
+from batchserve.program.product import activate
+
+ROWS_AT_ONCE = 4  # that a thread claims
+HALF = np.uint16(0)
+# Sums in lanes: the order differs from the written one, but is the same for every row.
+LANES = {"reassoc", "contract"}
+
+
+@njit(nogil=True, cache=True)
+def _floats(address, count):  # type: ignore[no-untyped-def]
+    return carray(as_pointer(address), count, np.float32)
+
+
+@njit(nogil=True, cache=True)
+def _halves(address, count):  # type: ignore[no-untyped-def]
+    return carray(as_pointer(address), count, np.uint16)
+
+
+@njit(nogil=True, cache=True)
+def _claim_rows(op, num_rows):  # type: ignore[no-untyped-def]
+    """(first, end) of some rows that nobody else computes; first >= num_rows where none are left."""
+    first = claim(op.ctypes.data + NEXT * 8) * ROWS_AT_ONCE
+    return first, min(num_rows, first + ROWS_AT_ONCE)
+
+
+@njit(nogil=True, cache=True)
+def _look_up(op, row, number):  # type: ignore[no-untyped-def]
+    """OUT's row = factor * a row of a table: of packed words (WEIGHT), or of rows (TABLE)."""
+    count, in_word = op[COLUMNS], op[IN_WORD]
+    factor = op.view(np.float32)[2 * FACTORS]
+    out = _floats(op[OUT] + row * op[BY_OUT], count)
+    if op[WEIGHT] != 0:
+        words = op[WEIGHT] + number // BLOCK * op[BY_BLOCK] + number % BLOCK * 4
+        if in_word == 2:
+            for j in range(count):
+                out[j] = widen(_halves(words + j // 2 * 4 * BLOCK + j % 2 * 2, 1)[0]) * factor
+        else:
+            for j in range(count):
+                out[j] = _floats(words + j * 4 * BLOCK, 1)[0] * factor
+    elif in_word == 2:
+        halves = _halves(op[TABLE] + number * op[BY_TABLE], count)
+        for j in range(count):
+            out[j] = widen(halves[j]) * factor
+    else:
+        floats = _floats(op[TABLE] + number * op[BY_TABLE], count)
+        for j in range(count):
+            out[j] = floats[j] * factor
+
+
+@njit(nogil=True, cache=True)
+def embed(op, step, num_rows):  # type: ignore[no-untyped-def]
+    ids = carray(as_pointer(step[IDS]), num_rows, np.int64)
+    while True:
+        first, end = _claim_rows(op, num_rows)
+        if first >= num_rows:
+            break
+        for row in range(first, end):
+            _look_up(op, row, ids[row])
+
+
+@njit(nogil=True, cache=True)
+def look_up_positions(op, step, num_rows):  # type: ignore[no-untyped-def]
+    positions = carray(as_pointer(step[POSITIONS]), num_rows, np.int64)
+    while True:
+        first, end = _claim_rows(op, num_rows)
+        if first >= num_rows:
+            break
+        for row in range(first, end):
+            _look_up(op, row, positions[row])
+
+
+@njit(nogil=True, cache=True)
+def keep(op, step, num_kept):  # type: ignore[no-untyped-def]
+    kept = carray(as_pointer(step[KEPT]), num_kept, np.int64)
+    count = op[COLUMNS]
+    while True:
+        first, end = _claim_rows(op, num_kept)
+        if first >= num_kept:
+            break
+        for row in range(first, end):
+            source = _floats(op[X] + kept[row] * op[BY_X], count)
+            _floats(op[OUT] + row * op[BY_OUT], count)[:] = source
+
+
+@njit(nogil=True, cache=True, fastmath=LANES)
+def _sum(x):  # type: ignore[no-untyped-def]
+    total = np.float32(0.0)
+    for j in range(x.shape[0]):
+        total += x[j]
+    return total
+
+
+@njit(nogil=True, cache=True, fastmath=LANES)
+def _sum_of_squares(x, mean):  # type: ignore[no-untyped-def]
+    total = np.float32(0.0)
+    for j in range(x.shape[0]):
+        total += (x[j] - mean) * (x[j] - mean)
+    return total
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _normalise(op, x_at, out_at):  # type: ignore[no-untyped-def]
+    """One row, in groups of COLUMNS; or a copy of one, of bfloat16."""
+    if op[FUNCTION] == Norm.COPY:
+        widened, copied = _halves(x_at, op[COLUMNS]), _floats(out_at, op[COLUMNS])
+        for j in range(op[COLUMNS]):
+            copied[j] = widen(widened[j])
+        return
+    count, epsilon = op[COLUMNS], op.view(np.float32)[2 * FACTORS]
+    weight, bias = _floats(op[WEIGHT], count), _floats(op[BIAS], count)
+    for group in range(op[GROUPS]):
+        x = _floats(x_at + 4 * group * count, count)
+        mean = _sum(x) / np.float32(count) if op[FUNCTION] == Norm.LAYER else np.float32(0.0)
+        scale = np.float32(1.0) / np.sqrt(_sum_of_squares(x, mean) / np.float32(count) + epsilon)
+        if op[OUT_IS_HALF] != 0:
+            halves = _halves(out_at + 2 * group * count, count)
+            for j in range(count):
+                halves[j] = narrow((x[j] - mean) * scale * weight[j] + bias[j], HALF)
+        else:
+            out = _floats(out_at + 4 * group * count, count)
+            for j in range(count):
+                out[j] = (x[j] - mean) * scale * weight[j] + bias[j]
+
+
+@njit(nogil=True, cache=True)
+def normalise(op, num_rows, thread):  # type: ignore[no-untyped-def]
+    """Of few rows every thread has a copy of its own, so that nobody waits."""
+    if op[OUT_PRIVATE] != 0 and num_rows <= FEW_ROWS:
+        own = op[OUT] + thread * op[OUT_PRIVATE]
+        for row in range(num_rows):
+            _normalise(op, op[X] + row * op[BY_X], own + row * op[BY_OUT])
+        return
+    while True:
+        first, end = _claim_rows(op, num_rows)
+        if first >= num_rows:
+            break
+        for row in range(first, end):
+            _normalise(op, op[X] + row * op[BY_X], op[OUT] + row * op[BY_OUT])
+
+
+@njit(nogil=True, cache=True)
+def _rotate(x, cosine, sine, half, is_interleaved, rotated):  # type: ignore[no-untyped-def]
+    for j in range(half):
+        one, other = (2 * j, 2 * j + 1) if is_interleaved else (j, j + half)
+        rotated[one] = x[one] * cosine[j] - x[other] * sine[j]
+        rotated[other] = x[other] * cosine[j] + x[one] * sine[j]
+
+
+@njit(nogil=True, cache=True)
+def rotate(op, step, num_rows, scratch):  # type: ignore[no-untyped-def]
+    """OUT = X, whose first ROTATED columns of each group are turned by the row's position; as attention takes it."""
+    positions = carray(as_pointer(step[POSITIONS]), num_rows, np.int64)
+    count, half = op[COLUMNS], op[ROTATED] // 2
+    room = _floats(scratch, count)
+    while True:
+        first, end = _claim_rows(op, num_rows)
+        if first >= num_rows:
+            break
+        for row in range(first, end):
+            at = positions[row] * op[BY_TABLE]
+            cosine, sine = _floats(op[TABLE] + at, half), _floats(op[TABLE_2] + at, half)
+            for group in range(op[GROUPS]):
+                x = _floats(op[X] + row * op[BY_X] + 4 * group * op[BY_GROUP], count)
+                room[:] = x
+                if half > 0:
+                    _rotate(x, cosine, sine, half, op[IS_INTERLEAVED] != 0, room)
+                if op[OUT_IS_HALF] != 0:
+                    halves = _halves(op[OUT] + row * op[BY_OUT] + 2 * group * count, count)
+                    for j in range(count):
+                        halves[j] = narrow(room[j], HALF)
+                else:
+                    _floats(op[OUT] + row * op[BY_OUT] + 4 * group * count, count)[:] = room
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _combine(binary, out, other):  # type: ignore[no-untyped-def]
+    for j in range(out.shape[0]):
+        if binary == Binary.ADD:
+            out[j] += other[j]
+        elif binary == Binary.SUBTRACT:
+            out[j] -= other[j]
+        elif binary == Binary.MULTIPLY:
+            out[j] *= other[j]
+        elif binary == Binary.DIVIDE:
+            out[j] /= other[j]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def elementwise(op, num_rows, scratch):  # type: ignore[no-untyped-def]
+    """OUT = function(X) combined with Y's row, or with a number where there is no Y."""
+    count = op[COLUMNS]
+    number = op.view(np.float32)[2 * FACTORS]
+    padded = (count + BLOCK - 1) // BLOCK * BLOCK
+    room = _floats(scratch, padded)
+    while True:
+        first, end = _claim_rows(op, num_rows)
+        if first >= num_rows:
+            break
+        for row in range(first, end):
+            room[:count] = _floats(op[X] + row * op[BY_X], count)
+            room[count:] = 0.0
+            activate(op[FUNCTION], scratch, count)
+            if op[Y] != 0:
+                _combine(op[BINARY], room[:count], _floats(op[Y] + row * op[BY_Y], count))
+            elif op[BINARY] != Binary.NONE:
+                for j in range(count):
+                    if op[BINARY] == Binary.ADD:
+                        room[j] += number
+                    else:
+                        room[j] *= number
+            out = op[OUT] + row * op[BY_OUT]
+            if op[OUT_IS_HALF] != 0:
+                halves = _halves(out, count)
+                for j in range(count):
+                    halves[j] = narrow(room[j], HALF)
+            else:
+                _floats(out, count)[:] = room[:count]

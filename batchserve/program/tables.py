@@ -1,0 +1,73 @@
+"""What follows from positions alone, as tables: rotary factors, learned positions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from batchserve.program.patterns import rows_first
+from batchserve.program.tape import NUM_ROWS
+
+if TYPE_CHECKING:
+    from batchserve.program.graph import Columns, Graph
+
+GROWTH = 1024  # positions
+
+
+class PositionTables:
+    """float32 arrays [positions, columns], as long as positions have come so far.
+
+    They are computed by the model's own operators, over as many positions at once as when these were recorded.
+    """
+
+    def __init__(self, graph: Graph, most: int) -> None:
+        """most: positions that there are."""
+        self._most = most
+        self._calls, self._positions = graph.position_calls, graph.positions
+        self._wanted: list[Columns] = []
+        self.arrays: list[np.ndarray] = []
+        self.length = 0
+
+    def add(self, columns: Columns) -> int:
+        """The number of the table of such columns."""
+        for number, other in enumerate(self._wanted):
+            if other.same(columns):
+                return number
+        self._wanted.append(columns)
+        self.arrays.append(np.zeros((0, columns.elements.size), np.float32))
+        return len(self._wanted) - 1
+
+    def grow(self, length: int) -> bool:
+        """Have at least so many positions; whether arrays have been replaced."""
+        if length <= self.length or not self._wanted:
+            return False
+        wanted = min(self._most, -(-length // GROWTH) * GROWTH)
+        pieces = [self._compute(start) for start in range(self.length, wanted, NUM_ROWS)]
+        for number, old in enumerate(self.arrays):
+            new = np.concatenate([old, *(piece[number] for piece in pieces)])[:wanted]
+            self.arrays[number] = np.ascontiguousarray(new)
+        self.length = wanted
+        return True
+
+    @torch.inference_mode()
+    def _compute(self, start: int) -> list[np.ndarray]:
+        values: dict[int, Any] = {id(self._positions): torch.arange(start, start + NUM_ROWS).clamp(max=self._most - 1)}
+
+        def now(argument: Any) -> Any:
+            if isinstance(argument, tuple | list):
+                return [now(each) for each in argument]
+            return values.get(id(argument), argument)
+
+        for call in self._calls:
+            results = call.function(*now(call.arguments), **call.options)
+            for old, new in zip(call.results, results if isinstance(results, tuple | list) else [results], strict=True):
+                values[id(old)] = new
+        found = []
+        for columns in self._wanted:
+            node = columns.node()
+            assert node is not None
+            chosen = torch.from_numpy(columns.places().reshape(-1))
+            found.append(rows_first(values[id(node.facts["tensor"])])[:, chosen].float().numpy())
+        return found

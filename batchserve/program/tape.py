@@ -1,0 +1,92 @@
+"""What a model computes, as the list of operators that one forward of it calls.
+
+Nothing is asked of the model's code: it runs as it is, over a few rows, and torch's dispatcher tells of every operator.
+The values are kept, so that what depends on no input is a constant, and patterns can be told from the numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from batchserve.runner.forward import logits_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from transformers import PreTrainedModel
+
+    from batchserve.attention.base import AttentionParams
+
+NUM_ROWS = 37  # of the forward: no other dimension should be as long
+ATTEND = "attend"
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One operator's call, or one of attention (name ATTEND, whose arguments are layer, q, k, v and params)."""
+
+    name: str
+    function: Any
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+    results: tuple[torch.Tensor, ...]
+
+
+@dataclass(slots=True)
+class Tape:
+    """The calls of one forward in their order; ids, positions and keep are its inputs, logits what came out."""
+
+    calls: list[Call]
+    ids: torch.Tensor
+    positions: torch.Tensor
+    keep: torch.Tensor
+    logits: torch.Tensor
+
+
+class UnsuitableModelError(Exception):
+    """Why a model's calls cannot be taken for a program."""
+
+
+@dataclass(slots=True)
+class _Recorder:
+    """The attention backend of the forward, which gives each row its own value: shapes are all that matters."""
+
+    calls: list[Call] = field(default_factory=list)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+            group = query.shape[1] // key.shape[1]
+            out = value.repeat_interleave(group, dim=1).transpose(1, 2).contiguous()
+        self.calls.append(Call(ATTEND, None, (layer, query, key, value, params), {}, (out,)))
+        return out
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, calls: list[Call]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls = calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        results = tuple(each for each in (out if isinstance(out, tuple | list) else [out])
+                        if isinstance(each, torch.Tensor))  # fmt: skip
+        if results:
+            self._calls.append(Call(func.overloadpacket.__name__, func, tuple(args), kwargs or {}, results))
+        return out
+
+
+@torch.inference_mode()
+def record(model: PreTrainedModel, vocab_size: int) -> Tape:
+    """One forward of NUM_ROWS rows, all of whose logits are kept."""
+    recorder = _Recorder()
+    ids, positions = (torch.arange(NUM_ROWS) * 7 + 3) % vocab_size, torch.arange(NUM_ROWS)
+    keep = torch.arange(NUM_ROWS)
+    with _Watch(recorder.calls):
+        logits = logits_of(model, recorder, ids, positions, keep)
+    return Tape(recorder.calls, ids, positions, keep, logits)
