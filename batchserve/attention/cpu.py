@@ -73,7 +73,8 @@ def _small_queries(dtype: torch.dtype) -> int:
 class CpuBackend:
     """Compiled kernels and torch's over one allocator.
 
-    has_kernel: only where kernel_supports. has_sinks: some layer has; torch's kernels have none, so that compiled ones
+    has_kernel: only where kernel_supports. is_native: a native program runs its kernels, which serve every span then.
+    has_sinks: some layer has; torch's kernels have none, so that compiled ones
     are faster for every span.
     """
 
@@ -85,12 +86,13 @@ class CpuBackend:
         has_kernel: bool = True,
         has_sinks: bool = False,
         batch_invariant: bool = False,
+        is_native: bool = False,
     ) -> None:
         self.allocator = allocator
         self.name = "cpu_batch_invariant" if batch_invariant else "cpu"
         self._group = num_heads // allocator.fewest_kv_heads  # where layers differ, the most that one has to do
         self._takes_matrices = has_kernel and takes_matrices(allocator.layers, allocator.dtype)
-        takes_all = batch_invariant or has_sinks or self._takes_matrices
+        takes_all = batch_invariant or is_native or has_sinks or self._takes_matrices
         most_queries = ANY_QUERIES if takes_all else _small_queries(allocator.dtype)
         self._limits = SMALL_ROWS, SMALL_SPAN, most_queries
         self._has_kernel = has_kernel

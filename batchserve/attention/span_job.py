@@ -155,6 +155,7 @@ class SpanJob:
 
     def __init__(self, spans: SpanArrays, num_threads: int) -> None:
         self.num_spans, self.most_rows, self.num_threads = len(spans.rows), int(spans.rows[:, 1].max()), num_threads
+        self.num_rows = len(spans.parents)
         self._spans = spans  # kept alive: a job has addresses
         self.addresses_at, self.by_layer = spans.addresses.ctypes.data, spans.addresses.strides[0]
         self._job = np.zeros(JOB_SIZE, np.int64)

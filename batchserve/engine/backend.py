@@ -83,12 +83,14 @@ def _cpu_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tu
     has_kernel = kernel_supports(loaded.layers, loaded.dtype)
     attention = Part("attention", ATTENTION_S, lambda: compile_kernels(loaded.layers, loaded.dtype))
     _compile([*COMMON_PARTS, *CPU_PARTS, *([attention] if has_kernel else [])], say)
-    if config.batch_invariant:
+    is_native = loaded.native is not None
+    if config.batch_invariant and not is_native:
         started_s = time.perf_counter()
         check_batch_invariant(loaded, has_kernel)
         say(f"a row has the same bits among any others: tried in {time.perf_counter() - started_s:.1f} s")
     say(_described(config, total_tokens, allocator.bytes_per_token, max_model_len))
-    how = {"has_kernel": has_kernel, "has_sinks": loaded.has_sinks, "batch_invariant": config.batch_invariant}
+    how = {"has_kernel": has_kernel, "has_sinks": loaded.has_sinks, "batch_invariant": config.batch_invariant,
+           "is_native": is_native}  # fmt: skip
     backend = CpuBackend(allocator, loaded.num_heads, **how)
     return backend, max_model_len
 

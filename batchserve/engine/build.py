@@ -99,7 +99,7 @@ def _build_engine(
     loaded = load_model(config)
     backend, max_model_len = build_backend(config, loaded, say)
     loaded.served_length.longest = max_model_len  # memory may hold less than the model's own limit
-    num_parameters = count_parameters(loaded.model)
+    num_parameters = loaded.num_parameters
     limits = draft_limits(config, num_parameters)
     processor = InputProcessor(ModelFacts.of(loaded), max_model_len, config, limits)
     runner = ModelRunner(loaded, backend)
@@ -138,7 +138,12 @@ def _build_engine(
     drafts.use_threads(openmp.team(runner.num_threads if is_on_cpu else min(runner.num_threads, MOST_THREADS)))
     core = EngineCore(scheduler, drafts, runner, decoder_of(loaded.tokenizer), EngineMetrics(), clock)
     # Bits may depend on the number of threads.
-    if is_on_cpu and config.num_threads is None and most_threads > 1 and not config.batch_invariant:
+    if (
+        is_on_cpu
+        and config.num_threads is None
+        and most_threads > 1
+        and (loaded.native is not None or not config.batch_invariant)
+    ):
 
         def changed(ratio: float) -> None:
             step_time.rescale(ratio)
@@ -165,7 +170,7 @@ def _build_engine(
     say(
         f"{info.architecture} in {info.dtype} on {loaded.device.type}, {runner.num_threads} threads, "
         f"attention {info.attention_backend}, drafter {info.drafter} (decoding length {info.decoding_length}), "
-        f"packed linears: {loaded.has_packed_linears}"
+        f"steps: {step_kind(loaded)}"
     )
     return BuiltEngine(core, processor, info)
 
@@ -261,7 +266,7 @@ def _build_step_time(
         platform.processor() or platform.machine(),
         machine_name(loaded.device),
         str(runner.num_threads),
-        f"{runner.backend.name} {config.batch_invariant} {loaded.has_packed_linears} {loaded.dtype}",
+        f"{runner.backend.name} {config.batch_invariant} {step_kind(loaded)} {loaded.dtype}",
         *marks,
         loaded.model.config.to_json_string(),
     )
@@ -310,18 +315,11 @@ def _build_drafter(
     return router
 
 
-def count_parameters(model: torch.nn.Module) -> int:
-    """Distinct weights, as many after packing as before: a weight that layers share counts once."""
-    count = sum(parameter.numel() for parameter in model.parameters())
-    shared = getattr(model, "all_tied_weights_keys", {})  # transformers': whose weight is another's
-    # What is packed is no parameter any more, and of a shared weight a copy beside it.
-    for name, module in model.named_modules():
-        if isinstance(module, packed.PackedLinear):
-            count += 0 if f"{name}.weight" in shared else module.in_features * module.out_features
-            count += 0 if module.bias is None else module.bias.numel()
-        elif isinstance(module, packed.FusedRMSNorm):
-            count += module.weight.numel()
-    return count
+def step_kind(loaded: LoadedModel) -> str:
+    """How steps run the model."""
+    if loaded.native is not None:
+        return "native program"
+    return "modules, packed linears" if loaded.has_packed_linears else "modules"
 
 
 def machine_name(device: torch.device) -> str:

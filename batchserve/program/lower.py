@@ -59,7 +59,9 @@ class Instruction:
     y: tuple[Buffer, int] | None = None
     weights: tuple[torch.Tensor, ...] = ()  # of a product
     biases: tuple[torch.Tensor | None, ...] = ()
-    constants: dict[int, torch.Tensor] = field(default_factory=dict)  # float32 arrays, by the field that has the address
+    constants: dict[int, torch.Tensor] = field(
+        default_factory=dict
+    )  # float32 arrays, by the field that has the address
     tables: tuple[Columns, ...] = ()  # of what follows from positions
     fields: dict[int, int] = field(default_factory=dict)
     layer: int = -1
@@ -462,7 +464,9 @@ def _groups(columns: Columns) -> tuple[Node, int, int] | None:
 def _sources(node: Node) -> list[Node]:
     columns = [*node.inputs, *(node.facts[name] for name in ("cosine", "sine") if name in node.facts)]
     graph = columns[0].graph if columns else None
-    return [] if graph is None else [graph.nodes[int(each)] for source in columns for each in np.unique(source.numbers())]
+    return (
+        [] if graph is None else [graph.nodes[int(each)] for source in columns for each in np.unique(source.numbers())]
+    )
 
 
 def _reachable(graph: Graph) -> set[int]:

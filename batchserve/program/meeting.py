@@ -52,7 +52,9 @@ def _pause(typing_context):  # type: ignore[no-untyped-def]
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         if _IS_X86:
-            builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", (), ir.FunctionType(ir.VoidType(), [])), [])
+            builder.call(
+                builder.module.declare_intrinsic("llvm.x86.sse2.pause", (), ir.FunctionType(ir.VoidType(), [])), []
+            )
         return context.get_dummy_value()
 
     return types.void(), codegen

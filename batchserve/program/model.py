@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -22,22 +23,28 @@ from batchserve.program.tables import PositionTables
 from batchserve.program.tape import record
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from transformers import PreTrainedModel
 
     from batchserve.attention.cpu import CpuBackend
+    from batchserve.attention.span_job import SpanJob
     from batchserve.program.lower import Attention, Buffer, Instruction
-    from batchserve.runner.ragged_batch import RaggedBatch
 
 LEAST_CAPACITY = 64  # rows
 
 
 class NativeModel:
-    """Steps of one model over one attention backend. Raises UnsuitableModelError where it cannot be a program."""
+    """Steps of one model over one attention backend, which compiled code serves alone.
 
-    def __init__(self, model: PreTrainedModel, vocab_size: int, max_model_len: int, backend: CpuBackend) -> None:
+    Raises UnsuitableModelError where the model cannot be a program.
+    """
+
+    def __init__(self, model: PreTrainedModel, vocab_size: int, max_model_len: int) -> None:
         graph = Graph(record(model, vocab_size), simplify)
-        self._backend, self._vocab_size = backend, vocab_size
-        self._is_half = backend.allocator.dtype == torch.bfloat16
+        self._vocab_size = vocab_size
+        self.backend: CpuBackend | None = None
+        self._is_half = model.dtype == torch.bfloat16
         self._program = Lowering(graph, is_half=self._is_half).run()
         self._tables = PositionTables(graph, max_model_len)
         self._packed: dict[tuple[Any, ...], PackedWeight] = {}
@@ -61,16 +68,14 @@ class NativeModel:
         self._rows = assemble([self._encode(place, each) for place, each in enumerate(self._program.instructions)])
         self._step = np.zeros(at.STEP_SIZE, np.int64)
 
-    @torch.inference_mode()
-    def forward(self, batch: RaggedBatch) -> torch.Tensor:
-        """float32 [at least batch.num_logits, vocab_size]; writes the K/V of every row."""
-        self._backend.begin(batch.spans)
-        kept = batch.logit_rows[: batch.num_logits]
-        return self.run(batch.input_ids, batch.position_ids, kept, batch.num_rows)
+    def run(self, ids: np.ndarray, positions: np.ndarray, kept: np.ndarray) -> torch.Tensor:
+        """Logits, float32 [len(kept), vocab_size], of rows of the step that the backend has begun; all int64.
 
-    def run(self, ids: np.ndarray, positions: np.ndarray, kept: np.ndarray, num_rows: int) -> torch.Tensor:
-        """Of a step that the backend has begun."""
-        num_threads = torch.get_num_threads()
+        ids and positions may have more rows than the step, which are left out. Raises MemoryError.
+        """
+        assert self.backend is not None
+        spans, *how = self.backend.job_of_step()
+        num_rows, num_threads = spans.num_rows, torch.get_num_threads()
         longest = int(positions[:num_rows].max()) + 1
         if self._tables.grow(longest):
             for place, field, table in self._table_fields:
@@ -80,7 +85,7 @@ class NativeModel:
         logits = torch.empty(len(kept), self._vocab_size)
         self._rows[:, at.NEXT] = 0
         self._rows[self._logits_by, at.OUT] = logits.data_ptr()
-        self._begin_attention()
+        self._begin_attention(spans, *how)
         step = self._step
         step[at.NUM_ROWS], step[at.NUM_KEPT] = num_rows, len(kept)
         step[at.IDS], step[at.POSITIONS], step[at.KEPT] = ids.ctypes.data, positions.ctypes.data, kept.ctypes.data
@@ -92,14 +97,32 @@ class NativeModel:
             raise MemoryError("attention: there is no memory to work in")
         return logits
 
-    def _begin_attention(self) -> None:
-        heads, store, attend, shares = self._backend.job_of_step()
+    def _begin_attention(self, spans: SpanJob, store: int, attend: int, shares: tuple[int, int, bool]) -> None:
         jobs = self._jobs
-        jobs[:, :, : span_job.LAYER] = heads.head()
-        jobs[:, :, span_job.ADDRESSES] = (heads.addresses_at + heads.by_layer * np.arange(len(jobs)))[:, None]
+        jobs[:, :, : span_job.LAYER] = spans.head()
+        jobs[:, :, span_job.ADDRESSES] = (spans.addresses_at + spans.by_layer * np.arange(len(jobs)))[:, None]
         jobs[:, :, span_job.PART_ROWS :] = (*shares, 0)
         self._rows[self._stores, at.LOOP] = 0 if shares[2] else store
         self._rows[self._attends, at.LOOP] = attend
+
+    def release_weights(self, model: PreTrainedModel) -> None:
+        """Give up the model's own copies of what is packed here; it cannot run any more."""
+        packed = {key[0] for key in self._packed}
+        for parameter in model.parameters():
+            start = parameter.data_ptr()
+            if any(start <= address < start + parameter.nbytes for address in packed):
+                parameter.data = parameter.new_empty(0)
+
+    @contextmanager
+    def windows_at_most(self, length: int) -> Iterator[None]:
+        """For a probe, whose prompt is shorter than windows are."""
+        self._reserve(LEAST_CAPACITY, torch.get_num_threads())  # which writes them
+        windows = self._jobs[:, :, span_job.WINDOW].copy()
+        self._jobs[:, :, span_job.WINDOW] = np.minimum(windows, length)
+        try:
+            yield
+        finally:
+            self._jobs[:, :, span_job.WINDOW] = windows
 
     def _pack(self, weight: torch.Tensor) -> PackedWeight:
         key = weight.data_ptr(), weight.shape, weight.stride()
@@ -153,7 +176,6 @@ class NativeModel:
             job[span_job.SINKS] = self._constant(params.sinks)
         job[span_job.NUM_HEADS], job[span_job.DIM] = attention.num_heads, attention.dim
         job[span_job.GROUP] = attention.num_heads // attention.num_kv_heads
-        job[span_job.WINDOW] = params.sliding_window or 0
         job[span_job.SCALES] = two_floats(params.scaling, params.softcap or 0.0)
         return int(job.ctypes.data)
 
@@ -199,6 +221,7 @@ class NativeModel:
     def _address_attention(self, attention: Attention, job: np.ndarray) -> None:
         size = 2 if self._is_half else 4
         job[span_job.OUT] = self._at((attention.out, 0))
+        job[span_job.WINDOW] = attention.params.sliding_window or 0
         for field, place in zip((span_job.QUERY, span_job.KEY, span_job.VALUE), attention.operands, strict=True):
             job[field : field + 3] = self._at(place), place[0].by_row, attention.dim * size
 

@@ -176,7 +176,9 @@ def _half_of(factor: Columns, style: str) -> Columns | None:
     node = factor.node()
     if node is None or (by_group != by_group[0]).any():
         return None
-    one, other = (slice(0, dim // 2), slice(dim // 2, dim)) if style == "halves" else (slice(0, dim, 2), slice(1, dim, 2))
+    one, other = (
+        (slice(0, dim // 2), slice(dim // 2, dim)) if style == "halves" else (slice(0, dim, 2), slice(1, dim, 2))
+    )
     columns = factor.pick(by_group[0])
     values = columns_of(node, columns.places())
     return columns.pick(by_group[0][one]) if torch.equal(values[:, one], values[:, other]) else None

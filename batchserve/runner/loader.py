@@ -40,6 +40,7 @@ from batchserve.runner.loading_report import (
     warnings_held,
 )
 from batchserve.runner.model_kind import auto_class, check_dtypes, check_numbers, check_unquantised
+from batchserve.runner.native import native_model
 from batchserve.runner.packed import PackedLinear, can_pack, pack_modules
 from batchserve.runner.probe import ModelProbe
 from batchserve.runner.rope import LONGEST_MODEL_LEN, ServedLength, check_rope_config, context_limit
@@ -49,6 +50,7 @@ from batchserve.runner.tokenizer import check_vocabulary, load_tokenizer
 if TYPE_CHECKING:
     from batchserve.attention.base import LayerShape
     from batchserve.config import EngineConfig
+    from batchserve.program.model import NativeModel
     from batchserve.runner.siblings import Siblings
 
 logger = logging.getLogger(__name__)
@@ -81,6 +83,8 @@ class LoadedModel:
     has_packed_linears: bool
     device: torch.device = CPU
     has_sinks: bool = False  # attention sinks, in some layer
+    native: NativeModel | None = None  # what runs its steps, in place of the model's modules
+    num_parameters: int = 0
 
 
 def resolve_model(model: str) -> str:
@@ -153,13 +157,17 @@ def load_model(config: EngineConfig) -> LoadedModel:
     served_length.watch(model)
     probe = ModelProbe(model, served_length.longest)
     layers = probe.check_attention()
-    is_packed = has_cpu_backend(config, device) and can_pack(dtype)
-    join_siblings(_find_siblings(model, probe), PackedLinear if is_packed else plain_product)
-    if is_packed:
-        pack_modules(model)
-    probe.check_swapped()
-    probe.check_beside_others()
-    vocab_size = int(text_config.vocab_size)
+    vocab_size, num_parameters = int(text_config.vocab_size), count_parameters(model)
+    native = None
+    if has_cpu_backend(config, device):
+        native = native_model(model, probe, layers, served_length.longest)
+    is_packed = native is None and has_cpu_backend(config, device) and can_pack(dtype)
+    if native is None:
+        join_siblings(_find_siblings(model, probe), PackedLinear if is_packed else plain_product)
+        if is_packed:
+            pack_modules(model)
+        probe.check_swapped()
+        probe.check_beside_others()
     tokenizer = load_tokenizer(source, config)
     check_vocabulary(tokenizer, vocab_size, config)
     ends = eos_token_ids(model.generation_config.eos_token_id, text_config, vocab_size)
@@ -184,6 +192,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
         has_packed_linears=is_packed,
         device=device,
         has_sinks=probe.has_sinks,
+        native=native,
+        num_parameters=num_parameters,
     )
 
 
@@ -248,6 +258,11 @@ def _load_weights(source: str, dtype: torch.dtype, config: EngineConfig) -> PreT
         each.return_dict = True  # a model's own choice; its outputs are read by name here
     ready: PreTrainedModel = model.eval()
     return ready
+
+
+def count_parameters(model: PreTrainedModel) -> int:
+    """Distinct weights: one that layers share counts once."""
+    return sum(each.numel() for each in model.parameters())
 
 
 def weight_bytes(config: EngineConfig) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from batchserve import openmp
+from batchserve.attention.cpu import CpuBackend
 from batchserve.attention.paged import PagedBackend
 from batchserve.attention.step_buffer import upload
 from batchserve.runner.forward import logits_of
@@ -54,6 +55,10 @@ class ModelRunner:
         self._device = loaded.device
         self.graphs: StepGraphs | None = None
         self.compiled: CompiledModel | CompiledLayers | None = None
+        self._native = loaded.native
+        if loaded.native is not None:
+            assert isinstance(backend, CpuBackend)
+            loaded.native.backend = backend
 
     @property
     def is_paged(self) -> bool:
@@ -97,6 +102,8 @@ class ModelRunner:
         self.backend.begin(batch.spans)
         # With nothing to sample the head still has to run on something: one row is the least it takes.
         keep = batch.logit_rows if len(batch.logit_rows) else np.zeros(1, dtype=np.int64)
+        if self._native is not None:
+            return self._native.run(batch.input_ids, batch.position_ids, batch.logit_rows[: batch.num_logits])
         arrays = {"ids": batch.input_ids, "positions": batch.position_ids, "keep": keep}
         if self.is_paged:
             inputs = upload(arrays, self._device)
@@ -106,6 +113,8 @@ class ModelRunner:
 
     def run_model(self, input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         """Logits [len(keep), vocab_size] of the rows `keep`, of those that the backend has begun; all int64."""
+        if self._native is not None:
+            return self._native.run(input_ids.numpy(), positions.numpy(), keep.numpy())
         if self.compiled is not None:
             return self.compiled(input_ids, positions, keep)
         return logits_of(self._model, self.backend, input_ids, positions, keep)
