@@ -125,8 +125,9 @@ class EngineConfig:
     enforce_eager: no CUDA graphs; max_graph_rows: steps of more rows have none.
     compile_model: whether torch.compile makes the model faster: "layers" one program for all layers of a kind, "whole"
     one for all of it, which takes longer; auto: layers, where steps are CUDA graphs and the model can be compiled.
-    custom_kernels: on a GPU with CUDA graphs, norms, and linears of few rows where that is measured to be faster, by
-    kernels of our own. kernel_overlap: kernels begin while those before them end, on GPUs that can (Hopper and later).
+    custom_kernels: on a CPU, steps as one native program where the model can have one; on a GPU with CUDA graphs,
+    norms, and linears of few rows where that is measured to be faster, by kernels of our own. kernel_overlap: kernels
+    begin while those before them end, on GPUs that can (Hopper and later).
     max_model_len: None takes the model's own limit, or what the K/V memory holds if that is less.
     max_num_batched_tokens: rows of one step, prefill chunks, drafts and plain rows together.
     prefill_chunk_size: the most prompt tokens of one request in one step; None: only the step's bound.

@@ -148,8 +148,9 @@ ENGINE_OPTIONS = {
         COMPILE_MODES,
     ),
     "custom_kernels": Option(
-        "on a GPU with CUDA graphs, norms and linears of few rows by kernels of our own; linears only where that is "
-        "measured to be faster, which takes some seconds at start",
+        "on a CPU, steps as one native program where the model can have one, otherwise the model's own modules; on a "
+        "GPU with CUDA graphs, norms and linears of few rows by kernels of our own, where linears are measured to be "
+        "faster, which takes some seconds at start",
         is_on_off=True,
     ),
     "kernel_overlap": Option(

@@ -1,6 +1,6 @@
 """Activation functions in vector code, over float32 arrays."""
 
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN202
 from __future__ import annotations
 
 import functools

@@ -208,10 +208,10 @@ class Graph:
             place[rows.row_dim] = NUM_ROWS
             return elements.expand(tensor.shape), torch.arange(NUM_ROWS).view(place).expand(tensor.shape)
 
-        found = [
-            call.function(*_mapped(call.arguments, lambda each, part=part: numbers(each)[part]), **call.options)
-            for part in (0, 1)
-        ]
+        def run(part: int) -> Any:
+            return call.function(*_mapped(call.arguments, lambda each: numbers(each)[part]), **call.options)
+
+        found = [run(0), run(1)]
         columns, rows = (each if isinstance(each, tuple | list) else [each] for each in found)
         graph = Columns(self, np.zeros(0, np.int64))
         for result, chosen, of_row in zip(call.results, columns, rows, strict=True):

@@ -1,6 +1,6 @@
 """Runs a program: every thread of a step goes through all instructions, and takes its pieces of each."""
 
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN202
 from __future__ import annotations
 
 import functools

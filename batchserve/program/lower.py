@@ -128,6 +128,8 @@ class Lowering:
         last = self._graph.logits.run()
         if last is None or last[0].number not in self._places:
             raise UnsuitableModelError("its logits are not one node's")
+        if last[0].number not in self._kept or last[1] != 0 or last[0].width != self._graph.logits.elements.size:
+            raise UnsuitableModelError("its head does not run on chosen rows")
         self._places[last[0].number][0].is_logits = True
         _assign_slots(self.program)
         _find_meetings(self.program)
@@ -143,16 +145,18 @@ class Lowering:
             self._plan_gate(node)
         elif node.op in ("unary", "scale", "cap"):
             source = self._only(node.inputs[0], node)
-            if source is not None and source.op in ("product", "scale", "embedding"):
-                chain = self._chain(source)
-                is_known = node.op != "unary" or node.facts["function"] in FUNCTIONS
-                is_embedding = chain[-1].op == "embedding"
-                if is_known and (not is_embedding or (node.op == "scale" and len(chain) == 1)) and (
-                    node.op != "unary" or len(chain) == 1
-                ):  # fmt: skip
-                    self._fused[source.number] = node
+            if source is not None and self._can_end(node, self._chain(source)):
+                self._fused[source.number] = node
         elif node.op == "binary" and node.facts["function"] == "add" and len(node.inputs) == 2:
             self._plan_sum(node)
+
+    def _can_end(self, node: Node, chain: list[Node]) -> bool:
+        """Whether what a chain computes and the node can be one instruction."""
+        if node.op == "unary":
+            return len(chain) == 1 and chain[-1].op == "product" and node.facts["function"] in FUNCTIONS
+        if chain[-1].op == "embedding":
+            return len(chain) == 1 and node.op == "scale"
+        return chain[-1].op == "product" and not any(each.op == "cap" for each in chain)
 
     def _chain(self, node: Node) -> list[Node]:
         """A node and what is fused into it, down to the product."""

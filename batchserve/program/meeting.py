@@ -20,7 +20,7 @@ _IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 @intrinsic
 def _arrive(typing_context, address):  # type: ignore[no-untyped-def]
-    """The number at an address, which is one more afterwards; what was written before is seen by whoever comes after."""
+    """The number at an address, which is one more afterwards. Whoever comes later sees what was written before."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         number = builder.inttoptr(arguments[0], _NUMBER.as_pointer())

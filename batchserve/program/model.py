@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from batchserve.attention.cpu import CpuBackend
     from batchserve.attention.span_job import SpanJob
     from batchserve.program.lower import Attention, Buffer, Instruction
+    from batchserve.program.tape import Forward
 
 LEAST_CAPACITY = 64  # rows
 
@@ -37,14 +38,14 @@ LEAST_CAPACITY = 64  # rows
 class NativeModel:
     """Steps of one model over one attention backend, which compiled code serves alone.
 
-    Raises UnsuitableModelError where the model cannot be a program.
+    forward: the model's, as `record` takes it. Raises UnsuitableModelError where the model cannot be a program.
     """
 
-    def __init__(self, model: PreTrainedModel, vocab_size: int, max_model_len: int) -> None:
-        graph = Graph(record(model, vocab_size), simplify)
+    def __init__(self, forward: Forward, dtype: torch.dtype, vocab_size: int, max_model_len: int) -> None:
+        graph = Graph(record(forward, vocab_size, max_model_len), simplify)
         self._vocab_size = vocab_size
         self.backend: CpuBackend | None = None
-        self._is_half = model.dtype == torch.bfloat16
+        self._is_half = dtype == torch.bfloat16
         self._program = Lowering(graph, is_half=self._is_half).run()
         self._tables = PositionTables(graph, max_model_len)
         self._packed: dict[tuple[Any, ...], PackedWeight] = {}
@@ -74,7 +75,7 @@ class NativeModel:
         ids and positions may have more rows than the step, which are left out. Raises MemoryError.
         """
         assert self.backend is not None
-        spans, *how = self.backend.job_of_step()
+        spans, store, attend, shares = self.backend.job_of_step()
         num_rows, num_threads = spans.num_rows, torch.get_num_threads()
         longest = int(positions[:num_rows].max()) + 1
         if self._tables.grow(longest):
@@ -85,7 +86,7 @@ class NativeModel:
         logits = torch.empty(len(kept), self._vocab_size)
         self._rows[:, at.NEXT] = 0
         self._rows[self._logits_by, at.OUT] = logits.data_ptr()
-        self._begin_attention(spans, *how)
+        self._begin_attention(spans, store, attend, shares)
         step = self._step
         step[at.NUM_ROWS], step[at.NUM_KEPT] = num_rows, len(kept)
         step[at.IDS], step[at.POSITIONS], step[at.KEPT] = ids.ctypes.data, positions.ctypes.data, kept.ctypes.data

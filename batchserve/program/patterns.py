@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -102,6 +103,40 @@ def _scaled(graph: Graph, node: Node) -> Node | None:
     if function == "div" and not node.facts["is_reversed"]:
         return Node("scale", node.width, node.inputs, {"factor": 1.0 / number})
     return None
+
+
+def _written_gelu(graph: Graph, node: Node) -> Node | None:
+    """x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3)))."""
+    if not _is_binary(node, "mul") or len(node.inputs) != 2:
+        return None
+    for half, one_more in (node.inputs, node.inputs[::-1]):
+        halved = _scale_of(half)
+        added = one_more.node()
+        if halved is None or halved[1] != 0.5 or added is None or not _is_binary(added, "add") or _number(added) != 1.0:
+            continue
+        x, tanh = halved[0], added.inputs[0].node()
+        scaled = None if tanh is None or tanh.facts.get("function") != "tanh" else _scale_of(tanh.inputs[0])
+        if scaled is None or not math.isclose(scaled[1], math.sqrt(2 / math.pi), rel_tol=1e-4):
+            continue
+        inner = scaled[0].node()
+        if inner is None or not _is_binary(inner, "add") or len(inner.inputs) != 2:
+            continue
+        for same, rest in (inner.inputs, inner.inputs[::-1]):
+            cube = _scale_of(rest)
+            power = None if cube is None else cube[0].node()
+            if cube is None or power is None or power.op != "pow" or power.facts["exponent"] != 3.0:
+                continue
+            if math.isclose(cube[1], 0.044715, rel_tol=1e-4) and same.same(x) and power.inputs[0].same(x):
+                return Node("unary", node.width, (x,), {"function": "gelu_tanh"})
+    return None
+
+
+def _scale_of(columns: Columns) -> tuple[Columns, float] | None:
+    """(x, factor) of x * factor."""
+    run = columns.run()
+    if run is None or run[0].op != "scale" or run[1] != 0 or run[0].width != columns.elements.size:
+        return None
+    return run[0].inputs[0], run[0].facts["factor"]
 
 
 def _rotary(graph: Graph, node: Node) -> Node | None:
@@ -205,6 +240,6 @@ def _keep_earlier(graph: Graph, node: Node) -> Columns | None:
 
 
 RULES: dict[str, tuple[Callable[[Graph, Node], Node | Columns | None], ...]] = {
-    "binary": (_nothing_changes, _root_mean_square, _weighted_norm, _scaled, _rotary),
+    "binary": (_nothing_changes, _root_mean_square, _weighted_norm, _scaled, _written_gelu, _rotary),
     "keep": (_keep_earlier,),
 }

@@ -32,9 +32,9 @@ from batchserve.program.instructions import (
     ROW_CHUNK,
     WEIGHT,
     WEIGHT_2,
-    X,
     X_PRIVATE,
     Function,
+    X,
 )
 from batchserve.program.packing import BLOCK
 from batchserve.program.product_code import BLOCKS_AT_ONCE, ROWS_AT_ONCE, multiply

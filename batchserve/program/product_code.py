@@ -4,7 +4,7 @@ Every output is one chain of sums in the order of k, whatever rows and columns a
 not depend on the number of rows. Weights of bfloat16 are widened to float32, exactly.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN202
 from __future__ import annotations
 
 import functools

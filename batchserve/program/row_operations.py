@@ -36,10 +36,10 @@ from batchserve.program.instructions import (
     TABLE,
     TABLE_2,
     WEIGHT,
-    X,
-    Y,
     Binary,
     Norm,
+    X,
+    Y,
 )
 from batchserve.program.packing import BLOCK
 from batchserve.program.product import activate

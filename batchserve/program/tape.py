@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from batchserve.runner.forward import logits_of
-
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from transformers import PreTrainedModel
+    from collections.abc import Callable, Mapping, Sequence
 
     from batchserve.attention.base import AttentionParams
+
+    Forward = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 NUM_ROWS = 37  # of the forward: no other dimension should be as long
 ATTEND = "attend"
@@ -60,7 +58,7 @@ class _Recorder:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        with torch._C._DisableTorchDispatch():
             group = query.shape[1] // key.shape[1]
             out = value.repeat_interleave(group, dim=1).transpose(1, 2).contiguous()
         self.calls.append(Call(ATTEND, None, (layer, query, key, value, params), {}, (out,)))
@@ -82,11 +80,14 @@ class _Watch(TorchDispatchMode):
 
 
 @torch.inference_mode()
-def record(model: PreTrainedModel, vocab_size: int) -> Tape:
-    """One forward of NUM_ROWS rows, all of whose logits are kept."""
+def record(forward: Forward, vocab_size: int, num_positions: int) -> Tape:
+    """One forward of NUM_ROWS rows, all of whose logits are kept.
+
+    forward(attention, ids, positions, keep): the model's logits, [num_rows, vocab_size].
+    """
     recorder = _Recorder()
-    ids, positions = (torch.arange(NUM_ROWS) * 7 + 3) % vocab_size, torch.arange(NUM_ROWS)
+    ids, positions = (torch.arange(NUM_ROWS) * 7 + 3) % vocab_size, torch.arange(NUM_ROWS).clamp(max=num_positions - 1)
     keep = torch.arange(NUM_ROWS)
     with _Watch(recorder.calls):
-        logits = logits_of(model, recorder, ids, positions, keep)
+        logits = forward(recorder, ids, positions, keep)
     return Tape(recorder.calls, ids, positions, keep, logits)

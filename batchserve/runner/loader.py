@@ -159,7 +159,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     layers = probe.check_attention()
     vocab_size, num_parameters = int(text_config.vocab_size), count_parameters(model)
     native = None
-    if has_cpu_backend(config, device):
+    if has_cpu_backend(config, device) and config.custom_kernels:
         native = native_model(model, probe, layers, served_length.longest)
     is_packed = native is None and has_cpu_backend(config, device) and can_pack(dtype)
     if native is None:

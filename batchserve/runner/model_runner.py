@@ -51,6 +51,7 @@ class ModelRunner:
         self.backend = backend
         self.forced = Recordings()
         self.num_threads = torch.get_num_threads()
+        self.num_parameters = loaded.num_parameters
         self._model = loaded.model
         self._device = loaded.device
         self.graphs: StepGraphs | None = None

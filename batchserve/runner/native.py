@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,7 @@ from batchserve.attention.slab import EXTENT, SlabAllocator
 from batchserve.program.instructions import FEW_ROWS
 from batchserve.program.model import NativeModel
 from batchserve.program.tape import UnsuitableModelError
+from batchserve.runner.forward import logits_of
 from batchserve.runner.probe import SMALL_WINDOW
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ def native_model(
     if model.dtype not in DTYPES or not kernel_supports(layers, model.dtype):
         return None
     try:
-        native = NativeModel(model, probe.vocab_size, longest)
+        native = NativeModel(partial(logits_of, model), model.dtype, probe.vocab_size, longest)
     except UnsuitableModelError as error:
         logger.info("steps run the model's modules, not a native program: %s", error)
         return None

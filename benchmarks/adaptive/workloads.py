@@ -20,7 +20,7 @@ from batchserve.config import DRAFTERS, EngineConfig
 from batchserve.draft.base import Drafter, NullDrafter
 from batchserve.draft.factory import create_drafter
 from batchserve.draft.kernels import KernelLoader
-from batchserve.engine.build import BuiltEngine, build_engine, count_parameters
+from batchserve.engine.build import BuiltEngine, build_engine
 from batchserve.errors import ConfigError
 from batchserve.llm import LLM
 from batchserve.runner.loader import resolve_model
@@ -190,7 +190,7 @@ class Lab:
     def about(self) -> dict[str, Any]:
         model = StepTimeModel(self.table)
         return {
-            "parameters": count_parameters(self.engine.core.runner._model),
+            "parameters": self.engine.core.runner.num_parameters,
             "dtype": self.engine.info.dtype,
             "threads": self.engine.core.runner.num_threads,
             "critical_length": model.critical_length(),

@@ -65,7 +65,7 @@ def test_a_model_that_reads_the_weights_of_a_packed_linear_is_refused_with_what_
     monkeypatch.setattr(LlamaMLP, "forward", reading)
     message = "fails in the probe at load, with other modules, as packed linears whose weights cannot be read"
     with pytest.raises(UnsupportedModelError, match=message):
-        load_model(EngineConfig(str(tiny_model["llama"]), dtype="float32"))
+        load_model(EngineConfig(str(tiny_model["llama"]), dtype="float32", custom_kernels=False))
 
 
 def test_rows_that_depend_on_the_longest_position_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_a_wrong_swap_is_found(tiny_model: dict[str, Path], monkeypatch: pytest.
     right = packed.PackedLinear.forward
     monkeypatch.setattr(packed.PackedLinear, "forward", lambda self, x: right(self, x) * 1.1)
     with pytest.raises(UnsupportedModelError, match="a module that was swapped wrongly"):
-        load_model(EngineConfig(str(tiny_model["llama"]), dtype="float32"))
+        load_model(EngineConfig(str(tiny_model["llama"]), dtype="float32", custom_kernels=False))
 
 
 def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:

@@ -124,7 +124,8 @@ def test_a_row_has_the_same_bits_among_other_rows_and_nothing_is_kept_behind_the
 def test_models_are_loaded_with_joined_linears(
     tiny_model: dict[str, Path], name: str, joined: set[str], backend: str
 ) -> None:
-    config = EngineConfig(model=str(tiny_model[name]), dtype="float32", device="cpu", attention_backend=backend)
+    options = {"dtype": "float32", "device": "cpu", "attention_backend": backend, "custom_kernels": False}
+    config = EngineConfig(model=str(tiny_model[name]), **options)
     found = {p.rsplit(".", 1)[-1] for p, module in load_model(config).model.named_modules() if type(module) is Sibling}
     assert joined <= found
     assert bool(found) == bool(joined)

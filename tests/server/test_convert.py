@@ -12,7 +12,6 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from batchserve.errors import InvalidRequestError
-from batchserve.server import convert
 from batchserve.server.convert import (
     MAX_STOP_TOKEN_IDS,
     from_generate_request,

@@ -1,0 +1,112 @@
+"""Products of rows with packed weights: right in every shape, and a row's bits do not depend on the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from batchserve.program import instructions as at
+from batchserve.program.instructions import Function, assemble, two_floats
+from batchserve.program.packing import BLOCK, pack
+from batchserve.program.product import SCRATCH_BYTES, product
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def multiply(
+    x: np.ndarray,
+    weights: list[torch.Tensor],
+    *,
+    biases: tuple[torch.Tensor | None, ...] = (None, None),
+    function: Function = Function.NONE,
+    factor: float = 1.0,
+    cap: float = 0.0,
+    base: np.ndarray | None = None,
+) -> np.ndarray:
+    """One instruction by one thread; base: what the result is added to."""
+    packed = [pack(weight) for weight in weights]
+    columns, inputs = weights[0].shape
+    padded = np.zeros((len(x), -(-inputs // BLOCK) * BLOCK), np.float32)
+    padded[:, :inputs] = x
+    out = np.full((len(x), columns), np.nan, np.float32) if base is None else base.copy()
+    scratch = np.zeros(SCRATCH_BYTES, np.uint8)
+    held = [None if bias is None else bias.float().numpy().copy() for bias in biases]
+    fields = {
+        at.X: padded.ctypes.data, at.BY_X: padded.strides[0],
+        at.OUT: out.ctypes.data, at.BY_OUT: out.strides[0], at.ADDS: int(base is not None),
+        at.COLUMNS: columns, at.INPUTS: inputs, at.IN_WORD: 4 // weights[0].element_size(),
+        at.WEIGHT: packed[0].words.ctypes.data, at.BY_BLOCK: packed[0].block_bytes,
+        at.WEIGHT_2: packed[1].words.ctypes.data if len(packed) > 1 else 0,
+        at.BIAS: 0 if held[0] is None else held[0].ctypes.data,
+        at.BIAS_2: 0 if held[1] is None else held[1].ctypes.data,
+        at.FUNCTION: function, at.FACTORS: two_floats(factor, cap),
+    }  # fmt: skip
+    rows = assemble([fields])
+    product(rows[0], len(x), 0, scratch.ctypes.data)
+    return out
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("columns", "inputs"), [(48, 64), (16, 2), (1, 1), (50, 37), (257, 96), (131, 2500)])
+def test_odd_shapes(columns: int, inputs: int, dtype: torch.dtype) -> None:
+    """No multiples of blocks, words or pieces of k."""
+    weight, x = random(columns, inputs, dtype=dtype), random(13, inputs, seed=1)
+    expected = x.double() @ weight.double().T
+    assert np.abs(multiply(x.numpy(), [weight]) - expected.numpy()).max() < 1e-6 * inputs
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_among_any_others(dtype: torch.dtype) -> None:
+    weight, x = random(100, 2300, dtype=dtype), random(150, 2300, seed=1).numpy()
+    every = multiply(x, [weight])
+    for first, count in ((0, 1), (3, 2), (5, 4), (0, 7), (9, 8), (20, 16), (1, 63), (0, 64), (10, 65), (17, 133)):
+        assert np.array_equal(multiply(x[first : first + count], [weight]), every[first : first + count])
+
+
+def test_what_follows_a_product() -> None:
+    gate, up, x = random(70, 40), random(70, 40, seed=1), random(9, 40, seed=2)
+    one, other, base = random(70, seed=3), random(70, seed=4), random(9, 70, seed=5)
+    found = multiply(x.numpy(), [gate, up], biases=(one, other), function=Function.SILU, factor=0.5)
+    expected = torch.nn.functional.silu(x @ gate.T + one) * (x @ up.T + other) * 0.5
+    assert np.abs(found - expected.numpy()).max() < 1e-4
+    found = multiply(x.numpy(), [gate], biases=(one, None), base=base.numpy(), factor=3.0)
+    assert np.abs(found - (base + 3.0 * (x @ gate.T + one)).numpy()).max() < 1e-4
+    found = multiply(x.numpy(), [gate], cap=2.0)
+    assert np.abs(found - (2.0 * torch.tanh(x @ gate.T / 2.0)).numpy()).max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (Function.SILU, torch.nn.functional.silu),
+        (Function.GELU, torch.nn.functional.gelu),
+        (Function.GELU_TANH, lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
+        (Function.RELU, torch.relu),
+        (Function.SIGMOID, torch.sigmoid),
+        (Function.TANH, torch.tanh),
+        (Function.QUICK_GELU, lambda x: x * torch.sigmoid(1.702 * x)),
+    ],
+)
+def test_functions(function: Function, expected: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.cat([torch.linspace(-12, 12, 4001), torch.linspace(-0.2, 0.2, 999)])[:, None]
+    found = torch.from_numpy(multiply(x.numpy(), [torch.ones(1, 1)], function=function))
+    assert (found - expected(x)).abs().max() < 1e-6
+    assert np.isnan(multiply(np.full((1, 1), np.nan, np.float32), [torch.ones(1, 1)], function=function)).all()
+
+
+def test_a_number_that_is_not_finite_stays_in_its_row() -> None:
+    weight, x = random(64, 48), random(16, 48, seed=1).numpy()
+    clean = multiply(x, [weight])
+    x[5, 7], x[9, 3] = np.nan, np.inf
+    found = multiply(x, [weight])
+    assert np.isnan(found[5]).all()
+    assert not np.isfinite(found[9]).any()
+    others = [row for row in range(16) if row not in (5, 9)]
+    assert np.array_equal(found[others], clean[others])
