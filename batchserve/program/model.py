@@ -76,7 +76,7 @@ class NativeModel:
         """
         assert self.backend is not None
         spans, store, attend, shares = self.backend.job_of_step()
-        num_rows, num_threads = spans.num_rows, torch.get_num_threads()
+        num_rows, num_threads = spans.num_rows, openmp.team(torch.get_num_threads()).size
         longest = int(positions[:num_rows].max()) + 1
         if self._tables.grow(longest):
             for place, field, table in self._table_fields:
@@ -117,7 +117,7 @@ class NativeModel:
     @contextmanager
     def windows_at_most(self, length: int) -> Iterator[None]:
         """For a probe, whose prompt is shorter than windows are."""
-        self._reserve(LEAST_CAPACITY, torch.get_num_threads())  # which writes them
+        self._reserve(LEAST_CAPACITY, openmp.team(torch.get_num_threads()).size)  # which writes them
         windows = self._jobs[:, :, span_job.WINDOW].copy()
         self._jobs[:, :, span_job.WINDOW] = np.minimum(windows, length)
         try:

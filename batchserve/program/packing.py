@@ -7,12 +7,15 @@ neighbouring k, the lower one first: half a cache line is a column block's next 
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 BLOCK = 16  # columns
+PACKED_AT_ONCE = 64  # blocks, so that a large weight is not in memory a third time
+HUGE_PAGE = 1 << 21
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,16 +55,13 @@ def pack(weight: torch.Tensor) -> PackedWeight:
     return PackedWeight(packed.numpy(), num_columns, num_inputs, weight.dtype)
 
 
-PACKED_AT_ONCE = 64  # blocks, so that a large weight is not in memory a third time
-HUGE_PAGE = 1 << 21
-
-
 def _aligned(shape: tuple[int, int, int]) -> np.ndarray:
     """In huge pages where the system has them: a step reads all weights, and looks up each of their pages."""
-    import mmap
-
     size = int(np.prod(shape)) * 4
-    pages = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{size} bytes of packed weights: {error.strerror}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     memory = np.frombuffer(pages, np.uint8)
