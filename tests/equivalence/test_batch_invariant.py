@@ -135,7 +135,7 @@ def test_copies_are_shared_by_all_threads_whose_parts_do_not_end_with_rows() -> 
 def test_beside_amx_linears_multiply_few_rows_at_once(has_matrices: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether or not the probe would notice: few elements depend on the number of rows, and not in every batch."""
     monkeypatch.setattr(backend, "has_matrix_instructions", lambda dtype: has_matrices)
-    loaded = load_model(EngineConfig(dtype="float32"))
+    loaded = load_model(EngineConfig(dtype="float32", custom_kernels=False))
     backend.check_batch_invariant(loaded, has_kernel=True)
     linears = [module for module in loaded.model.modules() if isinstance(module, PackedLinear)]
     assert linears
@@ -144,7 +144,7 @@ def test_beside_amx_linears_multiply_few_rows_at_once(has_matrices: bool, monkey
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_linear_of_the_bundled_model_gives_a_row_the_same_bits(dtype: str) -> None:
-    loaded = load_model(EngineConfig(dtype=dtype))
+    loaded = load_model(EngineConfig(dtype=dtype, custom_kernels=False))
     backend.check_batch_invariant(loaded, has_kernel=True)
     for linear in (module for module in loaded.model.modules() if isinstance(module, PackedLinear)):
         x = torch.randn(384, linear.in_features, generator=torch.Generator().manual_seed(1)).to(loaded.dtype)
