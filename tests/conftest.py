@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,16 @@ class _Folders(dict[str, Path]):
     def __missing__(self, name: str) -> Path:
         self[name] = save_tiny_model(name, self.root / name)
         return self[name]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_measurements() -> Iterator[None]:
+    """An engine is started hundreds of times: what its steps take is measured in few rounds, not for seconds."""
+    from batchserve.engine import measure_steps
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure_steps, "MOST_SECONDS", 0.5)
+        yield
 
 
 @pytest.fixture(scope="session")
