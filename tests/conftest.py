@@ -17,8 +17,6 @@ os.environ["XDG_CACHE_HOME"] = _cache.name  # what the tests measure is nobody e
 
 import torch  # noqa: E402
 
-from tests.tiny_models import save_tiny_model  # noqa: E402
-
 torch.set_num_threads(1)  # tiny layers, and often a busy machine: barriers between threads would cost the most
 
 
@@ -30,6 +28,8 @@ class _Folders(dict[str, Path]):
         self.root = root
 
     def __missing__(self, name: str) -> Path:
+        from tests.tiny_models import save_tiny_model  # and all of transformers, which some processes never need
+
         self[name] = save_tiny_model(name, self.root / name)
         return self[name]
 
