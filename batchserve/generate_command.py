@@ -155,7 +155,7 @@ def _reference_text(path: str) -> str:
 
 def _chat_token_ids(text: str, config: EngineConfig) -> list[int]:
     from batchserve.runner.chat import chat_token_ids
-    from batchserve.runner.loader import resolve_model
+    from batchserve.runner.model_folder import resolve_model
     from batchserve.runner.tokenizer import load_tokenizer
 
     return chat_token_ids(text, load_tokenizer(resolve_model(config.model), config), config.model)

@@ -27,7 +27,7 @@ import torch  # isort: skip
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList  # isort: skip
 
 from batchserve import LLM, SamplingParams, SpeculationParams
-from batchserve.runner.loader import resolve_model
+from batchserve.runner.model_folder import resolve_model
 from tools.widen_model import random_model, save
 
 LENGTHS = (1, 2, 4, 8, 16)

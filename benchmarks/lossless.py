@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM  # isort: skip
 
 from batchserve import LLM, RequestOutput, SamplingParams, SpeculationParams
 from batchserve.demo.measure import first_difference
-from batchserve.runner.loader import resolve_model
+from batchserve.runner.model_folder import resolve_model
 from batchserve.sampling.near_tie import is_near_tie, rounding_bound
 
 MODES: dict[str, dict[str, Any]] = {

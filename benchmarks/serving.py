@@ -85,7 +85,7 @@ async def measure(model: str, folder: str, rounds: int, max_tokens: int) -> list
     if model != "bundled":
         source = str(Path(folder) / model)
         save(random_model(model, VOCAB_SIZE), Path(source))
-    from batchserve.runner.loader import resolve_model  # after the thread policy, as torch is
+    from batchserve.runner.model_folder import resolve_model  # after the thread policy, as torch is
     from batchserve.runner.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(resolve_model("bundled"), EngineConfig())

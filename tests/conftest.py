@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,6 @@ os.environ["XDG_CACHE_HOME"] = _cache.name  # what the tests measure is nobody e
 
 import torch  # noqa: E402
 
-from tests.tiny_models import save_tiny_model  # noqa: E402
-
 torch.set_num_threads(1)  # tiny layers, and often a busy machine: barriers between threads would cost the most
 
 
@@ -29,8 +28,20 @@ class _Folders(dict[str, Path]):
         self.root = root
 
     def __missing__(self, name: str) -> Path:
+        from tests.tiny_models import save_tiny_model  # and all of transformers, which some processes never need
+
         self[name] = save_tiny_model(name, self.root / name)
         return self[name]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_measurements() -> Iterator[None]:
+    """An engine is started hundreds of times: what its steps take is measured in few rounds, not for seconds."""
+    from batchserve.engine import measure_steps
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure_steps, "MOST_SECONDS", 0.5)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,7 @@ from batchserve.options import (
     parse_size,
 )
 from batchserve.runner import tokenizer as tokenizer_module
-from batchserve.runner.loader import resolve_model
+from batchserve.runner.model_folder import resolve_model
 from batchserve.server import lifecycle
 from tests.server.harness import serving
 

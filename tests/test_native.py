@@ -14,7 +14,7 @@ import pytest
 from batchserve import native
 from batchserve.native import KernelFiles, sources_digest
 
-NUM_KERNELS = 30
+NUM_KERNELS = 20
 KERNEL = """
 from numba import types
 from batchserve.native import {decorator_name}

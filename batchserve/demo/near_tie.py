@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from batchserve.runner.loader import DTYPES, resolve_model
+from batchserve.runner.loader import DTYPES
+from batchserve.runner.model_folder import resolve_model
 from batchserve.sampling.near_tie import rounding_bound
 
 if TYPE_CHECKING:

@@ -64,9 +64,9 @@ class EngineProcess:
         os.register_at_fork(after_in_child=partial(_close_pipe, weakref.ref(self)))
         try:
             # Takes seconds, in which the engine is being built.
-            threading.Thread(target=importlib.import_module, args=("batchserve.runner.loader",), daemon=True).start()
+            threading.Thread(target=importlib.import_module, args=("batchserve.runner.tokenizer",), daemon=True).start()
             ready = self._ask_for(config, on_progress or (lambda message: None))
-            from batchserve.runner.loader import resolve_model
+            from batchserve.runner.model_folder import resolve_model
             from batchserve.runner.tokenizer import load_tokenizer
 
             adopt_library_loggers()

@@ -22,7 +22,8 @@ from batchserve.errors import ConfigError
 from batchserve.files import check_readable
 from batchserve.jsonl import Line, read_lines, text_of
 from batchserve.request import TENANT, DraftScope
-from batchserve.runner.loader import described, resolve_model
+from batchserve.runner.loader import described
+from batchserve.runner.model_folder import resolve_model
 from batchserve.runner.tokenizer import load_tokenizer
 
 AROUND = 2  # what a drafter keeps beside the tokens of a text: its beginning and its end

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import resources
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +20,8 @@ from transformers import (
 
 from batchserve import openmp
 from batchserve.attention import interface
-from batchserve.config import is_model_path
 from batchserve.errors import BatchserveError, ConfigError, UnsupportedModelError
-from batchserve.runner.checkpoint import TensorInfo, check_filled, check_path, read_config, read_tensors
+from batchserve.runner.checkpoint import TensorInfo, read_config, read_tensors
 from batchserve.runner.end_tokens import with_tokenizer_ends
 from batchserve.runner.generation_defaults import (
     check_readable,
@@ -32,13 +29,13 @@ from batchserve.runner.generation_defaults import (
     sampling_defaults,
     warn_of_unapplied,
 )
-from batchserve.runner.hub import local_snapshot
 from batchserve.runner.loading_report import (
     check_report,
     drop_towers,
     tell_left_out,
     warnings_held,
 )
+from batchserve.runner.model_folder import resolve_model
 from batchserve.runner.model_kind import auto_class, check_dtypes, check_numbers, check_unquantised
 from batchserve.runner.native import native_model
 from batchserve.runner.packed import PackedLinear, can_pack, pack_modules
@@ -85,23 +82,6 @@ class LoadedModel:
     has_sinks: bool = False  # attention sinks, in some layer
     native: NativeModel | None = None  # what runs its steps, in place of the model's modules
     num_parameters: int = 0
-
-
-def resolve_model(model: str) -> str:
-    """The folder that a model is in: the bundled one for "bundled", for a hub id that of its local copy.
-
-    Raises ConfigError where there is none, or where Git or a download has left it unfilled.
-    """
-    if model == "bundled":
-        return str(resources.files("batchserve") / "data" / "bundled")
-    named = f"model = {model!r}"
-    if is_model_path(model):
-        folder = os.path.expanduser(model)
-        check_path(Path(folder), named)
-    else:
-        folder = local_snapshot(model)
-    check_filled(Path(folder), named)
-    return folder
 
 
 def resolve_device(config: EngineConfig) -> torch.device:

@@ -118,7 +118,7 @@ def _counter(config: EngineConfig) -> Count:
     def count(text: str) -> int:
         nonlocal tokenizer
         if tokenizer is None:
-            from batchserve.runner.loader import resolve_model
+            from batchserve.runner.model_folder import resolve_model
             from batchserve.runner.tokenizer import load_tokenizer
 
             tokenizer = load_tokenizer(resolve_model(config.model), config)

@@ -23,7 +23,7 @@ from batchserve.draft.kernels import KernelLoader
 from batchserve.engine.build import BuiltEngine, build_engine
 from batchserve.errors import ConfigError
 from batchserve.llm import LLM
-from batchserve.runner.loader import resolve_model
+from batchserve.runner.model_folder import resolve_model
 from batchserve.scheduler.adaptive import AdaptiveDrafting
 from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from batchserve.types import SamplingParams, SpeculationParams

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from batchserve.request import ResolvedSampling
-from batchserve.runner.loader import resolve_model
+from batchserve.runner.model_folder import resolve_model
 from batchserve.sampling.near_tie import MASKED, is_near_tie, rounding_bound
 from batchserve.types import FinishReason, SamplingParams, SpeculationParams
 from benchmarks.gpu.kit import Kit, Report

@@ -23,7 +23,7 @@ from batchserve.draft.base import NullDrafter
 from batchserve.engine.build import BuiltEngine, build_engine
 from batchserve.errors import UnsupportedModelError
 from batchserve.runner import loader, probe
-from batchserve.runner.loader import resolve_model
+from batchserve.runner.model_folder import resolve_model
 from benchmarks.gpu.kit import Kit, Report
 from benchmarks.gpu.modules import is_ready, stock, variant
 

@@ -39,8 +39,8 @@ class SlotMachine(SlabMachine):
     def places(self, request_id: str, layer: int) -> list[torch.Tensor]:
         return [cache[self.slots(request_id)].transpose(0, 1) for cache in self.caches[layer]]
 
-    def write(self, request_id: str, layer: int, plane: int, place: int, content: torch.Tensor) -> None:
-        self.caches[layer][plane][self.slots(request_id)[place]] = content
+    def write(self, request_id: str, layer: int, plane: int, places: slice, contents: torch.Tensor) -> None:
+        self.caches[layer][plane][self.slots(request_id)[places]] = contents.transpose(0, 1)
 
     @property
     def free(self) -> int:

@@ -17,6 +17,7 @@ from batchserve.attention.vector_code import WIDTH
 
 DIMS = (2, 8, 24, 64, 80, 128, 256)
 OTHERS = {"nehalem": (4, "+sse4.2"), "haswell": (8, "+avx,+avx2,+fma")}
+DTYPES = ("torch.float32", "torch.bfloat16")
 TOLD_WIDTH = "TILES_WIDTH"
 
 
@@ -123,13 +124,22 @@ def test_what_is_too_small_is_nothing_and_what_is_not_a_number_is_not_lost() -> 
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for older processors of this kind")
-@pytest.mark.parametrize("name", OTHERS)
-def test_the_same_holds_where_vectors_are_shorter(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=[] if i == j else pytest.mark.slow)
+        for i, name in enumerate(OTHERS)
+        for j, dtype in enumerate(DTYPES)
+    ],
+)
+def test_the_same_holds_where_vectors_are_shorter(name: str, dtype: str, tmp_path: Path) -> None:
+    """Of the tiles for all dtypes; of the whole kernel, which takes long to compile, for one on each processor."""
     width, features = OTHERS[name]
     told = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}
     backends = str(Path(__file__).with_name("test_backends.py"))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, backends]
-    command += ["-k", "not shorter and (tiles or capped or batch_invariant-torch.float32 or same_bits or not_a_number)"]
+    whole = f"{dtype} and (batch_invariant-{dtype} or same_bits or not_a_number)"
+    command += ["-k", f"not shorter and (tiles or {whole})"]
     done = subprocess.run(command, env={**os.environ, **told, TOLD_WIDTH: str(width)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -346,13 +346,19 @@ def meta_step(num_rows: int, num_requests: int = 16, words: int = 1, is_causal: 
     )
 
 
+@pytest.fixture(scope="module")
+def compiled_before(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Triton's cache, of all tests here: some need the same kernels."""
+    return tmp_path_factory.mktemp("triton")
+
+
 @pytest.fixture
-def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeGPU:
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, compiled_before: Path) -> FakeGPU:
     from triton.runtime import driver
 
     from batchserve.attention import triton_kernels
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(compiled_before))
     fake = FakeGPU(getattr(request, "param", 80))
     monkeypatch.setattr(driver, "_active", fake)
     for kernel in (triton_kernels.attend_tiles, triton_kernels.merge_splits):

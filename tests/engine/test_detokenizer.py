@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from batchserve.engine.detokenizer import IncrementalDetokenizer, TextPiece, decoder_of, token_texts
-from batchserve.runner.loader import resolve_model
+from batchserve.runner.model_folder import resolve_model
 from tests.engine.scripted import Letters
 from tests.factories import examples
 

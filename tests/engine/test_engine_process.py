@@ -124,18 +124,10 @@ async def test_it_answers_and_counts_as_in_this_process(tiny_model: dict[str, Pa
     assert not engine._has_failed.is_set()
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "named"),
-    [
-        ({"model": "/nowhere"}, ConfigError, "'/nowhere'"),
-        ({"kv_cache_memory": 1}, ConfigError, "kv_cache_memory"),
-    ],
-)
-async def test_what_cannot_be_built_is_refused_by_the_same_error(
-    tiny_model: dict[str, Path], changes: dict[str, object], error: type[Exception], named: str
-) -> None:
-    with pytest.raises(error, match=named):
-        await AsyncEngine.start(make_config(tiny_model, **changes), own_process=True)
+async def test_what_cannot_be_built_is_refused_by_the_same_error(tiny_model: dict[str, Path]) -> None:
+    """As what is found at once, of which another test has an example."""
+    with pytest.raises(ConfigError, match="kv_cache_memory"):
+        await AsyncEngine.start(make_config(tiny_model, kv_cache_memory=1), own_process=True)
 
 
 async def test_its_death_ends_everyone_and_refuses_the_next(tiny_model: dict[str, Path]) -> None:
@@ -172,7 +164,7 @@ def telling():
     return started
 
 engine_process._start = telling
-engine_process.EngineProcess(EngineConfig(model=sys.argv[1], kv_cache_memory=1 << 25))
+engine_process.EngineProcess(EngineConfig(model=sys.argv[1], kv_cache_memory=1 << 25, dtype="float32"))
 print("ready", flush=True)
 time.sleep(60)
 """
@@ -255,8 +247,8 @@ class Token(IntEnum):
     A = PROMPTS[0][0]
 
 
-async def test_a_programs_own_types_do_not_cross(tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = await AsyncEngine.start(make_config(tiny_model), own_process=True)
+async def check_own_types_do_not_cross(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program's, which are sent as what they are made from."""
     monkeypatch.setattr(Tenant, "__module__", "nowhere")
     monkeypatch.setattr(Token, "__module__", "nowhere")
     named = SpeculationParams(draft_scope=Tenant.A)
@@ -265,12 +257,9 @@ async def test_a_programs_own_types_do_not_cross(tiny_model: dict[str, Path], mo
         output = await engine.generate(prompt, LONG, request_id=Tenant.A, speculation=named, priority=Token.A)
         await engine.clear_draft_scope(Tenant.A)
         assert (await engine.generate(PROMPTS[0], LONG)).token_ids == output.token_ids
-        await engine.shutdown()
-    assert process_of(engine)._process.returncode == 0
 
 
-async def test_an_engine_that_does_not_read_holds_nobody_up(tiny_model: dict[str, Path]) -> None:
-    engine = await AsyncEngine.start(make_config(tiny_model), own_process=True)
+async def check_who_does_not_read_holds_nobody_up(engine: AsyncEngine) -> None:
     process = process_of(engine)._process
     os.kill(process.pid, signal.SIGSTOP)
     long = [5] * 200
@@ -281,8 +270,6 @@ async def test_an_engine_that_does_not_read_holds_nobody_up(tiny_model: dict[str
     os.kill(process.pid, signal.SIGCONT)
     async with asyncio.timeout(60):
         assert len((await engine.generate(PROMPTS[0], LONG)).token_ids) == 60
-        await engine.shutdown()
-    assert process.returncode == 0
 
 
 @pytest.mark.parametrize("level", [logging.WARNING, logging.ERROR])
@@ -295,18 +282,23 @@ async def test_it_logs_from_the_fronts_level_on(
 ) -> None:
     (tmp_path / "file").touch()
     caplog.set_level(level, "batchserve")
-    engine = await AsyncEngine.start(make_config(tiny_model, cache_dir=str(tmp_path / "file")), own_process=True)
+    config = make_config(tiny_model, cache_dir=str(tmp_path / "file"), decoding_length=0, max_num_batched_tokens=17)
+    engine = await AsyncEngine.start(config, own_process=True)
     await engine.shutdown()
     assert ("step times are not kept" in capfd.readouterr().err) is (level == logging.WARNING)
 
 
-async def test_it_is_the_fronts_own_package_whatever_the_folder_holds(
+async def test_it_is_the_fronts_own_package_whatever_the_folder_holds_and_serves_in_odd_circumstances(
     tiny_model: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One engine, for all that needs none of its own."""
     (tmp_path / "random.py").write_text("raise SystemExit('not this one')")
     monkeypatch.chdir(tmp_path)
     engine = await AsyncEngine.start(make_config(tiny_model), own_process=True)
     assert len((await engine.generate(PROMPTS[0], LONG)).token_ids) == 60
+    await check_own_types_do_not_cross(engine, monkeypatch)
+    await check_who_does_not_read_holds_nobody_up(engine)
     await engine.shutdown()
+    assert process_of(engine)._process.returncode == 0
     with pytest.raises(ConfigError, match="'/nowhere'"):
         await AsyncEngine.start(make_config(tiny_model, model="/nowhere"), own_process=True)

@@ -17,7 +17,7 @@ from batchserve.draft.factory import draft_limits
 from batchserve.engine.input_processor import HEAD_CHARS, InputProcessor, ModelFacts
 from batchserve.errors import ConfigError, InvalidRequestError
 from batchserve.request import TENANT, DraftScope, Request, ResolvedSpeculation
-from batchserve.runner.loader import resolve_model
+from batchserve.runner.model_folder import resolve_model
 from batchserve.types import MAX_SEED, SamplingParams, SpeculationParams
 
 VOCAB_SIZE, MAX_MODEL_LEN = 4096, 64

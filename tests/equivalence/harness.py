@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -155,22 +157,45 @@ class _observed:
 
 
 class PlainPath:
-    """transformers itself, one request at a time: the truth."""
+    """transformers itself, one request at a time: the truth. What it has answered is kept for other tests.
+
+    The folder must stay as it is.
+    """
+
+    _answers: ClassVar[dict[tuple[Path, str], dict[tuple[int, ...], list[int]]]] = {}
 
     def __init__(self, model: Path, dtype: torch.dtype = torch.float32) -> None:
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="eager")
-        self.model = loaded.eval()
+        self._folder, self._dtype = model, dtype
         self.dtype = str(dtype).removeprefix("torch.")
+        self._known = self._answers.setdefault((model, self.dtype), {})
 
-    @torch.inference_mode()
+    @functools.cached_property
+    def model(self) -> PreTrainedModel:
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            self._folder, dtype=self._dtype, attn_implementation="eager"
+        )
+        return loaded.eval()
+
     def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
         """The answer without its EOS, by generate()."""
-        ids = torch.tensor([prompt])
+        key = (max_tokens, *prompt)
+        if key not in self._known:
+            (tokens,) = self._generate([prompt], max_tokens)
+            self._known[key] = tokens[:-1] if tokens and tokens[-1] == 2 else tokens
+        return list(self._known[key])
+
+    def through_eos(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+        """So many tokens behind each of these prompts of one length, whatever they are."""
+        return self._generate(prompts, count, eos_token_id=None)
+
+    @torch.inference_mode()
+    def _generate(self, prompts: list[list[int]], count: int, **options: Any) -> list[list[int]]:
+        ids = torch.tensor(prompts)
         out = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0, **options
         )
-        tokens: list[int] = out[0, len(prompt) :].tolist()
-        return tokens[:-1] if tokens and tokens[-1] == 2 else tokens
+        tokens: list[list[int]] = out[:, ids.shape[1] :].tolist()
+        return tokens
 
     @torch.inference_mode()
     def logits(self, token_ids: list[int]) -> np.ndarray:

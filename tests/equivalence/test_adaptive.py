@@ -83,7 +83,7 @@ def test_a_drafter_that_is_always_wrong_is_left_alone_within_32_steps(batch: int
     plain = PlainPath(folder)
     params = SamplingParams(temperature=0.0, max_tokens=160, ignore_eos=True)
     jobs = [Job([rng.randrange(3, VOCAB_SIZE) for _ in range(8)], params) for _ in range(batch)]
-    truth = {tuple(job.prompt): _greedy_through_eos(plain, job.prompt, 161) for job in jobs}
+    truth = _through_eos(plain, [job.prompt for job in jobs], 161)
     drafter = SureAndWrong(VOCAB_SIZE, 0, truth)
     engine = _steady_engine(folder, drafter, max_num_seqs=16)
     rows, asked = _rows_by_step(engine, drafter, jobs)
@@ -99,7 +99,7 @@ def test_hostile_trees_of_any_shape_are_left_alone_too(tiny_model: dict[str, Pat
     plain = PlainPath(folder)
     params = SamplingParams(temperature=0.0, max_tokens=160, ignore_eos=True)
     jobs = [Job([rng.randrange(3, VOCAB_SIZE) for _ in range(8)], params) for _ in range(4)]
-    truth = {tuple(job.prompt): _greedy_through_eos(plain, job.prompt, 161) for job in jobs}
+    truth = _through_eos(plain, [job.prompt for job in jobs], 161)
     drafter = HostileDrafter(VOCAB_SIZE, 0, truth)
     engine = _steady_engine(folder, drafter, max_num_seqs=16)
     late = _rows_by_step(engine, drafter, jobs)[0][32:]
@@ -111,7 +111,7 @@ def test_answers_that_end_at_once_are_misses_too(tiny_model: dict[str, Path]) ->
     folder, rng = tiny_model["llama"], random.Random(3)
     plain = PlainPath(folder)
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(8)] for _ in range(160)]
-    truth = {tuple(prompt): _greedy_through_eos(plain, prompt, 2) for prompt in prompts}
+    truth = _through_eos(plain, prompts, 2)
     engine = _steady_engine(folder, SureAndWrong(VOCAB_SIZE, 0, truth), max_num_seqs=4)
     drafted = []
     for first in range(0, len(prompts), 4):
@@ -126,11 +126,8 @@ def test_answers_that_end_at_once_are_misses_too(tiny_model: dict[str, Path]) ->
     assert sum(drafted[8:]) <= 0.01 * 4 * len(drafted[8:])
 
 
-def _greedy_through_eos(plain: PlainPath, prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(int(plain.logits(tokens).argmax()))
-    return tokens[len(prompt) :]
+def _through_eos(plain: PlainPath, prompts: list[list[int]], count: int) -> dict[tuple[int, ...], list[int]]:
+    return {tuple(prompt): text for prompt, text in zip(prompts, plain.through_eos(prompts, count), strict=True)}
 
 
 def _steady_engine(folder: Path, drafter: ScriptedDrafter, *, max_num_seqs: int) -> BuiltEngine:

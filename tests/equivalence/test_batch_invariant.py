@@ -14,7 +14,8 @@ from batchserve.config import EngineConfig
 from batchserve.engine import backend
 from batchserve.errors import ConfigError
 from batchserve.runner import model_runner
-from batchserve.runner.loader import load_model, resolve_dtype, resolve_model
+from batchserve.runner.loader import load_model, resolve_dtype
+from batchserve.runner.model_folder import resolve_model
 from batchserve.runner.packed import PackedLinear
 from batchserve.runner.row_dependence import NUM_ROWS, SHARED_ELEMENTS, _copies_to_share, _Watch
 from tests.drafters import OracleDrafter

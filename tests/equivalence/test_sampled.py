@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchserve.runner.loader import resolve_dtype, resolve_model
+from batchserve.runner.loader import resolve_dtype
+from batchserve.runner.model_folder import resolve_model
 from batchserve.types import SamplingParams
 from tests.drafters import OracleDrafter
 from tests.equivalence.harness import Coverage, Job, PlainPath, assert_equal_but_near_ties, build, random_jobs, run

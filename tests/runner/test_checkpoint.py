@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from batchserve.config import EngineConfig
 from batchserve.errors import BatchserveError, ConfigError
-from batchserve.runner.loader import load_model, resolve_model
+from batchserve.runner.loader import load_model
+from batchserve.runner.model_folder import resolve_model
 from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.faults

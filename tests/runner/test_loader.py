@@ -19,7 +19,8 @@ from batchserve.config import EngineConfig
 from batchserve.engine.build import build_engine
 from batchserve.errors import BatchserveError, ConfigError, UnsupportedModelError
 from batchserve.runner import probe
-from batchserve.runner.loader import load_model, resolve_dtype, resolve_model
+from batchserve.runner.loader import load_model, resolve_dtype
+from batchserve.runner.model_folder import resolve_model
 from batchserve.runner.packed import PackedLinear
 from batchserve.runner.tokenizer import load_tokenizer
 from tests.tiny_models import SUPPORTED, VOCAB_SIZE, WINDOW, save_tiny_model

@@ -116,7 +116,7 @@ def test_nothing_of_a_step_stays_behind_on_the_host_or_waits(family: str) -> Non
         runner.backend,
         runner.run_model,
         NoCapturer(),
-        max_rows=16,
+        max_rows=8,
         max_num_seqs=4,
         max_model_len=256,
         say=lambda text: None,

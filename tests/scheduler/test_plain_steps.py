@@ -32,8 +32,7 @@ def lost_steps(times: int, hit: float, *, has_plain_steps: bool = True, noise: f
     return lost
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.05])
-@pytest.mark.parametrize("hit", [0.5, 0.8])
+@pytest.mark.parametrize(("hit", "noise"), [(0.5, 0.0), (0.8, 0.05)])
 def test_nobody_pays_much_more_than_his_grace_where_rows_are_dearer_than_believed(hit: float, noise: float) -> None:
     """A step of 24 rows then takes 1.2 and 1.5 times what the table says."""
     assert lost_steps(3, hit, noise=noise) < 2.0 * GRACE

@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tests.server.harness import Client, ask, failure_of, read_all
 
 START_TIMEOUT_S = 180
+NO_DRAFTER = ("--drafter", "none")  # whose compiling, in a process of its own, takes as long as the rest of a start
 END_TIMEOUT_S = 60
 Process = asyncio.subprocess.Process
 Launch = Callable[..., AbstractAsyncContextManager[tuple[Process, Client]]]
@@ -60,7 +61,7 @@ def launch(tiny_model: dict[str, Path]) -> Launch:
 
 
 async def test_streams_without_an_end_leave_no_trace_behind(launch: Launch):
-    async with launch() as (process, client):
+    async with launch(*NO_DRAFTER) as (process, client):
         watch = client.health.Watch(health_pb2.HealthCheckRequest(service=""))
         await watch.read()
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(client.channel)
@@ -101,7 +102,7 @@ async def test_a_signal_during_the_warm_up_ends_the_process_at_once(number: sign
 
 
 async def test_ctrl_c_drains_too_and_requests_that_outlast_it_are_ended(launch: Launch):
-    async with launch("--drain-timeout-s", "0", "--max-num-seqs", "1") as (process, client):
+    async with launch("--drain-timeout-s", "0", "--max-num-seqs", "1", *NO_DRAFTER) as (process, client):
         calls = [aiter(client.stub.StreamGenerate(ask(max_tokens=500))) for _ in range(8)]
         for call in calls:
             assert (await anext(call)).WhichOneof("event") == "started"

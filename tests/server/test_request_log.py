@@ -12,7 +12,7 @@ from batchserve.server.request_log import logger
 from batchserve.server.wire_sizes import SMALL_MESSAGE_BYTES
 from batchserve.v1 import generation_pb2 as pb
 from tests.server.harness import Served, ask, failure_of
-from tests.server.test_process import Launch, launch  # noqa: F401 - a fixture
+from tests.server.test_process import NO_DRAFTER, Launch, launch  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.faults
 TIMES = {"queue_s", "ttft_s", "total_s"}
@@ -66,7 +66,7 @@ async def test_refused_and_cancelled_calls(fake: Served, caplog: pytest.LogCaptu
 
 
 async def test_every_line_of_a_server_is_json_that_of_its_engines_process_too(launch: Launch):  # noqa: F811
-    async with launch("--log-format", "json", "--log-level", "debug") as (process, client):
+    async with launch("--log-format", "json", "--log-level", "debug", *NO_DRAFTER) as (process, client):
         await client.generate(ask(request_id="mine"))
         failed = await failure_of(client.generate(ask(request_id="not mine", priority=5000)))
         assert failed.code is grpc.StatusCode.INVALID_ARGUMENT
