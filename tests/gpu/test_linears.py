@@ -20,7 +20,13 @@ from batchserve.gpu import choose
 from batchserve.gpu.choose import choose_products
 from batchserve.gpu.linears import BY_MATRICES, BY_VECTORS, ROW_COUNTS, Choices, Shape, Variant, multiply, variants
 from batchserve.gpu.norms import rms_norm
-from tests.attention.test_triton import FakeGPU, gpu, spilled_bytes, touched_early  # noqa: F401  (gpu is a fixture)
+from tests.attention.test_triton import (  # noqa: F401  (two are fixtures)
+    FakeGPU,
+    compiled_before,
+    gpu,
+    spilled_bytes,
+    touched_early,
+)
 
 # (rows, out_features, in_features, block_n, block_k, by_vectors, has_bias, has_residual)
 CASES = [

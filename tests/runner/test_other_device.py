@@ -82,7 +82,7 @@ def meta_runner(family: str) -> ModelRunner:
     with watch_inputs(model) as watch:
         model(input_ids=ids, position_ids=ids, use_cache=False, **step)
     join_siblings(watch.siblings(model), plain_product)
-    return ModelRunner(SimpleNamespace(model=model, device=META), backend)  # type: ignore[arg-type]
+    return ModelRunner(SimpleNamespace(model=model, device=META, num_parameters=0, native=None), backend)  # type: ignore[arg-type]
 
 
 def step_of(runner: ModelRunner, *names: str) -> RaggedBatch:

@@ -121,7 +121,7 @@ def test_a_step_is_verified_like_on_the_host(dtype: torch.dtype, vocab_size: int
     """Trees, chains, plain rows and prefill chunks, any sampling, ties, overflows, Jacobi rows, recorded answers."""
     num_on_host = num_requests = num_accepted = num_without = 0
 
-    @examples(40)
+    @examples(100)
     @given(st.integers(0, 2**32), st.sampled_from([8, 1024]), st.booleans())
     def check(seed: int, num_candidates: int, has_forced: bool) -> None:
         nonlocal num_on_host, num_requests, num_accepted, num_without
