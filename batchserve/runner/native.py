@@ -41,6 +41,9 @@ def native_model(
     """
     if model.dtype not in DTYPES or not kernel_supports(layers, model.dtype):
         return None
+    if model.dtype == torch.bfloat16 and multiplies_halves():
+        logger.info("steps run the model's modules, not a native program: this processor multiplies bfloat16 itself")
+        return None
     try:
         native = NativeModel(partial(logits_of, model), model.dtype, probe.vocab_size, longest)
     except UnsuitableModelError as error:
@@ -62,6 +65,14 @@ def native_model(
     probe.check_program(answers)
     native.release_weights(model)
     return native
+
+
+def multiplies_halves() -> bool:
+    """Whether the processor has instructions for products of bfloat16, which a program has none of yet: long prompts
+    are faster in oneDNN's.
+    """
+    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return any(known.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 
 def _step_sizes(num_rows: int) -> list[int]:

@@ -11,6 +11,7 @@ import torch
 from batchserve.attention.interface import ShapeProbe
 from batchserve.config import EngineConfig
 from batchserve.request import GREEDY
+from batchserve.runner import native
 from batchserve.runner.forward import logits_of
 from batchserve.runner.loader import load_model
 from batchserve.runner.model_runner import ModelRunner
@@ -22,6 +23,12 @@ NATIVE = (
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "opt", "gpt_neox", "olmo2", "glm4",
 )  # fmt: skip
 NUM_TOKENS = 45
+
+
+@pytest.fixture(autouse=True)
+def any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of bfloat16 also where modules would be faster."""
+    monkeypatch.setattr(native, "multiplies_halves", lambda: False)
 
 
 def ids() -> list[int]:
@@ -88,6 +95,17 @@ def test_a_model_that_cannot_be_a_program_is_served_by_its_modules(tiny_model: d
     loaded = load_model(EngineConfig(str(tiny_model["mixtral"]), dtype="float32"))
     assert loaded.native is None
     assert loaded.has_packed_linears
+
+
+def test_modules_multiply_bfloat16_where_the_processor_does(
+    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "multiplies_halves", lambda: True)
+    loaded = {
+        dtype: load_model(EngineConfig(str(tiny_model["llama"]), dtype=dtype)) for dtype in ("bfloat16", "float32")
+    }
+    assert loaded["bfloat16"].native is None
+    assert loaded["float32"].native is not None
 
 
 def test_weights_are_kept_once(tmp_path: Path) -> None:
