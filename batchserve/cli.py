@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 from batchserve import __version__
 from batchserve.bench import add_bench_parser
 from batchserve.config import DTYPES, PRIVATE_SCOPE, DraftConfig, EngineConfig, ServerConfig
-from batchserve.engine.free_memory import described_want
 from batchserve.errors import BatchserveError, ConfigError, InvalidRequestError
 from batchserve.files import parse_recorded
+from batchserve.free_memory import described_want
 from batchserve.generate_command import add_generate_flags, run_generate
 from batchserve.hosts import is_loopback
 from batchserve.logs import configure_logging, log_format

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from batchserve.errors import ConfigError, shortened
+from batchserve.errors import ConfigError
+from batchserve.option_checks import (
+    MOST_BYTES,
+    at_least,
+    expanded_path,
+    is_model_path,
+    number,
+    one_of,
+    path_text,
+)
 
 DRAFTERS = ("mixture", "trie", "reference", "jacobi", "none")
 TRIE_MODES = ("hierarchical", "parallel", "single")
@@ -30,7 +38,6 @@ ITL_INFLATION = 1.25  # of a running request's steps, by others' drafts
 PROMPT_INFLATION = 2.0
 MAX_RECEIVE_BYTES = (1 << 31) - 1  # gRPC counts them in an int
 MiB = 1 << 20
-MOST_TOKENS, MOST_BYTES = (1 << 31) - 1, 1 << 60  # of anything that is counted: compiled code adds them up in 64 bits
 MOST_BRANCH_LENGTH = 4096  # tokens; the trie walks through as many windows for each token that it is given
 MOST_MIN_MATCH = 32  # tokens; no drafter compares more of a context (draft/text_index.py)
 MAX_THREADS = 4 * (os.cpu_count() or 1)  # OpenMP ends the process where it cannot start as many as it is told to
@@ -69,20 +76,20 @@ class DraftConfig:
     draft_cache: str | None = None
 
     def __post_init__(self) -> None:
-        _one_of("trie_mode", self.trie_mode, TRIE_MODES)
+        one_of("trie_mode", self.trie_mode, TRIE_MODES)
         optional = ("trie_capacity", "trie_min_retrieved_tokens", "jacobi_window", "jacobi_guesses")
         for name in (*optional, "reference_copy_length"):
             if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
-        _at_least("reference_min_match", self.reference_min_match, 1)
+                at_least(name, getattr(self, name), 1)
+        at_least("reference_min_match", self.reference_min_match, 1)
         for name in ("max_scope_bytes", "max_draft_bytes"):
-            _at_least(name, getattr(self, name), 1, MOST_BYTES)
+            at_least(name, getattr(self, name), 1, MOST_BYTES)
         if self.reference_min_match > MOST_MIN_MATCH:
             raise ConfigError(f"reference_min_match = {self.reference_min_match}: must be at most {MOST_MIN_MATCH}")
-        _at_least("jacobi_ngram", self.jacobi_ngram, 2)
+        at_least("jacobi_ngram", self.jacobi_ngram, 2)
         weight = self.trie_prompt_weight
         if weight is not None:
-            _number("trie_prompt_weight", weight, 0.0)
+            number("trie_prompt_weight", weight, 0.0)
             if weight == 0:
                 raise ConfigError(f"trie_prompt_weight = {weight}: must be more than 0")
         if self.max_draft_bytes < self.max_scope_bytes:
@@ -221,20 +228,20 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_graph_rows"):
-            _at_least(name, getattr(self, name), 1)
+            at_least(name, getattr(self, name), 1)
         if self.branch_length is not None:
-            _at_least("branch_length", self.branch_length, 1, MOST_BRANCH_LENGTH)
+            at_least("branch_length", self.branch_length, 1, MOST_BRANCH_LENGTH)
         for name in ("prefill_chunk_size", "max_model_len", "num_threads"):
             if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
+                at_least(name, getattr(self, name), 1)
         if self.kv_cache_memory is not None:
-            _at_least("kv_cache_memory", self.kv_cache_memory, 1, MOST_BYTES)
+            at_least("kv_cache_memory", self.kv_cache_memory, 1, MOST_BYTES)
         if self.num_threads is not None and self.num_threads > MAX_THREADS:
             raise ConfigError(f"num_threads = {self.num_threads}: must be at most {MAX_THREADS}, 4 for each processor")
         if not isinstance(self.draft, DraftConfig):
             raise ConfigError(f"draft = {self.draft!r}: must be a DraftConfig")
         if self.decoding_length is not None:
-            _at_least("decoding_length", self.decoding_length, 0)
+            at_least("decoding_length", self.decoding_length, 0)
         if not is_scope_name(self.default_draft_scope):
             raise ConfigError(f"default_draft_scope = {self.default_draft_scope!r}: must be {SCOPE_NAME_BOUND}")
         for name in ("model", "cache_dir"):
@@ -250,23 +257,23 @@ class EngineConfig:
         if self.max_model_len == 1:
             raise ConfigError("max_model_len = 1: must be at least 2, a token of the prompt and one of the answer")
         if self.max_itl_inflation is not None:
-            _number("max_itl_inflation", self.max_itl_inflation, 1.0)
-        _number("max_priority_wait_s", self.max_priority_wait_s, 0.0)
+            number("max_itl_inflation", self.max_itl_inflation, 1.0)
+        number("max_priority_wait_s", self.max_priority_wait_s, 0.0)
         for name in ("max_itl_ms", "tpot_target_ms"):
             if getattr(self, name) is not None:
-                _number(name, getattr(self, name), MIN_TARGET_MS)
+                number(name, getattr(self, name), MIN_TARGET_MS)
         if self.tpot_target_ms is not None and not self.is_adaptive:
             raise ConfigError(
                 f"tpot_target_ms = {self.tpot_target_ms}: must be unset without the adaptive decoding length "
                 f"(adaptive = {self.adaptive}, decoding_length = {self.decoding_length})"
             )
-        _one_of("drafter", self.drafter, DRAFTERS)
-        _one_of("dtype", self.dtype, DTYPES)
-        _one_of("device", self.device, DEVICES)
-        _one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
-        _one_of("flashinfer_mask", self.flashinfer_mask, FLASHINFER_MASKS)
-        _one_of("compile_model", self.compile_model, COMPILE_MODES)
-        _number("gpu_memory_utilization", self.gpu_memory_utilization, 0.01)
+        one_of("drafter", self.drafter, DRAFTERS)
+        one_of("dtype", self.dtype, DTYPES)
+        one_of("device", self.device, DEVICES)
+        one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        one_of("flashinfer_mask", self.flashinfer_mask, FLASHINFER_MASKS)
+        one_of("compile_model", self.compile_model, COMPILE_MODES)
+        number("gpu_memory_utilization", self.gpu_memory_utilization, 0.01)
         if self.gpu_memory_utilization > 1:
             raise ConfigError(f"gpu_memory_utilization = {self.gpu_memory_utilization!r}: must be at most 1")
         wrong_device = {"cpu": "cuda", "flashinfer": "cpu", "triton": "cpu"}.get(self.attention_backend)
@@ -341,21 +348,16 @@ class ServerConfig:
                 raise ConfigError(f"{name} = {port!r}: must be an integer in 0..65535 (0 picks a free one)")
         if self.port and self.metrics_port == self.port:
             raise ConfigError(f"metrics_port = {self.metrics_port}: must be another one than port")
-        _at_least("max_receive_bytes", self.max_receive_bytes, 1024, MAX_RECEIVE_BYTES)
+        at_least("max_receive_bytes", self.max_receive_bytes, 1024, MAX_RECEIVE_BYTES)
         for name in ("has_reflection", "has_engine_process"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} = {getattr(self, name)!r}: must be True or False")
-        _number("drain_timeout_s", self.drain_timeout_s, 0.0)
-        _number("stall_timeout_s", self.stall_timeout_s, 1.0)
-        _number("unread_timeout_s", self.unread_timeout_s, 0.1)
-        _at_least("max_unread_deltas", self.max_unread_deltas, 1)
-        _one_of("log_level", self.log_level, LOG_LEVELS)
-        _one_of("log_format", self.log_format, LOG_FORMATS)
-
-
-def is_model_path(model: str) -> bool:
-    """Whether it is meant as a folder: written as a path, or there."""
-    return os.path.isabs(model) or model.startswith((".", "~")) or os.path.exists(model)
+        number("drain_timeout_s", self.drain_timeout_s, 0.0)
+        number("stall_timeout_s", self.stall_timeout_s, 1.0)
+        number("unread_timeout_s", self.unread_timeout_s, 0.1)
+        at_least("max_unread_deltas", self.max_unread_deltas, 1)
+        one_of("log_level", self.log_level, LOG_LEVELS)
+        one_of("log_format", self.log_format, LOG_FORMATS)
 
 
 def default_cache_dir() -> str:
@@ -376,41 +378,3 @@ def is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def expanded_path(name: str, value: object) -> str:
-    """Text of a path, `~` replaced by the home folder: no shell does it in `--option=~/x`. Raises ConfigError."""
-    return os.path.expanduser(path_text(name, value))
-
-
-def path_text(name: str, value: object) -> str:
-    """Text of a path or a name. Raises ConfigError."""
-    text = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if not isinstance(text, str):
-        raise ConfigError(f"{name} = {value!r}: must be text or a path")
-    if not text:
-        raise ConfigError(f"{name} = '': must not be empty")
-    if "\0" in text:
-        raise ConfigError(f"{name} = {text!r}: must not hold a NUL")
-    return text
-
-
-def _at_least(name: str, value: object, bound: int, most: int = MOST_TOKENS) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name} = {value!r}: must be an integer")
-    if value < bound:
-        raise ConfigError(f"{name} = {value}: must be at least {bound}")
-    if value > most:
-        raise ConfigError(f"{name} = {shortened(value)}: must be at most {most}")
-
-
-def _number(name: str, value: object, bound: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{name} = {value!r}: must be a number")
-    if not bound <= value <= sys.float_info.max:
-        raise ConfigError(f"{name} = {value}: must be finite and at least {bound:g}")
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} = {value!r}: must be one of {', '.join(allowed)}")

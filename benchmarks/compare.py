@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.common import ROOT, spread, write_results
 
-# Of each checkout: one line of JSON in for every batch, one out.
+# The program of each checkout: a line of JSON comes in for every batch, one goes out.
 WORKER = """
 import json, sys, time
 from batchserve import LLM, SamplingParams, SpeculationParams

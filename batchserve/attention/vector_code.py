@@ -103,14 +103,14 @@ def for_each_chunk(
     words = builder.udiv(elements.columns, index(parts))
     whole, rest = builder.udiv(words, index(WIDTH)), builder.urem(words, index(WIDTH))
 
-    def widened(number: Value, fetch: Callable[[Value], Value]) -> list[list[Value]]:
+    def fetched(number: Value, fetch: Callable[[Value], Value]) -> list[list[Value]]:
         column = builder.mul(number, index(WIDTH * parts))
-        return [_widen(builder, fetch(elements.at(row, column)), parts) for row in rows]
+        return [widened(builder, fetch(elements.at(row, column)), parts) for row in rows]
 
     with cgutils.for_range(builder, whole) as loop:
-        body(loop.index, widened(loop.index, lambda address: load(builder, address, WORDS)))
+        body(loop.index, fetched(loop.index, lambda address: load(builder, address, WORDS)))
     with builder.if_then(builder.icmp_unsigned(">", rest, index(0)), likely=False):
-        body(whole, widened(whole, lambda address: _load_first(builder, address, rest)))
+        body(whole, fetched(whole, lambda address: _load_first(builder, address, rest)))
 
 
 def sums_of_all(builder: Builder, vectors: list[Value]) -> tuple[list[Value], list[list[int]]]:
@@ -162,8 +162,8 @@ def exp(builder: Builder, x: Value) -> Value:
     return builder.select(builder.fcmp_ordered("<", x, splat(-87.0)), splat(0.0), scaled)
 
 
-def _widen(builder: Builder, words: Value, parts: int) -> list[Value]:
-    """Vectors of float32: of a word's low and of its high element, or the words as they are."""
+def widened(builder: Builder, words: Value, parts: int) -> list[Value]:
+    """Vectors of float32: of words of two parts the low ones and the high ones, otherwise the words themselves."""
     if parts == 1:
         return [builder.bitcast(words, FLOATS)]
     low = builder.shl(words, ir.Constant(WORDS, [16] * WIDTH))

@@ -10,13 +10,13 @@ import time
 import uuid
 from collections.abc import Sized
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from batchserve.engine.engine_process import EngineProcess
 from batchserve.engine.engine_thread import EngineThread
 from batchserve.engine.messages import Abort, Add, ClearScope, Done, End, Events, Message, Ping, Reply
 from batchserve.engine.output_collector import OutputCollector
+from batchserve.engine.stream import Stream
 from batchserve.errors import (
     BatchserveError,
     DeadlineExceededError,
@@ -35,47 +35,13 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
     from batchserve.config import EngineConfig
+    from batchserve.engine.back import Back
     from batchserve.engine.build import BuiltEngine
-    from batchserve.engine.input_processor import InputProcessor
     from batchserve.engine.unread import Backlog
     from batchserve.metrics import MetricsSource
 
 _T = TypeVar("_T")
 INLINE_SIZE = 4096  # characters, or token ids: shorter prompts are looked at on the loop, a thread would take longer
-
-
-class Back(Protocol):
-    """What runs the engine loop."""
-
-    @property
-    def processor(self) -> InputProcessor: ...
-    @property
-    def info(self) -> ModelInfo: ...
-    @property
-    def metrics(self) -> MetricsSource: ...
-
-    def start(self, on_reply: Callable[[Reply], None]) -> None:
-        """From now on replies come, in a thread of its own."""
-
-    def send(self, message: Message) -> None:
-        """Messages are taken in their order."""
-
-    def join(self) -> None:
-        """Wait until it has ended; it has been sent End."""
-
-    def kill(self) -> None:
-        """End it now, whatever it is doing, if that can be done."""
-
-
-@dataclass(slots=True, eq=False)
-class _Stream:
-    """A request in flight, as the loop sees it. The queue is bounded by the context: one event a step."""
-
-    request_id: str
-    ticket: int
-    is_handed_over: bool = False
-    events: asyncio.Queue[Delta | BatchserveError] = field(default_factory=asyncio.Queue)
-    backlog: Backlog | None = None
 
 
 class AsyncEngine:
@@ -95,7 +61,7 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._places = config.max_num_seqs, config.max_waiting
         self._tickets = itertools.count()
-        self._streams: dict[int, _Stream] = {}  # by ticket
+        self._streams: dict[int, Stream] = {}  # by ticket
         self._ids: dict[str, int] = {}  # the tickets of request ids
         self._asked: dict[int, asyncio.Future[None]] = {}  # by ticket; answered by Done
         self._closed: BatchserveError | None = None  # raised with a fresh traceback each time: it is shared
@@ -324,19 +290,19 @@ class AsyncEngine:
         if len(self._streams) >= sum(self._places):
             raise QueueFullError(*self._places)
 
-    def _open(self, request_id: str) -> _Stream:
-        stream = _Stream(request_id, next(self._tickets))
+    def _open(self, request_id: str) -> Stream:
+        stream = Stream(request_id, next(self._tickets))
         self._streams[stream.ticket] = stream
         self._ids[request_id] = stream.ticket
         self._is_empty.clear()
         return stream
 
-    def _close(self, stream: _Stream) -> None:
+    def _close(self, stream: Stream) -> None:
         del self._streams[stream.ticket], self._ids[stream.request_id]
         if not self._streams:
             self._is_empty.set()
 
-    def _forget(self, stream: _Stream) -> None:
+    def _forget(self, stream: Stream) -> None:
         """Give the id back; abort the request if it has not ended."""
         if stream.ticket in self._streams:
             self._close(stream)

@@ -15,9 +15,9 @@ from batchserve.attention.slots import SlotAllocator
 from batchserve.attention.torch_paged import TorchKernel
 from batchserve.compile_progress import Part, compile_parts
 from batchserve.config import EngineConfig, MiB
-from batchserve.engine.free_memory import free_memory_bytes
 from batchserve.engine.kv_memory import CudaMemory, ProfilingStep, kv_capacity, profiled_budget
 from batchserve.errors import ConfigError
+from batchserve.free_memory import free_memory_bytes
 from batchserve.kernel_overlap import can_overlap
 from batchserve.request import GREEDY
 from batchserve.runner import row_layout

@@ -24,13 +24,13 @@ from batchserve.engine.choose_threads import ThreadWatch, check_threads, choose_
 from batchserve.engine.detokenizer import decoder_of
 from batchserve.engine.drafting import DraftStage
 from batchserve.engine.engine_core import EngineCore
-from batchserve.engine.free_memory import check_weights_fit, memory_errors_named
 from batchserve.engine.input_processor import InputProcessor, ModelFacts
 from batchserve.engine.kv_memory import Progress
 from batchserve.engine.make_faster import make_faster
 from batchserve.engine.measure_steps import measured_table, time_decoding
 from batchserve.errors import ConfigError
 from batchserve.forks import check_no_fork_of_a_maker
+from batchserve.free_memory import check_weights_fit, memory_errors_named
 from batchserve.gpu.linears import ROW_COUNTS
 from batchserve.metrics import EngineMetrics
 from batchserve.request import GREEDY
@@ -96,7 +96,7 @@ def _build_engine(
     check_no_fork_of_a_maker()
     say(f"loading {config.model}")
     check_weights_fit(config.model, weight_bytes(config))
-    loaded = load_model(config)
+    loaded = load_model(config, say)
     backend, max_model_len = build_backend(config, loaded, say)
     loaded.served_length.longest = max_model_len  # memory may hold less than the model's own limit
     num_parameters = loaded.num_parameters
@@ -316,7 +316,7 @@ def _build_drafter(
 
 
 def step_kind(loaded: LoadedModel) -> str:
-    """How steps run the model."""
+    """The way that steps run the model, for the log."""
     if loaded.native is not None:
         return "native program"
     return "modules, packed linears" if loaded.has_packed_linears else "modules"

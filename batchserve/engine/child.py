@@ -19,9 +19,9 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from batchserve.engine.free_memory import memory_errors_named
 from batchserve.engine.messages import End, NotBuilt, Progress, Reading, ReadMetrics, Ready
 from batchserve.errors import BatchserveError
+from batchserve.free_memory import memory_errors_named
 from batchserve.logs import adopt_library_loggers, configure_logging
 from batchserve.threads import apply_thread_policy
 

@@ -1,6 +1,9 @@
 """The step: schedule -> draft -> execute -> verify -> update.
 
 Synchronous and deterministic: it has no clock of its own, and no asyncio.
+
+Longer than 400 lines: all of it reads and changes the same state of the requests in flight, and would have to be handed
+that state in every part. One table of these requests is what will take it apart (docs/PLAN.md).
 """
 
 from __future__ import annotations
@@ -8,7 +11,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from batchserve.engine.detokenizer import Decoder, IncrementalDetokenizer, special_texts, token_texts
-from batchserve.engine.free_memory import described_want
 from batchserve.errors import (
     BatchserveError,
     DeadlineExceededError,
@@ -16,6 +18,7 @@ from batchserve.errors import (
     NonFiniteLogitsError,
     OutOfMemoryError,
 )
+from batchserve.free_memory import described_want
 from batchserve.metrics import Verification
 from batchserve.request import Request
 from batchserve.runner.ragged_batch import RaggedBatch, flatten

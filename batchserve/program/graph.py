@@ -45,7 +45,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """Which columns a value has, in the shape of its features: int64 of a node's number and column each."""
+    """The columns of a value, in the shape of its features: int64 of a node's number and column each."""
 
     graph: Graph
     elements: np.ndarray

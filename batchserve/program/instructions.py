@@ -13,7 +13,7 @@ import numpy as np
 
 
 class Op(IntEnum):
-    """What an instruction does."""
+    """The kinds of instructions."""
 
     EMBED = 0  # rows of a table, by token id
     POSITION = 1  # rows of a table, by position, added to what is there
@@ -32,7 +32,7 @@ class Norm(IntEnum):
 
 
 class Function(IntEnum):
-    """Of one element, in float32."""
+    """Functions of one element, in float32."""
 
     NONE = 0
     SILU = 1

@@ -17,6 +17,7 @@ from batchserve.program import product, row_operations
 from batchserve.program.instructions import (
     BY_SCRATCH,
     FEW_ROWS,
+    IDS,
     INSTRUCTIONS,
     IS_KEPT,
     JOB,
@@ -26,6 +27,7 @@ from batchserve.program.instructions import (
     NUM_KEPT,
     NUM_ROWS,
     OP,
+    POSITIONS,
     SCRATCH,
     SIZE,
     STEP_SIZE,
@@ -78,9 +80,9 @@ def run_loop() -> CFunc[Any]:
                 if op[LOOP] != 0:
                     _call_loop(op[LOOP], op[JOB])
             elif what == Op.EMBED:
-                row_operations.embed(op, step, num_rows)
+                row_operations.look_up(op, step[IDS], num_rows)
             elif what == Op.POSITION:
-                row_operations.look_up_positions(op, step, num_rows)
+                row_operations.look_up(op, step[POSITIONS], num_rows)
             elif what == Op.KEEP:
                 row_operations.keep(op, step, num_rows)
             elif what == Op.ELEMENTWISE:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from batchserve.program import instructions as at
+from batchserve.program.heads import groups_of, turned
 from batchserve.program.instructions import Binary, Function, Norm, Op
+from batchserve.program.program import Attention, Buffer, Instruction, Program, assign_slots, find_meetings
 from batchserve.program.tape import UnsuitableModelError
 
 if TYPE_CHECKING:
-    from batchserve.attention.base import AttentionParams
     from batchserve.program.graph import Columns, Graph, Node
 
 FUNCTIONS = {
@@ -22,81 +22,6 @@ FUNCTIONS = {
     "sigmoid": Function.SIGMOID, "tanh": Function.TANH,
 }  # fmt: skip
 BINARIES = {"add": Binary.ADD, "sub": Binary.SUBTRACT, "mul": Binary.MULTIPLY, "div": Binary.DIVIDE}
-
-
-@dataclass(slots=True, eq=False)
-class Buffer:
-    """Rows of `width` elements. is_kept: only of the rows whose logits are asked for; is_private: with a copy for each
-    thread where there are few rows.
-    """
-
-    width: int
-    is_half: bool = False
-    is_kept: bool = False
-    is_private: bool = False
-    is_logits: bool = False
-    is_dense: bool = False  # without anything between rows
-    slot: int = -1
-
-    @property
-    def by_row(self) -> int:
-        """Bytes from row to row, whole cache lines."""
-        size = self.width * (2 if self.is_half else 4)
-        return size if self.is_dense else -(-size // 64) * 64
-
-    @property
-    def kind(self) -> tuple[int, bool, bool]:
-        return self.by_row, self.is_kept, self.is_private
-
-
-@dataclass(slots=True)
-class Instruction:
-    """One instruction before addresses are known. A place is (buffer, first column)."""
-
-    op: Op
-    out: Buffer
-    x: tuple[Buffer, int] | None = None
-    y: tuple[Buffer, int] | None = None
-    weights: tuple[torch.Tensor, ...] = ()  # of a product
-    biases: tuple[torch.Tensor | None, ...] = ()
-    constants: dict[int, torch.Tensor] = field(
-        default_factory=dict
-    )  # float32 arrays, by the field that has the address
-    tables: tuple[Columns, ...] = ()  # of what follows from positions
-    fields: dict[int, int] = field(default_factory=dict)
-    layer: int = -1
-    meets: int = 0  # bits: 1 with few rows, 2 with many
-
-    def reads(self) -> list[Buffer]:
-        return [place[0] for place in (self.x, self.y) if place is not None]
-
-
-@dataclass(slots=True)
-class Attention:
-    """What a layer's attention reads and writes. operands: (buffer, first column) of q, k and v."""
-
-    layer: int
-    params: AttentionParams
-    operands: tuple[tuple[Buffer, int], ...]
-    out: Buffer
-    num_heads: int
-    num_kv_heads: int
-    dim: int
-
-
-@dataclass(slots=True)
-class Program:
-    """Instructions in order, and the attention of each layer, whose instructions name it by `layer`."""
-
-    instructions: list[Instruction]
-    attention: dict[int, Attention]
-    buffers: list[Buffer]
-    slots: list[tuple[int, bool, bool]] = field(default_factory=list)  # a Buffer's kind each
-
-    def touched(self, instruction: Instruction) -> list[Buffer]:
-        """What it reads and writes."""
-        operands = self.attention[instruction.layer].operands if instruction.op == Op.ATTEND else ()
-        return [*instruction.reads(), *(buffer for buffer, _ in operands), instruction.out]
 
 
 class Lowering:
@@ -131,14 +56,14 @@ class Lowering:
         if last[0].number not in self._kept or last[1] != 0 or last[0].width != self._graph.logits.elements.size:
             raise UnsuitableModelError("its head does not run on chosen rows")
         self._places[last[0].number][0].is_logits = True
-        _assign_slots(self.program)
-        _find_meetings(self.program)
+        assign_slots(self.program)
+        find_meetings(self.program)
         return self.program
 
     def _refuse(self, node: Node) -> None:
         raise UnsuitableModelError(f"{node.op} {node.facts.get('function', '')} stands alone")
 
-    # What is done in the instruction of its only user.
+    # Nodes that are computed in the instruction of their only user.
 
     def _plan(self, node: Node) -> None:
         if node.op == "binary" and node.facts["function"] == "mul" and len(node.inputs) == 2:
@@ -218,7 +143,7 @@ class Lowering:
                 return
 
     def _place_of(self, node: Node) -> int:
-        """Where a node is computed: with what it is fused into."""
+        """The number of the node whose instruction computes this one."""
         while node.number in self._fused:
             node = self._fused[node.number]
         return node.number
@@ -237,7 +162,7 @@ class Lowering:
         return instruction
 
     def _place(self, columns: Columns, what: str) -> tuple[Buffer, int]:
-        """Where columns are, as float32, that follow each other."""
+        """The place of columns that follow each other, as float32."""
         run = columns.run()
         if run is None:
             raise UnsuitableModelError(f"{what} of columns that do not follow each other")
@@ -254,13 +179,13 @@ class Lowering:
             buffer = self._floats[node.number]
         return buffer, start + first
 
-    def _emit_embedding(self, node: Node, factor: float = 1.0) -> None:
+    def _emit_embedding(self, node: Node) -> None:
         self._embed(node, node, 1.0)
 
     def _embed(self, node: Node, source: Node, factor: float) -> None:
         out = self._buffer(node)
         fields = {at.COLUMNS: node.width, at.FACTORS: at.two_floats(factor)}
-        self._add(Op.EMBED, node, out, weights=(source.facts["weight"],), fields=fields)
+        self._add(Op.EMBED, node, out, weights=(_known(source.facts["weight"]),), fields=fields)
         self._places[node.number] = out, 0
 
     def _emit_position(self, node: Node) -> None:
@@ -271,9 +196,9 @@ class Lowering:
         self._places[node.number] = out, 0
 
     def _emit_product(self, node: Node) -> None:
-        is_operand = self._is_half and all(user.op == "attend" for user in self._users[node.number])
-        runs = node is not self._last() and is_operand
-        out = self._buffer(node, is_half=runs)
+        users = self._users[node.number]
+        is_operand = self._is_half and bool(users) and all(user.op == "attend" for user in users)
+        out = self._buffer(node, is_half=is_operand)
         self._multiply(node, [node], out)
         self._places[node.number] = out, 0
 
@@ -285,7 +210,7 @@ class Lowering:
             cap = each.facts.get("cap", cap)
             if each.op == "unary":
                 function = FUNCTIONS[each.facts["function"]]
-        weight, bias = product.facts["weight"], product.facts["bias"]
+        weight, bias = _known(product.facts["weight"]), product.facts["bias"]
         fields = {
             at.COLUMNS: weight.shape[0],
             at.INPUTS: weight.shape[1],
@@ -382,7 +307,7 @@ class Lowering:
     def _gate(self, node: Node) -> None:
         (gate, first), (up, other), function = node.facts["gate"]
         rows = slice(first, first + node.width), slice(other, other + node.width)
-        weights = gate.facts["weight"][rows[0]], up.facts["weight"][rows[1]]
+        weights = _known(gate.facts["weight"])[rows[0]], _known(up.facts["weight"])[rows[1]]
         biases = tuple(None if each.facts["bias"] is None else each.facts["bias"][part]
                        for each, part in zip((gate, up), rows, strict=True))  # fmt: skip
         fields = {
@@ -410,9 +335,9 @@ class Lowering:
         self._places[node.number] = out, 0
 
     def _operand(self, node: Node, columns: Columns) -> tuple[Buffer, int]:
-        """Where attention finds q, k or v [heads, dim]: turned by position, and in its own type."""
-        rotary, x = _turned(self._graph, columns)
-        groups = _groups(x)
+        """The place of q, k or v [heads, dim], turned by position, in attention's own type."""
+        rotary, x = turned(self._graph, columns)
+        groups = groups_of(x)
         if groups is None:
             raise UnsuitableModelError("heads that do not lie evenly")
         source, first, by_group = groups
@@ -430,39 +355,15 @@ class Lowering:
         return out, 0
 
 
+def _known(weight: torch.Tensor) -> torch.Tensor:
+    """A weight of a type that programs read."""
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        raise UnsuitableModelError(f"weights in {weight.dtype}")
+    return weight
+
+
 def source_columns(graph: Graph, node: Node) -> Columns:
     return graph.logits.pick(graph.elements_of(node))
-
-
-def _turned(graph: Graph, columns: Columns) -> tuple[Node | None, Columns]:
-    """(what turned the first columns of each head, all columns before that)."""
-    numbers = np.unique(columns.numbers())
-    turned = [graph.nodes[int(number)] for number in numbers if graph.nodes[int(number)].op == "rotary"]
-    if not turned:
-        return None, columns
-    if len(turned) > 1:
-        raise UnsuitableModelError("heads that are turned in two ways")
-    rotary, elements = turned[0], columns.elements.copy()
-    mine = columns.numbers() == rotary.number
-    dim = rotary.facts["dim"]
-    if not (mine == (np.arange(columns.shape[1]) < dim)).all():
-        raise UnsuitableModelError("heads of which not the first columns are turned")
-    places = columns.places()[mine].reshape(columns.shape[0], dim)
-    if (places != np.arange(places.size).reshape(places.shape)).any():
-        raise UnsuitableModelError("heads in another order than they were turned in")
-    elements[mine] = rotary.inputs[0].elements.reshape(-1)
-    return rotary, columns.pick(elements)
-
-
-def _groups(columns: Columns) -> tuple[Node, int, int] | None:
-    """(node, first column, columns from head to head) of [heads, dim]."""
-    node, places = columns.node(), columns.places()
-    if node is None or (np.diff(places, axis=1) != 1).any():
-        return None
-    steps = np.diff(places[:, 0])
-    if len(steps) and (steps != steps[0]).any():
-        return None
-    return node, int(places[0, 0]), int(steps[0]) if len(steps) else places.shape[1]
 
 
 def _sources(node: Node) -> list[Node]:
@@ -482,51 +383,3 @@ def _reachable(graph: Graph) -> set[int]:
             found.add(node.number)
             left += _sources(node)
     return found
-
-
-def _assign_slots(program: Program) -> None:
-    """Buffers that are never needed at the same time share memory: a slot for rows of the same length and kind."""
-    last: dict[int, int] = {}
-    for place, instruction in enumerate(program.instructions):
-        for buffer in program.touched(instruction):
-            last[id(buffer)] = place
-    free: dict[tuple[int, bool, bool], list[int]] = defaultdict(list)
-    ending: dict[int, list[Buffer]] = defaultdict(list)
-    for buffer in program.buffers:
-        if id(buffer) in last:
-            ending[last[id(buffer)]].append(buffer)
-    for place, instruction in enumerate(program.instructions):
-        for buffer in program.touched(instruction):
-            if buffer.slot < 0:
-                fitting = free[buffer.kind]
-                if fitting and not buffer.is_logits:
-                    buffer.slot = fitting.pop()
-                else:
-                    buffer.slot = len(program.slots)
-                    program.slots.append(buffer.kind)
-        for buffer in ending[place]:
-            free[buffer.kind].append(buffer.slot)
-
-
-def _find_meetings(program: Program) -> None:
-    """Threads meet before what another one may still be writing is read, or what it still reads is written.
-
-    Of few rows a private norm is every thread's own.
-    """
-    for bit, is_few in ((1, True), (2, False)):
-        written: set[int] = set()
-        read: set[int] = set()
-        for instruction in program.instructions:
-            out = instruction.out.slot
-            if instruction.op == Op.ATTEND:
-                reads = {buffer.slot for buffer, _ in program.attention[instruction.layer].operands}
-            else:
-                reads = {buffer.slot for buffer in instruction.reads()}
-            if reads & written or out in read | written:
-                instruction.meets |= bit
-                written.clear()
-                read.clear()
-            is_own = is_few and instruction.out.is_private
-            read |= {slot for slot in reads if not (is_few and program.slots[slot][2])}
-            if not is_own:
-                written.add(out)

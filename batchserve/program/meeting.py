@@ -1,9 +1,10 @@
-"""Where the threads of a step wait for each other."""
+"""The barrier of a step's threads."""
 
 # ruff: noqa: ANN001, ANN201, ANN202
 from __future__ import annotations
 
 import ctypes
+import functools
 import platform
 
 from llvmlite import ir
@@ -13,7 +14,7 @@ from numba.extending import intrinsic
 from batchserve.native import njit
 from batchserve.program.instructions import ARRIVED, GENERATION, NUM_THREADS, YIELD
 
-SPINS = 4000  # some microseconds; whoever waits longer lets others have the core
+SPINS = 4000  # tens of microseconds or more; a thread that waits longer lets others have the core
 _NUMBER = ir.IntType(64)
 _IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
@@ -93,7 +94,8 @@ def meet(step):  # type: ignore[no-untyped-def]
             _call(step[YIELD])
 
 
+@functools.cache
 def yield_address() -> int:
-    """Of the system's function that lets another thread have the core; 0 where there is none."""
+    """The address of the system's function that lets another thread have the core; 0 where there is none."""
     function = getattr(ctypes.CDLL(None), "sched_yield", None)
     return 0 if function is None else int(ctypes.cast(function, ctypes.c_void_p).value or 0)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from batchserve.attention.cpu import CpuBackend
     from batchserve.attention.span_job import SpanJob
-    from batchserve.program.lower import Attention, Buffer, Instruction
+    from batchserve.program.program import Attention, Buffer, Instruction
     from batchserve.program.tape import Forward
 
 LEAST_CAPACITY = 64  # rows
@@ -67,6 +67,8 @@ class NativeModel:
         self._stores, self._attends = attends[::2], attends[1::2]
         self._table_fields: list[tuple[int, int, int]] = []  # instruction, field, table
         self._rows = assemble([self._encode(place, each) for place, each in enumerate(self._program.instructions)])
+        for each in self._program.instructions:
+            each.forget_model()
         self._step = np.zeros(at.STEP_SIZE, np.int64)
 
     def run(self, ids: np.ndarray, positions: np.ndarray, kept: np.ndarray) -> torch.Tensor:

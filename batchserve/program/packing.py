@@ -40,7 +40,7 @@ class PackedWeight:
 
 
 def pack(weight: torch.Tensor) -> PackedWeight:
-    """Of a weight [num_columns, num_inputs], float32 or bfloat16."""
+    """Pack a weight [num_columns, num_inputs], float32 or bfloat16."""
     num_columns, num_inputs = weight.shape
     in_word = 4 // weight.element_size()
     blocks, words = -(-num_columns // BLOCK), -(-num_inputs // in_word)

@@ -1,4 +1,4 @@
-"""What a program has one instruction for, found in a graph by what is computed, never by the names of modules."""
+"""Finds groups of operations that a program has one instruction for: by what they compute, never by modules' names."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def _signed(columns: Columns) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _turn_style(x: Columns, sources: np.ndarray, signs: np.ndarray) -> str | None:
-    """How a vector is turned: "halves" (-x2, x1) of its two halves, or "pairs" of its neighbours."""
+    """The way that a vector is turned: "halves" (-x2, x1) of its two halves, or "pairs" of its neighbours."""
     dim = x.shape[-1]
     if dim % 2:
         return None
@@ -232,7 +232,7 @@ def rows_first(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _keep_earlier(graph: Graph, node: Node) -> Columns | None:
-    """Of rows that are kept only these are normalised."""
+    """A norm after rows were chosen, instead of one of all rows."""
     run = node.inputs[0].run()
     if run is None or run[0].op != "norm" or run[0].width != node.width:
         return None

@@ -78,25 +78,23 @@ def _of_blocks(in_word: int, num_blocks: int) -> Any:
     return multiplied
 
 
-_HALF_1, _HALF_2, _HALF_3 = (_of_blocks(2, min(count, BLOCKS_AT_ONCE)) for count in (1, 2, 3))
-_FULL_1, _FULL_2, _FULL_3 = (_of_blocks(1, min(count, BLOCKS_AT_ONCE)) for count in (1, 2, 3))
+def _of_words(in_word: int) -> Any:
+    """The same, for a number of blocks that is known when it runs."""
+    one, two, three = (_of_blocks(in_word, min(count, BLOCKS_AT_ONCE)) for count in (1, 2, 3))
 
-
-@njit(nogil=True, cache=True)
-def _add_product(num_rows, num_blocks, in_word, x, by_x, weight, by_block, num_words, sums):  # type: ignore[no-untyped-def]
-    if in_word == 2:
-        if num_blocks == 3:
-            _HALF_3(num_rows, x, by_x, weight, by_block, num_words, sums)
+    @njit(nogil=True)
+    def multiplied(num_blocks, num_rows, x, by_x, weight, by_block, num_words, sums):  # type: ignore[no-untyped-def]
+        if num_blocks == 1:
+            one(num_rows, x, by_x, weight, by_block, num_words, sums)
         elif num_blocks == 2:
-            _HALF_2(num_rows, x, by_x, weight, by_block, num_words, sums)
+            two(num_rows, x, by_x, weight, by_block, num_words, sums)
         else:
-            _HALF_1(num_rows, x, by_x, weight, by_block, num_words, sums)
-    elif num_blocks == 3:
-        _FULL_3(num_rows, x, by_x, weight, by_block, num_words, sums)
-    elif num_blocks == 2:
-        _FULL_2(num_rows, x, by_x, weight, by_block, num_words, sums)
-    else:
-        _FULL_1(num_rows, x, by_x, weight, by_block, num_words, sums)
+            three(num_rows, x, by_x, weight, by_block, num_words, sums)
+
+    return multiplied
+
+
+_FULL, _HALF = _of_words(1), _of_words(2)
 
 
 @njit(nogil=True, cache=True)
@@ -104,12 +102,17 @@ def _panel(op, weight, first_block, num_blocks, num_rows, x, sums):  # type: ign
     """sums = x times some column blocks. By pieces of k, which stay in the core's cache for all of the rows."""
     in_word = op[IN_WORD]
     num_words = (op[INPUTS] + in_word - 1) // in_word
-    carray(as_pointer(sums), num_rows * PANEL, np.float32)[:] = 0.0
+    zeros = carray(as_pointer(sums), num_rows * PANEL, np.float32)
+    for i in range(len(zeros)):
+        zeros[i] = 0.0
     for first in range(0, num_words, K_CHUNK):
         count = min(K_CHUNK, num_words - first)
         piece = weight + first_block * op[BY_BLOCK] + first * 4 * BLOCK
         at = x + first * 4 * in_word
-        _add_product(num_rows, num_blocks, in_word, at, op[BY_X], piece, op[BY_BLOCK], count, sums)
+        if in_word == 2:
+            _HALF(num_blocks, num_rows, at, op[BY_X], piece, op[BY_BLOCK], count, sums)
+        else:
+            _FULL(num_blocks, num_rows, at, op[BY_X], piece, op[BY_BLOCK], count, sums)
 
 
 @njit(nogil=True, cache=True)

@@ -38,15 +38,6 @@ def _prefetch(builder: Builder, address: Value) -> None:
     builder.call(code.declared(builder, "llvm.prefetch.p0", kind), [address, *constants])
 
 
-def _widened(builder: Builder, words: Value, in_word: int) -> list[Value]:
-    """The word's elements as vectors of float32, in the order of k."""
-    if in_word == 1:
-        return [builder.bitcast(words, FLOATS)]
-    low = builder.shl(words, ir.Constant(WORDS, [16] * WIDTH))
-    high = builder.and_(words, ir.Constant(WORDS, [0xFFFF0000] * WIDTH))
-    return [builder.bitcast(low, FLOATS), builder.bitcast(high, FLOATS)]
-
-
 @functools.cache
 def multiply(num_rows: int, num_blocks: int, in_word: int) -> Any:
     """An intrinsic: sums += x times weights, over num_words words of k.
@@ -84,7 +75,7 @@ def multiply(num_rows: int, num_blocks: int, in_word: int) -> Any:
                     _prefetch(builder, _at(builder, line, index(AHEAD)))
                     for part in range(PARTS):
                         words = builder.load(_at(builder, line, index(4 * WIDTH * part)), typ=WORDS, align=4 * WIDTH)
-                        widened[block, part] = _widened(builder, words, in_word)
+                        widened[block, part] = code.widened(builder, words, in_word)
                 for k in range(in_word):
                     for row in range(num_rows):
                         element = _at(builder, rows[row], builder.add(at_x, index(4 * k)))

@@ -23,7 +23,6 @@ from batchserve.program.instructions import (
     FEW_ROWS,
     FUNCTION,
     GROUPS,
-    IDS,
     IN_WORD,
     IS_INTERLEAVED,
     KEPT,
@@ -61,6 +60,24 @@ def _halves(address, count):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
+def _copy(source, target):  # type: ignore[no-untyped-def]
+    """A loop, as Numba takes seconds to compile an assignment of slices."""
+    for j in range(target.shape[0]):
+        target[j] = source[j]
+
+
+@njit(nogil=True, cache=True)
+def _store(source, address, is_half):  # type: ignore[no-untyped-def]
+    """float32 at an address, or rounded to bfloat16."""
+    if is_half:
+        halves = _halves(address, source.shape[0])
+        for j in range(source.shape[0]):
+            halves[j] = narrow(source[j], HALF)
+    else:
+        _copy(source, _floats(address, source.shape[0]))
+
+
+@njit(nogil=True, cache=True)
 def _claim_rows(op, num_rows):  # type: ignore[no-untyped-def]
     """(first, end) of some rows that nobody else computes; first >= num_rows where none are left."""
     first = claim(op.ctypes.data + NEXT * 8) * ROWS_AT_ONCE
@@ -92,25 +109,15 @@ def _look_up(op, row, number):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def embed(op, step, num_rows):  # type: ignore[no-untyped-def]
-    ids = carray(as_pointer(step[IDS]), num_rows, np.int64)
+def look_up(op, numbers_at, num_rows):  # type: ignore[no-untyped-def]
+    """OUT = rows of a table, by the int64 numbers at an address: token ids or positions."""
+    numbers = carray(as_pointer(numbers_at), num_rows, np.int64)
     while True:
         first, end = _claim_rows(op, num_rows)
         if first >= num_rows:
             break
         for row in range(first, end):
-            _look_up(op, row, ids[row])
-
-
-@njit(nogil=True, cache=True)
-def look_up_positions(op, step, num_rows):  # type: ignore[no-untyped-def]
-    positions = carray(as_pointer(step[POSITIONS]), num_rows, np.int64)
-    while True:
-        first, end = _claim_rows(op, num_rows)
-        if first >= num_rows:
-            break
-        for row in range(first, end):
-            _look_up(op, row, positions[row])
+            _look_up(op, row, numbers[row])
 
 
 @njit(nogil=True, cache=True)
@@ -122,8 +129,7 @@ def keep(op, step, num_kept):  # type: ignore[no-untyped-def]
         if first >= num_kept:
             break
         for row in range(first, end):
-            source = _floats(op[X] + kept[row] * op[BY_X], count)
-            _floats(op[OUT] + row * op[BY_OUT], count)[:] = source
+            _copy(_floats(op[X] + kept[row] * op[BY_X], count), _floats(op[OUT] + row * op[BY_OUT], count))
 
 
 @njit(nogil=True, cache=True, fastmath=LANES)
@@ -168,7 +174,7 @@ def _normalise(op, x_at, out_at):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def normalise(op, num_rows, thread):  # type: ignore[no-untyped-def]
-    """Of few rows every thread has a copy of its own, so that nobody waits."""
+    """Every thread has a copy of its own where there are few rows, so that nobody waits."""
     if op[OUT_PRIVATE] != 0 and num_rows <= FEW_ROWS:
         own = op[OUT] + thread * op[OUT_PRIVATE]
         for row in range(num_rows):
@@ -205,15 +211,11 @@ def rotate(op, step, num_rows, scratch):  # type: ignore[no-untyped-def]
             cosine, sine = _floats(op[TABLE] + at, half), _floats(op[TABLE_2] + at, half)
             for group in range(op[GROUPS]):
                 x = _floats(op[X] + row * op[BY_X] + 4 * group * op[BY_GROUP], count)
-                room[:] = x
+                _copy(x, room)
                 if half > 0:
                     _rotate(x, cosine, sine, half, op[IS_INTERLEAVED] != 0, room)
-                if op[OUT_IS_HALF] != 0:
-                    halves = _halves(op[OUT] + row * op[BY_OUT] + 2 * group * count, count)
-                    for j in range(count):
-                        halves[j] = narrow(room[j], HALF)
-                else:
-                    _floats(op[OUT] + row * op[BY_OUT] + 4 * group * count, count)[:] = room
+                is_half = op[OUT_IS_HALF] != 0
+                _store(room, op[OUT] + row * op[BY_OUT] + (2 if is_half else 4) * group * count, is_half)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -234,28 +236,20 @@ def elementwise(op, num_rows, scratch):  # type: ignore[no-untyped-def]
     """OUT = function(X) combined with Y's row, or with a number where there is no Y."""
     count = op[COLUMNS]
     number = op.view(np.float32)[2 * FACTORS]
-    padded = (count + BLOCK - 1) // BLOCK * BLOCK
-    room = _floats(scratch, padded)
+    room = _floats(scratch, count)
     while True:
         first, end = _claim_rows(op, num_rows)
         if first >= num_rows:
             break
         for row in range(first, end):
-            room[:count] = _floats(op[X] + row * op[BY_X], count)
-            room[count:] = 0.0
+            _copy(_floats(op[X] + row * op[BY_X], count), room)
             activate(op[FUNCTION], scratch, count)
             if op[Y] != 0:
-                _combine(op[BINARY], room[:count], _floats(op[Y] + row * op[BY_Y], count))
-            elif op[BINARY] != Binary.NONE:
+                _combine(op[BINARY], room, _floats(op[Y] + row * op[BY_Y], count))
+            elif op[BINARY] == Binary.ADD:
                 for j in range(count):
-                    if op[BINARY] == Binary.ADD:
-                        room[j] += number
-                    else:
-                        room[j] *= number
-            out = op[OUT] + row * op[BY_OUT]
-            if op[OUT_IS_HALF] != 0:
-                halves = _halves(out, count)
+                    room[j] += number
+            elif op[BINARY] == Binary.MULTIPLY:
                 for j in range(count):
-                    halves[j] = narrow(room[j], HALF)
-            else:
-                _floats(out, count)[:] = room[:count]
+                    room[j] *= number
+            _store(room, op[OUT] + row * op[BY_OUT], op[OUT_IS_HALF] != 0)

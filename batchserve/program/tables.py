@@ -1,4 +1,4 @@
-"""What follows from positions alone, as tables: rotary factors, learned positions."""
+"""Tables of values that follow from positions alone: rotary factors, learned positions."""
 
 from __future__ import annotations
 
@@ -26,17 +26,20 @@ class PositionTables:
         """most: positions that there are."""
         self._most = most
         self._calls, self._positions = graph.position_calls, graph.positions
-        self._wanted: list[Columns] = []
+        self._wanted: list[tuple[torch.Tensor, np.ndarray]] = []  # recorded values, and which of their columns
         self.arrays: list[np.ndarray] = []
         self.length = 0
 
     def add(self, columns: Columns) -> int:
-        """The number of the table of such columns."""
-        for number, other in enumerate(self._wanted):
-            if other.same(columns):
+        """The number of the table of such columns, which are one node's."""
+        node, places = columns.node(), columns.places().reshape(-1)
+        assert node is not None
+        recorded = node.facts["tensor"]
+        for number, (other, chosen) in enumerate(self._wanted):
+            if other is recorded and np.array_equal(chosen, places):
                 return number
-        self._wanted.append(columns)
-        self.arrays.append(np.zeros((0, columns.elements.size), np.float32))
+        self._wanted.append((recorded, places))
+        self.arrays.append(np.zeros((0, len(places)), np.float32))
         return len(self._wanted) - 1
 
     def grow(self, length: int) -> bool:
@@ -64,10 +67,7 @@ class PositionTables:
             results = call.function(*now(call.arguments), **call.options)
             for old, new in zip(call.results, results if isinstance(results, tuple | list) else [results], strict=True):
                 values[id(old)] = new
-        found = []
-        for columns in self._wanted:
-            node = columns.node()
-            assert node is not None
-            chosen = torch.from_numpy(columns.places().reshape(-1))
-            found.append(rows_first(values[id(node.facts["tensor"])])[:, chosen].float().numpy())
-        return found
+        return [
+            rows_first(values[id(recorded)])[:, torch.from_numpy(places)].float().numpy()
+            for recorded, places in self._wanted
+        ]

@@ -1,4 +1,4 @@
-"""What a model computes, as the list of operators that one forward of it calls.
+"""Records one forward of a model as the list of operators that it calls.
 
 Nothing is asked of the model's code: it runs as it is, over a few rows, and torch's dispatcher tells of every operator.
 The values are kept, so that what depends on no input is a constant, and patterns can be told from the numbers.

@@ -45,6 +45,8 @@ from batchserve.runner.siblings import join_siblings, on_trial, plain_product, w
 from batchserve.runner.tokenizer import check_vocabulary, load_tokenizer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from batchserve.attention.base import LayerShape
     from batchserve.config import EngineConfig
     from batchserve.program.model import NativeModel
@@ -110,7 +112,7 @@ def resolve_dtype(dtype: str, device: torch.device = CPU) -> torch.dtype:
 
 
 @torch.inference_mode()
-def load_model(config: EngineConfig) -> LoadedModel:
+def load_model(config: EngineConfig, say: Callable[[str], None] = lambda message: None) -> LoadedModel:
     """Load, probe and pack. Raises ConfigError (cannot be loaded) or UnsupportedModelError (would answer wrongly).
 
     Only for the CPU's own attention backend are modules packed: the GPU path runs them as they are, also on a CPU, but
@@ -140,7 +142,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     vocab_size, num_parameters = int(text_config.vocab_size), count_parameters(model)
     native = None
     if has_cpu_backend(config, device) and config.custom_kernels:
-        native = native_model(model, probe, layers, served_length.longest)
+        native = native_model(model, probe, layers, served_length.longest, say)
     is_packed = native is None and has_cpu_backend(config, device) and can_pack(dtype)
     if native is None:
         join_siblings(_find_siblings(model, probe), PackedLinear if is_packed else plain_product)

@@ -6,7 +6,7 @@ import os
 from importlib import resources
 from pathlib import Path
 
-from batchserve.config import is_model_path
+from batchserve.option_checks import is_model_path
 from batchserve.runner.checkpoint import check_filled, check_path
 from batchserve.runner.hub import local_snapshot
 

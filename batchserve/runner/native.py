@@ -12,6 +12,9 @@ import torch
 from batchserve.attention.base import Span, Spans
 from batchserve.attention.cpu import CpuBackend, kernel_supports
 from batchserve.attention.slab import EXTENT, SlabAllocator
+from batchserve.config import MiB
+from batchserve.errors import is_out_of_memory
+from batchserve.free_memory import free_memory_bytes
 from batchserve.program.instructions import FEW_ROWS
 from batchserve.program.model import NativeModel
 from batchserve.program.tape import UnsuitableModelError
@@ -19,7 +22,7 @@ from batchserve.runner.forward import logits_of
 from batchserve.runner.probe import SMALL_WINDOW
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from transformers import PreTrainedModel
 
@@ -28,43 +31,47 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16)
-NAME = "probe"
+NAME, OTHER = "probe", "other"
 
 
 def native_model(
-    model: PreTrainedModel, probe: ModelProbe, layers: list[LayerShape], longest: int
+    model: PreTrainedModel, probe: ModelProbe, layers: list[LayerShape], longest: int, say: Callable[[str], None]
 ) -> NativeModel | None:
     """None where steps are to run the model's own modules, which is logged with the reason.
 
-    longest: the most tokens of a request. The model's weights are given up for packed ones. Raises
-    UnsupportedModelError where the program answers differently.
+    longest: the most tokens of a request. The model's weights are given up for packed ones once the program has given
+    the model's answers. Raises MemoryError.
     """
     if model.dtype not in DTYPES or not kernel_supports(layers, model.dtype):
         return None
-    if model.dtype == torch.bfloat16 and multiplies_halves():
-        logger.info("steps run the model's modules, not a native program: this processor multiplies bfloat16 itself")
+    if reason := _reason_for_modules(model):
+        logger.info("steps run the model's modules, not a native program: %s", reason)
         return None
+    say("preparing the native program (its kernels are compiled at the first start)")
     try:
         native = NativeModel(partial(logits_of, model), model.dtype, probe.vocab_size, longest)
+        probe.check_program(_Trial(native, probe, layers).answers)
     except UnsuitableModelError as error:
         logger.info("steps run the model's modules, not a native program: %s", error)
         return None
-    allocator = SlabAllocator(layers, model.dtype, 2 * EXTENT)
-    native.backend = CpuBackend(allocator, probe.num_heads, has_sinks=probe.has_sinks, is_native=True)
-
-    def answers(ids: Sequence[int], far: int) -> torch.Tensor:
-        """By steps of one row, of few and of many, beside a row of another request at a position of its own."""
-        found, context = [], 0
-        with native.windows_at_most(SMALL_WINDOW):
-            for count in _step_sizes(len(ids)):
-                found.append(_step(native, allocator, ids[context : context + count], context, far))
-                context += count
-        allocator.release(NAME)
-        return torch.cat(found)
-
-    probe.check_program(answers)
+    except Exception as error:  # whatever a stranger's model makes of being traced, its modules can still be tried
+        if is_out_of_memory(error):
+            raise
+        logger.warning("steps run the model's modules: a native program of it fails: %s", repr(error))
+        return None
     native.release_weights(model)
     return native
+
+
+def _reason_for_modules(model: PreTrainedModel) -> str:
+    """Empty where a program is made."""
+    if model.dtype == torch.bfloat16 and multiplies_halves():
+        return "this processor multiplies bfloat16 itself"
+    needed = sum(parameter.nbytes for parameter in model.parameters())
+    free = free_memory_bytes()
+    if free is not None and needed > free:  # weights are there twice until the program has been compared
+        return f"packed weights take {needed / MiB:.0f} MiB, and {free / MiB:.0f} MiB can be had"
+    return ""
 
 
 def multiplies_halves() -> bool:
@@ -75,29 +82,39 @@ def multiplies_halves() -> bool:
     return any(known.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 
-def _step_sizes(num_rows: int) -> list[int]:
-    """One row, few, and many: each has a path of its own."""
-    sizes, left = [], num_rows
-    for size in (1, 2, FEW_ROWS - 1, num_rows):
-        sizes.append(min(size, left))
-        left -= sizes[-1]
-    return [size for size in sizes if size]
+class _Trial:
+    """Answers by steps of one row, of few rows and of many, each beside a row of another request."""
 
+    def __init__(self, native: NativeModel, probe: ModelProbe, layers: list[LayerShape]) -> None:
+        self._native = native
+        self._allocator = SlabAllocator(layers, probe.dtype, 2 * EXTENT)
+        native.backend = CpuBackend(self._allocator, probe.num_heads, has_sinks=probe.has_sinks, is_native=True)
 
-def _step(native: NativeModel, allocator: SlabAllocator, ids: Sequence[int], context: int, far: int) -> torch.Tensor:
-    """Logits of rows that follow each other."""
-    count = len(ids)
-    if not (allocator.reserve(NAME, count) and allocator.reserve("other", 1)):
-        raise MemoryError("K/V of the probe's tokens")
-    places = np.arange(count, dtype=np.int32)
-    spans = [
-        Span("other", 0, 0, np.array([-1], np.int32), np.array([far]), is_chain=True),
-        Span(NAME, 1, context, places - 1, context + places.astype(np.int64), is_chain=True),
-    ]
-    assert native.backend is not None
-    native.backend.begin(Spans.of(spans))
-    positions = np.concatenate([[far], context + np.arange(count)])
-    logits = native.run(np.array([ids[0], *ids]), positions, np.arange(1, count + 1))
-    allocator.commit(NAME, range(count))
-    allocator.release("other")
-    return logits
+    def answers(self, ids: Sequence[int], far: int) -> torch.Tensor:
+        """Logits of rows that follow each other; far: the other request's position."""
+        found, context = [], 0
+        with self._native.windows_at_most(SMALL_WINDOW):
+            for size in (1, 2, FEW_ROWS - 1, len(ids)):
+                rows = ids[context : context + size]
+                if rows:
+                    found.append(self._step(rows, context, far))
+                context += len(rows)
+        self._allocator.release(NAME)
+        return torch.cat(found)
+
+    def _step(self, ids: Sequence[int], context: int, far: int) -> torch.Tensor:
+        count, allocator = len(ids), self._allocator
+        if not (allocator.reserve(NAME, count) and allocator.reserve(OTHER, 1)):
+            raise MemoryError("K/V of the probe's tokens")
+        places = np.arange(count, dtype=np.int32)
+        spans = [
+            Span(OTHER, 0, 0, np.array([-1], np.int32), np.array([far]), is_chain=True),
+            Span(NAME, 1, context, places - 1, context + places.astype(np.int64), is_chain=True),
+        ]
+        assert self._native.backend is not None
+        self._native.backend.begin(Spans.of(spans))
+        positions = np.concatenate([[far], context + np.arange(count)])
+        logits = self._native.run(np.array([ids[0], *ids]), positions, np.arange(1, count + 1))
+        allocator.commit(NAME, range(count))
+        allocator.release(OTHER)
+        return logits

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from batchserve.engine.free_memory import free_memory_bytes
+from batchserve.free_memory import free_memory_bytes
 
 MACHINE = {"proc/meminfo": "MemTotal:       9000 kB\nMemAvailable:   8000 kB\n"}
 

@@ -15,8 +15,8 @@ import pytest
 from batchserve.config import EngineConfig
 from batchserve.engine.build import build_engine
 from batchserve.engine.engine_core import EngineCore, Event
-from batchserve.engine.free_memory import described_want
 from batchserve.errors import BatchserveError, ConfigError, OutOfMemoryError, is_out_of_memory
+from batchserve.free_memory import described_want
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.types import SamplingParams, SpeculationParams
 from tests.equivalence.harness import build

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
+from batchserve.attention.cpu import CpuBackend
 from batchserve.attention.interface import ShapeProbe
+from batchserve.attention.slab import SlabAllocator
 from batchserve.config import EngineConfig
+from batchserve.program.model import NativeModel
 from batchserve.request import GREEDY
 from batchserve.runner import native
 from batchserve.runner.forward import logits_of
-from batchserve.runner.loader import load_model
+from batchserve.runner.loader import LoadedModel, load_model
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from tests.equivalence.harness import build
@@ -108,10 +114,79 @@ def test_modules_multiply_bfloat16_where_the_processor_does(
     assert loaded["float32"].native is not None
 
 
-def test_weights_are_kept_once(tmp_path: Path) -> None:
-    """Packed; what is tied to the embeddings is looked up in the head's."""
-    folder = save_tiny_model("llama", tmp_path / "tied", tie_word_embeddings=True)
+def matrices(model: torch.nn.Module) -> dict[int, int]:
+    """Bytes of the model's matrices, by their addresses."""
+    return {each.data_ptr(): each.nbytes for each in model.parameters() if each.ndim > 1}
+
+
+@pytest.mark.parametrize(("family", "is_tied"), [("llama", True), ("llama", False), ("phi3", False), ("gpt2", True)])
+def test_weights_are_kept_once(family: str, is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed. An embedding is looked up in the packed head where these are tied, and otherwise in its own table."""
+    loaded_at: dict[int, int] = {}
+    release = NativeModel.release_weights
+
+    def noting(self: NativeModel, model: PreTrainedModel) -> None:
+        loaded_at.update(matrices(model))
+        release(self, model)
+
+    monkeypatch.setattr(NativeModel, "release_weights", noting)
+    folder = save_tiny_model(family, tmp_path / "model", tie_word_embeddings=is_tied)
     loaded = load_model(EngineConfig(str(folder), dtype="float32"))
     assert loaded.native is not None
-    kept = sum(parameter.numel() for parameter in loaded.model.parameters() if parameter.ndim > 1)
-    assert kept == 0
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    alive = {each.untyped_storage().data_ptr() for each in tensors}
+    kept = sum(size for address, size in loaded_at.items() if address in alive)
+    row = 4 * loaded.model.config.hidden_size
+    assert kept == (0 if is_tied else loaded.vocab_size * row) + (512 * row if family == "gpt2" else 0)
+
+
+def test_a_program_that_answers_wrongly_is_not_used(
+    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = NativeModel.run
+    monkeypatch.setattr(NativeModel, "run", lambda self, *arguments: right(self, *arguments) * 1.1)
+    loaded = load_model(EngineConfig(str(tiny_model["llama"]), dtype="float32"))
+    assert loaded.native is None
+    assert "a native program of it fails" in caplog.text
+    assert "answers differently as a native program" in caplog.text
+    check_modules(loaded)
+
+
+def test_a_model_whose_tracing_fails_is_served_by_its_modules(
+    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*arguments: object) -> None:
+        raise KeyError("surprise")
+
+    monkeypatch.setattr("batchserve.program.model.record", failing)
+    loaded = load_model(EngineConfig(str(tiny_model["llama"]), dtype="float32"))
+    assert loaded.native is None
+    assert "KeyError('surprise')" in caplog.text
+    check_modules(loaded)
+
+
+def test_want_of_memory_is_said_as_such(tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*arguments: object) -> None:
+        raise MemoryError("1 bytes of packed weights")
+
+    monkeypatch.setattr("batchserve.program.model.pack", failing)
+    with pytest.raises(MemoryError, match="packed weights"):
+        load_model(EngineConfig(str(tiny_model["llama"]), dtype="float32"))
+
+
+def test_modules_run_where_packed_weights_do_not_fit_beside_the_models_own(
+    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "free_memory_bytes", lambda: 1000)
+    caplog.set_level(logging.INFO)
+    loaded = load_model(EngineConfig(str(tiny_model["llama"]), dtype="float32"))
+    assert loaded.native is None
+    assert "packed weights take" in caplog.text
+    check_modules(loaded)
+
+
+def check_modules(loaded: LoadedModel) -> None:
+    """The model's own modules still have their weights."""
+    runner = ModelRunner(loaded, CpuBackend(SlabAllocator(loaded.layers, loaded.dtype, 256), loaded.num_heads))
+    assert answer(runner, ids(), [NUM_TOKENS]).isfinite().all()

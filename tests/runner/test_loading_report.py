@@ -235,4 +235,11 @@ def test_double_precision_is_read(tmp_path: Path) -> None:
     def change(weights: Weights) -> None:
         weights.update({name: tensor.double() for name, tensor in weights.items()})
 
-    load(edit(save_tiny_model("llama", tmp_path), change, architectures="LlamaForCausalLM"))
+    folder = save_tiny_model("llama", tmp_path)
+    single = load_file(folder / "model.safetensors")
+    config = EngineConfig(str(edit(folder, change)), dtype="float32", attention_backend="torch")
+    served = load_model(config).model.state_dict()
+    assert torch.equal(served["model.norm.weight"], single["model.norm.weight"])
+    assert torch.equal(
+        served["model.layers.0.self_attn.o_proj.weight"], single["model.layers.0.self_attn.o_proj.weight"]
+    )

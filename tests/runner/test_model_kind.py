@@ -85,7 +85,8 @@ def test_where_no_architecture_is_named_the_type_of_model_decides(tmp_path: Path
 
 
 def test_a_language_model_that_names_no_architecture_is_served(tmp_path: Path) -> None:
-    load_model(EngineConfig(str(change(save_tiny_model("llama", tmp_path), architectures=None))))
+    loaded = load_model(EngineConfig(str(change(save_tiny_model("llama", tmp_path), architectures=None))))
+    assert type(loaded.model).__name__ == "LlamaForCausalLM"
 
 
 def test_an_embedding_model_that_is_a_language_model_by_name_is_refused(tmp_path: Path) -> None:
@@ -170,4 +171,4 @@ def test_no_quantisation_may_be_written_down(tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path)
     described = json.loads((folder / "config.json").read_text()) | {"quantization_config": None}
     (folder / "config.json").write_text(json.dumps(described))
-    load_model(EngineConfig(str(folder)))
+    assert load_model(EngineConfig(str(folder))).vocab_size == described["vocab_size"]

@@ -15,10 +15,10 @@ pytestmark = pytest.mark.faults
 TIMES = 60
 
 
-async def reuse(served: Served, request_id: str) -> None:
-    """Answered with the id that the call before had."""
+async def reuse(served: Served, request_id: str) -> str:
+    """The id that is answered where a call has the one before's."""
     answer = await served.client.generate(ask(max_tokens=2, request_id=request_id))
-    assert answer.request_id == request_id
+    return str(answer.request_id)
 
 
 @pytest.mark.parametrize("num_messages", [0, 1, 3])
@@ -29,7 +29,7 @@ async def test_after_a_cancelled_stream(tiny: Served, num_messages: int):
         for _ in range(num_messages):
             await anext(messages)
         call.cancel()
-        await reuse(tiny, f"id {time}")
+        assert await reuse(tiny, f"id {time}") == f"id {time}"
 
 
 async def test_after_a_cancelled_call_of_one_answer(tiny: Served):
@@ -37,7 +37,7 @@ async def test_after_a_cancelled_call_of_one_answer(tiny: Served):
         call = asyncio.ensure_future(tiny.client.generate(ask(max_tokens=400, request_id=f"id {time}")))
         await asyncio.sleep(0.001 * (time % 8))
         call.cancel()
-        await reuse(tiny, f"id {time}")
+        assert await reuse(tiny, f"id {time}") == f"id {time}"
 
 
 async def test_after_an_end_an_error_and_a_deadline(serve_tiny: Serve):
@@ -45,12 +45,12 @@ async def test_after_an_end_an_error_and_a_deadline(serve_tiny: Serve):
         for time in range(20):
             name = f"id {time}"
             await served.client.stream(ask(max_tokens=3, request_id=name))
-            await reuse(served, name)
+            assert await reuse(served, name) == name
             await failure_of(served.client.generate(ask(max_tokens=5000, request_id=name)))
-            await reuse(served, name)
+            assert await reuse(served, name) == name
             late = await failure_of(served.client.stream(ask(max_tokens=400, request_id=name), timeout=0.02))
             assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
-            await reuse(served, name)
+            assert await reuse(served, name) == name
 
 
 async def test_an_id_of_a_call_that_goes_on_is_refused_at_once(serve_tiny: Serve):
