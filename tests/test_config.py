@@ -17,7 +17,6 @@ from batchserve.config import (
     MAX_THREADS,
     MOST_BRANCH_LENGTH,
     MOST_MIN_MATCH,
-    MOST_TOKENS,
     DraftConfig,
     EngineConfig,
     ServerConfig,
@@ -25,6 +24,7 @@ from batchserve.config import (
 from batchserve.errors import ConfigError
 from batchserve.files import parse_path
 from batchserve.generate_command import _reference_text
+from batchserve.option_checks import MOST_TOKENS
 
 
 @pytest.mark.parametrize(

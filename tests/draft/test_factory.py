@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from batchserve.config import DRAFTERS, MOST_MIN_MATCH, MOST_TOKENS, DraftConfig, EngineConfig, MiB
+from batchserve.config import DRAFTERS, MOST_MIN_MATCH, DraftConfig, EngineConfig, MiB
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, NullDrafter
 from batchserve.draft.factory import SHARING, create_drafters, draft_limits, jacobi_shape
 from batchserve.draft.kernels import KernelLoader
@@ -15,6 +15,7 @@ from batchserve.draft.mixture import MIN_SCOPE_BYTES
 from batchserve.draft.router import RoutingDrafter
 from batchserve.draft.text_index import MAX_MATCH
 from batchserve.errors import ConfigError
+from batchserve.option_checks import MOST_TOKENS
 from batchserve.request import DraftScope
 
 
