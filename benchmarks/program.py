@@ -1,9 +1,8 @@
 """Milliseconds of a forward as a native program, beside the model's modules: decoding steps by rows, and prompts.
 
-    python -m benchmarks.program [--models bundled 90m] [--dtypes bfloat16 float32] [--threads 2] [--forced]
+    python -m benchmarks.program [--models bundled 90m] [--dtypes bfloat16 float32] [--threads 2]
 
 Both run in one process in turns. A decoding step has one row for each request behind 160 tokens; a prompt is one step.
---forced makes programs also where the processor multiplies bfloat16 itself and modules are the default.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from benchmarks.common import spread, write_results
 from batchserve.config import EngineConfig  # isort: skip
 from batchserve.engine.build import build_engine
 from batchserve.request import GREEDY
-from batchserve.runner import native
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from tools.widen_model import random_model, save
@@ -34,10 +32,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["bundled", "90m"])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--forced", action="store_true")
     args = parser.parse_args()
-    if args.forced:
-        native.multiplies_halves = lambda: False  # type: ignore[assignment]
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in args.models:

@@ -72,6 +72,7 @@ SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**_MOE, "head_dim": 32, "num_experts": 4, "moe_intermediate_size": 64, "decoder_sparse_step": 1},
     ),
+    "olmoe": ("olmoe", {**_MOE, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": False}),
     "glm4": ("glm4", {**_GQA, "head_dim": 32}),
     # attention sinks, which SDPA has not
     "gpt_oss": ("gpt_oss", {**_MOE, "head_dim": 32, "num_local_experts": 4, "sliding_window": WINDOW}),

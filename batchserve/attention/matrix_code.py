@@ -40,37 +40,44 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of Linux on x8
 _BYTE = ir.IntType(8)
 
 
+def compiles_matrices() -> bool:
+    """Whether numba compiles for such instructions."""
+    return {"+amx-bf16", "+amx-tile", "+avx512f"} <= set(code.features())
+
+
 @functools.cache
 def has_matrices() -> bool:
     """Whether numba compiles for such instructions, and this process may use them: Linux wants to be asked."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
-    if not {"+amx-bf16", "+amx-tile", "+avx512f"} <= set(code.features()):
+    if not compiles_matrices():
         return False
     answer: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA)
     return answer == 0
 
 
-def _call(builder: Builder, name: str, *arguments: Value) -> None:
+def call(builder: Builder, name: str, *arguments: Value) -> None:
+    """Emit an instruction of x86 by its name in LLVM."""
     kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
     builder.call(code.declared(builder, f"llvm.x86.{name}", kind), arguments)
 
 
-def _register(number: int) -> Value:
+def register_number(number: int) -> Value:
+    """One of eight tiles."""
     return ir.Constant(_BYTE, number)
 
 
 def _load(builder: Builder, register: int, array: Array, row: Value, column: Value) -> None:
-    _call(builder, "tileloadd64", _register(register), array.at(row, column), array.row_bytes)
+    call(builder, "tileloadd64", register_number(register), array.at(row, column), array.row_bytes)
 
 
 def _multiply(builder: Builder, sums: int, first: int, second: int) -> None:
-    _call(builder, "tdpbf16ps", _register(sums), _register(first), _register(second))
+    call(builder, "tdpbf16ps", register_number(sums), register_number(first), register_number(second))
 
 
 def _clear(builder: Builder, registers: int) -> None:
     for register in range(registers):
-        _call(builder, "tilezero", _register(register))
+        call(builder, "tilezero", register_number(register))
 
 
 def _words(value: int) -> Value:
@@ -83,9 +90,9 @@ def begin_tiles(typing_context):  # type: ignore[no-untyped-def]
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         shapes = struct.pack("<BB14x8H16x8B8x", 1, 0, *[ROW_BYTES] * 8, *[TILE] * 8)
-        constant = cgutils.create_constant_array(_BYTE, [_register(byte) for byte in shapes])
+        constant = cgutils.create_constant_array(_BYTE, [register_number(byte) for byte in shapes])
         stored = cgutils.global_constant(builder, "tile_shapes", constant)
-        _call(builder, "ldtilecfg", builder.bitcast(stored, ir.PointerType()))
+        call(builder, "ldtilecfg", builder.bitcast(stored, ir.PointerType()))
         return context.get_dummy_value()
 
     return types.none(), codegen
@@ -96,7 +103,7 @@ def end_tiles(typing_context):  # type: ignore[no-untyped-def]
     """To be called by each thread when it is through: what tiles hold slows down a change of threads."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        _call(builder, "tilerelease")
+        call(builder, "tilerelease")
         return context.get_dummy_value()
 
     return types.none(), codegen
@@ -177,7 +184,13 @@ def _score(num_queries: int, num_tiles: int) -> Any:
                     _load(builder, own, keys, row, builder.mul(loop.index, index(PAIRS)))
                     _multiply(builder, tile, own, AT_ONCE)
             for tile in range(num_tiles):
-                _call(builder, "tilestored64", _register(tile), spare.at(index(TILE * tile), index(0)), spare.row_bytes)
+                call(
+                    builder,
+                    "tilestored64",
+                    register_number(tile),
+                    spare.at(index(TILE * tile), index(0)),
+                    spare.row_bytes,
+                )
             factor = code.everywhere(builder, scale)
             for tile in range(num_tiles):
                 rows = [code.load(builder, spare.at(index(TILE * tile + i), index(0))) for i in range(TILE)]
@@ -298,7 +311,7 @@ def _move(name: str) -> Any:
             sums = Array(context, builder, signature.args[0], arguments[0])
             for tile in range(AT_ONCE):
                 at = sums.at(arguments[1], builder.add(arguments[2], index(TILE * tile)))
-                _call(builder, name, _register(tile), at, sums.row_bytes)
+                call(builder, name, register_number(tile), at, sums.row_bytes)
             return context.get_dummy_value()
 
         return types.none(sums, types.int64, types.int64), codegen

@@ -95,6 +95,34 @@ def multiply_add(builder: Builder, a: Value, b: Value, c: Value) -> Value:
     return builder.call(declared(builder, f"llvm.fmuladd.v{WIDTH}f32", kind), [a, b, c])
 
 
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite has no type for."""
+
+    null = "0.0"
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+def multiplies_pairs() -> bool:
+    """Whether the machine multiplies vectors of pairs of bfloat16."""
+    return WIDTH == 16 and "+avx512bf16" in features()
+
+
+def multiply_pairs(builder: Builder, sums: Value, one: Value, other: Value) -> Value:
+    """sums + the products of both pairs of bfloat16 in each word."""
+    halves = ir.VectorType(_BFloat(), 2 * WIDTH)
+    kind = ir.FunctionType(FLOATS, [FLOATS, halves, halves])
+    factors = [builder.bitcast(words, halves) for words in (one, other)]
+    return builder.call(declared(builder, "llvm.x86.avx512bf16.dpbf16ps.512", kind), [sums, *factors])
+
+
 def for_each_chunk(
     builder: Builder, elements: Array, rows: list[Value], body: Callable[[Value, list[list[Value]]], None]
 ) -> None:

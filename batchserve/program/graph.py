@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from batchserve.program.experts import DOWN, UP
 from batchserve.program.tape import ATTEND, NUM_ROWS, Call, Tape, UnsuitableModelError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ UNARY = {
     "silu", "gelu", "relu", "sigmoid", "tanh", "neg", "rsqrt", "exp", "gelu_tanh",
 }  # fmt: skip
 BINARY = {"add", "sub", "mul", "div"}
+IN_PLACE = {f"{name}_" for name in BINARY}
 _NODE_SHIFT = 40  # an element is a node's number, shifted, and a column
 
 
@@ -98,6 +100,7 @@ class Graph:
 
     def __init__(self, tape: Tape, simplify: Callable[[Graph, Node], Node | Columns | None]) -> None:
         self.nodes: list[Node] = []
+        self._tape = tape
         self.position_calls: list[Call] = []
         self.positions = tape.positions
         self._simplify = simplify
@@ -126,9 +129,9 @@ class Graph:
     def node_of(self, number: int) -> Node:
         return self.nodes[number]
 
-    def elements_of(self, node: Node) -> np.ndarray:
+    def columns_of(self, node: Node) -> Columns:
         """All of a node's columns."""
-        return (node.number << _NODE_SHIFT) + np.arange(node.width, dtype=np.int64)
+        return Columns(self, (node.number << _NODE_SHIFT) + np.arange(node.width, dtype=np.int64))
 
     def _take(self, call: Call) -> None:
         tensors = [*_tensors(call.arguments), *_tensors([*call.options.values()])]
@@ -138,6 +141,10 @@ class Graph:
             return
         if name == ATTEND:
             self._attend(call)
+        elif name in (UP, DOWN):
+            self._experts(call)
+        elif name in IN_PLACE and "rows" in kinds and self._is_alone(call.arguments[0]):
+            self._compute(call)
         elif call.function._schema.is_mutable:
             raise UnsuitableModelError(f"{name} changes a value in place")
         elif name == "embedding" and id(call.arguments[1]) in self._ids:
@@ -230,9 +237,21 @@ class Graph:
         shape = (query.shape[1], value.shape[-1])
         self._set(call.results[0], self.add("attend", shape, heads, layer=layer, params=params))
 
+    def _experts(self, call: Call) -> None:
+        x, index, weight, bias, *weights = call.arguments
+        operands = [self._of(each).columns for each in (x, index, *weights)]
+        facts = {"weight": weight, "bias": bias, "per_row": index.shape[-1]}
+        self._set(call.results[0], self.add(call.name, (weight.shape[1],), operands, **facts))
+
+    def _is_alone(self, tensor: Any) -> bool:
+        """Whether no other value lies in a tensor's memory, so that to change it is to make a new value."""
+        start = tensor.untyped_storage().data_ptr()
+        others = (each for call in self._tape.calls for each in call.results if each is not tensor)
+        return all(each.untyped_storage().data_ptr() != start for each in others)
+
     def _compute(self, call: Call) -> None:
         """An operator with values of its own."""
-        name, arguments, result = call.name, call.arguments, call.results[0]
+        name, arguments, result = call.name.removesuffix("_"), call.arguments, call.results[0]
         dim = row_dim(result)
         shape = tuple(size for place, size in enumerate(result.shape) if place != dim)
         if name in ("linear", "addmm", "mm", "matmul"):
@@ -247,6 +266,14 @@ class Graph:
             columns = self.add("pow", shape, [self._of(arguments[0]).columns], exponent=float(arguments[1]))
         elif name == "mean" and list(arguments[1]) in ([-1], [arguments[0].ndim - 1]) and arguments[2]:
             columns = self.add("mean", shape, [self._of(arguments[0]).columns])
+        elif name == "softmax" and arguments[1] in (-1, arguments[0].ndim - 1):
+            columns = self.add("softmax", shape, [self._of(arguments[0]).columns])
+        elif name == "sum" and list(arguments[1]) == [-1] and arguments[2]:
+            columns = self.add("sum", shape, [self._of(arguments[0]).columns])
+        elif name == "topk" and len(shape) == 1 and (*arguments, -1)[2] in (-1, 1):
+            scores = [self._of(arguments[0]).columns]
+            columns = self.add("topk_value", shape, scores)
+            self._set(call.results[1], self.add("topk_index", shape, scores))
         elif name == "layer_norm":
             source, (dim_size,), weight, bias, epsilon = (*arguments, *(None, None, 1e-5)[len(arguments) - 2 :])[:5]
             facts = {"weight": weight, "bias": bias, "epsilon": epsilon, "dim": dim_size, "kind": "layer"}
@@ -282,7 +309,7 @@ class Graph:
                 continue
             is_reversed = place == 0
             constant = operand if isinstance(operand, int | float) else _constant(operand, shape, rows_at, call.name)
-        facts = {"function": call.name, "constant": constant, "is_reversed": is_reversed}
+        facts = {"function": call.name.removesuffix("_"), "constant": constant, "is_reversed": is_reversed}
         return self.add("binary", shape, inputs, **facts)
 
 

@@ -23,12 +23,26 @@ class Op(IntEnum):
     ATTEND = 5
     KEEP = 6  # the rows whose logits are asked for
     ELEMENTWISE = 7
+    ROUTE = 8  # which experts a row goes to
+    GROUP = 9  # the order of pairs of rows and experts
+    GATHER = 10  # the rows of pairs
+    COMBINE = 11  # pairs, added up row by row
 
 
 class Norm(IntEnum):
     RMS = 0
     LAYER = 1
     COPY = 2  # none: from bfloat16 to float32
+    ROUND = 3  # none: from float32 to bfloat16
+
+
+class Kernel(IntEnum):
+    """How a product multiplies."""
+
+    FLOATS = 0  # weights and rows of float32
+    WIDENED = 1  # weights of bfloat16, rows of float32
+    PAIRS = 2  # both of bfloat16, in vectors
+    TILES = 3  # both of bfloat16, in tiles
 
 
 class Function(IntEnum):
@@ -42,6 +56,14 @@ class Function(IntEnum):
     SIGMOID = 5
     TANH = 6
     QUICK_GELU = 7
+
+
+class Routing(IntEnum):
+    """How scores of experts become weights, as bits."""
+
+    SHARES_OF_ALL = 1  # a softmax before the strongest are chosen
+    SHARES_OF_CHOSEN = 2  # a softmax of these
+    ADDS_UP_TO_ONE = 4
 
 
 class Binary(IntEnum):
@@ -58,15 +80,17 @@ class Binary(IntEnum):
     X, BY_X, X_PRIVATE,  # X_PRIVATE: bytes between the threads' own copies where there are few rows; 0: none
     Y, BY_Y,
     OUT, BY_OUT, OUT_PRIVATE, OUT_IS_HALF,  # bfloat16, otherwise float32
-    COLUMNS, INPUTS,
+    COLUMNS,
     WEIGHT, BY_BLOCK, IN_WORD, WEIGHT_2, BIAS, BIAS_2,
     FUNCTION, BINARY, ADDS,  # ADDS: the result is added to OUT
     FACTORS,  # two float32
     GROUPS, BY_GROUP,  # of COLUMNS each, in a row; columns of X from one to the next
     TABLE, BY_TABLE, TABLE_2, ROTATED, IS_INTERLEAVED,
     LOOP, JOB,
+    KERNEL, NUM_WORDS,  # of K that a product multiplies
+    PER_ROW, BY_EXPERT,  # PER_ROW: pairs of a row with experts, for what has a row for each pair; otherwise 0
     SIZE,
-) = range(35)  # fmt: skip
+) = range(38)  # fmt: skip
 
 # The step: how many rows, and how many whose logits are asked for; where the int64 arrays are that describe them; and
 # where each thread has room to work in. Numbers that threads change have a cache line each.

@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 
 from batchserve.addresses import as_pointer, claim
 from batchserve.native import cfunc
-from batchserve.program import product, row_operations
+from batchserve.program import expert_operations, product, row_operations
 from batchserve.program.instructions import (
     BY_SCRATCH,
     FEW_ROWS,
@@ -27,6 +27,7 @@ from batchserve.program.instructions import (
     NUM_KEPT,
     NUM_ROWS,
     OP,
+    PER_ROW,
     POSITIONS,
     SCRATCH,
     SIZE,
@@ -69,6 +70,8 @@ def run_loop() -> CFunc[Any]:
             if op[MEETS] & meeting:
                 meet(step)
             num_rows = step[NUM_KEPT] if op[IS_KEPT] != 0 else step[NUM_ROWS]
+            if op[PER_ROW] > 0:
+                num_rows *= op[PER_ROW]
             what = op[OP]
             if what == Op.PRODUCT:
                 product.product(op, num_rows, thread, scratch)
@@ -87,6 +90,14 @@ def run_loop() -> CFunc[Any]:
                 row_operations.keep(op, step, num_rows)
             elif what == Op.ELEMENTWISE:
                 row_operations.elementwise(op, num_rows, scratch)
+            elif what == Op.ROUTE:
+                expert_operations.route(op, num_rows, scratch)
+            elif what == Op.GROUP:
+                expert_operations.group(op, num_rows, scratch)
+            elif what == Op.GATHER:
+                expert_operations.gather(op, num_rows, thread)
+            elif what == Op.COMBINE:
+                expert_operations.combine(op, num_rows)
 
     compiled: CFunc[Any] = loop
     return compiled

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 
 from batchserve.program import instructions as at
+from batchserve.program.experts import DOWN, UP
 from batchserve.program.heads import groups_of, turned
 from batchserve.program.instructions import Binary, Function, Norm, Op
+from batchserve.program.lower_experts import ExpertLowering
 from batchserve.program.program import Attention, Buffer, Instruction, Program, assign_slots, find_meetings
 from batchserve.program.tape import UnsuitableModelError
 
@@ -21,14 +23,15 @@ FUNCTIONS = {
     "silu": Function.SILU, "gelu": Function.GELU, "gelu_tanh": Function.GELU_TANH, "relu": Function.RELU,
     "sigmoid": Function.SIGMOID, "tanh": Function.TANH,
 }  # fmt: skip
+PRODUCTS = ("product", UP)
 BINARIES = {"add": Binary.ADD, "sub": Binary.SUBTRACT, "mul": Binary.MULTIPLY, "div": Binary.DIVIDE}
 
 
 class Lowering:
-    """is_half: attention takes and gives bfloat16."""
+    """is_half: attention takes and gives bfloat16. multiplies_halves: so do products with weights of bfloat16."""
 
-    def __init__(self, graph: Graph, *, is_half: bool) -> None:
-        self._graph, self._is_half = graph, is_half
+    def __init__(self, graph: Graph, *, is_half: bool, multiplies_halves: bool) -> None:
+        self._graph, self._is_half, self._multiplies_halves = graph, is_half, multiplies_halves
         self._reached = _reachable(graph)
         self._users: dict[int, list[Node]] = defaultdict(list)
         for number in self._reached:
@@ -36,8 +39,11 @@ class Lowering:
                 self._users[each.number].append(graph.nodes[number])
         self._places: dict[int, tuple[Buffer, int]] = {}
         self._floats: dict[int, Buffer] = {}  # float32 copies of what is bfloat16
+        self._halves: dict[tuple[Node, int, int], Buffer] = {}  # bfloat16 copies of columns that products multiply
         self._fused: dict[int, Node] = {}
         self._kept: set[int] = set()
+        self._per_row: dict[int, int] = {}  # of what has a row for each pair of a row with an expert
+        self._experts = ExpertLowering(self)
         self.program = Program([], {}, [])
 
     def run(self) -> Program:
@@ -46,6 +52,7 @@ class Lowering:
         for node in nodes:
             if node.op == "keep" or any(source.number in self._kept for source in _sources(node)):
                 self._kept.add(node.number)
+            self._note_pairs(node)
             self._plan(node)
         for node in nodes:
             if node.number not in self._fused and node.op not in ("position", "rotary"):
@@ -59,6 +66,14 @@ class Lowering:
         assign_slots(self.program)
         find_meetings(self.program)
         return self.program
+
+    def _note_pairs(self, node: Node) -> None:
+        if node.op == UP:
+            self._per_row[node.number] = node.facts["per_row"]
+        elif node.op != DOWN:
+            found = {self._per_row[each.number] for each in _sources(node) if each.number in self._per_row}
+            if found:
+                self._per_row[node.number] = found.pop()
 
     def _refuse(self, node: Node) -> None:
         raise UnsuitableModelError(f"{node.op} {node.facts.get('function', '')} stands alone")
@@ -74,11 +89,13 @@ class Lowering:
                 self._fused[source.number] = node
         elif node.op == "binary" and node.facts["function"] == "add" and len(node.inputs) == 2:
             self._plan_sum(node)
+        elif node.op == DOWN:
+            self._fused.update((each.number, node) for each in self._experts.plan(node))
 
     def _can_end(self, node: Node, chain: list[Node]) -> bool:
         """Whether what a chain computes and the node can be one instruction."""
         if node.op == "unary":
-            return len(chain) == 1 and chain[-1].op == "product" and node.facts["function"] in FUNCTIONS
+            return len(chain) == 1 and chain[-1].op in PRODUCTS and node.facts["function"] in FUNCTIONS
         if chain[-1].op == "embedding":
             return len(chain) == 1 and node.op == "scale"
         return chain[-1].op == "product" and not any(each.op == "cap" for each in chain)
@@ -117,8 +134,7 @@ class Lowering:
                 continue
             products, users = (source[0], other[0]), {activated.number, node.number}
             mine = self._users[activated.number] == [node] and all(
-                each.op == "product" and {user.number for user in self._users[each.number]} <= users
-                for each in products
+                each.op in PRODUCTS and {user.number for user in self._users[each.number]} <= users for each in products
             )
             if mine and products[0].inputs[0].same(products[1].inputs[0]):
                 node.facts["gate"] = (source, other, activated.facts["function"])
@@ -150,18 +166,22 @@ class Lowering:
 
     # Instructions.
 
-    def _buffer(self, node: Node, width: int | None = None, **kind: Any) -> Buffer:
+    def buffer(self, node: Node, width: int | None = None, **kind: Any) -> Buffer:
+        """A buffer for rows of a node, which are pairs where the node's are."""
+        kind.setdefault("per_row", self._per_row.get(node.number, 1))
         buffer = Buffer(width or node.width, is_kept=node.number in self._kept, **kind)
         self.program.buffers.append(buffer)
         return buffer
 
-    def _add(self, op: Op, node: Node, out: Buffer, **more: Any) -> Instruction:
-        fields = {at.OP: op, at.IS_KEPT: int(node.number in self._kept), **more.pop("fields", {})}
+    def add(self, op: Op, node: Node, out: Buffer, **more: Any) -> Instruction:
+        """An instruction of a node."""
+        kind = {at.IS_KEPT: int(node.number in self._kept), at.PER_ROW: self._per_row.get(node.number, 0)}
+        fields = {at.OP: op, **kind, **more.pop("fields", {})}
         instruction = Instruction(op, out, fields=fields, **more)
         self.program.instructions.append(instruction)
         return instruction
 
-    def _place(self, columns: Columns, what: str) -> tuple[Buffer, int]:
+    def place(self, columns: Columns, what: str) -> tuple[Buffer, int]:
         """The place of columns that follow each other, as float32."""
         run = columns.run()
         if run is None:
@@ -172,33 +192,71 @@ class Lowering:
         buffer, start = self._places[node.number]
         if buffer.is_half:
             if node.number not in self._floats:
-                is_private = all(user.op == "product" for user in self._users[node.number])
-                copied = self._floats[node.number] = self._buffer(node, buffer.width, is_private=is_private)
+                copied = self._floats[node.number] = self.buffer(node, buffer.width, is_private=self._is_private(node))
                 fields = {at.FUNCTION: Norm.COPY, at.COLUMNS: buffer.width, at.GROUPS: 1}
-                self._add(Op.NORM, node, copied, x=(buffer, 0), fields=fields)
+                self.add(Op.NORM, node, copied, x=(buffer, 0), fields=fields)
             buffer = self._floats[node.number]
         return buffer, start + first
+
+    def factor(self, columns: Columns, weight: torch.Tensor) -> tuple[Buffer, int]:
+        """The place of columns that are multiplied with such a weight, in the type that its kernel takes."""
+        run = columns.run()
+        if run is None or not self._takes_halves(weight):
+            place = self.place(columns, "a product")
+            if weight.dtype == torch.bfloat16 and weight.shape[-1] % 2 and place[0].width != weight.shape[-1]:
+                raise UnsuitableModelError("an odd number of columns is multiplied, of more")
+            return place
+        node, first = run
+        size = columns.elements.size
+        buffer = self._places[node.number][0] if node.number in self._places else None
+        # A kernel reads a cache line of each row to its end, where zeros must be.
+        if buffer is not None and buffer.is_half and buffer.width == size and (size % 32 == 0 or not buffer.is_dense):
+            return buffer, 0
+        if (node, first, size) not in self._halves:
+            place = self.place(columns, "a product")
+            out = self.buffer(node, size, is_half=True, is_private=self._is_private(node))
+            self._halves[node, first, size] = out
+            fields = {at.FUNCTION: Norm.ROUND, at.COLUMNS: size, at.GROUPS: 1}
+            self.add(Op.NORM, node, out, x=place, fields=fields)
+        return self._halves[node, first, size], 0
+
+    def _is_private(self, node: Node) -> bool:
+        """Whether each thread may compute a copy of its own, of few rows, as only products read it."""
+        is_shared = node.number in self._kept or node.number in self._per_row
+        return not is_shared and all(user.op in PRODUCTS for user in self._users[node.number])
+
+    def _takes_halves(self, weight: torch.Tensor) -> bool:
+        return self._multiplies_halves and weight.dtype == torch.bfloat16
+
+    def _is_multiplied(self, node: Node) -> bool:
+        """Whether all that is done with a node is a product that takes bfloat16."""
+
+        def multiplies_all(user: Node) -> bool:
+            is_product = user.op in (*PRODUCTS, DOWN) and self._takes_halves(user.facts["weight"])
+            return is_product and user.inputs[0].same(self._graph.columns_of(node))
+
+        return node is not self._last() and all(map(multiplies_all, self._users[node.number]))
 
     def _emit_embedding(self, node: Node) -> None:
         self._embed(node, node, 1.0)
 
     def _embed(self, node: Node, source: Node, factor: float) -> None:
-        out = self._buffer(node)
+        out = self.buffer(node)
         fields = {at.COLUMNS: node.width, at.FACTORS: at.two_floats(factor)}
-        self._add(Op.EMBED, node, out, weights=(_known(source.facts["weight"]),), fields=fields)
+        self.add(Op.EMBED, node, out, weights=(_known(source.facts["weight"]),), fields=fields)
         self._places[node.number] = out, 0
 
     def _emit_position(self, node: Node) -> None:
-        out = self._buffer(node)
+        out = self.buffer(node)
         fields = {at.COLUMNS: node.width, at.FACTORS: at.two_floats(1.0), at.IN_WORD: 1}
-        columns = self._graph.logits.pick(self._graph.elements_of(node))
-        self._add(Op.POSITION, node, out, tables=(columns,), fields=fields)
+        columns = self._graph.columns_of(node)
+        self.add(Op.POSITION, node, out, tables=(columns,), fields=fields)
         self._places[node.number] = out, 0
 
     def _emit_product(self, node: Node) -> None:
         users = self._users[node.number]
         is_operand = self._is_half and bool(users) and all(user.op == "attend" for user in users)
-        out = self._buffer(node, is_half=is_operand)
+        out = self.buffer(node, is_half=is_operand)
         self._multiply(node, [node], out)
         self._places[node.number] = out, 0
 
@@ -212,24 +270,42 @@ class Lowering:
                 function = FUNCTIONS[each.facts["function"]]
         weight, bias = _known(product.facts["weight"]), product.facts["bias"]
         fields = {
-            at.COLUMNS: weight.shape[0],
-            at.INPUTS: weight.shape[1],
+            at.COLUMNS: weight.shape[-2],
             at.FACTORS: at.two_floats(factor, cap),
             at.FUNCTION: function,
             at.ADDS: int(adds),
         }
-        x = self._place(product.inputs[0], "a product")
-        self._add(Op.PRODUCT, node, out, x=x, weights=(weight,), biases=(bias,), fields=fields)
+        operands = self._operands(product, weight)
+        self.add(Op.PRODUCT, node, out, **operands, weights=(weight,), biases=(bias,), fields=fields)
+
+    def _operands(self, product: Node, weight: torch.Tensor) -> dict[str, Any]:
+        """What a product multiplies; of pairs also their groups."""
+        if product.op == "product":
+            return {"x": self.factor(product.inputs[0], weight)}
+        groups = self._experts.groups(product, product.inputs[1])
+        if product.op == UP:
+            return {"x": self._experts.rows_of_pairs(product), "y": (groups, 0)}
+        return {"x": self.factor(product.inputs[0], weight), "y": (groups, 0)}
+
+    def _emit_experts_up(self, node: Node) -> None:
+        self._emit_product(node)
+
+    def _emit_experts_down(self, node: Node) -> None:
+        self._per_row[node.number] = node.facts["per_row"]
+        pairs = self.buffer(node)
+        self._multiply(node, [node], pairs)
+        del self._per_row[node.number]
+        self._places[node.number] = self._experts.combine(node, pairs), 0
 
     def _emit_fused(self, node: Node) -> bool:
         """Whether the node is an end of a chain."""
         chain = self._chain(node)
-        if chain[-1].op not in ("product", "embedding") or len(chain) == 1:
+        if chain[-1].op not in (*PRODUCTS, "embedding") or len(chain) == 1:
             return False
         if chain[-1].op == "embedding":
             self._embed(node, chain[-1], node.facts["factor"])
             return True
-        out = self._buffer(node)
+        out = self.buffer(node, is_half=self._is_multiplied(node))
         self._multiply(node, chain, out)
         self._places[node.number] = out, 0
         return True
@@ -250,10 +326,9 @@ class Lowering:
             self._refuse(node)
 
     def _emit_norm(self, node: Node) -> None:
-        x = self._place(node.inputs[0], "a norm")
-        users = self._users[node.number]
-        is_private = all(user.op == "product" for user in users) and node.number not in self._kept
-        out, facts = self._buffer(node, is_private=is_private), node.facts
+        x = self.place(node.inputs[0], "a norm")
+        out = self.buffer(node, is_private=self._is_private(node), is_half=self._is_multiplied(node))
+        facts = node.facts
         dim = facts["dim"]
         weight = torch.ones(dim) if facts["weight"] is None else facts["weight"].detach().float()
         bias = torch.zeros(dim) if facts["bias"] is None else facts["bias"].detach().float()
@@ -263,12 +338,12 @@ class Lowering:
             at.GROUPS: node.width // dim,
             at.FACTORS: at.two_floats(facts["epsilon"]),
         }
-        self._add(Op.NORM, node, out, x=x, constants={at.WEIGHT: weight, at.BIAS: bias}, fields=fields)
+        self.add(Op.NORM, node, out, x=x, constants={at.WEIGHT: weight, at.BIAS: bias}, fields=fields)
         self._places[node.number] = out, 0
 
     def _emit_keep(self, node: Node) -> None:
-        x, out = self._place(node.inputs[0], "rows that are kept"), self._buffer(node)
-        self._add(Op.KEEP, node, out, x=x, fields={at.COLUMNS: node.width})
+        x, out = self.place(node.inputs[0], "rows that are kept"), self.buffer(node)
+        self.add(Op.KEEP, node, out, x=x, fields={at.COLUMNS: node.width})
         self._places[node.number] = out, 0
 
     def _emit_binary(self, node: Node) -> None:
@@ -276,7 +351,7 @@ class Lowering:
             self._gate(node)
         elif "sum" in node.facts:
             base, product = node.facts["sum"]
-            out = self._place(node.inputs[0].pick(self._graph.elements_of(base)), "a sum")[0]
+            out = self.place(self._graph.columns_of(base), "a sum")[0]
             self._multiply(node, self._chain(product), out, adds=True)
             self._places[node.number] = out, 0
         else:
@@ -295,29 +370,28 @@ class Lowering:
     def _elementwise(
         self, node: Node, function: Function, binary: Binary, number: float, constant: torch.Tensor | None = None
     ) -> None:
-        x = self._place(node.inputs[0], node.op)
-        y = self._place(node.inputs[1], node.op) if len(node.inputs) > 1 else None
-        out = self._buffer(node)
+        x = self.place(node.inputs[0], node.op)
+        y = self.place(node.inputs[1], node.op) if len(node.inputs) > 1 else None
+        out = self.buffer(node)
         constants = {} if constant is None else {at.Y: constant.reshape(-1).contiguous()}
         fields = {at.COLUMNS: node.width, at.FUNCTION: function, at.BINARY: binary,
                   at.FACTORS: at.two_floats(number)}  # fmt: skip
-        self._add(Op.ELEMENTWISE, node, out, x=x, y=y, constants=constants, fields=fields)
+        self.add(Op.ELEMENTWISE, node, out, x=x, y=y, constants=constants, fields=fields)
         self._places[node.number] = out, 0
 
     def _gate(self, node: Node) -> None:
         (gate, first), (up, other), function = node.facts["gate"]
         rows = slice(first, first + node.width), slice(other, other + node.width)
-        weights = _known(gate.facts["weight"])[rows[0]], _known(up.facts["weight"])[rows[1]]
-        biases = tuple(None if each.facts["bias"] is None else each.facts["bias"][part]
+        weights = tuple(_known(each.facts["weight"])[..., part, :] for each, part in zip((gate, up), rows, strict=True))
+        biases = tuple(None if each.facts["bias"] is None else each.facts["bias"][..., part]
                        for each, part in zip((gate, up), rows, strict=True))  # fmt: skip
         fields = {
             at.COLUMNS: node.width,
-            at.INPUTS: weights[0].shape[1],
             at.FACTORS: at.two_floats(1.0),
             at.FUNCTION: FUNCTIONS[function],
         }
-        x, out = self._place(gate.inputs[0], "a product"), self._buffer(node)
-        self._add(Op.PRODUCT, node, out, x=x, weights=weights, biases=biases, fields=fields)
+        operands, out = self._operands(gate, weights[0]), self.buffer(node, is_half=self._is_multiplied(node))
+        self.add(Op.PRODUCT, node, out, **operands, weights=weights, biases=biases, fields=fields)
         self._places[node.number] = out, 0
 
     def _emit_attend(self, node: Node) -> None:
@@ -325,13 +399,13 @@ class Lowering:
         (num_heads, dim), num_kv_heads = node.inputs[0].shape, node.inputs[1].shape[0]
         if node.inputs[1].shape != node.inputs[2].shape or node.inputs[1].shape[1] != dim:
             raise UnsuitableModelError("keys and values of different lengths")
-        out, layer = self._buffer(node, is_half=self._is_half, is_dense=True), node.facts["layer"]
+        out, layer = self.buffer(node, is_half=self._is_half, is_dense=True), node.facts["layer"]
         attention = Attention(layer, node.facts["params"], operands, out, num_heads, num_kv_heads, dim)
         if layer in self.program.attention:
             raise UnsuitableModelError(f"layer {layer} attends twice")
         self.program.attention[layer] = attention
-        self._add(Op.ATTEND, node, out, layer=layer)  # stores K and V of all rows, where that has to come first
-        self._add(Op.ATTEND, node, out, layer=layer)
+        self.add(Op.ATTEND, node, out, layer=layer)  # stores K and V of all rows, where that has to come first
+        self.add(Op.ATTEND, node, out, layer=layer)
         self._places[node.number] = out, 0
 
     def _operand(self, node: Node, columns: Columns) -> tuple[Buffer, int]:
@@ -344,14 +418,14 @@ class Lowering:
         (num_heads, dim), buffer_place = columns.shape, self._places.get(source.number)
         if rotary is None and buffer_place is not None and by_group == dim and buffer_place[0].is_half == self._is_half:
             return buffer_place[0], buffer_place[1] + first
-        place = self._place(source_columns(self._graph, source), "heads")
-        out = self._buffer(node, num_heads * dim, is_half=self._is_half)
+        place = self.place(self._graph.columns_of(source), "heads")
+        out = self.buffer(node, num_heads * dim, is_half=self._is_half)
         fields = {at.COLUMNS: dim, at.GROUPS: num_heads, at.BY_GROUP: by_group}
         tables: tuple[Columns, ...] = ()
         if rotary is not None:
             fields |= {at.ROTATED: rotary.facts["dim"], at.IS_INTERLEAVED: int(rotary.facts["style"] == "pairs")}
             tables = rotary.facts["cosine"], rotary.facts["sine"]
-        self._add(Op.ROTATE, node, out, x=(place[0], place[1] + first), tables=tables, fields=fields)
+        self.add(Op.ROTATE, node, out, x=(place[0], place[1] + first), tables=tables, fields=fields)
         return out, 0
 
 
@@ -360,10 +434,6 @@ def _known(weight: torch.Tensor) -> torch.Tensor:
     if weight.dtype not in (torch.float32, torch.bfloat16):
         raise UnsuitableModelError(f"weights in {weight.dtype}")
     return weight
-
-
-def source_columns(graph: Graph, node: Node) -> Columns:
-    return graph.logits.pick(graph.elements_of(node))
 
 
 def _sources(node: Node) -> list[Node]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -10,15 +11,17 @@ import torch
 
 from batchserve import openmp, pages
 from batchserve.attention import span_job
+from batchserve.attention.matrix_code import TILE
 from batchserve.program import instructions as at
+from batchserve.program.experts import noted_experts
 from batchserve.program.graph import Graph
-from batchserve.program.instructions import Op, assemble, two_floats
+from batchserve.program.instructions import Kernel, Op, assemble, two_floats
 from batchserve.program.interpreter import run_loop
 from batchserve.program.lower import Lowering
 from batchserve.program.meeting import yield_address
 from batchserve.program.packing import PackedWeight, pack
 from batchserve.program.patterns import simplify
-from batchserve.program.product import SCRATCH_BYTES
+from batchserve.program.product import HALVES, SCRATCH_BYTES
 from batchserve.program.tables import PositionTables
 from batchserve.program.tape import record
 
@@ -41,12 +44,15 @@ class NativeModel:
     forward: the model's, as `record` takes it. Raises UnsuitableModelError where the model cannot be a program.
     """
 
-    def __init__(self, forward: Forward, dtype: torch.dtype, vocab_size: int, max_model_len: int) -> None:
-        graph = Graph(record(forward, vocab_size, max_model_len), simplify)
+    def __init__(
+        self, model: PreTrainedModel, forward: Forward, dtype: torch.dtype, vocab_size: int, max_model_len: int
+    ) -> None:
+        graph = Graph(record(forward, vocab_size, max_model_len, partial(noted_experts, model)), simplify)
         self._vocab_size = vocab_size
         self.backend: CpuBackend | None = None
         self._is_half = dtype == torch.bfloat16
-        self._program = Lowering(graph, is_half=self._is_half).run()
+        multiplies_halves = HALVES != Kernel.WIDENED
+        self._program = Lowering(graph, is_half=self._is_half, multiplies_halves=multiplies_halves).run()
         self._tables = PositionTables(graph, max_model_len)
         self._packed: dict[tuple[Any, ...], PackedWeight] = {}
         self._constants: list[torch.Tensor] = []  # alive, as instructions have their addresses
@@ -140,7 +146,9 @@ class NativeModel:
         if each.op == Op.PRODUCT:
             packed = [self._pack(weight) for weight in each.weights]
             fields[at.WEIGHT], fields[at.BY_BLOCK] = packed[0].words.ctypes.data, packed[0].block_bytes
-            fields[at.IN_WORD] = 4 // packed[0].dtype.itemsize
+            fields[at.KERNEL] = kernel = _kernel(each, packed[0])
+            fields[at.NUM_WORDS] = packed[0].num_words if kernel == Kernel.TILES else packed[0].num_words_used
+            fields[at.BY_EXPERT] = packed[0].expert_bytes
             if len(packed) > 1:
                 fields[at.WEIGHT_2] = packed[1].words.ctypes.data
             for field, bias in zip((at.BIAS, at.BIAS_2), each.biases, strict=False):
@@ -189,10 +197,13 @@ class NativeModel:
         if num_rows > self._capacity:
             self._capacity = max(LEAST_CAPACITY, 1 << (num_rows - 1).bit_length())
         self._num_threads = num_threads
-        private = at.FEW_ROWS * num_threads
+        private, spare = at.FEW_ROWS * num_threads, 2 * TILE  # rows that tiles read after an expert's last pair
         self._memory = [
-            pages.zeros(by_row * max(self._capacity, private if is_private else 0) + 256, np.uint8)
-            for by_row, _, is_private in self._program.slots
+            pages.zeros(
+                kind.by_row * (max(self._capacity, private if kind.is_private else 0) * kind.per_row + spare) + 256,
+                np.uint8,
+            )
+            for kind in self._program.slots
         ]
         widest = 4 * max(buffer.width for buffer in self._program.buffers) + 256
         by_scratch = -(-max(SCRATCH_BYTES, widest) // 4096) * 4096
@@ -227,6 +238,12 @@ class NativeModel:
         job[span_job.WINDOW] = attention.params.sliding_window or 0
         for field, place in zip((span_job.QUERY, span_job.KEY, span_job.VALUE), attention.operands, strict=True):
             job[field : field + 3] = self._at(place), place[0].by_row, attention.dim * size
+
+
+def _kernel(each: Instruction, packed: PackedWeight) -> Kernel:
+    if packed.dtype == torch.float32:
+        return Kernel.FLOATS
+    return HALVES
 
 
 def _line(address: int) -> int:

@@ -9,44 +9,52 @@ import numpy as np
 from numba import carray
 
 from batchserve.addresses import as_pointer, claim
+from batchserve.attention.matrix_code import compiles_matrices
+from batchserve.attention.vector_code import multiplies_pairs
 from batchserve.elements import narrow
 from batchserve.native import njit
-from batchserve.program import function_code
+from batchserve.program import function_code, tile_code
+from batchserve.program.expert_operations import numbers, tiles_of
 from batchserve.program.instructions import (
     ADDS,
     BIAS,
     BIAS_2,
     BY_BLOCK,
+    BY_EXPERT,
     BY_OUT,
     BY_X,
     COLUMNS,
     FACTORS,
     FEW_ROWS,
     FUNCTION,
-    IN_WORD,
-    INPUTS,
     K_CHUNK,
+    KERNEL,
     NEXT,
+    NUM_WORDS,
     OUT,
     OUT_IS_HALF,
+    PER_ROW,
     ROW_CHUNK,
     WEIGHT,
     WEIGHT_2,
     X_PRIVATE,
     Function,
+    Kernel,
     X,
+    Y,
 )
 from batchserve.program.packing import BLOCK
 from batchserve.program.product_code import BLOCKS_AT_ONCE, ROWS_AT_ONCE, multiply
 
-PANEL = BLOCKS_AT_ONCE * BLOCK  # columns that one thread takes at once
-BY_SUM = 4 * PANEL
+# Columns that one thread takes at once.
+PANEL, TILE_PANEL = BLOCKS_AT_ONCE * BLOCK, tile_code.BLOCKS_AT_ONCE * BLOCK
+BY_SUM = 4 * max(PANEL, TILE_PANEL)
 SCRATCH_BYTES = 2 * ROW_CHUNK * BY_SUM
 UINT16 = np.uint16(0)
 
 
-def _loop(num_rows: int, num_blocks: int, in_word: int) -> Any:
-    inner = multiply(num_rows, num_blocks, in_word)
+def _loop(num_rows: int, num_blocks: int, kernel: Kernel) -> Any:
+    inner = multiply(num_rows, num_blocks, kernel)
 
     @njit(nogil=True)
     def loop(x, by_x, weight, by_block, num_words, sums):  # type: ignore[no-untyped-def]
@@ -55,10 +63,9 @@ def _loop(num_rows: int, num_blocks: int, in_word: int) -> Any:
     return loop
 
 
-def _of_blocks(in_word: int, num_blocks: int) -> Any:
-    """sums += x times one to three blocks of weights, for any number of rows."""
-    eight, four = _loop(ROWS_AT_ONCE, num_blocks, in_word), _loop(4, num_blocks, in_word)
-    two, one = _loop(2, num_blocks, in_word), _loop(1, num_blocks, in_word)
+def _of_blocks(kernel: Kernel, num_blocks: int) -> Any:
+    """sums += x times so many blocks of weights, for any number of rows."""
+    eight, four, two, one = (_loop(count, num_blocks, kernel) for count in (ROWS_AT_ONCE, 4, 2, 1))
 
     @njit(nogil=True)
     def multiplied(num_rows, x, by_x, weight, by_block, num_words, sums):  # type: ignore[no-untyped-def]
@@ -78,41 +85,49 @@ def _of_blocks(in_word: int, num_blocks: int) -> Any:
     return multiplied
 
 
-def _of_words(in_word: int) -> Any:
+def _of_kernel(kernel: Kernel) -> Any:
     """The same, for a number of blocks that is known when it runs."""
-    one, two, three = (_of_blocks(in_word, min(count, BLOCKS_AT_ONCE)) for count in (1, 2, 3))
+    one, most = _of_blocks(kernel, 1), _of_blocks(kernel, BLOCKS_AT_ONCE)
 
     @njit(nogil=True)
     def multiplied(num_blocks, num_rows, x, by_x, weight, by_block, num_words, sums):  # type: ignore[no-untyped-def]
-        if num_blocks == 1:
-            one(num_rows, x, by_x, weight, by_block, num_words, sums)
-        elif num_blocks == 2:
-            two(num_rows, x, by_x, weight, by_block, num_words, sums)
+        if num_blocks == BLOCKS_AT_ONCE:
+            most(num_rows, x, by_x, weight, by_block, num_words, sums)
         else:
-            three(num_rows, x, by_x, weight, by_block, num_words, sums)
+            for block in range(num_blocks):
+                at = sums + 4 * BLOCK * block
+                one(num_rows, x, by_x, weight + block * by_block, by_block, num_words, at)
 
     return multiplied
 
 
-_FULL, _HALF = _of_words(1), _of_words(2)
+@njit(nogil=True, cache=True)
+def _in_tiles(num_blocks, num_rows, x, by_x, weight, by_block, num_words, sums):  # type: ignore[no-untyped-def]
+    tile_code.multiply(num_blocks, num_rows, x, by_x, weight, by_block, num_words, sums, BY_SUM)
+
+
+# How weights of bfloat16 are multiplied here. PAIRS and TILES take rows of bfloat16.
+HALVES = Kernel.TILES if compiles_matrices() else Kernel.PAIRS if multiplies_pairs() else Kernel.WIDENED
+_FLOATS = _of_kernel(Kernel.FLOATS)
+_HALVES = _in_tiles if HALVES == Kernel.TILES else _of_kernel(HALVES)
 
 
 @njit(nogil=True, cache=True)
 def _panel(op, weight, first_block, num_blocks, num_rows, x, sums):  # type: ignore[no-untyped-def]
     """sums = x times some column blocks. By pieces of k, which stay in the core's cache for all of the rows."""
-    in_word = op[IN_WORD]
-    num_words = (op[INPUTS] + in_word - 1) // in_word
-    zeros = carray(as_pointer(sums), num_rows * PANEL, np.float32)
+    kernel, num_words = op[KERNEL], op[NUM_WORDS]
+    bytes_of_word = 8 if kernel == Kernel.WIDENED else 4  # of x
+    zeros = carray(as_pointer(sums), num_rows * (BY_SUM // 4), np.float32)
     for i in range(len(zeros)):
         zeros[i] = 0.0
     for first in range(0, num_words, K_CHUNK):
         count = min(K_CHUNK, num_words - first)
         piece = weight + first_block * op[BY_BLOCK] + first * 4 * BLOCK
-        at = x + first * 4 * in_word
-        if in_word == 2:
-            _HALF(num_blocks, num_rows, at, op[BY_X], piece, op[BY_BLOCK], count, sums)
+        at = x + first * bytes_of_word
+        if kernel == Kernel.FLOATS:
+            _FLOATS(num_blocks, num_rows, at, op[BY_X], piece, op[BY_BLOCK], count, sums)
         else:
-            _FULL(num_blocks, num_rows, at, op[BY_X], piece, op[BY_BLOCK], count, sums)
+            _HALVES(num_blocks, num_rows, at, op[BY_X], piece, op[BY_BLOCK], count, sums)
 
 
 @njit(nogil=True, cache=True)
@@ -145,6 +160,7 @@ _QUICK_GELU = function_code.apply(Function.QUICK_GELU)
 
 @njit(nogil=True, cache=True)
 def _add_bias(bias, first, count, num_rows, sums):  # type: ignore[no-untyped-def]
+    """first: the column, counted from the first expert's first one."""
     if bias == 0:
         return
     added = carray(as_pointer(bias + 4 * first), count, np.float32)
@@ -155,13 +171,13 @@ def _add_bias(bias, first, count, num_rows, sums):  # type: ignore[no-untyped-de
 
 
 @njit(nogil=True, cache=True)
-def _finish(op, first, count, num_rows, row, sums, gated):  # type: ignore[no-untyped-def]
+def _finish(op, expert, first, count, num_rows, row, sums, gated):  # type: ignore[no-untyped-def]
     """From sums to OUT: bias, function, what the function gates, factor, cap, and what is added to."""
     factors = op.view(np.float32)[2 * FACTORS : 2 * FACTORS + 2]
     factor, cap = factors[0], factors[1]
-    _add_bias(op[BIAS], first, count, num_rows, sums)
+    _add_bias(op[BIAS], expert * op[COLUMNS] + first, count, num_rows, sums)
     if gated != 0:
-        _add_bias(op[BIAS_2], first, count, num_rows, gated)
+        _add_bias(op[BIAS_2], expert * op[COLUMNS] + first, count, num_rows, gated)
     for i in range(num_rows):
         values = carray(as_pointer(sums + i * BY_SUM), count, np.float32)
         activate(op[FUNCTION], sums + i * BY_SUM, count)
@@ -195,22 +211,28 @@ def _finish(op, first, count, num_rows, row, sums, gated):  # type: ignore[no-un
 
 @njit(nogil=True, cache=True)
 def product(op, num_rows, thread, scratch):  # type: ignore[no-untyped-def]
-    """OUT = x times WEIGHT, or function(x times WEIGHT) * (x times WEIGHT_2)."""
-    columns = op[COLUMNS]
-    num_panels = (columns + PANEL - 1) // PANEL
-    num_chunks = (num_rows + ROW_CHUNK - 1) // ROW_CHUNK
+    """OUT = x times WEIGHT, or function(x times WEIGHT) * (x times WEIGHT_2). Of pairs each by its expert's weights."""
+    columns, by_panel = op[COLUMNS], TILE_PANEL if op[KERNEL] == Kernel.TILES else PANEL
+    num_panels = (columns + by_panel - 1) // by_panel
+    is_paired = op[PER_ROW] > 0
+    tiles = tiles_of(op[Y], num_rows) if is_paired else numbers(op.ctypes.data, 0).reshape((0, 3))
+    num_chunks = len(tiles) if is_paired else (num_rows + ROW_CHUNK - 1) // ROW_CHUNK
     x = op[X] + (thread * op[X_PRIVATE] if num_rows <= FEW_ROWS else 0)
     gated = scratch + ROW_CHUNK * BY_SUM if op[WEIGHT_2] != 0 else 0
     while True:
         unit = claim(op.ctypes.data + NEXT * 8)
         if unit >= num_panels * num_chunks:
             break
-        panel, row = unit // num_chunks, unit % num_chunks * ROW_CHUNK
-        rows, first = min(ROW_CHUNK, num_rows - row), panel * PANEL
-        count = min(PANEL, columns - first)
+        first, chunk, expert = unit // num_chunks * by_panel, unit % num_chunks, 0
+        if is_paired:
+            expert, row, rows = tiles[chunk, 0], tiles[chunk, 1], tiles[chunk, 2]
+        else:
+            row, rows = chunk * ROW_CHUNK, min(ROW_CHUNK, num_rows - chunk * ROW_CHUNK)
+        count = min(by_panel, columns - first)
         num_blocks = (count + BLOCK - 1) // BLOCK
         at = x + row * op[BY_X]
-        _panel(op, op[WEIGHT], panel * BLOCKS_AT_ONCE, num_blocks, rows, at, scratch)
+        by_expert = expert * op[BY_EXPERT]
+        _panel(op, op[WEIGHT] + by_expert, first // BLOCK, num_blocks, rows, at, scratch)
         if gated != 0:
-            _panel(op, op[WEIGHT_2], panel * BLOCKS_AT_ONCE, num_blocks, rows, at, gated)
-        _finish(op, first, count, rows, row, scratch, gated)
+            _panel(op, op[WEIGHT_2] + by_expert, first // BLOCK, num_blocks, rows, at, gated)
+        _finish(op, expert, first, count, rows, row, scratch, gated)

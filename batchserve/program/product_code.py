@@ -1,7 +1,8 @@
 """The inner loop of a product in vector code: some rows times some column blocks, over a run of k.
 
 Every output is one chain of sums in the order of k, whatever rows and columns are computed beside it: so its bits do
-not depend on the number of rows. Weights of bfloat16 are widened to float32, exactly.
+not depend on the number of rows. Weights of bfloat16 are widened to float32, exactly; or multiplied in pairs, where
+the processor does that and rows are bfloat16, too.
 """
 
 # ruff: noqa: ANN001, ANN202
@@ -16,7 +17,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from batchserve.attention import vector_code as code
-from batchserve.attention.vector_code import FLOAT, FLOATS, WIDTH, WORDS, Builder, Value, index
+from batchserve.attention.vector_code import FLOAT, FLOATS, WIDTH, WORD, WORDS, Builder, Value, index
+from batchserve.program.instructions import Kernel
 from batchserve.program.packing import BLOCK
 
 PARTS = BLOCK // WIDTH  # vectors of a block
@@ -31,7 +33,8 @@ def _at(builder: Builder, base: Value, offset: Value) -> Value:
     return builder.gep(base, [offset], source_etype=_BYTE)
 
 
-def _prefetch(builder: Builder, address: Value) -> None:
+def prefetch(builder: Builder, address: Value) -> None:
+    """Ask for the cache line of an address."""
     number = ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [_POINTER, number, number, number])
     constants = [ir.Constant(number, value) for value in (0, 3, 1)]  # to read, for all caches, data
@@ -39,12 +42,15 @@ def _prefetch(builder: Builder, address: Value) -> None:
 
 
 @functools.cache
-def multiply(num_rows: int, num_blocks: int, in_word: int) -> Any:
+def multiply(num_rows: int, num_blocks: int, kernel: Kernel) -> Any:
     """An intrinsic: sums += x times weights, over num_words words of k.
 
-    x: the address of float32 rows, by_row bytes apart. weights: the address of the first block's words, by_block bytes
-    apart. sums: the address of float32 rows of num_blocks * BLOCK columns, by_sum bytes apart. All are int64.
+    x: the address of rows, by_row bytes apart; of bfloat16 for PAIRS, else of float32. weights: the address of the
+    first block's words, by_block bytes apart. sums: the address of float32 rows of num_blocks * BLOCK columns, by_sum
+    bytes apart. All are int64.
     """
+
+    in_word = 1 if kernel == Kernel.FLOATS else 2
 
     @intrinsic
     def multiplied(typing_context, x, by_row, weights, by_block, num_words, sums, by_sum):  # type: ignore[no-untyped-def]
@@ -68,22 +74,27 @@ def multiply(num_rows: int, num_blocks: int, in_word: int) -> Any:
                       for block in range(num_blocks)]  # fmt: skip
             with cgutils.for_range(builder, num_words) as loop:
                 at_weight = builder.mul(loop.index, index(4 * BLOCK))
-                at_x = builder.mul(loop.index, index(4 * in_word))
-                widened = {}
+                at_x = builder.mul(loop.index, index(4 if kernel == Kernel.PAIRS else 4 * in_word))
+                factors: dict[tuple[int, int], list[Value]] = {}
                 for block in range(num_blocks):
                     line = _at(builder, blocks[block], at_weight)
-                    _prefetch(builder, _at(builder, line, index(AHEAD)))
+                    prefetch(builder, _at(builder, line, index(AHEAD)))
                     for part in range(PARTS):
                         words = builder.load(_at(builder, line, index(4 * WIDTH * part)), typ=WORDS, align=4 * WIDTH)
-                        widened[block, part] = code.widened(builder, words, in_word)
-                for k in range(in_word):
+                        is_paired = kernel == Kernel.PAIRS
+                        factors[block, part] = [words] if is_paired else code.widened(builder, words, in_word)
+                for k in range(len(factors[0, 0])):
                     for row in range(num_rows):
                         element = _at(builder, rows[row], builder.add(at_x, index(4 * k)))
-                        factor = code.everywhere(builder, builder.load(element, typ=FLOAT, align=4))
-                        for block, part in widened:
-                            total = totals[row, block, part]
+                        for (block, part), vectors in factors.items():
+                            total, factor = totals[row, block, part], vectors[k]
                             so_far = builder.load(total, typ=FLOATS)
-                            summed = code.multiply_add(builder, factor, widened[block, part][k], so_far)
+                            if kernel == Kernel.PAIRS:
+                                one = code.everywhere(builder, builder.load(element, typ=WORD, align=2))
+                                summed = code.multiply_pairs(builder, so_far, one, factor)
+                            else:
+                                one = code.everywhere(builder, builder.load(element, typ=FLOAT, align=4))
+                                summed = code.multiply_add(builder, one, factor, so_far)
                             builder.store(summed, total)
             for each, total in totals.items():
                 builder.store(builder.load(total, typ=FLOATS), place(*each), align=4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from batchserve.program.instructions import Op
 
@@ -15,10 +15,20 @@ if TYPE_CHECKING:
     from batchserve.program.graph import Columns
 
 
+class Kind(NamedTuple):
+    """What a Buffer's memory is like."""
+
+    by_row: int
+    row_bytes: int
+    is_kept: bool
+    is_private: bool
+    per_row: int
+
+
 @dataclass(slots=True, eq=False)
 class Buffer:
     """Rows of `width` elements. is_kept: only of the rows whose logits are asked for; is_private: with a copy for each
-    thread where there are few rows.
+    thread where there are few rows. per_row: pairs of each row with experts, where these have a row each.
     """
 
     width: int
@@ -27,6 +37,7 @@ class Buffer:
     is_private: bool = False
     is_logits: bool = False
     is_dense: bool = False  # without anything between rows
+    per_row: int = 1
     slot: int = -1
 
     @property
@@ -36,8 +47,12 @@ class Buffer:
         return size if self.is_dense else -(-size // 64) * 64
 
     @property
-    def kind(self) -> tuple[int, bool, bool]:
-        return self.by_row, self.is_kept, self.is_private
+    def kind(self) -> Kind:
+        """What two buffers have in common that may share memory. Between rows there are zeros for ever: what a product
+        reads after a row's last element is multiplied by zeros, and must be finite.
+        """
+        row_bytes = self.width * (2 if self.is_half else 4)
+        return Kind(self.by_row, row_bytes, self.is_kept, self.is_private, self.per_row)
 
 
 @dataclass(slots=True)
@@ -88,7 +103,7 @@ class Program:
     instructions: list[Instruction]
     attention: dict[int, Attention]
     buffers: list[Buffer]
-    slots: list[tuple[int, bool, bool]] = field(default_factory=list)  # a Buffer's kind each
+    slots: list[Kind] = field(default_factory=list)  # a Buffer's kind each
 
     def touched(self, instruction: Instruction) -> list[Buffer]:
         """The buffers that an instruction reads and writes."""
@@ -102,7 +117,7 @@ def assign_slots(program: Program) -> None:
     for place, instruction in enumerate(program.instructions):
         for buffer in program.touched(instruction):
             last[id(buffer)] = place
-    free: dict[tuple[int, bool, bool], list[int]] = defaultdict(list)
+    free: dict[Kind, list[int]] = defaultdict(list)
     ending: dict[int, list[Buffer]] = defaultdict(list)
     for buffer in program.buffers:
         if id(buffer) in last:
@@ -139,6 +154,6 @@ def find_meetings(program: Program) -> None:
                 written.clear()
                 read.clear()
             is_own = is_few and instruction.out.is_private
-            read |= {slot for slot in reads if not (is_few and program.slots[slot][2])}
+            read |= {slot for slot in reads if not (is_few and program.slots[slot].is_private)}
             if not is_own:
                 written.add(out)

@@ -150,11 +150,14 @@ def _sum_of_squares(x, mean):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _normalise(op, x_at, out_at):  # type: ignore[no-untyped-def]
-    """One row, in groups of COLUMNS; or a copy of one, of bfloat16."""
+    """One row, in groups of COLUMNS; or a copy of one, from bfloat16 or to it."""
     if op[FUNCTION] == Norm.COPY:
         widened, copied = _halves(x_at, op[COLUMNS]), _floats(out_at, op[COLUMNS])
         for j in range(op[COLUMNS]):
             copied[j] = widen(widened[j])
+        return
+    if op[FUNCTION] == Norm.ROUND:
+        _store(_floats(x_at, op[COLUMNS]), out_at, True)
         return
     count, epsilon = op[COLUMNS], op.view(np.float32)[2 * FACTORS]
     weight, bias = _floats(op[WEIGHT], count), _floats(op[BIAS], count)

@@ -6,6 +6,7 @@ The values are kept, so that what depends on no input is a constant, and pattern
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -80,14 +81,20 @@ class _Watch(TorchDispatchMode):
 
 
 @torch.inference_mode()
-def record(forward: Forward, vocab_size: int, num_positions: int) -> Tape:
+def record(
+    forward: Forward,
+    vocab_size: int,
+    num_positions: int,
+    noting: Callable[[Callable[[Call], None]], AbstractContextManager[None]] = lambda note: nullcontext(),
+) -> Tape:
     """One forward of NUM_ROWS rows, all of whose logits are kept.
 
-    forward(attention, ids, positions, keep): the model's logits, [num_rows, vocab_size].
+    forward(attention, ids, positions, keep): the model's logits, [num_rows, vocab_size]. noting: a context in which
+    the model notes calls of other functions than operators (experts.py).
     """
     recorder = _Recorder()
     ids, positions = (torch.arange(NUM_ROWS) * 7 + 3) % vocab_size, torch.arange(NUM_ROWS).clamp(max=num_positions - 1)
     keep = torch.arange(NUM_ROWS)
-    with _Watch(recorder.calls):
+    with noting(recorder.calls.append), _Watch(recorder.calls):
         logits = forward(recorder, ids, positions, keep)
     return Tape(recorder.calls, ids, positions, keep, logits)

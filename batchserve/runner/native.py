@@ -11,12 +11,14 @@ import torch
 
 from batchserve.attention.base import Span, Spans
 from batchserve.attention.cpu import CpuBackend, kernel_supports
+from batchserve.attention.matrix_code import has_matrices
 from batchserve.attention.slab import EXTENT, SlabAllocator
 from batchserve.config import MiB
 from batchserve.errors import is_out_of_memory
 from batchserve.free_memory import free_memory_bytes
-from batchserve.program.instructions import FEW_ROWS
+from batchserve.program.instructions import FEW_ROWS, Kernel
 from batchserve.program.model import NativeModel
+from batchserve.program.product import HALVES
 from batchserve.program.tape import UnsuitableModelError
 from batchserve.runner.forward import logits_of
 from batchserve.runner.probe import SMALL_WINDOW
@@ -49,7 +51,7 @@ def native_model(
         return None
     say("preparing the native program (its kernels are compiled at the first start)")
     try:
-        native = NativeModel(partial(logits_of, model), model.dtype, probe.vocab_size, longest)
+        native = NativeModel(model, partial(logits_of, model), model.dtype, probe.vocab_size, longest)
         probe.check_program(_Trial(native, probe, layers).answers)
     except UnsuitableModelError as error:
         logger.info("steps run the model's modules, not a native program: %s", error)
@@ -65,21 +67,13 @@ def native_model(
 
 def _reason_for_modules(model: PreTrainedModel) -> str:
     """Empty where a program is made."""
-    if model.dtype == torch.bfloat16 and multiplies_halves():
-        return "this processor multiplies bfloat16 itself"
+    if model.dtype == torch.bfloat16 and HALVES == Kernel.TILES and not has_matrices():
+        return "the system does not let this process use the processor's tiles"
     needed = sum(parameter.nbytes for parameter in model.parameters())
     free = free_memory_bytes()
     if free is not None and needed > free:  # weights are there twice until the program has been compared
         return f"packed weights take {needed / MiB:.0f} MiB, and {free / MiB:.0f} MiB can be had"
     return ""
-
-
-def multiplies_halves() -> bool:
-    """Whether the processor has instructions for products of bfloat16, which a program has none of yet: long prompts
-    are faster in oneDNN's.
-    """
-    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return any(known.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 
 class _Trial:

@@ -27,14 +27,9 @@ from tests.tiny_models import save_tiny_model
 
 NATIVE = (
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "opt", "gpt_neox", "olmo2", "glm4",
+    "mixtral", "qwen3_moe", "olmoe",
 )  # fmt: skip
 NUM_TOKENS = 45
-
-
-@pytest.fixture(autouse=True)
-def any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs of bfloat16 also where modules would be faster."""
-    monkeypatch.setattr(native, "multiplies_halves", lambda: False)
 
 
 def ids() -> list[int]:
@@ -61,6 +56,7 @@ def test_a_family_is_native_and_right_and_has_the_same_bits_in_any_steps(
 ) -> None:
     built = build(tiny_model[family], dtype=dtype, num_threads=1)
     runner, tokens = built.core.runner, ids()
+    assert runner._native is not None
     whole = answer(runner, tokens, [NUM_TOKENS])
     for sizes in ([1] * NUM_TOKENS, [7, 16, 22], [17, 3, 25]):
         assert torch.equal(answer(runner, tokens, sizes), whole)
@@ -101,17 +97,6 @@ def test_a_model_that_cannot_be_a_program_is_served_by_its_modules(tiny_model: d
     loaded = load_model(EngineConfig(str(tiny_model["mixtral"]), dtype="float32"))
     assert loaded.native is None
     assert loaded.has_packed_linears
-
-
-def test_modules_multiply_bfloat16_where_the_processor_does(
-    tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(native, "multiplies_halves", lambda: True)
-    loaded = {
-        dtype: load_model(EngineConfig(str(tiny_model["llama"]), dtype=dtype)) for dtype in ("bfloat16", "float32")
-    }
-    assert loaded["bfloat16"].native is None
-    assert loaded["float32"].native is not None
 
 
 def matrices(model: torch.nn.Module) -> dict[int, int]:

@@ -2,23 +2,54 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from batchserve.attention.vector_code import WIDTH
 from batchserve.program import instructions as at
-from batchserve.program.instructions import Function, assemble, two_floats
-from batchserve.program.packing import BLOCK, pack
-from batchserve.program.product import SCRATCH_BYTES, product
+from batchserve.program.instructions import Function, Kernel, assemble, two_floats
+from batchserve.program.packing import pack
+from batchserve.program.product import HALVES, SCRATCH_BYTES, product
 
-DTYPES = (torch.float32, torch.bfloat16)
+KERNELS = [
+    pytest.param(
+        kernel,
+        marks=pytest.mark.skipif(
+            kernel not in (Kernel.FLOATS, HALVES), reason=f"this processor does not multiply in {kernel.name}"
+        ),
+        id=kernel.name,
+    )
+    for kernel in Kernel
+]
+TAKES_HALVES = (Kernel.PAIRS, Kernel.TILES)
+
+
+def dtype_of(kernel: Kernel) -> torch.dtype:
+    return torch.float32 if kernel == Kernel.FLOATS else torch.bfloat16
+
+
+def rows_for(kernel: Kernel, x: np.ndarray) -> np.ndarray:
+    """Rows as a kernel reads them: with zeros after the last element, and for tiles with rows after the last one."""
+    num_rows, inputs = x.shape
+    padded = np.zeros((-(-num_rows // 32) * 32, -(-inputs // 32) * 32), np.float32)
+    padded[:num_rows, :inputs] = x
+    if kernel not in TAKES_HALVES:
+        return padded
+    padded[num_rows:] = np.nan
+    return torch.from_numpy(padded).bfloat16().view(torch.uint16).numpy()
 
 
 def multiply(
     x: np.ndarray,
     weights: list[torch.Tensor],
+    kernel: Kernel = Kernel.FLOATS,
     *,
     biases: tuple[torch.Tensor | None, ...] = (None, None),
     function: Function = Function.NONE,
@@ -28,24 +59,23 @@ def multiply(
 ) -> np.ndarray:
     """One instruction by one thread; base: what the result is added to."""
     packed = [pack(weight) for weight in weights]
-    columns, inputs = weights[0].shape
-    padded = np.zeros((len(x), -(-inputs // BLOCK) * BLOCK), np.float32)
-    padded[:, :inputs] = x
+    columns = len(weights[0])
+    rows = rows_for(kernel, x)
     out = np.full((len(x), columns), np.nan, np.float32) if base is None else base.copy()
     scratch = np.zeros(SCRATCH_BYTES, np.uint8)
     held = [None if bias is None else bias.float().numpy().copy() for bias in biases]
     fields = {
-        at.X: padded.ctypes.data, at.BY_X: padded.strides[0],
+        at.X: rows.ctypes.data, at.BY_X: rows.strides[0],
         at.OUT: out.ctypes.data, at.BY_OUT: out.strides[0], at.ADDS: int(base is not None),
-        at.COLUMNS: columns, at.INPUTS: inputs, at.IN_WORD: 4 // weights[0].element_size(),
+        at.COLUMNS: columns, at.KERNEL: kernel,
+        at.NUM_WORDS: packed[0].num_words if kernel == Kernel.TILES else packed[0].num_words_used,
         at.WEIGHT: packed[0].words.ctypes.data, at.BY_BLOCK: packed[0].block_bytes,
         at.WEIGHT_2: packed[1].words.ctypes.data if len(packed) > 1 else 0,
         at.BIAS: 0 if held[0] is None else held[0].ctypes.data,
         at.BIAS_2: 0 if held[1] is None else held[1].ctypes.data,
         at.FUNCTION: function, at.FACTORS: two_floats(factor, cap),
     }  # fmt: skip
-    rows = assemble([fields])
-    product(rows[0], len(x), 0, scratch.ctypes.data)
+    product(assemble([fields])[0], len(x), 0, scratch.ctypes.data)
     return out
 
 
@@ -53,21 +83,24 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("columns", "inputs"), [(48, 64), (16, 2), (1, 1), (50, 37), (257, 96), (131, 2500)])
-def test_odd_shapes(columns: int, inputs: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("num_rows", [13, 45])
+def test_odd_shapes(num_rows: int, columns: int, inputs: int, kernel: Kernel) -> None:
     """No multiples of blocks, words or pieces of k."""
-    weight, x = random(columns, inputs, dtype=dtype), random(13, inputs, seed=1)
+    weight, x = random(columns, inputs, dtype=dtype_of(kernel)), random(num_rows, inputs, seed=1)
+    if kernel in TAKES_HALVES:
+        x = x.bfloat16().float()
     expected = x.double() @ weight.double().T
-    assert np.abs(multiply(x.numpy(), [weight]) - expected.numpy()).max() < 1e-6 * inputs
+    assert np.abs(multiply(x.numpy(), [weight], kernel) - expected.numpy()).max() < 1e-6 * inputs
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_among_any_others(dtype: torch.dtype) -> None:
-    weight, x = random(100, 2300, dtype=dtype), random(150, 2300, seed=1).numpy()
-    every = multiply(x, [weight])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_row_has_the_same_bits_among_any_others(kernel: Kernel) -> None:
+    weight, x = random(100, 2300, dtype=dtype_of(kernel)), random(150, 2300, seed=1).numpy()
+    every = multiply(x, [weight], kernel)
     for first, count in ((0, 1), (3, 2), (5, 4), (0, 7), (9, 8), (20, 16), (1, 63), (0, 64), (10, 65), (17, 133)):
-        assert np.array_equal(multiply(x[first : first + count], [weight]), every[first : first + count])
+        assert np.array_equal(multiply(x[first : first + count], [weight], kernel), every[first : first + count])
 
 
 def test_what_follows_a_product() -> None:
@@ -110,3 +143,20 @@ def test_a_number_that_is_not_finite_stays_in_its_row() -> None:
     assert not np.isfinite(found[9]).any()
     others = [row for row in range(16) if row not in (5, 9)]
     assert np.array_equal(found[others], clean[others])
+
+
+@pytest.mark.skipif(WIDTH < 16, reason="such instructions come with vectors of 16")
+@pytest.mark.parametrize("kernel", TAKES_HALVES)
+def test_products_by_instructions_that_this_processor_may_lack(kernel: Kernel, tmp_path: Path) -> None:
+    """All of the above once more, where these instructions are emulated."""
+    environment = {**os.environ, "EMULATED_KERNEL": kernel.name, "NUMBA_CACHE_DIR": str(tmp_path)}
+    if kernel == HALVES:
+        pytest.skip("it has them")
+    tests = ["tests/program/test_product.py", "-k", f"{kernel.name} and (shapes or bits)"]
+    options = ["-q", "-p", "tests.program.emulated_matrices", "-p", "no:cacheprovider", "--override-ini", "addopts="]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *tests, *options], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout

@@ -1,0 +1,185 @@
+"""Which rows go to which experts, and what becomes of the results.
+
+A pair is a row and one of its experts. Pairs are put in order by expert, so that each expert's rows are one run of
+memory, and cut into tiles: runs of at most ROW_CHUNK pairs of one expert. A row's experts are added up in the order of
+their weights, so it comes out the same whatever other rows there are.
+
+Groups, an area of int64: the number of tiles; at GROUPS_START, for num_pairs pairs: each pair's row; the place of each
+row's j-th pair; its weight, as float32; and the tiles (expert, first pair, number of pairs).
+"""
+
+# ruff: noqa: ANN001, ANN201, ANN202
+from __future__ import annotations
+
+import numpy as np
+from numba import carray
+
+from batchserve.addresses import as_pointer, claim
+from batchserve.native import njit
+from batchserve.program.instructions import (
+    BY_OUT,
+    BY_X,
+    COLUMNS,
+    FACTORS,
+    FEW_ROWS,
+    FUNCTION,
+    GROUPS,
+    NEXT,
+    OUT,
+    ROW_CHUNK,
+    X_PRIVATE,
+    Routing,
+    X,
+    Y,
+)
+
+ROWS_AT_ONCE = 4  # that a thread claims
+GROUPS_START = 8  # int64
+GROUPS_OF_PAIR = 6  # int64: row, place, weight and a tile
+
+
+@njit(nogil=True, cache=True)
+def numbers(address, count):  # type: ignore[no-untyped-def]
+    return carray(as_pointer(address), count, np.int64)
+
+
+@njit(nogil=True, cache=True)
+def tiles_of(groups, num_pairs):  # type: ignore[no-untyped-def]
+    """[num_tiles, 3]: expert, first pair, number of pairs."""
+    num_tiles = numbers(groups, 1)[0]
+    return numbers(groups + 8 * (GROUPS_START + 3 * num_pairs), 3 * num_tiles).reshape((num_tiles, 3))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _to_shares(x, count):  # type: ignore[no-untyped-def]
+    """The softmax of the first `count` numbers, in place."""
+    most = x[0]
+    for j in range(1, count):
+        most = max(most, x[j])
+    total = np.float32(0.0)
+    for j in range(count):
+        x[j] = np.exp(x[j] - most)
+        total += x[j]
+    for j in range(count):
+        x[j] /= total
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _route(op, x, weights, experts):  # type: ignore[no-untyped-def]
+    """One row: its k experts, the strongest first and of equals the first one, and their weights. Changes x."""
+    count, k, kind = op[COLUMNS], op[GROUPS], op[FUNCTION]
+    if kind & Routing.SHARES_OF_ALL:
+        _to_shares(x, count)
+    for j in range(k):
+        best = -1
+        for expert in range(count):
+            is_taken = False
+            for i in range(j):
+                is_taken = is_taken or experts[i] == expert
+            if not is_taken and (best < 0 or x[expert] > x[best]):
+                best = expert
+        experts[j], weights[j] = best, x[best]
+    if kind & Routing.SHARES_OF_CHOSEN:
+        _to_shares(weights, k)
+    factor = op.view(np.float32)[2 * FACTORS]
+    if kind & Routing.ADDS_UP_TO_ONE:
+        total = np.float32(0.0)
+        for j in range(k):
+            total += weights[j]
+        factor /= total
+    for j in range(k):
+        weights[j] *= factor
+
+
+@njit(nogil=True, cache=True)
+def route(op, num_rows, scratch):  # type: ignore[no-untyped-def]
+    """OUT = each row's k weights, float32, and k experts, int32, of X's scores of all experts."""
+    count, k = op[COLUMNS], op[GROUPS]
+    room = carray(as_pointer(scratch), count, np.float32)
+    while True:
+        first = claim(op.ctypes.data + NEXT * 8) * ROWS_AT_ONCE
+        if first >= num_rows:
+            break
+        for row in range(first, min(num_rows, first + ROWS_AT_ONCE)):
+            scores = carray(as_pointer(op[X] + row * op[BY_X]), count, np.float32)
+            for j in range(count):
+                room[j] = scores[j]
+            out = op[OUT] + row * op[BY_OUT]
+            weights, experts = carray(as_pointer(out), k, np.float32), carray(as_pointer(out + 4 * k), k, np.int32)
+            _route(op, room, weights, experts)
+
+
+@njit(nogil=True, cache=True)
+def group(op, num_rows, scratch):  # type: ignore[no-untyped-def]
+    """OUT = groups of X's routes. One thread does it: it takes less than a meeting. scratch: an int64 an expert."""
+    if claim(op.ctypes.data + NEXT * 8) != 0:
+        return
+    k, num_experts = op[GROUPS], op[COLUMNS]
+    num_pairs, area = num_rows * k, op[OUT] + 8 * GROUPS_START
+    rows, places = numbers(area, num_pairs), numbers(area + 8 * num_pairs, num_pairs)
+    weights = numbers(area + 16 * num_pairs, num_pairs).view(np.float32)
+    first = numbers(scratch, num_experts)
+    for expert in range(num_experts):
+        first[expert] = 0
+    for row in range(num_rows):
+        experts = carray(as_pointer(op[X] + row * op[BY_X] + 4 * k), k, np.int32)
+        for j in range(k):
+            first[experts[j]] += 1
+    start = num_tiles = 0
+    tiles = numbers(area + 24 * num_pairs, 3 * num_pairs).reshape((num_pairs, 3))
+    for expert in range(num_experts):
+        count, first[expert] = first[expert], start
+        for piece in range(0, count, ROW_CHUNK):
+            tiles[num_tiles, 0], tiles[num_tiles, 1] = expert, start + piece
+            tiles[num_tiles, 2] = min(ROW_CHUNK, count - piece)
+            num_tiles += 1
+        start += count
+    numbers(op[OUT], 1)[0] = num_tiles
+    for row in range(num_rows):
+        at = op[X] + row * op[BY_X]
+        shares, experts = carray(as_pointer(at), k, np.float32), carray(as_pointer(at + 4 * k), k, np.int32)
+        for j in range(k):
+            place = first[experts[j]]
+            first[experts[j]] += 1
+            rows[place], places[row * k + j], weights[2 * (row * k + j)] = row, place, shares[j]
+
+
+@njit(nogil=True, cache=True)
+def gather(op, num_rows, thread):  # type: ignore[no-untyped-def]
+    """OUT = the row of each pair, in their order; COLUMNS are words of 32 bits. num_rows: of the step."""
+    num_pairs, count = num_rows * op[GROUPS], op[COLUMNS]
+    rows = numbers(op[Y] + 8 * GROUPS_START, num_pairs)
+    x = op[X] + (thread * op[X_PRIVATE] if num_rows <= FEW_ROWS else 0)
+    while True:
+        first = claim(op.ctypes.data + NEXT * 8) * ROWS_AT_ONCE
+        if first >= num_pairs:
+            break
+        for pair in range(first, min(num_pairs, first + ROWS_AT_ONCE)):
+            source = carray(as_pointer(x + rows[pair] * op[BY_X]), count, np.int32)
+            target = carray(as_pointer(op[OUT] + pair * op[BY_OUT]), count, np.int32)
+            for j in range(count):
+                target[j] = source[j]
+
+
+@njit(nogil=True, cache=True)
+def combine(op, num_rows):  # type: ignore[no-untyped-def]
+    """OUT = the sum of X's pairs of each row, times their weights."""
+    k, count = op[GROUPS], op[COLUMNS]
+    num_pairs, area = num_rows * k, op[Y] + 8 * GROUPS_START
+    places, weights = numbers(area + 8 * num_pairs, num_pairs), numbers(area + 16 * num_pairs, num_pairs)
+    shares = weights.view(np.float32)
+    while True:
+        first = claim(op.ctypes.data + NEXT * 8) * ROWS_AT_ONCE
+        if first >= num_rows:
+            break
+        for row in range(first, min(num_rows, first + ROWS_AT_ONCE)):
+            out = carray(as_pointer(op[OUT] + row * op[BY_OUT]), count, np.float32)
+            for j in range(k):
+                share = shares[2 * (row * k + j)]
+                x = carray(as_pointer(op[X] + places[row * k + j] * op[BY_X]), count, np.float32)
+                if j == 0:
+                    for i in range(count):
+                        out[i] = share * x[i]
+                else:
+                    for i in range(count):
+                        out[i] += share * x[i]

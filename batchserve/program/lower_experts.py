@@ -1,0 +1,67 @@
+"""Instructions of experts: the route of each row, its pairs in order, their products, and the sums of each row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from batchserve.program import instructions as at
+from batchserve.program.expert_operations import GROUPS_OF_PAIR
+from batchserve.program.instructions import Op
+from batchserve.program.routing import Route, route_of
+
+if TYPE_CHECKING:
+    from batchserve.program.graph import Columns, Node
+    from batchserve.program.lower import Lowering
+    from batchserve.program.program import Buffer
+
+
+class ExpertLowering:
+    """Part of a Lowering, for the experts of its graph."""
+
+    def __init__(self, lowering: Lowering) -> None:
+        self._lowering = lowering
+        self._routes: dict[bytes, Route] = {}  # by the columns of the experts' numbers
+        self._groups: dict[bytes, Buffer] = {}
+        self._gathered: dict[tuple[bytes, bytes], Buffer] = {}
+
+    def plan(self, node: Node) -> tuple[Node, ...]:
+        """The nodes whose work the routes of `node`, experts' second products, do."""
+        _, index, weights = node.inputs
+        route = self._routes[index.elements.tobytes()] = route_of(index, weights)
+        return route.nodes
+
+    def rows_of_pairs(self, node: Node) -> tuple[Buffer, int]:
+        """The place of the rows that go into experts' first products."""
+        x, index = node.inputs[0], node.inputs[1]
+        key, k = (x.elements.tobytes(), index.elements.tobytes()), node.facts["per_row"]
+        if key not in self._gathered:
+            lowering, groups = self._lowering, self.groups(node, index)
+            place = lowering.factor(x, node.facts["weight"])
+            out = lowering.buffer(node, x.elements.size, is_half=place[0].is_half)
+            fields = {at.COLUMNS: -(-place[0].width // 2) if out.is_half else x.elements.size, at.PER_ROW: 0}
+            lowering.add(Op.GATHER, node, out, x=place, y=(groups, 0), fields=fields | {at.GROUPS: k})
+            self._gathered[key] = out
+        return self._gathered[key], 0
+
+    def groups(self, node: Node, index: Columns) -> Buffer:
+        """The pairs of rows and experts by such numbers."""
+        key = index.elements.tobytes()
+        if key not in self._groups:
+            lowering, route, k = self._lowering, self._routes[key], node.facts["per_row"]
+            num_experts = route.scores.elements.size
+            fields = {at.COLUMNS: num_experts, at.GROUPS: k, at.PER_ROW: 0}
+            routes = lowering.buffer(node, 2 * k, per_row=1)
+            x = lowering.place(route.scores, "scores of experts")
+            kind = {at.FUNCTION: route.kind, at.FACTORS: at.two_floats(route.factor)}
+            lowering.add(Op.ROUTE, node, routes, x=x, fields=fields | kind)
+            groups = self._groups[key] = lowering.buffer(node, 2 * GROUPS_OF_PAIR * k, per_row=1, is_dense=True)
+            lowering.add(Op.GROUP, node, groups, x=(routes, 0), fields=dict(fields))
+        return self._groups[key]
+
+    def combine(self, node: Node, pairs: Buffer) -> Buffer:
+        """The rows' sums over their pairs."""
+        out = self._lowering.buffer(node, per_row=1)
+        groups = self.groups(node, node.inputs[1])
+        fields = {at.COLUMNS: node.width, at.GROUPS: node.facts["per_row"]}
+        self._lowering.add(Op.COMBINE, node, out, x=(pairs, 0), y=(groups, 0), fields=fields)
+        return out
