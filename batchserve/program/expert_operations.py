@@ -19,6 +19,7 @@ from batchserve.native import njit
 from batchserve.program.instructions import (
     BY_OUT,
     BY_X,
+    BY_Y,
     COLUMNS,
     FACTORS,
     FEW_ROWS,
@@ -93,7 +94,9 @@ def _route(op, x, weights, experts):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def route(op, num_rows, scratch):  # type: ignore[no-untyped-def]
-    """OUT = each row's k weights, float32, and k experts, int32, of X's scores of all experts."""
+    """OUT = each row's k weights, float32, and k experts, int32: by X's scores of all experts, or X's experts as they
+    are and Y's weights.
+    """
     count, k = op[COLUMNS], op[GROUPS]
     room = carray(as_pointer(scratch), count, np.float32)
     while True:
@@ -102,10 +105,17 @@ def route(op, num_rows, scratch):  # type: ignore[no-untyped-def]
             break
         for row in range(first, min(num_rows, first + ROWS_AT_ONCE)):
             scores = carray(as_pointer(op[X] + row * op[BY_X]), count, np.float32)
-            for j in range(count):
-                room[j] = scores[j]
             out = op[OUT] + row * op[BY_OUT]
             weights, experts = carray(as_pointer(out), k, np.float32), carray(as_pointer(out + 4 * k), k, np.int32)
+            if op[FUNCTION] == Routing.GIVEN:
+                given = carray(as_pointer(op[Y] + row * op[BY_Y]), k, np.float32)
+                for j in range(k):
+                    # What is not a number goes nowhere in particular, and comes out as it is.
+                    experts[j] = np.int32(min(max(scores[j], np.float32(0.0)), np.float32(count - 1)))
+                    weights[j] = given[j]
+                continue
+            for j in range(count):
+                room[j] = scores[j]
             _route(op, room, weights, experts)
 
 

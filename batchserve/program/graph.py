@@ -43,6 +43,16 @@ class Node:
     inputs: tuple[Columns, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
     number: int = -1
+    origin: Origin | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Origin:
+    """The call that computes a node, and its operands as rows. results: (recorded tensor, first column) each."""
+
+    call: Call
+    operands: tuple[tuple[torch.Tensor, Rows], ...]
+    results: tuple[tuple[torch.Tensor, int], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,6 +111,7 @@ class Graph:
     def __init__(self, tape: Tape, simplify: Callable[[Graph, Node], Node | Columns | None]) -> None:
         self.nodes: list[Node] = []
         self._tape = tape
+        self._origin: Origin | None = None  # of the nodes that are added
         self.position_calls: list[Call] = []
         self.positions = tape.positions
         self._simplify = simplify
@@ -117,7 +128,7 @@ class Graph:
 
     def add(self, op: str, shape: tuple[int, ...], inputs: Iterable[Columns] = (), **facts: Any) -> Columns:
         """A node's columns, in such a shape; or those of what it can be simplified to."""
-        node = Node(op, math.prod(shape), tuple(inputs), facts)
+        node = Node(op, math.prod(shape), tuple(inputs), facts, origin=self._origin)
         simpler = self._simplify(self, node)
         if isinstance(simpler, Columns):
             return simpler.pick(simpler.elements.reshape(shape))
@@ -134,7 +145,7 @@ class Graph:
         return Columns(self, (node.number << _NODE_SHIFT) + np.arange(node.width, dtype=np.int64))
 
     def _take(self, call: Call) -> None:
-        tensors = [*_tensors(call.arguments), *_tensors([*call.options.values()])]
+        tensors = [*tensors_in(call.arguments), *tensors_in([*call.options.values()])]
         kinds = {self._kind(each) for each in tensors}
         result, name = call.results[0], call.name
         if kinds <= {"constant"}:
@@ -143,8 +154,9 @@ class Graph:
             self._attend(call)
         elif name in (UP, DOWN):
             self._experts(call)
-        elif name in IN_PLACE and "rows" in kinds and self._is_alone(call.arguments[0]):
+        elif call.function._schema.is_mutable and "rows" in kinds and self._is_alone(call.arguments[0]):
             self._compute(call)
+            self._origin = None
         elif call.function._schema.is_mutable:
             raise UnsuitableModelError(f"{name} changes a value in place")
         elif name == "embedding" and id(call.arguments[1]) in self._ids:
@@ -171,6 +183,7 @@ class Graph:
             self._layout(call)
         else:
             self._compute(call)
+            self._origin = None
 
     def _kind(self, tensor: torch.Tensor) -> str:
         if id(tensor) in self._rows:
@@ -188,7 +201,7 @@ class Graph:
         """A tensor's rows. What depends on positions alone becomes a node once rows meet it."""
         if id(tensor) not in self._rows:
             call = self._made_by[id(tensor)]
-            sources = _tensors(call.arguments)
+            sources = tensors_in(call.arguments)
             if call.name in CASTS | LAYOUTS and all(each.is_floating_point() for each in sources):
                 for each in sources:
                     self._of(each)
@@ -210,13 +223,13 @@ class Graph:
 
         def numbers(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             rows = self._of(tensor)
-            elements = torch.from_numpy(rows.columns.elements).unsqueeze(tensor.ndim + rows.row_dim)
+            elements = torch.tensor(rows.columns.elements).unsqueeze(tensor.ndim + rows.row_dim)
             place = [1] * tensor.ndim
             place[rows.row_dim] = NUM_ROWS
             return elements.expand(tensor.shape), torch.arange(NUM_ROWS).view(place).expand(tensor.shape)
 
         def run(part: int) -> Any:
-            return call.function(*_mapped(call.arguments, lambda each: numbers(each)[part]), **call.options)
+            return call.function(*mapped(call.arguments, lambda each: numbers(each)[part]), **call.options)
 
         found = [run(0), run(1)]
         columns, rows = (each if isinstance(each, tuple | list) else [each] for each in found)
@@ -251,7 +264,16 @@ class Graph:
 
     def _compute(self, call: Call) -> None:
         """An operator with values of its own."""
-        name, arguments, result = call.name.removesuffix("_"), call.arguments, call.results[0]
+        name, arguments, result = call.name, call.arguments, call.results[0]
+        if name in IN_PLACE:
+            name = name.removesuffix("_")
+        operands = [each for each in tensors_in([*arguments, *call.options.values()]) if self._kind(each) != "constant"]
+        starts = np.cumsum([0, *(each.numel() // NUM_ROWS for each in call.results)])
+        self._origin = Origin(
+            call,
+            tuple((each, self._of(each)) for each in operands),
+            tuple((each, int(start)) for each, start in zip(call.results, starts, strict=False)),
+        )
         dim = row_dim(result)
         shape = tuple(size for place, size in enumerate(result.shape) if place != dim)
         if name in ("linear", "addmm", "mm", "matmul"):
@@ -264,23 +286,31 @@ class Graph:
             columns = self.add("unary", shape, [self._of(arguments[0]).columns], function=function)
         elif name == "pow" and isinstance(arguments[1], int | float):
             columns = self.add("pow", shape, [self._of(arguments[0]).columns], exponent=float(arguments[1]))
-        elif name == "mean" and list(arguments[1]) in ([-1], [arguments[0].ndim - 1]) and arguments[2]:
+        elif name == "mean" and list(arguments[1]) in ([-1], [arguments[0].ndim - 1]) and True in arguments[2:]:
             columns = self.add("mean", shape, [self._of(arguments[0]).columns])
         elif name == "softmax" and arguments[1] in (-1, arguments[0].ndim - 1):
             columns = self.add("softmax", shape, [self._of(arguments[0]).columns])
-        elif name == "sum" and list(arguments[1]) == [-1] and arguments[2]:
+        elif name == "sum" and list(arguments[1]) == [-1] and True in arguments[2:]:
             columns = self.add("sum", shape, [self._of(arguments[0]).columns])
         elif name == "topk" and len(shape) == 1 and (*arguments, -1)[2] in (-1, 1):
             scores = [self._of(arguments[0]).columns]
             columns = self.add("topk_value", shape, scores)
-            self._set(call.results[1], self.add("topk_index", shape, scores))
+            self._set(call.results[1], self.add("topk_index", shape, scores, start=columns.elements.size))
         elif name == "layer_norm":
             source, (dim_size,), weight, bias, epsilon = (*arguments, *(None, None, 1e-5)[len(arguments) - 2 :])[:5]
             facts = {"weight": weight, "bias": bias, "epsilon": epsilon, "dim": dim_size, "kind": "layer"}
             columns = self.add("norm", shape, [self._of(source).columns], **facts)
         else:
-            raise UnsuitableModelError(f"{name} is not known to a program")
+            self._other(call, int(starts[-1]))
+            return
         self._set(result, columns)
+
+    def _other(self, call: Call, width: int) -> None:
+        """An operator that only torch knows."""
+        assert self._origin is not None
+        columns = self.add("other", (width,), [rows.columns for _, rows in self._origin.operands])
+        for result, start in self._origin.results:
+            self._set(result, columns.pick(columns.elements[start : start + result.numel() // NUM_ROWS]))
 
     def _product(self, name: str, arguments: tuple[Any, ...], shape: tuple[int, ...]) -> Columns:
         if name == "linear":
@@ -332,19 +362,21 @@ def _constant(tensor: torch.Tensor, shape: tuple[int, ...], rows_at: int, name: 
     return tensor.float().expand(shape)
 
 
-def _tensors(arguments: Iterable[Any]) -> list[torch.Tensor]:
+def tensors_in(arguments: Iterable[Any]) -> list[torch.Tensor]:
+    """All tensors of arguments, those in lists, too."""
     found = []
     for each in arguments:
         if isinstance(each, torch.Tensor):
             found.append(each)
         elif isinstance(each, tuple | list):
-            found += _tensors(each)
+            found += tensors_in(each)
     return found
 
 
-def _mapped(arguments: Iterable[Any], change: Callable[[torch.Tensor], Any]) -> list[Any]:
+def mapped(arguments: Iterable[Any], change: Callable[[torch.Tensor], Any]) -> list[Any]:
+    """Arguments with all tensors changed, those in lists, too."""
     return [
         change(each) if isinstance(each, torch.Tensor)
-        else _mapped(each, change) if isinstance(each, tuple | list) else each
+        else mapped(each, change) if isinstance(each, tuple | list) else each
         for each in arguments
     ]  # fmt: skip

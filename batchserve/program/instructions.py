@@ -27,6 +27,7 @@ class Op(IntEnum):
     GROUP = 9  # the order of pairs of rows and experts
     GATHER = 10  # the rows of pairs
     COMBINE = 11  # pairs, added up row by row
+    TORCH = 12  # an operator that torch computes, between the segments of a list
 
 
 class Norm(IntEnum):
@@ -64,6 +65,7 @@ class Routing(IntEnum):
     SHARES_OF_ALL = 1  # a softmax before the strongest are chosen
     SHARES_OF_CHOSEN = 2  # a softmax of these
     ADDS_UP_TO_ONE = 4
+    GIVEN = 8  # weights and numbers of experts that have been computed before
 
 
 class Binary(IntEnum):

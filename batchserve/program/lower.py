@@ -10,14 +10,16 @@ import torch
 
 from batchserve.program import instructions as at
 from batchserve.program.experts import DOWN, UP
+from batchserve.program.graph import row_dim
 from batchserve.program.heads import groups_of, turned
 from batchserve.program.instructions import Binary, Function, Norm, Op
 from batchserve.program.lower_experts import ExpertLowering
 from batchserve.program.program import Attention, Buffer, Instruction, Program, assign_slots, find_meetings
-from batchserve.program.tape import UnsuitableModelError
+from batchserve.program.tape import NUM_ROWS, UnsuitableModelError
+from batchserve.program.torch_calls import Operand, TorchCall, check_row_by_row
 
 if TYPE_CHECKING:
-    from batchserve.program.graph import Columns, Graph, Node
+    from batchserve.program.graph import Columns, Graph, Node, Origin, Rows
 
 FUNCTIONS = {
     "silu": Function.SILU, "gelu": Function.GELU, "gelu_tanh": Function.GELU_TANH, "relu": Function.RELU,
@@ -42,6 +44,7 @@ class Lowering:
         self._halves: dict[tuple[Node, int, int], Buffer] = {}  # bfloat16 copies of columns that products multiply
         self._fused: dict[int, Node] = {}
         self._kept: set[int] = set()
+        self._by_torch: dict[int, Buffer] = {}  # by the ids of what torch computes
         self._per_row: dict[int, int] = {}  # of what has a row for each pair of a row with an expert
         self._experts = ExpertLowering(self)
         self.program = Program([], {}, [])
@@ -56,7 +59,7 @@ class Lowering:
             self._plan(node)
         for node in nodes:
             if node.number not in self._fused and node.op not in ("position", "rotary"):
-                getattr(self, f"_emit_{node.op}", self._refuse)(node)
+                self._emit(node)
         last = self._graph.logits.run()
         if last is None or last[0].number not in self._places:
             raise UnsuitableModelError("its logits are not one node's")
@@ -66,6 +69,34 @@ class Lowering:
         assign_slots(self.program)
         find_meetings(self.program)
         return self.program
+
+    def _emit(self, node: Node) -> None:
+        """Add a node's instructions; where it has none, torch computes it."""
+        try:
+            getattr(self, f"_emit_{node.op}", self._refuse)(node)
+        except UnsuitableModelError:
+            if node.origin is None or node.number in self._per_row:
+                raise
+            self._compute_by_torch(node, node.origin)
+
+    def _compute_by_torch(self, node: Node, origin: Origin) -> None:
+        out = self._by_torch.get(id(origin))
+        if out is None:
+            check_row_by_row(origin.call, [each for each, _ in origin.operands])
+            operands = {id(tensor): self._torch_operand(tensor, rows) for tensor, rows in origin.operands}
+            last, start = origin.results[-1]
+            out = self._by_torch[id(origin)] = self.buffer(node, start + last.numel() // NUM_ROWS)
+            row_dims = tuple(row_dim(each) for each, _ in origin.results)
+            self.add(Op.TORCH, node, out, torch_call=TorchCall(origin.call, operands, out, row_dims))
+        self._places[node.number] = out, node.facts.get("start", 0)
+
+    def _torch_operand(self, tensor: torch.Tensor, rows: Rows) -> Operand:
+        elements, numbers, pieces = rows.columns.elements.reshape(-1), rows.columns.numbers().reshape(-1), []
+        for number in np.unique(numbers):
+            buffer, start = self.place(self._graph.columns_of(self._graph.nodes[int(number)]), "a value")
+            chosen = np.flatnonzero(numbers == number)
+            pieces.append((buffer, start + rows.columns.pick(elements[chosen]).places(), chosen))
+        return Operand(tuple(pieces), rows.columns.shape, rows.row_dim, tensor.dtype)
 
     def _note_pairs(self, node: Node) -> None:
         if node.op == UP:
@@ -187,8 +218,8 @@ class Lowering:
         if run is None:
             raise UnsuitableModelError(f"{what} of columns that do not follow each other")
         node, first = run
-        if node.op == "position" and node.number not in self._places:
-            self._emit_position(node)
+        if node.op in ("position", "rotary") and node.number not in self._places:
+            getattr(self, f"_emit_{node.op}")(node)
         buffer, start = self._places[node.number]
         if buffer.is_half:
             if node.number not in self._floats:
@@ -252,6 +283,28 @@ class Lowering:
         columns = self._graph.columns_of(node)
         self.add(Op.POSITION, node, out, tables=(columns,), fields=fields)
         self._places[node.number] = out, 0
+
+    def _emit_rotary(self, node: Node) -> None:
+        """Heads that are turned by position, for others than attention."""
+        x = node.inputs[0]
+        dim, groups = node.facts["dim"], groups_of(x.pick(x.elements.reshape(-1, x.shape[-1])))
+        if groups is None:
+            raise UnsuitableModelError("heads that do not lie evenly")
+        source, first, by_group = groups
+        buffer, start = self.place(self._graph.columns_of(source), "heads")
+        out = self.buffer(node)
+        self._rotate(node, (buffer, start + first), out, {at.COLUMNS: dim, at.BY_GROUP: by_group}, node)
+        self._places[node.number] = out, 0
+
+    def _rotate(
+        self, node: Node, x: tuple[Buffer, int], out: Buffer, fields: dict[int, int], rotary: Node | None
+    ) -> None:
+        """Heads of COLUMNS each, BY_GROUP apart, whose first columns `rotary` turns."""
+        tables: tuple[Columns, ...] = ()
+        if rotary is not None:
+            fields |= {at.ROTATED: rotary.facts["dim"], at.IS_INTERLEAVED: int(rotary.facts["style"] == "pairs")}
+            tables = rotary.facts["cosine"], rotary.facts["sine"]
+        self.add(Op.ROTATE, node, out, x=x, tables=tables, fields=fields | {at.GROUPS: out.width // fields[at.COLUMNS]})
 
     def _emit_product(self, node: Node) -> None:
         users = self._users[node.number]
@@ -420,12 +473,7 @@ class Lowering:
             return buffer_place[0], buffer_place[1] + first
         place = self.place(self._graph.columns_of(source), "heads")
         out = self.buffer(node, num_heads * dim, is_half=self._is_half)
-        fields = {at.COLUMNS: dim, at.GROUPS: num_heads, at.BY_GROUP: by_group}
-        tables: tuple[Columns, ...] = ()
-        if rotary is not None:
-            fields |= {at.ROTATED: rotary.facts["dim"], at.IS_INTERLEAVED: int(rotary.facts["style"] == "pairs")}
-            tables = rotary.facts["cosine"], rotary.facts["sine"]
-        self.add(Op.ROTATE, node, out, x=(place[0], place[1] + first), tables=tables, fields=fields)
+        self._rotate(node, (place[0], place[1] + first), out, {at.COLUMNS: dim, at.BY_GROUP: by_group}, rotary)
         return out, 0
 
 

@@ -48,12 +48,13 @@ class ExpertLowering:
         key = index.elements.tobytes()
         if key not in self._groups:
             lowering, route, k = self._lowering, self._routes[key], node.facts["per_row"]
-            num_experts = route.scores.elements.size
+            num_experts = node.facts["weight"].shape[0]
             fields = {at.COLUMNS: num_experts, at.GROUPS: k, at.PER_ROW: 0}
             routes = lowering.buffer(node, 2 * k, per_row=1)
             x = lowering.place(route.scores, "scores of experts")
             kind = {at.FUNCTION: route.kind, at.FACTORS: at.two_floats(route.factor)}
-            lowering.add(Op.ROUTE, node, routes, x=x, fields=fields | kind)
+            y = None if route.weights is None else lowering.place(route.weights, "weights of experts")
+            lowering.add(Op.ROUTE, node, routes, x=x, y=y, fields=fields | kind)
             groups = self._groups[key] = lowering.buffer(node, 2 * GROUPS_OF_PAIR * k, per_row=1, is_dense=True)
             lowering.add(Op.GROUP, node, groups, x=(routes, 0), fields=dict(fields))
         return self._groups[key]

@@ -23,7 +23,8 @@ from batchserve.program.packing import PackedWeight, pack
 from batchserve.program.patterns import simplify
 from batchserve.program.product import HALVES, SCRATCH_BYTES
 from batchserve.program.tables import PositionTables
-from batchserve.program.tape import record
+from batchserve.program.tape import UnsuitableModelError, record
+from batchserve.program.torch_calls import TorchCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from batchserve.attention.cpu import CpuBackend
     from batchserve.attention.span_job import SpanJob
-    from batchserve.program.program import Attention, Buffer, Instruction
+    from batchserve.program.program import Attention, Buffer, Instruction, Program
     from batchserve.program.tape import Forward
 
 LEAST_CAPACITY = 64  # rows
@@ -66,6 +67,10 @@ class NativeModel:
         self._logits_buffer = next(b for b in self._program.buffers if b.is_logits)
         self._logits_by = next(place for place, each in enumerate(self._program.instructions)
                                if each.out is self._logits_buffer)  # fmt: skip
+        if self._program.instructions[self._logits_by].torch_call is not None:
+            raise UnsuitableModelError("its logits are not what a product gives")
+        calls = [each.torch_call for each in self._program.instructions if each.torch_call is not None]
+        self.torch_operators = sorted({each.call.name for each in calls})  # that no instruction computes
         self._layers = [self._program.attention[layer] for layer in sorted(self._program.attention)]
         # For each layer a job that stores K and V, where that has to come first, and one that attends.
         self._jobs = np.zeros((len(self._layers), 2, span_job.JOB_SIZE), np.int64)
@@ -75,6 +80,7 @@ class NativeModel:
         self._rows = assemble([self._encode(place, each) for place, each in enumerate(self._program.instructions)])
         for each in self._program.instructions:
             each.forget_model()
+        self._segments = segments(self._program)
         self._step = np.zeros(at.STEP_SIZE, np.int64)
 
     def run(self, ids: np.ndarray, positions: np.ndarray, kept: np.ndarray) -> torch.Tensor:
@@ -98,13 +104,30 @@ class NativeModel:
         step = self._step
         step[at.NUM_ROWS], step[at.NUM_KEPT] = num_rows, len(kept)
         step[at.IDS], step[at.POSITIONS], step[at.KEPT] = ids.ctypes.data, positions.ctypes.data, kept.ctypes.data
-        step[at.INSTRUCTIONS], step[at.NUM_INSTRUCTIONS] = self._rows.ctypes.data, len(self._rows)
         step[at.NUM_THREADS], step[at.YIELD] = num_threads, yield_address()
-        step[at.THREAD], step[at.ARRIVED] = 0, 0
-        openmp.run(cast("int", run_loop().address), step.ctypes.data, num_threads)
+        for segment in self._segments:
+            if isinstance(segment, TorchCall):
+                segment.run(self._view)
+            else:
+                self._run(segment)
         if not self._jobs[:, 1, span_job.NEXT].all():
             raise MemoryError("attention: there is no memory to work in")
         return logits
+
+    def _run(self, segment: slice) -> None:
+        """Native instructions, as one call without the interpreter."""
+        rows, step = self._rows[segment], self._step
+        step[at.INSTRUCTIONS], step[at.NUM_INSTRUCTIONS] = rows.ctypes.data, len(rows)
+        step[at.THREAD], step[at.ARRIVED] = 0, 0
+        openmp.run(cast("int", run_loop().address), step.ctypes.data, self._num_threads)
+
+    def _view(self, buffer: Buffer) -> torch.Tensor:
+        """A buffer's rows in this step, [num_rows, width]; pairs have one each."""
+        num_rows = int(self._step[at.NUM_KEPT] if buffer.is_kept else self._step[at.NUM_ROWS])
+        memory, dtype = self._memory[buffer.slot], torch.bfloat16 if buffer.is_half else torch.float32
+        start = self._at((buffer, 0)) - memory.ctypes.data
+        rows = torch.from_numpy(memory[start : start + num_rows * buffer.by_row]).view(dtype)
+        return rows.view(num_rows, -1)[:, : buffer.width]
 
     def _begin_attention(self, spans: SpanJob, store: int, attend: int, shares: tuple[int, int, bool]) -> None:
         jobs = self._jobs
@@ -238,6 +261,19 @@ class NativeModel:
         job[span_job.WINDOW] = attention.params.sliding_window or 0
         for field, place in zip((span_job.QUERY, span_job.KEY, span_job.VALUE), attention.operands, strict=True):
             job[field : field + 3] = self._at(place), place[0].by_row, attention.dim * size
+
+
+def segments(program: Program) -> list[slice | TorchCall]:
+    """Runs of native instructions, and what torch computes between them."""
+    found: list[slice | TorchCall] = []
+    start = 0
+    for place, each in enumerate(program.instructions):
+        if each.torch_call is not None:
+            if place > start:
+                found.append(slice(start, place))
+            found.append(each.torch_call)
+            start = place + 1
+    return [*found, slice(start, len(program.instructions))] if start < len(program.instructions) else found
 
 
 def _kernel(each: Instruction, packed: PackedWeight) -> Kernel:

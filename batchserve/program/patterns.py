@@ -58,9 +58,20 @@ def _root_mean_square(graph: Graph, node: Node) -> Node | None:
         groups = scale.places().reshape(-1, x.shape[-1])
         if (groups != np.arange(len(groups))[:, None]).any():
             continue
-        facts = {"epsilon": _number(shifted), "dim": x.shape[-1], "weight": None, "bias": None, "kind": "rms"}
-        return Node("norm", node.width, (x,), facts)
+        source = _uncentred(x)
+        kind = "rms" if source is None else "layer"
+        facts = {"epsilon": _number(shifted), "dim": x.shape[-1], "weight": None, "bias": None, "kind": kind}
+        return Node("norm", node.width, (x if source is None else source,), facts)
     return None
+
+
+def _uncentred(columns: Columns) -> Columns | None:
+    """x, where the columns are x - mean(x)."""
+    node = columns.node()
+    if node is None or not _is_binary(node, "sub") or len(node.inputs) != 2 or columns.elements.size != node.width:
+        return None
+    x, mean = node.inputs[0], node.inputs[1].node()
+    return x if mean is not None and mean.op == "mean" and mean.inputs[0].same(x) else None
 
 
 def _squares(node: Node) -> Columns:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from batchserve.attention.base import AttentionParams
     from batchserve.program.graph import Columns
+    from batchserve.program.torch_calls import TorchCall
 
 
 class Kind(NamedTuple):
@@ -72,10 +73,14 @@ class Instruction:
     tables: tuple[Columns, ...] = ()  # of what follows from positions
     fields: dict[int, int] = field(default_factory=dict)
     layer: int = -1
+    torch_call: TorchCall | None = None
     meets: int = 0  # bits: 1 with few rows, 2 with many
 
     def reads(self) -> list[Buffer]:
-        """Buffers of X and Y; attention's operands are its layer's."""
+        """Buffers of X and Y, or what torch reads; attention's operands are its layer's."""
+        if self.torch_call is not None:
+            operands = self.torch_call.operands.values()
+            return [buffer for operand in operands for buffer, _, _ in operand.pieces]
         return [place[0] for place in (self.x, self.y) if place is not None]
 
     def forget_model(self) -> None:

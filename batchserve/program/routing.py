@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from batchserve.program.instructions import Routing
-from batchserve.program.tape import UnsuitableModelError
 
 if TYPE_CHECKING:
     from batchserve.program.graph import Columns, Node
@@ -14,9 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """scores: of all experts. nodes: those that a route computes."""
+    """scores: of all experts; or the numbers of those that were chosen, beside their weights. nodes: those that a route
+    computes.
+    """
 
     scores: Columns
+    weights: Columns | None
     kind: int  # bits of Routing
     factor: float
     num_chosen: int
@@ -24,10 +26,14 @@ class Route:
 
 
 def route_of(index: Columns, weights: Columns) -> Route:
-    """The route of experts by such numbers and weights. Raises UnsuitableModelError where it is another kind."""
+    """The route of experts by such numbers and weights, as one instruction if it is of a known kind."""
+    return _known(index, weights) or Route(index, weights, Routing.GIVEN, 1.0, index.elements.size, ())
+
+
+def _known(index: Columns, weights: Columns) -> Route | None:
     chosen, nodes = _whole(index), []
     if chosen is None or chosen.op != "topk_index":
-        raise UnsuitableModelError("experts that are not those of the highest scores")
+        return None
     kind, scores = 0, chosen.inputs[0]
     shares = _whole(scores)
     if shares is not None and shares.op == "softmax":
@@ -43,12 +49,12 @@ def route_of(index: Columns, weights: Columns) -> Route:
     elif weight is not None and weight.op == "binary" and weight.facts["function"] == "div" and len(weight.inputs) == 2:
         total = weight.inputs[1].node()
         if total is None or total.op != "sum" or not total.inputs[0].same(weight.inputs[0]):
-            raise UnsuitableModelError("weights of experts that are divided by something else than their sum")
+            return None
         nodes += [weight, total]
         kind, weight = kind | Routing.ADDS_UP_TO_ONE, _whole(weight.inputs[0])
     if weight is None or weight.op != "topk_value" or not weight.inputs[0].same(chosen.inputs[0]):
-        raise UnsuitableModelError("weights of experts that are not their scores")
-    return Route(scores, kind, factor, chosen.width, (chosen, weight, *nodes))
+        return None
+    return Route(scores, None, kind, factor, chosen.width, (chosen, weight, *nodes))
 
 
 def _whole(columns: Columns) -> Node | None:

@@ -62,6 +62,8 @@ def native_model(
         logger.warning("steps run the model's modules: a native program of it fails: %s", repr(error))
         return None
     native.release_weights(model)
+    if names := native.torch_operators:
+        logger.info("a native program runs the model; between its parts torch computes: %s", ", ".join(names))
     return native
 
 
