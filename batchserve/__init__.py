@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchserve.config import DraftConfig, EngineConfig
 from batchserve.errors import BatchserveError
+from batchserve.instruction_set import choose_instruction_set
 from batchserve.kernel_cache import provide_cache_folder
 from batchserve.threads import apply_thread_policy
 from batchserve.types import Delta, FinishReason, RequestOutput, SamplingParams, SpeculationParams, Started, Usage
@@ -28,6 +29,7 @@ __all__ = [
     "SpeculationParams",
     "Started",
     "Usage",
+    "choose_instruction_set",
 ]
 
 provide_cache_folder()

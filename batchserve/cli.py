@@ -25,6 +25,7 @@ from batchserve.files import parse_recorded
 from batchserve.free_memory import described_want
 from batchserve.generate_command import add_generate_flags, run_generate
 from batchserve.hosts import is_loopback
+from batchserve.instruction_set import AUTO, choose_instruction_set
 from batchserve.logs import configure_logging, log_format
 from batchserve.options import (
     DRAFT_OPTIONS,
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     apply_thread_policy()
     configure_logging()
     try:
+        choose_instruction_set(getattr(parsed, "instruction_set", AUTO) or AUTO)
         status: int = parsed.run(parsed)
     except BatchserveError as error:
         _say(f"batchserve: {error}", logging.ERROR)

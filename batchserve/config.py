@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from batchserve.errors import ConfigError
+from batchserve.instruction_set import AUTO, INSTRUCTION_SETS
 from batchserve.option_checks import (
     MOST_BYTES,
     at_least,
@@ -161,6 +162,8 @@ class EngineConfig:
     wait_for_drafter: do not serve before drafts are ready (the first start ever compiles them); False: serve without.
     num_threads: compute threads on a CPU, at most MAX_THREADS; None takes what measures fastest at start. Beside a GPU
     those that drafts are made on.
+    instruction_set: that compiled kernels use on a CPU; it has to be chosen before these are loaded
+    (choose_instruction_set), as the command line does.
     """
 
     model: str = "bundled"
@@ -192,6 +195,7 @@ class EngineConfig:
     custom_kernels: bool = True
     kernel_overlap: bool = True
     num_threads: int | None = None
+    instruction_set: str = AUTO
     batch_invariant: bool = False
     trust_remote_code: bool = False
     served_model_name: str | None = None
@@ -272,6 +276,7 @@ class EngineConfig:
         one_of("device", self.device, DEVICES)
         one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         one_of("flashinfer_mask", self.flashinfer_mask, FLASHINFER_MASKS)
+        one_of("instruction_set", self.instruction_set, INSTRUCTION_SETS)
         one_of("compile_model", self.compile_model, COMPILE_MODES)
         number("gpu_memory_utilization", self.gpu_memory_utilization, 0.01)
         if self.gpu_memory_utilization > 1:

@@ -28,6 +28,7 @@ from batchserve.config import (
     DraftConfig,
     EngineConfig,
 )
+from batchserve.instruction_set import INSTRUCTION_SETS
 
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -159,6 +160,10 @@ ENGINE_OPTIONS = {
     "num_threads": Option(
         "compute threads on a CPU; beside a GPU those that drafts are made on",
         default_text="what measures fastest at start; beside a GPU torch's own number, at most 8",
+    ),
+    "instruction_set": Option(
+        "the processor's instructions that compiled kernels use on a CPU, for a comparison or to rule one out",
+        INSTRUCTION_SETS,
     ),
     "batch_invariant": Option("answers that are bitwise the same in any batch, at a price in speed"),
     "tokenizer_end_tokens": Option(

@@ -271,7 +271,8 @@ class Delta:
 class ModelInfo:
     """What is being served.
 
-    decoding_length is the most draft tokens that one request has in one step, by the server's own drafter.
+    decoding_length is the most draft tokens that one request has in one step, by the server's own drafter. execution
+    says what runs a step, a native program or modules; instruction_set is that of the kernels on a CPU.
     """
 
     name: str
@@ -285,3 +286,5 @@ class ModelInfo:
     drafter: str
     decoding_length: int
     has_tokenizer: bool
+    execution: str = ""
+    instruction_set: str = ""

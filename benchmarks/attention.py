@@ -50,7 +50,7 @@ def contender(
     allocator = SlabAllocator([LayerShape(num_kv_heads, dim, dim)], dtype, requests * (context + rows + 64))
     has_kernel = kind != "sdpa"
     with mock.patch.object(cpu, "takes_matrices", return_value=kind == "matrices"):
-        backend = CpuBackend(allocator, num_heads, has_kernel=has_kernel, batch_invariant=has_kernel)
+        backend = CpuBackend(allocator, num_heads, has_kernel=has_kernel, is_native=has_kernel)
     spans = []
     is_chain = rows == 1 or rows > MOST_DRAFTS
     behind = np.arange(-1, rows - 1, dtype=np.int32)

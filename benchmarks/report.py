@@ -129,15 +129,6 @@ def load_table() -> str:
     return table([*head, "acceptance length", "failed"], rows)
 
 
-def norm_table() -> str:
-    rows = [
-        [model, case, middle(cell["torchs_ms"], 2), middle(cell["with_ms"], 2), between(cell["ratio"])]
-        for model, part in read("norm")["models"].items()
-        for case, cell in part["cases"].items()
-    ]
-    return table(["model", "step", "forward ms with torch's", "with ours", "ours / torch's"], rows)
-
-
 def sampling_table() -> str:
     rows = [
         [
@@ -182,7 +173,6 @@ PERFORMANCE = (
     "lossless_bfloat16",
     "attention",
     "attention_amx",
-    "norm",
     "sampling",
     "serving",
     "waiting",
@@ -206,7 +196,6 @@ ADAPTIVE_AMX = ("regret", "gain")
 TABLES = {
     "load": load_table,
     "serving": serving_table,
-    "norm": norm_table,
     "sampling": sampling_table,
     "sampled": sampled_table,
     "machines": lambda: machines(*PERFORMANCE),

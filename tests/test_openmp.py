@@ -25,7 +25,7 @@ def two_threads():
 
 
 def outputs(dtype):
-    return [tensor for seed in range(12) for tensor in run_case(random_case(seed, dtype), "batch_invariant")]
+    return [tensor for seed in range(12) for tensor in run_case(random_case(seed, dtype), "native")]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="found by what the process has mapped")

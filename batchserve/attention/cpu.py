@@ -2,7 +2,7 @@
 
 Compiled kernels serve many small spans in one call, in whole matrices (matrix_kernel.py) or in vectors
 (path_kernel.py). torch attends for one span after the other (sdpa.py), which is faster once a span has enough work to
-hide that. Under `batch_invariant` everything is compiled: such a kernel reduces keys in the order of their positions,
+hide that. Of a native program everything is compiled: such a kernel reduces keys in the order of their positions,
 whatever else is in the batch. So is everything in bfloat16 where a processor has whole matrices or vectors of 16.
 """
 
@@ -85,14 +85,13 @@ class CpuBackend:
         *,
         has_kernel: bool = True,
         has_sinks: bool = False,
-        batch_invariant: bool = False,
         is_native: bool = False,
     ) -> None:
         self.allocator = allocator
-        self.name = "cpu_batch_invariant" if batch_invariant else "cpu"
+        self.name = "cpu"
         self._group = num_heads // allocator.fewest_kv_heads  # where layers differ, the most that one has to do
         self._takes_matrices = has_kernel and takes_matrices(allocator.layers, allocator.dtype)
-        takes_all = batch_invariant or is_native or has_sinks or self._takes_matrices
+        takes_all = is_native or has_sinks or self._takes_matrices
         most_queries = ANY_QUERIES if takes_all else _small_queries(allocator.dtype)
         self._limits = SMALL_ROWS, SMALL_SPAN, most_queries
         self._has_kernel = has_kernel

@@ -15,6 +15,8 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 
+from batchserve.instruction_set import level_of
+
 if TYPE_CHECKING:
     from numba import types
 
@@ -26,6 +28,11 @@ def features() -> list[str]:
     """What numba compiles for: the same features that its cache is keyed by, "+" before each that there is."""
     found: list[str] = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
     return found
+
+
+def kernel_level() -> str:
+    """The instruction set of compiled kernels; "" on a processor that is not an x86-64."""
+    return level_of(feature[1:] for feature in features() if feature.startswith("+"))
 
 
 def _vector_width() -> int:

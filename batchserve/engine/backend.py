@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import torch
 
 from batchserve.attention import row_moves, slot_kernels
-from batchserve.attention.cpu import CpuBackend, compile_kernels, has_matrix_instructions, kernel_supports
+from batchserve.attention.cpu import CpuBackend, compile_kernels, kernel_supports
 from batchserve.attention.paged import PagedBackend
 from batchserve.attention.slab import EXTENT, SlabAllocator, bytes_per_token
 from batchserve.attention.slots import SlotAllocator
@@ -21,12 +20,9 @@ from batchserve.free_memory import free_memory_bytes
 from batchserve.kernel_overlap import can_overlap
 from batchserve.request import GREEDY
 from batchserve.runner import row_layout
-from batchserve.runner.invariant import fix_activations
 from batchserve.runner.loader import LoadedModel, has_cpu_backend
 from batchserve.runner.model_runner import ModelRunner
-from batchserve.runner.packed import split_linears
 from batchserve.runner.ragged_batch import RequestRows, build_batch
-from batchserve.runner.row_dependence import find_row_dependence
 from batchserve.sampling import argmax_kernel, device_columns, draw_kernel, sampled_walk, walk_kernel
 from batchserve.scheduler import plan
 
@@ -83,14 +79,10 @@ def _cpu_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tu
     has_kernel = kernel_supports(loaded.layers, loaded.dtype)
     attention = Part("attention", ATTENTION_S, lambda: compile_kernels(loaded.layers, loaded.dtype))
     _compile([*COMMON_PARTS, *CPU_PARTS, *([attention] if has_kernel else [])], say)
-    is_native = loaded.native is not None
-    if config.batch_invariant and not is_native:
-        started_s = time.perf_counter()
-        check_batch_invariant(loaded, has_kernel)
-        say(f"a row has the same bits among any others: tried in {time.perf_counter() - started_s:.1f} s")
+    if config.batch_invariant:
+        check_batch_invariant(loaded)
     say(_described(config, total_tokens, allocator.bytes_per_token, max_model_len))
-    how = {"has_kernel": has_kernel, "has_sinks": loaded.has_sinks, "batch_invariant": config.batch_invariant,
-           "is_native": is_native}  # fmt: skip
+    how = {"has_kernel": has_kernel, "has_sinks": loaded.has_sinks, "is_native": loaded.native is not None}
     backend = CpuBackend(allocator, loaded.num_heads, **how)
     return backend, max_model_len
 
@@ -170,19 +162,16 @@ def _make_kernel(name: str, config: EngineConfig, loaded: LoadedModel) -> TreeKe
     return TorchKernel()
 
 
-def check_batch_invariant(loaded: LoadedModel, has_kernel: bool) -> None:
-    """Raises ConfigError where bitwise equality cannot be promised.
-
-    For its sake the model's activations are changed, and how many rows a linear multiplies at once.
-    """
+def check_batch_invariant(loaded: LoadedModel) -> None:
+    """Raises ConfigError where bitwise equality cannot be promised: for anything but a whole native program."""
     name = type(loaded.model).__name__
-    fix_activations(loaded.model)
-    if not has_kernel:
-        raise ConfigError(f"batch_invariant: {name} in {loaded.dtype} has no attention kernel with a fixed order")
-    if has_matrix_instructions(loaded.dtype):
-        split_linears(loaded.model)
-    if reason := find_row_dependence(loaded.model, loaded.served_length.longest):
-        raise ConfigError(f"batch_invariant: {name} gives a row other bits in another batch ({reason})")
+    if loaded.native is None:
+        raise ConfigError(f"batch_invariant = True: {name} in {loaded.dtype} has no native program (the log says why)")
+    if names := loaded.native.torch_operators:
+        raise ConfigError(
+            f"batch_invariant = True: {name} has operators that torch computes, whose bits may depend on the batch: "
+            f"{', '.join(names)}"
+        )
 
 
 def _share_of(free: int | None) -> int:

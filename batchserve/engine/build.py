@@ -13,6 +13,7 @@ import transformers
 
 from batchserve import openmp
 from batchserve.attention.paged import PagedBackend
+from batchserve.attention.vector_code import kernel_level
 from batchserve.config import EngineConfig, MiB
 from batchserve.draft import forest
 from batchserve.draft.base import Drafter
@@ -32,13 +33,13 @@ from batchserve.errors import ConfigError
 from batchserve.forks import check_no_fork_of_a_maker
 from batchserve.free_memory import check_weights_fit, memory_errors_named
 from batchserve.gpu.linears import ROW_COUNTS
+from batchserve.instruction_set import choose_instruction_set
 from batchserve.metrics import EngineMetrics
 from batchserve.request import GREEDY
-from batchserve.runner import packed
 from batchserve.runner.cuda_graphs import CannotBeCapturedError, StepGraphs, choose_capturer
 from batchserve.runner.loader import LoadedModel, load_model, weight_bytes
 from batchserve.runner.model_runner import ModelRunner
-from batchserve.runner.ragged_batch import MIN_ROWS, RequestRows, build_batch
+from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.scheduler import budget_kernels, standing, time_kernels
 from batchserve.scheduler.adaptive import AdaptiveDrafting
 from batchserve.scheduler.draft_policy import DraftPolicy, FixedDrafting
@@ -49,7 +50,6 @@ from batchserve.version import __version__
 
 # A server has an event loop to run beside its steps, and often its clients, too.
 THREAD_GAIN, SERVING_GAIN = 1.1, 1.3
-MOST_DRAFT_ROWS, COMPILE_S = 64, 1.0  # steps of more rows are mostly a prompt's, and long
 MOST_THREADS = 8  # that share a draft beside a GPU
 
 
@@ -91,6 +91,7 @@ def _build_engine(
     config: EngineConfig, say: Progress, drafter: Drafter | None, clock: Callable[[], float], *, is_serving: bool
 ) -> BuiltEngine:
     # What cannot be is refused before minutes have gone into loading.
+    choose_instruction_set(config.instruction_set)
     config.draft.cache_path()
     create_drafters(config, LARGEST_MODEL)
     check_no_fork_of_a_maker()
@@ -126,8 +127,6 @@ def _build_engine(
         )
     if loaded.device.type == "cpu":
         check_threads(loaded, runner)
-    most_rows = min(MOST_DRAFT_ROWS, config.max_num_batched_tokens)
-    packed.compile_for(loaded.model, range(MIN_ROWS, most_rows + 1), COMPILE_S)
     marks = [*([] if runner.graphs is None else [f"graphs of {runner.graphs.sizes}"]), *made_faster]
     step_time = _build_step_time(config, loaded, runner, max_model_len, marks, say)
     scheduler = Scheduler(config, backend.allocator, max_model_len, step_time)
@@ -138,17 +137,11 @@ def _build_engine(
     drafts.use_threads(openmp.team(runner.num_threads if is_on_cpu else min(runner.num_threads, MOST_THREADS)))
     core = EngineCore(scheduler, drafts, runner, decoder_of(loaded.tokenizer), EngineMetrics(), clock)
     # Bits may depend on the number of threads.
-    if (
-        is_on_cpu
-        and config.num_threads is None
-        and most_threads > 1
-        and (loaded.native is not None or not config.batch_invariant)
-    ):
+    if is_on_cpu and config.num_threads is None and most_threads > 1:
 
         def changed(ratio: float) -> None:
             step_time.rescale(ratio)
             drafts.use_threads(openmp.team(runner.num_threads))
-            packed.compile_for(loaded.model, range(MIN_ROWS, most_rows + 1), COMPILE_S)
 
         def time_step() -> float:
             return time_decoding(runner, config.max_num_seqs, 1)  # without contexts, which would need more memory
@@ -166,11 +159,13 @@ def _build_engine(
         drafter=used_drafter.name,
         decoding_length=limits[config.drafter].max_draft_tokens,
         has_tokenizer=loaded.tokenizer is not None,
+        execution=step_kind(loaded),
+        instruction_set=kernel_level() if is_on_cpu else "",
     )
     say(
         f"{info.architecture} in {info.dtype} on {loaded.device.type}, {runner.num_threads} threads, "
         f"attention {info.attention_backend}, drafter {info.drafter} (decoding length {info.decoding_length}), "
-        f"steps: {step_kind(loaded)}"
+        f"steps: {info.execution}{f' ({info.instruction_set})' if info.instruction_set else ''}"
     )
     return BuiltEngine(core, processor, info)
 
@@ -316,10 +311,11 @@ def _build_drafter(
 
 
 def step_kind(loaded: LoadedModel) -> str:
-    """The way that steps run the model, for the log."""
+    """What runs a step."""
     if loaded.native is not None:
-        return "native program"
-    return "modules, packed linears" if loaded.has_packed_linears else "modules"
+        names = ", ".join(loaded.native.torch_operators)
+        return f"native program, with torch for {names}" if names else "native program"
+    return "modules, native linears" if loaded.has_packed_linears else "modules"
 
 
 def machine_name(device: torch.device) -> str:

@@ -21,7 +21,7 @@ from batchserve.program.lower import Lowering
 from batchserve.program.meeting import yield_address
 from batchserve.program.packing import PackedWeight, pack
 from batchserve.program.patterns import simplify
-from batchserve.program.product import HALVES, SCRATCH_BYTES
+from batchserve.program.product import HALVES, SCRATCH_BYTES, kernel_of, num_words
 from batchserve.program.tables import PositionTables
 from batchserve.program.tape import UnsuitableModelError, record
 from batchserve.program.torch_calls import TorchCall
@@ -169,8 +169,8 @@ class NativeModel:
         if each.op == Op.PRODUCT:
             packed = [self._pack(weight) for weight in each.weights]
             fields[at.WEIGHT], fields[at.BY_BLOCK] = packed[0].words.ctypes.data, packed[0].block_bytes
-            fields[at.KERNEL] = kernel = _kernel(each, packed[0])
-            fields[at.NUM_WORDS] = packed[0].num_words if kernel == Kernel.TILES else packed[0].num_words_used
+            fields[at.KERNEL] = kernel = kernel_of(packed[0].dtype)
+            fields[at.NUM_WORDS] = num_words(packed[0], kernel)
             fields[at.BY_EXPERT] = packed[0].expert_bytes
             if len(packed) > 1:
                 fields[at.WEIGHT_2] = packed[1].words.ctypes.data
@@ -274,12 +274,6 @@ def segments(program: Program) -> list[slice | TorchCall]:
             found.append(each.torch_call)
             start = place + 1
     return [*found, slice(start, len(program.instructions))] if start < len(program.instructions) else found
-
-
-def _kernel(each: Instruction, packed: PackedWeight) -> Kernel:
-    if packed.dtype == torch.float32:
-        return Kernel.FLOATS
-    return HALVES
 
 
 def _line(address: int) -> int:

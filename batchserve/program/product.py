@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from numba import carray
 
 from batchserve.addresses import as_pointer, claim
@@ -43,7 +44,7 @@ from batchserve.program.instructions import (
     X,
     Y,
 )
-from batchserve.program.packing import BLOCK
+from batchserve.program.packing import BLOCK, PackedWeight
 from batchserve.program.product_code import BLOCKS_AT_ONCE, ROWS_AT_ONCE, multiply
 
 # Columns that one thread takes at once.
@@ -110,6 +111,16 @@ def _in_tiles(num_blocks, num_rows, x, by_x, weight, by_block, num_words, sums):
 HALVES = Kernel.TILES if compiles_matrices() else Kernel.PAIRS if multiplies_pairs() else Kernel.WIDENED
 _FLOATS = _of_kernel(Kernel.FLOATS)
 _HALVES = _in_tiles if HALVES == Kernel.TILES else _of_kernel(HALVES)
+
+
+def kernel_of(dtype: torch.dtype) -> Kernel:
+    """How such weights are multiplied here."""
+    return Kernel.FLOATS if dtype == torch.float32 else HALVES
+
+
+def num_words(packed: PackedWeight, kernel: Kernel) -> int:
+    """Words of K that a kernel multiplies: tiles take whole ones."""
+    return packed.num_words if kernel == Kernel.TILES else packed.num_words_used
 
 
 @njit(nogil=True, cache=True)

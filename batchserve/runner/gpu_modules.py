@@ -6,17 +6,20 @@ Nothing here knows a model: a module is swapped by what it is, or by what it mea
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 import torch
 
 from batchserve.gpu.linears import DTYPES, RowLinear, Shape
 from batchserve.gpu.norms import RowNorm
-from batchserve.runner.packed import norm_scale
 from batchserve.runner.siblings import has_hooks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from batchserve.gpu.linears import Choices
+
+Norm = TypeVar("Norm", bound=torch.nn.Module)
 
 
 class SwappedModules:
@@ -88,3 +91,20 @@ def _row_norm(module: torch.nn.Module, hidden_size: int, overlaps: bool) -> RowN
 def _is_changed(module: torch.nn.Module) -> bool:
     """Whether somebody else has a part in what it does, who would be lost."""
     return has_hooks(module) or "forward" in vars(module)
+
+
+def norm_scale(module: torch.nn.Module, norm: Callable[[torch.Tensor, float], Norm]) -> Norm | None:
+    """norm(scale, eps) if it gives the same values (scaled by the weight, or 1 + weight); decided by trying."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or not isinstance(eps, float):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, weight.shape[0], generator=generator).to(weight.device, weight.dtype)
+    expected = module(x).float()
+    tolerance = 1e-5 if weight.dtype == torch.float32 else 2e-2
+    for scale in (weight, 1.0 + weight.float()):
+        fused = norm(scale, eps)
+        if torch.allclose(fused(x).float(), expected, rtol=tolerance, atol=tolerance):
+            return fused
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from transformers import (
 from batchserve import openmp
 from batchserve.attention import interface
 from batchserve.errors import BatchserveError, ConfigError, UnsupportedModelError
+from batchserve.runner import native_linear
 from batchserve.runner.checkpoint import TensorInfo, read_config, read_tensors
 from batchserve.runner.end_tokens import with_tokenizer_ends
 from batchserve.runner.generation_defaults import (
@@ -38,7 +40,7 @@ from batchserve.runner.loading_report import (
 from batchserve.runner.model_folder import resolve_model
 from batchserve.runner.model_kind import auto_class, check_dtypes, check_numbers, check_unquantised
 from batchserve.runner.native import native_model
-from batchserve.runner.packed import PackedLinear, can_pack, pack_modules
+from batchserve.runner.native_linear import NativeLinear, Workspace, swap_linears
 from batchserve.runner.probe import ModelProbe
 from batchserve.runner.rope import LONGEST_MODEL_LEN, ServedLength, check_rope_config, context_limit
 from batchserve.runner.siblings import join_siblings, on_trial, plain_product, watch_inputs
@@ -143,11 +145,12 @@ def load_model(config: EngineConfig, say: Callable[[str], None] = lambda message
     native = None
     if has_cpu_backend(config, device) and config.custom_kernels:
         native = native_model(model, probe, layers, served_length.longest, say)
-    is_packed = native is None and has_cpu_backend(config, device) and can_pack(dtype)
+    is_packed = native is None and has_cpu_backend(config, device) and dtype in native_linear.DTYPES
     if native is None:
-        join_siblings(_find_siblings(model, probe), PackedLinear if is_packed else plain_product)
+        workspace = Workspace()
+        join_siblings(_find_siblings(model, probe), partial(NativeLinear, workspace) if is_packed else plain_product)
         if is_packed:
-            pack_modules(model)
+            swap_linears(model, workspace)
         probe.check_swapped()
         probe.check_beside_others()
     tokenizer = load_tokenizer(source, config)

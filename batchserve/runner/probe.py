@@ -114,7 +114,7 @@ class ModelProbe:
 
     def check_swapped(self) -> None:
         """The modules that were swapped in give the eager answer, too."""
-        with self._probing("with other modules, as packed linears whose weights cannot be read"):
+        with self._probing("with other modules, as linears whose weights are packed and cannot be read"):
             logits = self._logits(self._ids, self._positions, ShapeProbe())
         self._compare(logits, "with other modules", "a module that was swapped wrongly")
 

@@ -365,6 +365,8 @@ def to_model_info(info: ModelInfo, version: str) -> pb.GetModelInfoResponse:
         drafter=info.drafter,
         decoding_length=info.decoding_length,
         has_tokenizer=info.has_tokenizer,
+        execution=info.execution,
+        instruction_set=info.instruction_set,
         version=version,
     )
 

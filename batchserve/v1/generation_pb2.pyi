@@ -194,7 +194,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("model", "architecture", "dtype", "vocab_size", "max_model_len", "max_num_seqs", "eos_token_ids", "attention_backend", "drafter", "decoding_length", "has_tokenizer", "version")
+    __slots__ = ("model", "architecture", "dtype", "vocab_size", "max_model_len", "max_num_seqs", "eos_token_ids", "attention_backend", "drafter", "decoding_length", "has_tokenizer", "version", "execution", "instruction_set")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +207,8 @@ class GetModelInfoResponse(_message.Message):
     DECODING_LENGTH_FIELD_NUMBER: _ClassVar[int]
     HAS_TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    EXECUTION_FIELD_NUMBER: _ClassVar[int]
+    INSTRUCTION_SET_FIELD_NUMBER: _ClassVar[int]
     model: str
     architecture: str
     dtype: str
@@ -219,4 +221,6 @@ class GetModelInfoResponse(_message.Message):
     decoding_length: int
     has_tokenizer: bool
     version: str
-    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., attention_backend: _Optional[str] = ..., drafter: _Optional[str] = ..., decoding_length: _Optional[int] = ..., has_tokenizer: _Optional[bool] = ..., version: _Optional[str] = ...) -> None: ...
+    execution: str
+    instruction_set: str
+    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., attention_backend: _Optional[str] = ..., drafter: _Optional[str] = ..., decoding_length: _Optional[int] = ..., has_tokenizer: _Optional[bool] = ..., version: _Optional[str] = ..., execution: _Optional[str] = ..., instruction_set: _Optional[str] = ...) -> None: ...

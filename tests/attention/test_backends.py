@@ -27,7 +27,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 # The CPU backend with SDPA alone, with each kernel where it is faster, and with the compiled kernel alone; and the GPU
 # path with the reference in the place of its kernel.
-KINDS = ("sdpa", "mixed", "batch_invariant", "paged")
+KINDS = ("sdpa", "mixed", "native", "paged")
 DTYPES = [torch.float32, torch.bfloat16]
 MATRICES = torch.bfloat16, 64  # for dims like this one whole matrices are multiplied, where a processor can
 
@@ -60,7 +60,7 @@ def make_backend(kind: str, shapes: list[LayerShape], heads: int, dtype: torch.d
     if kind == "reference":
         return TorchReferenceBackend(allocator)
     has_kernel = kind != "sdpa" and kernel_supports(shapes, dtype)
-    return CpuBackend(allocator, heads, has_kernel=has_kernel, batch_invariant=has_kernel and kind == "batch_invariant")
+    return CpuBackend(allocator, heads, has_kernel=has_kernel, is_native=has_kernel and kind == "native")
 
 
 def make_step(case_shapes: list[LayerShape], heads: int, spans: list[Span], padding: int, rng: random.Random) -> Step:
@@ -205,7 +205,7 @@ def test_matrices_equal_the_reference() -> None:
     @examples(60)
     @given(st.integers(0, 2**32))
     def check(seed: int) -> None:
-        check_against_reference(seed, MATRICES[0], ("batch_invariant",), dim=MATRICES[1])
+        check_against_reference(seed, MATRICES[0], ("native",), dim=MATRICES[1])
 
     check()
 
@@ -218,7 +218,7 @@ def test_bits_do_not_depend_on_how_a_spans_rows_are_shared_out(dtype: torch.dtyp
             continue
         for size in (1, 3, 8, 1000):
             with mock.patch.multiple(cpu, PART_ROWS=size, PART_QUERIES=size, TURNS=1000 // size, MOST_PARTS=100):
-                outputs.append(run_case(case, "batch_invariant"))
+                outputs.append(run_case(case, "native"))
         assert all(torch.equal(a, b) for other in outputs[1:] for a, b in zip(outputs[0], other, strict=True))
 
 
@@ -290,8 +290,8 @@ def test_the_invariant_kernel_gives_the_same_bits_however_a_sequence_is_cut(
 ) -> None:
     """In chunks of any size and as rows of a tree: bit for bit what one long prefill gives."""
     tokens, what = [*range(CONTEXT), *PATH, LAST], (window, dtype, dim, softcap)
-    whole = Sequence("batch_invariant", LAST + 1, *what).feed_chain(tokens)
-    cut = Sequence("batch_invariant", LAST + 1, *what)
+    whole = Sequence("native", LAST + 1, *what).feed_chain(tokens)
+    cut = Sequence("native", LAST + 1, *what)
     rows = [cut.feed_chain(tokens[at : min(at + chunk, CONTEXT)]) for at in range(0, CONTEXT, chunk)]
     rows.append(cut.feed(TREE, list(range(CONTEXT, LAST)), ACCEPTED)[ACCEPTED])
     rows.append(cut.feed_chain([LAST]))
@@ -302,7 +302,7 @@ def test_the_invariant_kernel_gives_the_same_bits_however_a_sequence_is_cut(
     ("kind", "dtype", "dim", "which"),
     [
         ("reference", torch.float32, 8, "K"),  # of V it multiplies by zero what a row does not see
-        *(("batch_invariant", dtype, dim, which) for which in "KV" for dtype, dim in ((torch.float32, 8), MATRICES)),
+        *(("native", dtype, dim, which) for which in "KV" for dtype, dim in ((torch.float32, 8), MATRICES)),
     ],
     ids=str,
 )
@@ -323,7 +323,7 @@ def test_what_is_not_a_number_is_seen_by_those_rows_only_that_see_it(
 
 def test_a_window_that_hides_nothing_yet_changes_no_bit() -> None:
     tokens = list(range(LAST))
-    plain, windowed = (Sequence("batch_invariant", LAST + 1, window).feed_chain(tokens) for window in (None, LAST))
+    plain, windowed = (Sequence("native", LAST + 1, window).feed_chain(tokens) for window in (None, LAST))
     assert torch.equal(plain, windowed)
 
 
@@ -341,7 +341,7 @@ def test_large_masks_are_not_written_for_every_head(monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(unfolded, other)
 
 
-@pytest.mark.parametrize("kind", ["sdpa", "mixed", "batch_invariant"])
+@pytest.mark.parametrize("kind", ["sdpa", "mixed", "native"])
 def test_shapes_that_are_not_those_of_the_layer_are_refused_before_anything_is_written(kind: str) -> None:
     backend = make_backend(kind, [LayerShape(2, 16, 16)], 4, torch.float32)
     backend.allocator.reserve("r0", 3)

@@ -22,7 +22,7 @@ States = tuple[torch.Tensor, ...]
 def attend(states: States, dtype: torch.dtype, rows: list[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The output of one step, and what the slabs then hold of its rows."""
     allocator = SlabAllocator([LayerShape(KV_HEADS, DIM, DIM)], dtype, 2048)
-    backend = CpuBackend(allocator, HEADS, batch_invariant=True)
+    backend = CpuBackend(allocator, HEADS, is_native=True)
     trees = [random_parents(random.Random(i), count) for i, count in enumerate(rows)]
     spans = make_spans(random.Random(0), CONTEXTS[: len(rows)], trees)
     for span in spans:
@@ -96,7 +96,7 @@ def test_with_sinks_every_span_is_attended_for_by_compiled_code(
     monkeypatch.setattr(cpu, "attend_alone", None)  # nobody calls it
     sinks, found = torch.randn(HEADS, generator=torch.Generator().manual_seed(1)), []
     states = separate(dtype, 700)
-    for option in ("has_sinks", "batch_invariant"):
+    for option in ("has_sinks", "is_native"):
         allocator = SlabAllocator([LayerShape(KV_HEADS, DIM, DIM)], dtype, 2048)
         backend = CpuBackend(allocator, HEADS, **{option: True})
         (span,) = make_spans(random.Random(0), [0], [list(range(-1, 699))])

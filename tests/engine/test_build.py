@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from batchserve.config import DraftConfig, EngineConfig
 from batchserve.draft.base import NullDrafter
@@ -15,10 +13,7 @@ from batchserve.draft.router import RoutingDrafter
 from batchserve.engine import build
 from batchserve.engine.build import BuiltEngine, build_engine
 from batchserve.errors import ConfigError
-from batchserve.request import GREEDY
-from batchserve.runner.ragged_batch import RequestRows, build_batch
 from tests.drafters import RandomTreeDrafter
-from tests.tiny_models import SUPPORTED
 
 
 class Keeper(NullDrafter):
@@ -153,24 +148,3 @@ def test_only_a_server_starts_before_its_drafter_is_ready(
     start(tiny_model["llama"], says, **options)
     assert prepared == (["trie"] if is_waiting else [])
     assert any("until it is ready" in message for message in says) is not is_waiting
-
-
-def test_the_first_drafts_find_their_linears_compiled(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a model whose shapes no other test has: what oneDNN compiles it keeps for the whole process."""
-    monkeypatch.setattr(build, "COMPILE_S", 60.0)
-    sizes = {**SUPPORTED["llama"][1], "hidden_size": 88, "head_dim": 22, "intermediate_size": 104, "vocab_size": 136}
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes)).save_pretrained(tmp_path)
-    built = start(tmp_path, drafter="none", max_num_seqs=4, custom_kernels=False)
-    counts = []
-    for num_rows in (5, 37, 64, 65):
-        capfd.readouterr()
-        with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON_CREATION):
-            tree = RequestRows("drafts", 0, [0] * num_rows, list(range(-1, num_rows - 1)), 1, GREEDY)
-            built.core.runner.backend.allocator.reserve("drafts", num_rows)
-            built.core.runner.launch(build_batch([tree])).wait()
-            built.core.runner.backend.allocator.release("drafts")
-        counts.append(capfd.readouterr().out.count("cache_miss"))
-    assert counts[:3] == [0, 0, 0]
-    assert counts[3] > 0

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from math import gcd
 from pathlib import Path
 
 import pytest
 import torch
 
-from batchserve.config import EngineConfig
-from batchserve.engine import backend
 from batchserve.errors import ConfigError
 from batchserve.runner import model_runner
-from batchserve.runner.loader import load_model, resolve_dtype
+from batchserve.runner.loader import resolve_dtype
 from batchserve.runner.model_folder import resolve_model
-from batchserve.runner.packed import PackedLinear
-from batchserve.runner.row_dependence import NUM_ROWS, SHARED_ELEMENTS, _copies_to_share, _Watch
 from tests.drafters import OracleDrafter
 from tests.equivalence.harness import Coverage, build, run
 from tests.equivalence.test_sampled import sampled_jobs
@@ -61,7 +55,7 @@ def check_bitwise(model: Path, vocab_size: int, dtype: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2", "mixtral"])
 def test_tiny_models(family: str, dtype: str, tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     check_bitwise(tiny_model[family], VOCAB_SIZE, dtype, monkeypatch)
 
@@ -77,78 +71,13 @@ def test_a_width_that_vectors_do_not_divide(tmp_path: Path, monkeypatch: pytest.
     check_bitwise(model, VOCAB_SIZE, "float32", monkeypatch)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
-def test_experts_are_refused(family: str, dtype: str, tiny_model: dict[str, Path]) -> None:
-    """Of some a probe of a few hundred rows shows no other bit; one row in a thousand has some all the same."""
-    with pytest.raises(ConfigError, match=r"batch_invariant: .* \(matrix products that are not packed"):
-        build(tiny_model[family], dtype=dtype, batch_invariant=True)
+@pytest.mark.parametrize("family", ["gpt_oss", "phi3_longrope"])
+def test_models_without_a_native_program_are_refused(family: str, tiny_model: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"batch_invariant = True: .* has no native program"):
+        build(tiny_model[family], dtype="float32", batch_invariant=True)
 
 
-def test_activations_that_differ_at_the_ends_of_vectors_are_refused(tmp_path: Path) -> None:
-    model = save_tiny_model("llama", tmp_path / "sigmoid", hidden_act="sigmoid", intermediate_size=100)
-    with pytest.raises(ConfigError, match=r"come out otherwise among few rows: sigmoid\)"):
-        build(model, dtype="float32", batch_invariant=True, custom_kernels=False)
-
-
-def test_products_are_found_by_name_unless_nothing_is_added_up() -> None:
-    x, y = torch.randn(NUM_ROWS, 4), torch.randn(4, 4)
-
-    def found(function: Callable[[], torch.Tensor]) -> set[str]:
-        with torch.inference_mode(), _Watch() as watch:
-            function()
-        return watch.products
-
-    assert found(lambda: x @ y)
-    assert found(lambda: torch.einsum("ij,jk->ik", x, y))
-    assert found(lambda: torch.addmm(x, x, y))
-    assert found(lambda: torch.tensordot(x, y, dims=1))
-    assert found(lambda: torch.inner(x, y))
-    assert found(lambda: torch.nn.functional.conv1d(x.T[None], torch.randn(2, 4, 3)))
-    assert not found(lambda: x[:, :1] @ y[:1]), "as rotary angles are made"
-    assert not found(lambda: torch.einsum("i,j->ij", x[:, 0], y[0]))
-    assert not found(lambda: torch.exp(x).add_(1.0).mul_(x))
-
-
-def test_elementwise_functions_are_tried_and_come_out_as_they_would() -> None:
-    def found(function: Callable[[], object]) -> set[str]:
-        with torch.inference_mode(), _Watch() as watch:
-            function()
-        return watch.elementwise
-
-    x = torch.randn(NUM_ROWS, 100, generator=torch.Generator().manual_seed(0))
-    assert found(lambda: torch.sigmoid(x)) == {"sigmoid"}
-    assert found(lambda: torch.exp(x).add_(1.0).mul_(x)) == set()
-    out = torch.empty_like(x)
-    assert found(lambda: torch.add(x, x, out=out)) == set()
-    assert torch.equal(out, x + x)
-
-
-def test_copies_are_shared_by_all_threads_whose_parts_do_not_end_with_rows() -> None:
-    for num_threads in range(1, 130):
-        for num_elements in (1, NUM_ROWS, NUM_ROWS * 96, NUM_ROWS * 14336):
-            copies = _copies_to_share(num_elements, num_threads)
-            assert copies * num_elements > num_threads * SHARED_ELEMENTS
-            assert gcd(copies * NUM_ROWS, num_threads) == 1
-
-
-@pytest.mark.parametrize("has_matrices", [False, True])
-def test_beside_amx_linears_multiply_few_rows_at_once(has_matrices: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether or not the probe would notice: few elements depend on the number of rows, and not in every batch."""
-    monkeypatch.setattr(backend, "has_matrix_instructions", lambda dtype: has_matrices)
-    loaded = load_model(EngineConfig(dtype="float32", custom_kernels=False))
-    backend.check_batch_invariant(loaded, has_kernel=True)
-    linears = [module for module in loaded.model.modules() if isinstance(module, PackedLinear)]
-    assert linears
-    assert all(linear.is_split == has_matrices for linear in linears)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_linear_of_the_bundled_model_gives_a_row_the_same_bits(dtype: str) -> None:
-    loaded = load_model(EngineConfig(dtype=dtype, custom_kernels=False))
-    backend.check_batch_invariant(loaded, has_kernel=True)
-    for linear in (module for module in loaded.model.modules() if isinstance(module, PackedLinear)):
-        x = torch.randn(384, linear.in_features, generator=torch.Generator().manual_seed(1)).to(loaded.dtype)
-        expected = torch.cat([linear(piece) for piece in x.split(16)])
-        for count in (33, 48, 65, 128, 384):
-            assert torch.equal(linear(x[:count]), expected[:count]), (linear.in_features, count)
+def test_operators_that_torch_computes_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_tiny_model("llama", tmp_path / "squares", hidden_act="relu2")
+    with pytest.raises(ConfigError, match=r"batch_invariant = True: .* torch computes, .*: square$"):
+        build(model, dtype="float32", batch_invariant=True)

@@ -21,7 +21,7 @@ from batchserve.errors import BatchserveError, ConfigError, UnsupportedModelErro
 from batchserve.runner import probe
 from batchserve.runner.loader import load_model, resolve_dtype
 from batchserve.runner.model_folder import resolve_model
-from batchserve.runner.packed import PackedLinear
+from batchserve.runner.native_linear import NativeLinear
 from batchserve.runner.tokenizer import load_tokenizer
 from tests.tiny_models import SUPPORTED, VOCAB_SIZE, WINDOW, save_tiny_model
 
@@ -238,7 +238,7 @@ def test_a_model_whose_attention_is_called_twice_is_refused(tiny_model: dict[str
 def test_linears_are_packed_the_head_too(tiny_model: dict[str, Path]) -> None:
     loaded = load_model(config(tiny_model["llama"]))
     if loaded.has_packed_linears:
-        assert isinstance(loaded.model.lm_head, PackedLinear)
+        assert isinstance(loaded.model.lm_head, NativeLinear)
         assert not any(type(module) is torch.nn.Linear for module in loaded.model.modules())
 
 

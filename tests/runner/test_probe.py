@@ -15,8 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from batchserve import LLM, SamplingParams
 from batchserve.config import EngineConfig
 from batchserve.errors import ConfigError, UnsupportedModelError
-from batchserve.runner import packed
 from batchserve.runner.loader import load_model, resolve_dtype
+from batchserve.runner.native_linear import NativeLinear
 from batchserve.runner.probe import ModelProbe
 from batchserve.runner.rope import ServedLength
 from tests.tiny_models import SUPPORTED, save_tiny_model
@@ -63,7 +63,7 @@ def test_a_model_that_reads_the_weights_of_a_packed_linear_is_refused_with_what_
         return torch.nn.functional.linear(self.act_fn(self.gate_proj(x)) * self.up_proj(x), self.down_proj.weight)
 
     monkeypatch.setattr(LlamaMLP, "forward", reading)
-    message = "fails in the probe at load, with other modules, as packed linears whose weights cannot be read"
+    message = "fails in the probe at load, with other modules, as linears whose weights are packed and cannot be read"
     with pytest.raises(UnsupportedModelError, match=message):
         load_model(EngineConfig(str(tiny_model["llama"]), dtype="float32", custom_kernels=False))
 
@@ -135,8 +135,8 @@ def test_kinds_of_layers_that_are_not_known_are_refused_by_name(tiny_model: dict
 
 
 def test_a_wrong_swap_is_found(tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    right = packed.PackedLinear.forward
-    monkeypatch.setattr(packed.PackedLinear, "forward", lambda self, x: right(self, x) * 1.1)
+    right = NativeLinear.forward
+    monkeypatch.setattr(NativeLinear, "forward", lambda self, x: right(self, x) * 1.1)
     with pytest.raises(UnsupportedModelError, match="a module that was swapped wrongly"):
         load_model(EngineConfig(str(tiny_model["llama"]), dtype="float32", custom_kernels=False))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from batchserve.config import EngineConfig
 from batchserve.runner import loader
 from batchserve.runner.loader import load_model
-from batchserve.runner.packed import PackedLinear, can_pack
+from batchserve.runner.native_linear import DTYPES, NativeLinear, Workspace
 from batchserve.runner.siblings import Sibling, join_siblings, plain_product, watch_inputs
-
-DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype)]
 
 
 class Block(nn.Module):
@@ -80,7 +79,7 @@ def test_who_has_a_hook_is_no_sibling() -> None:
         assert siblings_of(block, torch.randn(1, 3, 64)) == []
 
 
-@pytest.mark.parametrize("product", [PackedLinear, plain_product])
+@pytest.mark.parametrize("product", [partial(NativeLinear, Workspace()), plain_product])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_each_gives_what_it_gave_alone_in_any_order(has_bias: bool, dtype: torch.dtype, product: Any) -> None:
@@ -102,7 +101,7 @@ def test_each_gives_what_it_gave_alone_in_any_order(has_bias: bool, dtype: torch
 def test_a_row_has_the_same_bits_among_other_rows_and_nothing_is_kept_behind_the_last(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"gate": nn.Linear(64, 640, bias=False), "up": nn.Linear(64, 640, bias=False)}).to(dtype)
-    join_siblings([(model, ["gate", "up"])], PackedLinear)
+    join_siblings([(model, ["gate", "up"])], partial(NativeLinear, Workspace()))
     x = torch.randn(1, 32, 64).to(dtype)
     with torch.inference_mode():
         whole = [model[name](x) for name in model]

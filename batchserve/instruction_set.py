@@ -1,0 +1,76 @@
+"""Which of a processor's instruction sets compiled kernels use.
+
+A lower one than the processor's is for tests, for comparisons, and for ruling out a kernel. It has to be chosen before
+the first kernel is compiled or loaded, and holds for the whole process and its children.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterable
+
+from batchserve.errors import ConfigError
+
+AUTO = "auto"
+# From the lowest to the highest, with the features that kernels need beyond those of the lower ones.
+FEATURES: dict[str, tuple[str, ...]] = {
+    "sse": (),
+    "avx2": ("avx2", "fma"),
+    "avx512": ("avx512f",),
+    "avx512_bf16": ("avx512bf16",),
+    "amx": ("amx-tile", "amx-bf16"),
+}
+LEVELS = tuple(FEATURES)
+INSTRUCTION_SETS = (AUTO, *LEVELS)
+# Beginnings of features' names, and the lowest level that has them; the first one that fits counts.
+_LEVEL_OF_NAME = {
+    "amx": "amx", "avx512bf16": "avx512_bf16", "avx512fp16": "avx512_bf16", "avx512": "avx512", "avx10": "avx512",
+    "avx": "avx2", "fma": "avx2", "f16c": "avx2", "xop": "avx2", "vaes": "avx2", "vpclmulqdq": "avx2",
+}  # fmt: skip
+
+
+def level_of(features: Iterable[str]) -> str:
+    """The highest level among a processor's features; "" on one that is not an x86-64."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return ""
+    found, there = LEVELS[0], set(features)
+    for level, needed in FEATURES.items():
+        if not there.issuperset(needed):
+            break
+        found = level
+    return found
+
+
+def choose_instruction_set(level: str) -> None:
+    """Have all kernels use one of INSTRUCTION_SETS.
+
+    Raises ConfigError where the processor lacks it, and once kernels have been loaded that use another one.
+    """
+    if level == AUTO:
+        return
+    from llvmlite import binding
+
+    host = dict(binding.get_host_cpu_features())
+    highest = level_of(name for name, is_there in host.items() if is_there)
+    there = LEVELS[: LEVELS.index(highest) + 1] if highest else ()
+    if level not in there:
+        raise ConfigError(f"instruction_set = {level!r}: must be one of {', '.join((AUTO, *there))} on this processor")
+    features = ",".join(
+        f"{'+' if is_there and _lowest_level(name) <= LEVELS.index(level) else '-'}{name}"
+        for name, is_there in host.items()
+    )
+    if os.environ.get("NUMBA_CPU_FEATURES") == features:
+        return
+    if "numba" in sys.modules:
+        raise ConfigError(
+            f"instruction_set = {level!r}: must be chosen before kernels are loaded; a program calls "
+            "batchserve.choose_instruction_set before it takes LLM or AsyncEngine from batchserve"
+        )
+    os.environ["NUMBA_CPU_NAME"], os.environ["NUMBA_CPU_FEATURES"] = binding.get_host_cpu_name(), features
+
+
+def _lowest_level(feature: str) -> int:
+    """The place in LEVELS of the first one that has a feature."""
+    return next((LEVELS.index(level) for start, level in _LEVEL_OF_NAME.items() if feature.startswith(start)), 0)
