@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from pathlib import Path
 
@@ -75,9 +76,11 @@ def test_a_conversion_that_fails_leaves_no_folder(
 
 
 @pytest.mark.slow
-def test_drafts_do_not_change_what_it_answers() -> None:
+def test_drafts_do_not_change_what_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy answers to chat questions, alone: beside others rounding may decide between two equal logits."""
-    folder = real_model.default_folder()
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", os.environ["BATCHSERVE_TESTS_CALLERS_CACHE"])
+        folder = real_model.default_folder()
     if not real_model.is_made(folder):
         pytest.skip("the model is not there: python -m tools.real_model")
     from batchserve import LLM, SamplingParams, SpeculationParams
@@ -86,7 +89,7 @@ def test_drafts_do_not_change_what_it_answers() -> None:
     from batchserve.runner.tokenizer import load_tokenizer
 
     llm = LLM(str(folder), max_num_seqs=4, default_draft_scope="request")
-    tokenizer = load_tokenizer(folder, EngineConfig(model=str(folder)))
+    tokenizer = load_tokenizer(str(folder), EngineConfig(model=str(folder)))
     params, accepted = SamplingParams(temperature=0.0, max_tokens=TOKENS), 0
     for question in QUESTIONS:
         prompt = chat_token_ids(question, tokenizer, str(folder))
