@@ -66,8 +66,9 @@ def command(contender: Contender, model: str, folder: Path, most_requests: int) 
 
 
 def _vllm(folder: Path, drafts: bool, most_requests: int) -> list[str]:
+    """Its command `vllm serve` looks for a package named vllm, which this build is not."""
     return [
-        *(str(environments.python_of("vllm").parent / "vllm"), "serve", str(folder)),
+        *(str(environments.python_of("vllm")), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)),
         *("--host", "127.0.0.1", "--port", "{port}", "--dtype", "bfloat16"),
         *("--max-model-len", str(MOST_TOKENS), "--max-num-seqs", str(most_requests)),
         *("--max-num-batched-tokens", str(MOST_BATCHED_TOKENS), "--no-enable-prefix-caching"),
