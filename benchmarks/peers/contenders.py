@@ -16,7 +16,7 @@ OWN = "batchserve"
 IN_PROCESS, SERVED = "in process", "served"
 WAYS = {"openvino": IN_PROCESS, "vllm": SERVED, "llamacpp": SERVED}
 MOST_TOKENS = 1024  # of prompt and answer together
-MOST_BATCHED_TOKENS = 2560  # rows of one step: with the defaults 16 prompts would be as many steps in some engines
+MOST_BATCHED_TOKENS = 2560  # rows of one step: 16 prompts of 128 and some; OpenVINO's own default is 256
 
 
 @dataclass(frozen=True, slots=True)
