@@ -57,13 +57,16 @@ def order(contenders: Sequence[Contender], number: int) -> list[Contender]:
     return turned[::-1] if number % 2 else turned
 
 
-def start(commands: Mapping[str, Command], stack: ExitStack, say: Say) -> dict[str, Worker]:
-    """All engines, one after the other; a peer that does not start is named and left out.
+def start(commands: Mapping[str, Command], stack: ExitStack, deadline_s: float, say: Say) -> dict[str, Worker]:
+    """All engines, one after the other; a peer that does not start, or whose turn comes after deadline_s, is left out.
 
     Raises PeerError where it is batchserve that does not.
     """
     workers: dict[str, Worker] = {}
     for name, command in commands.items():
+        if not name.startswith(OWN) and time.monotonic() > deadline_s:
+            say(f"left out: {name}: starting the others took too long")
+            continue
         try:
             workers[name] = stack.enter_context(Worker(command))
         except PeerError as error:

@@ -125,10 +125,13 @@ def _is_running(pid: int) -> bool:
 def test_a_peer_that_does_not_start_is_left_out_and_batchserve_is_not() -> None:
     said: list[str] = []
     with ExitStack() as stack:
-        assert measure.start({"vllm": Command("vllm", "nowhere", {})}, stack, said.append) == {}
+        later_s, vllm = time.monotonic() + 60, {"vllm": Command("vllm", "nowhere", {})}
+        assert measure.start(vllm, stack, later_s, said.append) == {}
         assert "vllm: its process ended" in said[0]
+        assert measure.start(vllm, stack, time.monotonic() - 1, said.append) == {}
+        assert said[1] == "left out: vllm: starting the others took too long"
         with pytest.raises(PeerError, match="No module named"):
-            measure.start({OWN: Command(OWN, "nowhere", {})}, stack, said.append)
+            measure.start({OWN: Command(OWN, "nowhere", {})}, stack, later_s, said.append)
 
 
 def test_peers_that_are_not_installed_are_named_with_the_command(
