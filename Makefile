@@ -1,4 +1,5 @@
 # make demo   set up and show speculation on against off, on a real server with the bundled model
+# make demo MODEL=smollm2   the same with SmolLM2-135M-Instruct, which tools.real_model fetches; or MODEL=FOLDER
 # make test   set up and run every check and test
 # make load   set up and load a real server with Locust, speculation on against off
 # make check  the checks and tests in the environment that is there
@@ -6,6 +7,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+MODEL = bundled
 export PYTHON VENV
 
 .PHONY: help setup demo test check load clean
@@ -24,7 +26,9 @@ $(VENV)/.serves: pyproject.toml constraints.txt scripts/setup
 	@scripts/setup ''
 
 demo: $(VENV)/.serves
-	@$(VENV)/bin/python -m batchserve.cli demo
+	@model="$(MODEL)"; \
+	if [ "$$model" = smollm2 ]; then model=$$($(VENV)/bin/python -m tools.real_model) || exit; fi; \
+	$(VENV)/bin/python -m batchserve.cli demo --model "$$model"
 
 test: setup
 	@scripts/check

@@ -131,7 +131,10 @@ def _parser() -> argparse.ArgumentParser:
     tune.set_defaults(run=_tune)
 
     demo = commands.add_parser(
-        "demo", allow_abbrev=False, help="a real server with the bundled model, speculation on against off"
+        "demo", allow_abbrev=False, help="a real server, eight answers at once, speculation on against off"
+    )
+    demo.add_argument(
+        "--model", default="bundled", help="as for serve; other than bundled: with a chat template (default: bundled)"
     )
     demo.add_argument("--max-tokens", type=int, default=200, help="the most tokens of an answer (default: 200)")
     demo.add_argument("--repeats", type=int, default=3, help="measured runs of each kind (default: 3)")
@@ -229,7 +232,7 @@ def _tune(arguments: argparse.Namespace) -> int:
 def _demo(arguments: argparse.Namespace) -> int:
     from batchserve.demo import run_demo
 
-    return run_demo(max_tokens=arguments.max_tokens, repeats=arguments.repeats, dtype=arguments.dtype)
+    return run_demo(arguments.max_tokens, arguments.repeats, arguments.dtype, arguments.model)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ import pytest
 from batchserve.threads import apply_thread_policy
 
 apply_thread_policy()
+# Where who runs the tests keeps what tools have fetched; workers of a parallel run inherit it.
+os.environ.setdefault("BATCHSERVE_TESTS_CALLERS_CACHE", os.environ.get("XDG_CACHE_HOME", ""))
 _cache = tempfile.TemporaryDirectory(prefix="batchserve-tests-")
 os.environ["XDG_CACHE_HOME"] = _cache.name  # what the tests measure is nobody else's
 

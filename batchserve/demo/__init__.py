@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from batchserve.config import PRIVATE_SCOPE
 from batchserve.demo.measure import Answer, Round, first_difference
-from batchserve.demo.prompts import PROMPTS
+from batchserve.demo.prompts import BUNDLED, Questions, questions_for
 from batchserve.demo.server_process import running_server
 from batchserve.demo.view import View
 from batchserve.errors import ConfigError
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 START_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 300.0
-MODEL = "bundled"
 
 
-def run_demo(max_tokens: int = 200, repeats: int = 3, dtype: str = "auto") -> int:
+def run_demo(max_tokens: int = 200, repeats: int = 3, dtype: str = "auto", model: str = BUNDLED) -> int:
     """Run it and return the exit status: 0 if speculation changed nothing but near-ties, 1 otherwise.
 
-    Raises BatchserveError if the server cannot be started or fails.
+    The bundled model gets its own tasks, another one chat questions in its chat template. Raises BatchserveError if the
+    server cannot be started or fails, ConfigError if there is no such model or it has no chat template.
     """
     for name, value in (("max_tokens", max_tokens), ("repeats", repeats)):
         if value < 1:
             raise ConfigError(f"{name} = {value}: must be at least 1")
     try:
-        return asyncio.run(_demo(max_tokens, repeats, dtype))
+        return asyncio.run(_demo(questions_for(model), max_tokens, repeats, dtype))
     except asyncio.CancelledError:  # by SIGTERM, which nothing else does
         return 128 + signal.SIGTERM
 
@@ -56,7 +56,7 @@ class _Runs:
         return [done.answers[index] for done in rounds]
 
 
-async def _demo(max_tokens: int, repeats: int, dtype: str) -> int:
+async def _demo(questions: Questions, max_tokens: int, repeats: int, dtype: str) -> int:
     # A SIGTERM must not leave the server behind; Ctrl-C already cancels the main task.
     main = asyncio.current_task()
     if main is not None:
@@ -64,9 +64,10 @@ async def _demo(max_tokens: int, repeats: int, dtype: str) -> int:
     view = View()
     # Earlier answers to the very same prompts would make perfect drafts: each request drafts from itself alone.
     drafting = ("--default-draft-scope", PRIVATE_SCOPE, "--wait-for-drafter")
-    options = ("--model", MODEL, "--dtype", dtype, "--max-num-seqs", str(len(PROMPTS)), *drafting)
+    size = ("--max-num-seqs", str(len(questions.prompts)))
+    options = ("--model", questions.model, "--dtype", dtype, *size, *drafting)
     async with AsyncExitStack() as stack:
-        with view.waiting("starting a server with the bundled model") as news:
+        with view.waiting(f"starting a server with {questions.described}") as news:
             async with asyncio.timeout(START_TIMEOUT_S):
                 address = await stack.enter_async_context(running_server(options, news))
                 client = await stack.enter_async_context(GenerationClient(address))
@@ -76,21 +77,20 @@ async def _demo(max_tokens: int, repeats: int, dtype: str) -> int:
             f"{address} is serving: {info.architecture} in {info.dtype}, attention {info.attention_backend}, "
             f"drafter {info.drafter}, decoding length {info.decoding_length}"
         )
-        runs = await _run_all(client, view, max_tokens, repeats)
-    return _report(view, runs, info.dtype)
+        runs = await _run_all(client, view, questions, max_tokens, repeats)
+    return _report(view, runs, questions, info.dtype)
 
 
-async def _run_all(client: GenerationClient, view: View, max_tokens: int, repeats: int) -> _Runs:
+async def _run_all(client: GenerationClient, view: View, questions: Questions, max_tokens: int, repeats: int) -> _Runs:
     runs = _Runs()
-    titles = [prompt.title for prompt in PROMPTS]
     for is_speculative in (True, False):
         heading = f"speculation {_name(is_speculative)} (shown, not measured)"
-        with view.streaming(heading, titles) as on_text:
-            runs.shown[is_speculative] = await _round(client, max_tokens, is_speculative, on_text)
+        with view.streaming(heading, questions.titles) as on_text:
+            runs.shown[is_speculative] = await _round(client, questions, max_tokens, is_speculative, on_text)
     with view.waiting(f"measuring {repeats} rounds of each, interleaved") as news:
         for i in range(repeats):
             for is_speculative in (False, True) if i % 2 == 0 else (True, False):
-                done = await _round(client, max_tokens, is_speculative)
+                done = await _round(client, questions, max_tokens, is_speculative)
                 runs.measured[is_speculative].append(done)
                 news(
                     f"round {i + 1} of {repeats}, speculation {_name(is_speculative)}: {done.tokens_per_s:.0f} tokens/s"
@@ -103,14 +103,19 @@ def _name(is_speculative: bool) -> str:
 
 
 async def _round(
-    client: GenerationClient, max_tokens: int, is_speculative: bool, on_text: Callable[[int, str], None] | None = None
+    client: GenerationClient,
+    questions: Questions,
+    max_tokens: int,
+    is_speculative: bool,
+    on_text: Callable[[int, str], None] | None = None,
 ) -> Round:
     """All prompts at once, greedy."""
     started_s = time.perf_counter()
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(_answer(client, i, max_tokens, is_speculative, on_text)) for i in range(len(PROMPTS))
+                group.create_task(_answer(client, i, prompt, max_tokens, is_speculative, on_text))
+                for i, prompt in enumerate(questions.prompts)
             ]
     except ExceptionGroup as failed:  # one reason is enough: when the server dies they all have it
         raise failed.exceptions[0] from None
@@ -120,12 +125,13 @@ async def _round(
 async def _answer(
     client: GenerationClient,
     index: int,
+    prompt: str | list[int],
     max_tokens: int,
     is_speculative: bool,
     on_text: Callable[[int, str], None] | None,
 ) -> Answer:
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    request = to_generate_request(PROMPTS[index].text, params, SpeculationParams(is_enabled=is_speculative))
+    request = to_generate_request(prompt, params, SpeculationParams(is_enabled=is_speculative))
     answer = Answer(sent_s=time.perf_counter())
     async with aclosing(client.stream(request, timeout_s=ANSWER_TIMEOUT_S)) as messages:
         async for message in messages:
@@ -142,42 +148,43 @@ async def _answer(
     return answer
 
 
-def _report(view: View, runs: _Runs, dtype: str) -> int:
+def _report(view: View, runs: _Runs, questions: Questions, dtype: str) -> int:
     """The table, and what the differences are; the exit status."""
-    lines, num_near_ties, num_wrong = _differences(runs, dtype)
-    identical = f"{len(PROMPTS) - num_near_ties - num_wrong} of {len(PROMPTS)}"
+    lines, num_near_ties, num_wrong = _differences(runs, questions, dtype)
+    count = len(questions.prompts)
+    identical = f"{count - num_near_ties - num_wrong} of {count}"
     view.table(runs.measured[False], runs.measured[True], identical)
     for line in lines:
         view.say(line)
     view.say(
-        f"of {len(PROMPTS)} prompts, answered {2 + 2 * len(runs.measured[True])} times each: {identical} always the "
+        f"of {count} prompts, answered {2 + 2 * len(runs.measured[True])} times each: {identical} always the "
         f"same, {num_near_ties} with near-ties only (differences within rounding), {num_wrong} wrong"
     )
     return 1 if num_wrong else 0
 
 
-def _differences(runs: _Runs, dtype: str) -> tuple[list[str], int, int]:
+def _differences(runs: _Runs, questions: Questions, dtype: str) -> tuple[list[str], int, int]:
     """(a line for each, prompts whose answers differ by near-ties only, prompts with any other difference)."""
     lines: list[str] = []
     num_near_ties = num_wrong = 0
     judge: NearTieJudge | None = None
-    for i, prompt in enumerate(PROMPTS):
+    for i, (title, prompt) in enumerate(zip(questions.titles, questions.prompts, strict=True)):
         plain, *others = runs.answers(i)
         variants = {tuple(answer.token_ids): answer for answer in others if answer.token_ids != plain.token_ids}
         if not variants:
             continue
-        judge = judge or _make_judge(dtype)
+        judge = judge or _make_judge(questions.model, dtype)
         is_wrong = False
         for answer in variants.values():
             at = first_difference(plain.token_ids, answer.token_ids) or 0
             verdicts = [
-                judge.judge(prompt.text, each.token_ids, at, is_ended=each.finish_reason is FinishReason.STOP)
+                judge.judge(prompt, each.token_ids, at, is_ended=each.finish_reason is FinishReason.STOP)
                 for each in (plain, answer)
             ]
             worst = max(verdicts, key=lambda verdict: verdict.loss - verdict.bound)
             is_wrong = is_wrong or not worst.is_near_tie
             lines.append(
-                f"[{i + 1} {prompt.title}] answers part at token {at}; from there on token {worst.position} is the "
+                f"[{i + 1} {title}] answers part at token {at}; from there on token {worst.position} is the "
                 f"worst: its logit is {worst.loss:.5f} below the best (bound {worst.bound:.5f}): "
                 f"{'near-tie' if worst.is_near_tie else 'WRONG'}"
             )
@@ -186,7 +193,7 @@ def _differences(runs: _Runs, dtype: str) -> tuple[list[str], int, int]:
     return lines, num_near_ties, num_wrong
 
 
-def _make_judge(dtype: str) -> NearTieJudge:
+def _make_judge(model: str, dtype: str) -> NearTieJudge:
     from batchserve.demo.near_tie import NearTieJudge
 
-    return NearTieJudge(MODEL, dtype)
+    return NearTieJudge(model, dtype)

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from batchserve.runner.chat import turn_end
 from batchserve.runner.loader import DTYPES
 from batchserve.runner.model_folder import resolve_model
 from batchserve.sampling.near_tie import rounding_bound
@@ -39,19 +40,25 @@ class NearTieJudge:
         self._dtype = dtype
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).eval()
+        found = self._model.generation_config.eos_token_id
+        listed = found if isinstance(found, list) else [found]
+        ends = {*listed, self._tokenizer.eos_token_id, turn_end(self._tokenizer)}
+        self._ends = sorted(int(end) for end in ends if end is not None)
 
     @torch.inference_mode()
-    def judge(self, prompt: str, answer: Sequence[int], start: int, *, is_ended: bool) -> Verdict:
-        """Re-score a greedy answer's tokens from `start` on, each given those before it; `is_ended`: by the EOS.
+    def judge(self, prompt: str | Sequence[int], answer: Sequence[int], start: int, *, is_ended: bool) -> Verdict:
+        """Re-score a greedy answer's tokens from `start` on, each given those before it; `is_ended`: by an end token.
 
         Everything behind the first difference counts too: there the two answers have nothing in common any more.
         """
-        tokens = [*answer, int(self._tokenizer.eos_token_id)] if is_ended else list(answer)
-        prompt_ids: list[int] = self._tokenizer(prompt)["input_ids"]
+        tokens = [*answer, self._ends[0]] if is_ended else list(answer)
+        prompt_ids: list[int] = self._tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
         ids = torch.tensor([prompt_ids + tokens])
         logits = self._model(ids).logits[0, len(prompt_ids) - 1 : -1].float().numpy()
         verdicts = []
         for i in range(start, len(tokens)):
             row = logits[i]
+            if i == len(answer):
+                tokens[i] = max(self._ends, key=row.__getitem__)
             verdicts.append(Verdict(i, float(row.max() - row[tokens[i]]), rounding_bound(self._dtype, row)))
         return max(verdicts, key=lambda verdict: verdict.loss - verdict.bound)

@@ -1,4 +1,5 @@
-"""Eight prompts of the kinds that the bundled model was trained on, in its training's exact phrasing.
+"""Eight prompts of the kinds that the bundled model was trained on, in its training's exact phrasing; for other models
+eight questions to chat about.
 
 The texts themselves were written for this page: none of them is in the training data.
 """
@@ -6,6 +7,8 @@ The texts themselves were written for this page: none of them is in the training
 from __future__ import annotations
 
 from typing import NamedTuple
+
+BUNDLED = "bundled"
 
 
 class DemoPrompt(NamedTuple):
@@ -111,3 +114,47 @@ def __repr__(self):
 """,
     ),
 )
+
+CHAT_PROMPTS = (
+    DemoPrompt("explain", "Why does the moon seem to change its shape during a month?"),
+    DemoPrompt("write", "Write a short story about a lighthouse keeper who finds a letter in a bottle."),
+    DemoPrompt("arithmetic", "A shop sells pens at 3 for 2 dollars. What do 12 pens cost? Show each step."),
+    DemoPrompt("code", "Write a Python function that counts how often each word occurs in a text."),
+    DemoPrompt(
+        "extract",
+        "List the names and the years in this text as JSON: Ada wrote the first program in 1843, and Grace built the "
+        "first compiler in 1952.",
+    ),
+    DemoPrompt("plan", "Make a plan for a day in a city that I do not know, as a numbered list."),
+    DemoPrompt("compare", "Compare trains and aeroplanes for a journey of 500 kilometres, as a table."),
+    DemoPrompt(
+        "rewrite",
+        "Rewrite this more politely: Send me the report today. You were late twice, and I need it for a meeting.",
+    ),
+)
+
+
+class Questions(NamedTuple):
+    """What a model is asked: prompts as texts or as token ids, and their titles."""
+
+    model: str
+    titles: tuple[str, ...]
+    prompts: tuple[str | list[int], ...]
+
+    @property
+    def described(self) -> str:
+        return "the bundled model" if self.model == BUNDLED else f"the model {self.model}"
+
+
+def questions_for(model: str) -> Questions:
+    """The bundled model's own tasks; for another model chat questions, in its chat template. Raises ConfigError."""
+    if model == BUNDLED:
+        return Questions(model, tuple(each.title for each in PROMPTS), tuple(each.text for each in PROMPTS))
+    from batchserve.config import EngineConfig
+    from batchserve.runner.chat import chat_token_ids
+    from batchserve.runner.model_folder import resolve_model
+    from batchserve.runner.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(resolve_model(model), EngineConfig(model=model))
+    asked = [chat_token_ids(each.message, tokenizer, model) for each in CHAT_PROMPTS]
+    return Questions(model, tuple(each.title for each in CHAT_PROMPTS), tuple(asked))

@@ -92,7 +92,7 @@ async def test_the_reason_of_a_failed_round_is_one_error():
             yield
 
     with pytest.raises(RemoteError, match="gone"):
-        await demo._round(Gone(), 8, True)  # type: ignore[arg-type]
+        await demo._round(Gone(), prompts.questions_for("bundled"), 8, True)  # type: ignore[arg-type]
 
 
 def _runs(plain: list[int], drafted: list[int], reason: FinishReason) -> Any:
@@ -107,16 +107,29 @@ def _runs(plain: list[int], drafted: list[int], reason: FinishReason) -> Any:
 
 def test_a_wrong_token_is_not_a_near_tie():
     """What the model says greedily, against the same with one token changed."""
-    judge = demo._make_judge("float32")
+    questions = prompts.questions_for("bundled")
+    judge = demo._make_judge("bundled", "float32")
     text = prompts.PROMPTS[0].text
     ids = judge._tokenizer(text, return_tensors="pt")["input_ids"]
     said = judge._model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
-    assert demo._differences(_runs(said, said, FinishReason.LENGTH), "float32") == ([], 0, 0)
+    assert demo._differences(_runs(said, said, FinishReason.LENGTH), questions, "float32") == ([], 0, 0)
     assert judge.judge(text, said, 0, is_ended=False).is_near_tie
     wrong = [*said[:4], (said[4] + 1) % 4096, *said[5:]]
-    (line,), num_near_ties, num_wrong = demo._differences(_runs(said, wrong, FinishReason.LENGTH), "float32")
+    (line,), num_near_ties, num_wrong = demo._differences(_runs(said, wrong, FinishReason.LENGTH), questions, "float32")
     assert (num_near_ties, num_wrong) == (0, 1)
     assert "part at token 4" in line
     assert line.endswith("WRONG")
-    _, _, num_wrong = demo._differences(_runs(said, said[:4], FinishReason.STOP), "float32")
+    _, _, num_wrong = demo._differences(_runs(said, said[:4], FinishReason.STOP), questions, "float32")
     assert num_wrong == 1, "an EOS that the model does not say"
+
+
+def test_another_model_is_asked_in_its_chat_template():
+    from batchserve.runner.model_folder import resolve_model
+
+    questions = prompts.questions_for(str(resolve_model("bundled")))
+    assert questions.titles == tuple(each.title for each in prompts.CHAT_PROMPTS)
+    tokenizer = demo._make_judge("bundled", "float32")._tokenizer
+    for ids, prompt in zip(questions.prompts, prompts.CHAT_PROMPTS, strict=True):
+        assert prompt.message in tokenizer.decode(ids)
+    with pytest.raises(ConfigError, match="nowhere"):
+        prompts.questions_for("./nowhere")
