@@ -70,28 +70,15 @@ def machines(*names: str) -> str:
     return "\n".join(f"- {', '.join(of)}: {about}." for about, of in measured.items())
 
 
-def lossless_table() -> str:
-    rows = []
-    for dtype in DTYPES:
-        levels = read(f"lossless_{dtype}")
-        for level in ("default", "batch_invariant"):
-            for mode, cell in levels[level].items():
-                counts = [
-                    str(cell[n]) for n in ("tokens_compared", "near_ties", "near_ties_per_million", "wrong_tokens")
-                ]
-                # In fp32 there is but one judge.
-                counts.append(str(cell.get("wrong_by_a_forward_in_its_dtype", cell["wrong_tokens"])))
-                rows.append([dtype, level, mode, *counts])
-    by = ("near-ties", "per million", "wrong", "wrong by a forward in its dtype")
-    return table(["dtype", "level", "sampling", "tokens", *by], rows)
-
-
-def price_table() -> str:
-    rows = []
-    for dtype in DTYPES:
-        price = read(f"lossless_{dtype}")["batch_invariant_over_default_tokens_per_s"]
-        rows.append([dtype, between(price["off"]), between(price["on"])])
-    return table(["dtype", "tokens/s, speculation off", "on"], rows)
+def same_bits_table() -> str:
+    results = read("same_bits")
+    rows = [
+        [model, kind, way, str(cell["compared"]), str(cell["differ"])]
+        for model, kinds in results["models"].items()
+        for kind, ways in kinds.items()
+        for way, cell in ways.items()
+    ]
+    return table(["model", "sampling", "served", "answers", "differ"], rows)
 
 
 def attention_table(name: str, kinds: dict[str, str]) -> str:
@@ -169,8 +156,7 @@ def serving_table() -> str:
 PERFORMANCE = (
     "batch_bundled",
     "batch_90m",
-    "lossless_float32",
-    "lossless_bfloat16",
+    "same_bits",
     "attention",
     "attention_amx",
     "sampling",
@@ -204,8 +190,7 @@ TABLES = {
     "adaptive amx machines": lambda: machines(*(f"adaptive_amx/{name}" for name in ADAPTIVE_AMX)),
     "batch bundled": lambda: batch_table("bundled"),
     "batch 90m": lambda: batch_table("90m"),
-    "lossless": lossless_table,
-    "price": price_table,
+    "same bits": same_bits_table,
     "attention": lambda: attention_table("attention", {"sdpa": "SDPA us", "kernel": "vectors us"}),
     "attention amx": lambda: attention_table(
         "attention_amx", {"sdpa": "SDPA us", "kernel": "vectors us", "matrices": "matrices us"}
