@@ -1,4 +1,4 @@
-"""Child processes that run this package, whatever the current folder holds."""
+"""This process and its children: interpreters that run this package, and the cores that there are for them."""
 
 from __future__ import annotations
 
@@ -13,3 +13,8 @@ def python(code: str, *arguments: str) -> list[str]:
     """
     path = [folder or os.getcwd() for folder in sys.path]
     return [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {path!r}; {code}", *arguments]
+
+
+def available_cores() -> int:
+    """Of this process, which may have been given a part of the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -127,6 +127,15 @@ class KernelFiles:
         return self._folder / f"{self._name}.{self._source[:STAMP_LENGTH]}.{of_key}.nbc"
 
 
+def has_kept_kernels(source: Path) -> bool:
+    """Whether there are kernels of a module, as it is now, from an earlier start."""
+    folders = [source.parent / "__pycache__"]
+    if numba.config.CACHE_DIR:
+        folders = [folder for folder in Path(numba.config.CACHE_DIR).glob("*") if folder.is_dir()]
+    pattern = f"{source.stem}.*.{sources_digest(source)[:STAMP_LENGTH]}.*.nbc"
+    return any(next(folder.glob(pattern), None) is not None for folder in folders)
+
+
 @functools.cache
 def sources_digest(source: Path) -> str:
     """A hash of a file and of all modules of this package that it imports, directly or not."""

@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
 
 from batchserve.errors import ConfigError
-from batchserve.interpreter import python
-from batchserve.native import NOT_KEPT
+from batchserve.interpreter import available_cores, python
+from batchserve.native import NOT_KEPT, has_kept_kernels
 
 logger = logging.getLogger(__name__)
 CHILD = "from batchserve.draft.kernels import main; main()"
@@ -38,7 +39,21 @@ class KernelLoader:
         self._in_background = in_background
         self._is_ready: dict[str, bool] = {}
         self._jobs: dict[str, _Job] = {}
+        self._begun: list[_Job] = []
         self._announced: set[str] = set()
+
+    def begin(self, modules: Sequence[str]) -> None:
+        """Let a child process compile what was never compiled here, while this one does something else."""
+        wanted = [module for module in modules if _find_compile(module) is not None and not _is_kept(module)]
+        if wanted and available_cores() > 1:
+            job = _Job(*wanted)
+            self._begun.append(job)
+            self._jobs.update((module, job) for module in wanted)
+
+    def wait_for_begun(self) -> None:
+        """Return once nothing is compiled any more that `begin` has begun."""
+        for job in self._begun:
+            job.join()
 
     def is_ready(self, module: str) -> bool:
         """Whether the module's kernels can be called; begins to prepare them when first asked."""
@@ -61,6 +76,8 @@ class KernelLoader:
 
     def prepare(self, module: str) -> None:
         """Prepare in the calling thread. Raises ConfigError."""
+        if module in self._jobs:
+            self._jobs[module].join()
         compile_kernels = _find_compile(module)
         if compile_kernels is not None:
             try:
@@ -76,15 +93,15 @@ class KernelLoader:
 
 
 class _Job:
-    """One module, prepared by a thread that first lets a child process do the slow part."""
+    """Modules that are prepared by a thread, which first lets a child process do the slow part."""
 
-    def __init__(self, module: str) -> None:
-        self._module = module
+    def __init__(self, *modules: str) -> None:
+        self._modules, self._name = modules, ", ".join(modules)
         self._lock = threading.Lock()
         self._child: subprocess.Popen[str] | None = None
         self._is_closed = False
         self.is_done = False
-        self._thread = threading.Thread(target=self._run, name=f"compile {module}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"compile {self._name}", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
@@ -100,18 +117,17 @@ class _Job:
     def _run(self) -> None:
         try:
             is_filled = self._fill_cache()
-            compile_kernels = _find_compile(self._module)
-            if self._is_closed or compile_kernels is None:
+            if self._is_closed:
                 return
             if not is_filled and getrlimit(RLIMIT_AS)[0] != RLIM_INFINITY:
                 # LLVM ends a process that has no memory. Without a limit compiling slows down all.
                 logger.warning("%s: not compiled in a server with limited address space (ulimit -v), so requests are "
-                               "answered without its drafts", self._module)  # fmt: skip
+                               "answered without its drafts", self._name)  # fmt: skip
                 return
-            compile_kernels()
+            compile_all(self._modules)
             self.is_done = True
         except Exception:
-            logger.exception("%s: no kernels, so requests are answered without its drafts", self._module)
+            logger.exception("%s: no kernels, so requests are answered without its drafts", self._name)
 
     def _fill_cache(self) -> bool:
         """Whether kernels are there to load, once the child has ended."""
@@ -119,7 +135,7 @@ class _Job:
             if self._is_closed:
                 return False
             self._child = subprocess.Popen(
-                python(CHILD, self._module),
+                python(CHILD, *self._modules),
                 stdin=subprocess.PIPE,  # never written to: it closes when this process ends, however that happens
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -131,7 +147,7 @@ class _Job:
             said = (self._child.stderr.read() if self._child.stderr is not None else "").strip().splitlines()
         if self._child.returncode != 0 and not self._is_closed:
             last = (said or ["no reason given"])[-1]
-            logger.warning("%s: cannot be compiled beside the server (%s)", self._module, last)
+            logger.warning("%s: cannot be compiled beside the server (%s)", self._name, last)
         elif self._child.returncode == 0:  # of kernels that were damaged, or cannot be kept
             for line in said:
                 logger.warning("%s", line)
@@ -152,16 +168,28 @@ def _find_compile(module: str) -> Callable[[], None] | None:
     return found
 
 
+def _is_kept(module: str) -> bool:
+    """Whether a start before this one has kept kernels of the module as it is now."""
+    path = import_module(module).__file__
+    return path is not None and has_kept_kernels(Path(path))
+
+
+def compile_all(modules: Sequence[str]) -> None:
+    """Compile the kernels of modules, or load them."""
+    for module in modules:
+        compile_kernels = _find_compile(module)
+        if compile_kernels is not None:
+            compile_kernels()
+
+
 def _end_with_parent() -> None:
     os.read(0, 1)  # not by way of sys.stdin, whose lock the interpreter wants at its end
     os._exit(1)
 
 
 def main() -> None:
-    """Of the child: compile the module that its command line names."""
+    """Of the child: compile the modules that its command line names."""
     with suppress(OSError):
         os.nice(CHILD_NICENESS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    compile_kernels = _find_compile(sys.argv[1])
-    if compile_kernels is not None:
-        compile_kernels()
+    compile_all(sys.argv[1:])

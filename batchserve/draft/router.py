@@ -35,6 +35,12 @@ class PersistentDrafter(Protocol):
         """Take over what was saved. Raises ConfigError for a file that is corrupt, or of another vocabulary."""
 
 
+def drafter_modules(drafter: Drafter, shared: Sequence[str]) -> tuple[str, ...]:
+    """Modules whose kernels a drafter needs; shared: those that any drafts need."""
+    own = type(drafter).__module__
+    return (own,) if isinstance(drafter, NullDrafter) else (own, *shared)
+
+
 class RoutingDrafter(Drafter):
     """The drafters of one engine by name; `default` is that of requests that name none.
 
@@ -77,8 +83,7 @@ class RoutingDrafter(Drafter):
         compile_parts(parts[::-1], say)
 
     def _modules(self, drafter: Drafter) -> tuple[str, ...]:
-        own = type(drafter).__module__
-        return (own,) if isinstance(drafter, NullDrafter) else (own, *self._shared)
+        return drafter_modules(drafter, self._shared)
 
     def start(self, request: DraftRequest) -> None:
         if request.request_id in self._chosen:

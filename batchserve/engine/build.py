@@ -19,7 +19,7 @@ from batchserve.draft import forest
 from batchserve.draft.base import Drafter
 from batchserve.draft.factory import LARGEST_MODEL, create_drafters, draft_limits
 from batchserve.draft.kernels import KernelLoader
-from batchserve.draft.router import RoutingDrafter
+from batchserve.draft.router import RoutingDrafter, drafter_modules
 from batchserve.engine.backend import build_backend
 from batchserve.engine.choose_threads import ThreadWatch, check_threads, choose_threads
 from batchserve.engine.detokenizer import decoder_of
@@ -83,18 +83,32 @@ def build_engine(
     `drafter` overrides all configured ones (for tests and experiments). While serving, drafters are compiled in the
     background, and requests are decoded without drafts until theirs is ready; otherwise where they are first needed.
     """
-    with memory_errors_named(f"to serve {config.model!r}"):
-        return _build_engine(config, on_progress or (lambda message: None), drafter, clock, is_serving=is_serving)
+    kernels = KernelLoader(in_background=is_serving)
+    try:
+        with memory_errors_named(f"to serve {config.model!r}"):
+            say = on_progress or (lambda message: None)
+            return _build_engine(config, say, drafter, clock, kernels, is_serving=is_serving)
+    except BaseException:
+        kernels.close()
+        raise
 
 
 def _build_engine(
-    config: EngineConfig, say: Progress, drafter: Drafter | None, clock: Callable[[], float], *, is_serving: bool
+    config: EngineConfig,
+    say: Progress,
+    drafter: Drafter | None,
+    clock: Callable[[], float],
+    kernels: KernelLoader,
+    *,
+    is_serving: bool,
 ) -> BuiltEngine:
     # What cannot be is refused before minutes have gone into loading.
     choose_instruction_set(config.instruction_set)
     config.draft.cache_path()
-    create_drafters(config, LARGEST_MODEL)
+    drafters = create_drafters(config, LARGEST_MODEL)
     check_no_fork_of_a_maker()
+    if drafter is None and (config.wait_for_drafter or not is_serving):
+        kernels.begin(drafter_modules(drafters[_default_drafter(config)], _shared_modules(config)))
     say(f"loading {config.model}")
     check_weights_fit(config.model, weight_bytes(config))
     loaded = load_model(config, say)
@@ -114,6 +128,7 @@ def _build_engine(
     if runner.graphs is not None:
         most = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
         _warm_up_beyond(runner, runner.graphs.sizes[-1], most, max_model_len)
+    kernels.wait_for_begun()  # nothing is measured beside it
     most_threads, least_gain = torch.get_num_threads(), SERVING_GAIN if is_serving else THREAD_GAIN
     if loaded.device.type == "cpu":
         runner.num_threads = config.num_threads or choose_threads(
@@ -130,7 +145,7 @@ def _build_engine(
     marks = [*([] if runner.graphs is None else [f"graphs of {runner.graphs.sizes}"]), *made_faster]
     step_time = _build_step_time(config, loaded, runner, max_model_len, marks, say)
     scheduler = Scheduler(config, backend.allocator, max_model_len, step_time)
-    used_drafter = drafter or _build_drafter(config, num_parameters, processor, is_serving, say)
+    used_drafter = drafter or _build_drafter(config, num_parameters, processor, kernels, is_serving, say)
     # Beside a GPU nobody else uses the processor's threads: they sleep, and to wake all of them takes too long.
     is_on_cpu = loaded.device.type == "cpu"
     drafts = DraftStage(used_drafter, _draft_policy(config, step_time), backend.allocator, clock, loaded.vocab_size)
@@ -282,13 +297,25 @@ def _draft_policy(config: EngineConfig, step_time: StepTimeModel) -> DraftPolicy
     return FixedDrafting(step_time)
 
 
+def _default_drafter(config: EngineConfig) -> str:
+    return "none" if config.decoding_length == 0 else config.drafter
+
+
+def _shared_modules(config: EngineConfig) -> list[str]:
+    """Modules whose kernels are needed for the drafts of any drafter."""
+    return [forest.__name__, (standing if config.is_adaptive else budget_kernels).__name__]
+
+
 def _build_drafter(
-    config: EngineConfig, num_parameters: int, processor: InputProcessor, is_serving: bool, say: Progress
+    config: EngineConfig,
+    num_parameters: int,
+    processor: InputProcessor,
+    kernels: KernelLoader,
+    is_serving: bool,
+    say: Progress,
 ) -> RoutingDrafter:
-    name = "none" if config.decoding_length == 0 else config.drafter
-    shared = [forest.__name__, (standing if config.is_adaptive else budget_kernels).__name__]
-    drafters, kernels = create_drafters(config, num_parameters), KernelLoader(in_background=is_serving)
-    router = RoutingDrafter(name, drafters, kernels, shared)
+    name = _default_drafter(config)
+    router = RoutingDrafter(name, create_drafters(config, num_parameters), kernels, _shared_modules(config))
     cache = config.draft.cache_path()
     if cache is not None:
         if config.decoding_length == 0:

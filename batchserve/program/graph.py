@@ -111,6 +111,7 @@ class Graph:
     def __init__(self, tape: Tape, simplify: Callable[[Graph, Node], Node | Columns | None]) -> None:
         self.nodes: list[Node] = []
         self._tape = tape
+        self._found: dict[tuple[Any, ...], Node] = {}  # by what they compute
         self._origin: Origin | None = None  # of the nodes that are added
         self.position_calls: list[Call] = []
         self.positions = tape.positions
@@ -132,10 +133,21 @@ class Graph:
         simpler = self._simplify(self, node)
         if isinstance(simpler, Columns):
             return simpler.pick(simpler.elements.reshape(shape))
-        node = simpler or node
-        node.number = len(self.nodes)
-        self.nodes.append(node)
+        node = self._once(simpler or node)
         return Columns(self, (node.number << _NODE_SHIFT) + np.arange(node.width, dtype=np.int64).reshape(shape))
+
+    def _once(self, node: Node) -> Node:
+        """The node, numbered; or an earlier one that computes the same."""
+        key = None
+        if all(isinstance(fact, str | int | float | None) for fact in node.facts.values()):
+            key = node.op, *(each.elements.tobytes() for each in node.inputs), *node.facts.items()
+        if key is None or node.op == "other" or key not in self._found:
+            node.number = len(self.nodes)
+            self.nodes.append(node)
+            if key is None:
+                return node
+            self._found[key] = node
+        return self._found[key]
 
     def node_of(self, number: int) -> Node:
         return self.nodes[number]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from batchserve.config import EngineConfig
 from batchserve.errors import ConfigError
+from batchserve.interpreter import available_cores
 
 REQUESTS_PER_SEQ = 4
 
@@ -98,8 +98,3 @@ def _default_threads(config: EngineConfig, cores: int) -> tuple[int, ...]:
 
     is_on_cpu = resolve_device(config).type == "cpu"
     return tuple(sorted({n for n in (cores // 4, cores // 2, cores) if n})) if is_on_cpu else (cores,)
-
-
-def available_cores() -> int:
-    """Of this process, which may have been given a part of the machine."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

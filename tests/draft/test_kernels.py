@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from batchserve import native
 from batchserve.draft import kernels
 from batchserve.draft.kernels import CHILD, KernelLoader
 from batchserve.errors import ConfigError
@@ -227,3 +228,50 @@ def test_a_drafter_of_several_modules_is_announced_once_and_when_all_are_ready(
         if thread.name == "announce drafts":
             thread.join(WAIT_S)
     assert [record.getMessage() for record in caplog.records] == ["drafter mixture is ready after 0 s: drafts are on"]
+
+
+def test_what_is_begun_is_compiled_by_one_child_and_then_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace, names = tmp_path / "trace", ["begun_one", "begun_other"]
+    for name in names:
+        body = f"with open({str(trace)!r}, 'a') as file: file.write(f'{name}:{{os.getpid()}} ')"
+        (tmp_path / f"{name}.py").write_text(f"import os\ndef compile_kernels():\n    {body}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(kernels, "available_cores", lambda: 2)
+    loader = KernelLoader(in_background=False)
+    loader.begin([*names, "batchserve.draft.base"])
+    loader.wait_for_begun()
+    done = [each.split(":") for each in trace.read_text().split()]
+    assert [name for name, _ in done] == names * 2
+    assert len({pid for _, pid in done[:2]}) == 1
+    assert [int(pid) for _, pid in done[2:]] == [os.getpid()] * 2
+    assert loader.is_ready("begun_one")
+    loader.close()
+
+
+@pytest.mark.parametrize(("is_kept", "cores"), [(True, 2), (False, 1)])
+def test_nothing_is_begun_that_an_earlier_start_has_kept_or_without_a_core_for_it(
+    is_kept: bool, cores: int, module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_is_kept", lambda name: is_kept)
+    monkeypatch.setattr(kernels, "available_cores", lambda: cores)
+    loader = KernelLoader(in_background=False)
+    loader.begin([module(lambda: None)])
+    assert not loader._jobs
+
+
+def test_kernels_of_a_module_that_has_changed_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native.numba.config, "CACHE_DIR", "")
+    source = tmp_path / "some_kernels.py"
+    source.write_text("A = 1\n")
+    assert not native.has_kept_kernels(source)
+    stamp = native.sources_digest(source)[: native.STAMP_LENGTH]
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / f"some_kernels.run-1.py311.{stamp}.0123.nbc").touch()
+    assert native.has_kept_kernels(source)
+    source.write_text("A = 2\n")
+    native.sources_digest.cache_clear()
+    native._content.cache_clear()
+    native._imports.cache_clear()
+    assert not native.has_kept_kernels(source)

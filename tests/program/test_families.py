@@ -1,0 +1,100 @@
+"""Families beyond tests/tiny_models.py: what is native of them, and what torch computes between native parts.
+
+Loading compares each program with the model's own forward.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from batchserve.config import EngineConfig
+from batchserve.program.tape import Call, UnsuitableModelError
+from batchserve.program.torch_calls import check_row_by_row
+from batchserve.runner.loader import load_model
+from tests.equivalence.harness import build
+from tests.program.test_model import answer, ids
+from tests.tiny_models import save_tiny_model
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+EXPERTS = {**SIZES, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+FAMILIES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "cohere": (SIZES, set()),
+    "ernie4_5": (SIZES, set()),
+    "gemma": ({**SIZES, "head_dim": 16}, set()),
+    "granite": ({**SIZES, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}, set()),
+    "granitemoe": ({**EXPERTS, "num_local_experts": 4}, set()),
+    "hunyuan_v1_dense": ({**SIZES, "head_dim": 16}, set()),
+    "olmo": (SIZES, set()),
+    "olmo3": ({**SIZES, "sliding_window": 16}, set()),
+    "phi": (SIZES, set()),
+    "smollm3": ({**SIZES, "no_rope_layer_interval": 2}, set()),
+    "starcoder2": ({**SIZES, "sliding_window": None}, set()),
+    "arcee": (SIZES, {"square"}),
+    "qwen2_moe": ({**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 64}, {"mul"}),
+}
+
+
+def save(family: str, options: dict[str, Any], folder: Path) -> Path:
+    torch.manual_seed(len(family))
+    config = AutoConfig.for_model(family, **options, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0, 0.15)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_native_but_for_named_operators(family: str, tmp_path: Path) -> None:
+    options, operators = FAMILIES[family]
+    loaded = load_model(EngineConfig(str(save(family, options, tmp_path)), dtype="float32"))
+    assert loaded.native is not None
+    assert set(loaded.native.torch_operators) == operators
+
+
+def test_what_torch_computes_is_right_in_steps_of_any_size(tmp_path: Path) -> None:
+    runner, tokens = build(save("arcee", SIZES, tmp_path), dtype="float32", num_threads=1).core.runner, ids()
+    assert runner._native is not None
+    whole = answer(runner, tokens, [len(tokens)])
+    for sizes in ([1] * len(tokens), [7, 16, 22]):
+        torch.testing.assert_close(answer(runner, tokens, sizes), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_with_more_rows_than_a_tile_have(tmp_path: Path) -> None:
+    """Of 300 rows and two of four experts each has some 150."""
+    runner = build(save_tiny_model("mixtral", tmp_path / "model"), dtype="float32", num_threads=1).core.runner
+    tokens = torch.randint(3, 128, (300,), generator=torch.Generator().manual_seed(3)).tolist()
+    assert runner._native is not None
+    whole = answer(runner, tokens, [300])
+    assert whole.isfinite().all()
+    for sizes in ([70, 1, 229], [150, 150]):
+        assert torch.equal(answer(runner, tokens, sizes), whole)
+
+
+@pytest.mark.parametrize(
+    ("function", "is_mixing"), [(torch.square, False), (lambda x: x.cumsum(0), True), (lambda x: x.cumsum(1), False),
+                                (lambda x: x - x.mean(), True), (lambda x: x + torch.ones(37, 1), True)],
+)  # fmt: skip
+def test_operators_that_mix_rows_are_found(function: Any, is_mixing: bool) -> None:
+    x = torch.randn(37, 8)
+    call = Call("some", function, (x,), {}, (function(x),))
+    if is_mixing:
+        with pytest.raises(UnsuitableModelError, match=r"some (mixes rows|cannot be computed)"):
+            check_row_by_row(call, [x])
+    else:
+        check_row_by_row(call, [x])
