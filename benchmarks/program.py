@@ -15,6 +15,8 @@ from typing import Any
 
 from benchmarks.common import spread, write_results
 
+import torch  # isort: skip
+
 from batchserve.config import EngineConfig  # isort: skip
 from batchserve.engine.build import build_engine
 from batchserve.request import GREEDY
@@ -53,7 +55,7 @@ def compare(source: str, dtype: str, threads: int) -> dict[str, Any]:
         raise SystemExit(f"{source} in {dtype} has no program here")
     cells = {f"{rows} rows": (decoding(rows), STEPS) for rows in ROWS}
     cells |= {f"prompt of {tokens}": ([("prompt", 0, tokens)], PROMPT_STEPS) for tokens in PROMPTS}
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"plain read": {"ms": spread(read_ms(weight_bytes(runners["modules"]), threads))}}
     for cell, (requests, steps) in cells.items():
         taken: dict[str, list[float]] = {way: [] for way in runners}
         for number in range(steps + 1):
@@ -64,6 +66,26 @@ def compare(source: str, dtype: str, threads: int) -> dict[str, Any]:
         ratios = [slow / fast for fast, slow in zip(taken["program"], taken["modules"], strict=True)]
         found[cell] = {**{way: spread(each) for way, each in taken.items()}, "modules over program": spread(ratios)}
     return found
+
+
+def weight_bytes(runner: ModelRunner) -> int:
+    """What a step of one row reads: all weights but a table of embeddings that is no head."""
+    model = runner._model
+    table = model.get_input_embeddings().weight.nbytes
+    size = 2 if model.dtype == torch.bfloat16 else 4
+    total = size * runner.num_parameters
+    return int(total if model.config.get_text_config().tie_word_embeddings else total - table)
+
+
+def read_ms(num_bytes: int, threads: int) -> list[float]:
+    """Milliseconds of reading so many bytes once, front to back, on all threads."""
+    torch.set_num_threads(threads)
+    memory, taken = torch.zeros(num_bytes // 8, dtype=torch.int64), []
+    for _ in range(STEPS):
+        began_s = time.perf_counter()
+        memory.sum()
+        taken.append((time.perf_counter() - began_s) * 1e3)
+    return taken
 
 
 def start(source: str, dtype: str, threads: int, is_native: bool) -> ModelRunner:

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from batchserve import openmp
+from batchserve.attention.cpu import CpuBackend
 from batchserve.attention.paged import PagedBackend
 from batchserve.attention.vector_code import kernel_level
 from batchserve.config import EngineConfig, MiB
@@ -175,7 +176,7 @@ def _build_engine(
         decoding_length=limits[config.drafter].max_draft_tokens,
         has_tokenizer=loaded.tokenizer is not None,
         execution=step_kind(loaded),
-        instruction_set=kernel_level() if is_on_cpu else "",
+        instruction_set=kernel_level() if isinstance(backend, CpuBackend) else "",
     )
     say(
         f"{info.architecture} in {info.dtype} on {loaded.device.type}, {runner.num_threads} threads, "

@@ -88,8 +88,9 @@ def measure(
 ) -> list[Cell]:
     """Every contender once a round, on the same prompts; idle ones stay loaded.
 
-    Just before it is timed, each answers a few tokens, so that it finds its own weights in the caches. The round that
-    warms up is not counted. After deadline_s (time.monotonic's) no further round begins, once there is one.
+    A peer that fails is left out. Just before it is timed, each answers a few tokens, so that it finds its own weights
+    in the caches. The round that warms up is not counted. After deadline_s (time.monotonic's) no further round begins,
+    once there is one.
     """
     taking_part = [each for each in contenders if each.worker in workers]
     cells = {size: Cell(size, {each.name: [] for each in taking_part}) for size in plan.requests}
@@ -100,9 +101,18 @@ def measure(
             break
         for size in plan.requests:
             for each in order(taking_part, number):
-                worker = workers[each.worker]
-                worker.round(given[0, size][:1], FEW_TOKENS, each.drafts)
-                answered = worker.round(given[number, size], plan.max_tokens, each.drafts)
+                try:
+                    worker = workers[each.worker]
+                    worker.round(given[0, size][:1], FEW_TOKENS, each.drafts)
+                    answered = worker.round(given[number, size], plan.max_tokens, each.drafts)
+                except PeerError as error:
+                    if each.engine == OWN:
+                        raise
+                    say(f"left out from here on: {error}")
+                    taking_part.remove(each)
+                    for cell in cells.values():
+                        del cell.runs[each.name]
+                    continue
                 if number:
                     cells[size].runs[each.name].append(answered)
     return list(cells.values())

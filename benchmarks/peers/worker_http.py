@@ -26,11 +26,13 @@ LOG_TAIL_LINES = 15
 
 
 class HttpServer:
-    """A client of a server that this process has started; one kept connection for each request at once."""
+    """A client of a server that this process has started.
+
+    Each request has a connection of its own: the servers close those that are idle between two rounds.
+    """
 
     def __init__(self, kind: str, port: int, process: subprocess.Popen[bytes], drafts: bool) -> None:
         self._kind, self._port, self._process, self._drafts = kind, port, process, drafts
-        self._connections: list[http.client.HTTPConnection] = []
 
     @property
     def pid(self) -> int:
@@ -39,12 +41,17 @@ class HttpServer:
     def answer(self, prompts: Prompts, max_tokens: int, drafts: bool) -> list[list[int]]:
         if drafts != self._drafts:
             raise ValueError(f"drafts = {drafts}: this server was started with {self._drafts}")
-        while len(self._connections) < len(prompts):
-            self._connections.append(http.client.HTTPConnection(HOST, self._port, timeout=ANSWER_TIMEOUT_S))
         with ThreadPoolExecutor(len(prompts)) as pool:
-            return list(pool.map(self._one, self._connections, prompts, [max_tokens] * len(prompts)))
+            return list(pool.map(self._one, prompts, [max_tokens] * len(prompts)))
 
-    def _one(self, connection: http.client.HTTPConnection, prompt: list[int], max_tokens: int) -> list[int]:
+    def _one(self, prompt: list[int], max_tokens: int) -> list[int]:
+        connection = http.client.HTTPConnection(HOST, self._port, timeout=ANSWER_TIMEOUT_S)
+        try:
+            return self._asked(connection, prompt, max_tokens)
+        finally:
+            connection.close()
+
+    def _asked(self, connection: http.client.HTTPConnection, prompt: list[int], max_tokens: int) -> list[int]:
         path, body = (llamacpp_request if self._kind == "llamacpp" else vllm_request)(prompt, max_tokens)
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()

@@ -80,6 +80,7 @@ PathFinder.find_spec = find_others
 """
 
 
+@pytest.mark.slow  # to be run before a device is asked
 def test_every_part_runs_without_the_packages_that_only_serving_needs(tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text(BLOCKER)
     out = tmp_path / "out"

@@ -162,3 +162,27 @@ def test_an_export_is_made_once_and_whole(tmp_path: Path) -> None:
 
     assert once(path, make).read_text() == "whole"
     assert once(path, fail).read_text() == "whole"
+
+
+def test_a_peer_that_fails_is_left_out_and_the_others_go_on() -> None:
+    class Failing:
+        def round(self, prompts: Any, max_tokens: int, drafts: bool) -> Answered:
+            raise PeerError("gone")
+
+    class Answering:
+        def round(self, prompts: Any, max_tokens: int, drafts: bool) -> Answered:
+            return Answered(1.0, [[1] * max_tokens for _ in prompts])
+
+    contenders = lineup(["openvino"])
+    workers = {each.worker: Failing() if each.name == "openvino in process, drafts on" else Answering()
+               for each in contenders}  # fmt: skip
+    said: list[str] = []
+    plan = Plan((1, 2), rounds=2, max_tokens=4)
+    cells = measure.measure(contenders, workers, plan, [[5]] * plan.num_prompts, time.monotonic() + 60, said.append)
+    assert said == ["left out from here on: gone"]
+    for cell in cells:
+        assert {name: len(runs) for name, runs in cell.runs.items()} == {
+            "batchserve in process, drafts off": 2,
+            "batchserve in process, drafts on": 2,
+            "openvino in process, drafts off": 2,
+        }

@@ -70,7 +70,7 @@ def written(backend: PagedBackend) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("name", "compile_"),
     [
-        ("llama", CompiledModel),
+        pytest.param("llama", CompiledModel, marks=pytest.mark.slow),
         pytest.param("qwen2", CompiledLayers, marks=pytest.mark.slow),
         ("gemma2", CompiledLayers),
     ],
@@ -157,7 +157,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, compiler: Any = "aot_eager") ->
         monkeypatch.setattr(faster_module, name, partial(way, compiler=compiler))
 
 
-@pytest.mark.parametrize("way", ["auto", "whole"])
+@pytest.mark.parametrize("way", [pytest.param("auto", marks=pytest.mark.slow), "whole"])
 def test_graphs_of_the_compiled_model_give_the_same_answers_and_nothing_is_compiled_while_requests_are_served(
     two_layers: dict[str, Path], monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
