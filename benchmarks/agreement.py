@@ -2,7 +2,7 @@
 
     python -m benchmarks.agreement [--model smollm2] [--tokens 20000]
 
-Texts of a bundled set are given to all three as they are, token by token of the same context (teacher forcing), in
+Texts of the bundled sets are given to all three as they are, token by token of the same context (teacher forcing), in
 prompts of at most 512 tokens. smollm2 is a real model (tools/real_model.py).
 """
 
@@ -29,7 +29,6 @@ from batchserve.runner.tokenizer import load_tokenizer
 from benchmarks.peers.models import REAL, model_folder
 
 LONGEST = 512
-SOURCE = "gsm8k_gpt3_175b"
 
 
 def main() -> None:
@@ -59,7 +58,7 @@ def texts(folder: Path, num_tokens: int) -> Iterator[list[int]]:
     """Token ids of prompts and answers, LONGEST at once, num_tokens in all."""
     tokenizer: Any = load_tokenizer(str(folder), EngineConfig(str(folder)))
     ids: list[int] = []
-    for line in bundled_sets()[SOURCE].read_text().splitlines():
+    for line in (line for path in bundled_sets().values() for line in path.read_text().splitlines()):
         record = json.loads(line)
         ids += tokenizer(" ".join(str(record[name]) for name in ("prompt", "response") if name in record))["input_ids"]
         if len(ids) >= num_tokens:

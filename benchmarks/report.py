@@ -19,6 +19,7 @@ DTYPES = ("float32", "bfloat16")
 PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "performance.md",
+    ROOT / "docs" / "program.md",
     ROOT / "docs" / "drafting.md",
     ROOT / "docs" / "adaptive.md",
     ROOT / "docs" / "gpu.md",
@@ -79,6 +80,33 @@ def same_bits_table() -> str:
         for way, cell in ways.items()
     ]
     return table(["model", "sampling", "served", "answers", "differ"], rows)
+
+
+def program_table() -> str:
+    """Milliseconds of the program, and how many times as long the modules take."""
+    cells = read("program")["cells"]
+    steps = [name for name in next(iter(cells.values())) if name != "plain read"]
+    rows = [
+        [model, middle(of["plain read"]["ms"], 1)]
+        + [f"{middle(of[step]['program'], 1)} ({middle(of[step]['modules over program'], 2)} x)" for step in steps]
+        for model, of in cells.items()
+    ]
+    return table(["model", "plain read", *steps], rows)
+
+
+def peers_table() -> str:
+    rows = [
+        [model, str(cell["requests"]), name, middle(found["tokens_per_s"], 0),
+         times(cell["batchserve_over"].get(name)), f"{found['same_answers']:.0%}"]
+        for model, part in read("peers_quick")["models"].items()
+        for cell in part["cells"]
+        for name, found in cell["contenders"].items()
+    ]  # fmt: skip
+    return table(["model", "requests", "engine", "tokens/s", "batchserve over it", "same answers"], rows)
+
+
+def times(ratio: dict[str, float] | None) -> str:
+    return "" if ratio is None else f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
 
 
 def attention_table(name: str, kinds: dict[str, str]) -> str:
@@ -191,6 +219,10 @@ TABLES = {
     "batch bundled": lambda: batch_table("bundled"),
     "batch 90m": lambda: batch_table("90m"),
     "same bits": same_bits_table,
+    "program": program_table,
+    "program machine": lambda: machines("program"),
+    "peers": peers_table,
+    "peers machine": lambda: machines("peers_quick"),
     "attention": lambda: attention_table("attention", {"sdpa": "SDPA us", "kernel": "vectors us"}),
     "attention amx": lambda: attention_table(
         "attention_amx", {"sdpa": "SDPA us", "kernel": "vectors us", "matrices": "matrices us"}
