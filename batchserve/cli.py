@@ -27,6 +27,7 @@ from batchserve.generate_command import add_generate_flags, run_generate
 from batchserve.hosts import is_loopback
 from batchserve.instruction_set import AUTO, choose_instruction_set
 from batchserve.logs import configure_logging, log_format
+from batchserve.option_checks import is_model_path
 from batchserve.options import (
     DRAFT_OPTIONS,
     ENGINE_OPTIONS,
@@ -163,6 +164,10 @@ def _serve(arguments: argparse.Namespace) -> int:
             "(--default-draft-scope NAME lets them)"
         )
     engine_config: EngineConfig = make_config(EngineConfig, arguments)
+    if is_model_path(engine_config.model):  # before seconds go into imports, and a process into the engine
+        from batchserve.runner.model_folder import resolve_model
+
+        resolve_model(engine_config.model)
 
     from batchserve.engine.async_engine import AsyncEngine
     from batchserve.server.lifecycle import serve

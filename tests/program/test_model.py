@@ -68,9 +68,10 @@ def test_a_family_is_native_and_right_and_has_the_same_bits_in_any_steps(
     assert error < (1e-5 if dtype == "float32" else 0.05)
 
 
-def test_two_threads_give_the_bits_of_one(tiny_model: dict[str, Path]) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+def test_two_threads_give_the_bits_of_one(family: str, tiny_model: dict[str, Path]) -> None:
     tokens = ids()
-    one, two = (build(tiny_model["qwen3"], dtype="bfloat16", num_threads=count).core.runner for count in (1, 2))
+    one, two = (build(tiny_model[family], dtype="bfloat16", num_threads=count).core.runner for count in (1, 2))
     for sizes in ([NUM_TOKENS], [5, 1, 1, 16, 22]):
         assert torch.equal(answer(one, tokens, sizes), answer(two, tokens, sizes))
 
