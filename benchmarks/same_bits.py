@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, write_results
+from benchmarks.common import RESULTS, ROOT, write_results
 
 from batchserve import LLM, SamplingParams, SpeculationParams  # isort: skip
 from benchmarks.peers.models import BUNDLED, REAL, model_folder, once, prompts
@@ -47,14 +47,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     args = parser.parse_args()
-    cells: dict[str, Any] = {}
+    path = RESULTS / "same_bits.json"  # models that are not asked about keep their figures
+    cells: dict[str, Any] = json.loads(path.read_text())["models"] if path.exists() else {}
     for model in args.models:
         folder = experts_folder() if model == "experts" else model_folder(model)
         asked = prompts("90m" if model == "experts" else model, folder, args.answers, seed=7)
-        cells[model] = compare(folder, asked, args)
-        print(f"{model}: {json.dumps(cells[model])}", flush=True)
-    facts = {"dtype": args.dtype, "answers": args.answers, "tokens": args.tokens, "models": cells}
-    print(f"written to {write_results('same_bits', facts)}")
+        facts = {"dtype": args.dtype, "answers": args.answers, "tokens": args.tokens}
+        cells[model] = {**facts, "kinds": compare(folder, asked, args)}
+        print(f"written to {write_results('same_bits', {'models': cells})}", flush=True)
 
 
 def compare(folder: Path, asked: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
