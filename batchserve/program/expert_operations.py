@@ -111,7 +111,8 @@ def route(op, num_rows, scratch):  # type: ignore[no-untyped-def]
                 given = carray(as_pointer(op[Y] + row * op[BY_Y]), k, np.float32)
                 for j in range(k):
                     # What is not a number goes nowhere in particular, and comes out as it is.
-                    experts[j] = np.int32(min(max(scores[j], np.float32(0.0)), np.float32(count - 1)))
+                    is_there = scores[j] >= np.float32(0.0) and scores[j] < np.float32(count)
+                    experts[j] = np.int32(scores[j]) if is_there else np.int32(0)
                     weights[j] = given[j]
                 continue
             for j in range(count):

@@ -140,7 +140,8 @@ class Graph:
         """The node, numbered; or an earlier one that computes the same."""
         key = None
         if all(isinstance(fact, str | int | float | None) for fact in node.facts.values()):
-            key = node.op, *(each.elements.tobytes() for each in node.inputs), *node.facts.items()
+            operands = ((each.shape, each.elements.tobytes()) for each in node.inputs)
+            key = node.op, node.width, *operands, *node.facts.items()
         if key is None or node.op == "other" or key not in self._found:
             node.number = len(self.nodes)
             self.nodes.append(node)
@@ -158,10 +159,14 @@ class Graph:
 
     def _take(self, call: Call) -> None:
         tensors = [*tensors_in(call.arguments), *tensors_in([*call.options.values()])]
-        kinds = {self._kind(each) for each in tensors}
-        result, name = call.results[0], call.name
+        kinds, name = {self._kind(each) for each in tensors}, call.name
         if kinds <= {"constant"}:
             return
+        if not call.results:
+            if kinds & {"rows", "ids"} and not name.startswith("_assert"):
+                raise UnsuitableModelError(f"{name} of a value, on which the model's code may depend")
+            return
+        result = call.results[0]
         if name == ATTEND:
             self._attend(call)
         elif name in (UP, DOWN):
@@ -304,7 +309,7 @@ class Graph:
             columns = self.add("softmax", shape, [self._of(arguments[0]).columns])
         elif name == "sum" and list(arguments[1]) == [-1] and True in arguments[2:]:
             columns = self.add("sum", shape, [self._of(arguments[0]).columns])
-        elif name == "topk" and len(shape) == 1 and (*arguments, -1)[2] in (-1, 1):
+        elif name == "topk" and len(shape) == 1 and (*arguments, -1)[2] in (-1, 1) and False not in arguments[3:4]:
             scores = [self._of(arguments[0]).columns]
             columns = self.add("topk_value", shape, scores)
             self._set(call.results[1], self.add("topk_index", shape, scores, start=columns.elements.size))

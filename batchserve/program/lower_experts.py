@@ -8,6 +8,7 @@ from batchserve.program import instructions as at
 from batchserve.program.expert_operations import GROUPS_OF_PAIR
 from batchserve.program.instructions import Op
 from batchserve.program.routing import Route, route_of
+from batchserve.program.tape import UnsuitableModelError
 
 if TYPE_CHECKING:
     from batchserve.program.graph import Columns, Node
@@ -21,13 +22,17 @@ class ExpertLowering:
     def __init__(self, lowering: Lowering) -> None:
         self._lowering = lowering
         self._routes: dict[bytes, Route] = {}  # by the columns of the experts' numbers
+        self._weights: dict[bytes, bytes] = {}
         self._groups: dict[bytes, Buffer] = {}
         self._gathered: dict[tuple[bytes, bytes], Buffer] = {}
 
     def plan(self, node: Node) -> tuple[Node, ...]:
         """The nodes whose work the routes of `node`, experts' second products, do."""
         _, index, weights = node.inputs
-        route = self._routes[index.elements.tobytes()] = route_of(index, weights)
+        key = index.elements.tobytes(), weights.elements.tobytes()
+        if self._weights.setdefault(key[0], key[1]) != key[1]:
+            raise UnsuitableModelError("the same experts with other weights")
+        route = self._routes[key[0]] = route_of(index, weights)
         return route.nodes
 
     def rows_of_pairs(self, node: Node) -> tuple[Buffer, int]:

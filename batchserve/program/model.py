@@ -14,7 +14,7 @@ from batchserve.attention import span_job
 from batchserve.attention.matrix_code import TILE
 from batchserve.program import instructions as at
 from batchserve.program.experts import noted_experts
-from batchserve.program.graph import Graph
+from batchserve.program.graph import Graph, tensors_in
 from batchserve.program.instructions import Kernel, Op, assemble, two_floats
 from batchserve.program.interpreter import run_loop
 from batchserve.program.lower import Lowering
@@ -139,10 +139,13 @@ class NativeModel:
 
     def release_weights(self, model: PreTrainedModel) -> None:
         """Give up the model's own copies of what is packed here; it cannot run any more."""
+        used = {tensor.data_ptr() for each in self._segments if isinstance(each, TorchCall)
+                for tensor in tensors_in([*each.call.arguments, *each.call.options.values()])}  # fmt: skip
         packed = {key[0] for key in self._packed}
         for parameter in model.parameters():
             start = parameter.data_ptr()
-            if any(start <= address < start + parameter.nbytes for address in packed):
+            within = range(start, start + parameter.nbytes)
+            if any(address in within for address in packed) and not any(address in within for address in used):
                 parameter.data = parameter.new_empty(0)
 
     @contextmanager

@@ -53,8 +53,10 @@ def _root_mean_square(graph: Graph, node: Node) -> Node | None:
             continue
         mean = shifted.inputs[0].node()
         squares = mean.inputs[0].node() if mean is not None and mean.op == "mean" else None
-        if squares is None or not _squares(squares).same(x):
+        if mean is None or squares is None or not _squares(squares).same(x):
             continue
+        if mean.inputs[0].run() != (squares, 0) or mean.inputs[0].elements.size != squares.width:
+            continue  # of some of the columns
         groups = scale.places().reshape(-1, x.shape[-1])
         if (groups != np.arange(len(groups))[:, None]).any():
             continue

@@ -75,8 +75,7 @@ class _Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         results = tuple(each for each in (out if isinstance(out, tuple | list) else [out])
                         if isinstance(each, torch.Tensor))  # fmt: skip
-        if results:
-            self._calls.append(Call(func.overloadpacket.__name__, func, tuple(args), kwargs or {}, results))
+        self._calls.append(Call(func.overloadpacket.__name__, func, tuple(args), kwargs or {}, results))
         return out
 
 

@@ -5,7 +5,7 @@ Nothing here knows a model: a module is swapped by what it is, a Linear or a Con
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -49,12 +49,22 @@ class Workspace:
         return -(-self._scratch.ctypes.data // LINE) * LINE
 
 
+class WeightFacts(NamedTuple):
+    """What a model's code may ask of weights that are packed; whatever would compute with them fails."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    device: torch.device
+
+
 class NativeLinear(torch.nn.Module):
     """A linear layer over packed weights; a row has the same bits whatever other rows there are."""
 
     def __init__(self, workspace: Workspace, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
+        self.weight = WeightFacts(weight.dtype, weight.shape, weight.device)
+        self.bias = None if bias is None else WeightFacts(bias.dtype, bias.shape, bias.device)
         self._workspace, self._dtype = workspace, weight.dtype
         self._packed, self._bias = pack(weight), None if bias is None else bias.detach().float().contiguous()
         kernel = kernel_of(weight.dtype)

@@ -8,11 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from batchserve.config import EngineConfig
+from batchserve.program import instructions as at
+from batchserve.program.expert_operations import route
+from batchserve.program.instructions import Routing, assemble
 from batchserve.program.tape import Call, UnsuitableModelError
 from batchserve.program.torch_calls import check_row_by_row
 from batchserve.runner.loader import load_model
@@ -98,3 +103,31 @@ def test_operators_that_mix_rows_are_found(function: Any, is_mixing: bool) -> No
             check_row_by_row(call, [x])
     else:
         check_row_by_row(call, [x])
+
+
+def test_numbers_of_experts_that_are_no_numbers_go_to_one_that_there_is() -> None:
+    given, weights = np.array([[np.nan, 2.0], [-1.0, 7.0]], np.float32), np.ones((2, 2), np.float32)
+    out, scratch = np.zeros((2, 4), np.int32), np.zeros(64, np.uint8)
+    fields = {at.COLUMNS: 4, at.GROUPS: 2, at.FUNCTION: Routing.GIVEN, at.X: given.ctypes.data, at.BY_X: 8,
+              at.Y: weights.ctypes.data, at.BY_Y: 8, at.OUT: out.ctypes.data, at.BY_OUT: 16}  # fmt: skip
+    route(assemble([fields])[0], 2, scratch.ctypes.data)
+    assert out[:, 2:].tolist() == [[0, 2], [0, 0]]
+
+
+def test_code_that_asks_for_a_linears_type_is_served_by_its_modules(tmp_path: Path) -> None:
+    options = {**SIZES, "head_dim": 16, "num_experts": 4, "moe_topk": [2, 2], "use_mixed_mlp_moe": False}
+    folder = save("hunyuan_v1_moe", options, tmp_path)
+    loaded = load_model(EngineConfig(str(folder), dtype="float32", custom_kernels=False))
+    assert loaded.native is None
+    assert loaded.has_packed_linears
+
+
+def test_a_branch_on_a_value_is_not_taken_for_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = LlamaMLP.forward
+
+    def branching(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+        return right(self, x) if bool(x.isfinite().all()) else torch.zeros_like(x)
+
+    monkeypatch.setattr(LlamaMLP, "forward", branching)
+    loaded = load_model(EngineConfig(str(save_tiny_model("llama", tmp_path / "model")), dtype="float32"))
+    assert loaded.native is None
