@@ -169,9 +169,12 @@ def _find_compile(module: str) -> Callable[[], None] | None:
 
 
 def _is_kept(module: str) -> bool:
-    """Whether a start before this one has kept kernels of the module as it is now."""
-    path = import_module(module).__file__
-    return path is not None and has_kept_kernels(Path(path))
+    """Whether a start before this one has kept kernels of the module as it is now.
+
+    They are in it, or in those beside it that are called after it: mixture_kernels, mixture_growth.
+    """
+    path = Path(import_module(module).__file__ or "")
+    return any(map(has_kept_kernels, (path, *path.parent.glob(f"{path.stem}_*.py"))))
 
 
 def compile_all(modules: Sequence[str]) -> None:

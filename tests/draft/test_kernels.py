@@ -275,3 +275,13 @@ def test_kernels_of_a_module_that_has_changed_are_not_kept(tmp_path: Path, monke
     native._content.cache_clear()
     native._imports.cache_clear()
     assert not native.has_kept_kernels(source)
+
+
+@pytest.mark.parametrize("drafter", ["mixture", "trie", "reference", "jacobi"])
+def test_a_drafter_that_has_been_compiled_is_not_begun_again(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = f"batchserve.draft.{drafter}"
+    monkeypatch.setattr(kernels, "available_cores", lambda: 2)
+    KernelLoader(in_background=False).prepare(module)
+    loader = KernelLoader(in_background=False)
+    loader.begin([module])
+    assert not loader._jobs
