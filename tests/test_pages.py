@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import mmap
 import platform
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,6 +30,13 @@ def test_they_are_zeros_that_can_be_written(shape: int | tuple[int, ...], dtype:
 
 @pytest.mark.faults
 def test_pages_are_memory_only_while_they_are_used() -> None:
+    """In a process of its own: other tests' memory may go meanwhile."""
+    code = "from tests.test_pages import check_that_pages_go; check_that_pages_go()"
+    root = Path(__file__).resolve().parent.parent
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=120)
+
+
+def check_that_pages_go() -> None:
     """Arrays of all sizes, of which every other one goes: on the heap the holes would stay."""
     before = resident_bytes("self")
     arrays = [pages.zeros((1 + i % 50) * MB // 25, np.uint8) for i in range(200)]

@@ -146,7 +146,7 @@ def test_a_number_that_is_not_finite_stays_in_its_row() -> None:
 
 
 @pytest.mark.skipif(WIDTH < 16, reason="such instructions come with vectors of 16")
-@pytest.mark.parametrize("kernel", TAKES_HALVES)
+@pytest.mark.parametrize("kernel", [pytest.param(Kernel.PAIRS, marks=pytest.mark.slow), Kernel.TILES])
 def test_products_by_instructions_that_this_processor_may_lack(kernel: Kernel, tmp_path: Path) -> None:
     """All of the above once more, where these instructions are emulated."""
     environment = {**os.environ, "EMULATED_KERNEL": kernel.name, "NUMBA_CACHE_DIR": str(tmp_path)}
