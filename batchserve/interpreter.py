@@ -16,5 +16,5 @@ def python(code: str, *arguments: str) -> list[str]:
 
 
 def available_cores() -> int:
-    """Of this process, which may have been given a part of the machine."""
+    """The number of cores that this process may use, which may be a part of the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

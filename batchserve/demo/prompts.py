@@ -135,7 +135,7 @@ CHAT_PROMPTS = (
 
 
 class Questions(NamedTuple):
-    """What a model is asked: prompts as texts or as token ids, and their titles."""
+    """Prompts for a model, as texts or as token ids, and their titles."""
 
     model: str
     titles: tuple[str, ...]

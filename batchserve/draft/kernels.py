@@ -191,7 +191,7 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
-    """Of the child: compile the modules that its command line names."""
+    """The child process: compile the modules that its command line names."""
     with suppress(OSError):
         os.nice(CHILD_NICENESS)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -339,7 +339,7 @@ def _build_drafter(
 
 
 def step_kind(loaded: LoadedModel) -> str:
-    """What runs a step."""
+    """Names what runs a step: a native program or the model's modules."""
     if loaded.native is not None:
         names = ", ".join(loaded.native.torch_operators)
         return f"native program, with torch for {names}" if names else "native program"

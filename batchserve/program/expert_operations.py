@@ -12,9 +12,8 @@ row's j-th pair; its weight, as float32; and the tiles (expert, first pair, numb
 from __future__ import annotations
 
 import numpy as np
-from numba import carray
 
-from batchserve.addresses import as_pointer, claim
+from batchserve.addresses import claim
 from batchserve.native import njit
 from batchserve.program.instructions import (
     BY_OUT,
@@ -33,22 +32,17 @@ from batchserve.program.instructions import (
     X,
     Y,
 )
+from batchserve.program.pieces import claim_rows, floats_at, numbers_at, words_at
 
-ROWS_AT_ONCE = 4  # that a thread claims
 GROUPS_START = 8  # int64
 GROUPS_OF_PAIR = 6  # int64: row, place, weight and a tile
 
 
 @njit(nogil=True, cache=True)
-def numbers(address, count):  # type: ignore[no-untyped-def]
-    return carray(as_pointer(address), count, np.int64)
-
-
-@njit(nogil=True, cache=True)
 def tiles_of(groups, num_pairs):  # type: ignore[no-untyped-def]
     """[num_tiles, 3]: expert, first pair, number of pairs."""
-    num_tiles = numbers(groups, 1)[0]
-    return numbers(groups + 8 * (GROUPS_START + 3 * num_pairs), 3 * num_tiles).reshape((num_tiles, 3))
+    num_tiles = numbers_at(groups, 1)[0]
+    return numbers_at(groups + 8 * (GROUPS_START + 3 * num_pairs), 3 * num_tiles).reshape((num_tiles, 3))
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -98,17 +92,17 @@ def route(op, num_rows, scratch):  # type: ignore[no-untyped-def]
     are and Y's weights.
     """
     count, k = op[COLUMNS], op[GROUPS]
-    room = carray(as_pointer(scratch), count, np.float32)
+    room = floats_at(scratch, count)
     while True:
-        first = claim(op.ctypes.data + NEXT * 8) * ROWS_AT_ONCE
+        first, end = claim_rows(op, num_rows)
         if first >= num_rows:
             break
-        for row in range(first, min(num_rows, first + ROWS_AT_ONCE)):
-            scores = carray(as_pointer(op[X] + row * op[BY_X]), count, np.float32)
+        for row in range(first, end):
+            scores = floats_at(op[X] + row * op[BY_X], count)
             out = op[OUT] + row * op[BY_OUT]
-            weights, experts = carray(as_pointer(out), k, np.float32), carray(as_pointer(out + 4 * k), k, np.int32)
+            weights, experts = floats_at(out, k), words_at(out + 4 * k, k)
             if op[FUNCTION] == Routing.GIVEN:
-                given = carray(as_pointer(op[Y] + row * op[BY_Y]), k, np.float32)
+                given = floats_at(op[Y] + row * op[BY_Y], k)
                 for j in range(k):
                     # What is not a number goes nowhere in particular, and comes out as it is.
                     is_there = scores[j] >= np.float32(0.0) and scores[j] < np.float32(count)
@@ -127,17 +121,17 @@ def group(op, num_rows, scratch):  # type: ignore[no-untyped-def]
         return
     k, num_experts = op[GROUPS], op[COLUMNS]
     num_pairs, area = num_rows * k, op[OUT] + 8 * GROUPS_START
-    rows, places = numbers(area, num_pairs), numbers(area + 8 * num_pairs, num_pairs)
-    weights = numbers(area + 16 * num_pairs, num_pairs).view(np.float32)
-    first = numbers(scratch, num_experts)
+    rows, places = numbers_at(area, num_pairs), numbers_at(area + 8 * num_pairs, num_pairs)
+    weights = numbers_at(area + 16 * num_pairs, num_pairs).view(np.float32)
+    first = numbers_at(scratch, num_experts)
     for expert in range(num_experts):
         first[expert] = 0
     for row in range(num_rows):
-        experts = carray(as_pointer(op[X] + row * op[BY_X] + 4 * k), k, np.int32)
+        experts = words_at(op[X] + row * op[BY_X] + 4 * k, k)
         for j in range(k):
             first[experts[j]] += 1
     start = num_tiles = 0
-    tiles = numbers(area + 24 * num_pairs, 3 * num_pairs).reshape((num_pairs, 3))
+    tiles = numbers_at(area + 24 * num_pairs, 3 * num_pairs).reshape((num_pairs, 3))
     for expert in range(num_experts):
         count, first[expert] = first[expert], start
         for piece in range(0, count, ROW_CHUNK):
@@ -145,10 +139,10 @@ def group(op, num_rows, scratch):  # type: ignore[no-untyped-def]
             tiles[num_tiles, 2] = min(ROW_CHUNK, count - piece)
             num_tiles += 1
         start += count
-    numbers(op[OUT], 1)[0] = num_tiles
+    numbers_at(op[OUT], 1)[0] = num_tiles
     for row in range(num_rows):
         at = op[X] + row * op[BY_X]
-        shares, experts = carray(as_pointer(at), k, np.float32), carray(as_pointer(at + 4 * k), k, np.int32)
+        shares, experts = floats_at(at, k), words_at(at + 4 * k, k)
         for j in range(k):
             place = first[experts[j]]
             first[experts[j]] += 1
@@ -159,15 +153,15 @@ def group(op, num_rows, scratch):  # type: ignore[no-untyped-def]
 def gather(op, num_rows, thread):  # type: ignore[no-untyped-def]
     """OUT = the row of each pair, in their order; COLUMNS are words of 32 bits. num_rows: of the step."""
     num_pairs, count = num_rows * op[GROUPS], op[COLUMNS]
-    rows = numbers(op[Y] + 8 * GROUPS_START, num_pairs)
+    rows = numbers_at(op[Y] + 8 * GROUPS_START, num_pairs)
     x = op[X] + (thread * op[X_PRIVATE] if num_rows <= FEW_ROWS else 0)
     while True:
-        first = claim(op.ctypes.data + NEXT * 8) * ROWS_AT_ONCE
+        first, end = claim_rows(op, num_pairs)
         if first >= num_pairs:
             break
-        for pair in range(first, min(num_pairs, first + ROWS_AT_ONCE)):
-            source = carray(as_pointer(x + rows[pair] * op[BY_X]), count, np.int32)
-            target = carray(as_pointer(op[OUT] + pair * op[BY_OUT]), count, np.int32)
+        for pair in range(first, end):
+            source = words_at(x + rows[pair] * op[BY_X], count)
+            target = words_at(op[OUT] + pair * op[BY_OUT], count)
             for j in range(count):
                 target[j] = source[j]
 
@@ -177,17 +171,17 @@ def combine(op, num_rows):  # type: ignore[no-untyped-def]
     """OUT = the sum of X's pairs of each row, times their weights."""
     k, count = op[GROUPS], op[COLUMNS]
     num_pairs, area = num_rows * k, op[Y] + 8 * GROUPS_START
-    places, weights = numbers(area + 8 * num_pairs, num_pairs), numbers(area + 16 * num_pairs, num_pairs)
+    places, weights = numbers_at(area + 8 * num_pairs, num_pairs), numbers_at(area + 16 * num_pairs, num_pairs)
     shares = weights.view(np.float32)
     while True:
-        first = claim(op.ctypes.data + NEXT * 8) * ROWS_AT_ONCE
+        first, end = claim_rows(op, num_rows)
         if first >= num_rows:
             break
-        for row in range(first, min(num_rows, first + ROWS_AT_ONCE)):
-            out = carray(as_pointer(op[OUT] + row * op[BY_OUT]), count, np.float32)
+        for row in range(first, end):
+            out = floats_at(op[OUT] + row * op[BY_OUT], count)
             for j in range(k):
                 share = shares[2 * (row * k + j)]
-                x = carray(as_pointer(op[X] + places[row * k + j] * op[BY_X]), count, np.float32)
+                x = floats_at(op[X] + places[row * k + j] * op[BY_X], count)
                 if j == 0:
                     for i in range(count):
                         out[i] = share * x[i]

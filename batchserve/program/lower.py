@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch
 
 from batchserve.program import instructions as at
 from batchserve.program.experts import DOWN, UP
+from batchserve.program.fusion import FUNCTIONS, PRODUCTS, Fusion, sources
 from batchserve.program.graph import row_dim
 from batchserve.program.heads import groups_of, turned
 from batchserve.program.instructions import Binary, Function, Norm, Op
@@ -21,11 +21,6 @@ from batchserve.program.torch_calls import Operand, TorchCall, check_row_by_row
 if TYPE_CHECKING:
     from batchserve.program.graph import Columns, Graph, Node, Origin, Rows
 
-FUNCTIONS = {
-    "silu": Function.SILU, "gelu": Function.GELU, "gelu_tanh": Function.GELU_TANH, "relu": Function.RELU,
-    "sigmoid": Function.SIGMOID, "tanh": Function.TANH,
-}  # fmt: skip
-PRODUCTS = ("product", UP)
 BINARIES = {"add": Binary.ADD, "sub": Binary.SUBTRACT, "mul": Binary.MULTIPLY, "div": Binary.DIVIDE}
 
 
@@ -34,15 +29,11 @@ class Lowering:
 
     def __init__(self, graph: Graph, *, is_half: bool, multiplies_halves: bool) -> None:
         self._graph, self._is_half, self._multiplies_halves = graph, is_half, multiplies_halves
-        self._reached = _reachable(graph)
-        self._users: dict[int, list[Node]] = defaultdict(list)
-        for number in self._reached:
-            for each in {id(source): source for source in _sources(graph.nodes[number])}.values():
-                self._users[each.number].append(graph.nodes[number])
+        self._fusion = Fusion(graph)
+        self._users, self._fused = self._fusion.users, self._fusion.fused
         self._places: dict[int, tuple[Buffer, int]] = {}
         self._floats: dict[int, Buffer] = {}  # float32 copies of what is bfloat16
         self._halves: dict[tuple[Node, int, int], Buffer] = {}  # bfloat16 copies of columns that products multiply
-        self._fused: dict[int, Node] = {}
         self._kept: set[int] = set()
         self._by_torch: dict[int, Buffer] = {}  # by the ids of what torch computes
         self._per_row: dict[int, int] = {}  # of what has a row for each pair of a row with an expert
@@ -51,12 +42,14 @@ class Lowering:
 
     def run(self) -> Program:
         """Raises UnsuitableModelError where a node has no instruction."""
-        nodes = [self._graph.nodes[number] for number in sorted(self._reached)]
+        nodes = [self._graph.nodes[number] for number in sorted(self._fusion.reached)]
         for node in nodes:
-            if node.op == "keep" or any(source.number in self._kept for source in _sources(node)):
+            if node.op == "keep" or any(source.number in self._kept for source in sources(node)):
                 self._kept.add(node.number)
             self._note_pairs(node)
-            self._plan(node)
+            self._fusion.plan(node)
+            if node.op == DOWN:
+                self._fused.update((each.number, node) for each in self._experts.plan(node))
         for node in nodes:
             if node.number not in self._fused and node.op not in ("position", "rotary"):
                 self._emit(node)
@@ -102,100 +95,12 @@ class Lowering:
         if node.op == UP:
             self._per_row[node.number] = node.facts["per_row"]
         elif node.op != DOWN:
-            found = {self._per_row[each.number] for each in _sources(node) if each.number in self._per_row}
+            found = {self._per_row[each.number] for each in sources(node) if each.number in self._per_row}
             if found:
                 self._per_row[node.number] = found.pop()
 
     def _refuse(self, node: Node) -> None:
         raise UnsuitableModelError(f"{node.op} {node.facts.get('function', '')} stands alone")
-
-    # Nodes that are computed in the instruction of their only user.
-
-    def _plan(self, node: Node) -> None:
-        if node.op == "binary" and node.facts["function"] == "mul" and len(node.inputs) == 2:
-            self._plan_gate(node)
-        elif node.op in ("unary", "scale", "cap"):
-            source = self._only(node.inputs[0], node)
-            if source is not None and self._can_end(node, self._chain(source)):
-                self._fused[source.number] = node
-        elif node.op == "binary" and node.facts["function"] == "add" and len(node.inputs) == 2:
-            self._plan_sum(node)
-        elif node.op == DOWN:
-            self._fused.update((each.number, node) for each in self._experts.plan(node))
-
-    def _can_end(self, node: Node, chain: list[Node]) -> bool:
-        """Whether what a chain computes and the node can be one instruction."""
-        if node.op == "unary":
-            return len(chain) == 1 and chain[-1].op in PRODUCTS and node.facts["function"] in FUNCTIONS
-        if chain[-1].op == "embedding":
-            return len(chain) == 1 and node.op == "scale"
-        return chain[-1].op == "product" and not any(each.op == "cap" for each in chain)
-
-    def _chain(self, node: Node) -> list[Node]:
-        """A node and what is fused into it, down to the product."""
-        chain = [node]
-        while chain[-1].op in ("unary", "scale", "cap"):
-            source = chain[-1].inputs[0].node()
-            if source is None or self._fused.get(source.number) is not chain[-1]:
-                break
-            chain.append(source)
-        return chain
-
-    def _only(self, columns: Columns, user: Node) -> Node | None:
-        """The node whose columns these all are, in order, where nobody else uses it."""
-        run = columns.run()
-        if run is None or run[1] != 0 or run[0].width != columns.elements.size:
-            return None
-        node = run[0]
-        return node if self._users[node.number] == [user] and node is not self._last() else None
-
-    def _last(self) -> Node | None:
-        run = self._graph.logits.run()
-        return None if run is None else run[0]
-
-    def _plan_gate(self, node: Node) -> None:
-        """function(x times gate) * (x times up)."""
-        for gate, up in (node.inputs, node.inputs[::-1]):
-            function, other = gate.run(), up.run()
-            if function is None or other is None or function[1] != 0 or function[0].op != "unary":
-                continue
-            activated = function[0]
-            source = activated.inputs[0].run()
-            if source is None or activated.facts["function"] not in FUNCTIONS or activated.width != node.width:
-                continue
-            products, users = (source[0], other[0]), {activated.number, node.number}
-            mine = self._users[activated.number] == [node] and all(
-                each.op in PRODUCTS and {user.number for user in self._users[each.number]} <= users for each in products
-            )
-            if mine and products[0].inputs[0].same(products[1].inputs[0]):
-                node.facts["gate"] = (source, other, activated.facts["function"])
-                self._fused.update({activated.number: node, source[0].number: node, other[0].number: node})
-                return
-
-    def _plan_sum(self, node: Node) -> None:
-        """A product that is added to what nobody reads any more."""
-        for base, added in (node.inputs, node.inputs[::-1]):
-            product, run = self._only(added, node), base.run()
-            if product is None or run is None or run[1] != 0 or run[0].width != node.width:
-                continue
-            chain = self._chain(product)
-            if chain[-1].op != "product" or any(each.op in ("unary", "cap") for each in chain):
-                continue
-            others = [user for user in self._users[run[0].number] if user is not node]
-            if run[0].number in self._fused or run[0].op in ("attend", "position", "norm"):
-                continue
-            if all(self._place_of(user) < node.number for user in others):
-                node.facts["sum"] = (run[0], product)
-                self._fused[product.number] = node
-                return
-
-    def _place_of(self, node: Node) -> int:
-        """The number of the node whose instruction computes this one."""
-        while node.number in self._fused:
-            node = self._fused[node.number]
-        return node.number
-
-    # Instructions.
 
     def buffer(self, node: Node, width: int | None = None, **kind: Any) -> Buffer:
         """A buffer for rows of a node, which are pairs where the node's are."""
@@ -266,7 +171,7 @@ class Lowering:
             is_product = user.op in (*PRODUCTS, DOWN) and self._takes_halves(user.facts["weight"])
             return is_product and user.inputs[0].same(self._graph.columns_of(node))
 
-        return node is not self._last() and all(map(multiplies_all, self._users[node.number]))
+        return node is not self._fusion.last() and all(map(multiplies_all, self._users[node.number]))
 
     def _emit_embedding(self, node: Node) -> None:
         self._embed(node, node, 1.0)
@@ -332,7 +237,7 @@ class Lowering:
         self.add(Op.PRODUCT, node, out, **operands, weights=(weight,), biases=(bias,), fields=fields)
 
     def _operands(self, product: Node, weight: torch.Tensor) -> dict[str, Any]:
-        """What a product multiplies; of pairs also their groups."""
+        """The operands of a product; for pairs, their groups as well."""
         if product.op == "product":
             return {"x": self.factor(product.inputs[0], weight)}
         groups = self._experts.groups(product, product.inputs[1])
@@ -352,7 +257,7 @@ class Lowering:
 
     def _emit_fused(self, node: Node) -> bool:
         """Whether the node is an end of a chain."""
-        chain = self._chain(node)
+        chain = self._fusion.chain(node)
         if chain[-1].op not in (*PRODUCTS, "embedding") or len(chain) == 1:
             return False
         if chain[-1].op == "embedding":
@@ -405,7 +310,7 @@ class Lowering:
         elif "sum" in node.facts:
             base, product = node.facts["sum"]
             out = self.place(self._graph.columns_of(base), "a sum")[0]
-            self._multiply(node, self._chain(product), out, adds=True)
+            self._multiply(node, self._fusion.chain(product), out, adds=True)
             self._places[node.number] = out, 0
         else:
             constant, is_reversed = node.facts["constant"], node.facts["is_reversed"]
@@ -482,22 +387,3 @@ def _known(weight: torch.Tensor) -> torch.Tensor:
     if weight.dtype not in (torch.float32, torch.bfloat16):
         raise UnsuitableModelError(f"weights in {weight.dtype}")
     return weight
-
-
-def _sources(node: Node) -> list[Node]:
-    columns = [*node.inputs, *(node.facts[name] for name in ("cosine", "sine") if name in node.facts)]
-    graph = columns[0].graph if columns else None
-    return (
-        [] if graph is None else [graph.nodes[int(each)] for source in columns for each in np.unique(source.numbers())]
-    )
-
-
-def _reachable(graph: Graph) -> set[int]:
-    found: set[int] = set()
-    left = [graph.nodes[int(each)] for each in np.unique(graph.logits.numbers())]
-    while left:
-        node = left.pop()
-        if node.number not in found:
-            found.add(node.number)
-            left += _sources(node)
-    return found

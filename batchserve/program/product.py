@@ -7,15 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray
 
-from batchserve.addresses import as_pointer, claim
+from batchserve.addresses import claim
 from batchserve.attention.matrix_code import compiles_matrices
 from batchserve.attention.vector_code import multiplies_pairs
 from batchserve.elements import narrow
 from batchserve.native import njit
 from batchserve.program import function_code, tile_code
-from batchserve.program.expert_operations import numbers, tiles_of
+from batchserve.program.expert_operations import tiles_of
 from batchserve.program.instructions import (
     ADDS,
     BIAS,
@@ -45,6 +44,7 @@ from batchserve.program.instructions import (
     Y,
 )
 from batchserve.program.packing import BLOCK, PackedWeight
+from batchserve.program.pieces import floats_at, halves_at, numbers_at
 from batchserve.program.product_code import BLOCKS_AT_ONCE, ROWS_AT_ONCE, multiply
 
 # Columns that one thread takes at once.
@@ -128,7 +128,7 @@ def _panel(op, weight, first_block, num_blocks, num_rows, x, sums):  # type: ign
     """sums = x times some column blocks. By pieces of k, which stay in the core's cache for all of the rows."""
     kernel, num_words = op[KERNEL], op[NUM_WORDS]
     bytes_of_word = 8 if kernel == Kernel.WIDENED else 4  # of x
-    zeros = carray(as_pointer(sums), num_rows * (BY_SUM // 4), np.float32)
+    zeros = floats_at(sums, num_rows * (BY_SUM // 4))
     for i in range(len(zeros)):
         zeros[i] = 0.0
     for first in range(0, num_words, K_CHUNK):
@@ -174,9 +174,9 @@ def _add_bias(bias, first, count, num_rows, sums):  # type: ignore[no-untyped-de
     """first: the column, counted from the first expert's first one."""
     if bias == 0:
         return
-    added = carray(as_pointer(bias + 4 * first), count, np.float32)
+    added = floats_at(bias + 4 * first, count)
     for row in range(num_rows):
-        values = carray(as_pointer(sums + row * BY_SUM), count, np.float32)
+        values = floats_at(sums + row * BY_SUM, count)
         for j in range(count):
             values[j] += added[j]
 
@@ -190,10 +190,10 @@ def _finish(op, expert, first, count, num_rows, row, sums, gated):  # type: igno
     if gated != 0:
         _add_bias(op[BIAS_2], expert * op[COLUMNS] + first, count, num_rows, gated)
     for i in range(num_rows):
-        values = carray(as_pointer(sums + i * BY_SUM), count, np.float32)
+        values = floats_at(sums + i * BY_SUM, count)
         activate(op[FUNCTION], sums + i * BY_SUM, count)
         if gated != 0:
-            others = carray(as_pointer(gated + i * BY_SUM), count, np.float32)
+            others = floats_at(gated + i * BY_SUM, count)
             for j in range(count):
                 values[j] *= others[j]
         if factor != 1.0:
@@ -207,11 +207,11 @@ def _finish(op, expert, first, count, num_rows, row, sums, gated):  # type: igno
                 values[j] *= cap
         out = op[OUT] + (row + i) * op[BY_OUT]
         if op[OUT_IS_HALF] != 0:
-            halves = carray(as_pointer(out + 2 * first), count, np.uint16)
+            halves = halves_at(out + 2 * first, count)
             for j in range(count):
                 halves[j] = narrow(values[j], UINT16)
         else:
-            wholes = carray(as_pointer(out + 4 * first), count, np.float32)
+            wholes = floats_at(out + 4 * first, count)
             if op[ADDS] != 0:
                 for j in range(count):
                     wholes[j] += values[j]
@@ -226,7 +226,7 @@ def product(op, num_rows, thread, scratch):  # type: ignore[no-untyped-def]
     columns, by_panel = op[COLUMNS], TILE_PANEL if op[KERNEL] == Kernel.TILES else PANEL
     num_panels = (columns + by_panel - 1) // by_panel
     is_paired = op[PER_ROW] > 0
-    tiles = tiles_of(op[Y], num_rows) if is_paired else numbers(op.ctypes.data, 0).reshape((0, 3))
+    tiles = tiles_of(op[Y], num_rows) if is_paired else numbers_at(op.ctypes.data, 0).reshape((0, 3))
     num_chunks = len(tiles) if is_paired else (num_rows + ROW_CHUNK - 1) // ROW_CHUNK
     x = op[X] + (thread * op[X_PRIVATE] if num_rows <= FEW_ROWS else 0)
     gated = scratch + ROW_CHUNK * BY_SUM if op[WEIGHT_2] != 0 else 0

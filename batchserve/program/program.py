@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Kind(NamedTuple):
-    """What a Buffer's memory is like."""
+    """The kind of memory that a Buffer needs."""
 
     by_row: int
     row_bytes: int
@@ -49,8 +49,8 @@ class Buffer:
 
     @property
     def kind(self) -> Kind:
-        """What two buffers have in common that may share memory. Between rows there are zeros for ever: what a product
-        reads after a row's last element is multiplied by zeros, and must be finite.
+        """Buffers of the same kind may share memory. The gap after each row always holds zeros: a product reads them
+        and multiplies them by zeros, so they must be finite.
         """
         row_bytes = self.width * (2 if self.is_half else 4)
         return Kind(self.by_row, row_bytes, self.is_kept, self.is_private, self.per_row)

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import carray
 
-from batchserve.addresses import as_pointer, claim
 from batchserve.elements import narrow, widen
 from batchserve.native import njit
 from batchserve.program.instructions import (
@@ -26,7 +24,6 @@ from batchserve.program.instructions import (
     IN_WORD,
     IS_INTERLEAVED,
     KEPT,
-    NEXT,
     OUT,
     OUT_IS_HALF,
     OUT_PRIVATE,
@@ -41,22 +38,12 @@ from batchserve.program.instructions import (
     Y,
 )
 from batchserve.program.packing import BLOCK
+from batchserve.program.pieces import claim_rows, floats_at, halves_at, numbers_at
 from batchserve.program.product import activate
 
-ROWS_AT_ONCE = 4  # that a thread claims
 HALF = np.uint16(0)
 # Sums in lanes: the order differs from the written one, but is the same for every row.
 LANES = {"reassoc", "contract"}
-
-
-@njit(nogil=True, cache=True)
-def _floats(address, count):  # type: ignore[no-untyped-def]
-    return carray(as_pointer(address), count, np.float32)
-
-
-@njit(nogil=True, cache=True)
-def _halves(address, count):  # type: ignore[no-untyped-def]
-    return carray(as_pointer(address), count, np.uint16)
 
 
 @njit(nogil=True, cache=True)
@@ -70,18 +57,11 @@ def _copy(source, target):  # type: ignore[no-untyped-def]
 def _store(source, address, is_half):  # type: ignore[no-untyped-def]
     """float32 at an address, or rounded to bfloat16."""
     if is_half:
-        halves = _halves(address, source.shape[0])
+        halves = halves_at(address, source.shape[0])
         for j in range(source.shape[0]):
             halves[j] = narrow(source[j], HALF)
     else:
-        _copy(source, _floats(address, source.shape[0]))
-
-
-@njit(nogil=True, cache=True)
-def _claim_rows(op, num_rows):  # type: ignore[no-untyped-def]
-    """(first, end) of some rows that nobody else computes; first >= num_rows where none are left."""
-    first = claim(op.ctypes.data + NEXT * 8) * ROWS_AT_ONCE
-    return first, min(num_rows, first + ROWS_AT_ONCE)
+        _copy(source, floats_at(address, source.shape[0]))
 
 
 @njit(nogil=True, cache=True)
@@ -89,31 +69,31 @@ def _look_up(op, row, number):  # type: ignore[no-untyped-def]
     """OUT's row = factor * a row of a table: of packed words (WEIGHT), or of rows (TABLE)."""
     count, in_word = op[COLUMNS], op[IN_WORD]
     factor = op.view(np.float32)[2 * FACTORS]
-    out = _floats(op[OUT] + row * op[BY_OUT], count)
+    out = floats_at(op[OUT] + row * op[BY_OUT], count)
     if op[WEIGHT] != 0:
         words = op[WEIGHT] + number // BLOCK * op[BY_BLOCK] + number % BLOCK * 4
         if in_word == 2:
             for j in range(count):
-                out[j] = widen(_halves(words + j // 2 * 4 * BLOCK + j % 2 * 2, 1)[0]) * factor
+                out[j] = widen(halves_at(words + j // 2 * 4 * BLOCK + j % 2 * 2, 1)[0]) * factor
         else:
             for j in range(count):
-                out[j] = _floats(words + j * 4 * BLOCK, 1)[0] * factor
+                out[j] = floats_at(words + j * 4 * BLOCK, 1)[0] * factor
     elif in_word == 2:
-        halves = _halves(op[TABLE] + number * op[BY_TABLE], count)
+        halves = halves_at(op[TABLE] + number * op[BY_TABLE], count)
         for j in range(count):
             out[j] = widen(halves[j]) * factor
     else:
-        floats = _floats(op[TABLE] + number * op[BY_TABLE], count)
+        floats = floats_at(op[TABLE] + number * op[BY_TABLE], count)
         for j in range(count):
             out[j] = floats[j] * factor
 
 
 @njit(nogil=True, cache=True)
-def look_up(op, numbers_at, num_rows):  # type: ignore[no-untyped-def]
+def look_up(op, address, num_rows):  # type: ignore[no-untyped-def]
     """OUT = rows of a table, by the int64 numbers at an address: token ids or positions."""
-    numbers = carray(as_pointer(numbers_at), num_rows, np.int64)
+    numbers = numbers_at(address, num_rows)
     while True:
-        first, end = _claim_rows(op, num_rows)
+        first, end = claim_rows(op, num_rows)
         if first >= num_rows:
             break
         for row in range(first, end):
@@ -122,14 +102,14 @@ def look_up(op, numbers_at, num_rows):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def keep(op, step, num_kept):  # type: ignore[no-untyped-def]
-    kept = carray(as_pointer(step[KEPT]), num_kept, np.int64)
+    kept = numbers_at(step[KEPT], num_kept)
     count = op[COLUMNS]
     while True:
-        first, end = _claim_rows(op, num_kept)
+        first, end = claim_rows(op, num_kept)
         if first >= num_kept:
             break
         for row in range(first, end):
-            _copy(_floats(op[X] + kept[row] * op[BY_X], count), _floats(op[OUT] + row * op[BY_OUT], count))
+            _copy(floats_at(op[X] + kept[row] * op[BY_X], count), floats_at(op[OUT] + row * op[BY_OUT], count))
 
 
 @njit(nogil=True, cache=True, fastmath=LANES)
@@ -152,25 +132,25 @@ def _sum_of_squares(x, mean):  # type: ignore[no-untyped-def]
 def _normalise(op, x_at, out_at):  # type: ignore[no-untyped-def]
     """One row, in groups of COLUMNS; or a copy of one, from bfloat16 or to it."""
     if op[FUNCTION] == Norm.COPY:
-        widened, copied = _halves(x_at, op[COLUMNS]), _floats(out_at, op[COLUMNS])
+        widened, copied = halves_at(x_at, op[COLUMNS]), floats_at(out_at, op[COLUMNS])
         for j in range(op[COLUMNS]):
             copied[j] = widen(widened[j])
         return
     if op[FUNCTION] == Norm.ROUND:
-        _store(_floats(x_at, op[COLUMNS]), out_at, True)
+        _store(floats_at(x_at, op[COLUMNS]), out_at, True)
         return
     count, epsilon = op[COLUMNS], op.view(np.float32)[2 * FACTORS]
-    weight, bias = _floats(op[WEIGHT], count), _floats(op[BIAS], count)
+    weight, bias = floats_at(op[WEIGHT], count), floats_at(op[BIAS], count)
     for group in range(op[GROUPS]):
-        x = _floats(x_at + 4 * group * count, count)
+        x = floats_at(x_at + 4 * group * count, count)
         mean = _sum(x) / np.float32(count) if op[FUNCTION] == Norm.LAYER else np.float32(0.0)
         scale = np.float32(1.0) / np.sqrt(_sum_of_squares(x, mean) / np.float32(count) + epsilon)
         if op[OUT_IS_HALF] != 0:
-            halves = _halves(out_at + 2 * group * count, count)
+            halves = halves_at(out_at + 2 * group * count, count)
             for j in range(count):
                 halves[j] = narrow((x[j] - mean) * scale * weight[j] + bias[j], HALF)
         else:
-            out = _floats(out_at + 4 * group * count, count)
+            out = floats_at(out_at + 4 * group * count, count)
             for j in range(count):
                 out[j] = (x[j] - mean) * scale * weight[j] + bias[j]
 
@@ -184,7 +164,7 @@ def normalise(op, num_rows, thread):  # type: ignore[no-untyped-def]
             _normalise(op, op[X] + row * op[BY_X], own + row * op[BY_OUT])
         return
     while True:
-        first, end = _claim_rows(op, num_rows)
+        first, end = claim_rows(op, num_rows)
         if first >= num_rows:
             break
         for row in range(first, end):
@@ -202,18 +182,18 @@ def _rotate(x, cosine, sine, half, is_interleaved, rotated):  # type: ignore[no-
 @njit(nogil=True, cache=True)
 def rotate(op, step, num_rows, scratch):  # type: ignore[no-untyped-def]
     """OUT = X, whose first ROTATED columns of each group are turned by the row's position; as attention takes it."""
-    positions = carray(as_pointer(step[POSITIONS]), num_rows, np.int64)
+    positions = numbers_at(step[POSITIONS], num_rows)
     count, half = op[COLUMNS], op[ROTATED] // 2
-    room = _floats(scratch, count)
+    room = floats_at(scratch, count)
     while True:
-        first, end = _claim_rows(op, num_rows)
+        first, end = claim_rows(op, num_rows)
         if first >= num_rows:
             break
         for row in range(first, end):
             at = positions[row] * op[BY_TABLE]
-            cosine, sine = _floats(op[TABLE] + at, half), _floats(op[TABLE_2] + at, half)
+            cosine, sine = floats_at(op[TABLE] + at, half), floats_at(op[TABLE_2] + at, half)
             for group in range(op[GROUPS]):
-                x = _floats(op[X] + row * op[BY_X] + 4 * group * op[BY_GROUP], count)
+                x = floats_at(op[X] + row * op[BY_X] + 4 * group * op[BY_GROUP], count)
                 _copy(x, room)
                 if half > 0:
                     _rotate(x, cosine, sine, half, op[IS_INTERLEAVED] != 0, room)
@@ -239,16 +219,16 @@ def elementwise(op, num_rows, scratch):  # type: ignore[no-untyped-def]
     """OUT = function(X) combined with Y's row, or with a number where there is no Y."""
     count = op[COLUMNS]
     number = op.view(np.float32)[2 * FACTORS]
-    room = _floats(scratch, count)
+    room = floats_at(scratch, count)
     while True:
-        first, end = _claim_rows(op, num_rows)
+        first, end = claim_rows(op, num_rows)
         if first >= num_rows:
             break
         for row in range(first, end):
-            _copy(_floats(op[X] + row * op[BY_X], count), room)
+            _copy(floats_at(op[X] + row * op[BY_X], count), room)
             activate(op[FUNCTION], scratch, count)
             if op[Y] != 0:
-                _combine(op[BINARY], room, _floats(op[Y] + row * op[BY_Y], count))
+                _combine(op[BINARY], room, floats_at(op[Y] + row * op[BY_Y], count))
             elif op[BINARY] == Binary.ADD:
                 for j in range(count):
                     room[j] += number

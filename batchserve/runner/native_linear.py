@@ -50,7 +50,7 @@ class Workspace:
 
 
 class WeightFacts(NamedTuple):
-    """What a model's code may ask of weights that are packed; whatever would compute with them fails."""
+    """Stands in for packed weights where a model's code asks for their type or shape. Computing with it fails."""
 
     dtype: torch.dtype
     shape: torch.Size

@@ -68,7 +68,7 @@ def call(builder: Builder, name: str, *arguments: Value) -> None:
                 sums = multiply_pairs(builder, builder.load(own, align=LINE, typ=FLOATS), spread, weights)
                 builder.store(sums, own, align=LINE)
         else:
-            raise NotImplementedError(name)
+            raise ValueError(f"{name} has no emulation")
 
 
 def install() -> None:

@@ -1,0 +1,41 @@
+"""Memory by its address, and the rows of an instruction that a thread claims."""
+
+# ruff: noqa: ANN001, ANN201
+from __future__ import annotations
+
+import numpy as np
+from numba import carray
+
+from batchserve.addresses import as_pointer, claim
+from batchserve.native import njit
+from batchserve.program.instructions import NEXT
+
+ROWS_AT_ONCE = 4  # that a thread claims
+
+
+@njit(nogil=True, cache=True)
+def floats_at(address, count):  # type: ignore[no-untyped-def]
+    return carray(as_pointer(address), count, np.float32)
+
+
+@njit(nogil=True, cache=True)
+def halves_at(address, count):  # type: ignore[no-untyped-def]
+    """The bits of bfloat16."""
+    return carray(as_pointer(address), count, np.uint16)
+
+
+@njit(nogil=True, cache=True)
+def words_at(address, count):  # type: ignore[no-untyped-def]
+    return carray(as_pointer(address), count, np.int32)
+
+
+@njit(nogil=True, cache=True)
+def numbers_at(address, count):  # type: ignore[no-untyped-def]
+    return carray(as_pointer(address), count, np.int64)
+
+
+@njit(nogil=True, cache=True)
+def claim_rows(op, num_rows):  # type: ignore[no-untyped-def]
+    """(first, end) of some rows that nobody else computes; first >= num_rows where none are left."""
+    first = claim(op.ctypes.data + NEXT * 8) * ROWS_AT_ONCE
+    return first, min(num_rows, first + ROWS_AT_ONCE)
