@@ -117,12 +117,3 @@ class ShapeProbe:
         else:
             probs = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
         return (probs @ values).transpose(1, 2).contiguous()  # as eager attention does: models may view it
-
-
-class ValueProbe:
-    """A stand-in backend in which every row sees itself only: what is left is the model around the attention."""
-
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2).contiguous()

@@ -171,7 +171,7 @@ def _find_compile(module: str) -> Callable[[], None] | None:
 def _is_kept(module: str) -> bool:
     """Whether a start before this one has kept kernels of the module as it is now.
 
-    They are in it, or in those beside it that are called after it: mixture_kernels, mixture_growth.
+    They are in it, or in modules beside it that are named after it: mixture_kernels, mixture_growth.
     """
     path = Path(import_module(module).__file__ or "")
     return any(map(has_kept_kernels, (path, *path.parent.glob(f"{path.stem}_*.py"))))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     IntArray = np.ndarray[Any, np.dtype[np.int64]]
     BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
-MIN_ROWS = 4  # packed matmuls run 4 rows faster than 1, and are row-invariant from 2 rows on
+MIN_ROWS = 4  # of a model's modules: torch multiplies a single row by other kernels, with other bits
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ def flatten(
     num_logits = lay_out(head, pending, trees.starts, trees.token_ids, trees.parents, trees.is_verified, out)
     if num_logits < 0:
         raise ValueError("a draft node's parent does not come before it")
-    # The head, too, needs MIN_ROWS rows to be row-invariant and fast; where nothing is sampled it needs none.
+    # The head, too, runs on MIN_ROWS rows at least; where nothing is sampled it needs none.
     num_kept = max(num_logits, MIN_ROWS) if num_logits else 0
     return RaggedBatch(
         request_ids=request_ids,

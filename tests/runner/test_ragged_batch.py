@@ -60,7 +60,7 @@ def test_every_row_is_where_verification_and_attention_look_for_it(seed: int, co
 @examples(50)
 @given(st.integers(0, 2**32))
 def test_logits_are_asked_for_only_where_something_is_sampled(seed: int) -> None:
-    """And then for no fewer rows than the packed head needs to give each row the same bits."""
+    """And then for no fewer than MIN_ROWS rows."""
     rng = random.Random(seed)
     requests = [random_rows(rng, f"r{i}") for i in range(rng.randint(1, 4))]
     batch = build_batch(requests)
