@@ -157,6 +157,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     configure_logging(getattr(logging, server_config.log_level.upper()), server_config.log_format)
     if server_config.log_format == "json":
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # they are no JSON; transformers heeds it, too
+    # gRPC's own lines are no JSON, and say of an address that is taken what our error says.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     if not is_loopback(server_config.host) and "default_draft_scope" not in arguments:
         arguments.default_draft_scope = PRIVATE_SCOPE
         _say(

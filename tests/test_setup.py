@@ -15,6 +15,7 @@ echo "$*" >> "$CALLS"
 case "$*" in
     *'version("torch")'*) exit 1 ;;
     *"index versions"*) echo "torch ($OFFERED)" ;;
+    *"uv pip install"*) exit "$UV_STATUS" ;;
     *" install "*) echo "Successfully installed" ;;
 esac
 """
@@ -25,18 +26,23 @@ pytestmark = [
 ]
 
 
-def set_up(tmp_path: Path, offered: str, *arguments: str) -> list[str]:
-    """The calls of pip that install something."""
+def set_up(tmp_path: Path, offered: str, *arguments: str, has_cpu_index: bool = True) -> list[str]:
+    """The calls of pip and uv that install something."""
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(PYTHON)
     python.chmod(0o755)
     calls = tmp_path / "calls"
-    told = {"VENV": str(tmp_path / "venv"), "CALLS": str(calls), "OFFERED": offered}
+    told = {
+        "VENV": str(tmp_path / "venv"),
+        "CALLS": str(calls),
+        "OFFERED": offered,
+        "UV_STATUS": str(int(not has_cpu_index)),
+    }
     command = [str(ROOT / "scripts" / "setup"), *arguments]
     done = subprocess.run(command, env={**os.environ, **told}, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert ("may be built for CUDA" in done.stderr) == ("+cpu" not in offered)
+    assert ("may be built for CUDA" in done.stderr) == ("+cpu" not in offered and not has_cpu_index)
     return [line for line in calls.read_text().splitlines() if " install " in line]
 
 
@@ -45,9 +51,12 @@ def pinned() -> str:
     return line.removeprefix("torch==")
 
 
-def test_a_registry_without_a_cpu_build_is_told(tmp_path: Path):
-    (only,) = set_up(tmp_path, pinned(), "")
-    assert only.endswith("-c constraints.txt -e .")
+@pytest.mark.parametrize("has_cpu_index", [True, False])
+def test_without_a_cpu_build_in_the_registry_uv_is_asked_for_it(tmp_path: Path, has_cpu_index: bool):
+    uv, torch, package = set_up(tmp_path, pinned(), "", has_cpu_index=has_cpu_index)
+    assert uv.endswith("install --quiet uv")
+    assert torch.endswith(f"--torch-backend cpu torch=={pinned()}")
+    assert package.endswith("-c constraints.txt -e .")
 
 
 def test_a_registry_with_a_cpu_build_is_all_that_is_asked(tmp_path: Path):

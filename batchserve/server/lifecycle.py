@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -76,7 +77,8 @@ class GenerationServer:
         try:
             port = self._grpc.add_insecure_port(wanted)
         except RuntimeError as error:
-            raise ConfigError(f"host:port = {wanted}: cannot listen there ({error})") from error
+            reason = _why_not_bound(self._config.host, self._config.port) or error
+            raise ConfigError(f"host:port = {wanted}: cannot listen there ({reason})") from error
         await self._grpc.start()
         return join_address(self._config.host, port)
 
@@ -303,6 +305,16 @@ async def _either(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, Any
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _why_not_bound(host: str, port: int) -> str | None:
+    """What the operating system says to listening there, which gRPC keeps to itself; None where it is possible now."""
+    try:
+        family = socket.getaddrinfo(host, port)[0][0]
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 def _channel_arguments(config: ServerConfig) -> list[tuple[str, int]]:

@@ -1,7 +1,7 @@
 """Sizes and counts of a large message, read from its bytes before it is parsed.
 
-Protobuf takes up to a second for 16 MB of tiny fields, and holds the interpreter meanwhile: no stream would go on. What
-passes here is parsed in about the time that it takes to copy it.
+Protobuf takes up to a tenth of a second for a megabyte of tiny fields, and holds the interpreter meanwhile: no stream
+would go on. What passes here is parsed in about the time that it takes to copy it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SMALL_MESSAGE_BYTES = 16 << 10  # parsed within a millisecond whatever is in it
 MAX_FIELDS = 512  # of a message, nested ones included; packed ids count as one
 MAX_FIELD_BYTES = 64 << 10  # of a text that has no bound of its own here
-MAX_TEXT_BYTES_PER_TOKEN = 512  # the longest tokens of the vocabularies in use are runs of spaces, about half as long
+MAX_TEXT_BYTES_PER_TOKEN = 32  # texts have 3 to 15; single tokens are longer where they are runs of spaces
 MAX_CHAR_BYTES = 4
 MAX_VARINT_BYTES = 10
 COUNTED_AT_ONCE = 64 << 10
@@ -114,8 +114,9 @@ class _Sizes:
         self._totals[path] += size
         size = self._totals[path]
         if path == PROMPT_TEXT:
-            if size > MAX_TEXT_BYTES_PER_TOKEN * self._max_model_len + MAX_FIELD_BYTES:
-                bound = f"at most {self._max_model_len - 1} tokens (max_model_len - 1)"
+            most = MAX_TEXT_BYTES_PER_TOKEN * self._max_model_len + MAX_FIELD_BYTES
+            if size > most:
+                bound = f"at most {self._max_model_len - 1} tokens (max_model_len - 1) of some {most} bytes in all"
                 raise InvalidRequestError("PROMPT_TOO_LONG", path, f"{size} bytes", bound)
         elif path == REFERENCE_TEXT:
             if size > MAX_CHAR_BYTES * MAX_REFERENCE_CHARS:

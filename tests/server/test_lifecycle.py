@@ -383,7 +383,7 @@ async def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(monkeyp
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
         ports = {"port": _free_port(), "metrics_port": _free_port(), name: number}
-        with pytest.raises(ConfigError, match=rf"{name}.*{number}.*cannot listen there"):
+        with pytest.raises(ConfigError, match=rf"{name}.*{number}.*cannot listen there .*in use"):
             await lifecycle.serve(ServerConfig(**ports), "test", start_engine, started.append)
     assert not started
     for free in set(ports.values()) - {number}:
