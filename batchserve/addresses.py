@@ -6,24 +6,10 @@ Whoever writes an address down owns the array, and writes it anew when another o
 # ruff: noqa: ANN001, ANN201, ANN202
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
-
-
-class Team(NamedTuple):
-    """Threads for compiled code that shares its work: `start` is the address of OpenMP's function that calls a loop on
-    all of them (openmp.py), 0 where there is none.
-    """
-
-    start: int
-    size: int
-
-
-ONE_THREAD = Team(0, 1)
 
 
 @intrinsic
@@ -48,25 +34,34 @@ def claim(typing_context, address):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def run_loop(typing_context, start, size, loop, job):  # type: ignore[no-untyped-def]
-    """Call the compiled loop(job), both by address, on a Team's threads; the loop has to share its work."""
+def call_loop(typing_context, loop, job):  # type: ignore[no-untyped-def]
+    """Call a compiled loop(job), both by address."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        start, size, loop, job = arguments
-        number, pointer = ir.IntType(32), cgutils.voidptr_t
+        pointer = cgutils.voidptr_t
+        function = builder.inttoptr(arguments[0], ir.FunctionType(ir.VoidType(), [pointer]).as_pointer())
+        builder.call(function, [builder.inttoptr(arguments[1], pointer)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def run_loop(typing_context, team, loop, job):  # type: ignore[no-untyped-def]
+    """Call the compiled loop(job), both by address, on the threads of a pool.Team; the loop has to share its work."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        members, loop, job = arguments
+        start, size, pool = (builder.extract_value(members, place) for place in range(3))
+        number, pointer = ir.IntType(64), cgutils.voidptr_t
         one = ir.FunctionType(ir.VoidType(), [pointer])
-        all_of_them = ir.FunctionType(ir.VoidType(), [pointer, pointer, number, number])
+        all_of_them = ir.FunctionType(ir.VoidType(), [number] * 4)
         has_threads = builder.icmp_signed("!=", start, ir.Constant(start.type, 0))
         with builder.if_else(has_threads) as (then, otherwise):
             with then:
-                what = builder.inttoptr(loop, pointer), builder.inttoptr(job, pointer)
-                flags = ir.Constant(number, 0)
-                builder.call(
-                    builder.inttoptr(start, all_of_them.as_pointer()), [*what, builder.trunc(size, number), flags]
-                )
+                builder.call(builder.inttoptr(start, all_of_them.as_pointer()), [loop, job, size, pool])
             with otherwise:
                 builder.call(builder.inttoptr(loop, one.as_pointer()), [builder.inttoptr(job, pointer)])
         return context.get_dummy_value()
 
-    integer = types.int64
-    return types.void(integer, integer, integer, integer), codegen
+    return types.void(types.UniTuple(types.int64, 3), types.int64, types.int64), codegen

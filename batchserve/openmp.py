@@ -1,7 +1,7 @@
-"""Compiled loops on the threads that torch's own kernels run on.
+"""Compiled loops on the threads that torch's own kernels run on, for steps in which torch's kernels run, too.
 
-Those threads are awake between two kernels of a step (batchserve/threads.py). Any others would have to be woken, layer
-after layer, which takes longer than what they are to do; and beside torch's they would be too many for the cores.
+Those threads are awake between two kernels of a step (batchserve/threads.py). The pool's (pool.py) would have to be
+woken, layer after layer, which takes longer than what they are to do; and both would be too many for the cores.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import functools
 from pathlib import Path
 
 import torch
-
-from batchserve.addresses import ONE_THREAD, Team
 
 NAMES = ("libgomp", "libiomp5", "libomp")  # GNU's, and those that speak its language, too
 _LOOP = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -51,13 +49,6 @@ def _team_size(library: ctypes.CDLL, wanted: int) -> int:
     loop = _LOOP(lambda job: started.append(None))
     library.GOMP_parallel(loop, None, wanted, 0)
     return len(started)
-
-
-def team(size: int) -> Team:
-    """So many threads for compiled code that starts them itself."""
-    library = _library() if size > 1 else None
-    start = None if library is None else ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value
-    return ONE_THREAD if start is None else Team(start, size)
 
 
 @functools.cache

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from batchserve.addresses import Team
     from batchserve.draft.forest import DraftForest, DraftQueries
+    from batchserve.pool import Team
     from batchserve.request import DraftScope
 
 

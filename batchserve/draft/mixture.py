@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from batchserve.addresses import ONE_THREAD, Team
 from batchserve.config import MiB
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree
 from batchserve.draft.draft_cache import SavedScope, read_scopes, write_scopes
@@ -43,6 +42,7 @@ from batchserve.draft.mixture_kernels import (
 from batchserve.draft.mixture_noise import noise_bin_of
 from batchserve.draft.text_index import BYTES_PER_TOKEN, MIN_CAPACITY, START, TextIndex
 from batchserve.errors import ConfigError
+from batchserve.pool import ONE_THREAD, Team
 from batchserve.request import DraftScope
 
 if TYPE_CHECKING:
@@ -205,10 +205,9 @@ class MixtureDrafter(Drafter):
         if len(self._is_verified) < size:
             self._is_verified = np.ones(size, np.bool_)
         links, probs, bounds = np.empty((3, size), np.int64), np.empty(size), (queries.bounds, queries.min_probs)
-        # The whole team is started: OpenMP ends those threads of its own that a smaller one has no place for.
-        work, team = (self._own_work, (0, 1)) if size < SHARED_NODES else (self._work, tuple(self._team))
+        work, team = (self._own_work, ONE_THREAD) if size < SHARED_NODES else (self._work, self._team)
         memory, trees = (self._job, np.zeros(len(slots), np.int64)), (starts, links, probs)
-        grow_all(self._table, slots, bounds, self._branch_length, work, memory, trees, grow_loop().address, team)
+        grow_all(self._table, slots, bounds, self._branch_length, work, memory, trees, grow_loop().address, tuple(team))
         end = int(starts[-1])
         return DraftForest(starts, links[0, :end], links[1, :end], probs[:end], self._is_verified[:end])
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numba import carray, types
 
-from batchserve.addresses import ONE_THREAD, as_pointer, claim, run_loop
+from batchserve.addresses import as_pointer, claim, run_loop
 from batchserve.draft.mixture_growth import grow, root_visits
 from batchserve.draft.mixture_kernels import (
     NODE,
@@ -34,6 +34,7 @@ from batchserve.draft.mixture_noise import noise_bin_of
 from batchserve.draft.mixture_reading import follow_chains, open_chains
 from batchserve.draft.text_index import FILLED, MIN_CAPACITY, NUM_ORDERS, TextIndex, source_at
 from batchserve.native import cfunc, njit
+from batchserve.pool import ONE_THREAD
 
 REQUEST = np.dtype(  # a request; own, scope and root are addresses: of TextIndex.address, a scope_card, a NODE
     [
@@ -168,8 +169,8 @@ def grow_all(table, slots, bounds, branch_length, work, memory, trees, loop, tea
 
     bounds: those of DraftQueries and its min_probs. work: of each thread nodes [num_threads, the most] and scratch
     [num_threads]; memory: job [JOB_SIZE] and counts [num_requests]. trees: starts [num_requests + 1], which begins with
-    0, links [3, all nodes at most] and probs; these are filled. loop: grow_loop's address, team: (start, size) of a
-    Team, with more threads than there is work memory for, maybe.
+    0, links [3, all nodes at most] and probs; these are filled. loop: grow_loop's address, team: (start, size, pool) of
+    a Team, with more threads than there is work memory for, maybe.
     """
     (sizes, least), (nodes, scratches), (job, counts), (starts, links, probs) = bounds, work, memory, trees
     num_threads = len(scratches)
@@ -188,7 +189,7 @@ def grow_all(table, slots, bounds, branch_length, work, memory, trees, loop, tea
     job[NODES], job[SCRATCHES], job[STARTS] = nodes.ctypes.data, scratches.ctypes.data, starts.ctypes.data
     job[COUNTS], job[LINKS], job[PROBS] = counts.ctypes.data, links.ctypes.data, probs.ctypes.data
     job[NEXT], job[NEXT_THREAD] = 0, 0
-    run_loop(team[0], team[1], loop, job.ctypes.data)
+    run_loop(team, loop, job.ctypes.data)
     end = 0
     for i in range(len(slots)):
         begin = starts[i]

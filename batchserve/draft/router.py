@@ -15,8 +15,8 @@ from batchserve.request import DraftScope
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from batchserve.addresses import Team
     from batchserve.draft.kernels import KernelLoader
+    from batchserve.pool import Team
 
 USUAL_DRAFTER_S, USUAL_SHARED_S = 20.0, 10.0  # of compiling
 

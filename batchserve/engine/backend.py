@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from batchserve import pool
 from batchserve.attention import row_moves, slot_kernels
 from batchserve.attention.cpu import CpuBackend, compile_kernels, kernel_supports
 from batchserve.attention.paged import PagedBackend
@@ -41,6 +42,7 @@ GPU_KERNELS = ("triton", "flashinfer", "torch")  # the fastest first (docs/gpu.m
 COMMON_PARTS = (
     Part("row layout", 1.0, row_layout.compile_kernels),
     Part("plan", 0.6, plan.compile_kernels),
+    Part("pool", 0.5, pool.compile_kernels),
     Part("argmax", 1.6, argmax_kernel.compile_kernels),
     Part("draws", 12.6, draw_kernel.compile_kernels),
 )

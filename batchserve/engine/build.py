@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from batchserve import openmp
+from batchserve import pool
 from batchserve.attention.cpu import CpuBackend
 from batchserve.attention.paged import PagedBackend
 from batchserve.attention.vector_code import kernel_level
@@ -150,14 +150,14 @@ def _build_engine(
     # Beside a GPU nobody else uses the processor's threads: they sleep, and to wake all of them takes too long.
     is_on_cpu = loaded.device.type == "cpu"
     drafts = DraftStage(used_drafter, _draft_policy(config, step_time), backend.allocator, clock, loaded.vocab_size)
-    drafts.use_threads(openmp.team(runner.num_threads if is_on_cpu else min(runner.num_threads, MOST_THREADS)))
+    drafts.use_threads(pool.team(runner.num_threads if is_on_cpu else min(runner.num_threads, MOST_THREADS)))
     core = EngineCore(scheduler, drafts, runner, decoder_of(loaded.tokenizer), EngineMetrics(), clock)
     # Bits may depend on the number of threads.
     if is_on_cpu and config.num_threads is None and most_threads > 1:
 
         def changed(ratio: float) -> None:
             step_time.rescale(ratio)
-            drafts.use_threads(openmp.team(runner.num_threads))
+            drafts.use_threads(pool.team(runner.num_threads))
 
         def time_step() -> float:
             return time_decoding(runner, config.max_num_seqs, 1)  # without contexts, which would need more memory

@@ -22,8 +22,8 @@ from batchserve.scheduler.plan import MOST_DRAFT
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from batchserve.addresses import Team
     from batchserve.draft.base import Drafter
+    from batchserve.pool import Team
     from batchserve.request import DraftScope, Request
     from batchserve.scheduler.draft_policy import DraftPolicy
     from batchserve.scheduler.kv_allocator import KVAllocator

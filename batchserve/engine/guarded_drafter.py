@@ -9,9 +9,9 @@ from batchserve.draft.forest import DraftForest, DraftQueries
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from batchserve.addresses import Team
     from batchserve.draft.base import Drafter, DraftRequest
     from batchserve.faults import Faults
+    from batchserve.pool import Team
 
 T = TypeVar("T")
 PLAIN = "the request goes on without drafts"

@@ -7,11 +7,9 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from llvmlite import ir
 from numba import carray, types
-from numba.extending import intrinsic
 
-from batchserve.addresses import as_pointer, claim
+from batchserve.addresses import as_pointer, call_loop, claim
 from batchserve.native import cfunc
 from batchserve.program import expert_operations, product, row_operations
 from batchserve.program.instructions import (
@@ -41,19 +39,6 @@ if TYPE_CHECKING:
     from numba.core.ccallback import CFunc
 
 
-@intrinsic
-def _call_loop(typing_context, loop, job):  # type: ignore[no-untyped-def]
-    """Call a compiled loop(job), both by address."""
-
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        pointer = ir.IntType(8).as_pointer()
-        function = builder.inttoptr(arguments[0], ir.FunctionType(ir.VoidType(), [pointer]).as_pointer())
-        builder.call(function, [builder.inttoptr(arguments[1], pointer)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
-
-
 @functools.cache
 def run_loop() -> CFunc[Any]:
     """The compiled loop over a step's instructions, to be called by each of its threads with the step's address."""
@@ -81,7 +66,7 @@ def run_loop() -> CFunc[Any]:
                 row_operations.rotate(op, step, num_rows, scratch)
             elif what == Op.ATTEND:
                 if op[LOOP] != 0:
-                    _call_loop(op[LOOP], op[JOB])
+                    call_loop(op[LOOP], op[JOB])
             elif what == Op.EMBED:
                 row_operations.look_up(op, step[IDS], num_rows)
             elif what == Op.POSITION:

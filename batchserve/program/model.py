@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from batchserve import openmp, pages
+from batchserve import openmp, pages, pool
+from batchserve.atomics import yield_address
 from batchserve.attention import span_job
 from batchserve.attention.matrix_code import TILE
 from batchserve.program import instructions as at
@@ -18,7 +19,6 @@ from batchserve.program.graph import Graph, tensors_in
 from batchserve.program.instructions import Kernel, Op, assemble, two_floats
 from batchserve.program.interpreter import run_loop
 from batchserve.program.lower import Lowering
-from batchserve.program.meeting import yield_address
 from batchserve.program.packing import PackedWeight, pack
 from batchserve.program.patterns import simplify
 from batchserve.program.product import HALVES, SCRATCH_BYTES, kernel_of, num_words
@@ -90,7 +90,7 @@ class NativeModel:
         """
         assert self.backend is not None
         spans, store, attend, shares = self.backend.job_of_step()
-        num_rows, num_threads = spans.num_rows, openmp.team(torch.get_num_threads()).size
+        num_rows, num_threads = spans.num_rows, torch.get_num_threads()
         longest = int(positions[:num_rows].max()) + 1
         if self._tables.grow(longest):
             for place, field, table in self._table_fields:
@@ -115,11 +115,12 @@ class NativeModel:
         return logits
 
     def _run(self, segment: slice) -> None:
-        """Native instructions, as one call without the interpreter."""
+        """Native instructions, as one call without the interpreter; beside torch's operators on torch's threads."""
         rows, step = self._rows[segment], self._step
         step[at.INSTRUCTIONS], step[at.NUM_INSTRUCTIONS] = rows.ctypes.data, len(rows)
         step[at.THREAD], step[at.ARRIVED] = 0, 0
-        openmp.run(cast("int", run_loop().address), step.ctypes.data, self._num_threads)
+        run = openmp.run if self.torch_operators else pool.run
+        run(cast("int", run_loop().address), step.ctypes.data, self._num_threads)
 
     def _view(self, buffer: Buffer) -> torch.Tensor:
         """A buffer's rows in this step, [num_rows, width]; pairs have one each."""
@@ -151,7 +152,7 @@ class NativeModel:
     @contextmanager
     def windows_at_most(self, length: int) -> Iterator[None]:
         """For a probe, whose prompt is shorter than windows are."""
-        self._reserve(LEAST_CAPACITY, openmp.team(torch.get_num_threads()).size)  # which writes them
+        self._reserve(LEAST_CAPACITY, torch.get_num_threads())  # which writes them
         windows = self._jobs[:, :, span_job.WINDOW].copy()
         self._jobs[:, :, span_job.WINDOW] = np.minimum(windows, length)
         try:

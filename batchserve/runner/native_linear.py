@@ -12,11 +12,11 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from batchserve import openmp, pages
+from batchserve.atomics import yield_address
 from batchserve.attention.matrix_code import PAIRS, TILE
 from batchserve.program import instructions as at
 from batchserve.program.instructions import Kernel, Op, assemble, two_floats
 from batchserve.program.interpreter import run_loop
-from batchserve.program.meeting import yield_address
 from batchserve.program.packing import pack
 from batchserve.program.product import SCRATCH_BYTES, kernel_of, num_words
 
@@ -82,7 +82,7 @@ class NativeLinear(torch.nn.Module):
         self._step[at.BY_SCRATCH], self._step[at.YIELD] = SCRATCH_BYTES, yield_address()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        num_rows, num_threads = x.numel() // self.in_features, openmp.team(torch.get_num_threads()).size
+        num_rows, num_threads = x.numel() // self.in_features, torch.get_num_threads()
         rows = self._workspace.rows(num_rows, self.in_features, self._x_dtype)
         rows[:num_rows, : self.in_features] = x.reshape(num_rows, self.in_features)
         out = torch.empty(*x.shape[:-1], self.out_features, dtype=self._dtype)

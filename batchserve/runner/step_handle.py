@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from batchserve import openmp
+from batchserve import pool
 from batchserve.sampling.sampled_walk import IS_BFLOAT, IS_FLOAT, Logits, Rows, SampledWalks, walk_loop
 from batchserve.sampling.sampler import RowSampler
 from batchserve.sampling.verify import VerifiedTokens, walk_tree
@@ -129,7 +129,7 @@ def _walk_sampled(samplings: dict[int, ResolvedSampling], logits: torch.Tensor, 
     lengths, starts = walked[2], rows.spans[places, 0]
     lengths[starts] = -1  # compiled code cannot raise: whoever finds no memory writes none
     is_shared = len(samplings) * known.shape[1] > ALONE
-    openmp.run(walk_loop().address, walks.address, torch.get_num_threads() if is_shared else 1)
+    pool.run(walk_loop().address, walks.address, torch.get_num_threads() if is_shared else 1)
     if lengths[starts].min() < 0:
         raise MemoryError(f"no memory to sample from {known.shape[1]} tokens")
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numba import carray, types
 
-from batchserve import openmp
+from batchserve import pool
 from batchserve.addresses import as_pointer, claim
 from batchserve.native import cfunc, njit
 
@@ -106,7 +106,7 @@ def best_tokens(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     arrays = bits.data_ptr(), best.ctypes.data, is_finite.ctypes.data
     job = np.array([num_rows, vocab_size, infinity, *arrays, 0], np.int64)
     is_shared = num_rows * vocab_size > SHARED_LOGITS
-    openmp.run(best_loop().address, job.ctypes.data, torch.get_num_threads() if is_shared else 1)
+    pool.run(best_loop().address, job.ctypes.data, torch.get_num_threads() if is_shared else 1)
     return best, is_finite
 
 

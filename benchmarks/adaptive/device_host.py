@@ -27,7 +27,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from batchserve import openmp
+from batchserve import pool
 from batchserve.bench.replay import ReplayRecord
 from batchserve.engine import build as build_module
 from batchserve.runner.step_handle import QueuedStep
@@ -151,7 +151,7 @@ def main() -> None:
         bench.use(drafter, workload.warm)
         contenders = (fixed(0), fixed(4), bench.adaptive())
         cells = {each.name: measure(bench, workload.records, each, options) for each in contenders}
-        drafter.use_threads(openmp.team(2))
+        drafter.use_threads(pool.team(2))
         cells["adaptive, 2 threads"] = measure(bench, workload.records, bench.adaptive(), options)
     about = {"requests": SIZE, "forward_ms": FORWARD_S * 1e3, "workload": workload.name}
     write(options, "device_host", {**about, "contenders": cells}, started_s)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from batchserve import openmp
+from batchserve import pool
 from batchserve.bench.records import load_records, split_warm
 from batchserve.bench.replay import ReplayRecord
 from batchserve.bench.tokenizer import MISTRAL_V1, load_encoder
@@ -173,7 +173,7 @@ class Lab:
         engine.core.runner.bind_thread()
 
     def use(self, drafter: Drafter, warm: Sequence[ReplayRecord] = ()) -> None:
-        drafter.use_threads(openmp.team(self.engine.core.runner.num_threads))
+        drafter.use_threads(pool.team(self.engine.core.runner.num_threads))
         self.engine.core.drafts.drafter = WarmDrafter(drafter, warm)
 
     def adaptive(self) -> Contender:

@@ -4,45 +4,41 @@ from __future__ import annotations
 
 import ctypes
 import random
-import sys
 
 import numpy as np
 import pytest
 
-from batchserve import openmp
-from batchserve.addresses import ONE_THREAD, Team
+from batchserve import pool
 from batchserve.draft import mixture
 from batchserve.draft.base import Drafter, DraftRequest
 from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.mixture import MOST_THREADS, MixtureDrafter
 from batchserve.draft.router import RoutingDrafter
+from batchserve.pool import ONE_THREAD
 from batchserve.request import DraftScope
-
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="torch's threads are found by what the process has mapped"
-)
 
 SCOPES = [DraftScope("default", "a"), DraftScope("default", "b"), None]
 VOCAB_SIZE, NUM_REQUESTS, NUM_STEPS = 40, 11, 30
-START = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+START = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
 
 
 class CountedTeam:
-    """A team of torch's own threads that writes down how many were started."""
+    """A team of the pool's threads that writes down how many were started."""
 
     def __init__(self, size: int) -> None:
         self.started: list[int] = []
-        start = START(openmp.team(2).start)
+        own = pool.team(size)
+        start = START(own.start)
 
-        def count(loop: int, job: int, num_threads: int, flags: int) -> None:
+        def count(loop: int, job: int, num_threads: int, at: int) -> None:
             self.started.append(num_threads)
-            start(loop, job, num_threads, flags)
+            start(loop, job, num_threads, at)
 
         self._count = START(count)  # owned here: compiled code knows its address only
         address = ctypes.cast(self._count, ctypes.c_void_p).value
         assert address is not None
-        self.team = Team(address, size)
+        self.team = own._replace(start=address)
 
 
 def start_all(drafter: Drafter, rng: random.Random) -> list[str]:
@@ -84,7 +80,7 @@ def test_threads_change_no_draft(monkeypatch: pytest.MonkeyPatch, size: int) -> 
             assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
             num_nodes += len(ours.token_ids)
     assert num_nodes > 2000
-    assert counted.started == [size] * (6 * NUM_STEPS), "a smaller team would end some of torch's own threads"
+    assert counted.started == [size] * (6 * NUM_STEPS)
 
 
 def test_threads_are_started_for_many_nodes_only() -> None:
@@ -108,6 +104,6 @@ def test_a_router_hands_its_threads_to_all_drafters() -> None:
 
 
 def test_one_thread_is_no_team() -> None:
-    assert openmp.team(1) == ONE_THREAD
-    assert openmp.team(2) == (openmp.team(2).start, 2)
-    assert openmp.team(2).start != 0
+    assert pool.team(1) == ONE_THREAD
+    assert pool.team(2).size == 2
+    assert pool.team(2).start != 0

@@ -1,0 +1,116 @@
+"""Memory that several threads read and write without a lock, in compiled code: numbers (int64) by their address."""
+
+# ruff: noqa: ANN001, ANN201, ANN202
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+SPINS = 4000  # tens of microseconds or more; a thread that waits longer lets others have the core
+_NUMBER = ir.IntType(64)
+_IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
+
+
+@intrinsic
+def add_one(typing_context, address):  # type: ignore[no-untyped-def]
+    """The number at an address, which is one more afterwards. Whoever comes later sees what was written before."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        number = builder.inttoptr(arguments[0], _NUMBER.as_pointer())
+        return builder.atomic_rmw("add", number, ir.Constant(_NUMBER, 1), "acq_rel")
+
+    return types.int64(address), codegen
+
+
+@intrinsic
+def exchange(typing_context, address, value):  # type: ignore[no-untyped-def]
+    """The number at an address, which is `value` afterwards; in one order with exchanges and loads_in_order."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        number = builder.inttoptr(arguments[0], _NUMBER.as_pointer())
+        return builder.atomic_rmw("xchg", number, arguments[1], "seq_cst")
+
+    return types.int64(address, types.int64), codegen
+
+
+def _loading(ordering: str):  # type: ignore[no-untyped-def]
+    def load(typing_context, address):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            return builder.load_atomic(builder.inttoptr(arguments[0], _NUMBER.as_pointer()), ordering, 8, typ=_NUMBER)
+
+        return types.int64(address), codegen
+
+    return intrinsic(load)
+
+
+load = _loading("acquire")
+load_in_order = _loading("seq_cst")
+
+
+@intrinsic
+def store(typing_context, address, value):  # type: ignore[no-untyped-def]
+    """Whoever loads the value sees what was written before."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        builder.store_atomic(arguments[1], builder.inttoptr(arguments[0], _NUMBER.as_pointer()), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def pause(typing_context):  # type: ignore[no-untyped-def]
+    """A moment in which the core's other thread may run."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        if _IS_X86:
+            builder.call(
+                builder.module.declare_intrinsic("llvm.x86.sse2.pause", (), ir.FunctionType(ir.VoidType(), [])), []
+            )
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def call(typing_context, address):  # type: ignore[no-untyped-def]
+    """Call a function without arguments, by its address."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        function = builder.inttoptr(arguments[0], ir.FunctionType(ir.IntType(32), []).as_pointer())
+        builder.call(function, [])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
+def transfer(typing_context, function, file, byte):  # type: ignore[no-untyped-def]
+    """Call the system's read or write, by its address, for one byte at an address; returns how many there were."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        function, file, byte = arguments
+        number, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(_NUMBER, [number, pointer, _NUMBER])
+        where = builder.inttoptr(byte, pointer)
+        what = [builder.trunc(file, number), where, ir.Constant(_NUMBER, 1)]
+        return builder.call(builder.inttoptr(function, kind.as_pointer()), what)
+
+    return types.int64(types.int64, types.int64, types.int64), codegen
+
+
+@functools.cache
+def system_function(name: str) -> int:
+    """The address of a function of the C library; 0 where there is none."""
+    function = getattr(ctypes.CDLL(None), name, None)
+    return 0 if function is None else int(ctypes.cast(function, ctypes.c_void_p).value or 0)
+
+
+def yield_address() -> int:
+    """The address of the system's function that lets another thread have the core; 0 where there is none."""
+    return system_function("sched_yield")

@@ -1,0 +1,232 @@
+"""The process's threads for compiled code: a step's, drafters', samplers'.
+
+A loop is called with its job by the caller and by as many workers as are wanted beside it, and has to share its work.
+Workers wait for the next loop awake, as a step follows the last one soon, and fall asleep when none comes. They are
+pinned to nothing. One caller at a time has them: engines of one process take turns.
+"""
+
+# ruff: noqa: ANN001, ANN202
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import os
+import threading
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import carray, types
+
+from batchserve.addresses import call_loop
+from batchserve.atomics import (
+    SPINS,
+    add_one,
+    call,
+    exchange,
+    load,
+    load_in_order,
+    pause,
+    store,
+    system_function,
+    transfer,
+    yield_address,
+)
+from batchserve.forks import Maker
+from batchserve.native import cfunc, njit
+
+# A pool, as an array of int64, a cache line for what is written at different times: the lock of the caller whose turn
+# it is; TURN, which says how many workers are wanted in its lower bits, and changes whenever there is something to do;
+# the loop and its job; how many workers are through with them; and addresses of the system's functions.
+LOCK, TURN, LOOP, JOB, DONE, YIELD, READ, WRITE = 0, 8, 16, 17, 24, 32, 33, 34
+# Then a line for each worker: whether it sleeps, and the ends of the pipe that wakes it. BYTE is what goes through.
+WORKERS, WORKER = 40, 8
+ASLEEP, WAITS_AT, WOKEN_BY, BYTE = range(4)
+WANTED_BITS = 16
+ENDED = -1  # a TURN after which there is none
+MOST_WORKERS = 1023
+AWAKE_SPINS = 20_000  # about a millisecond, which is more than there is between two steps
+_LOOP = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_START = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+
+
+class Team(NamedTuple):
+    """Threads for compiled code that starts them itself (addresses.run_loop): `start` is the address of the function
+    that calls a loop on `size` threads of the pool at an address, 0 where there is one thread.
+    """
+
+    start: int
+    size: int
+    pool: int
+
+
+ONE_THREAD = Team(0, 1, 0)
+
+
+@njit(nogil=True, cache=True)
+def _next_turn(pool, worker, last):  # type: ignore[no-untyped-def]
+    """The TURN after the `last` one that a worker, whose line is at an address, has seen."""
+    spins = 0
+    while True:
+        turn = load(pool + TURN * 8)
+        if turn != last:
+            return turn
+        spins += 1
+        if spins < AWAKE_SPINS:
+            pause()
+            continue
+        exchange(worker + ASLEEP * 8, 1)
+        # Whoever changed TURN before we slept may not have seen that we do; whoever takes the mark back sends a byte.
+        if load_in_order(pool + TURN * 8) == last or exchange(worker + ASLEEP * 8, 0) == 0:
+            read, waits_at = load(pool + READ * 8), load(worker + WAITS_AT * 8)
+            while transfer(read, waits_at, worker + BYTE * 8) != 1:
+                pass
+        spins = 0
+
+
+@functools.cache
+def _work_loop() -> Any:
+    """What a worker does, given an array of int64: the pool's address, its own place, and the last turn before it."""
+
+    @cfunc(types.void(types.CPointer(types.int64)), nopython=True, cache=True)
+    def loop(own_address):  # type: ignore[no-untyped-def]
+        own = carray(own_address, 3)
+        pool, place, turn = own[0], own[1], own[2]
+        while True:
+            turn = _next_turn(pool, pool + (WORKERS + WORKER * place) * 8, turn)
+            if turn == ENDED:
+                return
+            if place < turn & ((1 << WANTED_BITS) - 1):
+                call_loop(load(pool + LOOP * 8), load(pool + JOB * 8))
+                add_one(pool + DONE * 8)
+
+    return loop
+
+
+@njit(nogil=True, cache=True)
+def _wait_for(pool, place, value):  # type: ignore[no-untyped-def]
+    """Returns once the pool's number at a place has a value."""
+    spins = 0
+    while load(pool + place * 8) != value:
+        spins += 1
+        if spins < SPINS:
+            pause()
+        else:
+            call(load(pool + YIELD * 8))
+
+
+@njit(nogil=True, cache=True)
+def _wake(pool, num_workers):  # type: ignore[no-untyped-def]
+    """Those who sleep of the first workers, once TURN has changed."""
+    for place in range(num_workers):
+        worker = pool + (WORKERS + WORKER * place) * 8
+        if load_in_order(worker + ASLEEP * 8) == 1 and exchange(worker + ASLEEP * 8, 0) == 1:
+            write, woken_by = load(pool + WRITE * 8), load(worker + WOKEN_BY * 8)
+            while transfer(write, woken_by, worker + BYTE * 8) != 1:
+                pass
+
+
+@functools.cache
+def start_loop() -> Any:
+    """The compiled function that calls loop(job) on `size` threads of a pool and waits for all of them."""
+
+    @cfunc(types.void(types.int64, types.int64, types.int64, types.int64), nopython=True, cache=True)
+    def start(loop, job, size, pool):  # type: ignore[no-untyped-def]
+        while exchange(pool + LOCK * 8, 1) == 1:
+            _wait_for(pool, LOCK, 0)
+        store(pool + LOOP * 8, loop)
+        store(pool + JOB * 8, job)
+        store(pool + DONE * 8, 0)
+        number = (load(pool + TURN * 8) >> WANTED_BITS) + 1
+        exchange(pool + TURN * 8, number << WANTED_BITS | size - 1)
+        _wake(pool, size - 1)
+        call_loop(loop, job)
+        _wait_for(pool, DONE, size - 1)
+        store(pool + LOCK * 8, 0)
+
+    return start
+
+
+def compile_kernels() -> None:
+    """Compile what workers and callers run, or load it from the cache on disk."""
+    _work_loop()
+    start_loop()
+
+
+class ThreadPool:
+    """Workers that are started as they are wanted, and end with `close`."""
+
+    def __init__(self) -> None:
+        self._maker = Maker("pool of threads")
+        self._state = np.zeros(WORKERS + MOST_WORKERS * WORKER + 8, np.int64)
+        self._state = self._state[-(self._state.ctypes.data // 8) % 8 :]  # from a whole cache line on
+        self._state[YIELD] = yield_address()
+        self._state[READ], self._state[WRITE] = system_function("read"), system_function("write")
+        self._threads: list[threading.Thread] = []
+        self._own: list[np.ndarray] = []  # what each worker was given
+        self._lock = threading.Lock()
+        self._start = _START(start_loop().address)
+
+    def team(self, size: int) -> Team:
+        """So many threads, the caller's included. Raises ForkedProcessError in a fork, which has none of them."""
+        self._maker.check()
+        size = min(size, MOST_WORKERS + 1)
+        if size <= 1:
+            return ONE_THREAD
+        if size - 1 > len(self._threads):
+            with self._lock:
+                while len(self._threads) < size - 1:
+                    self._add_worker()
+        return Team(start_loop().address, size, self._state.ctypes.data)
+
+    def run(self, loop: int, job: int, size: int) -> None:
+        """Call the compiled loop(job) on so many threads at once, both by address."""
+        pool = self.team(size).pool
+        if pool:
+            self._start(loop, job, size, pool)
+        else:
+            _LOOP(loop)(job)
+
+    def _add_worker(self) -> None:
+        place = len(self._threads)
+        line = self._state[WORKERS + WORKER * place :]
+        line[WAITS_AT], line[WOKEN_BY] = os.pipe()
+        own = np.array([self._state.ctypes.data, place, self._state[TURN]], np.int64)
+        work, address = _LOOP(_work_loop().address), own.ctypes.data
+        thread = threading.Thread(target=work, args=(address,), name=f"batchserve-{place + 1}", daemon=True)
+        thread.start()
+        self._own.append(own)
+        self._threads.append(thread)
+
+    def close(self) -> None:
+        """End all workers, before the interpreter ends. To be called when nobody uses them."""
+        if self._maker.pid != os.getpid():
+            return
+        self._state[TURN] = ENDED
+        for place, thread in enumerate(self._threads):
+            line = self._state[WORKERS + WORKER * place :]
+            with contextlib.suppress(OSError):
+                os.write(int(line[WOKEN_BY]), b"\0")
+            thread.join(timeout=1.0)
+
+
+@functools.cache
+def _pool() -> ThreadPool:
+    """The process's own."""
+    pool = ThreadPool()
+    atexit.register(pool.close)
+    return pool
+
+
+def team(size: int) -> Team:
+    """So many of the process's threads for compiled code that starts them itself; one where the system has no pipes."""
+    return _pool().team(size) if os.name == "posix" else ONE_THREAD
+
+
+def run(loop: int, job: int, num_threads: int) -> None:
+    """Call the compiled loop(job) on so many threads at once, both by address; the loop has to share its work."""
+    if num_threads > 1 and os.name == "posix":
+        _pool().run(loop, job, num_threads)
+    else:
+        _LOOP(loop)(job)
