@@ -114,7 +114,7 @@ def _build_engine(
     check_weights_fit(config.model, weight_bytes(config))
     loaded = load_model(config, say)
     backend, max_model_len = build_backend(config, loaded, say)
-    loaded.served_length.longest = max_model_len  # memory may hold less than the model's own limit
+    loaded.serve_at_most(max_model_len)
     num_parameters = loaded.num_parameters
     limits = draft_limits(config, num_parameters)
     processor = InputProcessor(ModelFacts.of(loaded), max_model_len, config, limits)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from batchserve.program.experts import DOWN, UP
+from batchserve.program.rotary import ROTARY
 from batchserve.program.tape import ATTEND, NUM_ROWS, Call, Tape, UnsuitableModelError
 
 if TYPE_CHECKING:
@@ -171,6 +172,8 @@ class Graph:
             self._attend(call)
         elif name in (UP, DOWN):
             self._experts(call)
+        elif name == ROTARY:
+            self._depends_on_positions(call)
         elif call.function._schema.is_mutable and "rows" in kinds and self._is_alone(call.arguments[0]):
             self._compute(call)
             self._origin = None
@@ -186,9 +189,7 @@ class Graph:
         elif kinds <= {"position", "constant"} and id(result) in self._is_position:
             return  # it came out as it went in
         elif kinds <= {"position", "constant"}:
-            self.position_calls.append(call)
-            self._is_position.update(id(each) for each in call.results)
-            self._made_by.update((id(each), call) for each in call.results)
+            self._depends_on_positions(call)
         elif name == "index" and kinds == {"rows", "keep"}:
             kept = self._of(call.arguments[0])
             self._set(result, self.add("keep", kept.columns.shape, [kept.columns]))
@@ -201,6 +202,11 @@ class Graph:
         else:
             self._compute(call)
             self._origin = None
+
+    def _depends_on_positions(self, call: Call) -> None:
+        self.position_calls.append(call)
+        self._is_position.update(id(each) for each in call.results)
+        self._made_by.update((id(each), call) for each in call.results)
 
     def _kind(self, tensor: torch.Tensor) -> str:
         if id(tensor) in self._rows:

@@ -22,19 +22,20 @@ from batchserve.program.lower import Lowering
 from batchserve.program.packing import PackedWeight, pack
 from batchserve.program.patterns import simplify
 from batchserve.program.product import HALVES, SCRATCH_BYTES, kernel_of, num_words
+from batchserve.program.rotary import noted_rotary
 from batchserve.program.tables import PositionTables
 from batchserve.program.tape import UnsuitableModelError, record
 from batchserve.program.torch_calls import TorchCall
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from transformers import PreTrainedModel
 
     from batchserve.attention.cpu import CpuBackend
     from batchserve.attention.span_job import SpanJob
     from batchserve.program.program import Attention, Buffer, Instruction, Program
-    from batchserve.program.tape import Forward
+    from batchserve.program.tape import Call, Forward
 
 LEAST_CAPACITY = 64  # rows
 
@@ -48,7 +49,7 @@ class NativeModel:
     def __init__(
         self, model: PreTrainedModel, forward: Forward, dtype: torch.dtype, vocab_size: int, max_model_len: int
     ) -> None:
-        graph = Graph(record(forward, vocab_size, max_model_len, partial(noted_experts, model)), simplify)
+        graph = Graph(record(forward, vocab_size, max_model_len, partial(_noted, model)), simplify)
         self._vocab_size = vocab_size
         self.backend: CpuBackend | None = None
         self._is_half = dtype == torch.bfloat16
@@ -137,6 +138,10 @@ class NativeModel:
         jobs[:, :, span_job.PART_ROWS :] = (*shares, 0)
         self._rows[self._stores, at.LOOP] = 0 if shares[2] else store
         self._rows[self._attends, at.LOOP] = attend
+
+    def serve_at_most(self, max_model_len: int) -> None:
+        """Positions are below that from now on, which may be less than the model was recorded with."""
+        self._tables.limit(max_model_len)
 
     def release_weights(self, model: PreTrainedModel) -> None:
         """Give up the model's own copies of what is packed here; it cannot run any more."""
@@ -265,6 +270,13 @@ class NativeModel:
         job[span_job.WINDOW] = attention.params.sliding_window or 0
         for field, place in zip((span_job.QUERY, span_job.KEY, span_job.VALUE), attention.operands, strict=True):
             job[field : field + 3] = self._at(place), place[0].by_row, attention.dim * size
+
+
+@contextmanager
+def _noted(model: PreTrainedModel, note: Callable[[Call], None]) -> Iterator[None]:
+    """What is noted as a whole while a model is recorded."""
+    with noted_experts(model, note), noted_rotary(model, note):
+        yield
 
 
 def segments(program: Program) -> list[slice | TorchCall]:

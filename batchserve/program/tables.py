@@ -54,6 +54,11 @@ class PositionTables:
         self.length = wanted
         return True
 
+    def limit(self, most: int) -> None:
+        """There are so many positions now, and what the model makes of them may depend on that."""
+        self._most, self.length = most, 0
+        self.arrays = [array[:0] for array in self.arrays]
+
     @torch.inference_mode()
     def _compute(self, start: int) -> list[np.ndarray]:
         values: dict[int, Any] = {id(self._positions): torch.arange(start, start + NUM_ROWS).clamp(max=self._most - 1)}

@@ -87,6 +87,12 @@ class LoadedModel:
     native: NativeModel | None = None  # what runs its steps, in place of the model's modules
     num_parameters: int = 0
 
+    def serve_at_most(self, max_model_len: int) -> None:
+        """Requests are at most so long: memory may hold less than the model's own limit."""
+        self.served_length.longest = max_model_len
+        if self.native is not None:
+            self.native.serve_at_most(max_model_len)
+
 
 def resolve_device(config: EngineConfig) -> torch.device:
     """Raises ConfigError where the device, or the one that the attention backend needs, is not there."""

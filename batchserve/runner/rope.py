@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.utils import CONFIG_NAME
 
 from batchserve.errors import ConfigError
+from batchserve.program.rotary import length_dependent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
 FALLBACK_MAX_MODEL_LEN = 2048
@@ -82,25 +84,15 @@ class ServedLength:
 
     def watch(self, model: torch.nn.Module) -> None:
         """From now on the model's rotary modules are told; `longest` may still be changed."""
-        for module in model.modules():
-            kinds = getattr(module, "rope_type", None)
-            if "longrope" in (kinds.values() if isinstance(kinds, dict) else (kinds,)):
-                module.register_forward_pre_hook(self._add_longest, with_kwargs=True)
-                module.register_forward_hook(_drop_longest)
+        for module in length_dependent(model):
+            module.forward = partial(self._forward, module.forward)
 
-    def _add_longest(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-        last = positions.new_full((*positions.shape[:-1], 1), self.longest - 1)
-        positions = torch.cat([positions, last], dim=-1)
-        if "position_ids" in kwargs:
-            return args, {**kwargs, "position_ids": positions}
-        return (args[0], positions, *args[2:]), kwargs
-
-
-def _drop_longest(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Cosines and sines [..., num_tokens, dim], or both in one tensor, without those of the row that was added."""
-    if isinstance(output, torch.Tensor):
-        return output[..., :-1, :]
-    return tuple(each[..., :-1, :] for each in output)
+    def _forward(
+        self, forward: Callable[..., Any], x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **options: Any
+    ) -> Any:
+        """Cosines and sines [..., num_tokens, dim], or both in one tensor, without those of the row that is added."""
+        last = position_ids.new_full((*position_ids.shape[:-1], 1), self.longest - 1)
+        output = forward(x, torch.cat([position_ids, last], dim=-1), *args, **options)
+        if isinstance(output, torch.Tensor):
+            return output[..., :-1, :]
+        return tuple(each[..., :-1, :] for each in output)

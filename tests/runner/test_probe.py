@@ -15,10 +15,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from batchserve import LLM, SamplingParams
 from batchserve.config import EngineConfig
 from batchserve.errors import ConfigError, UnsupportedModelError
+from batchserve.program import rotary
+from batchserve.runner import rope as rope_module
 from batchserve.runner.loader import load_model, resolve_dtype
 from batchserve.runner.native_linear import NativeLinear
 from batchserve.runner.probe import ModelProbe
-from batchserve.runner.rope import ServedLength
 from tests.tiny_models import SUPPORTED, save_tiny_model
 
 
@@ -71,7 +72,8 @@ def test_a_model_that_reads_the_weights_of_a_packed_linear_is_refused_with_what_
 def test_rows_that_depend_on_the_longest_position_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rope = SUPPORTED["phi3_longrope"][1]["rope_parameters"] | {"original_max_position_embeddings": 448}
     folder = save_tiny_model("phi3", tmp_path, rope_parameters=rope, original_max_position_embeddings=448)
-    monkeypatch.setattr(ServedLength, "watch", lambda served, model: None)  # as if longrope were not known
+    for module in (rope_module, rotary):  # as if longrope were not known
+        monkeypatch.setattr(module, "length_dependent", lambda model: [])
     with pytest.raises(UnsupportedModelError, match="far position"):
         load_model(EngineConfig(str(folder), dtype="float32"))
 
