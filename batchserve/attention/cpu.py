@@ -17,7 +17,7 @@ import torch
 from batchserve.attention.base import AttentionParams, LayerShape, Span, Spans
 from batchserve.attention.sdpa import attend_alone
 from batchserve.attention.slab import SlabAllocator
-from batchserve.attention.span_job import SpanArrays, SpanJob, gather_spans, store_loop
+from batchserve.attention.span_job import SpanArrays, SpanJob, begin_jobs, gather_spans, store_loop
 from batchserve.attention.torch_reference import store, stored
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ class CpuBackend:
         self._large: list[Span] = []
         self._all: SpanJob | None = None  # where compiled code stores them
         self._small: SpanJob | None = None
+        self._planes, self._capacities = np.empty((0, 0, 2), np.int64), np.empty(0, np.int64)
 
     def begin(self, spans: Spans) -> None:
         self._num_rows, self._large, self._all, self._small = len(spans.parents), [], None, None
@@ -123,16 +124,22 @@ class CpuBackend:
         work = gather_spans(slabs, spans.rows, *size, addresses, capacities, is_small)
         return SpanArrays(addresses, capacities, spans.rows, spans.parents, is_small, work)
 
-    def job_of_step(self) -> tuple[SpanJob, int, int, tuple[int, int, bool]]:
-        """(the step's spans, loops that store K and V and that attend by their addresses, PART_ROWS, HEADS_AT_ONCE and
-        STORES), of a step that compiled code serves alone.
-        """
-        assert self._all is not None
-        assert not self._large
-        num_kv_heads = self.allocator.num_kv_heads
-        shares = self._shares(self._all, self._all, num_kv_heads, self._group * num_kv_heads)
-        store = cast("int", store_loop(_element(self.allocator.dtype)).address)
-        return self._all, store, cast("int", self._attend_loop().address), shares
+    def begin_jobs(self, spans: Spans, jobs: np.ndarray, num_threads: int) -> bool:
+        """span_job.begin_jobs, in place of begin(): for a step that compiled code serves alone."""
+        allocator = self.allocator
+        if len(spans) > len(self._capacities):
+            self._capacities = np.empty(2 * len(spans), np.int64)
+            self._planes = np.empty((allocator.num_layers, 2 * len(spans), 2), np.int64)
+        num_kv_heads = allocator.num_kv_heads
+        part_rows = max(1, PART_QUERIES // self._group) if self._takes_matrices else PART_ROWS
+        shares = (part_rows, MOST_PARTS, TURNS, ALONE, num_threads, self._group, num_kv_heads)
+        arrays = (spans.rows, spans.parents, self._planes, self._capacities)
+        return bool(begin_jobs(jobs, allocator.slabs(spans.request_ids), *arrays, shares))
+
+    def loops(self) -> tuple[int, int]:
+        """Loops of compiled code by their addresses: that store K and V, and that attend."""
+        store = store_loop(_element(self.allocator.dtype)).address
+        return cast("int", store), cast("int", self._attend_loop().address)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams

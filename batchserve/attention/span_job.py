@@ -68,6 +68,40 @@ def gather_spans(slabs, spans, group, num_kv_heads, limits, addresses, capacitie
 
 
 @njit(nogil=True, cache=True)
+def begin_jobs(jobs, slabs, spans, parents, planes, capacities, shares):  # type: ignore[no-untyped-def]
+    """Hand a step's spans to the jobs of a native program, [num_layers, 2, JOB_SIZE]: one that stores K and V of a
+    layer and one that attends. Returns whether the latter stores them itself.
+
+    slabs: SlabAllocator.slabs(); spans and parents: those of base.Spans. planes int64 [num_layers, num_spans or more,
+    2] and capacities [num_spans or more] are filled. shares: (rows of a span that a thread takes at once, at least;
+    parts of a span, at most; how often each thread should find work; work that one thread does alone; threads; queries
+    of a K/V head; K/V heads).
+    """
+    part_rows, most_parts, turns, alone, num_threads, group, num_kv_heads = shares
+    longest = most_rows = work = 0
+    for s in range(len(spans)):
+        rows, keys = spans[s, 1], spans[s, 1] + spans[s, 2]
+        longest, most_rows = max(longest, keys), max(most_rows, rows)
+        work += (rows * group + 3) // 4 * num_kv_heads * keys
+        own = carray(as_pointer(slabs[s, 0]), (planes.shape[0], 2), np.int64)
+        capacities[s] = slabs[s, 1]
+        for layer in range(planes.shape[0]):
+            planes[layer, s, 0], planes[layer, s, 1] = own[layer, 0], own[layer, 1]
+    part_rows = max(part_rows, (most_rows + most_parts - 1) // most_parts)
+    heads_at_once = max(1, num_kv_heads * len(spans) // (turns * (num_threads if work > alone else 1)))
+    stores = most_rows <= part_rows
+    for layer in range(planes.shape[0]):
+        for part in range(2):
+            job = jobs[layer, part]
+            job[NUM_TOKENS], job[NUM_SPANS] = len(parents), len(spans)
+            job[CAPACITIES], job[SPANS], job[PARENTS] = capacities.ctypes.data, spans.ctypes.data, parents.ctypes.data
+            job[LONGEST], job[MOST_ROWS] = longest, most_rows
+            job[ADDRESSES] = planes.ctypes.data + layer * planes.strides[0]
+            job[PART_ROWS], job[HEADS_AT_ONCE], job[STORES], job[NEXT] = part_rows, heads_at_once, stores, 0
+    return stores
+
+
+@njit(nogil=True, cache=True)
 def arrays_of(job):  # type: ignore[no-untyped-def]
     """(spans, parents, q, k, v), the last three as `vector` takes them."""
     spans = carray(as_pointer(job[SPANS]), (job[NUM_SPANS], 3), np.int64)
@@ -155,19 +189,13 @@ class SpanJob:
 
     def __init__(self, spans: SpanArrays, num_threads: int) -> None:
         self.num_spans, self.most_rows, self.num_threads = len(spans.rows), int(spans.rows[:, 1].max()), num_threads
-        self.num_rows = len(spans.parents)
         self._spans = spans  # kept alive: a job has addresses
-        self.addresses_at, self.by_layer = spans.addresses.ctypes.data, spans.addresses.strides[0]
+        self._addresses_at, self._by_layer = spans.addresses.ctypes.data, spans.addresses.strides[0]
         self._job = np.zeros(JOB_SIZE, np.int64)
         self._job_at = self._job.ctypes.data
-        self._job[:LAYER] = self.head()
-
-    def head(self) -> tuple[int, ...]:
-        """The numbers of the step, up to LAYER."""
-        spans = self._spans
         arrays = [each.ctypes.data for each in (spans.capacities, spans.rows, spans.parents)]
         longest = int((spans.rows[:, 1] + spans.rows[:, 2]).max())
-        return len(spans.parents), self.num_spans, *arrays, longest, self.most_rows
+        self._job[:LAYER] = len(spans.parents), self.num_spans, *arrays, longest, self.most_rows
 
     def run(
         self,
@@ -185,7 +213,7 @@ class SpanJob:
         sinks = None if params.sinks is None else params.sinks.detach().float().contiguous()
         (num_heads, dim), num_kv_heads = out.shape[1:], states[1].shape[1]
         self._job[LAYER:] = (
-            self.addresses_at + layer * self.by_layer,
+            self._addresses_at + layer * self._by_layer,
             out.data_ptr(),
             0 if sinks is None else sinks.data_ptr(),
             *(num_heads, dim, num_heads // num_kv_heads, params.sliding_window or 0),

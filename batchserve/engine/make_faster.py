@@ -149,11 +149,10 @@ def trial_logits(
             raise MemoryError(f"K/V of {count} tokens")
         try:
             batch = build_batch([RequestRows(name, 0, ids, list(range(-1, count - 1)), 1, GREEDY)])
-            runner.backend.begin(batch.spans)
             # Not through forward(), which pads: a graph of one row has one.
             arrays = {"ids": batch.input_ids[:count], "positions": batch.position_ids[:count], "keep": np.arange(count)}
             inputs = upload(arrays, loaded.device)
-            found.append(runner.run_model(inputs["ids"], inputs["positions"], inputs["keep"]).float())
+            found.append(runner.run(batch.spans, inputs["ids"], inputs["positions"], inputs["keep"]).float())
         finally:
             allocator.release(name)
     return found

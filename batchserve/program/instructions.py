@@ -91,8 +91,9 @@ class Binary(IntEnum):
     LOOP, JOB,
     KERNEL, NUM_WORDS,  # of K that a product multiplies
     PER_ROW, BY_EXPERT,  # PER_ROW: pairs of a row with experts, for what has a row for each pair; otherwise 0
+    BEST, BY_BEST,  # of the columns that a thread takes at once each row's greatest, float32; bytes to the next ones
     SIZE,
-) = range(38)  # fmt: skip
+) = range(40)  # fmt: skip
 
 # The step: how many rows, and how many whose logits are asked for; where the int64 arrays are that describe them; and
 # where each thread has room to work in. Numbers that threads change have a cache line each.

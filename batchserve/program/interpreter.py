@@ -1,6 +1,6 @@
 """Runs a program: every thread of a step goes through all instructions, and takes its pieces of each."""
 
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202
 from __future__ import annotations
 
 import functools
@@ -10,7 +10,7 @@ import numpy as np
 from numba import carray, types
 
 from batchserve.addresses import as_pointer, call_loop, claim
-from batchserve.native import cfunc
+from batchserve.native import cfunc, njit
 from batchserve.program import expert_operations, product, row_operations
 from batchserve.program.instructions import (
     BY_SCRATCH,
@@ -19,11 +19,14 @@ from batchserve.program.instructions import (
     INSTRUCTIONS,
     IS_KEPT,
     JOB,
+    KEPT,
     LOOP,
     MEETS,
+    NEXT,
     NUM_INSTRUCTIONS,
     NUM_KEPT,
     NUM_ROWS,
+    NUM_THREADS,
     OP,
     PER_ROW,
     POSITIONS,
@@ -86,6 +89,24 @@ def run_loop() -> CFunc[Any]:
 
     compiled: CFunc[Any] = loop
     return compiled
+
+
+@njit(nogil=True, cache=True)
+def begin_step(step, instructions, places, loops, num_rows, num_threads, ids, positions, kept):  # type: ignore[no-untyped-def]
+    """Write down a step; returns how many positions there have to be. places: the instructions that store K and V and
+    those that attend; loops: what they call, 0: nothing.
+    """
+    step[NUM_ROWS], step[NUM_KEPT], step[NUM_THREADS] = num_rows, len(kept), num_threads
+    step[IDS], step[POSITIONS], step[KEPT] = ids.ctypes.data, positions.ctypes.data, kept.ctypes.data
+    for i in range(len(instructions)):
+        instructions[i, NEXT] = 0
+    for kind in range(2):
+        for place in places[kind]:
+            instructions[place, LOOP] = loops[kind]
+    last = 0
+    for i in range(num_rows):
+        last = max(last, positions[i])
+    return last + 1
 
 
 def compile_kernels() -> None:

@@ -10,30 +10,30 @@ import numpy as np
 import torch
 
 from batchserve import openmp, pages, pool
-from batchserve.atomics import yield_address
 from batchserve.attention import span_job
 from batchserve.attention.matrix_code import TILE
 from batchserve.program import instructions as at
 from batchserve.program.experts import noted_experts
 from batchserve.program.graph import Graph, tensors_in
 from batchserve.program.instructions import Kernel, Op, assemble, two_floats
-from batchserve.program.interpreter import run_loop
+from batchserve.program.interpreter import begin_step, run_loop
 from batchserve.program.lower import Lowering
 from batchserve.program.packing import PackedWeight, pack
 from batchserve.program.patterns import simplify
-from batchserve.program.product import HALVES, SCRATCH_BYTES, kernel_of, num_words
+from batchserve.program.product import HALVES, SCRATCH_BYTES, columns_at_once, kernel_of, num_words
 from batchserve.program.rotary import noted_rotary
 from batchserve.program.tables import PositionTables
 from batchserve.program.tape import UnsuitableModelError, record
 from batchserve.program.torch_calls import TorchCall
+from batchserve.sampling.argmax_kernel import best_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from transformers import PreTrainedModel
 
+    from batchserve.attention.base import Spans
     from batchserve.attention.cpu import CpuBackend
-    from batchserve.attention.span_job import SpanJob
     from batchserve.program.program import Attention, Buffer, Instruction, Program
     from batchserve.program.tape import Call, Forward
 
@@ -52,6 +52,7 @@ class NativeModel:
         graph = Graph(record(forward, vocab_size, max_model_len, partial(_noted, model)), simplify)
         self._vocab_size = vocab_size
         self.backend: CpuBackend | None = None
+        self._loops = 0, 0  # its loops, which store and attend
         self._is_half = dtype == torch.bfloat16
         multiplies_halves = HALVES != Kernel.WIDENED
         self._program = Lowering(graph, is_half=self._is_half, multiplies_halves=multiplies_halves).run()
@@ -70,13 +71,18 @@ class NativeModel:
                                if each.out is self._logits_buffer)  # fmt: skip
         if self._program.instructions[self._logits_by].torch_call is not None:
             raise UnsuitableModelError("its logits are not what a product gives")
+        head = self._program.instructions[self._logits_by]
+        self._num_parts = 0  # of the vocabulary, of which threads take one at once
+        if head.op == Op.PRODUCT:
+            self._num_parts = -(-vocab_size // columns_at_once(kernel_of(head.weights[0].dtype)))
+        self._greatest = np.zeros((0, 0), np.float32)
         calls = [each.torch_call for each in self._program.instructions if each.torch_call is not None]
         self.torch_operators = sorted({each.call.name for each in calls})  # that no instruction computes
         self._layers = [self._program.attention[layer] for layer in sorted(self._program.attention)]
         # For each layer a job that stores K and V, where that has to come first, and one that attends.
         self._jobs = np.zeros((len(self._layers), 2, span_job.JOB_SIZE), np.int64)
         attends = [place for place, each in enumerate(self._program.instructions) if each.op == Op.ATTEND]
-        self._stores, self._attends = attends[::2], attends[1::2]
+        self._stores, self._attends = np.array(attends[::2], np.int64), np.array(attends[1::2], np.int64)
         self._table_fields: list[tuple[int, int, int]] = []  # instruction, field, table
         self._rows = assemble([self._encode(place, each) for place, each in enumerate(self._program.instructions)])
         for each in self._program.instructions:
@@ -84,36 +90,48 @@ class NativeModel:
         self._segments = segments(self._program)
         self._step = np.zeros(at.STEP_SIZE, np.int64)
 
-    def run(self, ids: np.ndarray, positions: np.ndarray, kept: np.ndarray) -> torch.Tensor:
-        """Logits, float32 [len(kept), vocab_size], of rows of the step that the backend has begun; all int64.
+    def use_backend(self, backend: CpuBackend) -> None:
+        """Attend over its K/V from now on."""
+        self.backend, self._loops = backend, backend.loops()
 
-        ids and positions may have more rows than the step, which are left out. Raises MemoryError.
+    def run(self, spans: Spans, ids: np.ndarray, positions: np.ndarray, kept: np.ndarray) -> torch.Tensor:
+        """Logits, float32 [len(kept), vocab_size], of a step's rows; all int64.
+
+        ids and positions may have more rows than the spans, which are left out. Raises MemoryError.
         """
         assert self.backend is not None
-        spans, store, attend, shares = self.backend.job_of_step()
-        num_rows, num_threads = spans.num_rows, torch.get_num_threads()
-        longest = int(positions[:num_rows].max()) + 1
-        if self._tables.grow(longest):
-            for place, field, table in self._table_fields:
-                self._rows[place, field] = self._tables.arrays[table].ctypes.data
-                self._rows[place, at.BY_TABLE] = self._tables.arrays[table].strides[0]
+        num_rows, num_threads = len(spans.parents), torch.get_num_threads()
         self._reserve(num_rows, num_threads)
         logits = torch.empty(len(kept), self._vocab_size)
-        self._rows[:, at.NEXT] = 0
-        self._rows[self._logits_by, at.OUT] = logits.data_ptr()
-        self._begin_attention(spans, store, attend, shares)
-        step = self._step
-        step[at.NUM_ROWS], step[at.NUM_KEPT] = num_rows, len(kept)
-        step[at.IDS], step[at.POSITIONS], step[at.KEPT] = ids.ctypes.data, positions.ctypes.data, kept.ctypes.data
-        step[at.NUM_THREADS], step[at.YIELD] = num_threads, yield_address()
+        stores = self.backend.begin_jobs(spans, self._jobs, num_threads)
+        loops = (0 if stores else self._loops[0], self._loops[1])
+        step, rows, places = self._step, self._rows, (self._stores, self._attends)
+        longest = begin_step(step, rows, places, loops, num_rows, num_threads, ids, positions, kept)
+        rows[self._logits_by, at.OUT] = logits.data_ptr()
+        if self._tables.grow(longest):
+            for place, field, table in self._table_fields:
+                rows[place, field] = self._tables.arrays[table].ctypes.data
+                rows[place, at.BY_TABLE] = self._tables.arrays[table].strides[0]
         for segment in self._segments:
             if isinstance(segment, TorchCall):
-                segment.run(self._view)
+                with torch.inference_mode():
+                    segment.run(self._view)
             else:
                 self._run(segment)
         if not self._jobs[:, 1, span_job.NEXT].all():
             raise MemoryError("attention: there is no memory to work in")
         return logits
+
+    def best_tokens(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """argmax_kernel.best_tokens; most of the last step's own logits need not be read again for it."""
+        if not self._num_parts or logits.data_ptr() != self._rows[self._logits_by, at.OUT]:
+            return best_tokens(logits)
+        rows, width = np.arange(len(logits)), columns_at_once(self._rows[self._logits_by, at.KERNEL])
+        greatest = self._greatest[:, : len(logits)]
+        part = greatest.argmax(axis=0)
+        columns = np.minimum(part[:, None] * width + np.arange(width), self._vocab_size - 1)
+        best = columns[rows, logits.numpy()[rows[:, None], columns].argmax(axis=1)]
+        return best, np.isfinite(greatest[part, rows])
 
     def _run(self, segment: slice) -> None:
         """Native instructions, as one call without the interpreter; beside torch's operators on torch's threads."""
@@ -130,14 +148,6 @@ class NativeModel:
         start = self._at((buffer, 0)) - memory.ctypes.data
         rows = torch.from_numpy(memory[start : start + num_rows * buffer.by_row]).view(dtype)
         return rows.view(num_rows, -1)[:, : buffer.width]
-
-    def _begin_attention(self, spans: SpanJob, store: int, attend: int, shares: tuple[int, int, bool]) -> None:
-        jobs = self._jobs
-        jobs[:, :, : span_job.LAYER] = spans.head()
-        jobs[:, :, span_job.ADDRESSES] = (spans.addresses_at + spans.by_layer * np.arange(len(jobs)))[:, None]
-        jobs[:, :, span_job.PART_ROWS :] = (*shares, 0)
-        self._rows[self._stores, at.LOOP] = 0 if shares[2] else store
-        self._rows[self._attends, at.LOOP] = attend
 
     def serve_at_most(self, max_model_len: int) -> None:
         """Positions are below that from now on, which may be less than the model was recorded with."""
@@ -229,6 +239,10 @@ class NativeModel:
         if num_rows > self._capacity:
             self._capacity = max(LEAST_CAPACITY, 1 << (num_rows - 1).bit_length())
         self._num_threads = num_threads
+        self._greatest = np.empty((self._num_parts, self._capacity), np.float32)
+        head = self._rows[self._logits_by]
+        head[at.BEST] = self._greatest.ctypes.data if self._num_parts else 0
+        head[at.BY_BEST] = self._greatest.strides[0]
         private, spare = at.FEW_ROWS * num_threads, 2 * TILE  # rows that tiles read after an expert's last pair
         self._memory = [
             pages.zeros(

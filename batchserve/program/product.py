@@ -17,8 +17,10 @@ from batchserve.program import function_code, tile_code
 from batchserve.program.expert_operations import tiles_of
 from batchserve.program.instructions import (
     ADDS,
+    BEST,
     BIAS,
     BIAS_2,
+    BY_BEST,
     BY_BLOCK,
     BY_EXPERT,
     BY_OUT,
@@ -44,14 +46,14 @@ from batchserve.program.instructions import (
     Y,
 )
 from batchserve.program.packing import BLOCK, PackedWeight
-from batchserve.program.pieces import floats_at, halves_at, numbers_at
+from batchserve.program.pieces import floats_at, halves_at, numbers_at, words_at
 from batchserve.program.product_code import BLOCKS_AT_ONCE, ROWS_AT_ONCE, multiply
 
-# Columns that one thread takes at once.
 PANEL, TILE_PANEL = BLOCKS_AT_ONCE * BLOCK, tile_code.BLOCKS_AT_ONCE * BLOCK
 BY_SUM = 4 * max(PANEL, TILE_PANEL)
 SCRATCH_BYTES = 2 * ROW_CHUNK * BY_SUM
 UINT16 = np.uint16(0)
+INFINITY = np.int32(0x7F800000)  # the bits of it
 
 
 def _loop(num_rows: int, num_blocks: int, kernel: Kernel) -> Any:
@@ -121,6 +123,12 @@ def kernel_of(dtype: torch.dtype) -> Kernel:
 def num_words(packed: PackedWeight, kernel: Kernel) -> int:
     """Words of K that a kernel multiplies: tiles take whole ones."""
     return packed.num_words if kernel == Kernel.TILES else packed.num_words_used
+
+
+@njit(nogil=True, cache=True)
+def columns_at_once(kernel):  # type: ignore[no-untyped-def]
+    """That one thread takes."""
+    return TILE_PANEL if kernel == Kernel.TILES else PANEL
 
 
 @njit(nogil=True, cache=True)
@@ -212,6 +220,9 @@ def _finish(op, expert, first, count, num_rows, row, sums, gated):  # type: igno
                 halves[j] = narrow(values[j], UINT16)
         else:
             wholes = floats_at(out + 4 * first, count)
+            if op[BEST] != 0:
+                panel = first // columns_at_once(op[KERNEL])
+                _note_best(sums + i * BY_SUM, count, op[BEST] + panel * op[BY_BEST] + 4 * (row + i))
             if op[ADDS] != 0:
                 for j in range(count):
                     wholes[j] += values[j]
@@ -221,9 +232,25 @@ def _finish(op, expert, first, count, num_rows, row, sums, gated):  # type: igno
 
 
 @njit(nogil=True, cache=True)
+def _note_best(address, count, out):  # type: ignore[no-untyped-def]
+    """The greatest of `count` float32 at an address; a NaN where there is one.
+
+    Found by their bits, as compilers put only integers into lanes here: a key ascends with the number.
+    """
+    bits = words_at(address, count)
+    least, most = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
+    for j in range(count):
+        key = np.int32(bits[j] ^ np.int32(np.int32(bits[j] >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+        least, most = min(least, key), max(most, key)
+    if most > INFINITY or least < ~INFINITY:
+        most = np.int32(INFINITY + 1)
+    words_at(out, 1)[0] = np.int32(most ^ np.int32(np.int32(most >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
+@njit(nogil=True, cache=True)
 def product(op, num_rows, thread, scratch):  # type: ignore[no-untyped-def]
     """OUT = x times WEIGHT, or function(x times WEIGHT) * (x times WEIGHT_2). Of pairs each by its expert's weights."""
-    columns, by_panel = op[COLUMNS], TILE_PANEL if op[KERNEL] == Kernel.TILES else PANEL
+    columns, by_panel = op[COLUMNS], columns_at_once(op[KERNEL])
     num_panels = (columns + by_panel - 1) // by_panel
     is_paired = op[PER_ROW] > 0
     tiles = tiles_of(op[Y], num_rows) if is_paired else numbers_at(op.ctypes.data, 0).reshape((0, 3))

@@ -13,11 +13,12 @@ from batchserve.attention.paged import PagedBackend
 from batchserve.attention.step_buffer import upload
 from batchserve.runner.forward import logits_of
 from batchserve.runner.step_handle import QueuedStep, StepHandle, verify_batch
+from batchserve.sampling.argmax_kernel import best_tokens
 from batchserve.sampling.device import DeviceSampler
 from batchserve.sampling.recordings import Recordings
 
 if TYPE_CHECKING:
-    from batchserve.attention.base import AttentionBackend
+    from batchserve.attention.base import AttentionBackend, Spans
     from batchserve.runner.compiled import CompiledLayers, CompiledModel
     from batchserve.runner.cuda_graphs import StepGraphs
     from batchserve.runner.loader import LoadedModel
@@ -33,7 +34,8 @@ class LazyStep:
         self._batch = batch
 
     def wait(self) -> list[VerifiedTokens | None]:
-        return verify_batch(self._batch, self._runner.forward(self._batch), self._runner.forced)
+        runner = self._runner
+        return verify_batch(self._batch, runner.forward(self._batch), runner.forced, runner.find_best)
 
 
 class ModelRunner:
@@ -57,9 +59,10 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         self.compiled: CompiledModel | CompiledLayers | None = None
         self._native = loaded.native
+        self.find_best = best_tokens if loaded.native is None else loaded.native.best_tokens
         if loaded.native is not None:
             assert isinstance(backend, CpuBackend)
-            loaded.native.backend = backend
+            loaded.native.use_backend(backend)
 
     @property
     def is_paged(self) -> bool:
@@ -97,25 +100,33 @@ class ModelRunner:
             tokens = sampler.sample(logits, blob, metadata.kind)
         return QueuedStep(batch, sampler, logits, tokens, self.forced)
 
-    @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         """Logits [len(batch.logit_rows), vocab_size]; writes the K/V of every row."""
-        self.backend.begin(batch.spans)
+        if self._native is None:
+            return self._forward_modules(batch)
+        rows = batch.input_ids, batch.position_ids, batch.logit_rows[: batch.num_logits]
+        return self._native.run(batch.spans, *rows)
+
+    @torch.inference_mode()
+    def _forward_modules(self, batch: RaggedBatch) -> torch.Tensor:
         # With nothing to sample the head still has to run on something: one row is the least it takes.
         keep = batch.logit_rows if len(batch.logit_rows) else np.zeros(1, dtype=np.int64)
-        if self._native is not None:
-            return self._native.run(batch.input_ids, batch.position_ids, batch.logit_rows[: batch.num_logits])
         arrays = {"ids": batch.input_ids, "positions": batch.position_ids, "keep": keep}
         if self.is_paged:
             inputs = upload(arrays, self._device)
         else:
             inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        return self.run_model(inputs["ids"], inputs["positions"], inputs["keep"])
+        return self.run(batch.spans, inputs["ids"], inputs["positions"], inputs["keep"])
+
+    def run(self, spans: Spans, input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        """Logits [len(keep), vocab_size] of the rows `keep` of a step; all int64."""
+        if self._native is not None:
+            return self._native.run(spans, input_ids.numpy(), positions.numpy(), keep.numpy())
+        self.backend.begin(spans)
+        return self.run_model(input_ids, positions, keep)
 
     def run_model(self, input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        """Logits [len(keep), vocab_size] of the rows `keep`, of those that the backend has begun; all int64."""
-        if self._native is not None:
-            return self._native.run(input_ids.numpy(), positions.numpy(), keep.numpy())
+        """The same by the model's modules, of the rows that the backend has begun."""
         if self.compiled is not None:
             return self.compiled(input_ids, positions, keep)
         return logits_of(self._model, self.backend, input_ids, positions, keep)

@@ -84,7 +84,7 @@ class _Trial:
     def __init__(self, native: NativeModel, probe: ModelProbe, layers: list[LayerShape]) -> None:
         self._native = native
         self._allocator = SlabAllocator(layers, probe.dtype, 2 * EXTENT)
-        native.backend = CpuBackend(self._allocator, probe.num_heads, has_sinks=probe.has_sinks, is_native=True)
+        native.use_backend(CpuBackend(self._allocator, probe.num_heads, has_sinks=probe.has_sinks, is_native=True))
 
     def answers(self, ids: Sequence[int], far: int) -> torch.Tensor:
         """Logits of rows that follow each other; far: the other request's position."""
@@ -107,10 +107,8 @@ class _Trial:
             Span(OTHER, 0, 0, np.array([-1], np.int32), np.array([far]), is_chain=True),
             Span(NAME, 1, context, places - 1, context + places.astype(np.int64), is_chain=True),
         ]
-        assert self._native.backend is not None
-        self._native.backend.begin(Spans.of(spans))
         positions = np.concatenate([[far], context + np.arange(count)])
-        logits = self._native.run(np.array([ids[0], *ids]), positions, np.arange(1, count + 1))
+        logits = self._native.run(Spans.of(spans), np.array([ids[0], *ids]), positions, np.arange(1, count + 1))
         allocator.commit(NAME, range(count))
         allocator.release(OTHER)
         return logits

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from batchserve import pool
+from batchserve.sampling.argmax_kernel import best_tokens
 from batchserve.sampling.sampled_walk import IS_BFLOAT, IS_FLOAT, Logits, Rows, SampledWalks, walk_loop
 from batchserve.sampling.sampler import RowSampler
 from batchserve.sampling.verify import VerifiedTokens, walk_tree
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from batchserve.runner.ragged_batch import RaggedBatch, RequestRows
     from batchserve.sampling.device import DeviceSampler
     from batchserve.sampling.recordings import Recordings
+    from batchserve.sampling.sampler import FindBest
 
 
 ALONE = 1 << 17  # logits, at least, that one thread has sampled from before another one has begun
@@ -92,9 +94,11 @@ class HostCopy:
         return self._host.numpy()
 
 
-def verify_batch(batch: RaggedBatch, logits: torch.Tensor, forced: Recordings) -> list[VerifiedTokens | None]:
-    """Walk every request's tree; logits are those of batch.logit_rows, forced is ModelRunner's."""
-    sampler, spans = RowSampler(logits), batch.spans
+def verify_batch(
+    batch: RaggedBatch, logits: torch.Tensor, forced: Recordings, find_best: FindBest = best_tokens
+) -> list[VerifiedTokens | None]:
+    """Walk every request's tree; logits are of batch.logit_rows, forced is ModelRunner's, find_best RowSampler's."""
+    sampler, spans = RowSampler(logits, find_best), batch.spans
     greedy = [place for place, each in enumerate(batch.samplings) if each is not None and each.temperature == 0.0]
     sampled = {place: each for place, each in enumerate(batch.samplings) if each is not None and each.temperature > 0.0}
     where = (spans.rows, batch.num_pending, batch.first_logit)

@@ -11,10 +11,13 @@ from batchserve.sampling.draw_kernel import LOWEST_TEMPERATURE, block_tops, draw
 from batchserve.sampling.noise import stream_key
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from batchserve.request import ResolvedSampling
 
+    FindBest = Callable[[torch.Tensor], tuple[np.ndarray, np.ndarray]]
 
 NO_TOKEN = -1  # behind a row whose greatest logit is NaN or infinite
 
@@ -22,12 +25,13 @@ NO_TOKEN = -1  # behind a row whose greatest logit is NaN or infinite
 class RowSampler:
     """Samples rows of one step's logits on demand: of sampled requests only the rows that a walk reaches are paid for.
 
-    logits [num_rows, vocab_size], any float dtype. The outcome for a row depends on nothing but its logits, the
-    sampling parameters and the position.
+    logits [num_rows, vocab_size], any float dtype. find_best: argmax_kernel.best_tokens, or what knows the same of
+    these logits sooner. The outcome for a row depends on nothing but its logits, the sampling parameters and the
+    position.
     """
 
-    def __init__(self, logits: torch.Tensor) -> None:
-        self._logits = logits
+    def __init__(self, logits: torch.Tensor, find_best: FindBest = best_tokens) -> None:
+        self._logits, self._best_tokens = logits, find_best
         self._argmax = np.zeros(0, np.int64)
         self._greedy = self._argmax  # NO_TOKEN where it is not finite
 
@@ -50,7 +54,7 @@ class RowSampler:
         return self._argmax
 
     def _find_best(self) -> None:
-        best, is_finite = best_tokens(self._logits)
+        best, is_finite = self._best_tokens(self._logits)
         self._argmax, self._greedy = best, best if is_finite.all() else np.where(is_finite, best, NO_TOKEN)
 
 

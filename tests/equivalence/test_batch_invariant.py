@@ -28,8 +28,8 @@ def check_bitwise(model: Path, vocab_size: int, dtype: str, monkeypatch: pytest.
     right = model_runner.verify_batch
     is_recording = True
 
-    def observing(batch, logits, forced):  # type: ignore[no-untyped-def]
-        results = right(batch, logits, forced)
+    def observing(batch, logits, *others):  # type: ignore[no-untyped-def]
+        results = right(batch, logits, *others)
         for rows, first, verified in zip(batch.requests, batch.first_logit, results, strict=True):
             if rows.request_id.startswith("measure-"):  # of the start: their contexts are whatever was in memory
                 continue

@@ -280,9 +280,9 @@ def test_with_batch_invariance_hits_are_bitwise_the_same(
     name = [""]
     is_recording, num_compared = True, 0
 
-    def observing(batch, logits, forced):  # type: ignore[no-untyped-def]
+    def observing(batch, logits, *others):  # type: ignore[no-untyped-def]
         nonlocal num_compared
-        results = verify(batch, logits, forced)
+        results = verify(batch, logits, *others)
         for rows, first, verified in zip(batch.requests, batch.first_logit, results, strict=True):
             for depth, row in enumerate([rows.root, *verified.rows] if verified else []):
                 slot = (name[0] or rows.request_id, rows.context_len + rows.num_pending + depth)

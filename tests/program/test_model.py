@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -43,6 +44,9 @@ def answer(runner: ModelRunner, tokens: Sequence[int], sizes: Sequence[int]) -> 
         assert allocator.reserve("one", count)
         rows = RequestRows("one", context, list(tokens[context : context + count]), [*range(-1, count - 1)], 1, GREEDY)
         found.append(runner.forward(build_batch([rows])))
+        best, is_finite = runner.find_best(found[-1])  # which the head has noted
+        assert best.tolist() == found[-1].numpy().argmax(axis=1).tolist()
+        assert is_finite.all()
         allocator.commit("one", range(count))
         context += count
     allocator.release("one")
@@ -66,6 +70,25 @@ def test_a_family_is_native_and_right_and_has_the_same_bits_in_any_steps(
         expected = logits_of(plain.model, ShapeProbe(), torch.tensor(tokens), places, places).float()
     error = (whole - expected).square().mean().sqrt() / expected.std()
     assert error < (1e-5 if dtype == "float32" else 0.05)
+
+
+def test_of_likeliest_tokens_the_first_counts_and_none_where_logits_are_no_numbers(
+    tiny_model: dict[str, Path],
+) -> None:
+    runner, tokens = build(tiny_model["llama"], dtype="float32", num_threads=1).core.runner, ids()
+    native = runner._native
+    assert native is not None
+    right = answer(runner, tokens, [NUM_TOKENS])  # the last step's
+    for row, changes in enumerate([{5: 99.0, 100: 99.0}, {100: float("nan"), 120: 99.0}, {127: float("inf")}, {}]):
+        for column, value in changes.items():
+            right[row, column] = value
+    width = native._greatest.shape[0]
+    parts = [part.max(axis=1) for part in np.array_split(right.numpy(), range(48, 128, 48), axis=1)]
+    native._greatest = np.stack(parts)
+    assert width == len(parts)
+    best, is_finite = runner.find_best(right)
+    assert best.tolist() == right.numpy().argmax(axis=1).tolist()
+    assert is_finite.tolist() == [True, False, False] + [True] * (NUM_TOKENS - 3)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mixtral"])

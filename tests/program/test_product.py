@@ -16,7 +16,7 @@ from batchserve.attention.vector_code import WIDTH
 from batchserve.program import instructions as at
 from batchserve.program.instructions import Function, Kernel, assemble, two_floats
 from batchserve.program.packing import pack
-from batchserve.program.product import HALVES, SCRATCH_BYTES, product
+from batchserve.program.product import HALVES, SCRATCH_BYTES, columns_at_once, product
 
 KERNELS = [
     pytest.param(
@@ -56,8 +56,9 @@ def multiply(
     factor: float = 1.0,
     cap: float = 0.0,
     base: np.ndarray | None = None,
+    greatest: np.ndarray | None = None,
 ) -> np.ndarray:
-    """One instruction by one thread; base: what the result is added to."""
+    """One instruction by one thread; base: what the result is added to; greatest: what BEST fills."""
     packed = [pack(weight) for weight in weights]
     columns = len(weights[0])
     rows = rows_for(kernel, x)
@@ -73,6 +74,8 @@ def multiply(
         at.WEIGHT_2: packed[1].words.ctypes.data if len(packed) > 1 else 0,
         at.BIAS: 0 if held[0] is None else held[0].ctypes.data,
         at.BIAS_2: 0 if held[1] is None else held[1].ctypes.data,
+        at.BEST: 0 if greatest is None else greatest.ctypes.data,
+        at.BY_BEST: 0 if greatest is None else greatest.strides[0],
         at.FUNCTION: function, at.FACTORS: two_floats(factor, cap),
     }  # fmt: skip
     product(assemble([fields])[0], len(x), 0, scratch.ctypes.data)
@@ -93,6 +96,20 @@ def test_odd_shapes(num_rows: int, columns: int, inputs: int, kernel: Kernel) ->
         x = x.bfloat16().float()
     expected = x.double() @ weight.double().T
     assert np.abs(multiply(x.numpy(), [weight], kernel) - expected.numpy()).max() < 1e-6 * inputs
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_greatest_of_each_part_is_noted(kernel: Kernel) -> None:
+    """By their values: of numbers of all kinds, the zeros of both signs and what is no number among them."""
+    values = np.random.default_rng(0).choice([0.0, -0.0, 1.5, -2.0, -np.inf, 3e38, -3e38], 1000).astype(np.float32)
+    values[:150] = -np.abs(values[:150]) - 1.0
+    values[400], values[600], values[700:800] = np.nan, np.inf, -np.inf
+    width = columns_at_once(kernel)
+    weight, x = torch.from_numpy(values)[:, None].to(dtype_of(kernel)), np.array([[1.0], [0.5], [1.0]], np.float32)
+    greatest = np.empty((-(-1000 // width), len(x)), np.float32)
+    found = multiply(x, [weight], kernel, greatest=greatest)
+    for part, noted in enumerate(greatest):
+        assert np.array_equal(noted, found[:, part * width : (part + 1) * width].max(axis=1), equal_nan=True)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
