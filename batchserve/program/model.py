@@ -25,7 +25,7 @@ from batchserve.program.rotary import noted_rotary
 from batchserve.program.tables import PositionTables
 from batchserve.program.tape import UnsuitableModelError, record
 from batchserve.program.torch_calls import TorchCall
-from batchserve.sampling.argmax_kernel import best_tokens
+from batchserve.sampling.argmax_kernel import best_of_parts, best_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -72,9 +72,10 @@ class NativeModel:
         if self._program.instructions[self._logits_by].torch_call is not None:
             raise UnsuitableModelError("its logits are not what a product gives")
         head = self._program.instructions[self._logits_by]
-        self._num_parts = 0  # of the vocabulary, of which threads take one at once
+        self._num_parts = self._part_width = 0  # of the vocabulary, of which threads take one at once
         if head.op == Op.PRODUCT:
-            self._num_parts = -(-vocab_size // columns_at_once(kernel_of(head.weights[0].dtype)))
+            self._part_width = columns_at_once(kernel_of(head.weights[0].dtype))
+            self._num_parts = -(-vocab_size // self._part_width)
         self._greatest = np.zeros((0, 0), np.float32)
         calls = [each.torch_call for each in self._program.instructions if each.torch_call is not None]
         self.torch_operators = sorted({each.call.name for each in calls})  # that no instruction computes
@@ -126,12 +127,10 @@ class NativeModel:
         """argmax_kernel.best_tokens; most of the last step's own logits need not be read again for it."""
         if not self._num_parts or logits.data_ptr() != self._rows[self._logits_by, at.OUT]:
             return best_tokens(logits)
-        rows, width = np.arange(len(logits)), columns_at_once(self._rows[self._logits_by, at.KERNEL])
-        greatest = self._greatest[:, : len(logits)]
-        part = greatest.argmax(axis=0)
-        columns = np.minimum(part[:, None] * width + np.arange(width), self._vocab_size - 1)
-        best = columns[rows, logits.numpy()[rows[:, None], columns].argmax(axis=1)]
-        return best, np.isfinite(greatest[part, rows])
+        best, is_finite = np.empty(len(logits), np.int64), np.empty(len(logits), np.bool_)
+        where = (logits.data_ptr(), self._vocab_size, self._part_width)
+        best_of_parts(self._greatest, *where, best, is_finite)
+        return best, is_finite
 
     def _run(self, segment: slice) -> None:
         """Native instructions, as one call without the interpreter; beside torch's operators on torch's threads."""

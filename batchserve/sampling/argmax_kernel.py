@@ -4,7 +4,7 @@ To widen a step's logits is to write twice what they take and to read that again
 several milliseconds.
 """
 
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202
 from __future__ import annotations
 
 import functools
@@ -110,6 +110,27 @@ def best_tokens(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     return best, is_finite
 
 
+@njit(cache=True, nogil=True)
+def best_of_parts(greatest, logits_at, vocab_size, width, best, is_finite):  # type: ignore[no-untyped-def]
+    """Fill best int64 and is_finite bool, both [num_rows], as best_tokens has them.
+
+    greatest float32 [num_parts, num_rows or more]: of each row the greatest of `width` logits, a NaN where there is
+    one. The logits themselves, float32 [num_rows, vocab_size] at an address, are only read of the part that counts.
+    """
+    logits = carray(as_pointer(logits_at), (len(best), vocab_size), np.float32)
+    for row in range(len(best)):
+        part, most = 0, greatest[0, row]
+        for other in range(1, len(greatest)):
+            if greatest[other, row] > most or (greatest[other, row] != greatest[other, row] and most == most):
+                part, most = other, greatest[other, row]
+        column = part * width
+        while logits[row, column] != most and (most == most or logits[row, column] == logits[row, column]):
+            column += 1
+        best[row], is_finite[row] = column, np.isfinite(most)
+
+
 def compile_kernels() -> None:
-    """Compile best_loop, or load it from the cache on disk."""
+    """Compile best_loop and best_of_parts, or load them from the cache on disk."""
     best_loop()
+    one, best, is_finite = np.zeros((1, 1), np.float32), np.empty(1, np.int64), np.empty(1, np.bool_)
+    best_of_parts(one, one.ctypes.data, 1, 1, best, is_finite)
