@@ -35,6 +35,7 @@ STARTS_SHARE = 0.6  # of a model's time: no engine is started later
 LEAST_S = 60.0  # for a model: one that would have less is left out
 REQUESTS, QUICK_REQUESTS = (1, 2, 4, 8, 16), (1, 4, 16)
 ROUNDS, QUICK_ROUNDS = 7, 3
+DEFAULT_MODELS, QUICK_MODELS = ("bundled", "90m"), ("bundled",)
 
 
 def say(line: str) -> None:
@@ -101,12 +102,13 @@ def run(args: argparse.Namespace) -> None:
         "models": {},
     }
     say(f"{environment()['cpu']}, {platform.system()}")
-    for i, name in enumerate(args.models):
+    models = args.models or (QUICK_MODELS if args.quick else DEFAULT_MODELS)
+    for i, name in enumerate(models):
         now_s = time.monotonic()
         if end_s - now_s < LEAST_S:
             say(f"{name}: left out: time is up")
             continue
-        deadline_s = now_s + (end_s - now_s) / (len(args.models) - i)
+        deadline_s = now_s + (end_s - now_s) / (len(models) - i)
         payload["models"][name] = measure_model(name, peers, plan, deadline_s)
         payload["took_s"] = round(time.monotonic() - started_s, 1)
         say(str(write_results("peers_quick" if args.quick else "peers", payload)))
@@ -115,7 +117,7 @@ def run(args: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--quick", action="store_true", help="about ten minutes at most; written to peers_quick.json")
-    made.add_argument("--models", nargs="+", choices=MODELS, default=["bundled", "90m"])
+    made.add_argument("--models", nargs="+", choices=MODELS, help="default: bundled 90m; with --quick bundled")
     made.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     made.add_argument("--requests", nargs="+", type=int, help="numbers of requests at once (default: 1 2 4 8 16)")
     made.add_argument("--rounds", type=int, help=f"of each cell (default: {ROUNDS}; with --quick {QUICK_ROUNDS})")

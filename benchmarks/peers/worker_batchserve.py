@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from batchserve import LLM, SamplingParams, SpeculationParams
+from batchserve.interpreter import available_cores
 from benchmarks.peers.protocol import Prompts, serve
 
 # Requests with drafts share them, as other engines' do; those without leave nothing there for them to find.
@@ -39,6 +40,7 @@ def load(message: dict[str, Any]) -> Iterator[OwnEngine]:
             max_num_seqs=message["most_requests"],
             max_num_batched_tokens=message["most_batched_tokens"],
             prefix_cache=False,
+            num_threads=available_cores(),  # as the others, however busy the machine is while these are loaded
             **message.get("options", {}),
         )
     )

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
 from batchserve.demo.server_process import running_server
+from batchserve.interpreter import available_cores
 from batchserve.server.client import GenerationClient
 from batchserve.v1 import generation_pb2 as pb
 from benchmarks.peers.processes import tree
@@ -53,6 +54,7 @@ def load(message: dict[str, Any]) -> Iterator[OwnServer]:
         *("--model", message["model"], "--wait-for-drafter", "--no-prefix-cache"),
         *("--max-num-seqs", str(message["most_requests"])),
         *("--max-num-batched-tokens", str(message["most_batched_tokens"])),
+        *("--num-threads", str(available_cores())),  # as the others, however busy the machine is while these are loaded
     )
 
     async def start(stack: AsyncExitStack) -> GenerationClient:
