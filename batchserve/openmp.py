@@ -25,6 +25,11 @@ def run(loop: int, job: int, num_threads: int) -> None:
         library.GOMP_parallel(ctypes.c_void_p(loop), ctypes.c_void_p(job), num_threads, 0)
 
 
+def given(wanted: int) -> int:
+    """How many threads a loop gets that asks for so many, as use_threads has seen to: one without OpenMP."""
+    return wanted if wanted > 1 and _library() is not None else 1
+
+
 def use_threads(wanted: int) -> int:
     """Give the calling thread `wanted` compute threads, or as many as OpenMP starts for it; returns how many.
 

@@ -166,12 +166,16 @@ class ThreadPool:
         self._threads: list[threading.Thread] = []
         self._own: list[np.ndarray] = []  # what each worker was given
         self._lock = threading.Lock()
+        self._has_ended = False
         self._start = _START(start_loop().address)
 
     def team(self, size: int) -> Team:
-        """So many threads, the caller's included. Raises ForkedProcessError in a fork, which has none of them."""
+        """So many threads, the caller's included. Raises ForkedProcessError in a fork, which has none of them, and
+        RuntimeError once they have ended.
+        """
         self._maker.check()
-        size = min(size, MOST_WORKERS + 1)
+        if self._has_ended:
+            raise RuntimeError("the pool of threads has ended: nothing can be computed while the interpreter ends")
         if size <= 1:
             return ONE_THREAD
         if size - 1 > len(self._threads):
@@ -203,6 +207,7 @@ class ThreadPool:
         """End all workers, before the interpreter ends. To be called when nobody uses them."""
         if self._maker.pid != os.getpid():
             return
+        self._has_ended = True
         self._state[TURN] = ENDED
         for place, thread in enumerate(self._threads):
             line = self._state[WORKERS + WORKER * place :]
@@ -219,14 +224,16 @@ def _pool() -> ThreadPool:
     return pool
 
 
+def given(wanted: int) -> int:
+    """How many threads a loop gets that asks for so many: one where the system has no pipes."""
+    return min(wanted, MOST_WORKERS + 1) if os.name == "posix" else 1
+
+
 def team(size: int) -> Team:
-    """So many of the process's threads for compiled code that starts them itself; one where the system has no pipes."""
-    return _pool().team(size) if os.name == "posix" else ONE_THREAD
+    """So many of the process's threads for compiled code that starts them itself."""
+    return _pool().team(given(size))
 
 
 def run(loop: int, job: int, num_threads: int) -> None:
     """Call the compiled loop(job) on so many threads at once, both by address; the loop has to share its work."""
-    if num_threads > 1 and os.name == "posix":
-        _pool().run(loop, job, num_threads)
-    else:
-        _LOOP(loop)(job)
+    _pool().run(loop, job, given(num_threads))

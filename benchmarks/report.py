@@ -98,11 +98,22 @@ def peers_table() -> str:
     rows = [
         [model, str(cell["requests"]), name, middle(found["tokens_per_s"], 0),
          times(cell["batchserve_over"].get(name)), f"{found['same_answers']:.0%}"]
-        for model, part in read("peers_quick")["models"].items()
+        for model, part in read("peers")["models"].items()
         for cell in part["cells"]
         for name, found in cell["contenders"].items()
     ]  # fmt: skip
     return table(["model", "requests", "engine", "tokens/s", "batchserve over it", "same answers"], rows)
+
+
+def peers_memory_table() -> str:
+    models = read("peers")["models"]
+    engines = list(dict.fromkeys(name for part in models.values() for name in part["resident_mb"]))
+    rows = [[name, *(_megabytes(part["resident_mb"].get(name)) for part in models.values())] for name in engines]
+    return table(["resident, MB", *models], rows)
+
+
+def _megabytes(size: float | None) -> str:
+    return "-" if size is None else f"{size:.0f}"
 
 
 def times(ratio: dict[str, float] | None) -> str:
@@ -222,7 +233,8 @@ TABLES = {
     "program": program_table,
     "program machine": lambda: machines("program"),
     "peers": peers_table,
-    "peers machine": lambda: machines("peers_quick"),
+    "peers memory": peers_memory_table,
+    "peers machine": lambda: machines("peers"),
     "attention": lambda: attention_table("attention", {"sdpa": "SDPA us", "kernel": "vectors us"}),
     "attention amx": lambda: attention_table(
         "attention_amx", {"sdpa": "SDPA us", "kernel": "vectors us", "matrices": "matrices us"}

@@ -125,6 +125,13 @@ def test_a_fork_is_refused(own: ThreadPool, monkeypatch: pytest.MonkeyPatch):
     assert own._threads[0].is_alive()
 
 
+def test_nothing_is_computed_once_they_have_ended(own: ThreadPool, loop: int):
+    run(own, loop, 2)
+    own.close()
+    with pytest.raises(RuntimeError, match="has ended"):
+        run(own, loop, 2)
+
+
 ENDS: dict[str, str] = {
     "at the end": "",
     "by an error": "raise RuntimeError('here')",

@@ -79,6 +79,7 @@ class NativeModel:
         self._greatest = np.zeros((0, 0), np.float32)
         calls = [each.torch_call for each in self._program.instructions if each.torch_call is not None]
         self.torch_operators = sorted({each.call.name for each in calls})  # that no instruction computes
+        self._threads = openmp if self.torch_operators else pool  # torch's own beside its operators
         self._layers = [self._program.attention[layer] for layer in sorted(self._program.attention)]
         # For each layer a job that stores K and V, where that has to come first, and one that attends.
         self._jobs = np.zeros((len(self._layers), 2, span_job.JOB_SIZE), np.int64)
@@ -101,7 +102,7 @@ class NativeModel:
         ids and positions may have more rows than the spans, which are left out. Raises MemoryError.
         """
         assert self.backend is not None
-        num_rows, num_threads = len(spans.parents), torch.get_num_threads()
+        num_rows, num_threads = len(spans.parents), self._threads.given(torch.get_num_threads())
         self._reserve(num_rows, num_threads)
         logits = torch.empty(len(kept), self._vocab_size)
         stores = self.backend.begin_jobs(spans, self._jobs, num_threads)
@@ -133,12 +134,11 @@ class NativeModel:
         return best, is_finite
 
     def _run(self, segment: slice) -> None:
-        """Native instructions, as one call without the interpreter; beside torch's operators on torch's threads."""
+        """Native instructions, as one call without the interpreter."""
         rows, step = self._rows[segment], self._step
         step[at.INSTRUCTIONS], step[at.NUM_INSTRUCTIONS] = rows.ctypes.data, len(rows)
         step[at.THREAD], step[at.ARRIVED] = 0, 0
-        run = openmp.run if self.torch_operators else pool.run
-        run(cast("int", run_loop().address), step.ctypes.data, self._num_threads)
+        self._threads.run(cast("int", run_loop().address), step.ctypes.data, self._num_threads)
 
     def _view(self, buffer: Buffer) -> torch.Tensor:
         """A buffer's rows in this step, [num_rows, width]; pairs have one each."""
@@ -166,7 +166,7 @@ class NativeModel:
     @contextmanager
     def windows_at_most(self, length: int) -> Iterator[None]:
         """For a probe, whose prompt is shorter than windows are."""
-        self._reserve(LEAST_CAPACITY, torch.get_num_threads())  # which writes them
+        self._reserve(LEAST_CAPACITY, self._threads.given(torch.get_num_threads()))  # which writes them
         windows = self._jobs[:, :, span_job.WINDOW].copy()
         self._jobs[:, :, span_job.WINDOW] = np.minimum(windows, length)
         try:

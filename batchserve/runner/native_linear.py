@@ -82,7 +82,7 @@ class NativeLinear(torch.nn.Module):
         self._step[at.BY_SCRATCH], self._step[at.YIELD] = SCRATCH_BYTES, yield_address()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        num_rows, num_threads = x.numel() // self.in_features, torch.get_num_threads()
+        num_rows, num_threads = x.numel() // self.in_features, openmp.given(torch.get_num_threads())
         rows = self._workspace.rows(num_rows, self.in_features, self._x_dtype)
         rows[:num_rows, : self.in_features] = x.reshape(num_rows, self.in_features)
         out = torch.empty(*x.shape[:-1], self.out_features, dtype=self._dtype)
