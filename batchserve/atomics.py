@@ -89,21 +89,6 @@ def call(typing_context, address):  # type: ignore[no-untyped-def]
     return types.void(types.int64), codegen
 
 
-@intrinsic
-def transfer(typing_context, function, file, byte):  # type: ignore[no-untyped-def]
-    """Call the system's read or write, by its address, for one byte at an address; returns how many there were."""
-
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        function, file, byte = arguments
-        number, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(_NUMBER, [number, pointer, _NUMBER])
-        where = builder.inttoptr(byte, pointer)
-        what = [builder.trunc(file, number), where, ir.Constant(_NUMBER, 1)]
-        return builder.call(builder.inttoptr(function, kind.as_pointer()), what)
-
-    return types.int64(types.int64, types.int64, types.int64), codegen
-
-
 @functools.cache
 def system_function(name: str) -> int:
     """The address of a function of the C library; 0 where there is none."""

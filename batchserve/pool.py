@@ -5,11 +5,10 @@ Workers wait for the next loop awake, as a step follows the last one soon, and f
 pinned to nothing. One caller at a time has them: engines of one process take turns.
 """
 
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import functools
 import os
@@ -29,20 +28,19 @@ from batchserve.atomics import (
     load_in_order,
     pause,
     store,
-    system_function,
-    transfer,
     yield_address,
 )
 from batchserve.forks import Maker
+from batchserve.futex import sleep_function, sleep_while, wake
 from batchserve.native import cfunc, njit
 
 # A pool, as an array of int64, a cache line for what is written at different times: the lock of the caller whose turn
 # it is; TURN, which says how many workers are wanted in its lower bits, and changes whenever there is something to do;
 # the loop and its job; how many workers are through with them; and addresses of the system's functions.
-LOCK, TURN, LOOP, JOB, DONE, YIELD, READ, WRITE = 0, 8, 16, 17, 24, 32, 33, 34
-# Then a line for each worker: whether it sleeps, and the ends of the pipe that wakes it. BYTE is what goes through.
+LOCK, TURN, LOOP, JOB, DONE, YIELD, SLEEP = 0, 8, 16, 17, 24, 32, 33
+# Then a line for each worker: whether it sleeps.
 WORKERS, WORKER = 40, 8
-ASLEEP, WAITS_AT, WOKEN_BY, BYTE = range(4)
+ASLEEP = 0
 WANTED_BITS = 16
 ENDED = -1  # a TURN after which there is none
 MOST_WORKERS = 1023
@@ -76,12 +74,11 @@ def _next_turn(pool, worker, last):  # type: ignore[no-untyped-def]
         if spins < AWAKE_SPINS:
             pause()
             continue
+        # Whoever changes TURN looks for the mark afterwards: one of the two sees what the other one has written.
         exchange(worker + ASLEEP * 8, 1)
-        # Whoever changed TURN before we slept may not have seen that we do; whoever takes the mark back sends a byte.
-        if load_in_order(pool + TURN * 8) == last or exchange(worker + ASLEEP * 8, 0) == 0:
-            read, waits_at = load(pool + READ * 8), load(worker + WAITS_AT * 8)
-            while transfer(read, waits_at, worker + BYTE * 8) != 1:
-                pass
+        while load_in_order(pool + TURN * 8) == last:
+            sleep_while(worker + ASLEEP * 8, 1, load(pool + SLEEP * 8))
+        store(worker + ASLEEP * 8, 0)
         spins = 0
 
 
@@ -122,9 +119,14 @@ def _wake(pool, num_workers):  # type: ignore[no-untyped-def]
     for place in range(num_workers):
         worker = pool + (WORKERS + WORKER * place) * 8
         if load_in_order(worker + ASLEEP * 8) == 1 and exchange(worker + ASLEEP * 8, 0) == 1:
-            write, woken_by = load(pool + WRITE * 8), load(worker + WOKEN_BY * 8)
-            while transfer(write, woken_by, worker + BYTE * 8) != 1:
-                pass
+            wake(worker + ASLEEP * 8, load(pool + SLEEP * 8))
+
+
+@njit(nogil=True, cache=True)
+def end_all(pool, num_workers):  # type: ignore[no-untyped-def]
+    """Let all workers return."""
+    exchange(pool + TURN * 8, ENDED)
+    _wake(pool, num_workers)
 
 
 @functools.cache
@@ -152,6 +154,7 @@ def compile_kernels() -> None:
     """Compile what workers and callers run, or load it from the cache on disk."""
     _work_loop()
     start_loop()
+    end_all(np.zeros(WORKERS, np.int64).ctypes.data, 0)
 
 
 class ThreadPool:
@@ -161,8 +164,7 @@ class ThreadPool:
         self._maker = Maker("pool of threads")
         self._state = np.zeros(WORKERS + MOST_WORKERS * WORKER + 8, np.int64)
         self._state = self._state[-(self._state.ctypes.data // 8) % 8 :]  # from a whole cache line on
-        self._state[YIELD] = yield_address()
-        self._state[READ], self._state[WRITE] = system_function("read"), system_function("write")
+        self._state[YIELD], self._state[SLEEP] = yield_address(), sleep_function()
         self._threads: list[threading.Thread] = []
         self._own: list[np.ndarray] = []  # what each worker was given
         self._lock = threading.Lock()
@@ -194,8 +196,6 @@ class ThreadPool:
 
     def _add_worker(self) -> None:
         place = len(self._threads)
-        line = self._state[WORKERS + WORKER * place :]
-        line[WAITS_AT], line[WOKEN_BY] = os.pipe()
         own = np.array([self._state.ctypes.data, place, self._state[TURN]], np.int64)
         work, address = _LOOP(_work_loop().address), own.ctypes.data
         thread = threading.Thread(target=work, args=(address,), name=f"batchserve-{place + 1}", daemon=True)
@@ -208,11 +208,8 @@ class ThreadPool:
         if self._maker.pid != os.getpid():
             return
         self._has_ended = True
-        self._state[TURN] = ENDED
-        for place, thread in enumerate(self._threads):
-            line = self._state[WORKERS + WORKER * place :]
-            with contextlib.suppress(OSError):
-                os.write(int(line[WOKEN_BY]), b"\0")
+        end_all(self._state.ctypes.data, len(self._threads))
+        for thread in self._threads:
             thread.join(timeout=1.0)
 
 
@@ -225,7 +222,7 @@ def _pool() -> ThreadPool:
 
 
 def given(wanted: int) -> int:
-    """How many threads a loop gets that asks for so many: one where the system has no pipes."""
+    """How many threads a loop gets that asks for so many: one where the system is no POSIX."""
     return min(wanted, MOST_WORKERS + 1) if os.name == "posix" else 1
 
 
