@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchserve.addresses import ONE_THREAD
+from batchserve.pool import ONE_THREAD
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree
 from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.engine import drafting
