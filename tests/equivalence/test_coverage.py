@@ -84,6 +84,15 @@ def wrong_parent(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(mask, "ancestor_mask", faulty_mask)
     monkeypatch.setattr(CpuBackend, "_gather", faulty_spans)
+    right_jobs = CpuBackend.begin_jobs
+
+    def faulty_jobs(self: CpuBackend, spans: Spans, *others: Any) -> bool:
+        parents = np.where(spans.parents > 0, spans.parents - 1, spans.parents).astype(np.int32)
+        held.append(parents)
+        return right_jobs(self, dataclasses.replace(spans, parents=parents), *others)
+
+    held: list[np.ndarray] = []  # jobs have their addresses
+    monkeypatch.setattr(CpuBackend, "begin_jobs", faulty_jobs)
     monkeypatch.setattr(paged, "describe_rows", faulty_rows)
 
 
