@@ -154,7 +154,8 @@ def compile_kernels() -> None:
     """Compile what workers and callers run, or load it from the cache on disk."""
     _work_loop()
     start_loop()
-    end_all(np.zeros(WORKERS, np.int64).ctypes.data, 0)
+    unused = np.zeros(WORKERS, np.int64)  # it has to live while it is written to
+    end_all(unused.ctypes.data, 0)
 
 
 class ThreadPool:

@@ -123,8 +123,12 @@ def best_of_parts(greatest, logits_at, vocab_size, width, best, is_finite):  # t
         for other in range(1, len(greatest)):
             if greatest[other, row] > most or (greatest[other, row] != greatest[other, row] and most == most):
                 part, most = other, greatest[other, row]
-        column = part * width
-        while logits[row, column] != most and (most == most or logits[row, column] == logits[row, column]):
+        column, end = part * width, min((part + 1) * width, vocab_size) - 1
+        while (
+            column < end
+            and logits[row, column] != most
+            and (most == most or logits[row, column] == logits[row, column])
+        ):
             column += 1
         best[row], is_finite[row] = column, np.isfinite(most)
 
