@@ -18,7 +18,7 @@ _IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 @intrinsic
 def add_one(typing_context, address):  # type: ignore[no-untyped-def]
-    """The number at an address, which is one more afterwards. Whoever comes later sees what was written before."""
+    """The number at an address, which is one more afterwards. A thread that adds later sees what was written before."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         number = builder.inttoptr(arguments[0], _NUMBER.as_pointer())
@@ -54,7 +54,7 @@ load_in_order = _loading("seq_cst")
 
 @intrinsic
 def store(typing_context, address, value):  # type: ignore[no-untyped-def]
-    """Whoever loads the value sees what was written before."""
+    """A thread that loads the value also sees what was written before it."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         builder.store_atomic(arguments[1], builder.inttoptr(arguments[0], _NUMBER.as_pointer()), "release", 8)

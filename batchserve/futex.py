@@ -1,7 +1,6 @@
-"""Threads that sleep until a number has changed, in compiled code.
+"""Lets threads in compiled code sleep until a number changes: with a futex on Linux, elsewhere by short naps.
 
-On Linux in its futexes; elsewhere they take naps. A byte through a pipe would wake a thread on the core of whoever
-sends it, who goes on there.
+A pipe would do, but Linux tends to wake its reader on the writer's core, and here the writer keeps that core busy.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -51,7 +50,7 @@ def _call_usleep(typing_context, function, microseconds):  # type: ignore[no-unt
 
 @njit(nogil=True, cache=True)
 def sleep_while(address, value, function):  # type: ignore[no-untyped-def]
-    """Return once the number at an address is not `value` any more, or before; function: sleep_function()."""
+    """Sleep while the number at an address is `value`; may return early. function: sleep_function()."""
     if FUTEX:
         _call_syscall(function, FUTEX, address, FUTEX_WAIT, value)
     else:
@@ -60,7 +59,7 @@ def sleep_while(address, value, function):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def wake(address, function):  # type: ignore[no-untyped-def]
-    """Wake whoever sleeps while the number at an address, which has been changed, has its value."""
+    """Wake a thread that sleeps on the number at an address, after the number has been changed."""
     if FUTEX:
         _call_syscall(function, FUTEX, address, FUTEX_WAKE, 1)
 

@@ -1,4 +1,4 @@
-"""The process's threads for compiled code: a step's, drafters', samplers'.
+"""A process's threads for compiled code: steps, drafters and samplers run on them.
 
 A loop is called with its job by the caller and by as many workers as are wanted beside it, and has to share its work.
 Workers wait for the next loop awake, as a step follows the last one soon, and fall asleep when none comes. They are
@@ -34,11 +34,11 @@ from batchserve.forks import Maker
 from batchserve.futex import sleep_function, sleep_while, wake
 from batchserve.native import cfunc, njit
 
-# A pool, as an array of int64, a cache line for what is written at different times: the lock of the caller whose turn
-# it is; TURN, which says how many workers are wanted in its lower bits, and changes whenever there is something to do;
-# the loop and its job; how many workers are through with them; and addresses of the system's functions.
+# A pool is an int64 array. Fields that are written at different times have a cache line each. LOCK is held by the
+# caller whose turn it is. TURN changes whenever there is work, and its lower bits say how many workers are wanted. LOOP
+# and JOB are that work, DONE counts the workers that have finished it, and the others are system functions' addresses.
 LOCK, TURN, LOOP, JOB, DONE, YIELD, SLEEP = 0, 8, 16, 17, 24, 32, 33
-# Then a line for each worker: whether it sleeps.
+# Each worker then has a line of its own: ASLEEP is 1 while it sleeps.
 WORKERS, WORKER = 40, 8
 ASLEEP = 0
 WANTED_BITS = 16
@@ -64,7 +64,7 @@ ONE_THREAD = Team(0, 1, 0)
 
 @njit(nogil=True, cache=True)
 def _next_turn(pool, worker, last):  # type: ignore[no-untyped-def]
-    """The TURN after the `last` one that a worker, whose line is at an address, has seen."""
+    """Wait until TURN differs from `last`, and return it. worker: the address of the worker's line."""
     spins = 0
     while True:
         turn = load(pool + TURN * 8)
@@ -74,7 +74,7 @@ def _next_turn(pool, worker, last):  # type: ignore[no-untyped-def]
         if spins < AWAKE_SPINS:
             pause()
             continue
-        # Whoever changes TURN looks for the mark afterwards: one of the two sees what the other one has written.
+        # A caller changes TURN and then looks at ASLEEP; a worker does it the other way round. So one sees the other.
         exchange(worker + ASLEEP * 8, 1)
         while load_in_order(pool + TURN * 8) == last:
             sleep_while(worker + ASLEEP * 8, 1, load(pool + SLEEP * 8))
@@ -84,7 +84,9 @@ def _next_turn(pool, worker, last):  # type: ignore[no-untyped-def]
 
 @functools.cache
 def _work_loop() -> Any:
-    """What a worker does, given an array of int64: the pool's address, its own place, and the last turn before it."""
+    """The compiled function that a worker runs. It is given an int64 array: the pool's address, the worker's own place,
+    and the last TURN before the worker was started.
+    """
 
     @cfunc(types.void(types.CPointer(types.int64)), nopython=True, cache=True)
     def loop(own_address):  # type: ignore[no-untyped-def]
@@ -115,7 +117,7 @@ def _wait_for(pool, place, value):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def _wake(pool, num_workers):  # type: ignore[no-untyped-def]
-    """Those who sleep of the first workers, once TURN has changed."""
+    """Wake those of the first workers that are asleep; TURN has changed before."""
     for place in range(num_workers):
         worker = pool + (WORKERS + WORKER * place) * 8
         if load_in_order(worker + ASLEEP * 8) == 1 and exchange(worker + ASLEEP * 8, 0) == 1:

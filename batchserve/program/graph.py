@@ -16,7 +16,7 @@ import torch
 
 from batchserve.program.experts import DOWN, UP
 from batchserve.program.rotary import ROTARY
-from batchserve.program.tape import ATTEND, NUM_ROWS, Call, Tape, UnsuitableModelError
+from batchserve.program.tape import ATTEND, NUM_ROWS, Call, Tape, UnsuitableModelError, mapped, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -383,23 +383,3 @@ def _constant(tensor: torch.Tensor, shape: tuple[int, ...], rows_at: int, name: 
             raise UnsuitableModelError(f"{name} with another constant for each row")
         tensor = tensor.squeeze(rows_at)
     return tensor.float().expand(shape)
-
-
-def tensors_in(arguments: Iterable[Any]) -> list[torch.Tensor]:
-    """All tensors of arguments, those in lists, too."""
-    found = []
-    for each in arguments:
-        if isinstance(each, torch.Tensor):
-            found.append(each)
-        elif isinstance(each, tuple | list):
-            found += tensors_in(each)
-    return found
-
-
-def mapped(arguments: Iterable[Any], change: Callable[[torch.Tensor], Any]) -> list[Any]:
-    """Arguments with all tensors changed, those in lists, too."""
-    return [
-        change(each) if isinstance(each, torch.Tensor)
-        else mapped(each, change) if isinstance(each, tuple | list) else each
-        for each in arguments
-    ]  # fmt: skip

@@ -14,7 +14,7 @@ from batchserve.attention import span_job
 from batchserve.attention.matrix_code import TILE
 from batchserve.program import instructions as at
 from batchserve.program.experts import noted_experts
-from batchserve.program.graph import Graph, tensors_in
+from batchserve.program.graph import Graph
 from batchserve.program.instructions import Kernel, Op, assemble, two_floats
 from batchserve.program.interpreter import begin_step, run_loop
 from batchserve.program.lower import Lowering
@@ -23,7 +23,7 @@ from batchserve.program.patterns import simplify
 from batchserve.program.product import HALVES, SCRATCH_BYTES, columns_at_once, kernel_of, num_words
 from batchserve.program.rotary import noted_rotary
 from batchserve.program.tables import PositionTables
-from batchserve.program.tape import UnsuitableModelError, record
+from batchserve.program.tape import UnsuitableModelError, record, tensors_in
 from batchserve.program.torch_calls import TorchCall
 from batchserve.sampling.argmax_kernel import best_of_parts, best_tokens
 
@@ -287,7 +287,7 @@ class NativeModel:
 
 @contextmanager
 def _noted(model: PreTrainedModel, note: Callable[[Call], None]) -> Iterator[None]:
-    """What is noted as a whole while a model is recorded."""
+    """While a model is recorded, note its experts and some rotary modules as single calls."""
     with noted_experts(model, note), noted_rotary(model, note):
         yield
 

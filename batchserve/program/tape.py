@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from batchserve.attention.base import AttentionParams
 
@@ -97,3 +97,23 @@ def record(
     with noting(recorder.calls.append), _Watch(recorder.calls):
         logits = forward(recorder, ids, positions, keep)
     return Tape(recorder.calls, ids, positions, keep, logits)
+
+
+def tensors_in(arguments: Iterable[Any]) -> list[torch.Tensor]:
+    """All tensors of arguments, those in lists, too."""
+    found = []
+    for each in arguments:
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, tuple | list):
+            found += tensors_in(each)
+    return found
+
+
+def mapped(arguments: Iterable[Any], change: Callable[[torch.Tensor], Any]) -> list[Any]:
+    """Arguments with all tensors changed, those in lists, too."""
+    return [
+        change(each) if isinstance(each, torch.Tensor)
+        else mapped(each, change) if isinstance(each, tuple | list) else each
+        for each in arguments
+    ]  # fmt: skip

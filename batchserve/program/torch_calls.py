@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from batchserve.program.graph import mapped, row_dim
-from batchserve.program.tape import UnsuitableModelError
+from batchserve.program.graph import row_dim
+from batchserve.program.tape import UnsuitableModelError, mapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -308,7 +308,7 @@ async def _either(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, Any
 
 
 def _why_not_bound(host: str, port: int) -> str | None:
-    """What the operating system says to listening there, which gRPC keeps to itself; None where it is possible now."""
+    """The operating system's reason for not listening there, which gRPC does not pass on; None if it works now."""
     try:
         family = socket.getaddrinfo(host, port)[0][0]
         socket.create_server((host, port), family=family).close()

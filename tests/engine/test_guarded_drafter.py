@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchserve.pool import ONE_THREAD
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree
 from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.engine import drafting
 from batchserve.engine.guarded_drafter import GuardedDrafter
 from batchserve.errors import EngineFaultError
 from batchserve.faults import Faults
+from batchserve.pool import ONE_THREAD
 from batchserve.request import DraftScope
 from tests.engine.scripted import PerfectDrafter, ScriptedEngine, add, scripted_engine
 
