@@ -40,8 +40,8 @@ def load(message: dict[str, Any]) -> Iterator[OwnEngine]:
             max_num_seqs=message["most_requests"],
             max_num_batched_tokens=message["most_batched_tokens"],
             prefix_cache=False,
-            num_threads=available_cores(),  # as the others, however busy the machine is while these are loaded
-            **message.get("options", {}),
+            # All cores, as the others have, however busy the machine is while these are loaded.
+            **{"num_threads": available_cores(), **message.get("options", {})},
         )
     )
 
