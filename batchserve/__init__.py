@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from batchserve.config import DraftConfig, EngineConfig
 from batchserve.errors import BatchserveError
-from batchserve.instruction_set import choose_instruction_set
-from batchserve.kernel_cache import provide_cache_folder
-from batchserve.threads import apply_thread_policy
+from batchserve.native.instruction_set import choose_instruction_set
+from batchserve.native.kernel_cache import provide_cache_folder
+from batchserve.native.threads import apply_thread_policy
 from batchserve.types import Delta, FinishReason, RequestOutput, SamplingParams, SpeculationParams, Started, Usage
 from batchserve.version import __version__ as __version__
 

@@ -25,8 +25,9 @@ from batchserve.files import parse_recorded
 from batchserve.free_memory import described_want
 from batchserve.generate_command import add_generate_flags, run_generate
 from batchserve.hosts import is_loopback
-from batchserve.instruction_set import AUTO, choose_instruction_set
 from batchserve.logs import configure_logging, log_format
+from batchserve.native.instruction_set import AUTO, choose_instruction_set
+from batchserve.native.threads import apply_thread_policy
 from batchserve.option_checks import is_model_path
 from batchserve.options import (
     DRAFT_OPTIONS,
@@ -38,7 +39,6 @@ from batchserve.options import (
     make_config,
 )
 from batchserve.progress import progress
-from batchserve.threads import apply_thread_policy
 from batchserve.tune import NOT_TUNED_OPTIONS, add_tune_flags, run_tune_command
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def _add_warm_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _warm_drafts(arguments: argparse.Namespace) -> int:
-    from batchserve.engine.warm_drafts import warm_drafts
+    from batchserve.startup.warm_drafts import warm_drafts
 
     config: EngineConfig = make_config(EngineConfig, arguments)
     warmed = warm_drafts(arguments.file, config)

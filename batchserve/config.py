@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from batchserve.errors import ConfigError
-from batchserve.instruction_set import AUTO, INSTRUCTION_SETS
+from batchserve.native.instruction_set import AUTO, INSTRUCTION_SETS
 from batchserve.option_checks import (
     MOST_BYTES,
     at_least,

@@ -174,7 +174,7 @@ def _servers_chat(text: str, target: str) -> list[int]:
 
 
 async def _served_model(target: str) -> str:
-    from batchserve.server.client import GenerationClient
+    from batchserve.server.grpc.client import GenerationClient
 
     async with GenerationClient(target) as client:
         return str((await client.model_info()).model)
@@ -201,8 +201,8 @@ async def _local_events(
 async def _remote_events(
     target: str, prompt: str | Sequence[int], params: SamplingParams, speculation: SpeculationParams, priority: int
 ) -> AsyncGenerator[Started | Delta, None]:
-    from batchserve.server.client import GenerationClient
-    from batchserve.server.convert import from_stream_response, to_generate_request
+    from batchserve.server.grpc.client import GenerationClient
+    from batchserve.server.grpc.convert import from_stream_response, to_generate_request
 
     async with GenerationClient(target) as client:
         request = to_generate_request(prompt, params, speculation, priority)

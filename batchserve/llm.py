@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from batchserve.config import EngineConfig
-from batchserve.engine.build import build_engine
 from batchserve.engine.engine_core import Event
 from batchserve.engine.output_collector import OutputCollector
 from batchserve.errors import BatchserveError, InvalidRequestError, invalid
 from batchserve.forks import Maker
 from batchserve.interrupts import interrupts_held
 from batchserve.option_checks import expanded_path
+from batchserve.startup.build import build_engine
 from batchserve.types import Delta, ModelInfo, RequestOutput, SamplingParams, SpeculationParams
 
 if TYPE_CHECKING:

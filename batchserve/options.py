@@ -28,7 +28,7 @@ from batchserve.config import (
     DraftConfig,
     EngineConfig,
 )
-from batchserve.instruction_set import INSTRUCTION_SETS
+from batchserve.native.instruction_set import INSTRUCTION_SETS
 
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 

@@ -20,12 +20,12 @@ import torch  # isort: skip
 from transformers import AutoModelForCausalLM  # isort: skip
 
 from batchserve.config import EngineConfig  # isort: skip
-from batchserve.engine.build import build_engine
 from batchserve.files import bundled_sets
 from batchserve.request import GREEDY
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.runner.tokenizer import load_tokenizer
+from batchserve.startup.build import build_engine
 from benchmarks.peers.models import REAL, model_folder
 
 LONGEST = 512

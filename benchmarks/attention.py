@@ -21,8 +21,8 @@ import torch  # isort: skip
 from batchserve.attention import cpu
 from batchserve.attention.base import AttentionParams, LayerShape, Span, Spans
 from batchserve.attention.cpu import CpuBackend, takes_matrices
-from batchserve.attention.slab import SlabAllocator
 from batchserve.attention.tiles import LANES
+from batchserve.kv.slab import SlabAllocator
 
 # (requests, rows each, context), (heads, K/V heads)
 CASES = [

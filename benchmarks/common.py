@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from batchserve.threads import apply_thread_policy
+from batchserve.native.threads import apply_thread_policy
 
 apply_thread_policy()
 

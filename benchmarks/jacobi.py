@@ -19,9 +19,9 @@ from benchmarks.common import chat_prompts, write_results
 from batchserve.config import EngineConfig  # isort: skip
 from batchserve.draft.base import Drafter, NullDrafter
 from batchserve.draft.jacobi import JacobiDrafter
-from batchserve.engine.build import BuiltEngine, build_engine
 from batchserve.engine.engine_core import Event
 from batchserve.errors import BatchserveError
+from batchserve.startup.build import BuiltEngine, build_engine
 from batchserve.types import FinishReason, SamplingParams, SpeculationParams
 
 WINDOWS = (5, 10, 15, 20, 30)

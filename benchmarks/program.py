@@ -18,10 +18,10 @@ from benchmarks.common import spread, write_results
 import torch  # isort: skip
 
 from batchserve.config import EngineConfig  # isort: skip
-from batchserve.engine.build import build_engine
 from batchserve.request import GREEDY
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RequestRows, build_batch
+from batchserve.startup.build import build_engine
 from tools.widen_model import random_model, save
 
 ROWS, PROMPTS, CONTEXT = (1, 4, 16, 32, 64), (128, 512, 2000), 160

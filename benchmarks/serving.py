@@ -21,7 +21,7 @@ from typing import Any
 
 from batchserve.config import EngineConfig
 from batchserve.demo.server_process import running_server
-from batchserve.server.client import GenerationClient
+from batchserve.server.grpc.client import GenerationClient
 from batchserve.v1 import generation_pb2 as pb
 from benchmarks.adaptive.driver import median_interval
 from benchmarks.adaptive.workloads import VOCAB_SIZE, say

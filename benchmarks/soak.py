@@ -33,7 +33,7 @@ import numpy as np
 
 from batchserve.config import DRAFTERS
 from batchserve.demo.server_process import running_server
-from batchserve.server.client import GenerationClient, RemoteError
+from batchserve.server.grpc.client import GenerationClient, RemoteError
 from batchserve.v1 import generation_pb2 as pb
 from benchmarks.common import chat_prompts, write_results
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from batchserve.threads import apply_thread_policy
+from batchserve.native.threads import apply_thread_policy
 
 apply_thread_policy()
 # Where who runs the tests keeps what tools have fetched; workers of a parallel run inherit it.
@@ -39,7 +39,7 @@ class _Folders(dict[str, Path]):
 @pytest.fixture(scope="session", autouse=True)
 def short_measurements() -> Iterator[None]:
     """An engine is started hundreds of times: what its steps take is measured in few rounds, not for seconds."""
-    from batchserve.engine import measure_steps
+    from batchserve.startup import measure_steps
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure_steps, "MOST_SECONDS", 0.5)

@@ -347,7 +347,7 @@ def test_what_needs_no_model_is_refused_before_one_is_loaded(own_signals, monkey
 
 @pytest.mark.faults
 def test_drafts_are_not_compiled_for_a_file_that_is_not_there(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("batchserve.engine.warm_drafts.create_drafter", None)
+    monkeypatch.setattr("batchserve.startup.warm_drafts.create_drafter", None)
     flags = ["--model", "bundled", "--draft-cache", str(tmp_path / "drafts")]
     assert main(["warm-drafts", str(tmp_path / "missing.jsonl"), *flags]) == 2
     assert "missing.jsonl: cannot be read: No such file or directory" in capsys.readouterr().err
@@ -440,7 +440,7 @@ def test_flags_are_not_abbreviated(capsys):
 
 def test_torch_is_not_imported_before_the_thread_policy_is_set():
     code = (
-        "import sys, batchserve.cli, batchserve.server.lifecycle, batchserve.server.client, batchserve.demo\n"
+        "import sys, batchserve.cli, batchserve.server.lifecycle, batchserve.server.grpc.client, batchserve.demo\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)

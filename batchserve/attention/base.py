@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from batchserve.scheduler.kv_allocator import KVAllocator
+    from batchserve.kv.allocator import KVAllocator
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ import torch
 
 from batchserve.attention.base import AttentionParams, LayerShape, Span, Spans
 from batchserve.attention.sdpa import attend_alone
-from batchserve.attention.slab import SlabAllocator
 from batchserve.attention.span_job import SpanArrays, SpanJob, begin_jobs, gather_spans, store_loop
 from batchserve.attention.torch_reference import store, stored
+from batchserve.kv.slab import SlabAllocator
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

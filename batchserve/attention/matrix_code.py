@@ -26,9 +26,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from batchserve.attention import vector_code as code
-from batchserve.attention.vector_code import WORD, WORDS, Array, Builder, Value, index
-from batchserve.native import njit
+from batchserve.native import vector_code as code
+from batchserve.native.jit import njit
+from batchserve.native.vector_code import WORD, WORDS, Array, Builder, Value, index
 
 TILE = 16  # rows of a tile, and 32-bit elements of a row
 PAIRS = 2 * TILE  # elements of bfloat16 that a row holds

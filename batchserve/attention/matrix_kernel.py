@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numba import carray, types
 
-from batchserve.addresses import as_pointer, claim
 from batchserve.attention import matrix_code as matrix
 from batchserve.attention import tiles
 from batchserve.attention.matrix_code import AT_ONCE, ROW_BYTES, TILE
@@ -46,7 +45,8 @@ from batchserve.attention.span_job import (
     store_heads,
     vector,
 )
-from batchserve.native import cfunc, njit
+from batchserve.native.addresses import as_pointer, claim
+from batchserve.native.jit import cfunc, njit
 
 if TYPE_CHECKING:
     from numba.core.ccallback import CFunc

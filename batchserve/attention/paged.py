@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from batchserve.attention.slot_kernels import describe_rows
-from batchserve.attention.slots import SlotAllocator
 from batchserve.attention.step_buffer import upload
 from batchserve.attention.tree_metadata import TreeKernel, TreeMetadata, num_words
+from batchserve.kv.slot_kernels import describe_rows
+from batchserve.kv.slots import SlotAllocator
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

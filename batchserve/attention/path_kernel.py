@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numba import carray, types
 
-from batchserve.addresses import as_pointer, claim
 from batchserve.attention import tiles
 from batchserve.attention.span_job import (
     DIM,
@@ -40,8 +39,9 @@ from batchserve.attention.span_job import (
     vector,
 )
 from batchserve.attention.tiles import LANES
-from batchserve.attention.vector_code import WIDTH
-from batchserve.native import cfunc, njit
+from batchserve.native.addresses import as_pointer, claim
+from batchserve.native.jit import cfunc, njit
+from batchserve.native.vector_code import WIDTH
 
 if TYPE_CHECKING:
     from numba.core.ccallback import CFunc

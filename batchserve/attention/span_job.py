@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numba import carray, types
 
-from batchserve import openmp
-from batchserve.addresses import as_pointer, claim
-from batchserve.native import cfunc, njit
+from batchserve.native import openmp
+from batchserve.native.addresses import as_pointer, claim
+from batchserve.native.jit import cfunc, njit
 
 if TYPE_CHECKING:
     import torch

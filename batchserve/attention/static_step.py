@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from batchserve.attention.slot_kernels import WORD_BITS
 from batchserve.attention.tree_metadata import TreeMetadata
+from batchserve.kv.slot_kernels import WORD_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

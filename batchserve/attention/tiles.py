@@ -19,10 +19,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from batchserve.attention import vector_code as code
-from batchserve.attention.vector_code import FLOAT, FLOATS, WIDTH, WORD, Array, Builder, Value, index
-from batchserve.elements import narrow, widen
-from batchserve.native import njit
+from batchserve.native import vector_code as code
+from batchserve.native.elements import narrow, widen
+from batchserve.native.jit import njit
+from batchserve.native.vector_code import FLOAT, FLOATS, WIDTH, WORD, Array, Builder, Value, index
 
 LANES = 4  # queries of a tile, and keys: sixteen sums are what 32 registers hold
 _AT_ONCE = LANES if code.HAS_MANY_REGISTERS else 2  # queries of a tile

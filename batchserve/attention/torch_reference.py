@@ -8,7 +8,7 @@ import torch
 
 if TYPE_CHECKING:
     from batchserve.attention.base import AttentionParams, Span
-    from batchserve.attention.slab import SlabAllocator
+    from batchserve.kv.slab import SlabAllocator
 
 
 def attend_span(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from batchserve.attention.slot_kernels import WORD_BITS, fill_ancestors
+from batchserve.kv.slot_kernels import WORD_BITS, fill_ancestors
 
 if TYPE_CHECKING:
     from batchserve.attention.base import AttentionParams

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from batchserve.draft.forest import DraftForest, DraftQueries
-    from batchserve.pool import Team
+    from batchserve.native.pool import Team
     from batchserve.request import DraftScope
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from batchserve.draft.base import DraftQuery, DraftTree
-from batchserve.native import njit
+from batchserve.native.jit import njit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from batchserve.native import njit
+from batchserve.native.jit import njit
 
 HEIGHT, COMPUTED, DRAWN = range(3)
 # Measured on the bundled model: how much less often an older n-gram is right, and how often one more token is.

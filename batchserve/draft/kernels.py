@@ -21,7 +21,7 @@ from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
 
 from batchserve.errors import ConfigError
 from batchserve.interpreter import available_cores, python
-from batchserve.native import NOT_KEPT, has_kept_kernels
+from batchserve.native.jit import NOT_KEPT, has_kept_kernels
 
 logger = logging.getLogger(__name__)
 CHILD = "from batchserve.draft.kernels import main; main()"

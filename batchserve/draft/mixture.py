@@ -42,7 +42,7 @@ from batchserve.draft.mixture_kernels import (
 from batchserve.draft.mixture_noise import noise_bin_of
 from batchserve.draft.text_index import BYTES_PER_TOKEN, MIN_CAPACITY, START, TextIndex
 from batchserve.errors import ConfigError
-from batchserve.pool import ONE_THREAD, Team
+from batchserve.native.pool import ONE_THREAD, Team
 from batchserve.request import DraftScope
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numba import carray, types
 
-from batchserve.addresses import as_pointer, claim, run_loop
 from batchserve.draft.mixture_growth import grow, root_visits
 from batchserve.draft.mixture_kernels import (
     NODE,
@@ -33,8 +32,9 @@ from batchserve.draft.mixture_learning import accept_tokens
 from batchserve.draft.mixture_noise import noise_bin_of
 from batchserve.draft.mixture_reading import follow_chains, open_chains
 from batchserve.draft.text_index import FILLED, MIN_CAPACITY, NUM_ORDERS, TextIndex, source_at
-from batchserve.native import cfunc, njit
-from batchserve.pool import ONE_THREAD
+from batchserve.native.addresses import as_pointer, claim, run_loop
+from batchserve.native.jit import cfunc, njit
+from batchserve.native.pool import ONE_THREAD
 
 REQUEST = np.dtype(  # a request; own, scope and root are addresses: of TextIndex.address, a scope_card, a NODE
     [

@@ -24,7 +24,7 @@ from batchserve.draft.mixture_kernels import (
 )
 from batchserve.draft.mixture_noise import tilt
 from batchserve.draft.text_index import ANSWER, MAX_MATCH, NEWEST
-from batchserve.native import njit
+from batchserve.native.jit import njit
 from batchserve.sampling.draw_kernel import stream_key
 
 MIN_PROB = 1e-4  # a less likely node is not worth its row on any machine

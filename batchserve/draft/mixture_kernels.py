@@ -17,7 +17,6 @@ import functools
 import numpy as np
 from numba import carray
 
-from batchserve.addresses import as_pointer
 from batchserve.draft.mixture_noise import NUM_NOISE_BINS
 from batchserve.draft.text_index import (
     FILLED,
@@ -30,7 +29,8 @@ from batchserve.draft.text_index import (
     START,
     find_occurrences,
 )
-from batchserve.native import njit
+from batchserve.native.addresses import as_pointer
+from batchserve.native.jit import njit
 
 OWN, SCOPE = 0, 1
 MAX_OCCURRENCES = 640  # of one source at one node

@@ -18,7 +18,7 @@ from batchserve.draft.mixture_kernels import (
 )
 from batchserve.draft.mixture_noise import merit_of_noise
 from batchserve.draft.text_index import append_tokens
-from batchserve.native import njit
+from batchserve.native.jit import njit
 from batchserve.sampling.draw_kernel import stream_key
 
 SLOWEST_RATE, FIRST_RATE = 0.006, 12.0

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from batchserve.native import njit
+from batchserve.native.jit import njit
 from batchserve.sampling.draw_kernel import mix
 from batchserve.sampling.noise import GOLDEN
 

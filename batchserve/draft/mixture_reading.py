@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
-from batchserve.addresses import as_pointer
 from batchserve.draft.mixture_kernels import LONG_VISITS
 from batchserve.draft.text_index import NUM_ORDERS, ORDERS, SEPARATOR, bucket_of, hash_step
-from batchserve.native import njit
+from batchserve.native.addresses import as_pointer
+from batchserve.native.jit import njit
 
 CELL = 1 + NUM_ORDERS  # int32 of a token: itself, its links
 # Of a chain: where the text's cells are, which links it goes by, where it stands, how many links may be followed.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from batchserve.draft.text_index import MAX_MATCH, NEWEST, NUM_ORDERS, RUN, SEPARATOR, find_occurrences
-from batchserve.native import njit
+from batchserve.native.jit import njit
 
 MAX_OCCURRENCES = 64  # of one context, the latest, that are looked at
 READ_ON = 32  # so near the end of the last copy, the text is taken to be read on

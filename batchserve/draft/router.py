@@ -6,17 +6,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from batchserve.compile_progress import Part, compile_parts
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree, NullDrafter
 from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.errors import ConfigError
+from batchserve.native.compile_progress import Part, compile_parts
 from batchserve.request import DraftScope
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from batchserve.draft.kernels import KernelLoader
-    from batchserve.pool import Team
+    from batchserve.native.pool import Team
 
 USUAL_DRAFTER_S, USUAL_SHARED_S = 20.0, 10.0  # of compiling
 

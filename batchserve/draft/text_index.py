@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba import carray
 
-from batchserve import pages
-from batchserve.addresses import as_pointer
-from batchserve.native import njit
+from batchserve.native import pages
+from batchserve.native.addresses import as_pointer
+from batchserve.native.jit import njit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from batchserve import pages
 from batchserve.config import MiB
 from batchserve.draft import trie_growth, trie_kernels
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree
 from batchserve.draft.text_index import TextIndex
 from batchserve.errors import ConfigError
+from batchserve.native import pages
 from batchserve.request import DraftScope
 
 if TYPE_CHECKING:

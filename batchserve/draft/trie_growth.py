@@ -7,7 +7,7 @@ import numpy as np
 
 from batchserve.draft.text_index import NEWEST, NUM_ORDERS, ORDERS, RUN, SEPARATOR, find_occurrences
 from batchserve.draft.trie_kernels import CHILD, COUNT, NEXT, PARENT, TOKEN, find_child, hash_child
-from batchserve.native import njit
+from batchserve.native.jit import njit
 
 MAX_MATCH = 8  # longest suffix that is looked up, at least the longest of ORDERS
 MAX_VISITS = 32  # occurrences of one suffix that are read from the request's own text, the latest

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from batchserve.native import njit
+from batchserve.native.jit import njit
 
 # Columns of a node. Tops are not counted and have no birth: there stand the nodes below and the tree's clock hand.
 TOKEN, COUNT, PARENT, CHILD, NEXT, PREV, LINK, BIRTH = range(8)

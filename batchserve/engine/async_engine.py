@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
     from batchserve.config import EngineConfig
     from batchserve.engine.back import Back
-    from batchserve.engine.build import BuiltEngine
     from batchserve.engine.unread import Backlog
     from batchserve.metrics import MetricsSource
+    from batchserve.startup.build import BuiltEngine
 
 _T = TypeVar("_T")
 INLINE_SIZE = 4096  # characters, or token ids: shorter prompts are looked at on the loop, a thread would take longer
@@ -354,7 +354,7 @@ class AsyncEngine:
 
 def _build(config: EngineConfig, on_progress: Callable[[str], None] | None) -> BuiltEngine:
     """Imported here, in a thread: that takes seconds, and a front whose engine is elsewhere needs none of it."""
-    from batchserve.engine.build import build_engine
+    from batchserve.startup.build import build_engine
 
     adopt_library_loggers()
     return build_engine(config, on_progress, is_serving=True)

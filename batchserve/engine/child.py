@@ -23,7 +23,7 @@ from batchserve.engine.messages import End, NotBuilt, Progress, Reading, ReadMet
 from batchserve.errors import BatchserveError
 from batchserve.free_memory import memory_errors_named
 from batchserve.logs import adopt_library_loggers, configure_logging
-from batchserve.threads import apply_thread_policy
+from batchserve.native.threads import apply_thread_policy
 
 if TYPE_CHECKING:
     from batchserve.config import EngineConfig
@@ -88,8 +88,8 @@ def main() -> None:
 
 
 def _build(config: EngineConfig, pipe: Pipe) -> EngineLoop:
-    from batchserve.engine.build import build_engine
     from batchserve.engine.engine_loop import EngineLoop
+    from batchserve.startup.build import build_engine
 
     adopt_library_loggers()
     built = build_engine(config, lambda message: pipe.send(Progress(message)), is_serving=True)

@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from batchserve.decoding_length.acceptance import DEPTH_OF_BIN
+from batchserve.decoding_length.adaptive import UNDRAFTED
+from batchserve.decoding_length.policy import StepOutcome
 from batchserve.draft.base import DraftRequest
 from batchserve.draft.forest import ANY_TOKEN, DraftForest, DraftQueries
 from batchserve.engine.guarded_drafter import GuardedDrafter
 from batchserve.faults import Faults
 from batchserve.metrics import Acceptance
-from batchserve.scheduler.acceptance import DEPTH_OF_BIN
-from batchserve.scheduler.adaptive import UNDRAFTED
-from batchserve.scheduler.draft_policy import StepOutcome
 from batchserve.scheduler.plan import MOST_DRAFT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+    from batchserve.decoding_length.policy import DraftPolicy
     from batchserve.draft.base import Drafter
-    from batchserve.pool import Team
+    from batchserve.kv.allocator import KVAllocator
+    from batchserve.native.pool import Team
     from batchserve.request import DraftScope, Request
-    from batchserve.scheduler.draft_policy import DraftPolicy
-    from batchserve.scheduler.kv_allocator import KVAllocator
     from batchserve.scheduler.plan import SchedulerOutput
 
 SCARCE = 64  # K/V entries for each request, beside its drafts: with fewer that are free, who comes first matters

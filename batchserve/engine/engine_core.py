@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from batchserve.draft.base import Drafter
     from batchserve.draft.forest import DraftForest
-    from batchserve.engine.choose_threads import ThreadWatch
     from batchserve.engine.drafting import DraftStage
     from batchserve.metrics import EngineMetrics
     from batchserve.request import DraftScope, ResolvedSampling
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from batchserve.sampling.verify import VerifiedTokens
     from batchserve.scheduler.plan import SchedulerOutput
     from batchserve.scheduler.scheduler import Scheduler
+    from batchserve.startup.choose_threads import ThreadWatch
 
 
 T = TypeVar("T")

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 from batchserve.engine.messages import Abort, Add, ClearScope, Done, End, Events, Failed, Message, Reply
 from batchserve.engine.output_collector import OutputCollector
 from batchserve.errors import BatchserveError, EngineFaultError
-from batchserve.pages import HeapTrimmer
+from batchserve.native.pages import HeapTrimmer
 from batchserve.types import Delta
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from batchserve.engine.build import BuiltEngine
     from batchserve.engine.engine_core import Event
     from batchserve.request import DraftScope, Request
+    from batchserve.startup.build import BuiltEngine
 
     _TicketEvent = tuple[int, Delta | BatchserveError]
 

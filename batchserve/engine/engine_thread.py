@@ -14,8 +14,8 @@ from batchserve.engine.messages import End
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from batchserve.engine.build import BuiltEngine
     from batchserve.engine.messages import Message, Reply
+    from batchserve.startup.build import BuiltEngine
 
 EXIT_TIMEOUT_S = 30.0  # a last step, and saving a draft cache, have to fit into it
 logger = logging.getLogger(__name__)

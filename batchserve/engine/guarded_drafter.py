@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from batchserve.draft.base import Drafter, DraftRequest
     from batchserve.faults import Faults
-    from batchserve.pool import Team
+    from batchserve.native.pool import Team
 
 T = TypeVar("T")
 PLAIN = "the request goes on without drafts"

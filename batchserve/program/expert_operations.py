@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from batchserve.addresses import claim
-from batchserve.native import njit
+from batchserve.native.addresses import claim
+from batchserve.native.jit import njit
 from batchserve.program.instructions import (
     BY_OUT,
     BY_X,

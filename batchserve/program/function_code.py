@@ -13,8 +13,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from batchserve.attention import vector_code as code
-from batchserve.attention.vector_code import FLOATS, WIDTH, WORDS, Builder, Value, index, splat
+from batchserve.native import vector_code as code
+from batchserve.native.vector_code import FLOATS, WIDTH, WORDS, Builder, Value, index, splat
 from batchserve.program.instructions import Function
 
 _POINTER = ir.PointerType()

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numba import carray, types
 
-from batchserve.addresses import as_pointer, call_loop, claim
-from batchserve.native import cfunc, njit
+from batchserve.native.addresses import as_pointer, call_loop, claim
+from batchserve.native.jit import cfunc, njit
 from batchserve.program import expert_operations, product, row_operations
 from batchserve.program.instructions import (
     BY_SCRATCH,

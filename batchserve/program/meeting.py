@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from batchserve.atomics import SPINS, add_one, call, load, pause, store
-from batchserve.native import njit
+from batchserve.native.atomics import SPINS, add_one, call, load, pause, store
+from batchserve.native.jit import njit
 from batchserve.program.instructions import ARRIVED, GENERATION, NUM_THREADS, YIELD
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from batchserve import openmp, pages, pool
 from batchserve.attention import span_job
 from batchserve.attention.matrix_code import TILE
+from batchserve.native import openmp, pages, pool
 from batchserve.program import instructions as at
 from batchserve.program.experts import noted_experts
 from batchserve.program.graph import Graph

@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
-from batchserve.addresses import as_pointer, claim
-from batchserve.native import njit
+from batchserve.native.addresses import as_pointer, claim
+from batchserve.native.jit import njit
 from batchserve.program.instructions import NEXT
 
 ROWS_AT_ONCE = 4  # that a thread claims

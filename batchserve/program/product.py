@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from batchserve.addresses import claim
 from batchserve.attention.matrix_code import compiles_matrices
-from batchserve.attention.vector_code import multiplies_pairs
-from batchserve.elements import narrow
-from batchserve.native import njit
+from batchserve.native.addresses import claim
+from batchserve.native.elements import narrow
+from batchserve.native.jit import njit
+from batchserve.native.vector_code import multiplies_pairs
 from batchserve.program import function_code, tile_code
 from batchserve.program.expert_operations import tiles_of
 from batchserve.program.instructions import (

@@ -16,8 +16,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from batchserve.attention import vector_code as code
-from batchserve.attention.vector_code import FLOAT, FLOATS, WIDTH, WORD, WORDS, Builder, Value, index
+from batchserve.native import vector_code as code
+from batchserve.native.vector_code import FLOAT, FLOATS, WIDTH, WORD, WORDS, Builder, Value, index
 from batchserve.program.instructions import Kernel
 from batchserve.program.packing import BLOCK
 

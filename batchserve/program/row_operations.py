@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from batchserve.elements import narrow, widen
-from batchserve.native import njit
+from batchserve.native.elements import narrow, widen
+from batchserve.native.jit import njit
 from batchserve.program.instructions import (
     BIAS,
     BINARY,

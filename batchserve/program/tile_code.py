@@ -18,8 +18,8 @@ from numba.extending import intrinsic
 
 from batchserve.attention import matrix_code
 from batchserve.attention.matrix_code import ROW_BYTES, TILE, begin_tiles, register_number
-from batchserve.attention.vector_code import Builder, Value, index
-from batchserve.native import njit
+from batchserve.native.jit import njit
+from batchserve.native.vector_code import Builder, Value, index
 from batchserve.program.packing import BLOCK
 from batchserve.program.product_code import prefetch
 

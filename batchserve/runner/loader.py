@@ -19,9 +19,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from batchserve import openmp
 from batchserve.attention import interface
 from batchserve.errors import BatchserveError, ConfigError, UnsupportedModelError
+from batchserve.native import openmp
 from batchserve.runner import native_linear
 from batchserve.runner.checkpoint import TensorInfo, read_config, read_tensors
 from batchserve.runner.end_tokens import with_tokenizer_ends

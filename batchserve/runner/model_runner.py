@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from batchserve import openmp
 from batchserve.attention.cpu import CpuBackend
 from batchserve.attention.paged import PagedBackend
 from batchserve.attention.step_buffer import upload
+from batchserve.native import openmp
 from batchserve.runner.forward import logits_of
 from batchserve.runner.step_handle import QueuedStep, StepHandle, verify_batch
 from batchserve.sampling.argmax_kernel import best_tokens

@@ -12,10 +12,10 @@ import torch
 from batchserve.attention.base import Span, Spans
 from batchserve.attention.cpu import CpuBackend, kernel_supports
 from batchserve.attention.matrix_code import has_matrices
-from batchserve.attention.slab import EXTENT, SlabAllocator
 from batchserve.config import MiB
 from batchserve.errors import is_out_of_memory
 from batchserve.free_memory import free_memory_bytes
+from batchserve.kv.slab import EXTENT, SlabAllocator
 from batchserve.program.instructions import FEW_ROWS, Kernel
 from batchserve.program.model import NativeModel
 from batchserve.program.product import HALVES

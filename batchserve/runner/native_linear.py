@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from batchserve import openmp, pages
-from batchserve.atomics import yield_address
 from batchserve.attention.matrix_code import PAIRS, TILE
+from batchserve.native import openmp, pages
+from batchserve.native.atomics import yield_address
 from batchserve.program import instructions as at
 from batchserve.program.instructions import Kernel, Op, assemble, two_floats
 from batchserve.program.interpreter import run_loop

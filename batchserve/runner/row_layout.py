@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from batchserve.native import njit
+from batchserve.native.jit import njit
 
 
 @njit(cache=True, nogil=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from batchserve import pool
+from batchserve.native import pool
 from batchserve.sampling.argmax_kernel import best_tokens
 from batchserve.sampling.sampled_walk import IS_BFLOAT, IS_FLOAT, Logits, Rows, SampledWalks, walk_loop
 from batchserve.sampling.sampler import RowSampler

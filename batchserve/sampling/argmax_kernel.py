@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numba import carray, types
 
-from batchserve import pool
-from batchserve.addresses import as_pointer, claim
-from batchserve.native import cfunc, njit
+from batchserve.native import pool
+from batchserve.native.addresses import as_pointer, claim
+from batchserve.native.jit import cfunc, njit
 
 BLOCK = 1024  # logits of which only the greatest is kept, until it is known which block has the greatest of all
 SHARED_LOGITS = 1 << 16  # one thread reads fewer sooner than several

@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
-from batchserve.addresses import as_pointer
-from batchserve.native import njit
+from batchserve.native.addresses import as_pointer
+from batchserve.native.jit import njit
 
 # Of a row: its parent among the rows with logits (a root is its own), its draft token, its forced token, the position
 # of its own token, its request.

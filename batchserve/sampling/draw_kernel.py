@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from batchserve.native import njit
+from batchserve.native.jit import njit
 from batchserve.sampling.noise import GOLDEN, HIGHEST_NOISE
 
 # e^-30 of the top token's mass: all tokens below it together weigh less than fp32 can resolve, in any vocabulary.

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numba import carray, types
 
-from batchserve.addresses import as_pointer, claim
-from batchserve.native import cfunc, njit
+from batchserve.native.addresses import as_pointer, claim
+from batchserve.native.jit import cfunc, njit
 from batchserve.sampling.draw_kernel import LOWEST_TEMPERATURE, block_tops, draw_allowed, stream_key
 from batchserve.sampling.sampler import NO_TOKEN
 

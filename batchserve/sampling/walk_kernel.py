@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
-from batchserve.addresses import as_pointer
-from batchserve.native import njit
+from batchserve.native.addresses import as_pointer
+from batchserve.native.jit import njit
 from batchserve.sampling.sampler import NO_TOKEN
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from batchserve.native import njit
-from batchserve.scheduler.step_time import StepLoad
+from batchserve.decoding_length.step_time import StepLoad
+from batchserve.native.jit import njit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from batchserve.scheduler.step_time import StepLoad
-from batchserve.scheduler.time_kernels import fitting_rows
+from batchserve.decoding_length.step_time import StepLoad
+from batchserve.decoding_length.time_kernels import fitting_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from batchserve.decoding_length.step_time import StepTimeModel
     from batchserve.request import Request
-    from batchserve.scheduler.step_time import StepTimeModel
 
 LEAST_CHUNK = 4  # rows: prompts go on, whatever the bound
 CHUNK_STEP = 4

@@ -5,19 +5,19 @@ from __future__ import annotations
 from itertools import compress
 from typing import TYPE_CHECKING
 
+from batchserve.kv.sharing import best_source
 from batchserve.request import Request, RequestStatus
 from batchserve.scheduler.plan import SchedulerOutput, lay_plan
 from batchserve.scheduler.policy import prompt_rank, rank
 from batchserve.scheduler.prompt_room import PromptRoom, StepBound
-from batchserve.scheduler.sharing import best_source
 from batchserve.scheduler.waiting import WaitingQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from batchserve.config import EngineConfig
-    from batchserve.scheduler.kv_allocator import KVAllocator
-    from batchserve.scheduler.step_time import StepTimeModel
+    from batchserve.decoding_length.step_time import StepTimeModel
+    from batchserve.kv.allocator import KVAllocator
 
 
 DRAFT_ROWS_RATE = 0.2

@@ -17,11 +17,11 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from batchserve.engine.unread import UnreadBounds
 from batchserve.errors import ConfigError, EngineFaultError
 from batchserve.hosts import is_loopback
+from batchserve.server.grpc.servicer import SERVICE, SERVICE_NAME, GenerationServicer
+from batchserve.server.grpc.status import is_worth_logging
+from batchserve.server.grpc.wire import MalformedRequestInterceptor
 from batchserve.server.metrics_endpoint import MetricsEndpoint, join_address
-from batchserve.server.servicer import SERVICE, SERVICE_NAME, GenerationServicer
 from batchserve.server.stall_watch import watch_for_stalls
-from batchserve.server.status import is_worth_logging
-from batchserve.server.wire import MalformedRequestInterceptor
 from batchserve.v1 import generation_pb2_grpc
 
 if TYPE_CHECKING:

@@ -16,19 +16,19 @@ from threading import current_thread, main_thread
 from typing import TYPE_CHECKING
 
 from batchserve.config import PRIVATE_SCOPE, EngineConfig
+from batchserve.decoding_length.adaptive import AdaptiveDrafting
+from batchserve.decoding_length.policy import DraftPolicy, FixedDrafting
+from batchserve.decoding_length.step_time import StepTimeModel, StepTimeTable
 from batchserve.demo.measure import percentile
 from batchserve.engine.async_engine import AsyncEngine
-from batchserve.engine.build import build_engine
 from batchserve.errors import ConfigError, InvalidRequestError
-from batchserve.scheduler.adaptive import AdaptiveDrafting
-from batchserve.scheduler.draft_policy import DraftPolicy, FixedDrafting
-from batchserve.scheduler.step_time import StepTimeModel, StepTimeTable
+from batchserve.startup.build import build_engine
 from batchserve.types import SpeculationParams, Started
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from batchserve.engine.build import BuiltEngine
+    from batchserve.startup.build import BuiltEngine
     from batchserve.tune.workload import WorkloadRequest
 
 SCOPE = "tune"  # with a number behind it, what the requests of one setting share drafts and prefixes in

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from batchserve.bench.tokenizer import require
-from batchserve.scheduler.step_time import CRITICAL_RATIO, StepLoad, StepTimeModel
+from batchserve.decoding_length.step_time import CRITICAL_RATIO, StepLoad, StepTimeModel
 from batchserve.tune.sweep import Listener, by_setting, threads_text
 
 if TYPE_CHECKING:

@@ -5,6 +5,6 @@
 FOLDER holds recorded sets (as benchmarks.replay takes); results go to benchmarks/results/adaptive/.
 """
 
-from batchserve.threads import apply_thread_policy
+from batchserve.native.threads import apply_thread_policy
 
 apply_thread_policy()  # before any module here imports torch

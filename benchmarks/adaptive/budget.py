@@ -22,13 +22,13 @@ from unittest import mock
 import numpy as np
 
 from batchserve.config import EngineConfig
+from batchserve.decoding_length import adaptive as choosing
+from batchserve.decoding_length.adaptive import AdaptiveDrafting
+from batchserve.decoding_length.policy import StepOutcome
+from batchserve.decoding_length.standing import compile_kernels
+from batchserve.decoding_length.step_time import StepLoad, StepTimeModel, StepTimeTable
 from batchserve.draft.base import DraftTree
 from batchserve.draft.forest import DraftForest
-from batchserve.scheduler import adaptive as choosing
-from batchserve.scheduler.adaptive import AdaptiveDrafting
-from batchserve.scheduler.draft_policy import StepOutcome
-from batchserve.scheduler.standing import compile_kernels
-from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from benchmarks.adaptive.workloads import Options, read_options, say, write
 from benchmarks.common import RESULTS
 

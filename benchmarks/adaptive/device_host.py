@@ -27,12 +27,12 @@ from unittest import mock
 import numpy as np
 import torch
 
-from batchserve import pool
 from batchserve.bench.replay import ReplayRecord
-from batchserve.engine import build as build_module
+from batchserve.native import pool
 from batchserve.runner.step_handle import QueuedStep
 from batchserve.sampling.device import DeviceSampler
 from batchserve.sampling.verify import VerifiedTokens
+from batchserve.startup import build as build_module
 from benchmarks.adaptive.driver import Contender, fixed
 from benchmarks.adaptive.overhead import Parts, clock_put_forward, instrumented, spin
 from benchmarks.adaptive.workloads import Lab, Options, lab, new_drafter, read_options, recorded_sets, say, write

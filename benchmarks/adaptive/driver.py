@@ -15,11 +15,11 @@ from math import comb
 
 from batchserve.attention.paged import PagedBackend
 from batchserve.bench.replay import SCOPE, ReplayRecord
+from batchserve.decoding_length.adaptive import AdaptiveDrafting
+from batchserve.decoding_length.policy import FixedDrafting
 from batchserve.engine.engine_core import EngineCore, Event
 from batchserve.errors import BatchserveError, ConfigError
 from batchserve.request import Request, ResolvedSampling, ResolvedSpeculation
-from batchserve.scheduler.adaptive import AdaptiveDrafting
-from batchserve.scheduler.draft_policy import FixedDrafting
 from benchmarks.adaptive.warm_drafter import WarmDrafter
 
 MOST_DRAFT_TOKENS = 64

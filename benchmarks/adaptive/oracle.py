@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from batchserve.decoding_length.adaptive import AdaptiveDrafting
+from batchserve.decoding_length.policy import StepOutcome
+from batchserve.decoding_length.step_time import StepTimeModel, StepTimeTable
+from batchserve.decoding_length.time_kernels import seconds_at
 from batchserve.draft.base import DraftTree
-from batchserve.scheduler.adaptive import AdaptiveDrafting
-from batchserve.scheduler.draft_policy import StepOutcome
-from batchserve.scheduler.step_time import StepTimeModel, StepTimeTable
-from batchserve.scheduler.time_kernels import seconds_at
 from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS
 
 if TYPE_CHECKING:
+    from batchserve.decoding_length.acceptance import FloatArray, IntArray
+    from batchserve.decoding_length.draft_budget import Market
+    from batchserve.decoding_length.policy import BoolArray
     from batchserve.draft.forest import DraftForest
     from batchserve.request import Request
-    from batchserve.scheduler.acceptance import FloatArray, IntArray
-    from batchserve.scheduler.draft_budget import Market
-    from batchserve.scheduler.draft_policy import BoolArray
 
 Bundle = tuple[float, list[int]]  # tokens, and the nodes that are run for them
 

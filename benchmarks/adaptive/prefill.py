@@ -23,9 +23,9 @@ from typing import Any
 
 from batchserve.bench.replay import ReplayRecord
 from batchserve.config import PROMPT_INFLATION, EngineConfig
+from batchserve.decoding_length.adaptive import AdaptiveDrafting
 from batchserve.errors import ConfigError
 from batchserve.request import Request, ResolvedSampling
-from batchserve.scheduler.adaptive import AdaptiveDrafting
 from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS, Contender, Flight, Run, median_interval
 from benchmarks.adaptive.workloads import (
     Lab,

@@ -19,8 +19,8 @@ from itertools import count, islice
 from typing import Any
 
 from batchserve.config import PROMPT_INFLATION, EngineConfig
+from batchserve.decoding_length.adaptive import AdaptiveDrafting
 from batchserve.request import Request
-from batchserve.scheduler.adaptive import AdaptiveDrafting
 from batchserve.types import SamplingParams, SpeculationParams
 from benchmarks.adaptive.driver import median_interval
 from benchmarks.adaptive.prefill import p99

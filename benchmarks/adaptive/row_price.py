@@ -21,9 +21,9 @@ import numpy as np
 
 from batchserve.bench.replay import ReplayRecord
 from batchserve.config import EngineConfig
+from batchserve.decoding_length.adaptive import AdaptiveDrafting
+from batchserve.decoding_length.step_time import StepLoad, StepTimeModel, StepTimeTable
 from batchserve.draft.forest import DraftForest
-from batchserve.scheduler.adaptive import AdaptiveDrafting
-from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS, Contender, Driver, median_interval
 from benchmarks.adaptive.workloads import Options, lab, new_drafter, own_text, read_options, recorded_sets, say, write
 from benchmarks.common import refusing_bad_input

@@ -17,23 +17,23 @@ import torch
 
 from batchserve.attention.base import LayerShape
 from batchserve.attention.cpu import CpuBackend
-from batchserve.attention.slab import SlabAllocator
 from batchserve.bench.replay import ReplayRecord
 from batchserve.config import EngineConfig
+from batchserve.decoding_length.adaptive import AdaptiveDrafting
+from batchserve.decoding_length.policy import FixedDrafting
+from batchserve.decoding_length.step_time import StepLoad, StepTimeModel, StepTimeTable
 from batchserve.draft.base import Drafter
 from batchserve.draft.forest import DraftForest
 from batchserve.engine.drafting import DraftStage
 from batchserve.engine.engine_core import EngineCore
 from batchserve.errors import ConfigError
+from batchserve.kv.slab import SlabAllocator
 from batchserve.metrics import EngineMetrics
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RaggedBatch, RequestRows
 from batchserve.sampling.verify import VerifiedTokens, walk_tree
-from batchserve.scheduler.adaptive import AdaptiveDrafting
-from batchserve.scheduler.draft_policy import FixedDrafting
 from batchserve.scheduler.plan import SchedulerOutput
 from batchserve.scheduler.scheduler import Scheduler
-from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS, Contender, Driver, Run, fixed
 from benchmarks.adaptive.oracle import KnownOdds, Oracle
 from benchmarks.adaptive.warm_drafter import WarmDrafter

@@ -12,20 +12,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from batchserve import pool
 from batchserve.bench.records import load_records, split_warm
 from batchserve.bench.replay import ReplayRecord
 from batchserve.bench.tokenizer import MISTRAL_V1, load_encoder
 from batchserve.config import DRAFTERS, EngineConfig
+from batchserve.decoding_length.adaptive import AdaptiveDrafting
+from batchserve.decoding_length.step_time import StepLoad, StepTimeModel, StepTimeTable
 from batchserve.draft.base import Drafter, NullDrafter
 from batchserve.draft.factory import create_drafter
 from batchserve.draft.kernels import KernelLoader
-from batchserve.engine.build import BuiltEngine, build_engine
 from batchserve.errors import ConfigError
 from batchserve.llm import LLM
+from batchserve.native import pool
 from batchserve.runner.model_folder import resolve_model
-from batchserve.scheduler.adaptive import AdaptiveDrafting
-from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
+from batchserve.startup.build import BuiltEngine, build_engine
 from batchserve.types import SamplingParams, SpeculationParams
 from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS, Contender, Driver
 from benchmarks.adaptive.warm_drafter import WarmDrafter

@@ -21,7 +21,7 @@ import grpc
 
 from batchserve.config import EngineConfig
 from batchserve.engine.async_engine import AsyncEngine
-from batchserve.engine.build import BuiltEngine
+from batchserve.startup.build import BuiltEngine
 from batchserve.types import Delta, SamplingParams, SpeculationParams, Started
 from benchmarks.gpu.kit import Kit, Report
 from benchmarks.gpu.models import backend_options, build_for, check_graphs, engine_on, random_llama, shape_names
@@ -95,7 +95,7 @@ def build(kit: Kit, model: str) -> BuiltEngine:
         # The bundled tokenizer, so that there is text to be made beside the steps.
         llama = random_llama(kit, model, vocab_size=4096)
         return engine_on(kit, llama, f"{model}-text", with_tokenizer=True, **options)
-    from batchserve.engine.build import build_engine
+    from batchserve.startup.build import build_engine
 
     memory, dtype = kit.pick(1024, 64) << 20, kit.pick("bfloat16", "float32")
     more = {"kv_cache_memory": memory, "dtype": dtype, "cache_dir": str(kit.scratch / "cache")}
@@ -117,8 +117,8 @@ def serve(engine: AsyncEngine, kit: Kit, is_enabled: bool) -> tuple[Any, list[by
     prompts = [f"{PROMPT}        total += value * {i}\n" for i in range(count)]
     server = grpc.aio.server()
     try:
-        from batchserve.server.convert import to_generate_request
-        from batchserve.server.servicer import GenerationServicer
+        from batchserve.server.grpc.convert import to_generate_request
+        from batchserve.server.grpc.servicer import GenerationServicer
         from batchserve.v1 import generation_pb2_grpc
     except Exception as error:  # a package is missing, or older than the stubs, which say so in exceptions of their own
         handler = grpc.method_handlers_generic_handler(

@@ -17,9 +17,9 @@ import torch
 
 from batchserve.attention.base import AttentionParams, LayerShape
 from batchserve.attention.paged import PagedBackend
-from batchserve.attention.slots import SlotAllocator
 from batchserve.attention.torch_paged import TorchKernel
 from batchserve.attention.tree_metadata import TreeKernel
+from batchserve.kv.slots import SlotAllocator
 from batchserve.request import GREEDY
 from batchserve.runner.cuda_graphs import Capturer, CudaCapturer, StepGraphs
 from batchserve.runner.ragged_batch import RaggedBatch, RequestRows, build_batch

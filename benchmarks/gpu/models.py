@@ -20,10 +20,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from batchserve.attention.paged import PagedBackend
 from batchserve.config import EngineConfig
 from batchserve.draft.base import NullDrafter
-from batchserve.engine.build import BuiltEngine, build_engine
 from batchserve.errors import UnsupportedModelError
 from batchserve.runner import loader, probe
 from batchserve.runner.model_folder import resolve_model
+from batchserve.startup.build import BuiltEngine, build_engine
 from benchmarks.gpu.kit import Kit, Report
 from benchmarks.gpu.modules import is_ready, stock, variant
 

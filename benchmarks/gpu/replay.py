@@ -13,9 +13,9 @@ from typing import Any
 
 from batchserve.bench.records import split_warm
 from batchserve.config import EngineConfig
+from batchserve.decoding_length.adaptive import AdaptiveDrafting
+from batchserve.decoding_length.step_time import StepTimeModel
 from batchserve.engine.engine_core import EngineCore
-from batchserve.scheduler.adaptive import AdaptiveDrafting
-from batchserve.scheduler.step_time import StepTimeModel
 from benchmarks.adaptive.driver import (
     BRANCH_LENGTH,
     MOST_DRAFT_TOKENS,

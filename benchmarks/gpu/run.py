@@ -38,7 +38,7 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != RO
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from batchserve.threads import apply_thread_policy  # noqa: E402
+from batchserve.native.threads import apply_thread_policy  # noqa: E402
 from benchmarks.gpu.arguments import PARTS, parse  # noqa: E402
 
 apply_thread_policy()
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in PRELOAD:
         importlib.import_module(name)
     if args.dry_run:  # what steps take is of no use then
-        importlib.import_module("batchserve.engine.measure_steps").MOST_SECONDS = 0.0
+        importlib.import_module("batchserve.startup.measure_steps").MOST_SECONDS = 0.0
     _end_kernels(compilers, COMPILE_SHARE * (end_s - time.monotonic()))
     with tempfile.TemporaryDirectory(prefix="gpu-kit-") as scratch:
         from benchmarks.gpu.kit import Kit

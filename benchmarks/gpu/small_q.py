@@ -17,8 +17,8 @@ import torch
 
 from batchserve.attention.base import AttentionParams
 from batchserve.attention.flashinfer import PAGE_SIZE, QUERY_TILE, WORKSPACE_BYTES
-from batchserve.attention.slot_kernels import WORD_BITS
 from batchserve.attention.tree_metadata import TreeKernel, TreeMetadata
+from batchserve.kv.slot_kernels import WORD_BITS
 from benchmarks.gpu.cases import Case, Step, make_step
 from benchmarks.gpu.correctness import kernels, missing_module
 from benchmarks.gpu.kit import Kit, Report, kernel_ms, tolerated

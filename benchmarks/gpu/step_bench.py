@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from batchserve.attention.paged import PagedBackend
+from batchserve.decoding_length.step_time import CRITICAL_RATIO
 from batchserve.gpu.linears import RowLinear
 from batchserve.request import GREEDY, ResolvedSampling
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.runner.step_handle import QueuedStep
 from batchserve.sampling.device_rows import NEEDS_HOST
-from batchserve.scheduler.step_time import CRITICAL_RATIO
 from benchmarks.gpu.cases import random_parents
 from benchmarks.gpu.kit import Kit
 from benchmarks.gpu.models import engine_on, num_graphs, random_llama, weight_bytes

@@ -16,6 +16,7 @@ from benchmarks.peers.protocol import Prompts
 from benchmarks.peers.worker import Answered, Command, Worker
 
 FEW_TOKENS = 4
+SETTLE_S = 0.5  # before each turn: threads of the engine before may spin for up to 0.2 s (libiomp5's KMP_BLOCKTIME)
 Say = Callable[[str], None]
 
 
@@ -86,7 +87,7 @@ def measure(
     deadline_s: float,
     say: Say,
 ) -> list[Cell]:
-    """Every contender once a round, on the same prompts; idle ones stay loaded.
+    """Every contender once a round, on the same prompts, after a pause; idle ones stay loaded.
 
     A peer that fails is left out. Just before it is timed, each answers a few tokens, so that it finds its own weights
     in the caches. The round that warms up is not counted. After deadline_s (time.monotonic's) no further round begins,
@@ -103,6 +104,7 @@ def measure(
             for each in order(taking_part, number):
                 try:
                     worker = workers[each.worker]
+                    time.sleep(SETTLE_S)
                     worker.round(given[0, size][:1], FEW_TOKENS, each.drafts)
                     answered = worker.round(given[number, size], plan.max_tokens, each.drafts)
                 except PeerError as error:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from batchserve.threads import POLICY
+from batchserve.native.threads import POLICY
 from benchmarks.common import ROOT
 from benchmarks.peers.environments import PeerError
 from benchmarks.peers.processes import pss_bytes, tree

@@ -11,7 +11,7 @@ from typing import Any
 
 from batchserve.demo.server_process import running_server
 from batchserve.interpreter import available_cores
-from batchserve.server.client import GenerationClient
+from batchserve.server.grpc.client import GenerationClient
 from batchserve.v1 import generation_pb2 as pb
 from benchmarks.peers.processes import tree
 from benchmarks.peers.protocol import Prompts, serve

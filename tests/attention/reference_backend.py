@@ -6,8 +6,8 @@ import torch
 
 from batchserve.attention.base import AttentionParams, Span, Spans
 from batchserve.attention.mask import visible_keys
-from batchserve.attention.slab import SlabAllocator
 from batchserve.attention.torch_reference import attend_span, store, stored
+from batchserve.kv.slab import SlabAllocator
 
 
 class TorchReferenceBackend:

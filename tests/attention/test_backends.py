@@ -16,9 +16,9 @@ from batchserve.attention import cpu, sdpa
 from batchserve.attention.base import AttentionBackend, AttentionParams, LayerShape, Span, Spans
 from batchserve.attention.cpu import CpuBackend, kernel_supports
 from batchserve.attention.paged import PagedBackend
-from batchserve.attention.slab import SlabAllocator
-from batchserve.attention.slots import SlotAllocator
 from batchserve.attention.torch_paged import TorchKernel
+from batchserve.kv.slab import SlabAllocator
+from batchserve.kv.slots import SlotAllocator
 from tests.attention.reference_backend import TorchReferenceBackend
 from tests.attention.test_mask import ancestors, make_span, random_parents
 from tests.factories import examples

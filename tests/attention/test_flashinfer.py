@@ -52,13 +52,13 @@ from batchserve.attention.flashinfer_variant import (
 )
 from batchserve.attention.mask import visible_keys
 from batchserve.attention.paged import PagedBackend, step_arrays
-from batchserve.attention.slots import SlotAllocator
 from batchserve.attention.static_step import StaticStep
 from batchserve.attention.step_buffer import StepLayout
 from batchserve.attention.torch_paged import TorchKernel
 from batchserve.attention.torch_reference import attend_span
 from batchserve.attention.tree_metadata import TreeMetadata
 from batchserve.errors import ConfigError, UnsupportedModelError
+from batchserve.kv.slots import SlotAllocator
 from benchmarks.gpu.cases import Case, compare, make_step, reference
 from benchmarks.gpu.pages import PagedKernel
 from tests.attention.test_paged import Recording, make_spans, random_step, reserved

@@ -13,7 +13,7 @@ from batchserve.attention import matrix_code
 from batchserve.attention.base import LayerShape
 from batchserve.attention.cpu import takes_matrices
 from batchserve.attention.matrix_code import AT_ONCE, PAIRS, TILE
-from batchserve.attention.slab import EXTENT
+from batchserve.kv.slab import EXTENT
 
 needs_matrices = pytest.mark.skipif(not matrix_code.has_matrices(), reason="this processor multiplies no matrices")
 COUNT = 112  # keys: whole tiles, some of them AT_ONCE

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from batchserve.attention.base import AttentionParams, LayerShape, Spans
 from batchserve.attention.mask import ancestor_mask, visible_keys
 from batchserve.attention.paged import PagedBackend, step_arrays
-from batchserve.attention.slot_kernels import DUMMY_SLOT, fill_ancestors
-from batchserve.attention.slots import SlotAllocator
 from batchserve.attention.static_step import StaticStep
 from batchserve.attention.step_buffer import ALIGNMENT, StepLayout, upload
 from batchserve.attention.torch_paged import TorchKernel
 from batchserve.attention.tree_metadata import TreeMetadata, ancestor_bits, visible_slots
+from batchserve.kv.slot_kernels import DUMMY_SLOT, fill_ancestors
+from batchserve.kv.slots import SlotAllocator
 from tests.attention.test_mask import make_span, random_parents
 from tests.factories import examples
 

@@ -10,7 +10,7 @@ import torch
 from batchserve.attention import cpu
 from batchserve.attention.base import AttentionParams, LayerShape, Spans
 from batchserve.attention.cpu import CpuBackend
-from batchserve.attention.slab import SlabAllocator
+from batchserve.kv.slab import SlabAllocator
 from tests.attention.test_backends import DTYPES, make_spans
 from tests.attention.test_mask import random_parents
 

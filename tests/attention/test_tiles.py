@@ -13,7 +13,7 @@ import pytest
 from numba import njit
 
 from batchserve.attention import tiles
-from batchserve.attention.vector_code import WIDTH
+from batchserve.native.vector_code import WIDTH
 
 DIMS = (2, 8, 24, 64, 80, 128, 256)
 OTHERS = {"nehalem": (4, "+sse4.2"), "haswell": (8, "+avx,+avx2,+fma")}

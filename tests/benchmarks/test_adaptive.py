@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchserve.bench.replay import ReplayRecord, count_accepted
+from batchserve.decoding_length.step_time import StepLoad, StepTimeModel, StepTimeTable
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree, NullDrafter
-from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from benchmarks.adaptive import overhead
 from benchmarks.adaptive.driver import CONFIDENCE, Contender, Run, fixed, interleave, median_interval
 from benchmarks.adaptive.never_slower import HostileDrafter, random_records

@@ -8,8 +8,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from batchserve.decoding_length.step_time import StepTimeTable
 from batchserve.draft.base import DraftQuery
-from batchserve.scheduler.step_time import StepTimeTable
 from benchmarks.adaptive.budget import CANDIDATES, VOCAB_SIZE, accepted, grown_tree, measure, truth_of
 
 TABLE = StepTimeTable((4, 16, 64), (0.010, 0.013, 0.030))

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from batchserve.decoding_length.step_time import StepTimeTable
 from batchserve.draft.base import NullDrafter
-from batchserve.scheduler.step_time import StepTimeTable
 from benchmarks import report_adaptive
 from benchmarks.adaptive.driver import CONTROL, Contender, Run, control, fixed, interleave, summary
 from benchmarks.adaptive.never_slower import random_records

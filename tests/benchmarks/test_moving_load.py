@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
+from batchserve.decoding_length.step_time import StepTimeTable
 from batchserve.request import Request
-from batchserve.scheduler.step_time import StepTimeTable
 from benchmarks import report_adaptive
 from benchmarks.adaptive.driver import fixed
 from benchmarks.adaptive.never_slower import random_records

@@ -15,7 +15,7 @@ from batchserve.demo import prompts
 from batchserve.demo.measure import Answer, Round
 from batchserve.demo.server_process import ServerProcessError, running_server
 from batchserve.errors import ConfigError
-from batchserve.server.client import RemoteError
+from batchserve.server.grpc.client import RemoteError
 from batchserve.types import FinishReason
 
 TIMEOUT_S = 120

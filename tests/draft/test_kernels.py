@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from batchserve import native
 from batchserve.draft import kernels
 from batchserve.draft.kernels import CHILD, KernelLoader
 from batchserve.errors import ConfigError
 from batchserve.interpreter import python
-from batchserve.native import NOT_KEPT
+from batchserve.native import jit as native
+from batchserve.native.jit import NOT_KEPT
 
 WAIT_S = 60.0
 

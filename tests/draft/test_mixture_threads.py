@@ -8,14 +8,14 @@ import random
 import numpy as np
 import pytest
 
-from batchserve import pool
 from batchserve.draft import mixture
 from batchserve.draft.base import Drafter, DraftRequest
 from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.mixture import MOST_THREADS, MixtureDrafter
 from batchserve.draft.router import RoutingDrafter
-from batchserve.pool import ONE_THREAD
+from batchserve.native import pool
+from batchserve.native.pool import ONE_THREAD
 from batchserve.request import DraftScope
 
 SCOPES = [DraftScope("default", "a"), DraftScope("default", "b"), None]

@@ -10,19 +10,19 @@ import torch
 
 from batchserve.attention.base import LayerShape
 from batchserve.attention.cpu import CpuBackend
-from batchserve.attention.slab import SlabAllocator
 from batchserve.config import EngineConfig
+from batchserve.decoding_length.policy import FixedDrafting
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree, NullDrafter
 from batchserve.engine.detokenizer import Decoder
 from batchserve.engine.drafting import DraftStage
 from batchserve.engine.engine_core import EngineCore, Event
 from batchserve.errors import BatchserveError
+from batchserve.kv.slab import SlabAllocator
 from batchserve.metrics import EngineMetrics
 from batchserve.request import DraftScope, Request
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RaggedBatch
 from batchserve.sampling.verify import VerifiedTokens, walk_tree
-from batchserve.scheduler.draft_policy import FixedDrafting
 from batchserve.scheduler.scheduler import Scheduler
 from batchserve.types import Delta, FinishReason, SpeculationParams
 from tests.factories import make_request, resolve_speculation

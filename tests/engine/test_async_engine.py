@@ -22,7 +22,6 @@ from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.router import RoutingDrafter
 from batchserve.engine import async_engine, engine_loop
 from batchserve.engine.async_engine import INLINE_SIZE, AsyncEngine
-from batchserve.engine.build import BuiltEngine, build_engine
 from batchserve.errors import (
     BatchserveError,
     DeadlineExceededError,
@@ -34,6 +33,7 @@ from batchserve.errors import (
     UnknownModelError,
 )
 from batchserve.request import DraftScope, Request
+from batchserve.startup.build import BuiltEngine, build_engine
 from batchserve.types import Delta, FinishReason, SamplingParams, SpeculationParams, Started
 
 PROMPT = [5, 9, 17, 5, 9]

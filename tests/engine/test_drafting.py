@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from batchserve.attention.base import LayerShape
-from batchserve.attention.slab import EXTENT, SlabAllocator
+from batchserve.decoding_length.acceptance import NUM_DEPTHS
+from batchserve.decoding_length.adaptive import AdaptiveDrafting
+from batchserve.decoding_length.policy import FixedDrafting
+from batchserve.decoding_length.step_time import StepLoad, StepTimeModel, StepTimeTable
 from batchserve.draft.base import DraftTree, NullDrafter
 from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.engine.drafting import LATE_STEPS, DraftStage, depth_labels
+from batchserve.kv.slab import EXTENT, SlabAllocator
 from batchserve.metrics import GAUGES
-from batchserve.scheduler.acceptance import NUM_DEPTHS
-from batchserve.scheduler.adaptive import AdaptiveDrafting
-from batchserve.scheduler.draft_policy import FixedDrafting
-from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from batchserve.types import SpeculationParams
 from tests.engine.scripted import ScriptedEngine, add, scripted_engine
 

@@ -14,7 +14,7 @@ from batchserve.engine import drafting
 from batchserve.engine.guarded_drafter import GuardedDrafter
 from batchserve.errors import EngineFaultError
 from batchserve.faults import Faults
-from batchserve.pool import ONE_THREAD
+from batchserve.native.pool import ONE_THREAD
 from batchserve.request import DraftScope
 from tests.engine.scripted import PerfectDrafter, ScriptedEngine, add, scripted_engine
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from batchserve.config import PROMPT_INFLATION
+from batchserve.decoding_length.adaptive import AdaptiveDrafting
+from batchserve.decoding_length.policy import FixedDrafting
+from batchserve.decoding_length.step_time import StepLoad, StepTimeModel, StepTimeTable
 from batchserve.engine.drafting import DraftStage
 from batchserve.runner.ragged_batch import RaggedBatch
-from batchserve.scheduler.adaptive import AdaptiveDrafting
-from batchserve.scheduler.draft_policy import FixedDrafting
 from batchserve.scheduler.prompt_room import CHUNK_STEP, LEAST_CHUNK
 from batchserve.scheduler.scheduler import Scheduler
-from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from batchserve.types import SpeculationParams
 from tests.engine.scripted import MAX_MODEL_LEN, ScriptedEngine, add, scripted_engine
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from batchserve.config import EngineConfig
-from batchserve.engine.build import build_engine
 from batchserve.engine.engine_core import EngineCore, Event
 from batchserve.errors import BatchserveError, ConfigError, OutOfMemoryError, is_out_of_memory
 from batchserve.free_memory import described_want
 from batchserve.runner.model_runner import ModelRunner
+from batchserve.startup.build import build_engine
 from batchserve.types import SamplingParams, SpeculationParams
 from tests.equivalence.harness import build
 from tests.tiny_models import save_tiny_model
@@ -35,7 +35,7 @@ import resource, sys, time
 from pathlib import Path
 from batchserve.config import EngineConfig
 from batchserve.engine import measure_steps
-from batchserve.engine.build import build_engine
+from batchserve.startup.build import build_engine
 from batchserve.types import SamplingParams, SpeculationParams
 
 measure_steps.MOST_SECONDS = 0.0

@@ -14,8 +14,8 @@ import torch
 
 from batchserve.attention import flashinfer
 from batchserve.attention.flashinfer import FlashInferKernel
-from batchserve.engine import backend as backends
-from batchserve.engine import build
+from batchserve.startup import backend as backends
+from batchserve.startup import build
 from tests.equivalence import harness
 from tests.graphs import RerunCapturer
 

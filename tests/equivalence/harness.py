@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from batchserve.config import EngineConfig
 from batchserve.draft.base import Drafter
-from batchserve.engine.build import BuiltEngine, build_engine
 from batchserve.engine.engine_core import Event
 from batchserve.errors import BatchserveError
 from batchserve.request import Request, ResolvedSampling
 from batchserve.sampling.near_tie import is_near_tie, rounding_bound
 from batchserve.sampling.verify import VerifiedTokens
+from batchserve.startup.build import BuiltEngine, build_engine
 from batchserve.types import FinishReason, SamplingParams, SpeculationParams, Usage
 
 BACKEND = {"device": "cpu", "attention_backend": "cpu"}  # options of every engine; conftest.py sets others

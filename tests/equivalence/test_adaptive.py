@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from batchserve.config import EngineConfig
+from batchserve.decoding_length.adaptive import AdaptiveDrafting
+from batchserve.decoding_length.step_time import StepTimeModel, StepTimeTable
 from batchserve.draft.base import DraftQuery, DraftTree
-from batchserve.engine.build import BuiltEngine
-from batchserve.scheduler.adaptive import AdaptiveDrafting
-from batchserve.scheduler.step_time import StepTimeModel, StepTimeTable
+from batchserve.startup.build import BuiltEngine
 from batchserve.types import SamplingParams, SpeculationParams
 from tests.drafters import HostileDrafter, ScriptedDrafter
 from tests.equivalence.harness import Coverage, Job, PlainPath, assert_equal_but_near_ties, build, random_jobs, run

@@ -14,8 +14,8 @@ import pytest
 from batchserve.attention import mask, paged
 from batchserve.attention.base import Spans
 from batchserve.attention.cpu import CpuBackend
-from batchserve.attention.slab import SlabAllocator
-from batchserve.attention.slots import SlotAllocator
+from batchserve.kv.slab import SlabAllocator
+from batchserve.kv.slots import SlotAllocator
 from batchserve.runner import model_runner, ragged_batch
 from batchserve.sampling.device import DeviceSampler
 from batchserve.sampling.verify import VerifiedTokens

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from batchserve.attention.slots import SlotAllocator
 from batchserve.draft.base import Drafter
-from batchserve.engine.build import BuiltEngine
 from batchserve.engine.engine_core import Event
 from batchserve.errors import BatchserveError, NonFiniteLogitsError
+from batchserve.kv.slots import SlotAllocator
+from batchserve.startup.build import BuiltEngine
 from batchserve.types import Delta, FinishReason, SamplingParams, SpeculationParams
 from tests.drafters import OracleDrafter
 from tests.equivalence.harness import PlainPath, build

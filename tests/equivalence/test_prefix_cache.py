@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from batchserve.attention.prefix_index import FEWEST_TOKENS
-from batchserve.engine.build import BuiltEngine
 from batchserve.engine.engine_core import Event
 from batchserve.errors import BatchserveError
+from batchserve.kv.prefix_index import FEWEST_TOKENS
 from batchserve.request import TENANT, DraftScope, Request
 from batchserve.runner import model_runner
+from batchserve.startup.build import BuiltEngine
 from batchserve.types import FinishReason, SamplingParams, SpeculationParams
 from tests.drafters import OracleDrafter
 from tests.equivalence.harness import Answer, Coverage, Job, PlainPath, assert_equal_but_near_ties, build, run

@@ -13,8 +13,9 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
-from batchserve.attention import matrix_code, vector_code
-from batchserve.attention.vector_code import Builder, Value, index
+from batchserve.attention import matrix_code
+from batchserve.native import vector_code
+from batchserve.native.vector_code import Builder, Value, index
 
 EMULATED = os.environ.get("EMULATED_KERNEL", "")
 LINES = ir.VectorType(ir.IntType(32), 16)

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from batchserve.attention.cpu import CpuBackend
 from batchserve.attention.interface import ShapeProbe
-from batchserve.attention.slab import SlabAllocator
 from batchserve.config import EngineConfig
+from batchserve.kv.slab import SlabAllocator
 from batchserve.program.model import NativeModel
 from batchserve.request import GREEDY
 from batchserve.runner import native

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchserve.attention.vector_code import WIDTH
+from batchserve.native.vector_code import WIDTH
 from batchserve.program import instructions as at
 from batchserve.program.instructions import Function, Kernel, assemble, two_floats
 from batchserve.program.packing import pack

@@ -21,9 +21,6 @@ from torch._dynamo.utils import counters
 from batchserve.attention.custom_op import OpaqueAttention, attend_op
 from batchserve.attention.paged import PagedBackend
 from batchserve.config import EngineConfig
-from batchserve.engine import build as build_module
-from batchserve.engine import make_faster as faster_module
-from batchserve.engine.build import build_engine
 from batchserve.errors import ConfigError
 from batchserve.gpu.inductor import AddResiduals
 from batchserve.gpu.norms import RowNorm
@@ -31,6 +28,9 @@ from batchserve.runner import gpu_modules
 from batchserve.runner.compiled import CompiledLayers, CompiledModel, repeated_layers
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RaggedBatch, RequestRows, build_batch
+from batchserve.startup import build as build_module
+from batchserve.startup import make_faster as faster_module
+from batchserve.startup.build import build_engine
 from tests.attention.test_mask import random_parents
 from tests.equivalence.harness import Coverage, build, random_jobs, run
 from tests.factories import make_sampling

@@ -18,16 +18,14 @@ from hypothesis import strategies as st
 
 from batchserve.attention.base import AttentionParams, LayerShape
 from batchserve.attention.paged import PagedBackend, step_arrays
-from batchserve.attention.slot_kernels import DUMMY_SLOT, UPLOADED, WORD_BITS
 from batchserve.attention.static_step import MAX_CHANGES, StaticStep
 from batchserve.attention.step_buffer import BufferRing, StepLayout
 from batchserve.attention.torch_paged import TorchKernel
 from batchserve.attention.tree_metadata import visible_slots
 from batchserve.attention.triton import TritonTreeKernel
 from batchserve.config import EngineConfig
-from batchserve.engine import build as build_module
-from batchserve.engine.build import BuiltEngine
 from batchserve.errors import ConfigError
+from batchserve.kv.slot_kernels import DUMMY_SLOT, UPLOADED, WORD_BITS
 from batchserve.request import GREEDY
 from batchserve.runner.cuda_graphs import (
     CannotBeCapturedError,
@@ -40,6 +38,8 @@ from batchserve.runner.cuda_graphs import (
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.sampling.recordings import Recordings
+from batchserve.startup import build as build_module
+from batchserve.startup.build import BuiltEngine
 from batchserve.types import SamplingParams
 from tests.attention.test_paged import CPU, Recording, random_step
 from tests.drafters import RandomTreeDrafter

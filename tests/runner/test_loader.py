@@ -16,13 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from batchserve.attention.base import AttentionParams, LayerShape
 from batchserve.attention.interface import ShapeProbe, register
 from batchserve.config import EngineConfig
-from batchserve.engine.build import build_engine
 from batchserve.errors import BatchserveError, ConfigError, UnsupportedModelError
 from batchserve.runner import probe
 from batchserve.runner.loader import load_model, resolve_dtype
 from batchserve.runner.model_folder import resolve_model
 from batchserve.runner.native_linear import NativeLinear
 from batchserve.runner.tokenizer import load_tokenizer
+from batchserve.startup.build import build_engine
 from tests.tiny_models import SUPPORTED, VOCAB_SIZE, WINDOW, save_tiny_model
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchserve import pool
+from batchserve.native import pool
 from batchserve.runner import step_handle
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.runner.step_handle import HostCopy, QueuedStep, verify_batch, verify_request

@@ -18,8 +18,8 @@ from batchserve.attention import interface
 from batchserve.attention.base import AttentionParams, LayerShape
 from batchserve.attention.flashinfer_mask import packed_mask
 from batchserve.attention.paged import PagedBackend
-from batchserve.attention.slots import SlotAllocator
 from batchserve.attention.tree_metadata import TreeKernel, TreeMetadata
+from batchserve.kv.slots import SlotAllocator
 from batchserve.runner.cuda_graphs import Replay, StepGraphs
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RaggedBatch, RequestRows, build_batch

@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from batchserve import LLM, SamplingParams
 from batchserve.config import EngineConfig
-from batchserve.engine import measure_steps
 from batchserve.errors import ConfigError
 from batchserve.runner.loader import load_model
 from batchserve.runner.rope import LONGEST_MODEL_LEN, context_limit
+from batchserve.startup import measure_steps
 from tests.tiny_models import save_tiny_model
 
 pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("_rough_step_times")]

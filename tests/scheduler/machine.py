@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from batchserve.decoding_length.adaptive import AdaptiveDrafting
+from batchserve.decoding_length.plain_steps import PlainSteps
+from batchserve.decoding_length.policy import StepOutcome
+from batchserve.decoding_length.step_time import StepLoad, StepTimeModel, StepTimeTable
 from batchserve.draft.base import DraftTree
 from batchserve.draft.forest import DraftForest
-from batchserve.scheduler.adaptive import AdaptiveDrafting
-from batchserve.scheduler.draft_policy import StepOutcome
-from batchserve.scheduler.plain_steps import PlainSteps
-from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 
 STEP_S, ROW_S = 0.010, 0.001
 DEAR = StepTimeTable((1, 1024), (STEP_S, STEP_S + 1023 * ROW_S))  # at one request a row has to bring a tenth of a token

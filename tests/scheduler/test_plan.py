@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchserve.decoding_length.step_time import StepLoad
 from batchserve.scheduler.plan import SchedulerOutput, lay_plan
-from batchserve.scheduler.step_time import StepLoad
 from tests.factories import examples, make_request
 from tests.scheduler.scheduled import ScheduledRequest, each_scheduled
 

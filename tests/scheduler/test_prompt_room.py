@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchserve.decoding_length.step_time import StepLoad, StepTimeModel, StepTimeTable
 from batchserve.request import Request
 from batchserve.scheduler.prompt_room import CHUNK_STEP, LEAST_CHUNK, PromptRoom, StepBound
-from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from tests.factories import examples, make_request
 
 TABLE = StepTimeTable((4, 64, 1024), (0.010, 0.016, 0.160), 0.0002, 0.00001, 1e-7, 1e-7)

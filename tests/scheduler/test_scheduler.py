@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from batchserve.attention.slots import SlotAllocator
 from batchserve.config import DRAFTERS, EngineConfig
+from batchserve.decoding_length.step_time import StepLoad, StepTimeModel, StepTimeTable
 from batchserve.draft.factory import draft_limits
+from batchserve.kv.slots import SlotAllocator
 from batchserve.request import DraftScope, Request, RequestStatus
 from batchserve.scheduler.plan import SchedulerOutput
 from batchserve.scheduler.policy import rank
 from batchserve.scheduler.prompt_room import LEAST_CHUNK
 from batchserve.scheduler.scheduler import Scheduler
-from batchserve.scheduler.step_time import StepLoad, StepTimeModel, StepTimeTable
 from batchserve.types import SpeculationParams
 from tests.factories import examples, make_request, resolve_speculation
 from tests.scheduler.scheduled import ScheduledRequest, each_scheduled

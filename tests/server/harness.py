@@ -17,8 +17,8 @@ from batchserve.config import ServerConfig
 from batchserve.engine.async_engine import AsyncEngine
 from batchserve.engine.engine_core import EngineCore
 from batchserve.engine.engine_thread import EngineThread
+from batchserve.server.grpc.servicer import SERVICE_NAME
 from batchserve.server.lifecycle import GenerationServer
-from batchserve.server.servicer import SERVICE_NAME
 from batchserve.v1 import generation_pb2 as pb
 from batchserve.v1 import generation_pb2_grpc
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
 
-from batchserve.server.servicer import SERVICE_NAME
+from batchserve.server.grpc.servicer import SERVICE_NAME
 
 DATA, HEADERS, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 4, 6, 8
 ACK, END_STREAM, END_HEADERS = 1, 1, 4

@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from batchserve.server import wire
-from batchserve.server.servicer import SERVICE_NAME
+from batchserve.server.grpc import wire
+from batchserve.server.grpc.servicer import SERVICE_NAME
 from batchserve.v1 import generation_pb2 as pb
 from tests.server.harness import Served, ask, failure_of, read_all, tokens_of
 from tests.tiny_models import VOCAB_SIZE

@@ -33,8 +33,8 @@ from batchserve.metrics import (
     Verification,
 )
 from batchserve.server import lifecycle, metrics_endpoint
+from batchserve.server.grpc.servicer import SERVICE_NAME
 from batchserve.server.lifecycle import GenerationServer
-from batchserve.server.servicer import SERVICE_NAME
 from batchserve.types import Timing
 from batchserve.v1 import generation_pb2 as pb
 from tests.server.fakes import FakeEngine

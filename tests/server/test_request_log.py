@@ -8,8 +8,8 @@ import logging
 import grpc
 import pytest
 
+from batchserve.server.grpc.wire_sizes import SMALL_MESSAGE_BYTES
 from batchserve.server.request_log import logger
-from batchserve.server.wire_sizes import SMALL_MESSAGE_BYTES
 from batchserve.v1 import generation_pb2 as pb
 from tests.server.harness import Served, ask, failure_of
 from tests.server.test_process import NO_DRAFTER, Launch, launch  # noqa: F401 - a fixture

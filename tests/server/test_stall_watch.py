@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2
 
 from batchserve.config import ServerConfig
 from batchserve.errors import ConfigError, EngineFaultError
-from batchserve.server.servicer import SERVICE_NAME
+from batchserve.server.grpc.servicer import SERVICE_NAME
 from batchserve.server.stall_watch import watch_for_stalls
 from tests.server.harness import Served, ask, core_of, failure_of, serving
 

@@ -257,7 +257,7 @@ def test_a_sweep_that_ends_before_its_first_setting_leaves_nothing(
 
 
 def view_table() -> Any:
-    from batchserve.scheduler.step_time import StepTimeTable
+    from batchserve.decoding_length.step_time import StepTimeTable
 
     return StepTimeTable((4, 16, 64), (0.010, 0.012, 0.030))
 

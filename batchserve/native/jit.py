@@ -1,0 +1,177 @@
+"""Functions that Numba compiles, and keeps on disk for the next start.
+
+Numba's own cache is read without a check: a flipped bit ends the process or, worse, changes an answer. It also looks at
+the file that a function is in, but not at those whose code goes into it. So the files are ours here: each has a digest
+(sealed_files.py), and its name stands for the sources of all modules that the function's module imports.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
+from numba.core.serialize import dumps
+from numba.core.sigutils import normalize_signature
+
+from batchserve.sealed_files import UntrustedFileError, read_sealed, write_sealed
+
+logger = logging.getLogger(__name__)
+PACKAGE = Path(__file__).parent.parent
+IMPORT = re.compile(
+    rf"^[ \t]*(?:from ({PACKAGE.name}[\w.]*) import (\([^)]*\)|.*)|import ({PACKAGE.name}[\w.]+))", re.MULTILINE
+)
+VERSIONS = f"numba {numba.__version__}, llvmlite {llvmlite.__version__}"
+NOT_KEPT = "compiled kernels are not kept for the next start"
+STAMP_LENGTH = 16  # of a hash in a file's name
+
+Function = Callable[..., Any]
+
+
+def njit(**options: Any) -> Callable[[Function], Any]:
+    """numba.njit, where cache=True means this module's cache."""
+    is_kept = options.pop("cache", False)
+
+    def decorate(function: Function) -> Any:
+        dispatcher = numba.njit(**options)(function)
+        _keep(dispatcher, function, is_kept)
+        return dispatcher
+
+    return decorate
+
+
+def cfunc(signature: Any, **options: Any) -> Callable[[Function], Any]:
+    """numba.cfunc, where cache=True means this module's cache."""
+    is_kept = options.pop("cache", False)
+
+    def decorate(function: Function) -> Any:
+        compiled = CFunc(function, normalize_signature(signature), locals={}, options=options)
+        _keep(compiled, function, is_kept)
+        compiled.compile()
+        return compiled
+
+    return decorate
+
+
+def _keep(compiled: Any, function: Function, is_kept: bool) -> None:
+    """Let a dispatcher or a callback load and save what is compiled, where that can be."""
+    if not is_kept:
+        return
+    try:
+        compiled._cache = KernelCache(function)
+    except (OSError, RuntimeError) as error:  # Numba's for no writable folder
+        _note_not_kept(str(error) if isinstance(error, OSError) else "no folder is writable")
+
+
+class KernelCache(FunctionCache):  # type: ignore[misc]
+    """Numba's cache of one function, over files that are checked. Neither loading nor saving raises OSError."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__(function)
+        source = sources_digest(Path(function.__code__.co_filename))
+        self._cache_file = KernelFiles(Path(self.cache_path), self._impl.filename_base, source)
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            _note_not_kept(str(error))
+
+
+class KernelFiles:
+    """The files of one function: one for each signature, processor and closure (a key of Numba's)."""
+
+    def __init__(self, folder: Path, name: str, source: str) -> None:
+        self._folder, self._name, self._source = folder, name, source
+
+    def load(self, key: object) -> Any:
+        """What was saved under the key; None: nothing, or nothing that can be trusted."""
+        label = self._label(key)
+        path = self._path(label)
+        try:
+            content = read_sealed(path, label)
+        except UntrustedFileError as error:
+            _note_untrusted(self._folder, str(error))
+            return None
+        return None if content is None else pickle.loads(content)
+
+    def save(self, key: object, data: object) -> None:
+        """Replaces what was compiled from other sources. Raises OSError."""
+        label = self._label(key)
+        path = self._path(label)
+        write_sealed(path, label, dumps(data))
+        stamp = f"{self._name}.{self._source[:STAMP_LENGTH]}."
+        for kept in self._folder.glob(f"{self._name}.*.nbc"):
+            if not kept.name.startswith(stamp):
+                kept.unlink(missing_ok=True)
+
+    def flush(self) -> None:
+        """Forget the function."""
+        for kept in self._folder.glob(f"{self._name}.*.nbc"):
+            kept.unlink(missing_ok=True)
+
+    def _label(self, key: object) -> str:
+        return f"{VERSIONS}, {self._name}, {self._source}, {key!r}"
+
+    def _path(self, label: str) -> Path:
+        of_key = hashlib.sha256(label.encode()).hexdigest()[:STAMP_LENGTH]
+        return self._folder / f"{self._name}.{self._source[:STAMP_LENGTH]}.{of_key}.nbc"
+
+
+def has_kept_kernels(source: Path) -> bool:
+    """Whether there are kernels of a module, as it is now, from an earlier start."""
+    folders = [source.parent / "__pycache__"]
+    if numba.config.CACHE_DIR:
+        folders = [folder for folder in Path(numba.config.CACHE_DIR).glob("*") if folder.is_dir()]
+    pattern = f"{source.stem}.*.{sources_digest(source)[:STAMP_LENGTH]}.*.nbc"
+    return any(next(folder.glob(pattern), None) is not None for folder in folders)
+
+
+@functools.cache
+def sources_digest(source: Path) -> str:
+    """A hash of a file and of all modules of this package that it imports, directly or not."""
+    found, unread = {source}, [source]
+    while unread:
+        new = _imports(unread.pop()) - found
+        found |= new
+        unread += new
+    digest = hashlib.sha256()
+    for each in sorted(found):
+        digest.update(each.name.encode() + b"\0" + _content(each))
+    return digest.hexdigest()
+
+
+@functools.cache
+def _imports(source: Path) -> set[Path]:
+    """Files of this package that one imports; not the package itself, which nothing is compiled from."""
+    modules: set[str] = set()
+    for parent, names, module in IMPORT.findall(_content(source).decode()):
+        modules |= {module or parent, *(f"{parent}.{name}" for name in re.findall(r"\w+", names) if parent)}
+    files = (PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py") for module in modules if "." in module)
+    return {file for file in files if file.exists()}
+
+
+@functools.cache
+def _content(source: Path) -> bytes:
+    return source.read_bytes()
+
+
+@functools.cache
+def _note_untrusted(folder: Path, why: str) -> None:
+    """Once a folder and reason."""
+    logger.warning("compiled kernels in %s: a file %s, so its kernel is compiled again", folder, why)
+
+
+@functools.cache
+def _note_not_kept(why: str) -> None:
+    """Once a reason."""
+    logger.warning("%s: %s", NOT_KEPT, why)

@@ -1,0 +1,239 @@
+"""A process's threads for compiled code: steps, drafters and samplers run on them.
+
+A loop is called with its job by the caller and by as many workers as are wanted beside it, and has to share its work.
+Workers wait for the next loop awake, as a step follows the last one soon, and fall asleep when none comes. They are
+pinned to nothing. One caller at a time has them: engines of one process take turns.
+"""
+
+# ruff: noqa: ANN001, ANN201, ANN202
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import os
+import threading
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import carray, types
+
+from batchserve.forks import Maker
+from batchserve.native.addresses import call_loop
+from batchserve.native.atomics import (
+    SPINS,
+    add_one,
+    call,
+    exchange,
+    load,
+    load_in_order,
+    pause,
+    store,
+    yield_address,
+)
+from batchserve.native.futex import sleep_function, sleep_while, wake
+from batchserve.native.jit import cfunc, njit
+
+# A pool is an int64 array. Fields that are written at different times have a cache line each. LOCK is held by the
+# caller whose turn it is. TURN changes whenever there is work, and its lower bits say how many workers are wanted. LOOP
+# and JOB are that work, DONE counts the workers that have finished it, and the others are system functions' addresses.
+LOCK, TURN, LOOP, JOB, DONE, YIELD, SLEEP = 0, 8, 16, 17, 24, 32, 33
+# Each worker then has a line of its own: ASLEEP is 1 while it sleeps.
+WORKERS, WORKER = 40, 8
+ASLEEP = 0
+WANTED_BITS = 16
+ENDED = -1  # a TURN after which there is none
+MOST_WORKERS = 1023
+AWAKE_SPINS = 20_000  # about a millisecond, which is more than there is between two steps
+_LOOP = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_START = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+
+
+class Team(NamedTuple):
+    """Threads for compiled code that starts them itself (addresses.run_loop): `start` is the address of the function
+    that calls a loop on `size` threads of the pool at an address, 0 where there is one thread.
+    """
+
+    start: int
+    size: int
+    pool: int
+
+
+ONE_THREAD = Team(0, 1, 0)
+
+
+@njit(nogil=True, cache=True)
+def _next_turn(pool, worker, last):  # type: ignore[no-untyped-def]
+    """Wait until TURN differs from `last`, and return it. worker: the address of the worker's line."""
+    spins = 0
+    while True:
+        turn = load(pool + TURN * 8)
+        if turn != last:
+            return turn
+        spins += 1
+        if spins < AWAKE_SPINS:
+            pause()
+            continue
+        # A caller changes TURN and then looks at ASLEEP; a worker does it the other way round. So one sees the other.
+        exchange(worker + ASLEEP * 8, 1)
+        while load_in_order(pool + TURN * 8) == last:
+            sleep_while(worker + ASLEEP * 8, 1, load(pool + SLEEP * 8))
+        store(worker + ASLEEP * 8, 0)
+        spins = 0
+
+
+@functools.cache
+def _work_loop() -> Any:
+    """The compiled function that a worker runs. It is given an int64 array: the pool's address, the worker's own place,
+    and the last TURN before the worker was started.
+    """
+
+    @cfunc(types.void(types.CPointer(types.int64)), nopython=True, cache=True)
+    def loop(own_address):  # type: ignore[no-untyped-def]
+        own = carray(own_address, 3)
+        pool, place, turn = own[0], own[1], own[2]
+        while True:
+            turn = _next_turn(pool, pool + (WORKERS + WORKER * place) * 8, turn)
+            if turn == ENDED:
+                return
+            if place < turn & ((1 << WANTED_BITS) - 1):
+                call_loop(load(pool + LOOP * 8), load(pool + JOB * 8))
+                add_one(pool + DONE * 8)
+
+    return loop
+
+
+@njit(nogil=True, cache=True)
+def _wait_for(pool, place, value):  # type: ignore[no-untyped-def]
+    """Returns once the pool's number at a place has a value."""
+    spins = 0
+    while load(pool + place * 8) != value:
+        spins += 1
+        if spins < SPINS:
+            pause()
+        else:
+            call(load(pool + YIELD * 8))
+
+
+@njit(nogil=True, cache=True)
+def _wake(pool, num_workers):  # type: ignore[no-untyped-def]
+    """Wake those of the first workers that are asleep; TURN has changed before."""
+    for place in range(num_workers):
+        worker = pool + (WORKERS + WORKER * place) * 8
+        if load_in_order(worker + ASLEEP * 8) == 1 and exchange(worker + ASLEEP * 8, 0) == 1:
+            wake(worker + ASLEEP * 8, load(pool + SLEEP * 8))
+
+
+@njit(nogil=True, cache=True)
+def end_all(pool, num_workers):  # type: ignore[no-untyped-def]
+    """Let all workers return."""
+    exchange(pool + TURN * 8, ENDED)
+    _wake(pool, num_workers)
+
+
+@functools.cache
+def start_loop() -> Any:
+    """The compiled function that calls loop(job) on `size` threads of a pool and waits for all of them."""
+
+    @cfunc(types.void(types.int64, types.int64, types.int64, types.int64), nopython=True, cache=True)
+    def start(loop, job, size, pool):  # type: ignore[no-untyped-def]
+        while exchange(pool + LOCK * 8, 1) == 1:
+            _wait_for(pool, LOCK, 0)
+        store(pool + LOOP * 8, loop)
+        store(pool + JOB * 8, job)
+        store(pool + DONE * 8, 0)
+        number = (load(pool + TURN * 8) >> WANTED_BITS) + 1
+        exchange(pool + TURN * 8, number << WANTED_BITS | size - 1)
+        _wake(pool, size - 1)
+        call_loop(loop, job)
+        _wait_for(pool, DONE, size - 1)
+        store(pool + LOCK * 8, 0)
+
+    return start
+
+
+def compile_kernels() -> None:
+    """Compile what workers and callers run, or load it from the cache on disk."""
+    _work_loop()
+    start_loop()
+    unused = np.zeros(WORKERS, np.int64)  # it has to live while it is written to
+    end_all(unused.ctypes.data, 0)
+
+
+class ThreadPool:
+    """Workers that are started as they are wanted, and end with `close`."""
+
+    def __init__(self) -> None:
+        self._maker = Maker("pool of threads")
+        self._state = np.zeros(WORKERS + MOST_WORKERS * WORKER + 8, np.int64)
+        self._state = self._state[-(self._state.ctypes.data // 8) % 8 :]  # from a whole cache line on
+        self._state[YIELD], self._state[SLEEP] = yield_address(), sleep_function()
+        self._threads: list[threading.Thread] = []
+        self._own: list[np.ndarray] = []  # what each worker was given
+        self._lock = threading.Lock()
+        self._has_ended = False
+        self._start = _START(start_loop().address)
+
+    def team(self, size: int) -> Team:
+        """So many threads, the caller's included. Raises ForkedProcessError in a fork, which has none of them, and
+        RuntimeError once they have ended.
+        """
+        self._maker.check()
+        if self._has_ended:
+            raise RuntimeError("the pool of threads has ended: nothing can be computed while the interpreter ends")
+        if size <= 1:
+            return ONE_THREAD
+        if size - 1 > len(self._threads):
+            with self._lock:
+                while len(self._threads) < size - 1:
+                    self._add_worker()
+        return Team(start_loop().address, size, self._state.ctypes.data)
+
+    def run(self, loop: int, job: int, size: int) -> None:
+        """Call the compiled loop(job) on so many threads at once, both by address."""
+        pool = self.team(size).pool
+        if pool:
+            self._start(loop, job, size, pool)
+        else:
+            _LOOP(loop)(job)
+
+    def _add_worker(self) -> None:
+        place = len(self._threads)
+        own = np.array([self._state.ctypes.data, place, self._state[TURN]], np.int64)
+        work, address = _LOOP(_work_loop().address), own.ctypes.data
+        thread = threading.Thread(target=work, args=(address,), name=f"batchserve-{place + 1}", daemon=True)
+        thread.start()
+        self._own.append(own)
+        self._threads.append(thread)
+
+    def close(self) -> None:
+        """End all workers, before the interpreter ends. To be called when nobody uses them."""
+        if self._maker.pid != os.getpid():
+            return
+        self._has_ended = True
+        end_all(self._state.ctypes.data, len(self._threads))
+        for thread in self._threads:
+            thread.join(timeout=1.0)
+
+
+@functools.cache
+def _pool() -> ThreadPool:
+    """The process's own."""
+    pool = ThreadPool()
+    atexit.register(pool.close)
+    return pool
+
+
+def given(wanted: int) -> int:
+    """How many threads a loop gets that asks for so many: one where the system is no POSIX."""
+    return min(wanted, MOST_WORKERS + 1) if os.name == "posix" else 1
+
+
+def team(size: int) -> Team:
+    """So many of the process's threads for compiled code that starts them itself."""
+    return _pool().team(given(size))
+
+
+def run(loop: int, job: int, num_threads: int) -> None:
+    """Call the compiled loop(job) on so many threads at once, both by address; the loop has to share its work."""
+    _pool().run(loop, job, given(num_threads))

@@ -1,0 +1,99 @@
+"""A small client of the service, for the command line and the demo."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from batchserve.errors import BatchserveError
+from batchserve.server.grpc.servicer import SERVICE_NAME
+from batchserve.v1 import generation_pb2 as pb
+from batchserve.v1 import generation_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+    from types import TracebackType
+    from typing import Self
+
+
+class RemoteError(BatchserveError):
+    """The server answered with a non-OK status; `code` is its gRPC name, `reason` that of its ErrorInfo, if any."""
+
+    def __init__(self, code: str, reason: str, message: str) -> None:
+        self.code = code
+        self.reason = reason
+        super().__init__(f"{code}: {message}")
+
+
+class GenerationClient:
+    """One channel to one server; an async context manager. Every method raises RemoteError for a non-OK status."""
+
+    def __init__(self, target: str) -> None:
+        # An http_proxy in the environment would otherwise carry even loopback connections.
+        self._channel = grpc.aio.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)])
+        self._stub: Any = generation_pb2_grpc.GenerationServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._channel.close(None)
+
+    async def wait_until_serving(self) -> None:
+        """Returns once something listens there and the service's health is SERVING; bound it with asyncio.timeout."""
+        call = self._health.Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME), wait_for_ready=True)
+        try:
+            async for answer in call:
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+        except grpc.aio.AioRpcError as error:
+            raise _remote_error(error) from error
+        finally:
+            call.cancel()
+        raise RemoteError("UNAVAILABLE", "", "the health watch ended before the service was serving")
+
+    async def model_info(self) -> pb.GetModelInfoResponse:
+        """What the server serves."""
+        try:
+            info: pb.GetModelInfoResponse = await self._stub.GetModelInfo(pb.GetModelInfoRequest())
+        except grpc.aio.AioRpcError as error:
+            raise _remote_error(error) from error
+        return info
+
+    async def generate(self, request: pb.GenerateRequest, timeout_s: float | None = None) -> pb.GenerateResponse:
+        """One answer, whole."""
+        try:
+            response: pb.GenerateResponse = await self._stub.Generate(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise _remote_error(error) from error
+        return response
+
+    async def stream(
+        self, request: pb.GenerateRequest, timeout_s: float | None = None
+    ) -> AsyncGenerator[pb.StreamGenerateResponse, None]:
+        """The events of one answer; closing the generator cancels the call."""
+        call = self._stub.StreamGenerate(request, timeout=timeout_s)
+        try:
+            async for message in call:
+                yield message
+        except grpc.aio.AioRpcError as error:
+            raise _remote_error(error) from error
+        finally:
+            call.cancel()
+
+
+def _remote_error(error: grpc.aio.AioRpcError) -> RemoteError:
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]  # has what it needs: code, details, metadata
+    reason = ""
+    for detail in status.details if status is not None else ():
+        info = error_details_pb2.ErrorInfo()
+        if detail.Unpack(info):
+            reason = info.reason
+    return RemoteError(error.code().name, reason, error.details() or "no details")

@@ -1,0 +1,190 @@
+"""The gRPC service: each call is one request of the engine, and ends with it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from batchserve.engine.unread import Backlog, UnreadBounds
+from batchserve.errors import (
+    EngineFaultError,
+    InvalidRequestError,
+    UnavailableError,
+    UnknownModelError,
+    UnreadAnswerError,
+)
+from batchserve.server.grpc.convert import (
+    GenerateArguments,
+    from_generate_request,
+    to_generate_response,
+    to_model_info,
+    to_stream_responses,
+    with_path,
+)
+from batchserve.server.grpc.status import abort
+from batchserve.server.request_log import CallRecord
+from batchserve.types import Started
+from batchserve.v1 import generation_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    import grpc
+    from google.protobuf.message import Message
+
+    from batchserve.engine.async_engine import AsyncEngine
+
+# The server may hear of a cancellation a little later than of its client's next call with the same id: it takes a few
+# threads' turns, which take longer on a busy machine. So turns are counted, not seconds.
+CANCEL_TURNS, CANCEL_TURN_S = 6, 0.002
+SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
+SERVICE_NAME: str = SERVICE.full_name
+
+
+class GenerationServicer:
+    """Every method of the contract (protos/batchserve/v1/generation.proto).
+
+    Answers with UNAVAILABLE until `open` and from `close` on. Every method writes its answer, as a stream does: of one
+    that it returned nobody could tell whether the client takes it.
+    """
+
+    def __init__(self, version: str, unread: UnreadBounds) -> None:
+        self._version = version
+        self._unread = unread
+        self._engine: AsyncEngine | None = None
+        self._refusal = "the server is warming up"
+        self.num_calls = 0  # that have come, answered or not
+        self.failed_calls = Counter[str]()  # by reason
+        self._num_open = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    def open(self, engine: AsyncEngine) -> None:
+        """From now on requests go to this engine."""
+        self._engine = engine
+
+    def close(self, reason: str) -> None:
+        """From now on requests are refused; those in flight go on."""
+        self._engine = None
+        self._refusal = reason
+
+    async def wait_idle(self) -> None:
+        """Returns once no call is being answered: the engine may be done before a slow client has read it all."""
+        await self._is_idle.wait()
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, pb.GenerateResponse]
+    ) -> None:
+        """One answer, whole. Cancelling the call cancels this task, which aborts the request."""
+        async with self._answering(context, request, "Generate") as call:
+            engine, arguments = await self._accepted(request, call.record)
+            output = await engine.generate(**arguments._asdict(), deadline_s=context.time_remaining())
+            call.record.finished(output)
+            await call.write(to_generate_response(output))
+
+    async def StreamGenerate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, pb.StreamGenerateResponse]
+    ) -> None:
+        """One answer as it is made.
+
+        Writes instead of yielding: a cancelled call then raises inside this coroutine, so that `aclosing` frees the
+        request at once. An async generator left suspended at a yield would wait for the garbage collector.
+        """
+        async with self._answering(context, request, "StreamGenerate") as call:
+            engine, arguments = await self._accepted(request, call.record)
+            deadline_s = context.time_remaining()
+            events = engine.stream(**arguments._asdict(), deadline_s=deadline_s, backlog=call.backlog)
+            is_finished = False
+            async with aclosing(events):
+                async for event in events:
+                    if isinstance(event, Started):
+                        call.record.started(event)
+                    elif event.finish_reason is not None:
+                        call.record.finished(event)
+                        is_finished = True
+                    for message in to_stream_responses(event):
+                        await call.write(message)
+            if not is_finished:
+                raise EngineFaultError("the engine's stream ended without a finish reason")
+
+    async def GetModelInfo(
+        self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, pb.GetModelInfoResponse]
+    ) -> None:
+        """What is being served."""
+        async with self._answering(context, request, "GetModelInfo") as call:
+            call.record.level = logging.DEBUG
+            info = self._opened().info
+            if request.model not in ("", info.name):
+                raise UnknownModelError(request.model, info.name)
+            await call.write(to_model_info(info, self._version))
+
+    def max_model_len(self) -> int:
+        """The longest that a request may be. Raises UnavailableError."""
+        return self._opened().info.max_model_len
+
+    async def _accepted(self, request: pb.GenerateRequest, record: CallRecord) -> tuple[AsyncEngine, GenerateArguments]:
+        """The engine to ask, and what to ask it, once no call that was cancelled has the request's id any more."""
+        record.asked(request.request_id)
+        engine = self._opened()
+        arguments = from_generate_request(request, engine.info.max_model_len)
+        for _ in range(CANCEL_TURNS):
+            if not engine.has_request(request.request_id):
+                break
+            await asyncio.sleep(CANCEL_TURN_S)
+        return engine, arguments
+
+    def _opened(self) -> AsyncEngine:
+        if self._engine is None:
+            raise UnavailableError(self._refusal)
+        return self._engine
+
+    @asynccontextmanager
+    async def _answering(
+        self, context: grpc.aio.ServicerContext[Any, Any], request: Message, method: str
+    ) -> AsyncIterator[Call]:
+        """One call: counted while it lasts, logged, and ended with the status of whatever is raised inside."""
+        self._num_open += 1
+        self.num_calls += 1
+        self._is_idle.clear()
+        call = Call(context, CallRecord(method, context.peer()), Backlog(self._unread))
+        try:
+            with call.backlog:
+                yield call
+            call.record.log("OK")
+        except InvalidRequestError as error:
+            await abort(context, with_path(error, request), self.failed_calls, call.record)
+        except Exception as error:
+            await abort(context, error, self.failed_calls, call.record)
+        except asyncio.CancelledError:
+            call.record.log("CANCELLED")
+            raise
+        finally:
+            self._num_open -= 1
+            if self._num_open == 0:
+                self._is_idle.set()
+
+
+@dataclass(slots=True)
+class Call:
+    """A call that is being answered."""
+
+    context: grpc.aio.ServicerContext[Any, Any]
+    record: CallRecord
+    backlog: Backlog
+    _has_begun: bool = False
+
+    async def write(self, message: Message) -> None:
+        """Send a message. Raises UnreadAnswerError if the client does not take it, or leaves too much unread."""
+        try:
+            if not self._has_begun:
+                # By itself: gRPC could send no status later where the first message had been given up together with
+                # it. It waits as well, for a client that does not read its connection at all.
+                await self.backlog.write(self.context.send_initial_metadata(()))
+                self._has_begun = True
+            await self.backlog.write(self.context.write(message))
+        except TimeoutError:
+            raise UnreadAnswerError("the client does not take its answer; the request was ended") from None

@@ -1,0 +1,138 @@
+"""Reads the protocol's messages: a missing or malformed one gets INVALID_ARGUMENT with details, and the sizes in a
+large one are checked before it is parsed. Other services' messages are refused where they are large.
+
+For bytes that do not parse gRPC would say a bare UNKNOWN; a call without any message it would never end, neither a
+half-closed one nor one that stays open, which has its own deadline here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from batchserve.errors import BatchserveError, DeadlineExceededError, InvalidRequestError
+from batchserve.server.grpc.convert import refuse_unknown_fields
+from batchserve.server.grpc.status import abort
+from batchserve.server.grpc.wire_sizes import SMALL_MESSAGE_BYTES, check_sizes, malformed
+from batchserve.server.request_log import CallRecord
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from google.protobuf.descriptor import ServiceDescriptor
+    from google.protobuf.message import Message
+
+    from batchserve.server.grpc.servicer import GenerationServicer
+
+    Behaviour = Callable[[Message, grpc.aio.ServicerContext[Any, Any]], Awaitable[None]]
+
+
+MESSAGE_TIMEOUT_S = 30.0
+# Of a message whose ids are counted on the loop: more in a thread, which NumPy lets run beside it.
+MAX_BYTES_ON_LOOP = 1 << 20
+MAX_OTHER_BYTES = 4 << 10  # of health's and reflection's messages, which hold a name each
+
+
+class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
+    """Guards the methods of one service, whose requests are single messages and whose handlers write their answers.
+
+    Of all other services it refuses large messages, which their handlers parse on the loop whatever is in them.
+    """
+
+    def __init__(self, service: ServiceDescriptor, servicer: GenerationServicer) -> None:
+        self._methods = service.methods_by_name
+        self._prefix = f"/{service.full_name}/"
+        self._servicer = servicer
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """The method's handler, guarded."""
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return handler  # type: ignore[return-value]  # a method that nobody has
+        if not handler_call_details.method.startswith(self._prefix):
+            return self._bounded(handler, handler_call_details.method)
+        name = handler_call_details.method.removeprefix(self._prefix)
+        guarded: Any = grpc.stream_stream_rpc_method_handler(
+            self._reading(handler.unary_stream or handler.unary_unary, name, handler.request_deserializer),
+            response_serializer=handler.response_serializer,
+        )
+        return guarded  # type: ignore[no-any-return]
+
+    def _bounded(self, handler: Any, method: str) -> grpc.RpcMethodHandler[Any, Any]:
+        """The handler of another service, which is given no large or malformed message."""
+        parse = handler.request_deserializer
+
+        def parsed(data: bytes) -> Message | InvalidRequestError:
+            if len(data) > MAX_OTHER_BYTES:
+                bound = f"at most {MAX_OTHER_BYTES} bytes"
+                return InvalidRequestError("MESSAGE_TOO_LARGE", "request", f"{len(data)} bytes", bound)
+            try:
+                return parse(data)  # type: ignore[no-any-return]
+            except DecodeError:
+                return malformed()
+
+        async def sound(message: Message | InvalidRequestError, context: Any) -> Message:
+            if isinstance(message, InvalidRequestError):  # what `parsed` raised would become a bare UNKNOWN
+                await self._refuse(context, method, message)
+            return message
+
+        async def streamed(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+            async for response in handler.stream_stream(each(requests, context), context):
+                yield response
+
+        async def each(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Message]:
+            async for message in requests:
+                yield await sound(message, context)
+
+        async def single(message: Message | InvalidRequestError, context: Any) -> Any:
+            return await (handler.unary_unary or handler.unary_stream)(await sound(message, context), context)
+
+        if handler.request_streaming:
+            replaced: dict[str, Any] = {"stream_stream": streamed}
+        else:
+            replaced = {"unary_stream" if handler.response_streaming else "unary_unary": single}
+        bounded: grpc.RpcMethodHandler[Any, Any] = handler._replace(request_deserializer=parsed, **replaced)
+        return bounded
+
+    def _reading(self, behaviour: Behaviour, name: str, parse: Callable[[bytes], Message]) -> Any:
+        async def wrapped(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            try:
+                data = await self._checked(context, name)
+                message = parse(data)
+                if len(data) <= SMALL_MESSAGE_BYTES:  # of a larger one every field has been looked at
+                    refuse_unknown_fields(message)
+            except DecodeError:
+                await self._refuse(context, name, malformed())
+            except BatchserveError as error:
+                await self._refuse(context, name, error)
+            await behaviour(message, context)
+
+        return wrapped
+
+    async def _checked(self, context: grpc.aio.ServicerContext[Any, Any], name: str) -> bytes:
+        """The bytes of the call's message, which do not take long to parse."""
+        try:
+            async with asyncio.timeout(MESSAGE_TIMEOUT_S):  # Python 3.11's wait_for may lose a cancellation
+                data: Any = await context.read()
+        except TimeoutError:  # nothing else would ever end it
+            what = f"the call's message was not there, or not all of it, after {MESSAGE_TIMEOUT_S:g} s"
+            raise DeadlineExceededError(what) from None
+        if data is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in the stubs
+            raise InvalidRequestError("MISSING_MESSAGE", "request", None, "one message")
+        if len(data) > SMALL_MESSAGE_BYTES:
+            arguments = data, self._methods[name].input_type, self._servicer.max_model_len()
+            if len(data) > MAX_BYTES_ON_LOOP:
+                await asyncio.to_thread(check_sizes, *arguments)
+            else:
+                check_sizes(*arguments)
+        return data  # type: ignore[no-any-return]
+
+    async def _refuse(self, context: grpc.aio.ServicerContext[Any, Any], name: str, error: Exception) -> NoReturn:
+        await abort(context, error, self._servicer.failed_calls, CallRecord(name, context.peer()))

@@ -1,0 +1,169 @@
+"""Sizes and counts of a large message, read from its bytes before it is parsed.
+
+Protobuf takes up to a tenth of a second for a megabyte of tiny fields, and holds the interpreter meanwhile: no stream
+would go on. What passes here is parsed in about the time that it takes to copy it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+from google.protobuf.descriptor import FieldDescriptor
+
+from batchserve.errors import InvalidRequestError, invalid
+from batchserve.server.grpc.convert import (
+    MAX_STOP_TOKEN_IDS,
+    check_num_prompt_tokens,
+    check_num_reference_tokens,
+    references_too_long,
+    unknown_field,
+)
+from batchserve.types import MAX_REFERENCE_CHARS, MAX_REFERENCES, MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
+
+if TYPE_CHECKING:
+    from google.protobuf.descriptor import Descriptor
+
+SMALL_MESSAGE_BYTES = 16 << 10  # parsed within a millisecond whatever is in it
+MAX_FIELDS = 512  # of a message, nested ones included; packed ids count as one
+MAX_FIELD_BYTES = 64 << 10  # of a text that has no bound of its own here
+MAX_TEXT_BYTES_PER_TOKEN = 32  # texts have 3 to 15; single tokens are longer where they are runs of spaces
+MAX_CHAR_BYTES = 4
+MAX_VARINT_BYTES = 10
+COUNTED_AT_ONCE = 64 << 10
+PROMPT_IDS, REFERENCE_IDS = "token_ids.ids", "references.token_ids.ids"
+PROMPT_TEXT, REFERENCE_TEXT, STOP_STRINGS = "text", "references.text", "stop.stop_strings"
+TOO_MANY = {
+    "references": ("TOO_MANY_REFERENCES", MAX_REFERENCES),
+    STOP_STRINGS: ("TOO_MANY_STOP_STRINGS", MAX_STOP_STRINGS),
+    "stop.stop_token_ids": ("TOO_MANY_STOP_TOKEN_IDS", MAX_STOP_TOKEN_IDS),
+}
+VARINT, FIXED64, SIZED, GROUP, FIXED32 = 0, 1, 2, 3, 5  # wire types
+FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
+
+
+def check_sizes(data: bytes, message: Descriptor, max_model_len: int) -> None:
+    """Raises InvalidRequestError for a message whose parsing would take long, or that has unknown or broken fields.
+
+    Small ones pass: whoever gets the parsed message checks the same.
+    """
+    if len(data) > SMALL_MESSAGE_BYTES:
+        try:
+            _Sizes(data, max_model_len).add(message, "", 0, len(data))
+        except IndexError:  # it ends in the middle of a number
+            raise malformed() from None
+
+
+def malformed() -> InvalidRequestError:
+    """The error of bytes that are no message."""
+    bound = "bytes that parse as the method's request message"
+    return InvalidRequestError("MALFORMED_MESSAGE", "request", "<bytes>", bound)
+
+
+class _Sizes:
+    """The sums over what has been read of one message."""
+
+    def __init__(self, data: bytes, max_model_len: int) -> None:
+        self._data = data
+        self._max_model_len = max_model_len
+        self._num_fields = 0
+        self._totals = Counter[str]()  # token ids, or bytes of text, by path
+
+    def add(self, message: Descriptor, path: str, at: int, end: int) -> None:
+        """Read the fields of a message that lies in data[at:end]."""
+        while at < end:
+            tag, at = self._varint(at)
+            number, wire_type = tag >> 3, tag & 7
+            field = message.fields_by_number.get(number)
+            if field is None or wire_type == GROUP or not _is_expected(field, wire_type):
+                raise unknown_field(path, number, wire_type, message.full_name)
+            self._count(path + field.name)
+            if wire_type == VARINT:
+                _, value_end = self._varint(at)
+                self._add_ids(path + field.name, 1)
+            elif wire_type == SIZED:
+                size, at = self._varint(at)
+                value_end = at + size
+                if value_end <= end:
+                    self._add_sized(field, path + field.name, at, value_end)
+            else:
+                value_end = at + FIXED_BYTES[wire_type]
+            if value_end > end:
+                raise malformed()
+            at = value_end
+
+    def _add_sized(self, field: FieldDescriptor, path: str, at: int, end: int) -> None:
+        if field.message_type is not None:
+            self.add(field.message_type, f"{path}.", at, end)
+        elif field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):
+            self._add_text(path, end - at)
+        else:
+            self._add_ids(path, _num_varints(self._data, at, end))
+
+    def _add_ids(self, path: str, count: int) -> None:
+        self._totals[path] += count
+        if path == PROMPT_IDS:
+            check_num_prompt_tokens(self._totals[path], self._max_model_len)
+        elif path == REFERENCE_IDS:
+            check_num_reference_tokens(self._totals[path])
+        elif path in TOO_MANY and self._totals[path] > MAX_FIELD_BYTES:
+            raise _too_many(path, str(self._totals[path]))
+
+    def _add_text(self, path: str, size: int) -> None:
+        self._totals[path] += size
+        size = self._totals[path]
+        if path == PROMPT_TEXT:
+            most = MAX_TEXT_BYTES_PER_TOKEN * self._max_model_len + MAX_FIELD_BYTES
+            if size > most:
+                bound = f"at most {self._max_model_len - 1} tokens (max_model_len - 1) of some {most} bytes in all"
+                raise InvalidRequestError("PROMPT_TOO_LONG", path, f"{size} bytes", bound)
+        elif path == REFERENCE_TEXT:
+            if size > MAX_CHAR_BYTES * MAX_REFERENCE_CHARS:
+                raise references_too_long(f"{size} bytes", f"{MAX_REFERENCE_CHARS} characters")
+        elif path == STOP_STRINGS:
+            if size > MAX_CHAR_BYTES * MAX_STOP_STRINGS * MAX_STOP_STRING_CHARS:
+                bound = f"at most {MAX_STOP_STRINGS} strings of at most {MAX_STOP_STRING_CHARS} characters"
+                raise InvalidRequestError("INVALID_STOP_STRING", path, f"{size} bytes", bound)
+        elif size > MAX_FIELD_BYTES:
+            raise InvalidRequestError(invalid(path), path, f"{size} bytes", f"at most {MAX_FIELD_BYTES} bytes")
+
+    def _count(self, path: str) -> None:
+        self._num_fields += 1
+        if self._num_fields > MAX_FIELDS:
+            raise _too_many(path, f"more than {MAX_FIELDS}")
+
+    def _varint(self, at: int) -> tuple[int, int]:
+        """(the number that begins there, where it ends)."""
+        value = 0
+        for place in range(MAX_VARINT_BYTES):
+            byte = self._data[at + place]
+            value |= (byte & 127) << 7 * place
+            if byte < 128:
+                return value, at + place + 1
+        raise malformed()
+
+
+def _is_expected(field: FieldDescriptor, wire_type: int) -> bool:
+    """Whether a field may come in this wire type; a repeated number may come packed."""
+    if field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_MESSAGE):
+        return wire_type == SIZED
+    fixed = {FieldDescriptor.TYPE_FLOAT: FIXED32, FieldDescriptor.TYPE_DOUBLE: FIXED64}
+    return wire_type == fixed.get(field.type, VARINT) or (field.is_repeated and wire_type == SIZED)
+
+
+def _num_varints(data: bytes, at: int, end: int) -> int:
+    """How many numbers data[at:end] holds: each has one byte without the highest bit."""
+    count = 0
+    for start in range(at, end, COUNTED_AT_ONCE):  # what is compared stays in the processor's cache
+        piece = np.frombuffer(data, np.uint8, min(COUNTED_AT_ONCE, end - start), start)
+        count += int(np.count_nonzero(piece < 128))
+    return count
+
+
+def _too_many(path: str, value: str) -> InvalidRequestError:
+    if path in TOO_MANY:
+        reason, most = TOO_MANY[path]
+        return InvalidRequestError(reason, path, value, f"at most {most}")
+    bound = f"in a message of at most {MAX_FIELDS} fields, ids packed"
+    return InvalidRequestError("TOO_MANY_FIELDS", path, value, bound)

@@ -1,0 +1,151 @@
+"""How many compute threads steps run on, by trial."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from batchserve.errors import is_out_of_memory
+from batchserve.runner.probe import compare_logits
+from batchserve.startup.make_faster import trial_logits
+from batchserve.startup.measure_steps import time_decoding
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from batchserve.runner.loader import LoadedModel
+    from batchserve.runner.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+TRIALS = 9
+SLOW_FORWARD_S, LARGE_FORWARD_S = 0.5, 2.0  # seconds; no pause makes two steps in a row take the second
+# After the start it is tried again so often, then more and more seldom; between steps only if there was no lull.
+LOOK_AGAIN_S, SELDOM_S, PATIENCE_S = 30.0, 300.0, 30.0
+LOOKS = 5
+LEAST_GAIN_OF_FEWER = 1.1
+
+
+def choose_threads(runner: ModelRunner, max_num_seqs: int, max_model_len: int, least_gain: float) -> int:
+    """The number of compute threads that runs a decoding step fastest; half as many unless twice gain least_gain.
+
+    Small layers do not repay the barrier between threads, and a busy neighbour makes it a hundred times dearer; a core
+    left free serves the event loop. They are tried in turns, so that a pause of the machine does not decide, and what
+    is compared is the lower quartile. A number whose steps are slow in two turns is tried no more.
+    """
+    most = torch.get_num_threads()
+    counts = [most >> halvings for halvings in range(most.bit_length())]
+    seconds: dict[int, list[float]] = {count: [] for count in counts}
+
+    def trial(count: int) -> float:
+        runner.num_threads = count
+        runner.bind_thread()
+        taken_s = time_decoding(runner, max_num_seqs, max_model_len)
+        if taken_s > SLOW_FORWARD_S:  # it may have been a pause
+            taken_s = min(taken_s, time_decoding(runner, max_num_seqs, max_model_len))
+        return taken_s
+
+    for _ in range(TRIALS):
+        for place, count in enumerate(counts):
+            seconds[count].append(trial(count))
+            if seconds[count][-1] > (SLOW_FORWARD_S if place > 0 else LARGE_FORWARD_S):
+                break  # still fewer would take longer still
+        latest = {count: seconds[count][-1] for count in counts[:2] if seconds[count]}
+        if min(latest.values()) > SLOW_FORWARD_S:  # large layers gain from every core, and more trials would take long
+            return min(latest, key=lambda count: latest[count])
+        counts = [count for count in counts if sum(each > SLOW_FORWARD_S for each in seconds[count]) < 2]
+        if len(counts) == 1:
+            return counts[0]
+    best, best_s = most, math.inf
+    for count in filter(seconds.get, counts):
+        typical_s = sorted(seconds[count])[len(seconds[count]) // 4]
+        if typical_s < best_s * least_gain:
+            best, best_s = count, min(typical_s, best_s)
+    return best
+
+
+class ThreadWatch:
+    """Tries again, now and then, whether steps are faster on twice or half as many compute threads: the machine may
+    have been busy at start, or become so. One thread, which steps, makes all calls.
+
+    time_step: seconds of a trial step on the runner's threads. changed: called with how many times as long as before a
+    step takes on the runner's new number of threads. least_gain: as for choose_threads.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        most: int,
+        least_gain: float,
+        time_step: Callable[[], float],
+        changed: Callable[[float], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._runner, self._most, self._least_gain = runner, most, least_gain
+        self._time_step, self._changed, self._clock = time_step, changed, clock
+        self._every_s, self._is_up_next = LOOK_AGAIN_S, True
+        self._due_s = clock() + self._every_s
+
+    def idle_s(self) -> float:
+        """Seconds until the next trial is due while nothing is to be done."""
+        return max(0.0, self._due_s - self._clock())
+
+    def look(self, *, is_idle: bool) -> None:
+        """Some trial steps, if they are due; between the steps of requests later than while idle."""
+        if self._clock() < self._due_s + (0.0 if is_idle else PATIENCE_S):
+            return
+        before = self._runner.num_threads
+        up, down = before * 2, before // 2
+        is_up = down < 1 or (up <= self._most and self._is_up_next)
+        self._is_up_next = not is_up
+        other, gain = (up, self._least_gain) if is_up else (down, LEAST_GAIN_OF_FEWER)
+        self._every_s = min(2 * self._every_s, SELDOM_S)
+        ratio = 1.0
+        try:
+            ratio = self._ratio(before, other, gain) if 1 <= other <= self._most else 1.0
+        except (MemoryError, RuntimeError) as error:  # requests have all K/V, or all memory
+            if not is_out_of_memory(error):
+                raise
+        finally:
+            is_better = ratio * gain < 1.0
+            self._use(other if is_better else before)
+            self._every_s = LOOK_AGAIN_S if is_better else self._every_s
+            self._due_s = self._clock() + self._every_s
+        if is_better:
+            logger.info("%d compute threads instead of %d: steps take %.2f of the time", other, before, ratio)
+            self._changed(ratio)
+
+    def _ratio(self, before: int, other: int, gain: float) -> float:
+        """How many times as long a step takes on another number of threads; of little use is known after two."""
+        self._use(other)
+        self._time_step()  # the first pays for what is set up for so many threads
+        seconds: dict[int, list[float]] = {before: [], other: []}
+        for _ in range(LOOKS):
+            for count, taken in seconds.items():
+                self._use(count)
+                taken.append(self._time_step())
+            if seconds[other][-1] * gain > seconds[before][-1]:
+                return 1.0
+            if seconds[before][-1] > SLOW_FORWARD_S:
+                break
+        typical = {count: sorted(taken)[len(taken) // 4] for count, taken in seconds.items()}
+        return typical[other] / typical[before]
+
+    def _use(self, count: int) -> None:
+        self._runner.num_threads = count
+        self._runner.bind_thread()
+
+
+def check_threads(loaded: LoadedModel, runner: ModelRunner) -> None:
+    """The model answers on the runner's compute threads as on one. Raises UnsupportedModelError."""
+    chosen, logits = runner.num_threads, {}
+    for count in {1, chosen}:
+        runner.num_threads = count
+        runner.bind_thread()
+        logits[count] = trial_logits(loaded, runner, ())[0]
+    runner.num_threads = chosen
+    runner.bind_thread()
+    where, suspect = f"on {chosen} compute threads", "OpenMP's settings in the environment"
+    compare_logits(loaded.model, logits[chosen], logits[1], where, suspect)

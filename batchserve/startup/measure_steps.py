@@ -1,0 +1,257 @@
+"""Measures what steps of this model cost on this machine, in a few seconds, or reads what was measured before."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import time
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from batchserve.decoding_length.step_time import StepLoad, StepTimeModel, StepTimeTable, grid
+from batchserve.kv.slab import EXTENT
+from batchserve.request import GREEDY
+from batchserve.runner.ragged_batch import RequestRows, build_batch
+from batchserve.sealed_files import UntrustedFileError, read_sealed, write_sealed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from batchserve.runner.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+MOST_SECONDS = 4.0  # for all rounds together, begun ones are finished
+FEWEST_ROUNDS, MOST_ROUNDS = 2, 9
+SAID_EVERY_S = 2.0
+LONG_STEP_S = 0.5  # what takes longer is left to extrapolation, and what may take twice as long is not even tried
+CONTEXT, SHORT_CONTEXT = 1024, 256
+MOST_DRAFT = 64  # steps of more rows are mostly a prompt's
+MANY_REQUESTS = 16
+FEW_ROWS, MORE_ROWS = 1, 4  # of each request: two steps at the same context tell reading K/V from attending to it
+SEAL = "step times 10"  # and the version of what is kept
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Case:
+    """One step to time: the rows of each request, its context, and whether it is a draft or a prefill chunk."""
+
+    rows: tuple[int, ...]
+    context: int = 0
+    is_prefill: bool = False
+
+
+def measured_table(
+    runner: ModelRunner,
+    max_rows: int,
+    max_requests: int,
+    max_context: int,
+    cache: Path,
+    key: Sequence[str],
+    say: Callable[[str], None] = lambda message: None,
+) -> StepTimeTable:
+    """What was measured for `key` before, or else is now; kept in the folder `cache` where that can be written."""
+    extent = _extent(runner, max_rows, max_requests, max_context)
+    name = hashlib.sha256("\n".join([SEAL, str(extent), *key]).encode()).hexdigest()[:24]
+    path = cache / "step_time" / f"{name}.table"
+    known = _read(path)
+    if known is None:
+        known = measure(runner, max_rows, max_requests, max_context, say)
+        _write(path, known)
+    return known
+
+
+def measure(
+    runner: ModelRunner,
+    max_rows: int,
+    max_requests: int,
+    max_context: int,
+    say: Callable[[str], None] = lambda message: None,
+) -> StepTimeTable:
+    """Time steps of up to max_rows rows, max_requests requests and max_context K/V entries, as memory allows."""
+    max_rows, requests, readers, context, max_context = _extent(runner, max_rows, max_requests, max_context)
+    rows = rows_to_time(max_rows, () if runner.graphs is None else runner.graphs.sizes)
+    probes = [_Case((1,) * requests), _Case((min(MOST_DRAFT, max_rows, max_context),), is_prefill=True)]
+    if context >= 64:
+        probes += [_Case((rows_each,) * readers, context) for rows_each in (FEW_ROWS, MORE_ROWS)]
+    sizes = [_Case(_split(n, max_context), is_prefill=n > MOST_DRAFT) for n in rows]
+    with _requests(runner, probes[-1] if probes[-1].context else _Case(())) as names:
+        seconds = _time_all(runner, sizes, probes, names, say)
+    # Where memory is hardly more than one request needs, all that is known is a step of single rows.
+    return _table([case for case in sizes if case in seconds] or probes[:1], probes, seconds)
+
+
+class _Extent(NamedTuple):
+    """How far a table can be measured: rows, requests, requests with a context, that context, and rows of a request."""
+
+    rows: int
+    requests: int
+    readers: int
+    context: int
+    request_rows: int
+
+
+def _extent(runner: ModelRunner, max_rows: int, max_requests: int, max_context: int) -> _Extent:
+    # Half of it for contexts, which stay while other cases come and go.
+    free = runner.backend.allocator.free_tokens // 2
+    rows = max(1, min(max_rows, free, max_requests * max_context))
+    requests = max(1, min(MANY_REQUESTS, max_requests, free // EXTENT))
+    readers = max(1, min(requests, rows // MORE_ROWS))
+    context = min(CONTEXT, max_context - MORE_ROWS, free // 2 // readers - MORE_ROWS - EXTENT)
+    return _Extent(rows, requests, readers, context, min(max_context, rows))
+
+
+def rows_to_time(max_rows: int, bucket_sizes: Sequence[int]) -> list[int]:
+    """The numbers of rows to measure, ascending: a graph's bucket ends in a step of the time, which has two sides."""
+    edges = {size + side for size in bucket_sizes for side in (0, 1)}
+    return sorted({*grid(max_rows), *(edge for edge in edges if edge <= max_rows)})
+
+
+def time_decoding(runner: ModelRunner, max_requests: int, max_context: int) -> float:
+    """Seconds of a step in which requests decode behind a short context, as many and as short as memory allows."""
+    free = runner.backend.allocator.free_tokens // 2
+    requests = max(1, min(MANY_REQUESTS, max_requests, free // EXTENT))
+    context = max(0, min(SHORT_CONTEXT, max_context, free // requests) - 1)
+    case = _Case((1,) * requests, context)
+    with _requests(runner, case) as names:
+        return _time(runner, case, names)
+
+
+def _reserved(case: _Case) -> int:
+    """Tokens of memory that its rows may take."""
+    return sum(-(-(case.context + rows) // EXTENT) * EXTENT for rows in case.rows)
+
+
+def _split(rows: int, most: int) -> tuple[int, ...]:
+    """So many rows over as few requests as can have them."""
+    full, rest = divmod(rows, most)
+    return (most,) * full + ((rest,) if rest else ())
+
+
+def _table(sizes: list[_Case], probes: list[_Case], seconds: dict[_Case, float]) -> StepTimeTable:
+    many, prefill = probes[0], probes[1]
+    drafts = [case for case in sizes if not case.is_prefill]
+    table = StepTimeTable(tuple(sum(case.rows) for case in drafts), tuple(seconds[case] for case in drafts))
+    model = StepTimeModel(table)
+
+    def excess(case: _Case) -> float:
+        """Seconds beyond those of a draft of as many rows without a context."""
+        return seconds[case] - model.predict(StepLoad(sum(case.rows), sum(case.rows), 1))
+
+    per_request = max(0.0, excess(many) / (len(many.rows) - 1)) if len(many.rows) > 1 else 0.0
+    per_logit_row = max(0.0, -excess(prefill) / (prefill.rows[0] - 1)) if prefill.rows[0] > 1 else 0.0
+    per_attended = per_context = 0.0
+    if len(probes) > 2:
+        few, more = probes[2:]
+        readers, num_rows = len(few.rows), sum(few.rows)
+        per_attended = max(0.0, (excess(more) - excess(few)) / ((sum(more.rows) - num_rows) * few.context))
+        of_contexts = (excess(few) - per_request * (readers - 1)) / few.context
+        per_context = max(0.0, (of_contexts - num_rows * per_attended) / readers)
+    # A prefill chunk runs the head on its last row only: the table is of steps that run it on all.
+    heads = [per_logit_row * (sum(case.rows) - len(case.rows)) if case.is_prefill else 0.0 for case in sizes]
+    return StepTimeTable(
+        tuple(sum(case.rows) for case in sizes),
+        tuple(seconds[case] + head for case, head in zip(sizes, heads, strict=True)),
+        per_request,
+        per_logit_row,
+        per_context,
+        per_attended,
+    )
+
+
+def _time_all(
+    runner: ModelRunner, sizes: list[_Case], probes: list[_Case], names: Sequence[str], say: Callable[[str], None]
+) -> dict[_Case, float]:
+    """Seconds of each case, the least of some rounds: noise only ever adds.
+
+    names: requests that have the context of the probes with one.
+    """
+    started = said = time.perf_counter()
+    num_timed = 0
+
+    def sample(case: _Case) -> float:
+        nonlocal said, num_timed
+        num_timed, now = num_timed + 1, time.perf_counter()
+        if now - said > SAID_EVERY_S:
+            said = now
+            say(f"step times: {num_timed} steps timed in {now - started:.0f} s")
+        with nullcontext(names) if case.context else _requests(runner, case) as with_names:
+            seconds = _time(runner, case, with_names)
+            # Steps follow others of their kind: caches are not as the long prompt that was just measured leaves them.
+            is_enough = case.is_prefill or now - started > MOST_SECONDS
+            return seconds if is_enough else min(seconds, _time(runner, case, with_names))
+
+    samples = {case: [sample(case)] for case in probes}
+    of_a_row_s = 0.0
+    for case in sizes:
+        if _reserved(case) > runner.backend.allocator.free_tokens:
+            break  # what memory has no room for is extrapolated, too
+        if of_a_row_s * sum(case.rows) > 2 * LONG_STEP_S:
+            break
+        samples[case] = [sample(case)]
+        if samples[case][0] > LONG_STEP_S:  # or is it what the first of its size compiles?
+            samples[case] = [sample(case)]
+        if samples[case][0] > LONG_STEP_S:
+            break
+        of_a_row_s = samples[case][0] / sum(case.rows)
+    for number in range(1, MOST_ROUNDS):
+        if number >= FEWEST_ROUNDS and time.perf_counter() - started > MOST_SECONDS:
+            break
+        for case, times in samples.items():
+            times.append(sample(case))
+    return {case: min(times) for case, times in samples.items()}
+
+
+@contextmanager
+def _requests(runner: ModelRunner, case: _Case) -> Iterator[list[str]]:
+    """As many as the case has, with its context, and room for its rows."""
+    names = [f"measure-{case.context}-{i}" for i in range(len(case.rows))]
+    allocator = runner.backend.allocator
+    try:
+        for name, rows in zip(names, case.rows, strict=True):
+            if not allocator.reserve(name, case.context + rows):
+                raise MemoryError(f"no K/V memory to measure a step of {case}")
+            if not case.is_prefill:  # whose tokens are the first to write to their memory
+                allocator.touch(name)
+            # What stands in a context does not change how long it takes to read: nothing is computed for it.
+            allocator.commit(name, range(case.context))
+        yield names
+    finally:
+        for name in names:
+            allocator.release(name)
+
+
+def _time(runner: ModelRunner, case: _Case, names: Sequence[str]) -> float:
+    batch = build_batch([_rows(name, rows, case) for name, rows in zip(names, case.rows, strict=True)])
+    start = time.perf_counter()
+    runner.launch(batch).wait()
+    return time.perf_counter() - start
+
+
+def _rows(name: str, rows: int, case: _Case) -> RequestRows:
+    """A chunk of a prompt, or a last token and a tree of drafts: each row has two behind it."""
+    num_pending = rows if case.is_prefill else 1
+    parents = [row - 1 if case.is_prefill else (row - 1) // 2 for row in range(rows)]
+    return RequestRows(name, case.context, [0] * rows, parents, num_pending, GREEDY)
+
+
+def _read(path: Path) -> StepTimeTable | None:
+    try:
+        content = read_sealed(path, SEAL)
+        if content is None:
+            return None
+        fields: dict[str, Any] = json.loads(content)
+        return StepTimeTable(tuple(fields.pop("rows")), tuple(fields.pop("seconds")), **fields)
+    except UntrustedFileError as error:
+        logger.warning("step times are measured again: %s %s", path, error)
+        return None
+
+
+def _write(path: Path, table: StepTimeTable) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_sealed(path, SEAL, json.dumps(dataclasses.asdict(table)).encode())
+    except OSError as error:
+        logger.warning("step times are not kept for the next start: %s", error)
