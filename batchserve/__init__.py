@@ -1,4 +1,4 @@
-"""batchserve: lossless speculative decoding for the latency-sensitive small batch, with no draft model."""
+"""batchserve: lossless speculative decoding for small, latency-sensitive batches, without a draft model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ provide_cache_folder()
 
 
 def __getattr__(name: str) -> Any:
-    """LLM and AsyncEngine import torch, so they come on first use, behind the thread policy."""
+    """Imports LLM and AsyncEngine on first use, after the thread policy is applied, because they import torch."""
     if name not in ("LLM", "AsyncEngine"):
         raise AttributeError(f"module 'batchserve' has no attribute {name!r}")
     apply_thread_policy()

@@ -1,4 +1,4 @@
-"""`python -m batchserve`: the command line where its script is not on the path."""
+"""`python -m batchserve`: runs the command line where its script is not on the path."""
 
 import sys
 

@@ -1,6 +1,6 @@
 """The command line: serve | generate | warm-drafts | bench | tune | demo.
 
-Everything heavy is imported inside the commands: the thread policy must be set before torch is.
+Heavy imports are inside the commands, because the thread policy must be set before torch is imported.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
     from batchserve.engine.async_engine import AsyncEngine
 
 
-logger = logging.getLogger("batchserve")  # as a command this module's name is __main__
+logger = logging.getLogger("batchserve")  # not __name__: that is __main__ when run as a command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
-    for stream in (sys.stdout, sys.stderr):  # what the terminal has no letters for is shown by number
+    """Runs one command and returns its exit status."""
+    for stream in (sys.stdout, sys.stderr):  # escape characters that the terminal cannot encode
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     parsed = _parser().parse_args(arguments)
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError | InvalidRequestError) else 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader of our output has gone (`| head`)
+    except BrokenPipeError:  # the reader of our output is gone (`| head`)
         _give_up_output()
         return 128 + signal.SIGPIPE
     except OSError as error:
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _end_without_memory(error: Exception) -> int:
-    """Exit status 1 and one line for an error for want of memory; any other is raised."""
+    """If the error is for lack of memory, prints one line and returns exit status 1. Raises any other error."""
     message = described_want("to run", error)
     if message is None:
         raise error
@@ -90,7 +90,7 @@ def _end_without_memory(error: Exception) -> int:
 
 
 def _is_output_full() -> bool:
-    """Whether one character more cannot be written either: another file's disk may be the full one."""
+    """True if not even one more character can be written. Otherwise, the disk of another file may be full."""
     try:
         os.write(sys.stdout.fileno(), b"\n")
     except OSError:
@@ -99,7 +99,7 @@ def _is_output_full() -> bool:
 
 
 def _give_up_output() -> None:
-    """Python would complain once more when it flushes at exit."""
+    """Discards further output. Python would report the error once more when it flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", allow_abbrev=False, help="answer one prompt, streaming to the terminal")
     add_generate_flags(generate)
-    add_engine_options(generate, ", without --server", without=("wait_for_drafter",))  # it always does
+    add_engine_options(generate, ", without --server", without=("wait_for_drafter",))  # generate always waits
     generate.set_defaults(run=run_generate)
 
     warm = commands.add_parser("warm-drafts", allow_abbrev=False, help="make a draft cache from recorded answers")
@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _say(message: str, level: int = logging.INFO) -> None:
-    """One line to standard error, or a record where that holds JSON alone."""
+    """Writes a line to standard error, or a log record if standard error holds only JSON."""
     if log_format() == "json":
         logger.log(level, message)
     else:
@@ -156,8 +156,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     server_config: ServerConfig = make_config(ServerConfig, arguments)
     configure_logging(getattr(logging, server_config.log_level.upper()), server_config.log_format)
     if server_config.log_format == "json":
-        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # they are no JSON; transformers heeds it, too
-    # gRPC's own lines are no JSON, and say of an address that is taken what our error says.
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # they are not JSON; transformers respects it, too
+    # gRPC's own log lines are not JSON, and repeat our error if an address is taken.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     if not is_loopback(server_config.host) and "default_draft_scope" not in arguments:
         arguments.default_draft_scope = PRIVATE_SCOPE
@@ -166,7 +166,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             "(--default-draft-scope NAME lets them)"
         )
     engine_config: EngineConfig = make_config(EngineConfig, arguments)
-    if is_model_path(engine_config.model):  # before seconds go into imports, and a process into the engine
+    if is_model_path(engine_config.model):  # fail before slow imports and the start of an engine process
         from batchserve.runner.model_folder import resolve_model
 
         resolve_model(engine_config.model)
@@ -176,7 +176,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     async def start_engine() -> AsyncEngine:
         engine = await AsyncEngine.start(engine_config, _say, own_process=server_config.has_engine_process)
-        # What is there now stays: to look through all of it again would stop every stream for some tenths of a second.
+        # Freeze what exists now: collecting it again would stop every stream for some tenths of a second.
         gc.collect()
         gc.freeze()
         return engine
@@ -184,7 +184,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     try:
         asyncio.run(serve(server_config, __version__, start_engine, lambda line: print(line, flush=True)))
     finally:
-        gc.unfreeze()  # what is never collected extension modules call a leak, on standard error
+        gc.unfreeze()  # extension modules report what is never collected as leaks, on standard error
     return 0
 
 
@@ -199,7 +199,7 @@ def _add_warm_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="whose requests may draft from them (default: default)",
     )
-    # The model's tokenizer is all that is needed of it.
+    # Only the model's tokenizer is needed.
     options = {name: ENGINE_OPTIONS[name] for name in ("model", "trust_remote_code")}
     options["drafter"] = dataclasses.replace(
         ENGINE_OPTIONS["drafter"], help="whose drafts; of these mixture's can be kept"
@@ -230,7 +230,7 @@ def _warm_drafts(arguments: argparse.Namespace) -> int:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
-    # What is checked against the number of requests is checked against the largest that is tried.
+    # Limits that depend on the number of requests are checked for the largest number that is tried.
     largest = argparse.Namespace(**vars(arguments), max_num_seqs=max(1, *arguments.sizes))
     config: EngineConfig = make_config(EngineConfig, largest)
     return run_tune_command(arguments, config, given_flags(arguments))

@@ -1,4 +1,4 @@
-"""Configuration: frozen, validated once at the edge, then passed down; no option is read from the environment."""
+"""Configuration: frozen, validated once at the edge, then passed down. No option is read from the environment."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 COMPILE_MODES = ("auto", "off", "layers", "whole")
 MIN_TARGET_MS = 0.001
-ITL_INFLATION = 1.25  # of a running request's steps, by others' drafts
-# ... by prompts: so these get half of the time. Less, and long prompts arrive faster than they are computed
-# (docs/adaptive.md, "Prompts beside running requests").
+ITL_INFLATION = 1.25  # how far others' drafts may stretch a running request's steps
+# The same for prompts, which therefore get half of the time. With less, long prompts arrive faster than they are
+# computed (docs/adaptive.md, "Prompts beside running requests").
 PROMPT_INFLATION = 2.0
-MAX_RECEIVE_BYTES = (1 << 31) - 1  # gRPC counts them in an int
+MAX_RECEIVE_BYTES = (1 << 31) - 1  # gRPC stores it in an int
 MiB = 1 << 20
-MOST_BRANCH_LENGTH = 4096  # tokens; the trie walks through as many windows for each token that it is given
+MOST_BRANCH_LENGTH = 4096  # tokens; the trie walks as many windows for each token that it is given
 MOST_MIN_MATCH = 32  # tokens; no drafter compares more of a context (draft/text_index.py)
-MAX_THREADS = 4 * (os.cpu_count() or 1)  # OpenMP ends the process where it cannot start as many as it is told to
+MAX_THREADS = 4 * (os.cpu_count() or 1)  # OpenMP ends the process if it cannot start as many as asked for
 
 
 class UnchosenScope(str):
-    """The name of a draft scope that nobody has chosen: where it must not be shared it gives way to PRIVATE_SCOPE."""
+    """A draft scope name that is only a default. It gives way to PRIVATE_SCOPE where it must not be shared."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
-    """What the drafters are made with; None takes a drafter's own default.
+    """Options of the drafters. None means the drafter's own default.
 
-    trie_*: Lookahead (KDD'24), sections 4.2 and 4.3; a capacity of None is 16 x the decoding length (table 4).
+    trie_*: Lookahead (KDD'24), sections 4.2 and 4.3. A capacity of None is 16 x the decoding length (table 4).
     reference_*: LLMA, section 2.2: n tokens that must match, k that are copied.
-    jacobi_*: Lookahead Decoding, section 3: W, N and G. A window of None goes by the model's size, guesses follow it.
-    max_scope_bytes, max_draft_bytes: what one scope, and all scopes of all drafters, may keep of shared texts; the
-    default drafter has twice another's part.
-    draft_cache: a file that the default drafter's shared texts are loaded from at start, which waits for the drafter to
-    be ready, and that AsyncEngine.shutdown saves them to.
+    jacobi_*: Lookahead Decoding, section 3: W, N and G. If None, W depends on the model's size, and G is W.
+    max_scope_bytes, max_draft_bytes: the most memory for the shared texts of one scope, and of all scopes of all
+    drafters. The default drafter gets twice the share of another one.
+    draft_cache: a file of the default drafter's shared texts. It is loaded at start, which then waits for the drafter
+    to be ready, and saved by AsyncEngine.shutdown.
     """
 
     trie_mode: str = "hierarchical"
@@ -101,7 +101,7 @@ class DraftConfig:
             object.__setattr__(self, "draft_cache", expanded_path("draft_cache", self.draft_cache))
 
     def cache_path(self) -> Path | None:
-        """Where draft_cache is; None: there is none. Raises ConfigError where nothing could be saved."""
+        """Returns the path of draft_cache, or None if it is not set. Raises ConfigError if nothing could be saved."""
         if self.draft_cache is None:
             return None
         path, named = Path(self.draft_cache), f"draft_cache = {self.draft_cache!r}"
@@ -119,50 +119,50 @@ class DraftConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything the engine needs to know; `batchserve serve --help` explains each option.
+    """All options of the engine. `batchserve serve --help` explains each of them.
 
     model: a local folder, a hub id, or "bundled".
-    device: where the model runs; auto: a CUDA device if there is one.
+    device: where the model runs. auto: a CUDA device if there is one.
     attention_backend: auto: on a CPU its own, on a GPU the first of triton, flashinfer and torch that can serve the
-    model. torch is slow: the reference of the others, which also runs the GPU path on a CPU.
-    flashinfer_mask: how FlashInfer is told of trees: its own custom mask, or our variant of its kernel, which may have
-    a step's own rows in front of their context (not measured yet).
-    kv_cache_memory: bytes for K/V; None takes a quarter of the memory that is free at start, at most twice what all
-    sequences at full length take, or on a GPU what gpu_memory_utilization (a share of the device's memory) leaves
-    beside weights and the largest step. Without prefix_cache no more is taken than all sequences can use.
-    enforce_eager: no CUDA graphs; max_graph_rows: steps of more rows have none.
-    compile_model: whether torch.compile makes the model faster: "layers" one program for all layers of a kind, "whole"
-    one for all of it, which takes longer; auto: layers, where steps are CUDA graphs and the model can be compiled.
-    custom_kernels: on a CPU, steps as one native program where the model can have one; on a GPU with CUDA graphs,
-    norms, and linears of few rows where that is measured to be faster, by kernels of our own. kernel_overlap: kernels
-    begin while those before them end, on GPUs that can (Hopper and later).
-    max_model_len: None takes the model's own limit, or what the K/V memory holds if that is less.
-    max_num_batched_tokens: rows of one step, prefill chunks, drafts and plain rows together.
-    prefill_chunk_size: the most prompt tokens of one request in one step; None: only the step's bound.
-    drafter: the one that requests get which name none; "none" leaves the others for requests to choose.
-    adaptive: choose in every step which draft tokens are worth their rows; False: run all that are drafted.
-    decoding_length: so many draft tokens of each request in every step, not adaptive; None: as many as pay, or the
-    drafter's own number where `adaptive` is False; 0: none for anybody.
-    max_itl_inflation: drafts stretch the steps of running requests to at most so many times their length, further where
-    everybody gains or is even (docs/adaptive.md), and all prompts together steps with drafts to so many times theirs.
-    None: ITL_INFLATION, and for prompts PROMPT_INFLATION, or where max_itl_ms is given that alone.
-    max_itl_ms: the longest step beside running requests that prompts and drafts may make; None: as max_itl_inflation.
-    Drafts of a fixed length are bounded by neither.
-    max_priority_wait_s: a request that came so long ago, waiting or running, comes before all that came later, whatever
-    their priority.
-    tpot_target_ms: favour requests while their time per output token is above this; they may name their own.
-    prefix_cache: prompts of the same scope that begin alike share K/V: that of requests that are running, and of ended
-    ones, which is kept where memory is free.
+    model. torch is slow: it is the reference for the others, and also runs the GPU path on a CPU.
+    flashinfer_mask: how FlashInfer receives trees: by its own custom mask, or by our variant of its kernel, which can
+    have a step's own rows in front of their context (not measured yet).
+    kv_cache_memory: bytes for K/V. None: a quarter of the memory that is free at start, at most twice what all
+    sequences at full length take; on a GPU, what gpu_memory_utilization (a share of the device's memory) leaves after
+    weights and the largest step. Without prefix_cache, no more is taken than all sequences can use.
+    enforce_eager: no CUDA graphs. max_graph_rows: steps with more rows have none.
+    compile_model: whether torch.compile makes the model faster, as "layers" (one program for all layers of a kind) or
+    "whole" (one in all, which takes longer). auto: layers, if steps are CUDA graphs and the model can be compiled.
+    custom_kernels: on a CPU, run steps as one native program if the model can have one. On a GPU with CUDA graphs, use
+    our own kernels for norms, and for linears of few rows where they are measured to be faster.
+    kernel_overlap: kernels start while the ones before them finish, on GPUs that can do so (Hopper and later).
+    max_model_len: None: the model's own limit, or what the K/V memory holds if that is less.
+    max_num_batched_tokens: rows of one step: prefill chunks, drafts and plain rows together.
+    prefill_chunk_size: the most prompt tokens of one request in one step. None: only the step's limit applies.
+    drafter: the drafter of requests that name none. "none" still lets requests choose another.
+    adaptive: choose in every step which draft tokens are worth their rows. False: run all draft tokens.
+    decoding_length: a fixed number of draft tokens per request and step, not adaptive. None: as many as pay, or the
+    drafter's own number if `adaptive` is False. 0: no drafts for any request.
+    max_itl_inflation: drafts may make steps of running requests up to this many times as long, or longer if every
+    request gains or breaks even (docs/adaptive.md). All prompts together may do the same to steps with drafts. None:
+    ITL_INFLATION for drafts, and for prompts PROMPT_INFLATION, or only max_itl_ms if that is set.
+    max_itl_ms: the longest step that prompts and drafts may cause for running requests. None: only max_itl_inflation
+    applies. Neither option limits drafts of a fixed length.
+    max_priority_wait_s: a request that arrived longer ago than this, waiting or running, precedes all later ones
+    whatever their priority.
+    tpot_target_ms: favour requests while their time per output token is above this. Requests may set their own.
+    prefix_cache: prompts of the same scope that begin alike share K/V, also that of ended requests, which is kept while
+    memory is free.
     tokenizer_end_tokens: answers also end at the tokenizer's end-of-sequence token and at the token that ends a turn in
-    the chat template, where the model's own configuration does not name them.
+    the chat template, if the model's own configuration does not name them.
     cache_dir: where measured step times are kept.
-    branch_length: the most draft tokens in one line of descent; None: the drafter's own.
-    default_draft_scope: whose answers requests draft from that name no scope; "request" shares nothing, and is what a
-    server on an address that is not loopback takes where none is given.
-    wait_for_drafter: do not serve before drafts are ready (the first start ever compiles them); False: serve without.
-    num_threads: compute threads on a CPU, at most MAX_THREADS; None takes what measures fastest at start. Beside a GPU
-    those that drafts are made on.
-    instruction_set: that compiled kernels use on a CPU; it has to be chosen before these are loaded
+    branch_length: the most draft tokens on one path of the draft tree. None: the drafter's own.
+    default_draft_scope: the scope of requests that name none; requests draft from the answers of their scope. "request"
+    shares nothing, and is the default of a server on an address that is not loopback.
+    wait_for_drafter: serve only when drafts are ready (the very first start compiles them). False: serve without.
+    num_threads: compute threads on a CPU, at most MAX_THREADS. None: what measures fastest at start. With a GPU, the
+    threads that make drafts.
+    instruction_set: the instructions that compiled kernels use on a CPU. It has to be chosen before they are loaded
     (choose_instruction_set), as the command line does.
     """
 
@@ -205,29 +205,29 @@ class EngineConfig:
 
     @property
     def has_hub_model(self) -> bool:
-        """Whether `model` is a hub id."""
+        """True if `model` is a hub id."""
         return self.model != "bundled" and not is_model_path(self.model)
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether drafts are chosen by what they are worth in each step."""
+        """True if each step chooses the drafts that are worth their rows."""
         return self.adaptive and self.decoding_length is None
 
     @property
     def draft_inflation(self) -> float:
-        """How far drafts may stretch a step."""
+        """The factor by which drafts may stretch a step."""
         return ITL_INFLATION if self.max_itl_inflation is None else self.max_itl_inflation
 
     @property
     def prompt_inflation(self) -> float:
-        """How far all prompts may stretch a step: whoever bounds steps in milliseconds alone means these to be used."""
+        """The factor by which all prompts may stretch a step. Unlimited if only max_itl_ms is set, to use all of it."""
         if self.max_itl_inflation is not None:
-            return float(self.max_itl_inflation)  # an int would be other code to compile
+            return float(self.max_itl_inflation)  # an int would be compiled separately
         return PROMPT_INFLATION if self.max_itl_ms is None else math.inf
 
     @property
     def max_step_s(self) -> float:
-        """The longest step beside running requests that prompts and drafts may make."""
+        """The longest step that prompts and drafts may cause for running requests."""
         return math.inf if self.max_itl_ms is None else self.max_itl_ms / 1e3
 
     def __post_init__(self) -> None:
@@ -299,7 +299,7 @@ class EngineConfig:
         self._check_drafts_fit()
 
     def _check_drafts_fit(self) -> None:
-        """Of what was asked for, that is: a default is cut to what a step holds."""
+        """Checks only options that were given. A default is cut to what a step holds."""
         draft = self.draft
         copied = draft.reference_copy_length or 0
         window, guesses, levels = draft.jacobi_window or 0, draft.jacobi_guesses or 0, draft.jacobi_ngram - 1
@@ -309,7 +309,7 @@ class EngineConfig:
         self.check_fits("jacobi_window", window, (window + (guesses or window)) * levels if window else 0)
 
     def check_fits(self, name: str, value: object, num_rows: int) -> None:
-        """Raises ConfigError where what the option asks for is more draft tokens than a step holds."""
+        """Raises ConfigError if the option asks for more draft tokens than a step holds."""
         most = self.max_num_batched_tokens - 1
         if num_rows > most:
             raise ConfigError(
@@ -322,11 +322,11 @@ class EngineConfig:
 class ServerConfig:
     """Where and how the server listens.
 
-    has_engine_process: the engine runs in a process of its own (docs/performance.md, "The engine's own process").
-    stall_timeout_s: a step that takes longer than that makes health say NOT_SERVING, until it ends.
-    unread_timeout_s, max_unread_deltas: how long a message waits for its client to take it, and how many deltas behind
-    it, before the call is ended with RESOURCE_EXHAUSTED; all streams together may leave 64 times as many unread.
-    log_level, log_format: from which level on the process logs, and how each line looks.
+    has_engine_process: the engine runs in its own process (docs/performance.md, "The engine's own process").
+    stall_timeout_s: health reports NOT_SERVING while a step takes longer than this.
+    unread_timeout_s, max_unread_deltas: how long a message waits for its client to take it, and how many deltas may
+    wait after it, before the call ends with RESOURCE_EXHAUSTED. All streams together may leave 64 times as many unread.
+    log_level, log_format: the lowest level that the process logs, and the format of each line.
     """
 
     host: str = "127.0.0.1"
@@ -344,7 +344,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         host = path_text("host", self.host)
-        if host.startswith("[") and host.endswith("]"):  # as IPv6 addresses are written in front of a port
+        if host.startswith("[") and host.endswith("]"):  # as in IPv6 addresses that are followed by a port
             object.__setattr__(self, "host", host[1:-1])
         for name, port in (("port", self.port), ("metrics_port", self.metrics_port)):
             if name == "metrics_port" and port is None:
@@ -366,18 +366,18 @@ class ServerConfig:
 
 
 def default_cache_dir() -> str:
-    """The user's folder for what can be made again."""
+    """Returns the user's folder for files that can be made again."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(base, "batchserve")
 
 
 def is_scope_name(name: object) -> bool:
-    """Whether it can name a draft scope: scopes are saved under their names, as UTF-8."""
+    """True if it can name a draft scope. Scopes are saved under their names, as UTF-8."""
     return isinstance(name, str) and 0 < len(name) <= MAX_SCOPE_CHARS and is_utf8(name)
 
 
 def is_utf8(text: str) -> bool:
-    """Whether it can be sent or written: what the system gives for other bytes has lone surrogates."""
+    """True if the text can be encoded. Other bytes that the system passes become lone surrogates, which cannot be."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Domain exceptions. Nothing here knows of gRPC: only `server/` turns them into status codes."""
+"""Domain exceptions. Nothing here depends on gRPC: only `server/` turns them into status codes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class BatchserveError(Exception):
-    """Base of every error that this package raises on purpose.
+    """Base class of every error that this package raises on purpose.
 
     `reason` is a stable UPPER_SNAKE_CASE word that programs may match on.
     """
@@ -15,7 +15,7 @@ class BatchserveError(Exception):
     reason: str = "INTERNAL"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As it is: it may cross processes, and not all are made from their message."""
+        """Pickles the attributes, as an error may cross processes and not every error is built from its message."""
         return _restore, (type(self), self.args, self.__dict__)
 
 
@@ -33,15 +33,15 @@ class ConfigError(BatchserveError):
 
 
 class UnsupportedModelError(BatchserveError):
-    """The model would be answered wrongly, so it is refused."""
+    """The model would give wrong answers, so it is refused."""
 
     reason = "UNSUPPORTED_MODEL"
 
 
 class InvalidRequestError(BatchserveError):
-    """An argument of a request is out of its bound. The message names the argument, the value and the bound.
+    """An argument of a request is out of bounds. The message names the argument, the value and the bound.
 
-    `field` is the argument's name in Python; the server tells its clients the path in their message instead.
+    `field` is the argument's name in Python. The server gives its clients the path in their message instead.
     """
 
     def __init__(self, reason: str, field: str, value: object, bound: str) -> None:
@@ -53,7 +53,7 @@ class InvalidRequestError(BatchserveError):
 
 
 def invalid(field: str) -> str:
-    """The reason of an argument out of its bound: INVALID_MAX_TOKENS for "max_tokens"."""
+    """Returns the reason for an argument out of bounds: INVALID_MAX_TOKENS for "max_tokens"."""
     return f"INVALID_{field.upper()}"
 
 
@@ -76,7 +76,7 @@ class DuplicateRequestError(BatchserveError):
 
 
 class QueueFullError(BatchserveError):
-    """As many requests are in flight as may run and wait together; try again later."""
+    """There is no room for another running or waiting request. Try again later."""
 
     reason = "QUEUE_FULL"
     retry_after_s = 1.0
@@ -100,31 +100,31 @@ class DeadlineExceededError(BatchserveError):
 
 
 class UnreadAnswerError(BatchserveError):
-    """The client did not take its answer while it was made; the request was ended."""
+    """The client did not take its answer while it was generated, so the request was ended."""
 
     reason = "UNREAD_ANSWER"
 
 
 class NonFiniteLogitsError(BatchserveError):
-    """The model's numbers overflowed for this request: nothing says which token comes next."""
+    """The model's numbers overflowed for this request, so its next token is undefined."""
 
     reason = "NON_FINITE_LOGITS"
 
 
 class OutOfMemoryError(BatchserveError):
-    """The system had no memory for a request's next step; others go on."""
+    """The system had no memory for a request's next step. Other requests go on."""
 
     reason = "OUT_OF_MEMORY"
 
 
 class EngineFaultError(BatchserveError):
-    """The engine failed, and every request in flight ends with this error; or it failed for this request alone."""
+    """The engine failed, for this request alone or for all requests in flight, which then end with this error."""
 
     reason = "ENGINE_FAULT"
 
 
 class ForkedProcessError(BatchserveError):
-    """An engine was called in a process that was forked from the one that made it: its threads are not there."""
+    """An engine was called in a fork of the process that made it. The engine's threads do not exist there."""
 
     reason = "FORKED_PROCESS"
 
@@ -136,16 +136,16 @@ class ForkedProcessError(BatchserveError):
 
 
 def one_line(error: Exception) -> str:
-    """What an error of somebody else's says, without its line ends; its kind where it says nothing."""
+    """Returns a third-party error's message in one line, or its type if the message is empty."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
-# Of libraries that have no type for it, in small letters.
+# Messages, in lower case, of libraries that have no exception type for lack of memory.
 NO_MEMORY = ("allocate memory", "out of memory", "bad_alloc", "start new thread", "failed to map segment")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or one that it came from, says that the system has no memory left."""
+    """True if an error, or one that it came from, says that the system has no memory left."""
     chain: list[BaseException] = []
     found: BaseException | None = error
     while found is not None and found not in chain:
@@ -160,10 +160,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def shortened(value: object, limit: int = 80) -> str:
-    """repr() of a value, and where that is longer than `limit` only its beginning, and how long it is."""
+    """Returns repr() of a value. If it is longer than `limit`, returns only its beginning, and its length."""
     try:
         text = repr(value[:limit] if isinstance(value, str) else value)  # a prompt may have megabytes
-    except ValueError:  # an integer of more digits than Python will print
+    except ValueError:  # an integer with more digits than Python prints
         text = f"<{type(value).__name__}>"
-    size = len(value) if isinstance(value, str) else len(text)  # of a text without the quotes
+    size = len(value) if isinstance(value, str) else len(text)  # the size of a string is without its quotes
     return text if max(size, len(text)) <= limit else f"{text[:limit]}... ({size} characters)"

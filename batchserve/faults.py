@@ -1,4 +1,4 @@
-"""Faults in what a step can do without: contained where they happen, counted, and logged once."""
+"""Contains faults in the dispensable parts of a step where they happen, counts them, and logs each once."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Faults:
-    """Counts faults by where they were. One thread writes, any thread may read `counts`."""
+    """Counts faults by location. One thread writes; any thread may read `counts`."""
 
     counts: Counter[str] = field(default_factory=Counter)
     _logged: set[tuple[str, str, int | None]] = field(default_factory=set)
 
     def note(self, where: str, error: Exception, outcome: str) -> None:
-        """Count a fault; the first one that is raised at a line of code is logged with its traceback."""
+        """Counts a fault. The first one raised at a line of code is logged with its traceback."""
         self.counts[where] += 1
         last = traceback.extract_tb(error.__traceback__)[-1:]
         line = (where, last[0].filename, last[0].lineno) if last else (where, type(error).__name__, None)
@@ -31,13 +31,13 @@ class Faults:
             logger.error("fault in %s: %s; the next ones like it are only counted", where, outcome, exc_info=error)
 
     def contained(self, where: str, outcome: str) -> Contained:
-        """A context that notes an exception that is raised in it, and goes on behind it."""
+        """Returns a context manager that notes an exception raised inside, and goes on after the block."""
         return Contained(self, where, outcome)
 
 
 @dataclass(frozen=True, slots=True)
 class Contained:
-    """A context manager without state: it may be entered any number of times. BaseExceptions pass, as Ctrl-C does."""
+    """A context manager without state: it may be entered any number of times. BaseExceptions such as Ctrl-C pass."""
 
     faults: Faults
     where: str

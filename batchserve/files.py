@@ -1,4 +1,4 @@
-"""Files that a command is given, or told to write."""
+"""Paths of the files that a command reads or writes, and checks of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def parse_path(text: str) -> Path:
-    """The path of an option, its `~` expanded; an empty one would be the current folder.
+    """Returns the path of an option with `~` expanded. An empty one is refused: it would be the current folder.
 
     Raises argparse.ArgumentTypeError.
     """
@@ -27,19 +27,19 @@ def parse_path(text: str) -> Path:
 
 
 def bundled_sets() -> dict[str, Path]:
-    """The recorded answers that come with the package, by name."""
+    """Returns the files of recorded answers that come with the package, by name."""
     folder = Path(str(resources.files("batchserve"))) / "data" / "replay"
     return {path.stem: path for path in sorted(folder.glob("*.jsonl"))}
 
 
 def parse_recorded(text: str) -> Path:
-    """A file of recorded requests, or a bundled one by its name. Raises argparse.ArgumentTypeError."""
+    """Returns a file of recorded requests, or a bundled one by its name. Raises argparse.ArgumentTypeError."""
     path = parse_path(text)
     return path if path.exists() else bundled_sets().get(text.removesuffix(".jsonl"), path)
 
 
 def check_readable(path: Path) -> None:
-    """For what is read only after something slow. A pipe is not opened. Raises ConfigError."""
+    """Checks that a file can be read, before slow work that precedes it. A pipe is not opened. Raises ConfigError."""
     try:
         path.stat()
         if not path.is_fifo():
@@ -49,7 +49,7 @@ def check_readable(path: Path) -> None:
 
 
 def check_writable(path: Path, option: str) -> None:
-    """For what is written only after something slow. Nothing is left in the folder. Raises ConfigError."""
+    """Checks that a file can be written, before slow work that precedes it. Leaves no file. Raises ConfigError."""
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError(f"{option} = {str(path)!r}: must be a file in a folder that exists")
     try:
@@ -64,7 +64,7 @@ def check_writable(path: Path, option: str) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[Path]:
-    """What cannot be written is a ConfigError that names the file: the system names none where a disk is full."""
+    """Turns an OSError into a ConfigError that names the file. The system does not name it if a disk is full."""
     try:
         yield path
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Engines belong to the process that made them: a fork has none of their threads, and would wait for them for ever."""
+"""Refuses engines in forked processes. A fork has none of the engine's threads, and would wait for them for ever."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from batchserve.errors import ForkedProcessError
 
 @functools.cache
 def _first_maker() -> int:
-    """The process that this was first called in; its forks inherit the answer."""
+    """Returns the process in which this was first called. Its forks inherit the answer."""
     return os.getpid()
 
 
 def check_no_fork_of_a_maker() -> None:
-    """Called where an engine is made. Raises ForkedProcessError in a fork of a process that made one before.
+    """Raises ForkedProcessError in a fork of a process that has made an engine. Called before an engine is made.
 
-    Of that one's compute threads (OpenMP's) the fork has the books without the threads.
+    The fork has the records of that process's compute threads (OpenMP's) without the threads.
     """
     Maker("engine", _first_maker()).check()
 

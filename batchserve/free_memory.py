@@ -1,4 +1,4 @@
-"""How much memory of the host can still be had: by the machine, and by the control groups that a container sets."""
+"""Reads how much host memory is available, within the machine and the control groups that a container sets."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pathlib import Path
 from batchserve.config import MiB
 from batchserve.errors import ConfigError, is_out_of_memory
 
-LOW_BYTES = 256 << 20  # with less than that, a library's failure without a reason is taken to be for want of memory
-LIBRARY_BYTES = 640 << 20  # what a start takes beside the weights and K/V, kernels that are compiled included
+LOW_BYTES = 256 << 20  # with less, a library's failure without a reason is taken for lack of memory
+LIBRARY_BYTES = 640 << 20  # memory of a start besides weights and K/V, including kernels that are compiled
 FAILURES = ("could not create", "could not execute", "error return without exception")
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that can be had without swapping; None where the system does not say. root: where proc and sys are."""
+    """Returns the memory available without swapping; None if the system does not say. root: contains proc and sys."""
     limits = [_of_machine(root), _of_process(root), *(_of_group(folder) for folder in _groups(root))]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 @contextmanager
 def memory_errors_named(what: str) -> Iterator[None]:
-    """Errors for want of memory inside become a ConfigError that says for what, how much was asked for and is free."""
+    """Turns errors for lack of memory into a ConfigError with the purpose, the bytes asked for and what is free."""
     try:
         yield
     except Exception as error:
@@ -34,7 +34,7 @@ def memory_errors_named(what: str) -> Iterator[None]:
 
 
 def described_want(what: str, error: BaseException) -> str | None:
-    """One line if the error is for want of memory, else None."""
+    """Returns one line if the error is for lack of memory, else None."""
     free = free_memory_bytes()
     is_low = free is not None and free < LOW_BYTES
     said = str(error)
@@ -47,9 +47,9 @@ def described_want(what: str, error: BaseException) -> str | None:
 
 
 def check_weights_fit(model: str, num_bytes: int) -> None:
-    """Raises ConfigError where a model's weights, in the type that is served, are more than can be had.
+    """Raises ConfigError if a model's weights, in the served dtype, take more memory than is available.
 
-    Under `ulimit -v` libraries and kernels need address space, too: without any they end the process without a word.
+    Under `ulimit -v`, libraries and kernels need address space, too. Without it, they end the process silently.
     """
     free, space = free_memory_bytes(), _of_process(Path("/"))
     needed = num_bytes if space is None or space > num_bytes + LIBRARY_BYTES else num_bytes + LIBRARY_BYTES
@@ -67,18 +67,18 @@ def _of_machine(root: Path) -> int | None:
 
 
 def _of_process(root: Path) -> int | None:
-    """What `ulimit -v` leaves; None without one."""
+    """Returns what `ulimit -v` leaves, or None if it is not set."""
     try:
         limits = (root / "proc/self/limits").read_text().splitlines()
         words = next(line.split() for line in limits if line.startswith("Max address space"))
         return max(0, int(words[3]) - int((root / "proc/self/statm").read_text().split()[0]) * PAGE)
     except (OSError, ValueError, StopIteration, IndexError):
-        return None  # "unlimited" is no number, either
+        return None  # "unlimited" is not a number, either
 
 
 def _groups(root: Path) -> list[Path]:
-    """The folders of this process's control group and of those that it is in; each has a limit. Of both versions: what
-    Linux calls hybrid has memory in the first.
+    """Returns the folders of this process's control group and of its ancestors, as each has a limit. Covers both
+    versions: in what Linux calls hybrid, memory is in the first.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -89,16 +89,16 @@ def _groups(root: Path) -> list[Path]:
         if controllers and "memory" not in controllers.split(","):
             continue
         top, inside = root / "sys/fs/cgroup" / ("memory" if controllers else ""), path.strip("/")
-        own = top / inside if (top / inside).is_dir() else top  # in a namespace the path is of no use
+        own = top / inside if (top / inside).is_dir() else top  # in a namespace, the path may not exist
         found += [own, *(folder for folder in own.parents if folder.is_relative_to(top))]
     return found
 
 
 def _of_group(folder: Path) -> int | None:
-    """None: it has no limit. What is kept of files can be given up."""
+    """Returns what the group's limit leaves, or None without one. Cached files count as free: they can be dropped."""
     for limit, usage, cached in (
         ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1: without one, 2^63
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1: 2^63 without a limit
     ):
         with suppress(OSError, ValueError):
             most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
@@ -107,7 +107,7 @@ def _of_group(folder: Path) -> int | None:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """The first number behind the name of each line."""
+    """Returns the first number after the name in each line, by name."""
     try:
         lines = [line.split() for line in path.read_text().splitlines()]
     except OSError:

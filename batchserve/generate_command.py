@@ -1,6 +1,6 @@
-"""`batchserve generate`: one answer, from an engine in this process or from a running server, as it is made.
+"""`batchserve generate`: streams one answer, from an engine in this process or from a running server.
 
-Everything heavy is imported when it runs.
+Heavy imports happen when it runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def add_generate_flags(parser: argparse.ArgumentParser) -> None:
-    """What to ask and how; the options of an engine are the command line's."""
+    """Adds the flags for the prompt and sampling. The command line adds the options of an engine."""
     parser.add_argument("--prompt", help="the prompt (default: standard input)")
     parser.add_argument(
         "--chat",
@@ -58,16 +58,16 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
-    """Print the answer to the terminal; returns the exit status."""
+    """Prints the answer to the terminal and returns the exit status."""
     if sys.stdout is None:
         raise ConfigError("standard output: must be open, for the answer")
-    # Nothing here outlives the process, and loading cannot be interrupted otherwise: Ctrl-C ends it at once.
+    # Nothing here outlives the process, and loading cannot be interrupted otherwise, so Ctrl-C ends it at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if arguments.server is not None:
         _check_address(arguments.server)
         _refuse_engine_options(arguments)
     elif not arguments.no_speculation:
-        # One answer would be over before they are compiled, and what compiles them ends with it: so it went on.
+        # Otherwise, one answer is over before the drafter is compiled, and the process ends the compilation every time.
         vars(arguments).setdefault("wait_for_drafter", True)
     text = _prompt_text(arguments)
     config: EngineConfig = make_config(EngineConfig, arguments)
@@ -103,7 +103,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
 def _check_without_model(
     arguments: argparse.Namespace, text: str, config: EngineConfig, params: SamplingParams
 ) -> None:
-    """What an engine would refuse only after its model is loaded. Raises InvalidRequestError."""
+    """Raises InvalidRequestError for what an engine would refuse only after its model is loaded."""
     if not text and not arguments.chat:
         raise InvalidRequestError("EMPTY_PROMPT", "prompt", text, "at least one character")
     room = config.max_model_len if arguments.server is None else None
@@ -113,7 +113,7 @@ def _check_without_model(
 
 
 def _check_address(target: str) -> None:
-    """gRPC would take another port than was meant: 443 where there is none, 1 for 65537."""
+    """Raises ConfigError for an address with which gRPC would use a wrong port: 443 without a port, 1 for 65537."""
     host, _, port = target.rpartition(":")
     is_port = port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) <= 65535
     if not host or not is_port or (":" in host and not host.endswith("]")):
@@ -121,7 +121,7 @@ def _check_address(target: str) -> None:
 
 
 def _refuse_engine_options(arguments: argparse.Namespace) -> None:
-    """What would be ignored: the engine is the server's. With --chat the model here has the template."""
+    """Refuses options that would be ignored, as the engine is the server's. With --chat, --model has the template."""
     used = ("model", "trust_remote_code") if arguments.chat else ()
     given = [flag_of(name) for name in (*ENGINE_OPTIONS, *DRAFT_OPTIONS) if name in arguments and name not in used]
     if given:
@@ -134,10 +134,10 @@ def _prompt_text(arguments: argparse.Namespace) -> str:
     if arguments.prompt is None and sys.stdin is None:
         raise ConfigError("--prompt: must be given: standard input is closed")
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(newline="")  # a prompt is what it is, line ends included
+        sys.stdin.reconfigure(newline="")  # keep the line ends of a prompt
     try:
         text: str = sys.stdin.read() if arguments.prompt is None else arguments.prompt
-        text.encode()  # bytes of the command line that are no text arrive as lone surrogates
+        text.encode()  # bytes of the command line that are not text arrive as lone surrogates
     except UnicodeError as error:
         raise InvalidRequestError("INVALID_TEXT", "prompt", "<bytes>", "UTF-8 text") from error
     return text
@@ -149,7 +149,7 @@ def _reference_text(path: str) -> str:
             return file.read()
     except UnicodeDecodeError as error:
         raise InvalidRequestError("INVALID_TEXT", "reference", path, f"a file of UTF-8 text ({error})") from error
-    except (OSError, ValueError) as error:  # ValueError: no file has a name with a NUL
+    except (OSError, ValueError) as error:  # ValueError: a NUL in a file's name
         raise InvalidRequestError("INVALID_REFERENCES", "reference", path, f"a file to read ({error})") from error
 
 
@@ -162,11 +162,11 @@ def _chat_token_ids(text: str, config: EngineConfig) -> list[int]:
 
 
 def _servers_chat(text: str, target: str) -> list[int]:
-    """The prompt in the chat template of the model that is served: another one's token ids would mean other words."""
+    """Returns the prompt in the served model's chat template. Another model's token ids would mean other words."""
     name = asyncio.run(_served_model(target))
     message = f"--chat: must be with --model, a folder or hub id of the server's model, which it calls {name!r}"
     if name != "bundled" and "/" not in name and not os.path.isdir(name):
-        raise ConfigError(message)  # a name of the server's own is not looked up anywhere
+        raise ConfigError(message)  # a name that the server made up is not looked up
     try:
         return _chat_token_ids(text, EngineConfig(model=name))
     except ConfigError as error:
@@ -212,7 +212,7 @@ async def _remote_events(
 
 
 async def _show(events: AsyncGenerator[Started | Delta, None]) -> None:
-    """Text to standard output as it comes; what it took, to standard error."""
+    """Writes text to standard output as it arrives, and the usage and time to standard error."""
     usage: Usage | None = None
     total_s = 0.0
     async with aclosing(events):

@@ -1,4 +1,4 @@
-"""Who can reach an address that a server listens on."""
+"""Checks whether a server's address can be reached from other machines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address, or all of a name's; what cannot be resolved is no loopback."""
+    """True if only this machine can reach the host, by any of its addresses. False if it cannot be resolved."""
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     with suppress(ValueError):
         return _is_loopback_address(host)

@@ -1,4 +1,4 @@
-"""Ctrl-C where being cut short would leave something half done."""
+"""Handles Ctrl-C where an interruption would leave something half done."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import FrameType
 
 @contextmanager
 def interrupts_end_the_process() -> Iterator[None]:
-    """A Ctrl-C that comes inside is the system's: within a compiler Python would lose it, or go on half done."""
+    """Lets Ctrl-C end the process. Inside a compiler, Python would lose it, or go on with something half done."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
         yield
@@ -25,10 +25,10 @@ def interrupts_end_the_process() -> Iterator[None]:
 
 @contextmanager
 def interrupts_held() -> Iterator[Callable[[], None]]:
-    """A Ctrl-C that comes inside takes effect at the end, or where the block calls what is yielded.
+    """Delays Ctrl-C to the end of the block, or until the block calls the yielded function.
 
-    Only the main thread is interrupted, so there is nothing to hold in others, nor where nobody is to be interrupted or
-    the handler is not Python's.
+    Only the main thread is interrupted. Nothing is delayed in other threads, if Ctrl-C is ignored, or if the handler is
+    not Python's.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
@@ -37,7 +37,7 @@ def interrupts_held() -> Iterator[Callable[[], None]]:
     has_come, where = False, None
 
     def note(number: int, frame: FrameType | None) -> None:
-        # Nothing that takes a lock: another Ctrl-C may come in here.
+        # This must not take a lock: another Ctrl-C may interrupt it.
         nonlocal has_come, where
         has_come, where = True, frame
 
@@ -48,7 +48,7 @@ def interrupts_held() -> Iterator[Callable[[], None]]:
         frame, has_come, where = where, False, None
         if callable(before):
             before(signal.SIGINT, frame)
-        else:  # the system's own way, which ends the process
+        else:  # the system's default, which ends the process
             signal.signal(signal.SIGINT, before)
             signal.raise_signal(signal.SIGINT)
 

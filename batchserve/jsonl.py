@@ -1,4 +1,4 @@
-"""Files of recorded requests: one JSON object a line, checked field by field."""
+"""Reads files of recorded requests: one JSON object per line, checked field by field."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchserve.errors import ConfigError
 
 
 class Line(NamedTuple):
-    """One object, where it stands (for messages), and how far the file has been read, in bytes."""
+    """One object, its location (for messages), and how far the file has been read, in bytes."""
 
     fields: dict[str, Any]
     where: str
@@ -19,9 +19,9 @@ class Line(NamedTuple):
 
 
 def read_lines(path: Path, option: str = "") -> Generator[Line, None, None]:
-    """The objects of a file; empty lines are skipped. Whoever may stop before its end closes it (contextlib.closing).
+    """Yields the objects of a file, without empty lines. A caller that may stop early closes it (contextlib.closing).
 
-    Raises ConfigError naming file and line, and the option that the file was given by, if it has a name.
+    Raises ConfigError, which names the file, the line, and the option that the file was given by, if it has a name.
     """
     num_bytes = 0
     try:
@@ -37,7 +37,7 @@ def read_lines(path: Path, option: str = "") -> Generator[Line, None, None]:
 
 
 def text_of(line: Line, name: str) -> str:
-    """A field that must be a text; it may be empty. Raises ConfigError."""
+    """Returns a field that must be a text, possibly empty. Raises ConfigError."""
     if name not in line.fields:
         raise ConfigError(f"{line.where}: field {name!r} is missing")
     value = line.fields[name]
@@ -47,7 +47,7 @@ def text_of(line: Line, name: str) -> str:
 
 
 def references_of(line: Line) -> list[str]:
-    """The texts of "reference", or of "references"; there need not be any. Raises ConfigError."""
+    """Returns the texts of "reference" or "references", if there are any. Raises ConfigError."""
     given = [name for name in ("reference", "references") if line.fields.get(name) is not None]
     if len(given) > 1:
         raise ConfigError(f"{line.where}: fields 'reference' and 'references' must not both be given")
@@ -68,5 +68,5 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _is_text(value: object) -> TypeGuard[str]:
-    """JSON can also write half a character (a lone surrogate), which no tokenizer takes."""
+    """True for text. JSON can also hold half a character (a lone surrogate), which no tokenizer takes."""
     return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)

@@ -1,4 +1,4 @@
-"""The offline API: prompts in, answers out, through the same core as the server's."""
+"""The offline API: answers prompts with the same core as the server."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ T = TypeVar("T")
 class LLM:
     """A model and an engine in this process, for batches of prompts.
 
-    Options are those of EngineConfig. Calls of several threads take turns; AsyncEngine serves its callers at once. On a
-    CPU it sets the number of torch's compute threads, for all of the program (`num_threads`).
+    The options are those of EngineConfig. Calls from several threads take turns, whereas AsyncEngine serves its callers
+    concurrently. On a CPU, it sets torch's number of compute threads for the whole program (`num_threads`).
     """
 
     def __init__(self, model: str = "bundled", **options: Any) -> None:
@@ -57,14 +57,14 @@ class LLM:
         priority: int | Sequence[int] = 0,
         show_progress: bool = True,
     ) -> list[RequestOutput]:
-        """Answers in the order of the prompts; a prompt is a string or a list of token ids.
+        """Returns the answers in the order of the prompts. A prompt is a string or a list of token ids.
 
-        sampling_params, speculation, priority (higher comes first): one for all prompts, or one for each.
-        Every prompt is checked before any is run: raises InvalidRequestError and runs nothing. What goes wrong for one
-        of them later (NonFiniteLogitsError) ends the call, and the others' answers are lost.
+        sampling_params, speculation, priority (higher comes first): one for all prompts, or one for each. All prompts
+        are checked before any runs, so if one raises InvalidRequestError, nothing has run. A later error of one prompt
+        (NonFiniteLogitsError) ends the call, and the other answers are lost.
         """
         self._maker.check()
-        arguments = _all_arguments(_as_list(prompts), sampling_params, speculation, priority)  # which may use this LLM
+        arguments = _all_arguments(_as_list(prompts), sampling_params, speculation, priority)  # runs callers' code
         with self._turn:
             return self._run(self._requests(arguments), show_progress)
 
@@ -72,7 +72,7 @@ class LLM:
         collectors = {r.request_id: OutputCollector(r.token_ids[:]) for r in requests}
         errors: list[Exception] = []
         self._core.runner.bind_thread()
-        # A step that is cut short would leave the engine's books wrong for good.
+        # A step that is cut short would leave the engine's state wrong for good.
         with interrupts_held() as let_interrupts_in, _progress_bar(len(requests), show_progress) as advance:
 
             def collect(events: list[Event]) -> None:
@@ -93,16 +93,16 @@ class LLM:
                 while self._core.has_work and not errors:
                     self._core.step()
                     let_interrupts_in()
-            finally:  # an error or Ctrl-C leaves nothing behind for the next call
+            finally:  # after an error or Ctrl-C, nothing is left for the next call
                 self._core.abort_all()
-                self._core.emit = lambda events: None  # that one holds all prompts and answers
+                self._core.emit = lambda events: None  # the replaced function holds all prompts and answers
         if errors:
             raise errors[0]
         self._core.check_integrity()
         return [collectors[r.request_id].output() for r in requests]
 
     def clear_draft_scope(self, draft_scope: str = "") -> None:
-        """Forget what the requests of a draft scope have shared; empty is the default scope.
+        """Forgets what the requests of a draft scope have shared. An empty name is the default scope.
 
         Raises InvalidRequestError.
         """
@@ -113,7 +113,7 @@ class LLM:
                 self._core.clear_draft_scope(scope)
 
     def save_drafts(self, path: str | os.PathLike[str]) -> None:
-        """Keep what the default drafter shares in a file, for `draft_cache`; none is written before its first request.
+        """Saves what the default drafter shares to a file, for `draft_cache`. Writes none before its first request.
 
         Raises ConfigError, OSError.
         """
@@ -141,7 +141,7 @@ class LLM:
 
 
 def _where(field: str, place: int | None) -> str:
-    """The argument of generate() that an error about one request is about; place: which of several prompts has it."""
+    """Returns the argument of generate() that an error refers to. place: the prompt's index if there are several."""
     which = "prompts" if place is None else f"prompts[{place}]"
     if field.startswith("prompt"):
         return which + field.removeprefix("prompt")
@@ -158,7 +158,7 @@ def _all_arguments(
     params = _one_each("sampling_params", sampling_params, SamplingParams, len(prompts))
     speculations = _one_each("speculation", speculation, SpeculationParams, len(prompts))
     shared = priority
-    if isinstance(priority, numbers.Integral) and not isinstance(priority, bool):  # NumPy's are integers, too
+    if isinstance(priority, numbers.Integral) and not isinstance(priority, bool):  # NumPy's are included
         shared = int(priority)
     priorities = _one_each("priority", shared, int, len(prompts))
     return list(zip(prompts, params, speculations, priorities, strict=True))
@@ -176,14 +176,14 @@ def _one_each(field: str, value: T | Sequence[T] | None, kind: type[T], count: i
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt may stand alone: a string, or a flat list of ids."""
+    """Returns a list of prompts. A single prompt may be a string or a flat list of ids."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
         raise InvalidRequestError("INVALID_PROMPT", "prompts", prompts, "text, token ids, or a list of these")
-    # NumPy's arrays and PyTorch's tensors have elements that are no integers to isinstance.
+    # To isinstance, elements of NumPy arrays and PyTorch tensors are not integers.
     items: Any = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
-    if not isinstance(items, list):  # an array without a dimension
+    if not isinstance(items, list):  # an array with zero dimensions
         raise InvalidRequestError("INVALID_PROMPT", "prompts", prompts, "text, token ids, or a list of these")
     if items and isinstance(items[0], numbers.Integral):
         return [items]
@@ -192,7 +192,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 @contextmanager
 def _progress_bar(total: int, is_shown: bool) -> Iterator[Any]:
-    """Yields a function that is told of every delta; draws prompts done and tokens per second."""
+    """Draws finished prompts and tokens per second. Yields a function to call with every delta."""
     if not is_shown:
         yield lambda delta: None
         return
@@ -200,7 +200,7 @@ def _progress_bar(total: int, is_shown: bool) -> Iterator[Any]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("Processed prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)  # standard output is the program's
+    console = Console(stderr=True)  # standard output belongs to the program
     with Progress(*columns, TextColumn("{task.fields[speed]}"), console=console) as progress:
         task = progress.add_task("", total=total, speed="")
         started, tokens = time.monotonic(), 0

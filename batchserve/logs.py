@@ -1,4 +1,4 @@
-"""What a process logs, and how: one record a line, as text or as JSON."""
+"""Configures the log of a process: one record per line, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, logger and message, then the record's extra fields as NAME=VALUE; a traceback has lines of its own.
+    """Time, level, logger and message, then extra fields as NAME=VALUE. A traceback has lines of its own.
 
-    Whatever a caller has sent stays on the record's line: control characters are escaped.
+    Control characters are escaped, so that text from a caller stays on the record's line.
     """
 
     def __init__(self) -> None:
@@ -47,14 +47,14 @@ class JsonFormatter(logging.Formatter):
 
 
 LIBRARIES = ("transformers", "huggingface_hub")
-CHATTY = ("httpx", "httpx2")  # a line for each request to a hub
+CHATTY = ("httpx", "httpx2")  # log a line for each request to a hub
 FORMATTERS: dict[str, type[logging.Formatter]] = {"text": TextFormatter, "json": JsonFormatter}
 
 
 def configure_logging(level: int = logging.INFO, log_format: str = "text") -> None:
-    """To standard error, from that level on; other libraries' records from INFO on at least. May be repeated.
+    """Logs to standard error at this level or above, and other libraries at INFO or above. May be called again.
 
-    Where a program that uses this package has configured its own logging, that stays as it is.
+    If a program that uses this package has configured its own logging, that is left as it is.
     """
     root = logging.getLogger()
     for handler in _own_handlers():
@@ -63,7 +63,7 @@ def configure_logging(level: int = logging.INFO, log_format: str = "text") -> No
         return
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(FORMATTERS[log_format]())
-    handler.setLevel(level)  # a record of a library with a level of its own is stopped here alone
+    handler.setLevel(level)  # the only limit for a library's logger with its own level
     root.addHandler(handler)
     root.setLevel(max(level, logging.INFO))
     logging.getLogger("batchserve").setLevel(level)
@@ -73,12 +73,12 @@ def configure_logging(level: int = logging.INFO, log_format: str = "text") -> No
 
 
 def log_format() -> str:
-    """How this process logs: what another one has to be told to log alike."""
+    """Returns this process's log format, to be passed to other processes."""
     return "json" if any(isinstance(handler.formatter, JsonFormatter) for handler in _own_handlers()) else "text"
 
 
 def adopt_library_loggers() -> None:
-    """Let libraries that have handlers of their own, once they are imported, log as everything else here does."""
+    """Makes libraries that install their own handlers when imported log like everything else here."""
     if _own_handlers():
         for name in LIBRARIES:
             logger = logging.getLogger(name)
@@ -96,12 +96,12 @@ def _extra(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _shown(value: object) -> str:
-    """A value without spaces, or quoted, with everything but ASCII escaped."""
+    """Returns the value's text. It is quoted, with non-ASCII characters escaped, unless it is plain."""
     text = str(value)
     return text if _PLAIN.fullmatch(text) else json.dumps(text)
 
 
 def _jsonable(value: object) -> object:
-    """The value, or its text where JSON has nothing like it: no number is NaN or infinite there."""
+    """Returns the value, or its text if JSON cannot represent it, like NaN and infinities."""
     is_number = isinstance(value, int | float) and value == value and abs(value) != float("inf")
     return value if value is None or isinstance(value, str | bool) or is_number else str(value)

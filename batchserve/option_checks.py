@@ -7,21 +7,21 @@ import sys
 
 from batchserve.errors import ConfigError, shortened
 
-MOST_TOKENS, MOST_BYTES = (1 << 31) - 1, 1 << 60  # of anything that is counted: compiled code adds them up in 64 bits
+MOST_TOKENS, MOST_BYTES = (1 << 31) - 1, 1 << 60  # of anything counted: compiled code adds up in 64 bits
 
 
 def is_model_path(model: str) -> bool:
-    """Whether it is meant as a folder: written as a path, or there."""
+    """True if the value means a folder: it is written as a path, or exists as one."""
     return os.path.isabs(model) or model.startswith((".", "~")) or os.path.exists(model)
 
 
 def expanded_path(name: str, value: object) -> str:
-    """Text of a path, `~` replaced by the home folder: no shell does it in `--option=~/x`. Raises ConfigError."""
+    """Returns the text of a path with `~` expanded, as no shell does it in `--option=~/x`. Raises ConfigError."""
     return os.path.expanduser(path_text(name, value))
 
 
 def path_text(name: str, value: object) -> str:
-    """Text of a path or a name. Raises ConfigError."""
+    """Returns the text of a path or a name. Raises ConfigError."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str):
         raise ConfigError(f"{name} = {value!r}: must be text or a path")

@@ -1,6 +1,6 @@
-"""Configuration fields as command-line flags: every field of a dataclass has one, with its type and default.
+"""Turns configuration fields into command-line flags. Every field has a flag with its type and default.
 
-Only the words are written here; the dataclasses alone know types, defaults and bounds.
+Only the help texts are here. Types, defaults and bounds come from the dataclasses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 
 
 
 def parse_size(text: str) -> int:
-    """Bytes of '2GiB', '512MiB', '1.5 GiB' or '1048576'; raises argparse.ArgumentTypeError."""
+    """Parses '2GiB', '512MiB', '1.5 GiB' or '1048576' into bytes. Raises argparse.ArgumentTypeError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]iB|B?)", text.strip(), re.IGNORECASE | re.ASCII)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 2GiB, 512MiB or 1048576 (bytes)")
@@ -42,7 +42,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_integers(text: str) -> tuple[int, ...]:
-    """Raises argparse.ArgumentTypeError."""
+    """Parses a comma-separated list of integers. Raises argparse.ArgumentTypeError."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -50,7 +50,7 @@ def parse_integers(text: str) -> tuple[int, ...]:
 
 
 def parse_on_off(text: str) -> bool:
-    """Raises argparse.ArgumentTypeError."""
+    """Parses on or off. Raises argparse.ArgumentTypeError."""
     if text not in ("on", "off"):
         raise argparse.ArgumentTypeError(f"{text!r} is neither on nor off")
     return text == "on"
@@ -58,12 +58,12 @@ def parse_on_off(text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Option:
-    """How one field of a configuration is shown on the command line; its flag, type and default are the field's."""
+    """How a configuration field appears on the command line. Its flag, type and default come from the field."""
 
     help: str
     choices: tuple[str, ...] | None = None
     is_size: bool = False
-    is_on_off: bool = False  # of a bool: --flag on | off in place of --flag and --no-flag
+    is_on_off: bool = False  # for a bool: --flag on | off instead of --flag and --no-flag
     default_text: str | None = None  # what a default of None means
 
 
@@ -226,12 +226,12 @@ _KINDS: dict[Any, type] = {
 
 
 def flag_of(field: str) -> str:
-    """The flag of a configuration field: kebab-case, without is_ and has_."""
+    """Returns the flag of a configuration field: kebab-case, without is_ and has_."""
     return "--" + re.sub(r"^(is|has)_", "", field).replace("_", "-")
 
 
 def add_options(parser: argparse._ActionsContainer, config: type, options: dict[str, Option]) -> None:
-    """A flag for each of these fields of a configuration dataclass."""
+    """Adds a flag for each of these fields of a configuration dataclass."""
     hints = get_type_hints(config)
     for field in dataclasses.fields(config):
         if field.name not in options:
@@ -246,12 +246,12 @@ def add_options(parser: argparse._ActionsContainer, config: type, options: dict[
         else:
             arguments["type"] = parse_size if option.is_size else _KINDS[hints[field.name]]
             arguments["choices"] = option.choices
-        # An absent flag sets nothing, so that the dataclass alone knows the defaults.
+        # An absent flag sets nothing, so that only the dataclass defines defaults.
         parser.add_argument(flag_of(field.name), default=argparse.SUPPRESS, **arguments)
 
 
 def make_config(config: type, arguments: argparse.Namespace) -> Any:
-    """The dataclass from the flags that were given; raises ConfigError."""
+    """Builds the dataclass from the flags that were given. Raises ConfigError."""
     hints = get_type_hints(config)
     given = {name: value for name, value in vars(arguments).items() if name in hints}
     nested: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
@@ -267,7 +267,7 @@ def _shown_default(value: object, option: Option) -> str:
 
 
 def given_flags(arguments: argparse.Namespace) -> list[str]:
-    """The flags of the engine's configuration that were given, to be given again."""
+    """Returns the given flags of the engine's configuration, to pass them on."""
     flags: list[str] = []
     for name, option in (ENGINE_OPTIONS | DRAFT_OPTIONS).items():
         if name not in arguments:

@@ -1,4 +1,4 @@
-"""What a command says while it runs."""
+"""Prints the progress of a command."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import sys
 
 
 def progress(message: str) -> None:
-    """One line to standard error, at once: standard output is for answers."""
+    """Prints one line to standard error at once. Standard output is for answers."""
     print(message, file=sys.stderr, flush=True)

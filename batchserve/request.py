@@ -6,6 +6,9 @@ import enum
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 
+import numpy as np
+
+from batchserve.request_table import new_row
 from batchserve.types import FinishReason, Timing, Usage
 
 TENANT = "default"  # there is no authentication: all callers are one
@@ -55,6 +58,38 @@ class ResolvedSpeculation:
     tpot_target_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request as it is sent to the engine, with every bound checked. Times are seconds of the engine's clock.
+
+    is_whole: its client is given all of the answer at its end. prefix_scope: see Request.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: ResolvedSampling
+    speculation: ResolvedSpeculation
+    arrival_s: float
+    deadline_s: float | None = None
+    priority: int = 0  # higher comes first
+    prefix_scope: DraftScope | None = None
+    is_whole: bool = False
+
+    def begin(self) -> Request:
+        """The engine's state of this request."""
+        return Request(
+            self.request_id,
+            self.prompt_token_ids,
+            self.sampling,
+            self.arrival_s,
+            self.speculation,
+            self.deadline_s,
+            self.priority,
+            prefix_scope=self.prefix_scope,
+            is_whole=self.is_whole,
+        )
+
+
 FIRST_PAUSE = 8  # tokens without drafts behind some whose numbers overflowed; each further time twice as many
 
 
@@ -76,10 +111,11 @@ _LEGAL = {
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """State of one request. The scheduler moves it; the engine core appends to it; nobody else writes.
+    """State of one request. The scheduler and the engine core change it; nobody else does.
 
-    token_ids: the prompt, then the answer so far, at most max_total_tokens. num_computed_tokens: how many of them have
-    K/V; while it runs at least one has none. Times are seconds of the engine's clock.
+    token_ids: the prompt, then the answer so far, at most max_total_tokens. row: the numbers that compiled code reads
+    (request_table.ROW); a row of the engine's RequestTable while the request is in flight, and slot is its number
+    there (-1: it is in none). Times are seconds of the engine's clock.
     """
 
     request_id: str
@@ -93,17 +129,16 @@ class Request:
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     max_total_tokens: int = field(init=False)
-    num_computed_tokens: int = 0
+    row: np.void = field(init=False, repr=False)
+    slot: int = field(init=False, default=-1)
+    _end_tokens: np.ndarray = field(init=False, repr=False)  # row["end_tokens"] is its address
     prefix_scope: DraftScope | None = None  # whose cached K/V it may begin with, and leaves its own to; None: nobody's
     num_cached_tokens: int = 0  # of the prompt, whose K/V was there
     num_published_tokens: int = 0  # whose text is out
     is_whole: bool = False  # its client is given all of it at its end
     num_given_tokens: int = 0  # of those published
     num_preemptions: int = 0
-    plain_until: int = 0  # it has no drafts before it has so many tokens
     next_pause: int = FIRST_PAUSE  # of drafts, in tokens
-    num_draft_tokens: int = 0
-    num_accepted_draft_tokens: int = 0
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
@@ -113,15 +148,44 @@ class Request:
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_total_tokens = self.num_prompt_tokens + self.sampling.max_tokens
+        self._end_tokens = np.array([*self.sampling.end_token_ids], np.int64)
+        self.row = row = new_row()
+        row["num_tokens"], row["last_token"] = self.num_prompt_tokens, prompt_token_ids[-1] if prompt_token_ids else -1
+        row["max_total"] = self.max_total_tokens
+        row["max_draft_tokens"] = self.speculation.max_draft_tokens
+        row["branch_length"] = self.speculation.branch_length
+        row["end_tokens"], row["num_end_tokens"] = self._end_tokens.ctypes.data, len(self._end_tokens)
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_computed_tokens(self) -> int:
+        """Tokens with K/V. While the request runs at least one token has none."""
+        return int(self.row["num_computed"])
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, count: int) -> None:
+        self.row["num_computed"] = count
+
+    @property
     def num_pending_tokens(self) -> int:
         """Tokens without K/V: 1 while decoding, more while (re)computing a prompt."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return int(self.row["num_draft_tokens"])
+
+    @property
+    def num_accepted_draft_tokens(self) -> int:
+        return int(self.row["num_accepted_draft_tokens"])
+
+    def append(self, token_ids: list[int]) -> None:
+        """Add tokens to the answer."""
+        self.token_ids += token_ids
+        self.row["num_tokens"], self.row["last_token"] = len(self.token_ids), self.token_ids[-1]
 
     @property
     def is_finished(self) -> bool:
@@ -135,7 +199,7 @@ class Request:
 
     def pause_drafts(self) -> None:
         """Go on without drafts for a while: those of the last step gave numbers that say nothing."""
-        self.plain_until = len(self.token_ids) + self.next_pause
+        self.row["plain_until"] = len(self.token_ids) + self.next_pause
         self.next_pause *= 2
 
     def usage(self, completion_tokens: int) -> Usage:

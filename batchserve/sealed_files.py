@@ -1,4 +1,4 @@
-"""Files that this program writes for itself: each begins with a digest, and nobody else's are trusted."""
+"""Files that this program writes for itself. Each begins with a digest; files of other users are not trusted."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ DIGEST_SIZE = 32
 
 
 class UntrustedFileError(Exception):
-    """A file is not what write_sealed wrote; the message says why, in words that can follow its name."""
+    """A file is not what write_sealed wrote. The message says why, in words that can follow the file's name."""
 
 
 def read_sealed(path: Path, label: str) -> bytes | None:
-    """The content that write_sealed wrote under this label; None where there is no file.
+    """Returns the content that write_sealed wrote under this label, or None if there is no file.
 
-    Raises UntrustedFileError where the file is damaged, has another label, or could have been written by someone else.
+    Raises UntrustedFileError if the file is damaged, has another label, or could have been written by another user.
     """
     try:
         # A symbolic link could lead anywhere, and opening a pipe would wait for ever.
@@ -45,7 +45,7 @@ def read_sealed(path: Path, label: str) -> bytes | None:
 
 
 def write_sealed(path: Path, label: str, content: bytes) -> None:
-    """Write the file whole or not at all; other processes may do so at the same time. Raises OSError."""
+    """Writes the whole file or nothing. Other processes may write it at the same time. Raises OSError."""
     with replacing(path) as file:
         file.write(MAGIC + _digest(label, content))
         file.write(content)
@@ -53,9 +53,9 @@ def write_sealed(path: Path, label: str, content: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` in the end, or leaves nothing where that fails. Raises OSError.
+    """Yields a new file that replaces `path` at the end, or leaves nothing behind on failure. Raises OSError.
 
-    Nobody else may read it.
+    Other users cannot read it.
     """
     descriptor, partial = tempfile.mkstemp(prefix=f"{path.name[:50]}.", suffix=".partial", dir=path.parent)
     try:

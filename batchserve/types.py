@@ -1,4 +1,4 @@
-"""What travels across the engine's boundary: sampling parameters in, outputs out."""
+"""The types that cross the engine's boundary: sampling parameters in, outputs out."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MAX_STOP_STRING_CHARS = 1024
 MAX_SEED = 2**64 - 1
 MAX_PRIORITY = 1000
 MAX_REFERENCES = 64
-# Of all references of a request together: as much as the longest contexts that are common. It bounds what one request
+# For all references of a request together: as long as the longest contexts in common use. It limits what one request
 # makes the server tokenise, keep and index: about a second, and some megabytes.
 MAX_REFERENCE_TOKENS = 131_072
 MAX_REFERENCE_CHARS = 8 * MAX_REFERENCE_TOKENS
 
 
 def _normalize_number(holder: object, name: str, kind: Callable[[Any], int | float]) -> None:
-    """Python callers can pass anything: a string, or a float for a count, is refused by name; NumPy's become plain."""
+    """Converts a field to a plain int or float, also from NumPy. Refuses other types by name, and floats for counts."""
     value = getattr(holder, name)
     if value is None:
         return
@@ -40,7 +40,7 @@ def _normalize_number(holder: object, name: str, kind: Callable[[Any], int | flo
 
 
 def check_priority(value: object) -> int:
-    """A request's priority as a plain integer. Raises InvalidRequestError."""
+    """Returns a request's priority as a plain integer. Raises InvalidRequestError."""
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_integer or abs(int(value)) > MAX_PRIORITY:  # type: ignore[call-overload]
         bound = f"an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}"
@@ -54,7 +54,7 @@ def _check_bool(reason: str, field: str, value: object) -> None:
 
 
 def _tuple_of(reason: str, field: str, values: object, kind: type) -> tuple[Any, ...]:
-    """None is empty; NumPy's integers and an enumeration's texts become plain ones."""
+    """Returns a tuple of plain values, empty for None. NumPy's integers and an enumeration's texts are converted."""
     allowed = numbers.Integral if kind is int else kind
     if values is None:
         return ()
@@ -62,9 +62,9 @@ def _tuple_of(reason: str, field: str, values: object, kind: type) -> tuple[Any,
         raise InvalidRequestError(reason, field, values, "a list")
     try:
         items = tuple(values)
-    except TypeError:  # arrays without a dimension say that they can be gone through
+    except TypeError:  # arrays with zero dimensions claim to be iterable
         raise InvalidRequestError(reason, field, values, "a list") from None
-    if set(map(type, items)) <= {kind}:  # ten times as fast, and references are long
+    if set(map(type, items)) <= {kind}:  # ten times faster, and references are long
         return items
     for i, item in enumerate(items):
         if isinstance(item, bool) or not isinstance(item, allowed):
@@ -83,12 +83,12 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop.
+    """How tokens are chosen, and when to stop.
 
-    `None` takes the model's default: its generation_config where that samples, greedy otherwise; `max_tokens=None`
-    goes on to the end of the context, `seed=None` draws a seed. Nothing is clamped: a value out of its bound raises
-    InvalidRequestError when the object is made. Bounds that need the model (top_k and token ids against the
-    vocabulary, lengths against the context) are checked when the request is added.
+    `None` takes the model's default: its generation_config if that samples, otherwise greedy. `max_tokens=None` goes on
+    to the end of the context, and `seed=None` draws a seed. Nothing is clamped: a value out of bounds raises
+    InvalidRequestError when the object is made. Bounds that need the model (top_k and token ids against the vocabulary,
+    lengths against the context) are checked when the request is added.
     """
 
     temperature: float | None = None
@@ -144,14 +144,14 @@ class SamplingParams:
 class SpeculationParams:
     """Where a request's drafts come from. Nothing here can change an answer.
 
-    `max_draft_tokens` (a step) and `branch_length` (in one line of descent) are caps under the server's own bounds.
-    While a request's time per output token is above `tpot_target_ms`, its drafts are preferred to others' (adaptive
-    decoding length); None takes the server's, and is what a request without drafts must have.
+    `max_draft_tokens` (per step) and `branch_length` (per path of the draft tree) are caps within the server's own
+    bounds. While a request's time per output token is above `tpot_target_ms`, its drafts are preferred to those of
+    others (adaptive decoding length). None takes the server's target; a request without drafts must leave it None.
     `drafter` is one of config.DRAFTERS; empty is the server's. Requests of one `draft_scope` draft from each other's
-    answers, and begin with each other's K/V; empty is the server's default, "request" shares nothing. `references` are
-    texts, or token ids, that the answer may quote: retrieved documents, earlier turns, cached answers. Drafters read
-    them, the model does not. Where is_enabled is False, max_draft_tokens 0 or the drafter "none", all else that is
-    said of drafts is checked and then not used, but for draft_scope: with whom K/V is shared.
+    answers, and share the K/V of common prefixes; empty is the server's default, "request" shares nothing.
+    `references` are texts, or token ids, that the answer may quote: retrieved documents, earlier turns, cached answers.
+    Drafters read them, the model does not. If is_enabled is False, max_draft_tokens is 0 or the drafter is "none", all
+    other draft options are checked but not used, except draft_scope, which also decides with whom K/V is shared.
     """
 
     is_enabled: bool = True
@@ -184,7 +184,7 @@ class SpeculationParams:
 
 
 def _references(values: object) -> tuple[str | tuple[int, ...], ...]:
-    if values is None or isinstance(values, str):  # one text may stand alone
+    if values is None or isinstance(values, str):  # a single text may be given alone
         return () if values is None else (values,)
     if isinstance(values, bytes) or not isinstance(values, Iterable):
         raise InvalidRequestError("INVALID_REFERENCES", "references", values, "a list of texts or token ids")
@@ -229,13 +229,13 @@ class Timing:
     total_s: float = 0.0
 
     def tpot_s(self, completion_tokens: int) -> float | None:
-        """Time per output token: first to last, over the tokens behind the first; None where there are none."""
+        """Returns the time per output token, from first to last, over the tokens after the first; None without any."""
         return (self.total_s - self.first_token_s) / (completion_tokens - 1) if completion_tokens > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A whole answer. `token_ids` is without the EOS or the matched stop token."""
+    """A whole answer. `token_ids` excludes the EOS or the matched stop token."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -248,7 +248,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The request was accepted; the first thing that a stream yields."""
+    """The request was accepted. This is the first event of a stream."""
 
     request_id: str
     prompt_tokens: int
@@ -257,7 +257,7 @@ class Started:
 
 @dataclass(slots=True)
 class Delta:
-    """What one verified step added to an answer; `finish_reason`, `usage` and `timing` are set on the last one."""
+    """What one verified step added to an answer. `finish_reason`, `usage` and `timing` are set on the last delta."""
 
     request_id: str
     text: str = ""
@@ -269,10 +269,10 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is being served.
+    """The served model and how it runs.
 
-    decoding_length is the most draft tokens that one request has in one step, by the server's own drafter. execution
-    says what runs a step, a native program or modules; instruction_set is that of the kernels on a CPU.
+    decoding_length: the most draft tokens of one request in one step, with the server's own drafter. execution: what
+    runs a step, a native program or modules. instruction_set: that of the kernels on a CPU.
     """
 
     name: str

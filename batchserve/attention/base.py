@@ -1,4 +1,4 @@
-"""The attention seam: what a backend is given for one step, and the methods that it supplies."""
+"""The attention interface: the spans that a backend gets for one step, and the methods that it provides."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """What one layer asks for besides q, k and v.
+    """A layer's attention parameters, apart from q, k and v.
 
     sliding_window: a row sees a key only if key_position > row_position - sliding_window. softcap: scores become
-    softcap * tanh(score / softcap). sinks: one extra logit a head that takes probability and gives nothing.
+    softcap * tanh(score / softcap). sinks: one extra logit per head that takes probability and adds no value.
     """
 
     scaling: float
@@ -42,9 +42,9 @@ class AttentionParams:
 class Span:
     """The rows of one request in the ragged batch.
 
-    Rows [row_start, row_start + num_rows) follow `context_len` committed tokens. parents[i] is the row (counted inside
-    the span) that row i hangs from, or -1 for the context; positions are absolute. is_chain: every row hangs from the
-    one before it.
+    Rows [row_start, row_start + num_rows) follow `context_len` committed tokens. parents[i] is the parent of row i
+    (counted inside the span), or -1 for the context. positions are absolute. is_chain: the parent of every row is the
+    row before it.
     """
 
     request_id: str
@@ -62,10 +62,10 @@ class Span:
 
 @dataclass(slots=True, eq=False)
 class Spans:
-    """All spans of a step as a few arrays, in the order of their rows; one by one they are made when asked for.
+    """All spans of a step as a few arrays, in row order. Single Span objects are created on demand.
 
-    rows int64 [num_requests, 3]: first row, rows, context length; is_chain bool [num_requests]. parents int32 and
-    positions int64 [num_rows] are those of all spans, one behind the other.
+    rows int64 [num_requests, 3]: first row, rows, context length. is_chain bool [num_requests]. parents int32 and
+    positions int64 [num_rows] are those of all spans, concatenated.
     """
 
     request_ids: Sequence[str]
@@ -77,7 +77,7 @@ class Spans:
 
     @classmethod
     def of(cls, spans: Sequence[Span]) -> Spans:
-        """Raises ValueError if rows belong to nobody, or to two."""
+        """Concatenates spans. Raises ValueError if a row belongs to no span or to two."""
         ends = [0, *(span.row_start + span.num_rows for span in spans)]
         if any(span.row_start != end for span, end in zip(spans, ends, strict=False)):
             raise ValueError("spans do not follow each other")
@@ -115,12 +115,12 @@ class AttentionBackend(Protocol):
     def allocator(self) -> KVAllocator: ...
 
     def begin(self, spans: Spans) -> None:
-        """Prepare one step; every span has its rows reserved."""
+        """Prepares one step; the rows of every span are already reserved."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """Store this layer's new K/V, then attend.
+        """Stores this layer's new K/V, then attends.
 
         query [1, num_heads, num_tokens, key_dim], key and value [1, num_kv_heads, num_tokens, dim], all rotated;
         returns [1, num_tokens, num_heads, value_dim]. Rows that belong to no span (padding) give zeros.

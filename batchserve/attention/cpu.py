@@ -1,9 +1,9 @@
-"""Tree attention on a CPU, over one slab of K/V a request.
+"""Tree attention on a CPU, over one slab of K/V per request.
 
-Compiled kernels serve many small spans in one call, in whole matrices (matrix_kernel.py) or in vectors
-(path_kernel.py). torch attends for one span after the other (sdpa.py), which is faster once a span has enough work to
-hide that. Of a native program everything is compiled: such a kernel reduces keys in the order of their positions,
-whatever else is in the batch. So is everything in bfloat16 where a processor has whole matrices or vectors of 16.
+Compiled kernels serve many small spans in one call, with matrix instructions (matrix_kernel.py) or vector instructions
+(path_kernel.py). torch attends to one span at a time (sdpa.py), which is faster once a span has enough work to hide the
+cost of a call. A native program uses compiled kernels for every span: they reduce keys in position order, whatever else
+is in the batch. They also serve every span in bfloat16 on a processor with matrix instructions or vectors of 16 floats.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ if TYPE_CHECKING:
 
     from batchserve.attention.span_job import States
 
-# Up to so many queries of a K/V head, or so many rows and so much work (gather_spans), a span is cheaper in the
-# compiled kernel (benchmarks/attention.py). In bfloat16 SDPA is faster than vectors where only it multiplies matrices;
-# where nothing does it is no faster than vectors of 16 for any span that was measured, give or take a few per cent. Nor
-# is it in float32 on an EPYC; a library that makes more of other processors may be, for long chunks of prompts.
+# A span is cheaper in the compiled kernel up to these queries per K/V head, or up to these rows and this work
+# (gather_spans; benchmarks/attention.py). In bfloat16 SDPA is faster than vectors if only SDPA multiplies matrices. If
+# neither does, it is no faster than vectors of 16 for any measured span, within a few per cent. Nor is it in float32 on
+# an EPYC. On other processors a better library may make it faster for long chunks of prompts.
 ANY_QUERIES = 1 << 40
 SMALL_QUERIES = {torch.float32: 32, torch.bfloat16: 24}
 SMALL_QUERIES_WITH_AVX512 = {torch.float32: 256, torch.bfloat16: ANY_QUERIES}
 SMALL_QUERIES_BESIDE_AMX = 10
 SMALL_ROWS, SMALL_SPAN = 32, 10_000
-ALONE = 1_000  # work that one thread has done before another one has begun
-# Of a span, that a thread takes at once: more are no faster, fewer heads than threads would leave some idle. Matrices
-# take a block's queries of a K/V head, or those of several heads; each thread should find work so many times.
+ALONE = 1_000  # work that one thread finishes before a second one has started
+# Rows of a span in one unit of work: more are no faster, and leave threads idle if heads are few. The matrix kernel
+# fills a block with queries of one K/V head or several. Each thread should get TURNS units.
 PART_ROWS, MOST_PARTS, PART_QUERIES, TURNS = 8, 16, 16, 8
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def kernel_supports(layers: list[LayerShape], dtype: torch.dtype) -> bool:
-    """Whether the compiled kernel can serve these layers."""
+    """Returns whether the compiled kernel can serve these layers."""
     is_whole = all(shape.key_dim * dtype.itemsize % 4 == 0 for shape in layers)
     return dtype in KERNEL_DTYPES and is_whole and all(shape.key_dim == shape.value_dim for shape in layers)
 
 
 def has_matrix_instructions(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies this dtype with instructions for whole matrices: bfloat16 beside AMX."""
+    """Returns whether oneDNN multiplies this dtype with matrix instructions: bfloat16 on AMX."""
     has_amx = hasattr(torch.cpu, "get_capabilities") and torch.cpu.get_capabilities().get("amx_bf16", False)
     return dtype == torch.bfloat16 and bool(has_amx)
 
 
 def takes_matrices(layers: Sequence[LayerShape], dtype: torch.dtype) -> bool:
-    """Whether attention itself can multiply whole matrices: what oneDNN may do, compiled kernels may not."""
+    """Returns whether compiled kernels can use matrix instructions. On some processors only oneDNN can."""
     from batchserve.attention import matrix_code
 
     is_whole = all(shape.key_dim % matrix_code.PAIRS == 0 for shape in layers)
@@ -71,11 +71,10 @@ def _small_queries(dtype: torch.dtype) -> int:
 
 
 class CpuBackend:
-    """Compiled kernels and torch's over one allocator.
+    """Attends with compiled kernels and with torch's, over one allocator.
 
-    has_kernel: only where kernel_supports. is_native: a native program runs its kernels, which serve every span then.
-    has_sinks: some layer has; torch's kernels have none, so that compiled ones
-    are faster for every span.
+    has_kernel: allowed only if kernel_supports(). is_native: a native program runs the kernels, which then serve every
+    span. has_sinks: some layer has sinks. torch's kernels have none, so the compiled ones are faster for every span.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class CpuBackend:
     ) -> None:
         self.allocator = allocator
         self.name = "cpu"
-        self._group = num_heads // allocator.fewest_kv_heads  # where layers differ, the most that one has to do
+        self._group = num_heads // allocator.fewest_kv_heads  # of the layer where it is largest
         self._takes_matrices = has_kernel and takes_matrices(allocator.layers, allocator.dtype)
         takes_all = is_native or has_sinks or self._takes_matrices
         most_queries = ANY_QUERIES if takes_all else _small_queries(allocator.dtype)
@@ -98,7 +97,7 @@ class CpuBackend:
         self._shapes = [(s.num_kv_heads, s.key_dim, s.num_kv_heads, s.value_dim) for s in allocator.layers]
         self._num_rows = 0
         self._large: list[Span] = []
-        self._all: SpanJob | None = None  # where compiled code stores them
+        self._all: SpanJob | None = None  # every span, if compiled code stores their K and V
         self._small: SpanJob | None = None
         self._planes, self._capacities = np.empty((0, 0, 2), np.int64), np.empty(0, np.int64)
 
@@ -125,7 +124,7 @@ class CpuBackend:
         return SpanArrays(addresses, capacities, spans.rows, spans.parents, is_small, work)
 
     def begin_jobs(self, spans: Spans, jobs: np.ndarray, num_threads: int) -> bool:
-        """span_job.begin_jobs, in place of begin(): for a step that compiled code serves alone."""
+        """Calls span_job.begin_jobs. Replaces begin() for a step that compiled code serves alone."""
         allocator = self.allocator
         if len(spans) > len(self._capacities):
             self._capacities = np.empty(2 * len(spans), np.int64)
@@ -137,7 +136,7 @@ class CpuBackend:
         return bool(begin_jobs(jobs, allocator.slabs(spans.request_ids), *arrays, shares))
 
     def loops(self) -> tuple[int, int]:
-        """Loops of compiled code by their addresses: that store K and V, and that attend."""
+        """Returns the addresses of two compiled loops: the one that stores K and V, and the one that attends."""
         store = store_loop(_element(self.allocator.dtype)).address
         return cast("int", store), cast("int", self._attend_loop().address)
 
@@ -160,11 +159,11 @@ class CpuBackend:
             rows = slice(span.row_start, span.row_start + span.num_rows)
             out[rows] = attend_alone(span, states[0][:, :, rows], *stored(self.allocator, span, layer), params)
             if layer == self.allocator.num_layers - 1:
-                span.cache.clear()  # masks of a long prompt, which nobody needs until the next step
+                span.cache.clear()  # masks of a long prompt are large, and are not needed again
         return out.to(query.dtype).unsqueeze(0)
 
     def _check(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Raises ValueError for what is not as it was in the probe: compiled code would read and write elsewhere."""
+        """Raises ValueError if q, k and v are not as in the probe: compiled code would access other memory."""
         _, num_heads, num_rows, dim = query.shape
         found = (key.shape[1], key.shape[3], value.shape[1], value.shape[3])
         is_whole = dim == found[1] and num_heads % found[0] == 0
@@ -181,7 +180,7 @@ class CpuBackend:
     def _run_kernels(
         self, everything: SpanJob, layer: int, states: States, out: torch.Tensor, params: AttentionParams
     ) -> None:
-        """Store all spans, and attend for the small ones."""
+        """Stores all spans, and attends for the small ones."""
         small = self._small
         part_rows, heads_at_once, stores = self._shares(everything, small, states[1].shape[1], out.shape[1])
         if not stores:
@@ -192,7 +191,7 @@ class CpuBackend:
     def _shares(
         self, everything: SpanJob, small: SpanJob | None, num_kv_heads: int, num_heads: int
     ) -> tuple[int, int, bool]:
-        """PART_ROWS, HEADS_AT_ONCE and STORES of the small spans' job."""
+        """Returns PART_ROWS, HEADS_AT_ONCE and STORES for the job of the small spans."""
         if small is None:
             return 0, 1, False
         rows_at_once = max(1, PART_QUERIES * num_kv_heads // num_heads) if self._takes_matrices else PART_ROWS
@@ -209,12 +208,12 @@ class CpuBackend:
 
 
 def _element(dtype: torch.dtype) -> str:
-    """What compiled code takes for a dtype."""
+    """Returns the element type that compiled code uses for a dtype."""
     return "uint16" if dtype == torch.bfloat16 else "float32"
 
 
 def compile_kernels(layers: Sequence[LayerShape], dtype: torch.dtype) -> None:
-    """Compile what serves such layers, or load it from the cache on disk, by storing and attending to one token."""
+    """Compiles the kernels for such layers, or loads them from the disk cache, by running them on one token."""
     dim = layers[0].key_dim
     allocator = SlabAllocator([LayerShape(1, layer.key_dim, layer.key_dim) for layer in layers], dtype, 64)
     allocator.reserve("warm-up", 1)

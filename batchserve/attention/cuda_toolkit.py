@@ -1,4 +1,4 @@
-"""Where CUDA's compiler and its runtime library are, for kernels that are compiled at the first start."""
+"""Finds CUDA's compiler and runtime library, for kernels that are compiled at the first start."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def name_toolkit() -> None:
-    """Set CUDA_HOME to it, unless the caller has set that, or nothing is found.
+    """Sets CUDA_HOME to the toolkit, unless the caller has named one or none is found.
 
-    FlashInfer would take the folder above that of nvcc, where a wrapper script has no library to link with.
+    FlashInfer would take the folder above nvcc's. If nvcc is a wrapper script, that folder has no library to link with.
     """
     if os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
         return
@@ -22,7 +22,7 @@ def name_toolkit() -> None:
 
 
 def find_toolkit(nvcc: Path) -> Path | None:
-    """The folder of nvcc that also has the runtime library: what its wrapper starts, or where it lies."""
+    """Returns the toolkit folder with the runtime library: the one that nvcc reports, or the one that nvcc is in."""
     try:
         said = subprocess.run(
             [nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, errors="replace", check=False

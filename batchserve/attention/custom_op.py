@@ -1,7 +1,6 @@
-"""Attention as opaque operators of torch, so that a compiler sees a model, or a layer, without looking into it.
+"""Attention as opaque torch operators, so that a compiler sees a model or a layer without looking into attention.
 
-An operator takes tensors and numbers only: the backend behind it is found by its number, in the one table of this
-module.
+An operator takes only tensors and numbers, so it finds its backend by number in this module's table.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from batchserve.attention.base import AttentionParams
 if TYPE_CHECKING:
     from batchserve.attention.paged import PagedBackend
 
-LAYER = "batchserve_layer"  # of an attention module: its layer_idx as a tensor, which is no reason to compile it anew
+LAYER = "batchserve_layer"  # an attention module's layer_idx as a tensor, so that layers share a compiled program
 
 _backends: WeakValueDictionary[int, PagedBackend] = WeakValueDictionary()
 _numbers = itertools.count()
@@ -35,10 +34,10 @@ def _attend(
     sliding_window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """PagedBackend.attend_over of the step that the backend has begun.
+    """Calls PagedBackend.attend_over for the step that the backend has begun.
 
-    Caches are named as what is written to, so that no compiler moves another use of them across it. Those that are
-    given are those to write to: where a compiler makes copies of them, it copies these back.
+    The caches are declared as mutated, so that no compiler moves another use of them across this operator. It must
+    write to the caches that it is given: a compiler may pass copies, which it copies back.
     """
     params = AttentionParams(scaling, sliding_window, softcap, sinks)
     return _backends[backend].attend_over(key_cache, value_cache, query, key, value, params)
@@ -55,9 +54,9 @@ def _attend_in_layer(
     sliding_window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """PagedBackend.attend of a layer whose number is in a tensor on the CPU: one program serves all layers.
+    """Calls PagedBackend.attend with the layer index from a CPU tensor, so that one program serves all layers.
 
-    It writes to caches that the program does not know, and that nothing else in it could read or write.
+    It writes to caches that the program does not know, and that nothing else in the program could read or write.
     """
     params = AttentionParams(scaling, sliding_window, softcap, sinks)
     return _backends[backend].attend(int(layer), query, key, value, params)
@@ -88,10 +87,10 @@ def _shape_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest
 
 
 class OpaqueAttention:
-    """What modelling code is given in place of a PagedBackend: attend() only, through the operator."""
+    """Stands in for a PagedBackend in modelling code. Has only attend(), which calls the operator."""
 
     def __init__(self, backend: PagedBackend) -> None:
-        self._backend = backend  # kept alive: the table does not
+        self._backend = backend  # kept alive here: the table has a weak reference
         self._number = next(_numbers)
         self._caches = backend.caches
         _backends[self._number] = backend
@@ -116,10 +115,10 @@ class OpaqueAttention:
 
 
 class LayerAttention:
-    """What compiled layers are given in place of a PagedBackend: attend() only, through the operator."""
+    """Stands in for a PagedBackend in compiled layers. Has only attend(), which calls the operator."""
 
     def __init__(self, backend: PagedBackend, model: torch.nn.Module) -> None:
-        self._backend = backend  # kept alive: the table does not
+        self._backend = backend  # kept alive here: the table has a weak reference
         self._number = next(_numbers)
         _backends[self._number] = backend
         for module in model.modules():

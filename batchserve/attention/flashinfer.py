@@ -1,8 +1,8 @@
 """FlashInfer's FA2 paged prefill kernels over slots (pages of one token): causal, custom mask, and a tree variant.
 
-FlashInfer is imported when a kernel is made, never before: its import asks the GPU for its architecture, after which a
-process must not fork. It is pinned, because two of its private names are used (`_mask_indptr_buf`, and the module of
-the variant), and because the layout of its arguments is no promise.
+FlashInfer is imported only when a kernel is made: its import asks the GPU for its architecture, after which a process
+must not fork. Its version is pinned because two private names are used (`_mask_indptr_buf`, and the variant's module),
+and because the layout of its arguments may change.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 VERSIONS = {"flashinfer-python": "0.6.18.post1", "apache-tvm-ffi": "0.1.15.post2"}
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
-WORKSPACE_BYTES = 128 << 20  # at first; it grows to what a step needs
+WORKSPACE_BYTES = 128 << 20  # initial size; it grows to what a step needs
 PAGE_SIZE = 1
-# A graph's query tile is fixed by the most rows that one of its requests may have, which FlashInfer takes to be all
-# rows less one for each other request: with as many requests as rows it is the smallest. Trees of 4 to 8 rows take half
-# to a third of the time with it (docs/gpu.md); prompts, which larger graphs are for, want larger ones.
+# A graph's query tile is fixed by the most rows of a single request. FlashInfer takes them to be all rows minus one for
+# each other request, so the tile is smallest with as many requests as rows. Trees of 4 to 8 rows take half to a third
+# of the time with it (docs/gpu.md). Prompts, which larger graphs are for, want larger tiles.
 MOST_SMALL_TILES = 256
-QUERY_TILE = 3  # the place of cta_tile_q in what a plan returns, FlashInfer's PrefillPlanInfo
+QUERY_TILE = 3  # index of cta_tile_q in the result of a plan, FlashInfer's PrefillPlanInfo
 
 # jit_args (None: a stock module), float workspace, options of CUDA graphs -> BatchPrefillWithPagedKVCacheWrapper
 WrapperFactory = Callable[..., Any]
 
 
 class _Kind(NamedTuple):
-    """What one plan is good for. Of the tree variant's: window and scale are arguments of the run, and None here."""
+    """The layers that one plan serves. In the tree variant scaling and window are arguments of run(), and None here."""
 
     is_causal: bool
     num_heads: int
@@ -53,20 +53,20 @@ class _Kind(NamedTuple):
     scaling: float | None
     sliding_window: int | None
     softcap: float | None
-    is_asked_all: bool  # the tree variant, about every key
+    is_asked_all: bool  # the tree variant is asked about every key
 
 
 class FlashInferKernel(TreeKernel):
     """TreeKernel. Steps in which every request is a chain go to the stock causal kernel, all others to `mask`.
 
-    mask: "custom" is FlashInfer's own custom mask, a bit for every row and key, with the window in it; "tree" is our
-    variant of the kernel, which reads only the rows' ancestor bits and, for windows, their positions; "front" is the
-    same over keys that begin with the step's own rows, so that the kernel asks about a first block of keys only
-    (flashinfer_variant.py), where no request has more rows than that and there is no window.
+    mask: "custom" is FlashInfer's own custom mask, a bit for every row and key, with the window in it. "tree" is our
+    variant of the kernel, which reads only the rows' ancestor bits and, for windows, their positions. "front" is the
+    same over keys that begin with the step's own rows. The kernel then asks only about a first block of keys
+    (flashinfer_variant.py), if no request has more rows than a block and there is no window.
 
-    One wrapper for each kind of layer, planned once a step; all share one float workspace, so steps must be on one
-    stream. CUDA graphs have wrappers of their own, for each bucket, and no causal ones. Raises ConfigError where
-    FlashInfer is missing, has another version, or has no kernel for the model.
+    Each kind of layer has one wrapper, planned once per step. All share one float workspace, so steps must be on one
+    stream. Each bucket of CUDA graphs has its own wrappers, and no causal ones. Raises ConfigError if FlashInfer is
+    missing, has another version, or has no kernel for the model.
     """
 
     can_be_captured = True
@@ -87,17 +87,17 @@ class FlashInferKernel(TreeKernel):
         self._has_variant = mask in ("tree", "front")
         self._has_rows_first = mask == "front"
         blocks = [least_key_block(layer.key_dim, device) for layer in layers] if self._has_rows_first else [0]
-        self._most_front_rows = min(blocks)  # of one request, for the variant not to be asked about every key
+        self._most_front_rows = min(blocks)  # per request; with more, the variant is asked about every key
         self._dtype = dtype
         self._device = device
         self._make_wrapper = make_wrapper or load_wrapper()
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: dict[_Kind, _Wrapper] = {}
         self._planned: set[_Kind] = set()
-        # By the metadata of the bucket, in whose tensors all its steps are: numbers of rows alone may come twice.
-        # Weakly: the wrappers of graphs that are gone would keep their memory.
+        # Keyed by the bucket's metadata, whose tensors all its steps use, because numbers of rows may not be unique.
+        # Weak, because the wrappers of graphs that are gone would keep their memory.
         self._graph_wrappers: WeakKeyDictionary[TreeMetadata, dict[_Kind, _GraphWrapper]] = WeakKeyDictionary()
-        # Its presence puts the kernel into the mode in which the variant is asked about every key.
+        # Passing a mask, even this one, makes the kernel ask the variant about every key.
         self._no_mask = torch.zeros(16, dtype=torch.uint8, device=device)
 
     def plan(self, metadata: TreeMetadata) -> None:
@@ -164,10 +164,10 @@ class FlashInferKernel(TreeKernel):
         arguments_of_plan = self._plan_arguments(kind, metadata, packed)
         target.wait_for_copy()
         self._fit_workspace(target.wrapper, arguments_of_plan)
-        # Only tensors on the CPU but for the slots and the mask: plan() would wait for the device to read others.
+        # Except for slots and mask all tensors are on the CPU: plan() would have to wait for tensors on the device.
         target.wrapper.plan(**arguments_of_plan)
         if offsets is not None:
-            # plan() leaves the requests' beginnings in bits where its kernel counts in bytes.
+            # plan() leaves the requests' offsets in bits, but its kernel expects bytes.
             target.wrapper._mask_indptr_buf = offsets
         target.mark_copy()
 
@@ -180,7 +180,7 @@ class FlashInferKernel(TreeKernel):
         )
 
     def _graph_wrapper(self, bucket: int, kind: _Kind, metadata: TreeMetadata, is_variant: bool) -> Any:
-        """The wrapper of a bucket's layers of this kind; made in the bucket's first step, which no graph is made of."""
+        """Returns the wrapper for a bucket's layers of this kind; made in the bucket's first step, before capture."""
         wrappers = self._graph_wrappers.setdefault(metadata, {})
         if kind not in wrappers:
             mask = None if is_variant else _MaskBuffers(metadata, kind.sliding_window)
@@ -199,15 +199,15 @@ class FlashInferKernel(TreeKernel):
                 paged_kv_last_page_len_buf=torch.ones(metadata.num_requests, dtype=torch.int32, device=self._device),
                 **masks,
             )
-            # What the first plan says stays as it is in the graph: it has to be of the largest step there can be.
+            # The graph keeps the result of the first plan, which must therefore be for the largest possible step.
             largest = worst_case(metadata)
             arguments = self._plan_arguments(kind, largest, None)
             num_bytes, num_int_bytes = wrapper.workspace_size(**arguments)
             self._grow_workspace(num_bytes)
-            # Its own size would be 8 MiB, and several times that of pinned memory. Twice: no step may run out of it.
+            # FlashInfer's own is 8 MiB, and several times that in pinned memory. Doubled: no step may run out of it.
             ints = torch.empty(2 * num_int_bytes, dtype=torch.uint8, device=self._device)
             wrapper.reset_workspace_buffer(self._workspace, ints)
-            # plan() overwrites the step's buffers with the largest's: they are put back.
+            # plan() overwrites the step's buffers with those of the largest step, so they are restored.
             buffers = (metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices)
             kept = [buffer.clone() for buffer in buffers]
             wrapper.plan(**arguments)
@@ -218,7 +218,7 @@ class FlashInferKernel(TreeKernel):
         return wrappers[kind].wrapper
 
     def _plan_arguments(self, kind: _Kind, metadata: TreeMetadata, packed: torch.Tensor | None) -> dict[str, Any]:
-        # The tree's own window must not be given: FlashInfer would count it in rows, not in positions.
+        # The tree's own window must not be passed: FlashInfer would count it in rows, not in positions.
         window_left = kind.sliding_window - 1 if kind.is_causal and kind.sliding_window is not None else -1
         return {
             "qo_indptr": metadata.qo_indptr_cpu,
@@ -239,7 +239,7 @@ class FlashInferKernel(TreeKernel):
         }
 
     def _pages(self, metadata: TreeMetadata) -> dict[str, Any]:
-        """Arguments of plan(): where each request's pages are."""
+        """Returns plan()'s arguments for the location of each request's pages."""
         return {
             "paged_kv_indptr": metadata.kv_indptr_cpu,
             "paged_kv_indices": metadata.kv_indices,
@@ -252,7 +252,7 @@ class FlashInferKernel(TreeKernel):
         return cache.unsqueeze(1)
 
     def _fit_workspace(self, wrapper: Any, arguments: dict[str, Any]) -> None:
-        """Give every wrapper a float workspace that this plan fits into; the documented 128 MB do not always do."""
+        """Gives the wrapper a float workspace that fits this plan; the documented 128 MB are not always enough."""
         num_bytes, num_int_bytes = wrapper.workspace_size(**arguments)
         self._grow_workspace(num_bytes)
         if num_int_bytes > len(wrapper._int_workspace_buffer) or wrapper._float_workspace_buffer is not self._workspace:
@@ -261,13 +261,13 @@ class FlashInferKernel(TreeKernel):
             wrapper.reset_workspace_buffer(self._workspace, ints)
 
     def _grow_workspace(self, num_bytes: int) -> None:
-        """Graphs keep the workspace that they were captured with: the largest is captured first."""
+        """Grows the workspace. Graphs keep the one they were captured with, so the largest graph is captured first."""
         if num_bytes > len(self._workspace):
             self._workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
 
 class _Wrapper:
-    """A wrapper, and when its pinned buffer may be written again: plan() copies from it without waiting."""
+    """A wrapper that tracks when its pinned buffer may be rewritten: plan() copies from it without waiting."""
 
     def __init__(self, wrapper: Any, device: torch.device) -> None:
         self.wrapper = wrapper
@@ -283,7 +283,7 @@ class _Wrapper:
 
 
 class _MaskBuffers:
-    """A custom mask at a fixed address, as long as that of any step of the bucket."""
+    """A custom mask at a fixed address, large enough for any step of the bucket."""
 
     def __init__(self, metadata: TreeMetadata, sliding_window: int | None) -> None:
         num_bytes = -(-metadata.num_rows * metadata.max_kv_len // 8) + metadata.num_requests
@@ -298,10 +298,10 @@ class _MaskBuffers:
 
 
 class _GraphWrapper:
-    """A wrapper that a graph replays, planned for the largest step, and how later steps are planned.
+    """A wrapper that a graph replays, planned for the largest step. plan() then plans the later steps.
 
-    They go past the wrapper's plan(), which takes ten times as long, to the module's own, by its positional arguments.
-    It fills a pinned buffer, of which there are several, and copies that to where the graph's kernels look.
+    It bypasses the wrapper's plan(), which takes ten times as long, and calls the module's with positional arguments.
+    That fills one of several pinned buffers and copies it to where the graph's kernels read it.
     """
 
     def __init__(self, wrapper: Any, kind: _Kind, bucket: int, mask: _MaskBuffers | None, device: torch.device) -> None:
@@ -313,7 +313,7 @@ class _GraphWrapper:
         self._ring = BufferRing(len(wrapper._int_workspace_buffer), device)
 
     def plan(self, metadata: TreeMetadata) -> None:
-        """Raises RuntimeError where the step would need other launches than were captured."""
+        """Plans a step. Raises RuntimeError if the step would need other launches than were captured."""
         if self._mask is not None:
             self._mask.fill(metadata)
         kind = self._kind
@@ -345,7 +345,7 @@ class _GraphWrapper:
 
 
 def worst_case(metadata: TreeMetadata) -> TreeMetadata:
-    """A step of the bucket with the most work items: all rows in its first request."""
+    """Returns the step of the bucket with the most work items: all rows are in its first request."""
     rows, indptr = metadata.num_rows, torch.full_like(metadata.qo_indptr_cpu, metadata.num_rows)
     indptr[0] = 0
     kv_lens = torch.zeros_like(metadata.kv_lens_cpu)
@@ -360,7 +360,7 @@ def worst_case(metadata: TreeMetadata) -> TreeMetadata:
 
 
 def load_wrapper() -> WrapperFactory:
-    """What makes wrappers, by importing FlashInfer. Raises ConfigError where it is missing or another version."""
+    """Imports FlashInfer and returns its wrapper factory. Raises ConfigError if it is missing or another version."""
     installed = {}
     for name in VERSIONS:
         try:
@@ -374,11 +374,11 @@ def load_wrapper() -> WrapperFactory:
     name_toolkit()
     try:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
-    except (ImportError, OSError, RuntimeError) as error:  # a library that is missing, a GPU that is not known
+    except (ImportError, OSError, RuntimeError) as error:  # a missing library, an unknown GPU
         raise ConfigError(f"FlashInfer cannot be imported: {error}") from error
 
     def make(jit_args: list[Any] | None, workspace: torch.Tensor, **graph_options: Any) -> Any:
-        # The variant needs its backend named; the stock kernels are of the same generation, so that they agree.
+        # The variant needs an explicit backend. The stock kernels use the same generation, so that they agree.
         return BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2", jit_args=jit_args, **graph_options)
 
     return make

@@ -1,17 +1,17 @@
-"""A step's own rows in front of their context: how keys are put in that order, and how many rows it is good for.
+"""Puts a step's own rows in front of their context: orders the keys, and says up to how many rows that pays.
 
-What it is for is in flashinfer_variant.py.
+flashinfer_variant.py explains why.
 """
 
 from __future__ import annotations
 
 import torch
 
-LEAST_KEY_BLOCK = 64  # without a GPU to ask: that of an A100, H100 or H200, for head_dim up to 128
+LEAST_KEY_BLOCK = 64  # without a GPU to query: that of an A100, H100 or H200, for head_dim up to 128
 
 
 def own_rows_first(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor) -> torch.Tensor:
-    """TreeMetadata.kv_indices, but each request's own rows of the step before its context. Waits for nothing."""
+    """Returns TreeMetadata.kv_indices with each request's own rows before its context. Does not wait for the device."""
     places = torch.arange(len(kv_indices), dtype=kv_indptr.dtype, device=kv_indices.device)
     request = torch.searchsorted(kv_indptr[1:], places, right=True).clamp_(max=len(kv_indptr) - 2)
     rows, place = qo_indptr.diff()[request], places - kv_indptr[request]
@@ -20,9 +20,9 @@ def own_rows_first(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices:
 
 
 def least_key_block(head_dim: int, device: torch.device) -> int:
-    """Keys that any of FlashInfer's FA2 kernels for 16 bits attends to at once, at least, on this device.
+    """Returns the fewest keys that any of FlashInfer's 16-bit FA2 kernels attends to at once on this device.
 
-    As its dispatch decides (prefill.cuh, BatchPrefillWithPagedKVCacheDispatched), by shared memory. 0: unknown.
+    Follows its dispatch by shared memory (prefill.cuh, BatchPrefillWithPagedKVCacheDispatched). 0: unknown.
     """
     if device.type != "cuda":
         return LEAST_KEY_BLOCK
@@ -32,7 +32,7 @@ def least_key_block(head_dim: int, device: torch.device) -> int:
     found = []
     for tile, warps, most in ((16, 4, 8), (64, 1, 8), (128, 1, 4)):
         if tile == 128 and head_dim >= 256:
-            continue  # FlashInfer has none there
+            continue  # FlashInfer has no such kernel
         query, block = tile * head_dim * 2, 16 * warps * 2 * head_dim * 2  # bytes
         programs = 2 if of_sm >= 2 * (query + block) else 1
         fitting = min((min(of_sm // programs, of_block) - query) // block, most)

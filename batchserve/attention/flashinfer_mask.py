@@ -1,4 +1,4 @@
-"""FlashInfer's custom mask of a step's trees, made on the device: a bit for every row and key."""
+"""Builds FlashInfer's custom mask for a step's trees on the device: one bit per row and key."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from batchserve.kv.slot_kernels import WORD_BITS
 if TYPE_CHECKING:
     from batchserve.attention.tree_metadata import TreeMetadata
 
-MASK_BLOCK = 1 << 17  # bytes of a mask that are made at once: more take memory, fewer take launches
+MASK_BLOCK = 1 << 17  # bytes of a mask built at once: more take more memory, fewer take more launches
 
 
 def packed_mask(metadata: TreeMetadata, sliding_window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """FlashInfer's custom mask: (uint8 bits on the device, int32 [num_requests + 1] where each request's bytes begin).
+    """Returns FlashInfer's custom mask: (uint8 bits on the device, int32 [num_requests + 1], offsets in bytes).
 
-    Of every request a matrix [rows, kv_len] row by row, the lowest bit first, from a new byte on. FlashInfer checks no
-    lengths: with a short mask its kernel reads whatever lies behind it. Raises RuntimeError for a mask that it cannot
-    address.
+    Each request has a matrix [rows, kv_len] in row-major order, lowest bit first, that starts at a new byte. FlashInfer
+    checks no lengths: if a mask is short, its kernel reads past the end. Raises RuntimeError for a mask that FlashInfer
+    cannot address.
     """
     num_bits = metadata.qo_indptr_cpu.diff().numpy().astype(np.int64) * metadata.kv_lens_cpu.numpy()
     offsets = np.concatenate([[0], np.cumsum(-(-num_bits // 8))])
@@ -39,17 +39,17 @@ def packed_mask(metadata: TreeMetadata, sliding_window: int | None) -> tuple[tor
 def _mask_bytes(
     metadata: TreeMetadata, sliding_window: int | None, begins: torch.Tensor, places: torch.Tensor
 ) -> torch.Tensor:
-    """The mask's bytes at `places`, of all requests at once: one after the other they were a dozen launches each."""
-    request = torch.searchsorted(begins, places, right=True) - 1  # of several that begin there, the one that has rows
+    """Returns the mask's bytes at `places`, for all requests at once: one by one took a dozen launches each."""
+    request = torch.searchsorted(begins, places, right=True) - 1  # of several that begin there, the one with rows
     first_row = metadata.qo_indptr[request][:, None]
-    num_rows = (metadata.qo_indptr[request + 1][:, None] - first_row).long()  # times keys it may be beyond int32
+    num_rows = (metadata.qo_indptr[request + 1][:, None] - first_row).long()  # rows * keys may exceed int32
     kv_len = (metadata.kv_indptr[request + 1] - metadata.kv_indptr[request])[:, None]
     in_byte = torch.arange(8, device=places.device)
     bit = 8 * (places - begins[request])[:, None] + in_byte
     key = bit % kv_len
-    is_inside = bit < num_rows * kv_len  # not of what fills up a request's last byte
+    is_inside = bit < num_rows * kv_len  # false for the padding of a request's last byte
     row = first_row + (bit // kv_len) * is_inside
-    own = key - (kv_len - num_rows)  # which of the step's rows; below zero: of the context
+    own = key - (kv_len - num_rows)  # the key's row in the step; negative: context
     other = own.clamp(min=0)
     is_ancestor = (metadata.ancestors[row, other // WORD_BITS] >> (other % WORD_BITS).int()) & 1
     is_visible = (own < 0) | is_ancestor.bool()

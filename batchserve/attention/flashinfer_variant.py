@@ -1,12 +1,12 @@
-"""Our variant of FlashInfer's FA2 prefill kernel: a key is visible if it is context, or an ancestor of the row.
+"""Our variant of FlashInfer's FA2 prefill kernel: a key is visible if it is context or an ancestor of the row.
 
-The stock custom mask is a bit for every row and key, made anew in every step and read for every key; here a row has a
-few words, whatever the length of its context. This module only holds text and imports nothing of FlashInfer.
+The stock custom mask has a bit for every row and key, is built anew in every step and is read for every key. Here a row
+has a few words, however long its context is. This module only holds source text and imports nothing of FlashInfer.
 
-With a custom mask FlashInfer's kernel asks the variant about every key, with none only about those at the edges: of a
-window's begin, and of a chunk's end. In front of their context a step's own rows are such an edge: the variant claims a
-window that begins at the second key for the last row of each query tile, so that the kernel asks about the first block
-of keys, and skips none.
+With a custom mask, FlashInfer's kernel asks the variant about every key. Without one it asks only about the keys at two
+edges: where a window begins, and where a chunk ends. A step's own rows become such an edge in front of their context.
+The variant claims a window that begins at the second key for the last row of each query tile, so the kernel asks about
+the first block of keys, and skips none.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from batchserve.attention.base import AttentionParams
     from batchserve.attention.tree_metadata import TreeMetadata
 
-REVISION = 4  # part of a compiled module's name: raise it with every change of the source
-TENSORS = {"ancestors": "int32_t", "positions": "int32_t"}  # of TreeMetadata, in the order of the run's arguments
+REVISION = 4  # part of a compiled module's name: increase it with every change of the source
+TENSORS = {"ancestors": "int32_t", "positions": "int32_t"}  # fields of TreeMetadata, in the order of run()'s arguments
 SCALARS = {"sm_scale": "double", "softcap": "double", "ancestor_words": "int64_t", "window": "int64_t"}
-FRONT_SCALARS = {**SCALARS, "query_tile": "int64_t"}  # (row, head) pairs of a program
+FRONT_SCALARS = {**SCALARS, "query_tile": "int64_t"}  # (row, head) pairs per program
 
-# Row and key indices are those inside of the request; the tensors begin with the batch's first row.
+# Row and key indices count inside the request; the tensors begin with the batch's first row.
 SOURCE = r"""
 struct TreeAttention : AttentionVariantBase {
   static constexpr bool use_softmax = true;
@@ -90,10 +90,10 @@ struct TreeAttention : AttentionVariantBase {
 def variant_arguments(
     key_dim: int, value_dim: int, dtype: torch.dtype, has_softcap: bool, *, rows_first: bool = False
 ) -> list[Any]:
-    """jit_args of the wrapper, in the order of gen_customize_batch_prefill_module() after its backend.
+    """Returns the wrapper's jit_args: those of gen_customize_batch_prefill_module() after its backend, in order.
 
-    One module for each head_dim, dtype, whether there is a soft cap, and whether a step's own rows come before a
-    request's context; its name says which, and is that of the file where it is looked for ready-made.
+    There is one module per head_dim, dtype, soft cap or none, and order of keys (a step's own rows before the context
+    or after it). Its name says which, and is the name of the file in which a prebuilt module is looked for.
     """
     scalars = FRONT_SCALARS if rows_first else SCALARS
     kind = f"{str(dtype).removeprefix('torch.')}_d{key_dim}" + ("_softcap" if has_softcap else "")
@@ -117,7 +117,7 @@ def _literal(flag: bool) -> str:
 
 
 def variant_run_arguments(metadata: TreeMetadata, params: AttentionParams) -> tuple[Any, ...]:
-    """What the wrapper's run() takes behind q and the caches: TENSORS and then SCALARS; then FRONT_SCALARS' own."""
+    """Returns run()'s arguments after q and the caches: TENSORS, then SCALARS. The caller adds FRONT_SCALARS' own."""
     return (
         metadata.ancestors,
         metadata.positions,

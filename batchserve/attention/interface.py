@@ -1,7 +1,7 @@
-"""How unmodified modelling code reaches our attention: one function in transformers' AttentionInterface.
+"""Connects unmodified modelling code to our attention: one function in transformers' AttentionInterface.
 
-The step's backend travels as a keyword argument of the forward. No mask function is registered under our name, and
-that is what makes the models skip building masks of their own.
+The step's backend is passed as a keyword argument of the forward. No mask function is registered under our name, so the
+models skip building their own masks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from batchserve.errors import UnsupportedModelError
 ATTENTION_NAME = "batchserve"
 STEP_ARGUMENT = "batchserve_step"
 
-# What modelling code passes along that does not change the result of inference attention over our own K/V.
+# Arguments of modelling code that do not change the result of inference attention over our own K/V.
 IRRELEVANT_ARGUMENTS = frozenset(
     {
         "position_ids",
@@ -49,7 +49,7 @@ def ragged_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The registered function; see AttentionBackend.attend for shapes. Raises UnsupportedModelError on surprises."""
+    """Calls the step's backend; see AttentionBackend.attend. Raises UnsupportedModelError for unsupported arguments."""
     backend: AttentionBackend | None = kwargs.pop(STEP_ARGUMENT, None)
     if backend is None:
         raise UnsupportedModelError(f"{type(module).__name__} does not hand keyword arguments down to its attention")
@@ -64,36 +64,36 @@ def ragged_attention(
         )
     layer: Any = getattr(module, LAYER) if isinstance(backend, LayerAttention) else module.layer_idx
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if isinstance(scale, torch.Tensor):  # whose number may change
+    if isinstance(scale, torch.Tensor):  # its value may change between calls
         scale = scale.item()
-    # One sink may be all heads'; compiled kernels read them one behind the other.
+    # All heads may share one sink, but compiled kernels read one per head from contiguous memory.
     sinks = None if s_aux is None else s_aux.reshape(-1).expand(query.shape[1]).contiguous()
     params = AttentionParams(scale, sliding_window, softcap, sinks)
     return backend.attend(layer, query, key, value, params), None
 
 
 def register() -> None:
-    """Make ATTENTION_NAME known to transformers; harmless when repeated."""
+    """Registers ATTENTION_NAME with transformers; may be called repeatedly."""
     AttentionInterface.register(ATTENTION_NAME, ragged_attention)
 
 
 class ShapeProbe:
-    """A stand-in backend that attends causally over one sequence and notes what every layer asks for.
+    """A stand-in backend that attends causally over one sequence and records what every layer asks for.
 
-    is_own: bool [num_tokens], the sequence's rows; every other row is a sequence of its own. None: all are.
+    is_own: bool [num_tokens], the sequence's rows (None: all rows); every other row is a sequence of its own.
     """
 
     def __init__(self, is_own: torch.Tensor | None = None) -> None:
         self.is_own = is_own
         self.calls: list[int] = []
         self.shapes: dict[int, LayerShape] = {}
-        self.num_heads = 0  # of queries, the most of any layer
+        self.num_heads = 0  # query heads, the most of any layer
         self.has_sinks = False
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """In the roundings of transformers' eager attention, so that 16-bit answers can be compared closely."""
+        """Rounds like transformers' eager attention, so that 16-bit outputs can be compared closely."""
         self.calls.append(layer)
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
         self.num_heads = max(self.num_heads, query.shape[1])
@@ -116,4 +116,4 @@ class ShapeProbe:
             probs = torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
         else:
             probs = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
-        return (probs @ values).transpose(1, 2).contiguous()  # as eager attention does: models may view it
+        return (probs @ values).transpose(1, 2).contiguous()  # as in eager attention: models may call view() on it

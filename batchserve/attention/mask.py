@@ -1,4 +1,4 @@
-"""Which keys a row of a draft tree sees: the whole context, its ancestors and itself."""
+"""Visibility masks of draft trees: a row sees the whole context, its ancestors and itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def ancestor_mask(parents: np.ndarray) -> np.ndarray:
-    """bool [n, n]: entry (i, j) is true where row j is row i or one of its ancestors. Parents come first."""
+    """Returns bool [n, n]: entry (i, j) is true if row j is row i or one of its ancestors. Parents precede children."""
     n = len(parents)
     mask = np.zeros((n, n), dtype=bool)
     for i, parent in enumerate(parents):
@@ -22,12 +22,12 @@ def ancestor_mask(parents: np.ndarray) -> np.ndarray:
 
 
 def key_positions(span: Span) -> np.ndarray:
-    """int64 [context_len + n]: the absolute position of every key of the request, the step's rows last."""
+    """Returns int64 [context_len + n]: the absolute position of each of the request's keys, the step's rows last."""
     return np.concatenate([np.arange(span.context_len), span.positions])
 
 
 def visible_keys(span: Span, sliding_window: int | None) -> np.ndarray:
-    """bool [n, context_len + n]: the keys that each row of the span attends to."""
+    """Returns bool [n, context_len + n]: the keys that each row of the span attends to."""
     n = span.num_rows
     tree = np.tri(n, dtype=bool) if span.is_chain else ancestor_mask(span.parents)
     mask = np.concatenate([np.ones((n, span.context_len), dtype=bool), tree], axis=1)

@@ -1,14 +1,14 @@
-"""Instructions for whole matrices (AMX) for numba's compiler, and the arithmetic of attention in them.
+"""Matrix instructions (AMX) for Numba's compiler, and the arithmetic of attention with them.
 
 A tile is 16 rows of 64 bytes: of 16 float32, or of 16 pairs of bfloat16. A product takes its second factor in pairs of
-rows, element by element. Keys are a first factor as they lie in memory, and so transposed scores come out. Values as
-they lie there are pairs of columns instead: so their even columns are multiplied by weights that are paired with zeros,
-and their odd ones by zeros that are paired with weights. A query is a row or a column of every tile: it has the same
-sums whatever else is in its tiles.
+rows, element by element. Keys as stored in memory are a first factor, so scores come out transposed. Values as stored
+are pairs of columns instead. Their even columns are therefore multiplied by weights paired with zeros, and their odd
+columns by zeros paired with weights. A query is a row or a column of every tile, so its sums do not depend on what else
+is in its tiles.
 
-Arrays: queries uint32 [dim / 2, 2 * TILE], pairs of bfloat16, a query a column; scores float32 [2 * TILE, any]; weights
-uint32 [2, 2 * TILE, any], bfloat16 in the lower half of a word and once more in the upper half; keys and values uint16
-[any, dim], bfloat16, where dim is a multiple of PAIRS.
+Arrays: queries uint32 [dim / 2, 2 * TILE], pairs of bfloat16, one query per column; scores float32 [2 * TILE, any];
+weights uint32 [2, 2 * TILE, any], bfloat16 in the lower half of a word and once more in the upper half; keys and values
+uint16 [any, dim], bfloat16, where dim is a multiple of PAIRS.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -31,23 +31,23 @@ from batchserve.native.jit import njit
 from batchserve.native.vector_code import WORD, WORDS, Array, Builder, Value, index
 
 TILE = 16  # rows of a tile, and 32-bit elements of a row
-PAIRS = 2 * TILE  # elements of bfloat16 that a row holds
+PAIRS = 2 * TILE  # bfloat16 elements of a row
 ROW_BYTES = 64
-FEW = 4  # queries: so many are cheaper to write down than a whole tile of them
-AT_ONCE = 4  # tiles of sums; the others take the factors
+FEW = 4  # queries: so many are cheaper to store than a whole tile of them
+AT_ONCE = 4  # tiles of sums; the others hold the factors
 UPPER, NAN = 0xFFFF0000, 0x7FC00000
-_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux on x86-64
 _BYTE = ir.IntType(8)
 
 
 def compiles_matrices() -> bool:
-    """Whether numba compiles for such instructions."""
+    """Returns whether Numba compiles matrix instructions."""
     return {"+amx-bf16", "+amx-tile", "+avx512f"} <= set(code.features())
 
 
 @functools.cache
 def has_matrices() -> bool:
-    """Whether numba compiles for such instructions, and this process may use them: Linux wants to be asked."""
+    """Returns whether Numba compiles matrix instructions and Linux, which must be asked, lets this process use them."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     if not compiles_matrices():
@@ -57,13 +57,13 @@ def has_matrices() -> bool:
 
 
 def call(builder: Builder, name: str, *arguments: Value) -> None:
-    """Emit an instruction of x86 by its name in LLVM."""
+    """Emits an x86 instruction by its LLVM name."""
     kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
     builder.call(code.declared(builder, f"llvm.x86.{name}", kind), arguments)
 
 
 def register_number(number: int) -> Value:
-    """One of eight tiles."""
+    """Returns the number of one of eight tile registers as a constant."""
     return ir.Constant(_BYTE, number)
 
 
@@ -86,7 +86,7 @@ def _words(value: int) -> Value:
 
 @intrinsic
 def begin_tiles(typing_context):  # type: ignore[no-untyped-def]
-    """To be called by each thread before all others here: others may have used tiles of another shape."""
+    """Configures the tiles. Each thread must call this first: other code may have used tiles of another shape."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         shapes = struct.pack("<BB14x8H16x8B8x", 1, 0, *[ROW_BYTES] * 8, *[TILE] * 8)
@@ -100,7 +100,7 @@ def begin_tiles(typing_context):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def end_tiles(typing_context):  # type: ignore[no-untyped-def]
-    """To be called by each thread when it is through: what tiles hold slows down a change of threads."""
+    """Releases the tiles. Each thread must call this when it is done: what tiles hold slows down thread switches."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         call(builder, "tilerelease")
@@ -110,7 +110,7 @@ def end_tiles(typing_context):  # type: ignore[no-untyped-def]
 
 
 def _transposed(builder: Builder, rows: list[Value]) -> list[Value]:
-    """TILE vectors of TILE elements."""
+    """Transposes TILE vectors of TILE elements."""
     half = TILE // 2
     while half:
         lower = [place if place & half == 0 else TILE + place - half for place in range(TILE)]
@@ -125,7 +125,7 @@ def _transposed(builder: Builder, rows: list[Value]) -> list[Value]:
 
 @intrinsic
 def copy_row(typing_context, source, row, target, place):  # type: ignore[no-untyped-def]
-    """target[place] = source[row], of keys, values or lanes."""
+    """Sets target[place] = source[row], for keys, values or lanes."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         source, target = (Array(context, builder, signature.args[i], arguments[i]) for i in (0, 2))
@@ -140,7 +140,7 @@ def copy_row(typing_context, source, row, target, place):  # type: ignore[no-unt
 
 @intrinsic
 def clear_row(typing_context, target, place):  # type: ignore[no-untyped-def]
-    """target[place] = 0, of keys or values."""
+    """Sets target[place] = 0, for keys or values."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         target = Array(context, builder, signature.args[0], arguments[0])
@@ -153,7 +153,7 @@ def clear_row(typing_context, target, place):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def stand(typing_context, lanes, queries):  # type: ignore[no-untyped-def]
-    """queries[:, :TILE] = lanes, bfloat16 as uint16 [TILE, dim]."""
+    """Sets queries[:, :TILE] to the transposed lanes, bfloat16 as uint16 [TILE, dim]."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         lanes, queries = (Array(context, builder, signature.args[i], arguments[i]) for i in range(2))
@@ -168,7 +168,7 @@ def stand(typing_context, lanes, queries):  # type: ignore[no-untyped-def]
 
 
 def _score(num_queries: int, num_tiles: int) -> Any:
-    """An intrinsic for queries [first, first + num_queries) and num_tiles tiles of keys, from `key` on."""
+    """Returns an intrinsic for queries [first, first + num_queries) and num_tiles tiles of keys, from `key` on."""
 
     @intrinsic
     def score(typing_context, queries, first, keys, key, scores, column, spare, scale):  # type: ignore[no-untyped-def]
@@ -211,9 +211,9 @@ _score_all, _score_all_more = _score(TILE, 1), _score(TILE, AT_ONCE)
 
 @njit(nogil=True, cache=True)
 def score(queries, first, count, keys, start, stop, scores, column, spare, scale):  # type: ignore[no-untyped-def]
-    """scores[first + i, column:] = scale * query first + i . keys[start:stop], for `count` of them at least.
+    """Sets scores[first + i, column:] = scale * (query first + i) . keys[start:stop], for at least `count` queries.
 
-    They are whole tiles of keys; spare: float32 [AT_ONCE * TILE, TILE].
+    keys[start:stop] are whole tiles. spare: float32 [AT_ONCE * TILE, TILE].
     """
     column -= start
     while start + AT_ONCE * TILE <= stop:
@@ -231,15 +231,15 @@ def score(queries, first, count, keys, start, stop, scores, column, spare, scale
 
 
 def _rounded(builder: Builder, words: Value) -> Value:
-    """Words of float32 whose upper halves are the nearest bfloat16, of two the even one; of finite numbers."""
+    """Rounds words of finite float32: the upper halves become the nearest bfloat16, ties to even."""
     is_odd = builder.and_(builder.lshr(words, _words(16)), _words(1))
     return builder.add(builder.add(words, is_odd), _words(0x7FFF))
 
 
 @intrinsic
 def to_weights(typing_context, scores, lane, count, until, even, odd):  # type: ignore[no-untyped-def]
-    """even[lane, :until] and odd[lane, :until], of weights: the first `count` scores, finite ones to the nearest
-    bfloat16, then zeros.
+    """Writes weights to even[lane, :until] and odd[lane, :until]: the first `count` scores, then zeros.
+    Finite scores are rounded to the nearest bfloat16.
     """
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
@@ -260,7 +260,7 @@ def to_weights(typing_context, scores, lane, count, until, even, odd):  # type: 
 
 
 def _add(num_tiles: int) -> Any:
-    """An intrinsic that adds to num_tiles tiles of sums: weights[.., first:, at:] . values[start:stop, column:]."""
+    """Returns an intrinsic that adds weights[.., first:, at:] . values[start:stop, column:] to num_tiles tiles."""
 
     @intrinsic
     def add(typing_context, even, odd, first, at, values, start, stop, column):  # type: ignore[no-untyped-def]
@@ -324,9 +324,9 @@ _load_sums, _store_sums = _move("tileloadd64"), _move("tilestored64")
 
 @njit(nogil=True, cache=True)
 def weigh(weights, first, values, start, stop, tail, num_tail, sums):  # type: ignore[no-untyped-def]
-    """sums[first + i] = weights[.., first + i] . values[start:stop], and behind them tail[:num_tail]; whole tiles.
+    """Sets sums[first + i] = weights[.., first + i] . (values[start:stop], then tail[:num_tail]), all whole tiles.
 
-    TILE of sums are written. sums: float32 [2 * TILE, dim, filled up to AT_ONCE tiles], in an order that `give` knows.
+    Writes TILE sums. sums: float32 [2 * TILE, dim padded to AT_ONCE tiles], in the order that `give` expects.
     """
     for column in range(0, values.shape[1], AT_ONCE * TILE):
         _clear_sums()
@@ -337,7 +337,7 @@ def weigh(weights, first, values, start, stop, tail, num_tail, sums):  # type: i
 
 @njit(nogil=True, cache=True)
 def weigh_more(weights, first, count, at, tail, num_tail, sums, spare):  # type: ignore[no-untyped-def]
-    """sums[first : first + count] += weights[.., at:] . tail[:num_tail]; spare: as sums, TILE of them."""
+    """Adds weights[.., at:] . tail[:num_tail] to sums[first : first + count]. spare: as sums, TILE of them."""
     for column in range(0, tail.shape[1], AT_ONCE * TILE):
         _load_sums(sums, first, column)
         _add_keys(weights, first, at, tail, 0, num_tail, column)
@@ -349,7 +349,7 @@ def weigh_more(weights, first, count, at, tail, num_tail, sums, spare):  # type:
 
 @intrinsic
 def give(typing_context, sums, lane, factor, out, row):  # type: ignore[no-untyped-def]
-    """out[row] = factor * sums[lane], bfloat16 as uint16: even columns and odd ones in turn."""
+    """Sets out[row] = factor * sums[lane], bfloat16 as uint16, with even and odd columns interleaved."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         sums, out = (Array(context, builder, signature.args[i], arguments[i]) for i in (0, 3))

@@ -1,13 +1,13 @@
-"""Tree attention in whole-matrix instructions, of bfloat16: path_kernel.py's contract, sixteen queries at a time.
+"""Tree attention with matrix instructions in bfloat16: path_kernel.py's contract, sixteen queries at a time.
 
-A row takes its keys in tiles of 16 positions. Those that all rows of a block share are one run of memory, multiplied
-for all of its queries at once. The rest of a row's keys, its tail, is copied together, context and ancestors behind
-each other, and multiplied for that row's queries. Both are the same instructions over the same tiles: so which of its
-keys a row shares with others changes no bit of what comes out. Weights are rounded to bfloat16, as in SDPA.
+A row takes its keys in tiles of 16 positions. Tiles that all rows of a block share are contiguous in memory, and are
+multiplied for all queries of the block at once. The rest of a row's keys, its tail, is copied together (context, then
+ancestors) and multiplied for that row's queries. Both use the same instructions over the same tiles, so the keys that a
+row shares with others do not change a bit of the result. Weights are rounded to bfloat16, as in SDPA.
 
-A row that sees NaN is NaN. What a row takes without weight is multiplied by zero: so a V that is not finite may make
-NaN of the rows before it in its block of a chain, and under a window of those that have just lost sight of it. What is
-in other branches of its tree touches no row.
+A row that sees NaN is NaN. A row's invisible keys are multiplied by zero, so a V that is not finite may make NaN of
+rows that do not see it: in a chain the rows before it in its block, and under a window those that have just lost sight
+of it. What is in other branches of a tree does not affect a row.
 """
 
 # ruff: noqa: ANN001, ANN202
@@ -56,39 +56,39 @@ class _Work(NamedTuple):
     """A thread's memory, for one block at a time. The queries of a block are its lanes."""
 
     lanes: np.ndarray  # uint16 [TILE, dim]
-    queries: np.ndarray  # these: see matrix_code.py, as for weights and sums
+    queries: np.ndarray  # the lanes as matrix_code.py describes them, like weights and sums
     scores: np.ndarray  # float32 [2 * TILE, keys]
     weights: np.ndarray
     sums: np.ndarray
     spare_sums: np.ndarray
     tiles: np.ndarray
-    inverse: np.ndarray  # float32 [TILE]: what sums are to be multiplied by
+    inverse: np.ndarray  # float32 [TILE]: the factors of sums
     sinks: np.ndarray  # float32 [TILE]
-    rows: np.ndarray  # int64 [TILE]: of each lane
+    rows: np.ndarray  # int64 [TILE]: the row of each lane
     heads: np.ndarray  # int64 [TILE]
-    tail: np.ndarray  # uint16 [rows and two tiles, dim]
+    tail: np.ndarray  # uint16 [rows + 2 * TILE, dim]
     paths: np.ndarray  # int64 [TILE, rows]: see path_kernel.ancestors
     depths: np.ndarray  # int64 [TILE]
-    ends: np.ndarray  # int64 [TILE]: behind the last lane of each row
+    ends: np.ndarray  # int64 [TILE]: the lane after the last one of each row
 
 
 @njit(nogil=True, cache=True)
 def _whole(count):  # type: ignore[no-untyped-def]
-    """`count`, filled up to a whole tile."""
+    """Returns `count` rounded up to a whole tile."""
     return (count + TILE - 1) // TILE * TILE
 
 
 @njit(nogil=True, cache=True, inline="always")
 def _next(address, array):  # type: ignore[no-untyped-def]
-    """Behind an array at an address: where a row of a tile begins, none lies in two cache lines."""
+    """Returns the next aligned address after an array; no row of a tile that starts there lies in two cache lines."""
     return (address + array.nbytes + ROW_BYTES - 1) // ROW_BYTES * ROW_BYTES
 
 
 @njit(nogil=True, cache=True)
 def _work_at(at, dim, longest, most_rows):  # type: ignore[no-untyped-def]
-    """(work, the address behind it) for spans of up to most_rows rows, with up to `longest` keys.
+    """Returns (work, the address after it) for spans of up to most_rows rows with up to `longest` keys.
 
-    Arrays without an owner: Numba counts references to what has one, wherever it is handed on.
+    The arrays have no owner: Numba counts references to owned arrays wherever they are passed on.
     """
     keys, wide = _whole(longest) + 2 * TILE, (dim + AT_ONCE * TILE - 1) // (AT_ONCE * TILE) * AT_ONCE * TILE
     lanes = carray(as_pointer(at), (TILE, dim), np.uint16)
@@ -127,9 +127,9 @@ def _work_at(at, dim, longest, most_rows):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def _soften(scores, lane, num_keys, num_hidden, until, softcap, sink, weights):  # type: ignore[no-untyped-def]
-    """A query's weights from its scores: of so many keys, the first num_hidden of which it does not see.
+    """Turns a query's num_keys scores into weights. The query does not see the first num_hidden keys.
 
-    Returns what their sum is to be multiplied by.
+    Returns the factor for the sums of these weights.
     """
     if softcap > 0:
         tiles.cap_in_place(scores, lane, num_keys, softcap)
@@ -142,17 +142,17 @@ def _soften(scores, lane, num_keys, num_hidden, until, softcap, sink, weights): 
 
 @njit(nogil=True, cache=True)
 def _first_seen(end, window):  # type: ignore[no-untyped-def]
-    """Of a row whose keys end at `end`; window 0: none."""
+    """Returns the first key that is visible to a row whose keys end at `end`. window 0: there is none."""
     return max(0, end - window) if window > 0 else 0
 
 
 @njit(nogil=True, cache=True)
 def _attend_chain(planes, heads, context, count, window, scales, work):  # type: ignore[no-untyped-def]
-    """Rows that lie behind the context one by one: each takes all keys, and what it does not see weighs nothing."""
+    """Attends for rows that form a chain after the context. Each takes all keys; invisible ones weigh nothing."""
     end = context + work.rows[count - 1] + 1
     begin = _first_seen(context + work.rows[0] + 1, window) // TILE * TILE
     shared, until = end // TILE * TILE, _whole(end)
-    # A slab ends with a whole tile: what is behind the last key is there, and nobody looks at it.
+    # A slab ends with a whole tile, so memory after the last key can be read. Scores of that memory are not used.
     for head in range(heads[0], heads[1]):
         lane = (head - heads[0]) * count
         keys = planes[0][head]
@@ -174,7 +174,7 @@ def _attend_chain(planes, heads, context, count, window, scales, work):  # type:
 
 @njit(nogil=True, cache=True)
 def _straight(context, paths, depths, count):  # type: ignore[no-untyped-def]
-    """How many ancestors, from the root on, the first `count` rows share that lie behind the context one by one."""
+    """Returns how many shared ancestors of the first `count` rows directly follow the context, one after another."""
     common, limit = 0, depths[:count].min()
     while common < limit:
         for i in range(count):
@@ -186,7 +186,7 @@ def _straight(context, paths, depths, count):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def _copy_tail(plane, begin, context, path, depth, tail):  # type: ignore[no-untyped-def]
-    """A row's keys or values from position `begin` on, and zeros up to a whole tile; returns their number."""
+    """Copies a row's keys or values from position `begin` on, and zeros up to a whole tile; returns their number."""
     count = context + depth - begin
     for i in range(count):
         behind = begin + i - context
@@ -198,7 +198,7 @@ def _copy_tail(plane, begin, context, path, depth, tail):  # type: ignore[no-unt
 
 @njit(nogil=True, cache=True)
 def _attend_tree(planes, heads, context, count, window, start, parents, scales, work):  # type: ignore[no-untyped-def]
-    """Rows of a tree; if there is a window, of one row."""
+    """Attends for rows of a tree, or for one row under a window."""
     first_row = work.rows[0]
     num_rows = work.rows[count - 1] - first_row + 1
     for i in range(num_rows):
@@ -233,10 +233,10 @@ def _attend_tree(planes, heads, context, count, window, start, parents, scales, 
 
 @njit(nogil=True, cache=True)
 def _attend_block(query, planes, heads, span, chain, items, group, parents, out, window, scales, sinks, work):  # type: ignore[no-untyped-def]
-    """Some (row, head) items of a span over each of some K/V heads; at most TILE of them, counted for every head.
+    """Attends for some (row, head) items of a span over some K/V heads: at most TILE items, over all heads together.
 
-    span: (row start, rows, context length), of whose rows the first `chain` are one; items: (first, end), counted over
-    its rows and the `group` of a K/V head; heads: (first, end) of the K/V heads.
+    span: (row start, rows, context length), whose first `chain` rows form a chain. items: [first, end), counted over
+    the span's rows and the `group` heads of a K/V head. heads: [first, end) of the K/V heads.
     """
     (start, _, context), (at, end) = span, items
     count = end - at
@@ -257,14 +257,14 @@ def _attend_block(query, planes, heads, span, chain, items, group, parents, out,
 
 @njit(nogil=True, cache=True)
 def _attend_part(query, planes, heads, span, part, group, parents, out, window, scales, sinks, work):  # type: ignore[no-untyped-def]
-    """The rows (first, end) of a span over the K/V heads (first, end), block by block."""
+    """Attends for the rows [first, end) of a span over the K/V heads [first, end), block by block."""
     first, last = part[0] * group, part[1] * group
-    if span[1] + span[2] <= window:  # it hides nothing yet
+    if span[1] + span[2] <= window:  # the window hides nothing yet
         window = 0
     chain = 0
     while chain < span[1] and parents[span[0] + chain] == chain - 1:
         chain += 1
-    width = group if window > 0 and part[1] > chain else last - first  # of a tree each row has a first key of its own
+    width = group if window > 0 and part[1] > chain else last - first  # rows of a tree differ in their first key
     at_once = max(1, TILE // width)
     for head in range(heads[0], heads[1], at_once):
         some = (head, min(head + at_once, heads[1]))
@@ -277,9 +277,9 @@ def _attend_part(query, planes, heads, span, part, group, parents, out, window, 
 
 @functools.cache
 def attend_loop() -> CFunc[Any]:
-    """path_kernel.attend_loop of bfloat16 (uint16); DIM is a multiple of PAIRS.
+    """Returns path_kernel.attend_loop for bfloat16 (uint16). DIM must be a multiple of PAIRS.
 
-    A thread puts those of its K/V heads in one block whose queries fit into it.
+    A block holds the queries of as many of a thread's K/V heads as fit.
     """
     dtype = np.dtype(np.uint16)
 
@@ -313,7 +313,7 @@ def attend_loop() -> CFunc[Any]:
             what = (part, job[GROUP], parents, out, job[WINDOW], scales, sinks, work)
             _attend_part(query, planes, heads, span, *what)
         matrix.end_tiles()
-        memory[0] = 0  # until here it is used
+        memory[0] = 0  # kept alive until here
 
     compiled: CFunc[Any] = loop
     return compiled

@@ -1,4 +1,4 @@
-"""The GPU path's backend: K/V in slots on a device, one kernel call a layer for the trees of all requests."""
+"""The GPU path's backend: K/V in slots on a device, one kernel call per layer for the trees of all requests."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class PagedBackend:
-    """AttentionBackend over one K and one V cache a layer, [num_slots, num_kv_heads, dim], on any device.
+    """AttentionBackend with one K and one V cache per layer, [num_slots, num_kv_heads, dim], on any device.
 
-    Everything but kernel.run() is the same on a CPU and on a GPU. Nothing here waits for the device.
+    Everything except the kernel is the same on a CPU and on a GPU. Nothing here waits for the device.
     """
 
     def __init__(
@@ -73,25 +73,25 @@ class PagedBackend:
         self.kernel.plan(self._metadata)
 
     def begin_static(self, step: StaticStep, arrays: Mapping[str, np.ndarray]) -> None:
-        """Prepare a step of a CUDA graph, which begins with find_slots(); `arrays` are step_arrays() in its fields."""
+        """Prepares a step of a CUDA graph, which starts with find_slots(). arrays: step_arrays() in its fields."""
         step.describe(arrays)
         self._metadata = step.metadata
         self.kernel.plan(step.metadata)
 
     def _new_table(self) -> torch.Tensor:
-        """The device's table of slots, flat, and one place more, for changes that are none."""
+        """Returns a flat table of slots on the device, with one spare entry that padding changes write to."""
         rows, columns = self.allocator.table_shape
         return torch.zeros(rows * columns + 1, dtype=torch.int32, device=self.device)
 
     def update_table(self, changed_places: torch.Tensor, changed_slots: torch.Tensor) -> None:
-        """Write SlotAllocator.changes() to the device's table of slots."""
+        """Writes the result of SlotAllocator.changes() to the device's table of slots."""
         if self._table_shape != self.allocator.table_shape:
             old, self._table, self._table_shape = self._table[:-1], self._new_table(), self.allocator.table_shape
             self._table[: len(old)] = old
         self._table.index_copy_(0, changed_places, changed_slots)
 
     def find_slots(self, step: StaticStep) -> None:
-        """Bring the table up to date, and kv_indices, of a step at fixed addresses: what a CUDA graph begins with."""
+        """Updates the table of slots and a static step's kv_indices. A CUDA graph starts with this."""
         views = step.views
         self._table.index_copy_(0, views["changed_places"], views["changed_slots"])
         kv_indices = step.metadata.kv_indices
@@ -112,7 +112,7 @@ class PagedBackend:
         value: torch.Tensor,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """attend() with a layer's caches given: a compiler may have put others in their place."""
+        """Like attend(), but with a layer's caches as arguments, because a compiler may have replaced them."""
         metadata = self._metadata
         if metadata is None:
             raise RuntimeError("attend() before begin()")
@@ -128,13 +128,13 @@ class PagedBackend:
 def step_arrays(
     spans: Spans, allocator: SlotAllocator, out: Mapping[str, np.ndarray] | None = None
 ) -> tuple[dict[str, np.ndarray], bool]:
-    """What the device is told of a step, and whether every request of it is a chain; see TreeMetadata for the shapes.
+    """Returns the arrays that describe a step to the device, and whether every request of the step is a chain.
 
-    Besides its fields there are table_offsets int64 [num_requests], from a place in kv_indices to that of its slot in
-    the flattened table, and SlotAllocator.changes() as changed_places and changed_slots, which count as uploaded now.
+    Besides TreeMetadata's fields: table_offsets int64 [num_requests], from an index in kv_indices to the index of its
+    slot in the flattened table; SlotAllocator.changes() as changed_places and changed_slots, which count as uploaded.
 
-    out: buffers that are filled instead of new arrays, and padded (StaticStep); of the changes only the beginning, and
-    where they are too short for them the arrays that are returned are others.
+    out: buffers to fill and pad (StaticStep) instead of new arrays. Changes fill only the beginning of their buffers.
+    If they do not fit, new arrays are returned for them.
     """
     counts = spans.rows[:, 1]
     arrays = dict(out) if out is not None else _new_arrays(len(spans), len(spans.parents), num_words(counts))
@@ -146,7 +146,7 @@ def step_arrays(
     arrays["changed_places"], arrays["changed_slots"] = allocator.changes(spans.request_ids, room)
     if room is not None:
         num_changes, rows_and_columns = len(arrays["changed_places"]), allocator.table_shape
-        room[0][num_changes if num_changes <= len(room[0]) else 0 :] = math.prod(rows_and_columns)  # nobody's place
+        room[0][num_changes if num_changes <= len(room[0]) else 0 :] = math.prod(rows_and_columns)  # the spare entry
     return arrays, bool(is_causal)
 
 

@@ -1,10 +1,10 @@
 """Tree attention as one compiled loop nest: every row reduces its keys in the order of their positions.
 
-A row at position p always has the same keys in the same order (context, then its ancestors, then itself) whatever
-else is in the batch, and the arithmetic of one (row, key) does not depend on any other (tiles.py): so results are
-bitwise equal under any batching, chunking or drafting. One call serves all requests of a layer.
+A row at position p always has the same keys in the same order (context, its ancestors, itself), whatever else is in the
+batch. The arithmetic of one (row, key) does not depend on any other (tiles.py). Results are therefore bitwise equal
+under any batching, chunking or drafting. One call serves all requests of a layer.
 
-A row that sees NaN is NaN; one that sees an infinite V may be. What is in other branches of its tree touches no row.
+A row that sees NaN is NaN; one that sees an infinite V may be. Rows in other branches of its tree do not affect a row.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @njit(nogil=True, cache=True)
 def ancestors(parents, start, row, context, path):  # type: ignore[no-untyped-def]
-    """Write the slab places of a row's ancestors and itself into path, leaf first; returns how many."""
+    """Writes the slab places of a row's ancestors and of the row itself to path, leaf first; returns their number."""
     depth = 0
     while row >= 0:
         path[depth] = context + row
@@ -60,7 +60,7 @@ def ancestors(parents, start, row, context, path):  # type: ignore[no-untyped-de
 
 @njit(nogil=True, cache=True)
 def _common_ancestors(paths, depths, count):  # type: ignore[no-untyped-def]
-    """How many ancestors, from the root on, the first `count` lanes share."""
+    """Returns how many ancestors, from the root on, the first `count` lanes share."""
     common, limit = 0, depths[:count].min()
     while common < limit:
         place = paths[0, depths[0] - 1 - common]
@@ -73,14 +73,14 @@ def _common_ancestors(paths, depths, count):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def _place(j, first, in_context, path, depth):  # type: ignore[no-untyped-def]
-    """Where a row's j-th key lies: in the context, then on its path, and behind its last key that one again."""
+    """Returns the place of a row's j-th key: in the context, then on its path. Past the end it is the last key's."""
     behind = j - in_context
     return first + j if behind < 0 else path[max(0, depth - 1 - behind)]
 
 
 @njit(nogil=True, cache=True)
 def _places(j, first, in_context, path, depth):  # type: ignore[no-untyped-def]
-    """Where four of a row's keys lie, from the j-th on."""
+    """Returns the places of four of a row's keys, from the j-th on."""
     return (
         _place(j, first, in_context, path, depth),
         _place(j + 1, first, in_context, path, depth),
@@ -91,13 +91,13 @@ def _places(j, first, in_context, path, depth):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def soften(scores, lane, num_keys, sink):  # type: ignore[no-untyped-def]
-    """Turn a query's scores into exponentials, up to the next four of them 0; returns one over their sum.
+    """Turns a query's scores into exponentials, followed by zeros up to a multiple of four; returns 1 / their sum.
 
-    sink: the logit that takes some of the probability and gives nothing, -inf where there is none.
+    sink: a logit that takes some of the probability and adds no value, -inf if there is none.
     """
     if sink == -np.inf:
         return np.float32(1.0) / tiles.exp_in_place(scores, lane, num_keys)
-    scores[lane, num_keys] = sink  # one key more, behind the others, whose value is nothing
+    scores[lane, num_keys] = sink  # one more key, after the others, without a value
     total = tiles.exp_in_place(scores, lane, num_keys + 1)
     scores[lane, num_keys] = 0.0
     return np.float32(1.0) / total
@@ -105,12 +105,12 @@ def soften(scores, lane, num_keys, sink):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _attend_block(count, planes, context, first, paths, depths, work, softcap, sinks):  # type: ignore[no-untyped-def]
-    """`count` (row, head) queries over one K/V head: queries [4, padded], their outputs come back in sums.
+    """Attends for `count` (row, head) queries, [4, padded], over one K/V head. The outputs are written to sums.
 
-    All see the context from `first` on, then the ancestors that they have in common, then each its own. Keys are taken
-    in fours from a row's first, wherever they lie. sinks [4]: the logit that takes some of a query's probability and
-    gives nothing, -inf where there is none. No sum depends on what else is in the block (tiles.py): so no fastmath
-    here, which would be free to take the tiles' sums in another order, too.
+    All queries see the context from `first` on, then their common ancestors, then each its own. Keys are taken in fours
+    from a row's first key on, wherever they are in memory. sinks [4]: a logit per query that takes some of the
+    probability and adds no value, -inf if there is none. No sum depends on what else is in the block (tiles.py). That
+    rules out fastmath, which could also reorder the sums of the tiles.
     """
     keys, values = planes
     queries, sums, scores, inverse = work
@@ -140,16 +140,16 @@ def _attend_block(count, planes, context, first, paths, depths, work, softcap, s
 
 @njit(nogil=True, cache=True)
 def _attend_head(query, planes, span, part, head, group, parents, out, window, scales, sinks, work, parts):  # type: ignore[no-untyped-def]
-    """Attend with some of a span's rows over one K/V head.
+    """Attends for some of a span's rows over one K/V head.
 
-    span: (row start, rows, context length); part: (first, end) of its rows. sinks: of every head, or none at all.
+    span: (row start, rows, context length). part: [first, end) of its rows. sinks: of every head, or empty.
     """
     start, rows, context = span
     paths, depths, lane_sinks, block = work
     queries, sums, _, inverse = block
-    if context + rows <= window:  # it hides nothing yet
+    if context + rows <= window:  # the window hides nothing yet
         window = 0
-    # Under a window every row has a first key of its own, so a block holds heads of one row only.
+    # Under a window rows differ in their first key, so a block holds heads of one row only.
     width = group if window > 0 else (part[1] - part[0]) * group
     for begin in range(part[0] * group, part[1] * group, width):
         for at in range(begin, begin + width, LANES):
@@ -174,9 +174,9 @@ def _attend_head(query, planes, span, part, head, group, parents, out, window, s
 
 @functools.cache
 def attend_loop(element: str) -> CFunc[Any]:
-    """The compiled loop over all (span, K/V head, part of its rows), of "uint16" (bfloat16) or "float32".
+    """Returns the loop over all (span, K/V head, part of its rows), compiled for "uint16" (bfloat16) or "float32".
 
-    It takes the address of a job (span_job.py) and writes the spans' rows of OUT. K and V have the same dim.
+    It takes the address of a job (span_job.py) and writes the spans' rows of OUT. K and V must have the same dim.
     """
     dtype = np.dtype(element)
     parts = 4 // dtype.itemsize

@@ -1,4 +1,4 @@
-"""Attention of one request by torch, with the GQA group folded into the query length where its mask stays small."""
+"""Attention of one request with torch's SDPA. The GQA group is folded into the query length if its mask stays small."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from batchserve.attention.torch_reference import attend_span
 if TYPE_CHECKING:
     from batchserve.attention.base import AttentionParams, Span
 
-# Folding is faster in fp16, for which torch prepares K and V once a head, but the mask is written once for each head of
-# a group.
+# Folding is faster in fp16, where torch prepares K and V once per head, but repeats the mask for each of a group's
+# heads.
 MAX_FOLDED_BYTES = 64 << 20
 
 
 def attend_alone(
     span: Span, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
 ) -> torch.Tensor:
-    """SDPA; the reference's arithmetic where a layer has sinks or a soft cap, which SDPA has not.
+    """Attends with SDPA, or with the reference's arithmetic if a layer has sinks or a soft cap, which SDPA lacks.
 
     query [1, num_heads, n, dim], keys and values [num_kv_heads, s, dim]; returns [n, num_heads, dim].
     """
@@ -52,9 +52,9 @@ def _bool_mask(span: Span, sliding_window: int | None) -> torch.Tensor:
 def _additive_mask(
     span: Span, query: torch.Tensor, num_kv_heads: int, sliding_window: int | None
 ) -> tuple[int, torch.Tensor | None]:
-    """(first key that any row sees, additive mask [group * n, keys], or None where all rows see all keys).
+    """Returns (first key that any row sees, additive mask [group * n, keys], or None if all rows see all keys).
 
-    [n, keys] where the other would be too large: then the group's heads are not folded.
+    If that mask would be too large, it is [n, keys] and the group's heads are not folded.
     """
     group = query.shape[1] // num_kv_heads
     slot = (group, sliding_window)

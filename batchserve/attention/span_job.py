@@ -1,8 +1,8 @@
-"""What compiled attention is handed: a step's spans, and a layer's q, k and v where the model has left them.
+"""Jobs for compiled attention: a step's spans, and a layer's q, k and v where the model has left them in memory.
 
-K and V of new rows go into their slabs in the same call. Whoever attends for all of a span's rows over a K/V head
-stores that head's first, and so finds in its caches what it reads next; where several share a span's rows, or another
-kernel takes some spans, all is stored before (`store_loop`).
+The attention loop can also store K and V of new rows in their slabs. A thread that attends for all of a span's rows
+over a K/V head stores that head first, so the thread's caches hold what it reads next. If several threads share a
+span's rows, or another kernel takes some spans, everything is stored beforehand (`store_loop`).
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
 
     States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k and v, each [1, heads, num_tokens, dim]
 
-# A job, as an int64 array, begins with the step: how many rows it has, and arrays by their address: CAPACITIES int64
-# [num_spans]; SPANS int64 [num_spans, 3]: row start, rows, context length; PARENTS int32 [num_tokens], counted inside
-# the span. LONGEST: the most keys of a row; MOST_ROWS: of a span.
+# A job is an int64 array. It begins with the step: its numbers of rows and spans, then addresses of CAPACITIES int64
+# [num_spans], SPANS int64 [num_spans, 3] (row start, rows, context length) and PARENTS int32 [num_tokens] (counted
+# inside the span). LONGEST: the most keys of a row. MOST_ROWS: the most rows of a span.
 NUM_TOKENS, NUM_SPANS, CAPACITIES, SPANS, PARENTS, LONGEST, MOST_ROWS = range(7)
-# Then, layer by layer: ADDRESSES int64 [num_spans, 2] of the planes of K and V, [num_kv_heads, capacity, dim]; OUT
-# [num_tokens, num_heads, dim]; SINKS float32 [num_heads] (0: none); GROUP: heads of a K/V head; WINDOW 0: none. SCALES
-# are two float32 in the place of one number: scale and softcap (0: none).
+# The layer follows: ADDRESSES int64 [num_spans, 2] of the K and V planes, [num_kv_heads, capacity, dim]; OUT
+# [num_tokens, num_heads, dim]; SINKS float32 [num_heads] (0: none); GROUP: query heads per K/V head; WINDOW (0: none).
+# SCALES holds two float32 in one int64: scale and softcap (0: none).
 LAYER = 7
 ADDRESSES, OUT, SINKS, NUM_HEADS, DIM, GROUP, WINDOW, SCALES = range(LAYER, 15)
-# q, k and v: the address of [num_tokens, heads, dim], and the bytes from token to token and from head to head.
+# q, k and v: the address of [num_tokens, heads, dim], and the strides in bytes between tokens and between heads.
 QUERY, KEY, VALUE = 15, 18, 21
-# Threads that are given the same job share it: at most PART_ROWS of a span's rows, and HEADS_AT_ONCE K/V heads
-# (matrix_kernel's, else 1), are one thread's at once. STORES: it stores K and V first. NEXT, 0 at first: what nobody
-# has begun yet.
+# Threads with the same job share it. A unit of work is at most PART_ROWS of a span's rows over HEADS_AT_ONCE K/V heads
+# (1 except in matrix_kernel). STORES: whether the attention loop stores K and V first. NEXT: the first unclaimed unit,
+# initially 0.
 PART_ROWS, HEADS_AT_ONCE, STORES, NEXT, JOB_SIZE = range(24, 29)
 
 
 @njit(nogil=True, cache=True)
 def gather_spans(slabs, spans, group, num_kv_heads, limits, addresses, capacities, is_small):  # type: ignore[no-untyped-def]
-    """Fill addresses int64 [num_layers, num_spans, 2] and capacities [num_spans] from SlabAllocator.slabs().
+    """Fills addresses int64 [num_layers, num_spans, 2] and capacities [num_spans] from SlabAllocator.slabs().
 
-    is_small bool [num_spans]: whether a span, rows and keys of SPANS, is within `limits`: on its rows and its work
-    (tiles of up to four queries, times keys) or on its queries of a K/V head, `group` of them a row. Returns the work
-    of those that are.
+    is_small bool [num_spans]: true for spans within `limits` (rows, work, queries). A span is within them by its rows
+    and its work (tiles of up to four queries times keys), or by its queries per K/V head (rows times `group`). Returns
+    the total work of the small spans.
     """
     most_rows, most_work, most_queries = limits
     total = 0
@@ -69,13 +69,12 @@ def gather_spans(slabs, spans, group, num_kv_heads, limits, addresses, capacitie
 
 @njit(nogil=True, cache=True)
 def begin_jobs(jobs, slabs, spans, parents, planes, capacities, shares):  # type: ignore[no-untyped-def]
-    """Hand a step's spans to the jobs of a native program, [num_layers, 2, JOB_SIZE]: one that stores K and V of a
-    layer and one that attends. Returns whether the latter stores them itself.
+    """Writes a step's spans into the jobs of a native program, [num_layers, 2, JOB_SIZE].
 
-    slabs: SlabAllocator.slabs(); spans and parents: those of base.Spans. planes int64 [num_layers, num_spans or more,
-    2] and capacities [num_spans or more] are filled. shares: (rows of a span that a thread takes at once, at least;
-    parts of a span, at most; how often each thread should find work; work that one thread does alone; threads; queries
-    of a K/V head; K/V heads).
+    Of a layer's two jobs one stores K and V and one attends. Returns whether the latter stores K and V itself.
+    slabs: SlabAllocator.slabs(). spans, parents: those of base.Spans. planes int64 [num_layers, num_spans or more, 2]
+    and capacities [num_spans or more] are filled. shares: (fewest rows of a span in a unit; most parts of a span; units
+    per thread to aim for; work that one thread does alone; threads; query heads per K/V head; K/V heads).
     """
     part_rows, most_parts, turns, alone, num_threads, group, num_kv_heads = shares
     longest = most_rows = work = 0
@@ -103,7 +102,7 @@ def begin_jobs(jobs, slabs, spans, parents, planes, capacities, shares):  # type
 
 @njit(nogil=True, cache=True)
 def arrays_of(job):  # type: ignore[no-untyped-def]
-    """(spans, parents, q, k, v), the last three as `vector` takes them."""
+    """Returns (spans, parents, q, k, v); `vector` takes the last three."""
     spans = carray(as_pointer(job[SPANS]), (job[NUM_SPANS], 3), np.int64)
     parents = carray(as_pointer(job[PARENTS]), job[NUM_TOKENS], np.int32)
     query, key = (job[QUERY], job[QUERY + 1], job[QUERY + 2]), (job[KEY], job[KEY + 1], job[KEY + 2])
@@ -112,14 +111,14 @@ def arrays_of(job):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def vector(states, token, head, dim, dtype):  # type: ignore[no-untyped-def]
-    """What q, k or v has for a token and head: [1, dim]."""
+    """Returns the q, k or v vector of a token and head, [1, dim]."""
     address, by_token, by_head = states
     return carray(as_pointer(address + token * by_token + head * by_head), (1, dim), dtype)
 
 
 @njit(nogil=True, cache=True)
 def planes_of(job, s, dtype):  # type: ignore[no-untyped-def]
-    """K and V of a span, [num_kv_heads, capacity, dim]."""
+    """Returns the K and V planes of span s, [num_kv_heads, capacity, dim]."""
     addresses = carray(as_pointer(job[ADDRESSES]), (job[NUM_SPANS], 2), np.int64)
     capacities = carray(as_pointer(job[CAPACITIES]), job[NUM_SPANS], np.int64)
     shape = (job[NUM_HEADS] // job[GROUP], capacities[s], job[DIM])
@@ -128,7 +127,7 @@ def planes_of(job, s, dtype):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def store_heads(planes, heads, span, key, value):  # type: ignore[no-untyped-def]
-    """Copy a span's new K and V behind its context, of the K/V heads (first, end)."""
+    """Copies a span's new K and V to the places after its context, for the K/V heads [first, end)."""
     keys, values = planes
     start, rows, context = span
     for head in range(heads[0], heads[1]):
@@ -142,7 +141,7 @@ def store_heads(planes, heads, span, key, value):  # type: ignore[no-untyped-def
 
 @functools.cache
 def store_loop(element: str) -> CFunc[Any]:
-    """The compiled loop that stores K and V of all spans, of "uint16" (bfloat16) or "float32", and no more."""
+    """Returns the compiled loop that only stores K and V of all spans. element: "uint16" (bfloat16) or "float32"."""
     dtype = np.dtype(element)
 
     @cfunc(types.void(types.CPointer(types.int64)), nopython=True, cache=True)
@@ -164,9 +163,9 @@ def store_loop(element: str) -> CFunc[Any]:
 
 @dataclass(frozen=True, slots=True)
 class SpanArrays:
-    """Spans as the compiled kernels take them. addresses int64 [num_layers, num_spans, 2].
+    """Spans in the form that compiled kernels take. addresses: int64 [num_layers, num_spans, 2].
 
-    is_small bool [num_spans]: those that are cheaper in the compiled kernel; work: what it has to do for all of them.
+    is_small: bool [num_spans], the spans that are cheaper in the compiled kernel. work: their total work.
     """
 
     addresses: np.ndarray
@@ -177,7 +176,7 @@ class SpanArrays:
     work: int
 
     def small(self) -> SpanArrays:
-        """The small ones."""
+        """Returns only the small spans."""
         addresses, small = np.ascontiguousarray(self.addresses[:, self.is_small]), self.is_small[self.is_small]
         return SpanArrays(
             addresses, self.capacities[self.is_small], self.rows[self.is_small], self.parents, small, self.work
@@ -185,11 +184,11 @@ class SpanArrays:
 
 
 class SpanJob:
-    """Some of a step's spans as compiled loops take them, layer by layer."""
+    """Some of a step's spans as a job for compiled loops, run layer by layer."""
 
     def __init__(self, spans: SpanArrays, num_threads: int) -> None:
         self.num_spans, self.most_rows, self.num_threads = len(spans.rows), int(spans.rows[:, 1].max()), num_threads
-        self._spans = spans  # kept alive: a job has addresses
+        self._spans = spans  # kept alive: the job holds addresses of its arrays
         self._addresses_at, self._by_layer = spans.addresses.ctypes.data, spans.addresses.strides[0]
         self._job = np.zeros(JOB_SIZE, np.int64)
         self._job_at = self._job.ctypes.data
@@ -206,8 +205,8 @@ class SpanJob:
         params: AttentionParams,
         shares: tuple[int, int, bool],
     ) -> None:
-        """shares: PART_ROWS, HEADS_AT_ONCE, STORES."""
-        rows = [each if each.stride(3) == 1 else each.contiguous() for each in states]  # these are alive until the end
+        """Runs a loop for one layer. shares: PART_ROWS, HEADS_AT_ONCE, STORES."""
+        rows = [each if each.stride(3) == 1 else each.contiguous() for each in states]  # copies must live until the end
         size = out.itemsize
         where = [(each.data_ptr(), size * each.stride(2), size * each.stride(1)) for each in rows]
         sinks = None if params.sinks is None else params.sinks.detach().float().contiguous()
@@ -223,11 +222,11 @@ class SpanJob:
             0,
         )
         openmp.run(cast("int", loop.address), self._job_at, self.num_threads)
-        if self._job[NEXT] == 0:  # compiled code cannot raise: whoever finds no memory to work in begins nothing
+        if self._job[NEXT] == 0:  # compiled code cannot raise: a thread without working memory claims nothing
             raise MemoryError("attention: there is no memory to work in")
 
 
 @functools.lru_cache(maxsize=256)
 def _two_floats(one: float, other: float) -> int:
-    """Two float32 in the place of an int64."""
+    """Packs two float32 into one int64."""
     return int(np.array([one, other], np.float32).view(np.int64)[0])

@@ -1,4 +1,4 @@
-"""Step metadata at fixed addresses, for CUDA graphs: one bucket of rows, padded with requests that have none."""
+"""Step metadata at fixed addresses for CUDA graphs: one bucket of rows, padded with requests that have no rows."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-# Entries of the table of slots that travel with a step; a prompt's first step may have more, which go on their own.
+# Slot-table changes uploaded with a step. If there are more (a prompt's first step), they are uploaded separately.
 MAX_CHANGES = 2048
 INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
 class StaticStep:
-    """The buffers of a bucket: steps of up to num_rows rows, of up to max_requests requests, each with any number.
+    """The buffers of one bucket, for steps of up to num_rows rows spread in any way over up to max_requests requests.
 
-    What pads a step: rows of position 0 that see nothing and are written to the dummy slot, and requests without rows
-    and keys. `fields` is what a StepLayout needs; bind() says where in memory that is.
+    Padding rows have position 0, see nothing and are written to the dummy slot. Padding requests have no rows and no
+    keys. `fields` holds the dtypes and shapes that StepLayout needs; bind() supplies the memory.
     """
 
     def __init__(self, num_rows: int, max_requests: int) -> None:
@@ -43,9 +43,9 @@ class StaticStep:
         self.views: Mapping[str, torch.Tensor] = {}
 
     def bind(self, views: Mapping[str, torch.Tensor], kv_indices: torch.Tensor, max_kv_len: int) -> None:
-        """views: the fields on the device; kv_indices: int32, as many as all requests can have, one memory for all.
+        """Attaches device memory. views: the fields. kv_indices: int32, with room for the keys of all requests.
 
-        max_kv_len: the most that one of them can have.
+        All buckets may share the memory of kv_indices. max_kv_len: the most keys that one request can have.
         """
         self.views = views
         self.metadata = TreeMetadata(
@@ -59,15 +59,15 @@ class StaticStep:
             kv_indptr_cpu=torch.zeros(self.max_requests + 1, dtype=torch.int32),
             kv_lens_cpu=torch.zeros(self.max_requests, dtype=torch.int32),
             max_rows=self.num_rows,
-            is_causal=False,  # chains, too, are read from their bits: the kernel is chosen once
+            is_causal=False,  # the kernel is chosen once, so chains use their ancestor bits, too
             bucket=self.num_rows,
             max_kv_len=max_kv_len,
         )
         on_cpu = self.metadata.qo_indptr_cpu, self.metadata.kv_indptr_cpu, self.metadata.kv_lens_cpu
-        self._on_cpu = [tensor.numpy() for tensor in on_cpu]  # the same memory
+        self._on_cpu = [tensor.numpy() for tensor in on_cpu]  # views of the same memory
 
     def describe(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Put a step (step_arrays(), in this one's fields) into those tensors of the metadata that are on the CPU."""
+        """Copies a step (step_arrays() in this step's fields) into the metadata tensors that are on the CPU."""
         qo_indptr, kv_indptr, kv_lens = self._on_cpu
         qo_indptr[:] = arrays["qo_indptr"]
         kv_indptr[:] = arrays["kv_indptr"]

@@ -1,4 +1,4 @@
-"""Several arrays of one step in one buffer, so that they reach the device in one copy."""
+"""Packs several arrays of one step into one buffer, so that they reach the device in one copy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 if TYPE_CHECKING:
     from typing import Self
 
-ALIGNMENT = 16  # bytes, of every field: kernels load vectors of so many
+ALIGNMENT = 16  # bytes, of every field: kernels load vectors of this size
 TORCH_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
 
 class Event(Protocol):
-    """As torch.cuda.Event."""
+    """The methods of torch.cuda.Event that are used here."""
 
     def record(self) -> Any: ...
 
@@ -24,10 +24,10 @@ class Event(Protocol):
 
 
 class StepLayout:
-    """Where each array stands in a buffer of bytes: name -> dtype and shape.
+    """The offset of each array in a buffer of bytes. fields: name -> dtype and shape.
 
-    Made from one step's arrays, or once from the largest that may come: then the places never change, as CUDA graphs
-    need it, and shorter arrays fill the beginning of theirs.
+    Made from one step's arrays, or once from the largest possible ones. In the second case the offsets never change, as
+    CUDA graphs require, and shorter arrays fill the beginning of their fields.
     """
 
     def __init__(self, fields: Mapping[str, tuple[np.dtype[np.generic], tuple[int, ...]]]) -> None:
@@ -41,11 +41,11 @@ class StepLayout:
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray]) -> Self:
-        """The layout that these arrays fill."""
+        """Returns the layout that these arrays fill."""
         return cls({name: (array.dtype, array.shape) for name, array in arrays.items()})
 
     def pack(self, arrays: Mapping[str, np.ndarray], host: torch.Tensor) -> None:
-        """Write the arrays to their places in `host`, uint8 [num_bytes] on the CPU; ValueError where one has none."""
+        """Writes the arrays to `host`, uint8 [num_bytes] on the CPU. Raises ValueError for one that does not fit."""
         memory = host.numpy()
         for name, array in arrays.items():
             start, size, dtype, _ = self._fields[name]
@@ -54,7 +54,7 @@ class StepLayout:
             memory[start : start + array.nbytes].view(dtype)[:] = array.reshape(-1)
 
     def arrays(self, host: torch.Tensor) -> dict[str, np.ndarray]:
-        """The arrays inside of `host`, as pack() takes it, to be filled there."""
+        """Returns the fields of `host` (see pack()) as arrays that can be filled in place."""
         memory = host.numpy()
         return {
             name: memory[start : start + size].view(dtype).reshape(shape)
@@ -62,7 +62,7 @@ class StepLayout:
         }
 
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The arrays as tensors inside of `buffer`, uint8 [num_bytes] on any device."""
+        """Returns the fields of `buffer`, uint8 [num_bytes] on any device, as tensors."""
         return {
             name: buffer[start : start + size].view(TORCH_DTYPES[dtype]).view(shape)
             for name, (start, size, dtype, shape) in self._fields.items()
@@ -70,10 +70,10 @@ class StepLayout:
 
 
 class BufferRing:
-    """Buffers for copies to a device (pinned for CUDA) that take turns: one is filled while others may be in flight.
+    """Buffers for copies to a device (pinned for CUDA), used in turn: one is filled while others may be in flight.
 
-    make_event: what marks a place in the device's queue (default: CUDA events; none on a CPU, where copies are done at
-    once).
+    make_event: makes an event that marks a point in the device's queue (default: CUDA events; none on a CPU, where
+    copies are synchronous).
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class BufferRing:
         self.turn = 0
 
     def take(self) -> torch.Tensor:
-        """The next of the buffers, uint8 [num_bytes], number `turn` of them, once all copies out of it are done."""
+        """Returns the next buffer, uint8 [num_bytes] at index `turn`, once all copies out of it are done."""
         event = self._events[self.turn]
         if event is not None:
             event.synchronize()
         return self.buffers[self.turn]
 
     def sent(self) -> None:
-        """All copies out of the buffer that was taken last are queued."""
+        """Notes that all copies out of the last taken buffer are queued, and moves on to the next buffer."""
         if self._make_event is not None:
             event = self._events[self.turn] = self._events[self.turn] or self._make_event()
             event.record()
@@ -101,9 +101,9 @@ class BufferRing:
 
 
 def upload(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
-    """The arrays (int32 or int64) on the device, by one asynchronous copy.
+    """Copies the arrays (int32 or int64) to the device in one asynchronous copy; returns them as tensors there.
 
-    The pinned buffer is torch's own: it is not handed out again before the copy is done.
+    The pinned buffer is torch's own: torch does not reuse it before the copy is done.
     """
     layout = StepLayout.of(arrays)
     host = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")

@@ -1,10 +1,10 @@
-"""The arithmetic of attention, in tiles of up to four queries by four keys.
+"""The arithmetic of attention in tiles of up to four queries by four keys.
 
-What a compiler makes of a loop is up to its vectoriser: it may take another order of the same sum where fewer queries
-share a key. Here the order is written down (vector_code.py): a query has the same sums in a tile of one and of four,
-so results do not depend on what else is in the batch; and a key is read and widened once for all of a tile.
+A compiler's vectoriser may sum a loop in another order if fewer queries share a key. Here the order is explicit
+(vector_code.py). A query has the same sums in a tile of one query and of four, so results do not depend on what else is
+in the batch. A key is read and widened once for a whole tile.
 
-Queries and sums are float32 in an order of their own (`spread`, `gather_back`), filled up with zeros to `padded`.
+Queries and sums are float32 in an order of their own (`spread`, `gather_back`), padded with zeros to `padded`.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -24,34 +24,34 @@ from batchserve.native.elements import narrow, widen
 from batchserve.native.jit import njit
 from batchserve.native.vector_code import FLOAT, FLOATS, WIDTH, WORD, Array, Builder, Value, index
 
-LANES = 4  # queries of a tile, and keys: sixteen sums are what 32 registers hold
-_AT_ONCE = LANES if code.HAS_MANY_REGISTERS else 2  # queries of a tile
+LANES = 4  # queries of a tile, and keys: 32 registers hold sixteen sums
+_AT_ONCE = LANES if code.HAS_MANY_REGISTERS else 2  # queries computed at once
 
 
 @njit(nogil=True, cache=True)
 def padded(dim, parts):  # type: ignore[no-untyped-def]
-    """Floats of a query or a sum of `dim` elements, `parts` of which are in a word."""
+    """Returns the number of floats for a query or a sum of `dim` elements, `parts` of which share a word."""
     chunk = parts * WIDTH
     return (dim + chunk - 1) // chunk * chunk
 
 
 @njit(nogil=True, cache=True)
 def _order(i, parts):  # type: ignore[no-untyped-def]
-    """Where tiles have the i-th element: the even ones of a chunk before its odd ones, if a word has two."""
+    """Returns the index of the i-th element in tiles: if a word has two, a chunk's even ones precede its odd ones."""
     chunk, rest = i // (parts * WIDTH), i % (parts * WIDTH)
     return (chunk * parts + rest % parts) * WIDTH + rest // parts
 
 
 @njit(nogil=True, cache=True)
 def spread(vector, scale, parts, lane):  # type: ignore[no-untyped-def]
-    """lane [padded] = scale * vector [dim]; what fills it up is left as it is."""
+    """Sets lane [padded] = scale * vector [dim]; the padding is not written."""
     for i in range(vector.shape[0]):
         lane[_order(i, parts)] = widen(vector[i]) * scale
 
 
 @njit(nogil=True, cache=True)
 def gather_back(lane, scale, parts, vector):  # type: ignore[no-untyped-def]
-    """vector [dim] = scale * lane [padded]."""
+    """Sets vector [dim] = scale * lane [padded]."""
     for i in range(vector.shape[0]):
         vector[i] = narrow(lane[_order(i, parts)] * scale, vector[i])
 
@@ -103,7 +103,7 @@ def _emit_sums(
 
 
 def _tile(num_lanes: int, emit: Callable[..., None]) -> Any:
-    """An intrinsic for lanes [first, first + num_lanes) of `lanes` and `weights`, and columns [j, j + 4) of these."""
+    """Returns an intrinsic for lanes [first, first + num_lanes) and columns [j, j + 4) of `weights`."""
 
     @intrinsic
     def tile(typing_context, lanes, first, elements, places, weights, j):  # type: ignore[no-untyped-def]
@@ -123,14 +123,14 @@ def _tile(num_lanes: int, emit: Callable[..., None]) -> Any:
 
 # score_one(queries, lane, keys, places, scores, j): scores[lane, j : j + 4] = queries[lane] . keys[places].
 # add_one(sums, lane, values, places, weights, j): sums[lane] += weights[lane, j : j + 4] . values[places], one by one.
-# The others do so for two, three or four lanes, from `lane` on.
+# The others do the same for two, three or four lanes, from `lane` on.
 score_one, _score_two, _score_three, score_four = (_tile(n, _emit_scores) for n in (1, 2, 3, 4))
 add_one, _add_two, _add_three, add_four = (_tile(n, _emit_sums) for n in (1, 2, 3, 4))
 
 
 @njit(nogil=True, cache=True)
 def score(queries, count, keys, start, stop, scores):  # type: ignore[no-untyped-def]
-    """scores[lane, : stop - start] = queries[lane] . keys[start:stop] for the first `count` lanes; fours of keys."""
+    """Sets scores[lane, : stop - start] = queries[lane] . keys[start:stop] for `count` lanes, four keys at a time."""
     if count == 4:
         for at in range(start, stop, 4):
             score_four(queries, 0, keys, (at, at + 1, at + 2, at + 3), scores, at - start)
@@ -147,7 +147,7 @@ def score(queries, count, keys, start, stop, scores):  # type: ignore[no-untyped
 
 @njit(nogil=True, cache=True)
 def add_weighted(sums, count, values, start, stop, weights):  # type: ignore[no-untyped-def]
-    """sums[lane] += weights[lane, : stop - start] . values[start:stop], in that order, for the first `count` lanes."""
+    """Adds weights[lane, : stop - start] . values[start:stop] to sums[lane], in order, for the first `count` lanes."""
     if count == 4:
         for at in range(start, stop, 4):
             add_four(sums, 0, values, (at, at + 1, at + 2, at + 3), weights, at - start)
@@ -164,7 +164,7 @@ def add_weighted(sums, count, values, start, stop, weights):  # type: ignore[no-
 
 @intrinsic
 def exp_in_place(typing_context, rows, row, count):  # type: ignore[no-untyped-def]
-    """rows[row, :count] = exp(it - its highest); returns the sum. Overwrites WIDTH more: up to the next four by 0."""
+    """Sets rows[row, :count] to exp(x - max x); returns the sum. Writes WIDTH more, with 0 up to a multiple of 4."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         array = Array(context, builder, signature.args[0], arguments[0])
@@ -198,7 +198,7 @@ def exp_in_place(typing_context, rows, row, count):  # type: ignore[no-untyped-d
 
 @intrinsic
 def cap_in_place(typing_context, rows, row, count, most):  # type: ignore[no-untyped-def]
-    """rows[row, :count] = most * tanh(it / most), by exponentials; up to the end of its last vector."""
+    """Sets x = rows[row, :count] to most * tanh(x / most), using exponentials; writes up to its last vector's end."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         array = Array(context, builder, signature.args[0], arguments[0])
@@ -213,7 +213,7 @@ def cap_in_place(typing_context, rows, row, count, most):  # type: ignore[no-unt
             ratio = builder.fdiv(negative, high)
             power = code.exp(builder, builder.fmul(ratio, code.splat(2.0)))
             exact = builder.fdiv(builder.fsub(one, power), builder.fadd(one, power))
-            # Near zero that is the difference of two numbers that are nearly one; there the series takes its place.
+            # Near zero this subtracts two numbers that are close to one, so the series is used there.
             square = builder.fmul(ratio, ratio)
             inner = builder.fsub(code.splat(1.0 / 3.0), builder.fmul(square, code.splat(2.0 / 15.0)))
             series = builder.fmul(ratio, builder.fsub(builder.fmul(square, inner), one))

@@ -1,4 +1,4 @@
-"""Tree attention over paged K/V in plain torch: the oracle of the GPU kernels, and their stand-in without a GPU."""
+"""Tree attention over paged K/V in plain torch: the reference for the GPU kernels, and the substitute without a GPU."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class TorchKernel(TreeKernel):
-    """One request after another, in fp32, on any device, for any shape, dtype, window, soft cap and sinks. Not fast."""
+    """Attends to one request at a time, in fp32, on any device, for any shape, dtype, window, soft cap and sinks."""
 
     name = "torch"
-    can_be_captured = False  # where a request begins and ends is read by Python
+    can_be_captured = False  # Python reads where requests begin and end
 
     def plan(self, metadata: TreeMetadata) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Tree attention in plain torch, as literally as it can be said: the oracle of every other backend."""
+"""Tree attention in plain torch, written as literally as possible: the reference for every other backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def attend_span(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, params: AttentionParams
 ) -> torch.Tensor:
-    """Softmax attention of one request in fp32.
+    """Computes softmax attention of one request in fp32.
 
     query [num_heads, n, key_dim], key and value [num_kv_heads, s, dim], mask bool [n, s];
     returns [n, num_heads, value_dim] in the query's dtype.
@@ -35,7 +35,7 @@ def attend_span(
 
 
 def store(allocator: SlabAllocator, span: Span, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Write the span's new K/V behind its context."""
+    """Writes the span's new K/V after its context."""
     rows = slice(span.row_start, span.row_start + span.num_rows)
     keys, values = stored(allocator, span, layer)
     keys[:, span.context_len :] = key[0, :, rows]
@@ -43,7 +43,7 @@ def store(allocator: SlabAllocator, span: Span, layer: int, key: torch.Tensor, v
 
 
 def stored(allocator: SlabAllocator, span: Span, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The request's K and V up to the span's end, [num_kv_heads, s, dim]."""
+    """Returns the request's K and V up to the span's end, [num_kv_heads, s, dim]."""
     keys, values = allocator.planes(span.request_id, layer)
     end = span.context_len + span.num_rows
     return keys[:, :end], values[:, :end]

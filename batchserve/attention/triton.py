@@ -1,8 +1,8 @@
-"""Tree attention by a Triton kernel of our own: what serves a GPU.
+"""Tree attention on a GPU by our own Triton kernel.
 
-Nothing here imports Triton until a kernel runs. Every grid follows from shapes and from what the kernel was made
-with, never from what is in a tensor: one capture serves all ragged batches of its bucket. Into how many parts keys are
-split depends on how many tiles the step's requests have: results are not batch-invariant.
+Triton is not imported until a kernel runs. Every grid follows from shapes and from the kernel's constructor arguments,
+never from tensor contents, so one capture serves all ragged batches of its bucket. The number of parts that keys are
+split into depends on the number of tiles of the step's requests, so results are not batch-invariant.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 512
-# What was fastest of twenty tiles on an H200, of steps of 1 to 64 rows behind 1024 tokens (docs/gpu.md). A key is found
-# through its slot, which is loaded first: so of so many stages all but three are blocks of K and V in flight.
-SMALL_BLOCK_BYTES, SMALL_STAGES = 8 * 1024, 6  # of K and V of one block of keys, in tiles of 16 items by one warp
+# The fastest of twenty tiles on an H200, for steps of 1 to 64 rows after 1024 tokens (docs/gpu.md). A key is found
+# through its slot, which is loaded first, so all but three of the stages are blocks of K and V in flight.
+SMALL_BLOCK_BYTES, SMALL_STAGES = 8 * 1024, 6  # of K and V per block of keys, for tiles of 16 items run by one warp
 BLOCK_BYTES, NUM_STAGES = 16 * 1024, 5
 MAX_SPLITS = 16
-GATHER_BLOCK = 1024  # slots that one program puts in order
-MIN_SPLIT = 64  # keys that are worth a program and a partial result of their own
-PROGRAMS_PER_SM = 4  # splits are made until this many programs a multiprocessor are reached
-# Chains of more words of ancestors than this, prompts that is, compare rows instead: one variant less for other steps.
+GATHER_BLOCK = 1024  # slots that one program gathers
+MIN_SPLIT = 64  # keys: fewer are not worth a program and a partial result of their own
+PROGRAMS_PER_SM = 4  # keys are split until there are this many programs per multiprocessor
+# Chains with more ancestor words than this (prompts) compare row numbers. Shorter ones share the variant of trees.
 CAUSAL_WORDS = 2
 LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One program's share: block_m (row, head) items against blocks of block_n keys; both are powers of two, >= 16."""
+    """One program's share: block_m (row, head) items by blocks of block_n keys. Both are powers of two, at least 16."""
 
     block_m: int
     block_n: int
@@ -49,56 +49,56 @@ class Tile:
 
 
 def choose_tile(num_items: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> Tile:
-    """The tile for a bucket of num_items = rows * heads of a K/V head.
+    """Returns the tile for a bucket of num_items = rows * heads of a K/V head.
 
-    Few items mean many requests with a row each, or few rows: small tiles, whose unused items cost little. Many items
-    mean long requests: large tiles, so that K and V are read less often.
+    Few items mean many requests with one row each, or few rows. They get small tiles, which waste little on unused
+    items. Many items mean long requests. They get large tiles, which read K and V less often.
     """
     bytes_per_key = (padded(key_dim) + padded(value_dim)) * dtype.itemsize
-    # Wide heads would run out of registers in large tiles, and fp32, which has no tensor cores, does at once.
+    # Wide heads run out of registers in large tiles. fp32, which has no tensor cores, does so in all but the smallest.
     widest = 16 if dtype == torch.float32 or bytes_per_key > 1024 else 32 if bytes_per_key > 512 else 64
     block_m = min(16 if num_items <= 256 else 32 if num_items <= 512 else 64, widest)
     is_small = block_m == 16 and dtype != torch.float32 and bytes_per_key <= 512
     block_bytes, stages = (SMALL_BLOCK_BYTES, SMALL_STAGES) if is_small else (BLOCK_BYTES, NUM_STAGES)
-    keys = max(1, block_bytes // bytes_per_key)  # no power of two where K and V are of different sizes
+    keys = max(1, block_bytes // bytes_per_key)  # not a power of two if K and V differ in size
     block_n = max(16, min(64, 1 << keys.bit_length() - 1))
     num_stages = stages if block_n * bytes_per_key <= 2 * block_bytes else 2
     return Tile(block_m, block_n, num_warps=1 if is_small else 4, num_stages=num_stages)
 
 
 def choose_splits(num_programs: int, max_keys: int, num_sms: int) -> int:
-    """Into how many parts the keys of a tile are split, a power of two.
+    """Returns the number of parts that a tile's keys are split into, a power of two.
 
-    num_programs: without splits; max_keys: that any row can have. One part where the programs fill the GPU anyway.
+    num_programs: those without splits. max_keys: the most of any row. One part if the programs fill the GPU anyway.
     """
     wanted = min(PROGRAMS_PER_SM * num_sms // max(num_programs, 1), max_keys // MIN_SPLIT, MAX_SPLITS)
     return 1 << max(wanted, 1).bit_length() - 1
 
 
 def most_programs(num_rows: int, group: int, num_requests: int, block_m: int, num_splits: int, most_work: int) -> int:
-    """Programs of a K/V head that any step of so many rows, padding included, and requests has work for."""
-    # Every request, and the padding, may leave its last tile all but one item empty.
+    """Returns the most programs per K/V head with work in any step of this many rows (with padding) and requests."""
+    # Every request, and the padding, may fill only one item of its last tile.
     most_tiles = (num_rows * group + min(num_requests + 1, num_rows) * (block_m - 1)) // block_m
     if num_splits == 1:
         return most_tiles
-    # All splits together are most_work at most, or one for each tile; tiles of padding are not split.
+    # All tiles together have at most most_work splits, or one each if they are more. Padding tiles are not split.
     return max(most_tiles, min(most_work, most_tiles * num_splits) + -(-num_rows * group // block_m))
 
 
 def padded(dim: int) -> int:
-    """The power of two that a head_dim is padded to inside the kernel: tensor cores take no less than 16."""
+    """Returns the power of two that the kernel pads a head_dim to: at least 16, the least that tensor cores take."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 class TritonTreeKernel(TreeKernel):
-    """The TreeKernel of this module, see attention/tree_metadata.py; between steps it keeps a width only.
+    """The TreeKernel of this module, see attention/tree_metadata.py. Its only state between steps is a number of lanes.
 
-    max_kv_len: the most keys of any request, drafts included. num_sms: multiprocessors of the GPU (default: asked of
-    the current device). tile and num_splits (a power of two, MAX_SPLITS at most) replace what would be chosen from the
+    max_kv_len: the most keys of any request, drafts included. num_sms: multiprocessors of the GPU (default: those of
+    the current device). tile and num_splits (a power of two, at most MAX_SPLITS) replace what would be chosen from the
     shapes.
-    overlaps: kernels begin while those before them end (kernel_overlap.py).
-    Raises ConfigError where Triton is not installed, or for layers or a dtype that the kernel does not serve;
-    ValueError for more splits than there may be.
+    overlaps: kernels start while their predecessors finish (kernel_overlap.py).
+    Raises ConfigError if Triton is not installed, or if the kernel does not support the layers or the dtype; ValueError
+    if num_splits is too large.
     """
 
     name = "triton"
@@ -134,12 +134,12 @@ class TritonTreeKernel(TreeKernel):
         self._lanes = 32
 
     def plan(self, metadata: TreeMetadata) -> None:
-        """Nothing: the programs find their tiles on the device."""
+        """Does nothing: the programs find their tiles on the device."""
 
     def gather(
         self, table: torch.Tensor, kv_indptr: torch.Tensor, table_offsets: torch.Tensor, kv_indices: torch.Tensor
     ) -> None:
-        """One kernel of a program for each request and GATHER_BLOCK of the keys that it can have."""
+        """Launches one kernel with a program per request and GATHER_BLOCK of the keys that it can have."""
         from batchserve.attention import triton_kernels
 
         grid = len(table_offsets), -(-self._max_kv_len // GATHER_BLOCK)
@@ -155,7 +155,7 @@ class TritonTreeKernel(TreeKernel):
         value_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """One kernel, where two index_copy_() take three times as long; see TreeKernel.store."""
+        """Launches one kernel; two index_copy_() would take three times as long. See TreeKernel.store."""
         from batchserve.attention import triton_kernels
 
         key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (key, value))
@@ -189,7 +189,7 @@ class TritonTreeKernel(TreeKernel):
         metadata: TreeMetadata,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """Attend over the paged cache; rows behind the last request's (padding) give zeros.
+        """Attends over the paged cache. Rows after the last request's (padding) give zeros.
 
         query [num_rows, num_heads, key_dim], caches [num_slots, num_kv_heads, dim]; all of one dtype, the last
         dimension contiguous. Returns [num_rows, num_heads, value_dim].
@@ -213,7 +213,7 @@ class TritonTreeKernel(TreeKernel):
         scale, softcap = params.scaling * LOG2E, 0.0
         if params.softcap is not None:
             scale, softcap = 2 * scale / params.softcap, params.softcap * LOG2E
-        # num_requests + 1 lanes, as a power of two; as many as ever, or a step of fewer would wait for a compiler.
+        # At least num_requests + 1, a power of two. Never fewer than before, or a step would wait for a compiler.
         self._lanes = max(self._lanes, 1 << num_requests.bit_length())
         most_work = PROGRAMS_PER_SM * self._num_sms // num_kv_heads
         num_work = most_programs(num_rows, group, num_requests, tile.block_m, num_splits, most_work)
@@ -254,7 +254,7 @@ class TritonTreeKernel(TreeKernel):
         return out
 
     def _splits(self, num_rows: int, group: int, num_kv_heads: int, tile: Tile, sliding_window: int | None) -> int:
-        """Splits for the batch that needs them most: all rows in one request, whose tiles are full."""
+        """Returns the splits for the batch that needs the most: all rows in one request, whose tiles are full."""
         max_keys = self._max_kv_len
         if sliding_window is not None:
             max_keys = min(max_keys, sliding_window + num_rows)
@@ -264,7 +264,7 @@ class TritonTreeKernel(TreeKernel):
 def _constants(
     group: int, key_dim: int, value_dim: int, tile: Tile, params: AttentionParams, is_causal: bool
 ) -> dict[str, int | bool]:
-    """What attend_tiles is compiled for, and how."""
+    """Returns the compile-time constants and the launch options of attend_tiles."""
     return {
         "GROUP": group,
         "KEY_DIM": key_dim,
@@ -275,7 +275,7 @@ def _constants(
         "BLOCK_N": tile.block_n,
         "MIN_SPLIT": MIN_SPLIT,
         "MAX_SPLITS": MAX_SPLITS,
-        # The keys of a tree are few: a deep pipeline would only cost registers there. A prompt's are many.
+        # A tree has few keys, for which a deep pipeline would only cost registers. A prompt has many.
         "TAIL_STAGES": tile.num_stages if is_causal else min(tile.num_stages, 3),
         "IS_CAUSAL": is_causal,
         "HAS_WINDOW": params.sliding_window is not None,
@@ -283,5 +283,5 @@ def _constants(
         "HAS_SINKS": params.sinks is not None,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
-        "enable_fp_fusion": True,  # said, because the default is about to change, and Triton warns of that
+        "enable_fp_fusion": True,  # explicit, because the default is about to change and Triton warns about it
     }

@@ -1,11 +1,11 @@
-"""Tree attention as Triton kernels. Importing this module imports Triton: see attention/triton.py for who may.
+"""Tree attention as Triton kernels. Importing this module imports Triton: attention/triton.py defers it to first use.
 
-One program takes a tile of one request's items against one split of its keys. An item is a (row, head) pair: the heads
-that share a K/V head lie behind each other, so that a few rows still fill a tile of the tensor cores. The softmax is
-the online one in base 2 (FlashAttention-2, section 3.1); splits meet in a second kernel (Flash-Decoding).
+A program computes one tile of a request's items against one split of its keys. An item is a (row, head) pair. The heads
+that share a K/V head are adjacent, so a few rows still fill a tile of the tensor cores. The softmax is the online
+softmax in base 2 (FlashAttention-2, section 3.1). A second kernel merges the splits (Flash-Decoding).
 
-OVERLAPS: launched so that it begins while the kernel before it ends (kernel_overlap.py). What is read before gdc_wait()
-is written by none of a step's kernels, or by its first.
+OVERLAPS: the kernel starts while the kernel before it finishes (kernel_overlap.py). What is read before gdc_wait() is
+written by none of a step's kernels, or by its first.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -16,13 +16,13 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-# What changes from step to step: no value of it may have a kernel compiled for itself.
+# Arguments that change from step to step. Kernels must not be specialised for their values.
 VARYING = ("num_rows", "num_requests", "num_words", "window", "most_work", "num_splits")
 
 
 @triton.jit
 def gather_slots(table, kv_indptr, table_offsets, kv_indices, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
-    """Grid (requests, blocks of the longest row of the table): TreeMetadata.kv_indices, in a graph too."""
+    """Grid (requests, blocks of the table's longest row). Fills TreeMetadata.kv_indices, in a graph too."""
     if OVERLAPS:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -41,7 +41,7 @@ def store_states(
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, num_kv_heads): K and V of every row to its slot."""
+    """Grid (rows, num_kv_heads). Writes K and V of every row to its slot."""
     row, head = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slot_mapping + row)
     if OVERLAPS:
@@ -60,12 +60,12 @@ def _find_work(
     qo_indptr, num_rows, num_requests, work, most_work, num_splits,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """(request, its first row, its rows, first item, split, splits); request > num_requests: there is no such work.
+    """Returns (request, its first row, its rows, first item, split, splits); request > num_requests: there is no work.
 
-    Every request has its items in tiles of its own. The rows behind the last request's are a request without keys, so
-    that padding is written, as zeros. Tiles with keys are split while all splits together are most_work at most, the
-    fewer the more there are of them. Found here and not on the host: then only qo_indptr changes between replays. And
-    numbered through, one split behind the other: a program without work takes the place of one that has some.
+    Every request's items have tiles of their own. Rows after the last request's count as a request without keys, so
+    that padding is written, as zeros. Tiles with keys are split as long as there are at most most_work splits in all.
+    This runs on the device and not on the host, so only qo_indptr changes between replays. Work is numbered
+    consecutively, split by split: otherwise programs without work would take the place of programs with work.
     """
     lane = tl.arange(0, LANES)
     begin = tl.load(qo_indptr + lane, mask=lane <= num_requests, other=0)
@@ -96,7 +96,7 @@ def _attend_block(
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_TREE: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over keys [first, first + BLOCK_N); without HAS_TREE all of them are context and before `end`."""
+    """Runs online softmax over keys [first, first + BLOCK_N). Without HAS_TREE all are context, and before `end`."""
     KEY_BLOCK: tl.constexpr = query.shape[1]
     VALUE_BLOCK: tl.constexpr = sums.shape[1]
     column = first + tl.arange(0, BLOCK_N)
@@ -107,7 +107,7 @@ def _attend_block(
         slot = tl.load(slots_of_request + column, mask=is_key, other=0).to(tl.int64)
     else:
         slot = tl.load(slots_of_request + column).to(tl.int64)
-    # What is masked must be loaded as zero: the dummy slot may hold anything, and 0 * inf is not 0.
+    # Masked elements must be loaded as zero: the dummy slot may hold anything, and 0 * inf is not 0.
     key_mask = (key_lane < KEY_DIM)[None, :]
     value_mask = (value_lane < VALUE_DIM)[None, :]
     if HAS_TREE:
@@ -118,10 +118,10 @@ def _attend_block(
     else:
         key = tl.load(keys + (slot * key_stride)[:, None] + key_lane[None, :])
     score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-    if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1), right at both infinities
+    if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1), correct at both infinities
         score = softcap * (1.0 - 2.0 / (tl.exp2(score) + 1.0))
     if HAS_TREE:
-        tree_row = column - context_len  # of the key; negative: context
+        tree_row = column - context_len  # the key's row; negative: context
         if IS_CAUSAL:
             is_visible = tree_row[None, :] <= row[:, None]
         else:
@@ -137,7 +137,7 @@ def _attend_block(
     elif HAS_WINDOW:
         score = tl.where(column[None, :] > (row_position - window)[:, None], score, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(score, 1))
-    base = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # nothing seen yet: -inf - -inf is no number
+    base = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # no visible key yet: -inf - -inf is NaN
     weight = tl.exp2(score - base[:, None])
     decay = tl.exp2(highest - base)
     if HAS_TREE or VALUE_BLOCK != VALUE_DIM:
@@ -163,32 +163,32 @@ def attend_tiles(
 ):  # fmt: skip
     """Grid (tiles and their splits, num_kv_heads). Writes out, or the splits' results to partial and partial_lse.
 
-    partial float32 [num_rows, num_heads, num_splits, VALUE_DIM], normalised in itself; partial_lse float32 without the
-    last dimension, base 2, -inf where a split had no visible key or there is none. Scores are exponents of base 2:
-    q.k * scale, or softcap * tanh(q.k * scale * ln(2) / 2); the caller folds that into both. More than 60 lines,
-    because a kernel has no callees that could keep its state.
+    partial: float32 [num_rows, num_heads, num_splits, VALUE_DIM], each split normalised by itself. partial_lse: float32
+    without the last dimension, base 2, -inf if a split had no visible key or does not exist. Scores are exponents of
+    base 2: q.k * scale, or softcap * tanh(q.k * scale * ln(2) / 2). The caller folds that into scale and softcap. The
+    function has more than 60 lines because a kernel has no callees that could keep its state.
     """
     kv_head = tl.program_id(1)
     request, first_row, rows, first_item, split, splits = _find_work(
         qo_indptr, num_rows, num_requests, tl.program_id(0), most_work, num_splits, GROUP, BLOCK_M, LANES
     )
     if request > num_requests:
-        return  # the next kernel does not wait for programs that are through
+        return  # the next kernel does not wait for programs that have exited
     kv_begin = tl.load(kv_indptr + request, mask=request < num_requests, other=0)
     kv_len = tl.load(kv_indptr + request + 1, mask=request < num_requests, other=0) - kv_begin
     context_len = kv_len - rows
     item = first_item + tl.arange(0, BLOCK_M)
     row, head = item // GROUP, kv_head * GROUP + item % GROUP
     is_item = row < rows
-    row = tl.minimum(row, rows - 1)  # spare items of the tile repeat the last row, so that no load needs a mask
+    row = tl.minimum(row, rows - 1)  # unused items of the tile repeat the last row, so that no load needs a mask
     token = first_row + row
 
-    # Ancestors come before their row, so the keys of a tile end with its last row.
+    # Ancestors precede their row, so the keys of a tile end with its last row.
     stop = tl.minimum(context_len + (first_item + BLOCK_M - 1) // GROUP + 1, kv_len)
     start = 0
     row_position = row
     if HAS_WINDOW:
-        row_position = tl.load(positions + token, mask=row < kv_len, other=0)  # padding has none
+        row_position = tl.load(positions + token, mask=row < kv_len, other=0)  # padding rows have none
         start = tl.maximum(tl.minimum(tl.min(row_position, 0) - window + 1, context_len), 0)
     begin, end = start, stop
     if IS_SPLIT:
@@ -210,7 +210,7 @@ def attend_tiles(
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, VALUE_BLOCK], tl.float32)
-    if HAS_SINKS:  # one more logit without a value, of the first split alone
+    if HAS_SINKS:  # one more logit without a value, in the first split only
         sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634  # log2(e)
         highest = tl.where(split == 0, sink, highest)
         total = tl.where(split == 0, 1.0, total)
@@ -245,13 +245,13 @@ def attend_tiles(
     value_mask = is_item[:, None] & (value_lane < VALUE_DIM)[None, :]
     if IS_SPLIT:
         place = place * num_splits
-        # The first split says of those that nobody has that they have seen nothing.
+        # The first split marks the splits that no program computes as empty.
         other = tl.arange(0, MAX_SPLITS)[None, :]
         is_nobodys = is_item[:, None] & (other >= tl.where(split == 0, splits, num_splits)) & (other < num_splits)
         nothing = tl.full([BLOCK_M, MAX_SPLITS], float("-inf"), tl.float32)
         tl.store(partial_lse + place[:, None] + other, nothing, mask=is_nobodys)
         place += split
-        has_keys = begin < end  # else a sink does not count either: the merge reads no result that weighs nothing
+        has_keys = begin < end  # otherwise a sink does not count either: the merge reads no result of weight 0
         lse = tl.where(has_keys, highest + tl.log2(total), float("-inf"))
         tl.store(partial_lse + place, lse, mask=is_item)
         if has_keys:
@@ -266,7 +266,7 @@ def merge_splits(
     partial, partial_lse, out,
     VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_rows * num_heads,): the splits' results, weighted by their sums of exponentials; no key: zeros."""
+    """Grid (num_rows * num_heads,). Merges the splits, weighted by their sums of exponentials. Without keys: zeros."""
     if OVERLAPS:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()

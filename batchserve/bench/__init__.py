@@ -1,4 +1,4 @@
-"""`batchserve bench`: measurements that need no server. Everything heavy is imported when one of them runs."""
+"""`batchserve bench`: measurements that need no server. Heavy modules are imported when one of them runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from batchserve.options import parse_integers
 
 
 def add_bench_parser(commands: Any) -> None:
-    """Add `bench` and its subcommands to what ArgumentParser.add_subparsers() returned."""
+    """Adds `bench` and its subcommands. commands: the result of ArgumentParser.add_subparsers()."""
     bench = commands.add_parser("bench", allow_abbrev=False, help="measurements that need no server")
     kinds = bench.add_subparsers(required=True, metavar="WHAT")
     replay = kinds.add_parser(

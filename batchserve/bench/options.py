@@ -1,4 +1,4 @@
-"""What `batchserve bench replay` is asked for, checked before anything is measured."""
+"""The options of `batchserve bench replay`, checked before anything is measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchserve.files import check_writable
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """What to replay and how; `batchserve bench replay --help` explains each option."""
+    """The options of a replay. `batchserve bench replay --help` explains each."""
 
     file: Path
     tokenizer: str

@@ -1,4 +1,4 @@
-"""Recorded requests: read from JSONL, checked, tokenised."""
+"""Reads recorded requests from JSONL, checks them and tokenises them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from batchserve.jsonl import Line, read_lines, references_of, text_of
 
 
 def load_records(path: Path, encode: Encode, limit: int | None = None) -> list[ReplayRecord]:
-    """The first `limit` requests of a file, in its order; every text is tokenised by itself, without special tokens.
+    """Reads the first `limit` requests of a file, in order. Each text is tokenised separately, without special tokens.
 
-    A line is {"prompt": str, "response": str, "reference": [str, ...] (optional; also "references"), ...}; empty lines
-    are skipped. A model may have answered nothing: such a request counts no steps.
+    A line is {"prompt": str, "response": str, "reference": [str, ...] (optional; also "references"), ...}. Empty lines
+    are skipped. A request with an empty response counts no steps.
     Raises ConfigError naming file, line and field.
     """
     if limit is not None and limit < 1:
@@ -29,10 +29,10 @@ def load_records(path: Path, encode: Encode, limit: int | None = None) -> list[R
 
 
 def split_warm(records: list[ReplayRecord], share: float) -> tuple[list[ReplayRecord], list[ReplayRecord]]:
-    """(the first `share` of the requests, rounded down; the rest). Raises ConfigError if one of them is empty."""
+    """Returns (the first `share` of the requests, rounded down; the rest). Raises ConfigError if one is empty."""
     if not 0 < share < 1:
         raise ConfigError(f"warm_share = {share}: must be between 0 and 1")
-    count = int(share * len(records) + 1e-9)  # 0.29 * 100 is a little less than 29
+    count = int(share * len(records) + 1e-9)  # in floating point 0.29 * 100 is slightly less than 29
     if count == 0:
         raise ConfigError(f"warm_share = {share}: of {len(records)} requests it is none")
     return records[:count], records[count:]

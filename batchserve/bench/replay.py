@@ -1,7 +1,7 @@
-"""Target-guided replay: what a drafter would be worth to a model whose answers were recorded, without the model.
+"""Target-guided replay: measures a drafter on a model's recorded answers, without the model.
 
-After LLMA (section 3.2, algorithm 2): the recorded response says which token the model puts behind every accepted one,
-so every accept decision is the one that the real model would have led to.
+After LLMA (section 3.2, algorithm 2). The recorded response gives the model's token after every accepted token, so
+every accept decision is the one that the real model would have led to.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 SCOPE = DraftScope("replay", "default")
-WARM_PIECE = 4  # tokens that a preloaded response is accepted by; about what a step emits
+WARM_PIECE = 4  # tokens per accept() of a preloaded response; about what a step emits
 MAX_DRAFT_TOKENS = 1024
 MAX_STREAMS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayRecord:
-    """A recorded request, tokenised. The references are part of the prompt too if the recorded model read them."""
+    """A tokenised recorded request. The references are part of the prompt too if the recorded model read them."""
 
     prompt_token_ids: list[int]
     response_token_ids: list[int]
@@ -35,23 +35,22 @@ class ReplayRecord:
 
 @dataclass(slots=True)
 class ReplayStats:
-    """What one replay counted; durations in seconds.
+    """The counts of one replay. Durations are in seconds.
 
-    A response's first token comes from prefill: it is accepted by the drafter, and neither counted as a token nor as
-    a step.
+    A response's first token comes from prefill. The drafter accepts it, but it counts neither as a token nor as a step.
     """
 
-    num_steps: int = 0  # of one request each: a step of 16 requests counts 16
-    num_tokens: int = 0  # emitted by them: the accepted ones and the bonus token
+    num_steps: int = 0  # steps of single requests: a step of 16 requests counts 16
+    num_tokens: int = 0  # emitted by these steps: accepted draft tokens and bonus tokens
     num_draft_tokens: int = 0
     num_calls: int = 0
     propose_s: float = 0.0
     update_s: float = 0.0
-    memory_bytes: int = 0  # of the drafter at the end, when no request is left
+    memory_bytes: int = 0  # of the drafter after all requests have ended
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per step; 1 without any draft."""
+        """Tokens per step; 1 without drafts."""
         return self.num_tokens / self.num_steps if self.num_steps else 0.0
 
     @property
@@ -60,18 +59,18 @@ class ReplayStats:
 
     @property
     def retrieve_us(self) -> float:
-        """Microseconds of one propose call, which asks for all requests of a step; the mean."""
+        """Mean microseconds of one propose call, which covers all requests of a step."""
         return self.propose_s / self.num_calls * 1e6 if self.num_calls else 0.0
 
     @property
     def update_us(self) -> float:
-        """Microseconds of accepting and sharing one token, with its part of what the end of its request costs."""
+        """Microseconds to accept and share one token, including its part of the cost of ending the request."""
         return self.update_s / self.num_tokens * 1e6 if self.num_tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """One drafter with one number of draft tokens; the fields of the JSON, in its order."""
+    """The figures of one drafter with one number of draft tokens: the fields of the JSON, in its order."""
 
     drafter: str
     max_draft_tokens: int
@@ -85,7 +84,7 @@ class ReplayResult:
 
 
 def preload(records: Iterable[ReplayRecord], drafter: Drafter, on_record: Callable[[], None] | None = None) -> None:
-    """Let a drafter see earlier requests of the same scope from start to end, without drafting any."""
+    """Feeds earlier requests of the same scope to a drafter, from start to end, without asking for drafts."""
     for i, record in enumerate(records):
         request_id = f"warm-{i}"
         drafter.start(_draft_request(request_id, record))
@@ -105,11 +104,11 @@ def simulate(
     streams: int = 1,
     on_record: Callable[[], None] | None = None,
 ) -> ReplayStats:
-    """Replay all records in order, `streams` at a time, all in one draft scope; what was drafted before is kept.
+    """Replays all records in order, `streams` at a time, in one draft scope. The drafter keeps its earlier state.
 
-    A step asks once for the drafts of all running requests and walks each tree along its recorded response: accepted
-    nodes and the token behind them are emitted. A tree is no deeper than the tokens that could still be given, less
-    the bonus token (the scheduler's rule, with max_tokens = the response's length). The end of a response is no token.
+    A step asks once for the drafts of all running requests and walks each tree along its recorded response. It emits
+    the accepted nodes and the token after them. A tree is no deeper than the number of remaining tokens less the bonus
+    token (the scheduler's rule, with max_tokens = the response's length). The end of a response is not a token.
     Raises ValueError if a tree breaks the drafting contract, ConfigError if it has unverified nodes.
     """
     check_bounds(max_draft_tokens, streams)
@@ -136,7 +135,7 @@ def simulate(
 
 
 def check_bounds(max_draft_tokens: int, streams: int) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError for a value out of bounds."""
     bounds = (("max_draft_tokens", max_draft_tokens, MAX_DRAFT_TOKENS), ("streams", streams, MAX_STREAMS))
     for name, value, bound in bounds:
         if not 1 <= value <= bound:
@@ -144,7 +143,7 @@ def check_bounds(max_draft_tokens: int, streams: int) -> None:
 
 
 class _Run:
-    """One request under way. Its first token came with the prefill, which nobody measures here."""
+    """One running request. Its first token comes from the prefill, which is not measured here."""
 
     def __init__(self, request_id: str, record: ReplayRecord, drafter: Drafter) -> None:
         self.request_id = request_id
@@ -158,14 +157,14 @@ class _Run:
         return len(self.response) - self.num_emitted
 
     def emit(self, count: int) -> list[int]:
-        """The next tokens of the response."""
+        """Returns the next tokens of the response and counts them as emitted."""
         token_ids = self.response[self.num_emitted : self.num_emitted + count]
         self.num_emitted += len(token_ids)
         return token_ids
 
 
 def _tell(drafter: Drafter, token_ids: Mapping[str, Sequence[int]]) -> None:
-    """Tokens by request id: told to the requests, and then, as if published at once, to their scope."""
+    """Passes new tokens, by request id, to the drafter and then shares them in the scope, as if published at once."""
     drafter.accept_all(token_ids)
     for request_id, tokens in token_ids.items():
         drafter.share(request_id, tokens)
@@ -176,8 +175,8 @@ def _draft_request(request_id: str, record: ReplayRecord) -> DraftRequest:
 
 
 def _step(runs: list[_Run], drafter: Drafter, max_draft_tokens: int, stats: ReplayStats) -> None:
-    """One token, and the drafts that were accepted before it, for each of the runs."""
-    # The last token is nobody's draft, it is the bonus: without a second one there is nothing to ask for.
+    """Emits the accepted draft tokens and one more token for each of the runs."""
+    # The last token is always the bonus token, so with only one token left there is nothing to draft.
     wanted = [DraftQuery(run.request_id, max_draft_tokens, run.num_left - 1) for run in runs if run.num_left > 1]
     trees: dict[str, DraftTree] = {}
     if wanted:
@@ -204,9 +203,9 @@ def _step(runs: list[_Run], drafter: Drafter, max_draft_tokens: int, stats: Repl
 
 
 def count_accepted(tree: DraftTree, response: Sequence[int], start: int) -> int:
-    """The depth to which the tree holds response[start:]: what verification would accept of it."""
+    """Returns the number of tokens of response[start:] that verification would accept from the tree."""
     node, depth = -1, 0
-    # Parents come before children, so one pass meets the nodes of the path in order.
+    # Parents come before children, so one pass visits the nodes of the path in order.
     for i, (token_id, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
         if parent == node and start + depth < len(response) and token_id == response[start + depth]:
             node, depth = i, depth + 1

@@ -1,4 +1,4 @@
-"""`batchserve bench replay`: every drafter with every number of draft tokens, in one table."""
+"""`batchserve bench replay`: measures every drafter with every number of draft tokens and shows one table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def run_replay(options: ReplayOptions) -> int:
-    """Measure, show, write; returns the exit status. Raises ConfigError before anything is measured."""
+    """Measures, shows, writes. Returns the exit status. Raises ConfigError before anything is measured."""
     if options.plot_file is not None:
         require_matplotlib()
     warm, measured = read_requests(options)
@@ -43,7 +43,7 @@ def run_replay(options: ReplayOptions) -> int:
 
 
 def read_requests(options: ReplayOptions) -> tuple[list[ReplayRecord], list[ReplayRecord]]:
-    """(the requests that drafters see before, those that are measured). Raises ConfigError."""
+    """Returns (the requests that warm up the drafters, those that are measured). Raises ConfigError."""
     encode = load_encoder(options.tokenizer)
     records = load_records(options.file, encode, options.limit)
     warm = load_records(options.warm_file, encode) if options.warm_file is not None else []
@@ -60,11 +60,11 @@ def measure(
     records: Sequence[ReplayRecord],
     on_record: Callable[[], None] | None = None,
 ) -> list[ReplayResult]:
-    """Every drafter with every number of draft tokens, each from an empty state. on_record: after each request."""
+    """Measures every drafter with every number of draft tokens, from an empty state. on_record: called per request."""
     results = []
     for name in options.drafters:
         for max_draft_tokens in options.max_draft_tokens:
-            # What is compiled, loaded or cached at first use is not what a request costs.
+            # A first run, because compiling, loading and caching at first use must not count as a request's cost.
             with closing(_ready_drafter(name, max_draft_tokens)) as throw_away:
                 simulate(records[:1], throw_away, max_draft_tokens)
             with closing(_ready_drafter(name, max_draft_tokens)) as drafter:
@@ -87,7 +87,7 @@ def measure(
 
 
 def as_json(options: ReplayOptions, results: Sequence[ReplayResult]) -> dict[str, Any]:
-    """warm: null, the name of the file, or the share of `file` that drafters saw before."""
+    """Returns the results as JSON data. warm: null, a file's name, or the share of `file` that drafters saw first."""
     return {
         "file": options.file.name,
         "warm": options.warm_file.name if options.warm_file is not None else options.warm_share,
@@ -97,7 +97,7 @@ def as_json(options: ReplayOptions, results: Sequence[ReplayResult]) -> dict[str
 
 
 def _ready_drafter(name: str, max_draft_tokens: int) -> Drafter:
-    """A new drafter whose compiled parts are there. Raises ConfigError."""
+    """Returns a new drafter with its kernels compiled. Raises ConfigError."""
     config = EngineConfig(decoding_length=max_draft_tokens, max_num_seqs=1, max_num_batched_tokens=max_draft_tokens + 1)
     drafter = create_drafter(name, config, num_parameters=0)
     with interrupts_end_the_process():

@@ -1,4 +1,4 @@
-"""From text to token ids, for measurements that need a tokenizer and no model."""
+"""Encodes text to token ids, for measurements that need a tokenizer but no model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MISTRAL_V1 = "mistral-v1"
 
 
 def load_encoder(name: str) -> Encode:
-    """What turns a text into its token ids, special tokens such as BOS not added.
+    """Returns a function that encodes a text to token ids, without adding special tokens such as BOS.
 
     name: a folder with a tokenizer.json or a tokenizer.model, one of these files, "bundled" for the bundled model's, or
     "mistral-v1" for the 32k SentencePiece model inside mistral-common. Raises ConfigError.
@@ -39,7 +39,7 @@ def load_encoder(name: str) -> Encode:
 
 
 def require(package: str, needed_for: str) -> Any:
-    """Import a module of the extra `bench`; raises ConfigError when it is not installed."""
+    """Imports a module of the extra `bench`. Raises ConfigError if it is not installed."""
     try:
         return importlib.import_module(package)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What a benchmark shows: progress on standard error, a table on standard output, a plot in a file."""
+"""The output of a benchmark: progress on standard error, a table on standard output, a plot in a file."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from batchserve.bench.options import ReplayOptions
     from batchserve.bench.replay import ReplayResult
 
-REFRESH_PER_S = 2  # what is measured meanwhile shares the processor with the bar
+REFRESH_PER_S = 2  # low, because the bar shares the CPU with the measurement
 
 
 @contextmanager
 def replay_progress(total: int) -> Iterator[Callable[[], None]]:
-    """A bar while requests are replayed; yields what counts one. Nothing is shown where nobody would see it move."""
+    """Shows a progress bar, if standard error is a terminal. Yields a function that counts one replayed request."""
     console = Console(stderr=True)
     columns = (TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(
@@ -41,7 +41,7 @@ def replay_progress(total: int) -> Iterator[Callable[[], None]]:
 
 
 def show_results(options: ReplayOptions, results: Sequence[ReplayResult], num_warm: int, num_measured: int) -> None:
-    """One row a drafter and number of draft tokens."""
+    """Prints one row per drafter and number of draft tokens."""
     console = Console(highlight=False)
     title = _title(options, results[0].tokens, num_warm, num_measured)
     table = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
@@ -63,12 +63,12 @@ def show_results(options: ReplayOptions, results: Sequence[ReplayResult], num_wa
 
 
 def require_matplotlib() -> Any:
-    """matplotlib's figure module, without its global state; raises ConfigError when it is not installed."""
+    """Returns matplotlib's figure module, which has no global state. Raises ConfigError if it is not installed."""
     return require("matplotlib.figure", "plot")
 
 
 def plot_results(path: Path, options: ReplayOptions, results: Sequence[ReplayResult]) -> None:
-    """Acceptance length against draft tokens a step, a line a drafter, a dot for each max_draft_tokens."""
+    """Plots acceptance length against draft tokens per step: a line per drafter, a dot per max_draft_tokens."""
     figure = require_matplotlib().Figure(figsize=(7.0, 4.5), layout="constrained")
     axes = figure.subplots()
     for name in options.drafters:
@@ -98,7 +98,7 @@ def _warm_text(options: ReplayOptions) -> str:
     return f", warm (first {options.warm_share:.0%})" if options.warm_share is not None else ", cold"
 
 
-# Eighty characters hold them all.
+# The columns fit into 80 characters.
 _COLUMNS: dict[str, Callable[[ReplayResult], str]] = {
     "drafts\nat most": lambda r: str(r.max_draft_tokens),
     "acceptance\nlength": lambda r: f"{r.acceptance_length:.2f}",

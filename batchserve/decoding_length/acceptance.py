@@ -58,28 +58,34 @@ class Offered(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The tokens of some steps: the request at slots[i] was given those from starts[i] to starts[i + 1], and that in
-    num_steps[i] of the steps.
-    """
+    """The tokens that one step gave: the request in slots[i] was given those from starts[i] to starts[i + 1]."""
 
     slots: IntArray
     starts: IntArray
     token_ids: IntArray
-    num_steps: IntArray
 
     @classmethod
-    def of(
-        cls,
-        slot_of: Mapping[str, int],
-        token_ids: Mapping[str, Sequence[int]],
-        num_steps: Mapping[str, int] | None = None,
-    ) -> Given:
-        """Of requests with their tokens, and the number of steps (None: one); those that have no slot are left out."""
-        known = [each for each in token_ids if each in slot_of]
-        slots, given = [slot_of[each] for each in known], [token_ids[each] for each in known]
-        counts = [1] * len(known) if num_steps is None else [num_steps[each] for each in known]
-        starts, tokens = [0, *accumulate(map(len, given))], [*chain.from_iterable(given)]
-        return cls(*(np.array(each, np.int64) for each in (slots, starts, tokens, counts)))
+    def of(cls, token_ids: Mapping[int, Sequence[int]]) -> Given:
+        """From each slot's tokens."""
+        starts, tokens = [0, *accumulate(map(len, token_ids.values()))], [*chain.from_iterable(token_ids.values())]
+        return cls(*(np.array(each, np.int64) for each in ([*token_ids], starts, tokens)))
+
+    @classmethod
+    def joined(cls, steps: Sequence[Given]) -> Given:
+        """The tokens of several steps. A slot comes once for each step that gave it tokens."""
+        if len(steps) == 1:
+            return steps[0]
+        ends = np.cumsum([0, *(len(each.token_ids) for each in steps)])
+        starts = [each.starts[:-1] + end for each, end in zip(steps, ends.tolist(), strict=False)]
+        slots, tokens = (np.concatenate([each[field] for each in steps]) for field in (0, 2))
+        return cls(slots, np.concatenate((*starts, ends[-1:])), tokens)
+
+    def at(self, slot: int) -> list[int]:
+        """The tokens of one slot's request."""
+        tokens: list[int] = []
+        for place in np.flatnonzero(self.slots == slot).tolist():
+            tokens += self.token_ids[self.starts[place] : self.starts[place + 1]].tolist()
+        return tokens
 
 
 class _Books:
@@ -124,26 +130,18 @@ class AcceptanceModel:
         self._numbers: dict[str, int] = {}  # of drafters
         self._books = _Books(0)
         self._drafter_of, self.records = np.zeros(0, np.int64), np.zeros((0, 3))  # by slot; see own_shift
-        self._free: list[int] = []  # slots
         self._open: list[Offered] = []
 
-    def start(self, drafter: str) -> int:
-        """The slot of a request's own record, on top of its drafter's (some texts are harder), until `end`."""
+    def start(self, slot: int, drafter: str) -> None:
+        """Begin a request's own record, on top of its drafter's: some texts are harder than others."""
         if drafter not in self._numbers:
             self._numbers[drafter] = len(self._numbers)
             self._books = self._books.grown()
-        if not self._free:
-            size = len(self.records)
-            self._free = list(range(2 * size + 16, size - 1, -1))
-            self._drafter_of = np.pad(self._drafter_of, (0, len(self._free)))
-            self.records = np.pad(self.records, ((0, len(self._free)), (0, 0)))
-        slot = self._free.pop()
+        if slot >= len(self.records):
+            more = slot + 16
+            self._drafter_of = np.pad(self._drafter_of, (0, more))
+            self.records = np.pad(self.records, ((0, more), (0, 0)))
         self._drafter_of[slot], self.records[slot] = self._numbers[drafter], 0.0
-        return slot
-
-    def end(self, slot: int) -> None:
-        self.close(slot)
-        self._free.append(slot)
 
     def close(self, slot: int) -> None:
         """What was offered to this request and has not arrived never will."""
@@ -152,7 +150,7 @@ class AcceptanceModel:
             reached[slots == slot] = CLOSED
 
     def calibrate(self, trees: DraftForest, slots: IntArray, places: IntArray) -> Offered:
-        """Calibrated trees. `slots` are of all requests of a step; tree i is of the one at slots[places[i]].
+        """Calibrate trees. `slots` are those of all requests of a step; tree i belongs to the one at slots[places[i]].
 
         Of all nodes it is supposed that they may be accepted; their probs are path probabilities.
         Raises ValueError if a parent does not come before its node.
@@ -185,7 +183,7 @@ class AcceptanceModel:
         if not self._open or not len(given.slots):
             return
         books = (self._books.sums, self._books.tallies, self._books.tested, self._books.is_stale)
-        arrived = (*given[:3], self._drafter_of, self.records, books)
+        arrived = (*given, self._drafter_of, self.records, books)
         self._open = [each for each in self._open if score_trees(*each, *arrived)]
 
     @property

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from batchserve.decoding_length.acceptance import AcceptanceModel, Given
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from batchserve.decoding_length.acceptance import FloatArray, IntArray
     from batchserve.decoding_length.step_time import StepLoad, StepTimeModel
@@ -18,6 +18,20 @@ if TYPE_CHECKING:
     from batchserve.request import Request
 
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+class Drafted(NamedTuple):
+    """The requests of a step: those with a tree, and all that decode.
+
+    requests, slots [num_trees]: the owners of the forest's trees. places int64 [num_trees]: their places among the
+    decoding requests, whose slots and numbers of K/V entries are all_slots and contexts int64 [num_decoding].
+    """
+
+    requests: Sequence[Request]
+    slots: IntArray
+    places: IntArray
+    all_slots: IntArray
+    contexts: IntArray
 
 
 @dataclass(slots=True)
@@ -43,67 +57,60 @@ class StepOutcome:
 
 
 class DraftPolicy(Protocol):
-    """Decides for one engine. Keyed by request id; not thread-safe.
+    """Decides what is drafted in the steps of one engine. Keyed by the requests' slots; not thread-safe.
 
-    A step calls `are_asked` of its decoding requests; if any is to be asked, `begin_step`, their `bound` and `choose`;
-    and `step_done` when it is over. What most policies have no use for does nothing here.
+    In a step the engine calls `are_asked` for its decoding requests. If any is to be asked it calls `begin_step`,
+    `bound` and `choose`. It calls `step_done` when the step is over. The methods that most policies do not need have
+    defaults.
     """
 
-    acceptance: AcceptanceModel  # what came of the drafts until now
+    acceptance: AcceptanceModel  # scores the drafts
 
-    def start(self, request_id: str, drafter: str, tpot_target_s: float | None = None) -> None:
-        """A request has draft state from now on, of this drafter."""
+    def start(self, slot: int, drafter: str, tpot_target_s: float | None = None) -> None:
+        """The request in this slot has draft state from now on, of this drafter."""
 
-    def end(self, request_id: str) -> None:
-        """Forget a request. Harmless where it is not known."""
+    def end(self, slot: int) -> None:
+        """Forget a request. Does nothing if it is not known."""
 
-    def skip(self, request_id: str) -> None:
-        """The request's text goes on, but not with what is reported next: it was preempted."""
+    def skip(self, slot: int) -> None:
+        """The request was preempted: the tokens that are reported next do not follow what was drafted."""
 
-    def are_asked(self, request_ids: Sequence[str]) -> list[bool]:
-        """Whose drafter is to be called in this step; once a step and request."""
-        return [True] * len(request_ids)
+    def are_asked(self, slots: IntArray) -> BoolArray:
+        """Returns whose drafter is to be called in this step. Called once a step and request."""
+        return np.ones(len(slots), np.bool_)
 
-    def windows_run(self, request_ids: Sequence[str]) -> list[str]:
-        """Whose Jacobi window was run, of those of whom the policy wants to know what that earned."""
+    def windows_run(self, slots: IntArray) -> list[int]:
+        """Returns the places of requests whose Jacobi window was run, if the policy wants to know what it earned."""
         return []
 
-    def window_earned(self, request_id: str, num_tokens: int) -> None:
-        """So many accepted tokens were known from its window alone, in the step in which that was run last."""
+    def window_earned(self, slot: int, num_tokens: int) -> None:
+        """So many accepted tokens were known from the window alone, in the last step in which it was run."""
         return
 
     def begin_step(self, load: StepLoad, alone: StepLoad, num_asked: int) -> bool:
-        """A step is to be drafted that is `load` without any drafts; `alone` are its decoding rows only.
-
-        Whether anybody is to be asked.
-        """
+        """Returns whether to draft in a step that is `load` without drafts; `alone` is the load of its decoding rows."""
         return True
 
-    def bound(self, request_ids: Sequence[str], bounds: IntArray, max_rows: int) -> FloatArray:
-        """What to ask of each drafter: may lower the most nodes, bounds[:, 0] (forest.py: DraftQueries), and returns
-        the path probability, as it claims it, of the least likely. max_rows: as in `choose`.
-        """
-        return np.zeros(len(request_ids))
+    def bound(self, slots: IntArray, bounds: IntArray, max_rows: int) -> FloatArray:
+        """Bounds what each drafter is asked for. May lower the most nodes, bounds[:, 0] (forest.py: DraftQueries).
 
-    def choose(
-        self, forest: DraftForest, request_ids: Sequence[str], decoding: Sequence[Request], max_rows: int
-    ) -> BoolArray:
-        """Which nodes are run: bool [num_nodes].
-
-        The forest's trees are those of request_ids, of all that were asked; `decoding` are all the requests that decode
-        in the step, and max_rows the most drafts that the step can take.
+        Returns the least path probability that is of use, as the drafter claims it. max_rows: see `choose`.
         """
+        return np.zeros(len(slots))
+
+    def choose(self, forest: DraftForest, drafted: Drafted, max_rows: int) -> BoolArray:
+        """Returns which nodes are run: bool [num_nodes]. max_rows: the most draft rows that the step can take."""
         ...
 
-    def refused(self, request_id: str) -> None:
+    def refused(self, slot: int) -> None:
         """What was chosen for the request in this step is not run: there is no memory for it."""
         return
 
-    def step_done(self, outcome: StepOutcome, token_ids: Mapping[str, Sequence[int]]) -> None:
-        """A step gave each decoding request these tokens."""
+    def step_done(self, outcome: StepOutcome, given: Given) -> None:
+        """A step gave these tokens to the decoding requests."""
 
     def gauges(self) -> dict[str, float]:
-        """Of the last step that was learned from, by the names of metrics.GAUGES. Any thread may ask."""
+        """The figures of metrics.GAUGES for the last step that was learned from. Any thread may ask."""
         return {}
 
 
@@ -123,32 +130,24 @@ class FixedDrafting(DraftPolicy):
     def __init__(self, step_time: StepTimeModel | None = None) -> None:
         self.acceptance = AcceptanceModel()
         self._step_time = step_time
-        self._slots: dict[str, int] = {}  # of `acceptance`, by request id
         self._last_s: tuple[float, float] | None = None  # of the last step: predicted, and taken
 
-    def start(self, request_id: str, drafter: str, tpot_target_s: float | None = None) -> None:
-        self._slots[request_id] = self.acceptance.start(drafter)
+    def start(self, slot: int, drafter: str, tpot_target_s: float | None = None) -> None:
+        self.acceptance.start(slot, drafter)
 
-    def end(self, request_id: str) -> None:
-        slot = self._slots.pop(request_id, None)
-        if slot is not None:
-            self.acceptance.end(slot)
+    def end(self, slot: int) -> None:
+        self.acceptance.close(slot)
 
-    def skip(self, request_id: str) -> None:
-        slot = self._slots.get(request_id)
-        if slot is not None:
-            self.acceptance.close(slot)
+    def skip(self, slot: int) -> None:
+        self.acceptance.close(slot)
 
-    def choose(
-        self, forest: DraftForest, request_ids: Sequence[str], decoding: Sequence[Request], max_rows: int
-    ) -> BoolArray:
-        slots = np.array([self._slots[each] for each in request_ids], np.int64)
-        self.acceptance.remember(self.acceptance.calibrate(forest.verified(), slots, np.arange(len(slots))))
+    def choose(self, forest: DraftForest, drafted: Drafted, max_rows: int) -> BoolArray:
+        places = np.arange(len(drafted.slots))
+        self.acceptance.remember(self.acceptance.calibrate(forest.verified(), drafted.slots, places))
         return np.ones(len(forest.token_ids), np.bool_)
 
-    def step_done(self, outcome: StepOutcome, token_ids: Mapping[str, Sequence[int]]) -> None:
-        if self.acceptance.is_any_open:
-            self.acceptance.arrive(Given.of(self._slots, token_ids))
+    def step_done(self, outcome: StepOutcome, given: Given) -> None:
+        self.acceptance.arrive(given)
         if self._step_time is not None:
             predicted_s, _, _ = self._step_time.observe(outcome.load, outcome.forward_s, outcome.host_s)
             self._last_s = predicted_s + outcome.draft_s, outcome.step_s

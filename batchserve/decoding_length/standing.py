@@ -161,22 +161,21 @@ def choose_drafts(table, slots, places, contexts, offer, step_time, prices, chos
 
 
 @njit(cache=True, nogil=True)
-def note_steps(table, slots, num_steps, token_starts, step_s, stretch):  # type: ignore[no-untyped-def]
-    """What steps of step_s seconds, `stretch` times as long as without drafts, gave to the requests at `slots`.
+def note_steps(table, slots, token_starts, step_s, stretch):  # type: ignore[no-untyped-def]
+    """Note steps of step_s seconds, `stretch` times as long as without drafts.
 
-    In num_steps[i] of them request i was given as many tokens as token_starts [num_requests + 1] rises.
+    The request at slots[i] was given as many tokens as token_starts [len(slots) + 1] rises, in one of the steps.
     """
     for i in range(len(slots)):
-        request, count = table[slots[i]], num_steps[i]
-        num_tokens = token_starts[i + 1] - token_starts[i]
-        rate = 1.0 if request.num_steps == 0 else 1.0 - (1.0 - TPOT_RATE) ** count
-        request.num_steps += count
-        request.ahead += num_tokens - count * stretch
+        request, num_tokens = table[slots[i]], token_starts[i + 1] - token_starts[i]
+        rate = 1.0 if request.num_steps == 0 else TPOT_RATE
+        request.num_steps += 1
+        request.ahead += num_tokens - stretch
         request.step_s += rate * (step_s - request.step_s)
-        request.step_tokens += rate * (num_tokens / count - request.step_tokens)
+        request.step_tokens += rate * (num_tokens - request.step_tokens)
         if request.tpot_target_s < np.inf:
             is_late = request.step_s > request.tpot_target_s * max(1.0, request.step_tokens)
-            change = (URGENCY_UP if is_late else URGENCY_DOWN) ** count
+            change = URGENCY_UP if is_late else URGENCY_DOWN
             request.urgency = max(1.0, min(MOST_URGENCY, request.urgency * change))
 
 
@@ -188,4 +187,4 @@ def compile_kernels() -> None:
     flag, step_time = np.zeros(1, np.bool_), (one, one, np.zeros(1), np.zeros(NUM_SLOPES))
     prices = (1, 1, 1, 0, 0), (1.0, 1.0, 1.0, 1, 0.0, 1.0, 1.0), (1.0, 0.0)
     choose_drafts(table, slots, slots, slots, (slots, one, slots + 1), step_time, prices, flag, flag.copy())
-    note_steps(table, slots, slots + 1, np.array([0, 1]), 1.0, 1.0)
+    note_steps(table, slots, np.array([0, 1]), 1.0, 1.0)

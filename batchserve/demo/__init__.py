@@ -1,4 +1,4 @@
-"""`batchserve demo`: a real server, eight answers at once over gRPC, speculation on against off, one table."""
+"""`batchserve demo`: compares speculation on and off on a real server, with eight concurrent gRPC requests."""
 
 from __future__ import annotations
 
@@ -29,40 +29,40 @@ ANSWER_TIMEOUT_S = 300.0
 
 
 def run_demo(max_tokens: int = 200, repeats: int = 3, dtype: str = "auto", model: str = BUNDLED) -> int:
-    """Run it and return the exit status: 0 if speculation changed nothing but near-ties, 1 otherwise.
+    """Runs the demo. Returns the exit status: 0 if speculation changed nothing but near-ties, 1 otherwise.
 
-    The bundled model gets its own tasks, another one chat questions in its chat template. Raises BatchserveError if the
-    server cannot be started or fails, ConfigError if there is no such model or it has no chat template.
+    The bundled model gets its own tasks. Other models get chat questions in their chat template. Raises BatchserveError
+    if the server cannot be started or fails, ConfigError if there is no such model or it has no chat template.
     """
     for name, value in (("max_tokens", max_tokens), ("repeats", repeats)):
         if value < 1:
             raise ConfigError(f"{name} = {value}: must be at least 1")
     try:
         return asyncio.run(_demo(questions_for(model), max_tokens, repeats, dtype))
-    except asyncio.CancelledError:  # by SIGTERM, which nothing else does
+    except asyncio.CancelledError:  # only SIGTERM cancels the demo
         return 128 + signal.SIGTERM
 
 
 @dataclass(slots=True)
 class _Runs:
-    """All rounds: the shown ones, which are the warm-up and are not measured, and the measured ones."""
+    """All rounds. The shown rounds are the warm-up and are not measured."""
 
     shown: dict[bool, Round] = field(default_factory=dict)  # by is_speculative
     measured: dict[bool, list[Round]] = field(default_factory=lambda: {False: [], True: []})
 
     def answers(self, index: int) -> list[Answer]:
-        """Every answer to one prompt; the first is plain."""
+        """Returns every answer to one prompt. The first is without speculation."""
         rounds = [self.shown[False], *self.measured[False], self.shown[True], *self.measured[True]]
         return [done.answers[index] for done in rounds]
 
 
 async def _demo(questions: Questions, max_tokens: int, repeats: int, dtype: str) -> int:
-    # A SIGTERM must not leave the server behind; Ctrl-C already cancels the main task.
+    # SIGTERM must not leave the server running. Ctrl-C already cancels the main task.
     main = asyncio.current_task()
     if main is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main.cancel)
     view = View()
-    # Earlier answers to the very same prompts would make perfect drafts: each request drafts from itself alone.
+    # Earlier answers to the same prompts would make perfect drafts, so each request drafts only from itself.
     drafting = ("--default-draft-scope", PRIVATE_SCOPE, "--wait-for-drafter")
     size = ("--max-num-seqs", str(len(questions.prompts)))
     options = ("--model", questions.model, "--dtype", dtype, *size, *drafting)
@@ -109,7 +109,7 @@ async def _round(
     is_speculative: bool,
     on_text: Callable[[int, str], None] | None = None,
 ) -> Round:
-    """All prompts at once, greedy."""
+    """Sends all prompts at once, with greedy sampling."""
     started_s = time.perf_counter()
     try:
         async with asyncio.TaskGroup() as group:
@@ -117,7 +117,7 @@ async def _round(
                 group.create_task(_answer(client, i, prompt, max_tokens, is_speculative, on_text))
                 for i, prompt in enumerate(questions.prompts)
             ]
-    except ExceptionGroup as failed:  # one reason is enough: when the server dies they all have it
+    except ExceptionGroup as failed:  # one reason is enough: if the server dies, all have it
         raise failed.exceptions[0] from None
     return Round([task.result() for task in tasks], time.perf_counter() - started_s)
 
@@ -149,7 +149,7 @@ async def _answer(
 
 
 def _report(view: View, runs: _Runs, questions: Questions, dtype: str) -> int:
-    """The table, and what the differences are; the exit status."""
+    """Prints the table and the differences. Returns the exit status."""
     lines, num_near_ties, num_wrong = _differences(runs, questions, dtype)
     count = len(questions.prompts)
     identical = f"{count - num_near_ties - num_wrong} of {count}"
@@ -164,7 +164,7 @@ def _report(view: View, runs: _Runs, questions: Questions, dtype: str) -> int:
 
 
 def _differences(runs: _Runs, questions: Questions, dtype: str) -> tuple[list[str], int, int]:
-    """(a line for each, prompts whose answers differ by near-ties only, prompts with any other difference)."""
+    """Returns (a line per difference, number of prompts with only near-ties, number with any other difference)."""
     lines: list[str] = []
     num_near_ties = num_wrong = 0
     judge: NearTieJudge | None = None

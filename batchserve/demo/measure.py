@@ -1,11 +1,11 @@
-"""What a client sees of streamed answers, as numbers. Times are the client's, in seconds.
+"""Client-side metrics of streamed answers. Times are the client's, in seconds.
 
 Definitions:
-- TTFT: from sending the request to its first delta.
-- Inter-token latency (ITL): a delta of n tokens that comes g after the delta before it counts as n tokens of g / n
-  each; the first delta counts nothing. So the mean is what a reader waits per token, and without speculation (n = 1)
-  it is the gap itself.
-- Gap: g itself, once a delta: what vLLM's benchmark calls ITL, and what a reader sees of burstiness.
+- TTFT: time from sending the request to its first delta.
+- Inter-token latency (ITL): a delta of n tokens that arrives g after the previous delta counts as n tokens of g / n
+  each. The first delta does not count. The mean is the time that a reader waits per token. Without speculation (n = 1)
+  the ITL is the gap.
+- Gap: g, once per delta. vLLM's benchmark calls it ITL. It shows how bursty the stream looks to a reader.
 - Acceptance length: tokens delivered per verified step (a delta is one step).
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Answer:
-    """One streamed answer. `arrivals` has (time, tokens) of every delta."""
+    """One streamed answer. `arrivals` holds (time, number of tokens) of every delta."""
 
     sent_s: float
     text: str = ""
@@ -33,20 +33,20 @@ class Answer:
     finish_reason: FinishReason | None = None
 
     def inter_token_latencies_s(self) -> list[float]:
-        """One value a token behind the first delta."""
+        """Returns one value per token after the first delta."""
         latencies: list[float] = []
         for (before_s, _), (at_s, count) in zip(self.arrivals, self.arrivals[1:], strict=False):
             latencies += [(at_s - before_s) / count] * count
         return latencies
 
     def gaps_s(self) -> list[float]:
-        """One value a delta behind the first."""
+        """Returns one value per delta after the first."""
         return [b[0] - a[0] for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """All prompts answered at once, one time."""
+    """The answers to all prompts, sent at once."""
 
     answers: list[Answer]
     wall_s: float
@@ -81,7 +81,7 @@ class Round:
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """Index of the first token that differs; where one ends early, its length; None if they are the same."""
+    """Returns the index of the first token that differs, or the shorter length if one is a prefix; None if equal."""
     for i, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return i
@@ -89,7 +89,7 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` of them do not exceed (nearest rank); nan of nothing."""
+    """Returns the smallest value that at least `percent` of the values do not exceed (nearest rank); nan if empty."""
     if not values:
         return math.nan
     rank = max(1, math.ceil(len(values) * percent / 100))
@@ -101,5 +101,5 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def median_of(rounds: Sequence[Round], figure: Callable[[Round], float]) -> float:
-    """The median of one figure over repeated rounds."""
+    """Returns the median of one figure over repeated rounds."""
     return statistics.median(figure(done) for done in rounds)

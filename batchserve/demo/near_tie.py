@@ -1,4 +1,4 @@
-"""Is a difference between two answers a rounding error? Judged by a plain forward of the model, without the engine."""
+"""Judges whether two answers differ only by rounding, with a plain forward pass of the model, without the engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of one answer from some position on: the token that loses most against its position's winner."""
+    """One token of an answer: how far its logit is below the best at its position, and the bound for rounding."""
 
     position: int
     loss: float
@@ -32,7 +32,7 @@ class Verdict:
 
 
 class NearTieJudge:
-    """The model as transformers runs it, in the server's dtype. Loads it: make one only when there is a difference."""
+    """Runs the model with transformers in the server's dtype. Loads the model, so make one only if answers differ."""
 
     def __init__(self, model: str, dtype: str) -> None:
         disable_progress_bar()
@@ -47,9 +47,9 @@ class NearTieJudge:
 
     @torch.inference_mode()
     def judge(self, prompt: str | Sequence[int], answer: Sequence[int], start: int, *, is_ended: bool) -> Verdict:
-        """Re-score a greedy answer's tokens from `start` on, each given those before it; `is_ended`: by an end token.
+        """Re-scores a greedy answer's tokens from `start` on, each given those before it; is_ended: by an end token.
 
-        Everything behind the first difference counts too: there the two answers have nothing in common any more.
+        Returns the worst one. All tokens after the first difference count: the answers have nothing in common there.
         """
         tokens = [*answer, self._ends[0]] if is_ended else list(answer)
         prompt_ids: list[int] = self._tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)

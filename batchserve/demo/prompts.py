@@ -1,7 +1,6 @@
-"""Eight prompts of the kinds that the bundled model was trained on, in its training's exact phrasing; for other models
-eight questions to chat about.
+"""The demo's prompts: eight tasks phrased exactly as in the bundled model's training, and eight chat questions.
 
-The texts themselves were written for this page: none of them is in the training data.
+The chat questions are for other models. The texts were written for this file. None of them is in the training data.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ BUNDLED = "bundled"
 
 
 class DemoPrompt(NamedTuple):
-    """A title for people, and the user's message."""
+    """A title to show and the user's message."""
 
     title: str
     message: str
 
     @property
     def text(self) -> str:
-        """The message in the model's chat template; the tokenizer puts the BOS in front by itself."""
+        """The message in the bundled model's chat template. The tokenizer itself adds the BOS token."""
         return f"<|user|>{self.message}<|assistant|>"
 
 
@@ -135,7 +134,7 @@ CHAT_PROMPTS = (
 
 
 class Questions(NamedTuple):
-    """Prompts for a model, as texts or as token ids, and their titles."""
+    """Prompts for a model, as texts or token ids, and their titles."""
 
     model: str
     titles: tuple[str, ...]
@@ -147,7 +146,7 @@ class Questions(NamedTuple):
 
 
 def questions_for(model: str) -> Questions:
-    """The bundled model's own tasks; for another model chat questions, in its chat template. Raises ConfigError."""
+    """Returns the bundled model's tasks, or chat questions in another model's chat template. Raises ConfigError."""
     if model == BUNDLED:
         return Questions(model, tuple(each.title for each in PROMPTS), tuple(each.text for each in PROMPTS))
     from batchserve.config import EngineConfig

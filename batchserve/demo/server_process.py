@@ -1,4 +1,4 @@
-"""A real server in a process of its own, ended whatever happens to the demo."""
+"""Runs a real server in its own process and ends it whatever happens to the demo."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ LOG_TAIL_LINES = 15
 
 
 class ServerProcessError(BatchserveError):
-    """The server's process ended by itself; the message has the end of its log."""
+    """Raised if the server's process ends by itself. The message contains the end of its log."""
 
     reason = "SERVER_FAILED"
 
 
 @asynccontextmanager
 async def running_server(options: Sequence[str], on_log: Callable[[str], None]) -> AsyncIterator[str]:
-    """`batchserve serve` with these options on a free loopback port; yields its HOST:PORT once it has said it.
+    """Runs `batchserve serve` with these options on a free loopback port. Yields its HOST:PORT once announced.
 
-    `on_log` gets the server's log, line by line, until then. The process has ended when the context is left.
+    Until then `on_log` gets the server's log, line by line. The process has ended when the context is left.
     """
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "batchserve.cli", "serve", "--host", "127.0.0.1", "--port", "0", *options),
@@ -72,9 +72,9 @@ async def _announced_address(stdout: asyncio.StreamReader) -> str | None:
 async def _forward(
     stderr: asyncio.StreamReader, tail: deque[str], on_log: Callable[[str], None], is_ready: asyncio.Event
 ) -> None:
-    """Reads to the end, whoever still listens: a full pipe would stop the server."""
+    """Reads the log to its end, even if it is no longer shown, because a full pipe would block the server."""
     async for line in stderr:
-        # A progress bar writes many states into one line; the last one counts.
+        # A progress bar writes many states into one line. Only the last one counts.
         text = line.decode(errors="replace").rstrip().rsplit("\r", 1)[-1]
         tail.append(text)
         if not is_ready.is_set():
@@ -86,7 +86,7 @@ def _died(when: str, tail: deque[str]) -> ServerProcessError:
 
 
 async def _has_ended(process: asyncio.subprocess.Process) -> bool:
-    """The connection breaks a moment before the process is gone."""
+    """True if the process ends within EXIT_GRACE_S. The connection breaks shortly before the process is gone."""
     with suppress(TimeoutError):
         await asyncio.wait_for(process.wait(), EXIT_GRACE_S)
     return process.returncode is not None

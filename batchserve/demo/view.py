@@ -1,4 +1,4 @@
-"""What the demo shows: answers as they stream, progress, one table."""
+"""The terminal output of the demo: streamed answers, progress and a table."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ PANEL_FRAME_CHARS = 4
 
 
 class View:
-    """Writes to the terminal; to a pipe or a file, plain lines instead of moving pictures."""
+    """Writes to the terminal. To a pipe or a file it writes plain lines instead of live displays."""
 
     def __init__(self) -> None:
         self.console = Console(highlight=False)
 
     def say(self, line: str) -> None:
-        """One line."""
+        """Prints one line."""
         self.console.print(escape(line), soft_wrap=True)
 
     @contextmanager
     def waiting(self, text: str) -> Iterator[Callable[[str], None]]:
-        """Shows that something goes on; yields what takes its news."""
+        """Shows that work is in progress. Yields a function that takes status messages."""
         if not self.console.is_terminal:
             self.say(text)
             yield lambda line: self.say(f"  {line}")
             return
-        # A spinner that turns slowly: what is measured meanwhile shares the processor with it.
+        # The spinner turns slowly, because it shares the CPU with the measurement.
         with self.console.status(_one_line(text, self.console), refresh_per_second=SPINNER_PER_S) as status:
             yield lambda line: status.update(_one_line(f"{text}: {line}", self.console))
 
     @contextmanager
     def streaming(self, heading: str, titles: Sequence[str]) -> Iterator[Callable[[int, str], None]]:
-        """Yields a function that takes (index of the answer, its next text)."""
+        """Shows answers as they stream. Yields a function that takes (index of the answer, its next text)."""
         if not self.console.is_terminal:
             self.say(heading)
             lines = _Lines(titles, self.say)
@@ -62,14 +62,14 @@ class View:
             yield panels.add
 
     def table(self, off: Sequence[Round], on: Sequence[Round], identical: str) -> None:
-        """The result; every figure is the median over the rounds."""
+        """Prints the results. Every figure is the median over the rounds."""
         table = Table(title=f"{len(off[0].answers)} requests at once, medians of {len(off)} rounds")
         table.add_column("", no_wrap=True)
         for name in ("speculation off", "speculation on", "on / off"):
             table.add_column(name, justify="right")
         for name, figure, scale, form in _ROWS:
             before, after = median_of(off, figure), median_of(on, figure)
-            if math.isnan(before + after):  # answers of one token have nothing between tokens
+            if math.isnan(before + after):  # answers of one token have no inter-token latency
                 table.add_row(name, "-", "-", "")
                 continue
             ratio = f"{after / before:.2f}" if before else ""
@@ -96,7 +96,7 @@ def _one_line(text: str, console: Console) -> Text:
 
 
 class _Lines:
-    """Each answer's text, line by line as the lines are complete."""
+    """Prints each answer's text line by line, as soon as a line is complete."""
 
     def __init__(self, titles: Sequence[str], say: Callable[[str], None]) -> None:
         self._prefixes = [f"  [{i + 1} {title}] " for i, title in enumerate(titles)]
@@ -115,7 +115,7 @@ class _Lines:
 
 
 class _Panels:
-    """The last lines of each answer, two panels a row, no higher than the terminal."""
+    """Shows the last lines of each answer, in two panels per row, no higher than the terminal."""
 
     def __init__(self, heading: str, titles: Sequence[str], console: Console) -> None:
         self._heading = heading

@@ -1,4 +1,4 @@
-"""Answers of finished requests, by draft scope, to be found again by similar prompts."""
+"""Caches the answers of finished requests by draft scope, and finds the answers to similar prompts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from batchserve.request import DraftScope
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-OVERHEAD_BYTES = 900  # of an answer, next to its arrays, where it is the only one of its scope
+OVERHEAD_BYTES = 900  # of an answer that is alone in its scope, in addition to its arrays
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """An answer and the different tokens of its prompt, sorted; both int32."""
+    """An answer and the sorted distinct tokens of its prompt, both int32."""
 
     prompt_tokens: np.ndarray
     token_ids: np.ndarray
@@ -31,10 +31,10 @@ class _Answer:
 
 
 class AnswerCache:
-    """The latest answers of each scope; an answer to the same prompt replaces the one before.
+    """Keeps the latest answers of each scope. A new answer to a prompt replaces the old one.
 
-    A scope keeps at most max_answers and max_scope_bytes, all together max_total_bytes: what was not added or found for
-    longest goes first, that of the scope that was not used for longest. Raises ConfigError for bounds below 1.
+    A scope keeps at most max_answers and max_scope_bytes, all scopes together max_total_bytes. The least recently used
+    answer goes first; for the total, that of the least recently used scope. Raises ConfigError for bounds below 1.
     """
 
     def __init__(self, max_answers: int, max_scope_bytes: int, max_total_bytes: int) -> None:
@@ -47,14 +47,14 @@ class AnswerCache:
         self._max_total_bytes = max_total_bytes
         self._scopes: OrderedDict[DraftScope, OrderedDict[bytes, _Answer]] = OrderedDict()
         self._scope_bytes: dict[DraftScope, int] = {}
-        self._nbytes = 0  # the sum
+        self._nbytes = 0  # the sum of _scope_bytes
 
     @property
     def nbytes(self) -> int:
         return self._nbytes
 
     def add(self, scope: DraftScope, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Keep an answer; one that is larger than a scope may be, or has no tokens or no prompt, is not kept."""
+        """Adds an answer, unless it is too large for a scope, or it or its prompt is empty."""
         prompt = np.asarray(prompt_token_ids, np.int32)
         answer = _Answer(np.unique(prompt), np.array(token_ids, np.int32))
         if not len(prompt) or not token_ids or answer.nbytes > self._max_scope_bytes:
@@ -83,10 +83,10 @@ class AnswerCache:
     def find(
         self, scope: DraftScope, prompt_token_ids: Sequence[int], most: int, min_similarity: float
     ) -> list[np.ndarray]:
-        """Answers to the `most` most similar prompts of the scope, the most similar last.
+        """Returns the answers to the `most` most similar prompts of the scope, the most similar last.
 
-        Similarity is the overlap of the sets of tokens (Jaccard), at least min_similarity; of equal ones the later
-        counts as the more similar.
+        Similarity is the Jaccard overlap of the token sets, and must be at least min_similarity. On a tie, the more
+        recently used prompt counts as the more similar.
         """
         answers = self._scopes.get(scope)
         if not answers:
@@ -108,6 +108,6 @@ class AnswerCache:
         return [answers[key].token_ids for key in keys]
 
     def clear(self, scope: DraftScope) -> None:
-        """Forget a scope."""
+        """Drops all answers of a scope."""
         self._scopes.pop(scope, None)
         self._nbytes -= self._scope_bytes.pop(scope, 0)

@@ -1,4 +1,4 @@
-"""The mixture's scopes in a file: NumPy's own format, without pickle, written whole or not at all."""
+"""Stores the mixture drafter's scopes in a file: NumPy's format without pickle, written atomically."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 FORMAT, VERSION = "batchserve-drafts", 1
-MOST_HEADER_BYTES = 16 << 20  # the names of thousands of scopes
-MOST_SEEN = 1 << 40  # more than any server learns from, and all of them can be added
-# What NumPy, zipfile and json raise for contents that are not theirs.
+MOST_HEADER_BYTES = 16 << 20  # room for the names of thousands of scopes
+MOST_SEEN = 1 << 40  # no server reaches this, and the sum over all weights does not overflow
+# Exceptions that NumPy, zipfile and json raise for contents that they did not write.
 UNREADABLE = (
     *(ValueError, LookupError, TypeError, AttributeError, EOFError, RuntimeError, MemoryError, OverflowError),
     *(SyntaxError, zipfile.BadZipFile, tokenize.TokenError),
@@ -31,8 +31,8 @@ UNREADABLE = (
 
 
 class SavedScope(NamedTuple):
-    """What is kept of one scope: its text int32, oldest first; mixing weights float64, and how often each was learned
-    from, int64.
+    """The saved state of one scope: its text (int32, oldest token first), its mixing weights (float64), and the number
+    of updates of each weight (int64).
     """
 
     key: DraftScope
@@ -42,7 +42,7 @@ class SavedScope(NamedTuple):
 
 
 def write_scopes(path: Path, fingerprint: str, scopes: Sequence[SavedScope]) -> None:
-    """Whole, or not at all; nobody else may read the file. Where path is a link, what it leads to is replaced.
+    """Writes the scopes atomically to a file that other users cannot read. If path is a link, its target is replaced.
 
     Raises OSError.
     """
@@ -58,13 +58,13 @@ def write_scopes(path: Path, fingerprint: str, scopes: Sequence[SavedScope]) -> 
 
 
 def read_scopes(path: Path, fingerprint: str, vocab_size: int, most_bytes: int) -> list[SavedScope]:
-    """What write_scopes wrote. Raises ConfigError for anything else."""
+    """Reads a file that write_scopes wrote. Raises ConfigError for anything else."""
 
     def refuse(reason: str) -> ConfigError:
         return ConfigError(f"draft_cache = {str(path)!r}: {reason}; remove it to start without")
 
     try:
-        if path.exists() and not path.is_file():  # to open a pipe would wait for ever
+        if path.exists() and not path.is_file():  # opening a pipe would block forever
             raise ConfigError(f"draft_cache = {str(path)!r}: must be a file, and is not a file")
         if path.stat().st_size > most_bytes:
             raise refuse(f"it has {path.stat().st_size} bytes, and the drafter may keep {most_bytes}")
@@ -86,7 +86,7 @@ def read_scopes(path: Path, fingerprint: str, vocab_size: int, most_bytes: int) 
 
 
 def _read_scope(arrays: Any, vocab_size: int, i: int, tenant: str, name: str) -> SavedScope:
-    """Raises ValueError, or what the arrays' file raises."""
+    """Reads scope i. Raises ValueError if it is invalid, and whatever reading its arrays raises."""
     text, seen, weights = arrays[f"text{i}"], arrays[f"seen{i}"], arrays[f"weights{i}"]
     shape = initial_weights().shape
     is_right = (

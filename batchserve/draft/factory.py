@@ -1,4 +1,4 @@
-"""From options to drafters: each one's defaults, and the only place that knows all of them."""
+"""Creates drafters from the configuration. Only this module knows all drafters and their defaults."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from batchserve.errors import ConfigError
 if TYPE_CHECKING:
     from batchserve.config import EngineConfig
 
-# Where each step chooses what is worth its rows, this only bounds the choice. A fixed length has to suit a CPU, where a
-# row costs about what it can gain: the papers' larger drafts (64 tokens in the trie's) are a GPU's.
+# The adaptive length only bounds what each step chooses to run. The fixed length must suit a CPU, where a row costs
+# about as much as it can gain. The papers' larger drafts (64 tokens for the trie) are meant for GPUs.
 ADAPTIVE_DECODING_LENGTH, FIXED_DECODING_LENGTH = 64, 8
-MIXTURE_BRANCH_LENGTH, TRIE_BRANCH_LENGTH = 64, 12  # a copy may go as far as there are rows
+MIXTURE_BRANCH_LENGTH, TRIE_BRANCH_LENGTH = 64, 12  # the mixture may copy as many tokens as there are rows
 COPY_LENGTH = 16  # LLMA's k
-SHARING = ("mixture", "trie", "reference")  # those that keep texts for other requests
-# Lookahead Decoding, section 5: W = 15, 10 and 7 for models of 7, 13 and 34 billion parameters; here, what is nearer.
+SHARING = ("mixture", "trie", "reference")  # drafters that keep texts for other requests
+# Lookahead Decoding, section 5: W = 15, 10 and 7 for 7B, 13B and 34B models. Other sizes use the nearest of these.
 JACOBI_WINDOWS = ((10e9, 15), (21e9, 10), (float("inf"), 7))
-LARGEST_MODEL = 1 << 50  # parameters: where the model is not known yet, its window is the smallest
+LARGEST_MODEL = 1 << 50  # parameters: assumed while the model is unknown, as it gives the smallest window
 DEFAULT_NGRAM = DraftConfig().jacobi_ngram
 
 
 class DraftLimits(NamedTuple):
-    """The most that one request is drafted in one step."""
+    """The upper bounds on one request's draft in one step."""
 
     max_draft_tokens: int
     branch_length: int
 
 
 class JacobiShape(NamedTuple):
-    """Lookahead Decoding's W, N and G."""
+    """W, N and G of Lookahead Decoding."""
 
     window: int
     ngram: int
@@ -40,19 +40,19 @@ class JacobiShape(NamedTuple):
 
 
 def jacobi_shape(config: DraftConfig, num_parameters: int) -> JacobiShape:
-    """What is configured, or what the paper takes for a model of this size."""
+    """Returns the configured shape. The default window is the paper's for a model of this size."""
     by_size = next(window for below, window in JACOBI_WINDOWS if num_parameters < below)
     window = config.jacobi_window or by_size
     return JacobiShape(window, config.jacobi_ngram, config.jacobi_guesses or window)
 
 
 def reference_copy_length(config: EngineConfig) -> int:
-    """What is configured; else 16, or as many as drafts are to have."""
+    """Returns the configured length, or else 16 or decoding_length, whichever is larger."""
     return config.draft.reference_copy_length or max(COPY_LENGTH, config.decoding_length or 0)
 
 
 def draft_limits(config: EngineConfig, num_parameters: int) -> dict[str, DraftLimits]:
-    """Every drafter's bounds by name: the configured ones, or else its own."""
+    """Returns every drafter's bounds by name: the configured ones, or else its defaults."""
     window, ngram, guesses = jacobi_shape(config.draft, num_parameters)
     copied = reference_copy_length(config)
     tree = ADAPTIVE_DECODING_LENGTH if config.is_adaptive else FIXED_DECODING_LENGTH
@@ -62,7 +62,7 @@ def draft_limits(config: EngineConfig, num_parameters: int) -> dict[str, DraftLi
         "reference": DraftLimits(copied, copied),
         "jacobi": DraftLimits((window + guesses) * (ngram - 1), ngram - 1),
     }
-    most = config.max_num_batched_tokens - 1  # beside a request's own row
+    most = config.max_num_batched_tokens - 1  # one row is for the request's last token
     limits = {
         name: DraftLimits(
             min(tokens, most) if config.decoding_length is None else config.decoding_length,
@@ -74,7 +74,7 @@ def draft_limits(config: EngineConfig, num_parameters: int) -> dict[str, DraftLi
 
 
 def _checked_shape(config: EngineConfig, num_parameters: int) -> JacobiShape:
-    """That of a drafter to be made: its memory grows with the square of an N that was asked for. Raises ConfigError."""
+    """Returns jacobi_shape(), but raises ConfigError if a configured N is too large: memory grows with its square."""
     shape = jacobi_shape(config.draft, num_parameters)
     if shape.ngram != DEFAULT_NGRAM:
         config.check_fits("jacobi_ngram", shape.ngram, (shape.window + shape.guesses) * (shape.ngram - 1))
@@ -82,10 +82,10 @@ def _checked_shape(config: EngineConfig, num_parameters: int) -> JacobiShape:
 
 
 def create_drafter(name: str, config: EngineConfig, num_parameters: int, part: float = 1.0) -> Drafter:
-    """A new drafter, without any state, that takes `part` of max_draft_bytes. Raises ConfigError."""
+    """Returns a new drafter, without any state, that may use `part` of max_draft_bytes. Raises ConfigError."""
     limits, draft = draft_limits(config, num_parameters)[name], config.draft
     max_total_bytes = int(part * draft.max_draft_bytes)
-    # Imported here: what has no drafts needs none of these.
+    # Imported here because an engine without drafts needs none of these.
     if name == "mixture":
         from batchserve.draft.mixture import MixtureDrafter
 
@@ -124,9 +124,9 @@ def create_drafter(name: str, config: EngineConfig, num_parameters: int, part: f
 
 
 def draft_parts(config: EngineConfig) -> dict[str, float]:
-    """How max_draft_bytes is divided among those that share texts: the server's own gets twice another's part.
+    """Returns the part of max_draft_bytes of each drafter that shares texts. The server's default gets a double part.
 
-    Raises ConfigError where a part has no room for a scope.
+    Raises ConfigError if a part has no room for a scope.
     """
     from batchserve.draft.mixture import MIN_SCOPE_BYTES  # imported here: see create_drafter
 
@@ -139,7 +139,7 @@ def draft_parts(config: EngineConfig) -> dict[str, float]:
 
 
 def create_drafters(config: EngineConfig, num_parameters: int) -> dict[str, Drafter]:
-    """All of them by name: any request may choose any. Raises ConfigError."""
+    """Returns all drafters by name, as a request may choose any of them. Raises ConfigError."""
     if config.decoding_length == 0:
         return {name: NullDrafter() for name in DRAFTERS}
     parts = draft_parts(config)

@@ -1,4 +1,4 @@
-"""The Jacobi drafter: n-grams that the model itself gives beside its answer, without a reference and without training.
+"""The Jacobi drafter: n-grams that the model itself generates alongside its answer, without references or training.
 
 Lookahead Decoding (Fu et al., ICML 2024, arXiv 2402.02057, section 3).
 """
@@ -17,15 +17,15 @@ from batchserve.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-FILLERS = 64  # the latest tokens of the text, of which the window's first guesses are drawn
+FILLERS = 64  # last tokens of the text, from which the window's first guesses are drawn
 
 
 @dataclass(slots=True)
 class _RequestState:
-    """The pool and the window are described in jacobi_kernels; `columns` is what the last tree had of the window.
+    """jacobi_kernels describes `pool` and `window`; `columns` is the number of window columns in the last tree.
 
-    candidates: that tree's verified nodes, each with its parent and whether only the window knew it; earned: how many
-    of those were accepted.
+    candidates: the verified nodes of that tree, each with its parent and whether only the window knew it. earned: how
+    many window-only nodes were accepted.
     """
 
     pool: tuple[np.ndarray, ...]
@@ -46,28 +46,28 @@ class _RequestState:
 
 
 class JacobiDrafter(Drafter):
-    """A window of W x (N - 1) Jacobi tokens that feeds a pool of n-grams, and the pool's n-grams as drafts.
+    """Drafts n-grams from a pool that is filled by a window of W x (N - 1) Jacobi tokens.
 
-    `window` is W, `ngram` N, `guesses` G (None: W). All state is a request's own.
+    `window` is W, `ngram` is N, and `guesses` is G (None: W). All state belongs to a single request.
 
-    The window holds W trajectories of N - 1 tokens; a step computes the next token of each (the argmax, whatever the
-    request's sampling is, section 3.2), which completes W n-grams. In a tree (figure 2b) level 0 is a chain behind the
-    last token, which is column 0 itself, and the row of level l and column j hangs from level l - 1, column j: so a row
-    sees level 0 up to its own column and its own trajectory, all at smaller positions, and no special mask is needed.
-    The first N - 2 steps build the levels up from W + N - 2 columns. All columns keep their positions in the text when
-    m tokens are accepted: m - 1 columns fall out on the left, and as many begin on the right with random tokens of the
-    text, whose n-grams are not collected before the model has given all their tokens. (The published code moves by one
-    column whatever was accepted; on the bundled model that took 5% more steps.) A step without a draft, or whose tree
-    was dropped, moves the window just so, and completes nothing.
+    The window holds W trajectories of N - 1 tokens. A step computes the next token of each (the argmax, whatever the
+    request's sampling; section 3.2), which completes W n-grams. In a tree (figure 2b), level 0 is a chain after the
+    last token, which is itself column 0, and the row of level l and column j is a child of level l - 1, column j. So a
+    row sees level 0 up to its own column and its own trajectory, all at smaller positions, and needs no special mask.
+    The first N - 2 steps build up the levels, starting from W + N - 2 columns. When m tokens are accepted, all columns
+    keep their positions in the text: m - 1 columns drop out on the left, and as many start on the right with random
+    tokens of the text. The n-grams of the new columns are not collected until the model has generated all their tokens.
+    (The published code moves by one column however many tokens are accepted; with the bundled model that took 5% more
+    steps.) A step without a draft, or whose tree was dropped, moves the window in the same way but completes no
+    n-grams.
 
-    The pool maps a token to the last G different n-grams that began with it, least recently seen ones first out, and
-    `max_ngrams` in all. prompt_ngrams adds those of the references, the prompt and the answer itself (the paper's
-    "prompt as reference"). The last token's n-grams are the candidates, merged by prefix.
+    The pool maps a token to the last G distinct n-grams that begin with it, and holds `max_ngrams` in all; the least
+    recently seen go first. prompt_ngrams adds those of the references, the prompt and the answer itself (the paper's
+    "prompt as reference"). The last token's n-grams, merged by prefix, are the candidates.
 
-    Once all levels are there, a step takes up to (W + G)(N - 1) - 1 rows. Where a query allows for fewer, candidates
-    come first, the likeliest of them, and then as many whole columns of the window as fit, from the left. Columns with
-    rows deeper than max_row_depth are left out, too, and candidates are cut at max_depth.
-    Raises ConfigError for options out of their bounds.
+    Once all levels exist, a step takes up to (W + G)(N - 1) - 1 rows. If a query allows fewer, the likeliest candidates
+    come first, followed by as many whole columns of the window as fit, from the left. Columns with rows deeper than
+    max_row_depth are left out, too, and candidates are cut at max_depth. Raises ConfigError for options out of bounds.
     """
 
     name = "jacobi"
@@ -151,10 +151,10 @@ class JacobiDrafter(Drafter):
         return DraftTree(token_ids, parents, probs, [True] * num_verified + [False] * (count - num_verified))
 
     def observe(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """Only the deepest level's are new: those behind the other levels' rows were the next level already."""
+        """Keeps the deepest level's tokens only: the window already has the other levels' tokens."""
         state = self._requests[request_id]
         columns = state.columns
-        if state.shape[HEIGHT] == 1:  # column 0 is the last token: its row is verified, and nobody tells its argmax
+        if state.shape[HEIGHT] == 1:  # column 0 is the last token: its row is verified, and its argmax is not reported
             state.following[0] = -1
             state.following[1:columns] = token_ids
         else:
@@ -186,7 +186,7 @@ class JacobiDrafter(Drafter):
 def _num_found(
     token_ids: Sequence[int], parents: Sequence[int], are_found: Sequence[bool], accepted: Sequence[int]
 ) -> int:
-    """How many nodes that only a window knew there are on the way of the accepted tokens down a tree."""
+    """Returns how many window-only nodes are on the path of the accepted tokens down the tree."""
     node, depth, count = -1, 0, 0
     for place, (token, parent) in enumerate(zip(token_ids, parents, strict=True)):
         if depth < len(accepted) and parent == node and token == accepted[depth]:
@@ -195,7 +195,7 @@ def _num_found(
 
 
 def compile_kernels() -> None:
-    """Compile every kernel, or load it from the cache on disk, by drafting a step."""
+    """Compiles every kernel by drafting a step, or loads it from the cache on disk."""
     drafter = JacobiDrafter(2, 3)
     drafter.start(DraftRequest("warm-up", [0, 0, 0, 0]))
     (tree,) = drafter.propose([DraftQuery("warm-up", 8, 8)])

@@ -1,14 +1,14 @@
-"""Lookahead Decoding's inner loops over flat arrays: the n-gram pool, the window of Jacobi iterations, draft trees.
+"""Inner loops of Lookahead Decoding over flat arrays: the n-gram pool, the window of Jacobi iterations, draft trees.
 
-A pool is a ring of n-grams `grams` int32 [capacity, N], numbered in the order of their arrival: number s is in row
-s % capacity until s + capacity comes. `newest` int32 [power of two] has the newest number of each hash bucket and
-`older` int32 [capacity] leads on from there, so that a token's n-grams are met newest first and what was overwritten
-ends a chain. `counter` int64 [1] is the next number. `are_found` bool [capacity] says which n-grams are in no
-text, and known from the window alone.
+A pool is a ring of n-grams, `grams` int32 [capacity, N], numbered in the order of their arrival. Number s is in row
+s % capacity until number s + capacity overwrites it. `newest` int32 [power of two] has the newest number of each hash
+bucket, and `older` int32 [capacity] links each row to the next older number. So a token's n-grams are visited newest
+first, and an overwritten n-gram ends the chain. `counter` int64 [1] is the next number. `are_found` bool [capacity]
+marks n-grams that are in no text and come from the window alone.
 
-A window is `tokens` int32 [N - 1, W + N - 2]: row l is level l, column j holds the trajectory whose tokens stand j + l
-positions behind the request's last token; (0, 0) is that token itself. `is_true` says which of them the model gave, and
-are not filled in. `shape` int64 [3] is (levels in use, columns whose next tokens are known, fillers drawn).
+A window is `tokens` int32 [N - 1, W + N - 2]. Row l is level l, and column j holds the trajectory whose tokens are
+j + l positions after the request's last token, which is (0, 0) itself. `is_true` marks tokens that the model gave; the
+others are fillers. `shape` int64 [3] is (levels in use, columns whose next tokens are known, fillers drawn).
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -19,7 +19,7 @@ import numpy as np
 from batchserve.native.jit import njit
 
 HEIGHT, COMPUTED, DRAWN = range(3)
-# Measured on the bundled model: how much less often an older n-gram is right, and how often one more token is.
+# Measured on the bundled model: how much less often each older n-gram is right, and how often each further token is.
 RECENCY = 0.65
 HIT = 0.8
 
@@ -32,11 +32,11 @@ def _bucket(token, num_buckets):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def insert_gram(pool, guesses, gram, is_found):  # type: ignore[no-untyped-def]
-    """Make gram [N] the newest of those that begin with its first token; the oldest goes if there are too many."""
+    """Makes gram [N] the newest that begins with its first token, and drops the oldest beyond `guesses` of these."""
     grams, older, newest, counter, are_found = pool
     capacity, number = grams.shape[0], counter[0]
     bucket = _bucket(gram[0], newest.shape[0])
-    # Row number % capacity is about to be overwritten, so the oldest number is gone already.
+    # Row number % capacity is about to be overwritten, so its n-gram no longer counts.
     oldest = max(0, number - capacity + 1)
     before, count, seq = -1, 0, newest[bucket]
     while seq >= oldest:
@@ -64,7 +64,7 @@ def insert_gram(pool, guesses, gram, is_found):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def insert_text(pool, guesses, token_ids):  # type: ignore[no-untyped-def]
-    """All n-grams of a text, the last ones the newest; those that the ring would lose again are skipped."""
+    """Inserts all n-grams of a text, in order. Those that the ring would overwrite again are skipped."""
     capacity, ngram = pool[0].shape
     count = token_ids.shape[0] - ngram + 1
     for i in range(max(0, count - capacity), count):
@@ -73,7 +73,7 @@ def insert_text(pool, guesses, token_ids):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _draw(recent, shape):  # type: ignore[no-untyped-def]
-    """The next of a fixed sequence of pseudo-random tokens of the text."""
+    """Returns the next of a fixed sequence of pseudo-random tokens of the text."""
     shape[DRAWN] += 1
     mixed = np.uint64(shape[DRAWN]) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -83,7 +83,7 @@ def _draw(recent, shape):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def open_window(window, recent):  # type: ignore[no-untyped-def]
-    """Level 0 alone: random tokens of the `recent` text behind its last, as many columns as all levels will use up."""
+    """Fills level 0: the last token, then random tokens of `recent`, in as many columns as all levels will use up."""
     tokens, is_true, shape = window
     shape[HEIGHT], shape[COMPUTED] = 1, 0
     for j in range(tokens.shape[1]):
@@ -94,7 +94,7 @@ def open_window(window, recent):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _collect(pool, guesses, window, following):  # type: ignore[no-untyped-def]
-    """Put the finished trajectories into the pool, nearest last: the nearer, the better was its context."""
+    """Adds the finished trajectories to the pool, the nearest last, because a nearer one had a better context."""
     tokens, is_true, shape = window
     levels = tokens.shape[0]
     gram = np.empty(levels + 1, np.int32)
@@ -110,12 +110,12 @@ def _collect(pool, guesses, window, following):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def roll_window(pool, guesses, window, following, recent, accepted):  # type: ignore[no-untyped-def]
-    """Move the window behind the `accepted` tokens [m], m >= 1, and let its trajectories grow.
+    """Moves the window past the `accepted` tokens [m], m >= 1, and extends its trajectories.
 
-    following int32 [columns] is the model's next token of the first shape[COMPUTED] trajectories, -1: unknown. These
-    n-grams are collected once there are N - 1 levels, and the oldest level is dropped; before, a level is added and a
-    column given up. Every token keeps its position in the text, so all columns move left by m - 1 or m; what the move
-    leaves empty on the right is filled with random tokens, of which none but the first of an n-gram is ever collected.
+    following int32 [columns] is the model's next token of the first shape[COMPUTED] trajectories; -1 is unknown. Once
+    there are N - 1 levels, the completed n-grams are collected and the oldest level is dropped. Before that, a level is
+    added and a column given up. Every token keeps its position in the text, so all columns move left by m - 1 or m.
+    Columns left empty on the right get random tokens, which are never collected except as the first token of an n-gram.
     """
     tokens, is_true, shape = window
     levels, height, computed = tokens.shape[0], shape[HEIGHT], shape[COMPUTED]
@@ -134,7 +134,7 @@ def roll_window(pool, guesses, window, following, recent, accepted):  # type: ig
                 tokens[level, j], is_true[level, j] = following[at], True
             elif at < computed:
                 tokens[level, j], is_true[level, j] = tokens[level + drop, at], is_true[level + drop, at]
-            elif old < width and level < height:  # not computed in this step: it only moves
+            elif old < width and level < height:  # not computed in this step, so it only moves
                 tokens[level, j], is_true[level, j] = tokens[level, old], is_true[level, old]
             else:
                 tokens[level, j], is_true[level, j] = _draw(recent, shape), False
@@ -144,10 +144,10 @@ def roll_window(pool, guesses, window, following, recent, accepted):  # type: ig
 
 @njit(cache=True, nogil=True)
 def _merge(pool, guesses, last, max_depth, nodes, weights):  # type: ignore[no-untyped-def]
-    """Token `last`'s n-grams merged by prefix into nodes [token, parent, whether found]; returns their number.
+    """Merges token `last`'s n-grams by prefix into nodes [token, parent, whether found]; returns their number.
 
-    A node's weight is its path probability: the sum over its n-grams, of which the newer count for more, falling with
-    depth; a child's is less than its parent's. It is found if all of its n-grams are.
+    A node's weight is its path probability: the sum over its n-grams, where newer ones count more and deeper tokens
+    less. A child weighs less than its parent. A node counts as found (by the window alone) if all of its n-grams do.
     """
     grams, older, newest, counter, are_found = pool
     capacity, num_nodes, weight, total = grams.shape[0], 0, 1.0, 0.0
@@ -179,10 +179,10 @@ def _merge(pool, guesses, last, max_depth, nodes, weights):  # type: ignore[no-u
 
 @njit(cache=True, nogil=True)
 def _write_candidates(num_nodes, most, nodes, weights, tree):  # type: ignore[no-untyped-def]
-    """The `most` likeliest nodes in depth-first order, likelier siblings first; returns their number."""
+    """Writes the `most` likeliest nodes in depth-first order, likelier siblings first; returns their number."""
     token_ids, parents, probs, are_found = tree
     order, first, following = nodes[3], nodes[4], nodes[5]
-    for i in range(num_nodes):  # by falling weight, so parents before children
+    for i in range(num_nodes):  # by descending weight, so parents come before children
         at = i
         while at > 0 and weights[order[at - 1]] < weights[i]:
             order[at] = order[at - 1]
@@ -194,7 +194,7 @@ def _write_candidates(num_nodes, most, nodes, weights, tree):  # type: ignore[no
         node = order[i]
         following[node] = first[nodes[1, node] + 1]
         first[nodes[1, node] + 1] = node
-    place = order  # of no use any more
+    place = order  # `order` is not needed any more
     count, node = 0, first[0]
     while node >= 0:
         place[node] = count
@@ -212,17 +212,17 @@ def _write_candidates(num_nodes, most, nodes, weights, tree):  # type: ignore[no
 
 @njit(cache=True, nogil=True)
 def draft(pool, guesses, window, max_tokens, max_depth, max_row_depth, nodes, weights, tree):  # type: ignore[no-untyped-def]
-    """Write a tree: candidates first, then as many whole columns of the window as fit.
+    """Writes a tree: the candidates, then as many whole columns of the window as fit.
 
-    tree is (token_ids, parents, probs, are_found), arrays that are long enough for both; the last is filled for
-    candidates only. Returns the number of candidate nodes, of all nodes, and of columns.
+    tree is (token_ids, parents, probs, are_found), arrays that are long enough for both; are_found is filled for
+    candidates only. Returns the numbers of candidate nodes, of all nodes and of columns.
     """
     tokens, _, shape = window
     token_ids, parents, probs, _ = tree
     height = shape[HEIGHT]
     num_nodes = _merge(pool, guesses, tokens[0, 0], max_depth, nodes, weights)
     num_verified = _write_candidates(num_nodes, max_tokens, nodes, weights, tree)
-    # Token (0, 0) is the request's last token: it has a row of its own already.
+    # Token (0, 0) is the request's last token, which already has a row.
     columns = min(tokens.shape[1] + 1 - height, (max_tokens - num_verified + 1) // height, max_row_depth - height + 2)
     if columns * height <= 1:
         return num_verified, num_verified, 0

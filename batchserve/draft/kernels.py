@@ -1,8 +1,8 @@
-"""Compiled parts of drafters, made ready without stalling a request.
+"""Prepares the compiled parts of drafters without stalling requests.
 
-A module with compiled parts that drafting needs has a function `compile_kernels()`: it compiles them, or loads them
-from Numba's cache on disk, and does nothing when repeated. Compiling takes many seconds, for most of which Numba holds
-the interpreter's lock, so a server lets a child process fill the cache and then loads from it.
+A module with compiled parts that drafting needs has a function `compile_kernels()`. It compiles them, or loads them
+from Numba's cache on disk, and does nothing when called again. Compiling takes many seconds, and Numba holds the GIL
+for most of them, so a server lets a child process fill the cache and then loads from it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from batchserve.native.jit import NOT_KEPT, has_kept_kernels
 
 logger = logging.getLogger(__name__)
 CHILD = "from batchserve.draft.kernels import main; main()"
-CHILD_NICENESS = 5  # a step under way is worth more than drafts a second earlier
+CHILD_NICENESS = 5  # a running step is worth more than having drafts a second earlier
 
 
 class KernelLoader:
-    """Knows which modules' kernels are ready. One thread makes all calls.
+    """Prepares the kernels of modules and tracks which are ready. All calls come from one thread.
 
-    in_background=False prepares a module where it is first asked for, and raises ConfigError if that fails. Otherwise
-    asking never waits; a module that cannot be prepared is logged and stays unready.
+    With in_background=False, a module is prepared when it is first asked for, and ConfigError is raised if that fails.
+    Otherwise asking never waits, and a module that cannot be prepared is logged and stays unready.
     """
 
     def __init__(self, in_background: bool) -> None:
@@ -43,7 +43,7 @@ class KernelLoader:
         self._announced: set[str] = set()
 
     def begin(self, modules: Sequence[str]) -> None:
-        """Let a child process compile what was never compiled here, while this one does something else."""
+        """Starts a child process that compiles the modules that were never compiled on this machine."""
         wanted = [module for module in modules if _find_compile(module) is not None and not _is_kept(module)]
         if wanted and available_cores() > 1:
             job = _Job(*wanted)
@@ -51,12 +51,12 @@ class KernelLoader:
             self._jobs.update((module, job) for module in wanted)
 
     def wait_for_begun(self) -> None:
-        """Return once nothing is compiled any more that `begin` has begun."""
+        """Waits until everything that `begin` started has ended."""
         for job in self._begun:
             job.join()
 
     def is_ready(self, module: str) -> bool:
-        """Whether the module's kernels can be called; begins to prepare them when first asked."""
+        """True if the module's kernels can be called. The first call starts to prepare them."""
         if self._is_ready.get(module, False):
             return True
         if not self._in_background or _find_compile(module) is None:
@@ -68,14 +68,14 @@ class KernelLoader:
         return self._is_ready.get(module, False)
 
     def announce(self, drafter: str, modules: Sequence[str]) -> None:
-        """Log it, once, when all of a drafter's modules are ready that are being prepared in the background."""
+        """Logs, once per drafter, when all of its modules that are prepared in the background are ready."""
         jobs = [self._jobs[module] for module in modules if module in self._jobs]
         if jobs and drafter not in self._announced:
             self._announced.add(drafter)
             threading.Thread(target=_announce, args=(drafter, jobs), name="announce drafts", daemon=True).start()
 
     def prepare(self, module: str) -> None:
-        """Prepare in the calling thread. Raises ConfigError."""
+        """Prepares a module in the calling thread. Raises ConfigError."""
         if module in self._jobs:
             self._jobs[module].join()
         compile_kernels = _find_compile(module)
@@ -87,13 +87,13 @@ class KernelLoader:
         self._is_ready[module] = True
 
     def close(self) -> None:
-        """End what is being prepared in the background."""
+        """Stops what is being prepared in the background."""
         for job in self._jobs.values():
             job.close()
 
 
 class _Job:
-    """Modules that are prepared by a thread, which first lets a child process do the slow part."""
+    """A thread that prepares modules, after a child process has done the slow part."""
 
     def __init__(self, *modules: str) -> None:
         self._modules, self._name = modules, ", ".join(modules)
@@ -120,7 +120,7 @@ class _Job:
             if self._is_closed:
                 return
             if not is_filled and getrlimit(RLIMIT_AS)[0] != RLIM_INFINITY:
-                # LLVM ends a process that has no memory. Without a limit compiling slows down all.
+                # LLVM aborts a process that runs out of memory. Without a limit, compiling only slows the server down.
                 logger.warning("%s: not compiled in a server with limited address space (ulimit -v), so requests are "
                                "answered without its drafts", self._name)  # fmt: skip
                 return
@@ -130,7 +130,7 @@ class _Job:
             logger.exception("%s: no kernels, so requests are answered without its drafts", self._name)
 
     def _fill_cache(self) -> bool:
-        """Whether kernels are there to load, once the child has ended."""
+        """Compiles the modules in a child process. Returns True if their kernels can then be loaded."""
         with self._lock:
             if self._is_closed:
                 return False
@@ -141,14 +141,14 @@ class _Job:
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # Ctrl-C is for the server, which ends its child itself
+                start_new_session=True,  # Ctrl-C must reach only the server, which ends its child itself
             )
         with self._child:
             said = (self._child.stderr.read() if self._child.stderr is not None else "").strip().splitlines()
         if self._child.returncode != 0 and not self._is_closed:
             last = (said or ["no reason given"])[-1]
             logger.warning("%s: cannot be compiled beside the server (%s)", self._name, last)
-        elif self._child.returncode == 0:  # of kernels that were damaged, or cannot be kept
+        elif self._child.returncode == 0:  # warnings about kernels that were damaged or cannot be cached
             for line in said:
                 logger.warning("%s", line)
         return self._child.returncode == 0 and not any(NOT_KEPT in line for line in said)
@@ -163,22 +163,22 @@ def _announce(drafter: str, jobs: Sequence[_Job]) -> None:
 
 
 def _find_compile(module: str) -> Callable[[], None] | None:
-    """None for a module without compiled parts."""
+    """Returns the module's compile_kernels, or None if it has no compiled parts."""
     found: Callable[[], None] | None = getattr(import_module(module), "compile_kernels", None)
     return found
 
 
 def _is_kept(module: str) -> bool:
-    """Whether a start before this one has kept kernels of the module as it is now.
+    """True if an earlier start has cached kernels of the module as it is now.
 
-    They are in it, or in modules beside it that are named after it: mixture_kernels, mixture_growth.
+    Kernels are in the module, or in modules next to it that are named after it: mixture_kernels, mixture_growth.
     """
     path = Path(import_module(module).__file__ or "")
     return any(map(has_kept_kernels, (path, *path.parent.glob(f"{path.stem}_*.py"))))
 
 
 def compile_all(modules: Sequence[str]) -> None:
-    """Compile the kernels of modules, or load them."""
+    """Compiles the kernels of the modules, or loads them."""
     for module in modules:
         compile_kernels = _find_compile(module)
         if compile_kernels is not None:
@@ -186,12 +186,12 @@ def compile_all(modules: Sequence[str]) -> None:
 
 
 def _end_with_parent() -> None:
-    os.read(0, 1)  # not by way of sys.stdin, whose lock the interpreter wants at its end
+    os.read(0, 1)  # not through sys.stdin, whose lock the interpreter takes when it shuts down
     os._exit(1)
 
 
 def main() -> None:
-    """The child process: compile the modules that its command line names."""
+    """Runs the child process: compiles the modules that its command line names."""
     with suppress(OSError):
         os.nice(CHILD_NICENESS)
     threading.Thread(target=_end_with_parent, daemon=True).start()

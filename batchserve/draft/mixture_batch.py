@@ -1,8 +1,8 @@
-"""The mixture's compiled part, at last: all requests of a step in one call.
+"""Compiled part of the mixture drafter that handles all requests of a step in one call.
 
-Between two steps a forward has emptied the caches, so what a call costs beside its work (arguments, allocations, code
-that has to be fetched again) is paid once, not once a request. Trees are grown on several threads where there are any:
-to grow one reads what requests share, and writes nothing of it.
+The forward pass between two steps empties the CPU caches, so a call's fixed cost (arguments, allocations, code that has
+to be fetched again) is paid once per step, not once per request. Trees are grown on several threads if there are any:
+growing a tree only reads the data that requests share.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -36,12 +36,12 @@ from batchserve.native.addresses import as_pointer, claim, run_loop
 from batchserve.native.jit import cfunc, njit
 from batchserve.native.pool import ONE_THREAD
 
-REQUEST = np.dtype(  # a request; own, scope and root are addresses: of TextIndex.address, a scope_card, a NODE
+REQUEST = np.dtype(  # own, scope and root are addresses: of TextIndex.address, a scope_card and a NODE
     [
         ("own", np.int64),
         ("scope", np.int64),
-        ("root", np.int64),  # what the last draft has found for the text's end
-        ("is_root_known", np.int64),  # ... which is still the end
+        ("root", np.int64),  # what the last draft found at the text's end
+        ("is_root_known", np.int64),  # whether that is still the end
         ("num_output", np.int64),
         ("next_position", np.int64),
         ("noise_bin", np.int64),
@@ -50,7 +50,7 @@ REQUEST = np.dtype(  # a request; own, scope and root are addresses: of TextInde
     align=True,
 )
 NUM_WEIGHTS = len(initial_weights())
-# What grow_loop is given, as an int64 array: sizes, and addresses of arrays.
+# Fields of grow_loop's job, an int64 array: sizes, and addresses of arrays.
 NUM_REQUESTS, AT_ONCE, TABLE_SIZE, NUM_THREADS, MOST_NODES, NUM_LINKS, BRANCH_LENGTH = range(7)
 TABLE, SLOTS, SIZES, LEAST, NODES, SCRATCHES, STARTS, COUNTS, LINKS, PROBS = range(7, 17)
 NEXT, NEXT_THREAD, JOB_SIZE = range(17, 20)
@@ -59,15 +59,15 @@ NEXT, NEXT_THREAD, JOB_SIZE = range(17, 20)
 def scope_card(
     index: TextIndex, common: tuple[np.ndarray, ...], weights: np.ndarray, seen: np.ndarray
 ) -> tuple[int, ...]:
-    """The addresses of a scope's arrays, as int64 [6] what REQUEST's `scope` leads to."""
+    """Returns the addresses of a scope's arrays; as int64 [6], this is what REQUEST's `scope` points to."""
     return tuple(array.ctypes.data for array in (index.address, *common, weights, seen))
 
 
 @njit(cache=True, nogil=True)
 def begin_request(table, slot, own, card, root, found, position, noise_bin, seed):  # type: ignore[no-untyped-def]
-    """Fill a row of the table: of a request whose answer begins at `position`, and whose arrays these are.
+    """Fills a row of the table for a request that uses these arrays and whose answer begins at `position`.
 
-    found: ROOM OCCURRENCEs, the root's.
+    found: ROOM OCCURRENCEs for the root.
     """
     request = table[slot]
     root[0].at[OWN] = found.ctypes.data
@@ -78,7 +78,7 @@ def begin_request(table, slot, own, card, root, found, position, noise_bin, seed
 
 @njit(cache=True, nogil=True, inline="always")
 def _open(request):  # type: ignore[no-untyped-def]
-    """(own source, the scope's source, common, weights, seen, root) of a row of the table."""
+    """Returns (own source, the scope's source, common, weights, seen, root) of a row of the table."""
     card = carray(as_pointer(request.scope), 6, np.int64)
     common = (
         carray(as_pointer(card[1]), NUM_COMMON, np.int64),
@@ -93,7 +93,7 @@ def _open(request):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _read_ahead(table, slots, sizes, scratch):  # type: ignore[no-untyped-def]
-    """Fetch what will be looked up for the ends of the requests' texts."""
+    """Prefetches what will be looked up for the ends of the requests' texts."""
     chains, recent = np.empty((2 * NUM_ORDERS * len(slots), 4), np.int64), scratch[0].recent
     count = 0
     for i in range(len(slots)):
@@ -109,7 +109,7 @@ def _read_ahead(table, slots, sizes, scratch):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _grow_some(table, slots, bounds, branch_length, work, starts, counts, links, probs):  # type: ignore[no-untyped-def]
-    """Grow the trees of some requests: from starts[i] on, counts[i] nodes; work is a thread's own."""
+    """Grows some requests' trees: counts[i] nodes from starts[i] on. `work` belongs to the calling thread."""
     (sizes, least), (nodes, scratch) = bounds, work
     _read_ahead(table, slots, sizes, scratch)
     for i in range(len(slots)):
@@ -129,9 +129,9 @@ def _grow_some(table, slots, bounds, branch_length, work, starts, counts, links,
 
 @functools.cache
 def grow_loop() -> Any:
-    """The compiled loop over a step's requests. Threads that are given the same job share it: each takes work memory of
-    its own (NEXT_THREAD), and again and again the next AT_ONCE requests that nobody has begun (NEXT), both 0 at first.
-    Those that there is no work memory for do nothing.
+    """Returns the compiled loop over a step's requests. Threads that are given the same job share it: each takes its
+    own work memory (NEXT_THREAD), and then repeatedly the next AT_ONCE requests that no thread has begun (NEXT). Both
+    counters start at 0. A thread for which there is no work memory does nothing.
     """
 
     @cfunc(types.void(types.CPointer(types.int64)), nopython=True, cache=True)
@@ -165,19 +165,19 @@ def grow_loop() -> Any:
 
 @njit(cache=True, nogil=True)
 def grow_all(table, slots, bounds, branch_length, work, memory, trees, loop, team):  # type: ignore[no-untyped-def]
-    """Grow the trees of the requests at `slots` of the table, node behind node; see mixture_growth.grow.
+    """Grows the trees of the requests at `slots` of the table, and stores their nodes one tree after another.
 
-    bounds: those of DraftQueries and its min_probs. work: of each thread nodes [num_threads, the most] and scratch
-    [num_threads]; memory: job [JOB_SIZE] and counts [num_requests]. trees: starts [num_requests + 1], which begins with
-    0, links [3, all nodes at most] and probs; these are filled. loop: grow_loop's address, team: (start, size, pool) of
-    a Team, with more threads than there is work memory for, maybe.
+    See mixture_growth.grow. bounds: those of DraftQueries and its min_probs. work: every thread's nodes [num_threads,
+    most nodes of a tree] and scratch [num_threads]. memory: job [JOB_SIZE] and counts [num_requests]. trees, which are
+    filled: starts [num_requests + 1], with 0 at first, links [3, most nodes of all trees] and probs. loop: grow_loop's
+    address. team: (start, size, pool) of a Team, which may have more threads than there is work memory for.
     """
     (sizes, least), (nodes, scratches), (job, counts), (starts, links, probs) = bounds, work, memory, trees
     num_threads = len(scratches)
     for i in range(len(slots)):
         starts[i + 1] = starts[i] + max(0, sizes[i, 0])
     job[NUM_REQUESTS], job[NUM_THREADS], job[TABLE_SIZE] = len(slots), num_threads, len(table)
-    # What is read ahead for many requests at once comes sooner; but threads should end together.
+    # Prefetching is faster for many requests at once, but threads should finish at the same time.
     job[AT_ONCE] = len(slots) if num_threads == 1 else max(1, len(slots) // (2 * num_threads))
     job[MOST_NODES], job[NUM_LINKS], job[BRANCH_LENGTH] = nodes.shape[1], links.shape[1], branch_length
     job[TABLE], job[SLOTS], job[SIZES], job[LEAST] = (
@@ -204,9 +204,9 @@ def grow_all(table, slots, bounds, branch_length, work, memory, trees, loop, tea
 
 @njit(cache=True, nogil=True)
 def accept_all(table, slots, starts, token_ids, most_learned, first, nodes, scratch):  # type: ignore[no-untyped-def]
-    """Learn, from request `first` on, the tokens of the requests at `slots`: those from starts[i] to starts[i + 1].
+    """Learns the tokens starts[i] to starts[i + 1] of the requests at `slots`, from request `first` on.
 
-    Returns the first request whose text has no room for them, or the number of requests; see
+    Returns the first request whose text has no room for its tokens, or the number of requests if there is none; see
     mixture_learning.accept_tokens.
     """
     for i in range(first, len(slots)):
@@ -227,12 +227,12 @@ def accept_all(table, slots, starts, token_ids, most_learned, first, nodes, scra
 
 
 def compile_kernels() -> None:
-    """Compile, or load from the cache on disk, everything that a drafter calls."""
+    """Compiles everything that a drafter calls, or loads it from the cache on disk."""
     tokens = np.array([1, 2, 1, 2, 1], np.int32)
     index, common, weights = TextIndex(8), make_common(), initial_weights()
-    seen = np.zeros(NUM_WEIGHTS, np.int64)  # owned here: compiled code knows addresses only
+    seen = np.zeros(NUM_WEIGHTS, np.int64)  # kept alive here: compiled code only knows its address
     index.append(tokens)
-    TextIndex(4 * MIN_CAPACITY).reserve(MIN_CAPACITY + 1)  # a text that grows takes its chains apart
+    TextIndex(4 * MIN_CAPACITY).reserve(MIN_CAPACITY + 1)  # compiles split_buckets, which only a growing text calls
     count_common(common, tokens)
     root, nodes, scratch = np.zeros(1, NODE), np.zeros((1, 2), NODE), np.zeros(1, SCRATCH)
     found, room = np.zeros(ROOM, OCCURRENCE), np.zeros(2 * ROOM, OCCURRENCE)

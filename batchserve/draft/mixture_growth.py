@@ -1,4 +1,4 @@
-"""The mixture's compiled part, continued: a draft tree, grown best-first by path probability."""
+"""Compiled part of the mixture drafter that grows a draft tree, best-first by path probability."""
 
 # ruff: noqa: ANN001, ANN201, ANN202
 from __future__ import annotations
@@ -28,22 +28,22 @@ from batchserve.native.jit import njit
 from batchserve.sampling.draw_kernel import stream_key
 
 MIN_PROB = 1e-4  # a less likely node is not worth its row on any machine
-# Occurrences that are looked at: many once a tree, for its root, where most is decided; fewer for each of its nodes,
-# where the latest ones say more, and which take most of the time.
+# Numbers of occurrences to look at. The root gets many, once per tree, because it decides most. Other nodes get fewer,
+# as their latest occurrences say more, and as they take most of the time.
 MOST_VISITS, FEWEST_NODE_VISITS, MOST_NODE_VISITS = 256, 16, 64
-CUT, NOISY_CUT = 0.4, 0.02  # experts are asked until they have left less than this part of what a node must have
+CUT, NOISY_CUT = 0.4, 0.02  # experts are asked until they leave less than this part of the probability a node needs
 CANDIDATE = np.dtype([("prob", np.float64), ("parent", np.int64), ("token", np.int64)])
 
 
 @njit(cache=True, nogil=True, inline="always")
 def root_visits(max_tokens):  # type: ignore[no-untyped-def]
-    """How many occurrences of each context are looked at for the root of a tree of so many nodes."""
+    """Returns how many occurrences of each context to look at for the root of a tree of max_tokens nodes."""
     return min(MOST_VISITS, max(FEWEST_VISITS, 8 * max_tokens))
 
 
 @njit(cache=True, nogil=True)
 def _go_on(source, s, token, parent, node):  # type: ignore[no-untyped-def]
-    """The occurrences of a node's parent in source s that go on with its `token`, in their order."""
+    """Gives a node those of its parent's occurrences in source s that continue with its `token`, in their order."""
     text, _, _, meta = source
     capacity, newest, count = text.shape[0], meta[NEWEST], 0
     at, above = node.at[s], parent.at[s]
@@ -61,7 +61,7 @@ def _go_on(source, s, token, parent, node):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _insert(frontier, size, most, prob, parent, token):  # type: ignore[no-untyped-def]
-    """Into frontier, the likeliest first, of which the best `most` are kept; the new size."""
+    """Inserts a candidate into frontier, which keeps the best `most`, likeliest first. Returns its new size."""
     if size == most:
         if prob <= frontier[size - 1].prob:
             return size
@@ -76,7 +76,7 @@ def _insert(frontier, size, most, prob, parent, token):  # type: ignore[no-untyp
 
 @njit(cache=True, nogil=True)
 def _expand_root(own, scope, visits, weights, cut, node, work):  # type: ignore[no-untyped-def]
-    """Ask the experts of the request's end."""
+    """Asks the experts at the end of the request's text."""
     node.path[:] = work.recent[:, :PATH]
     find_at_root(own, visits, node, OWN, work)
     find_at_root(scope, visits, node, SCOPE, work)
@@ -85,10 +85,10 @@ def _expand_root(own, scope, visits, weights, cut, node, work):  # type: ignore[
 
 @njit(cache=True, nogil=True)
 def _expand_node(own, scope, node, parent, token, visits, weights, cut, work, room):  # type: ignore[no-untyped-def]
-    """Ask the experts of the path that ends with `token`: what went on from its parent's occurrences, and, if that
-    leaves enough, other occurrences of the token alone, which the parent could not know of.
+    """Asks the experts of the path that ends with `token`: the parent's occurrences that continue with it. If these
+    leave enough probability, other occurrences of the token alone, which the parent could not know, are asked, too.
 
-    Occurrences go to address `room`; returns the address behind them.
+    Stores the occurrences at address `room`, and returns the address after them.
     """
     node.path[:, 0] = token
     node.path[:, 1:] = parent.path[:, :-1]
@@ -106,12 +106,12 @@ def _expand_node(own, scope, node, parent, token, visits, weights, cut, work, ro
 
 @njit(cache=True, nogil=True)
 def grow(own, scope, common, num_output, noise, bounds, weights, root, nodes, scratch, links, tree_probs):  # type: ignore[no-untyped-def]
-    """Grow one tree best-first into links [3, max_tokens] (token ids, parents, depths) and tree_probs [max_tokens].
+    """Grows one tree best-first into links [3, max_tokens] (token ids, parents, depths) and tree_probs [max_tokens].
 
-    Returns its number of nodes.
+    Returns the number of nodes.
 
-    noise: see mixture_noise.py. bounds: (the most nodes, the deepest, the least path probability). What is found for
-    the text's end goes into root, NODE [1]. Work memory: nodes NODE [the most]; scratch SCRATCH [1], zeros at first.
+    noise: see mixture_noise.py. bounds: (most nodes, greatest depth, least path probability). What is found for the end
+    of the text goes into root, NODE [1]. Work memory: nodes NODE [most nodes]; scratch SCRATCH [1], zeros at first.
     """
     noise_bin, seed, position = noise
     is_noisy = noise_bin >= 0
@@ -126,10 +126,10 @@ def grow(own, scope, common, num_output, noise, bounds, weights, root, nodes, sc
     read_recent(own, num_output, work.recent)
     while True:
         if depth < max_depth:
-            # What is less likely than everything that waits for the last places need not be looked for.
+            # When the frontier is full, only what is likelier than its last candidate is worth looking for.
             is_full = num_waiting == max_tokens - count
             least = max(min_prob, frontier[num_waiting - 1].prob if is_full else 0.0) / path_prob
-            # A token may be named by several experts, and lifted by the noise.
+            # The cut is below `least`: several experts may name a token, and the noise may raise it.
             cut = least * (NOISY_CUT if is_noisy else CUT)
             here = root[0] if node < 0 else nodes[node]
             begin(work)
@@ -139,7 +139,7 @@ def grow(own, scope, common, num_output, noise, bounds, weights, root, nodes, sc
                 above = root[0] if tree_parents[node] < 0 else nodes[tree_parents[node]]
                 token = tree_tokens[node]
                 room = _expand_node(own, scope, here, above, token, node_visits, weights, cut, work, room)
-            clear(work)  # of what somebody else's experts gave
+            clear(work)  # the probabilities from another node's experts
             spread(here, work)
             if work.left >= cut and common[2][1] > 0:
                 add_common(common, work, cut)

@@ -1,12 +1,12 @@
-"""The mixture's compiled part: contexts as experts, and their blend (mixture_growth.py grows trees by it).
+"""Compiled part of the mixture drafter: contexts as experts, and their blend. mixture_growth.py grows trees with it.
 
 There are two sources: a request's own text, and the answers of its scope. For every length l that makes a difference,
-the latest occurrences in one source that match at least l tokens are an expert: it says how often which token
-followed. Experts are asked from the longest match down, and each takes a share of the probability that those before it
-have left; behind them all stand the scope's commonest tokens. The shares are learned online (mixture_learning.py), in
-bins of source, match length, number of occurrences and number of distinct followers. This is a variable-order Markov
-model with mixing weights (as in context-tree weighting; Willems et al., 1995), over the texts that Lookahead (KDD'24,
-section 4.2) drafts from.
+the latest occurrences in one source that match at least l tokens are an expert: it says how often each token followed.
+Experts are asked from the longest match down. Each takes a share of the probability that the ones before it left, and
+the scope's commonest tokens come last. The shares are learned online (mixture_learning.py), in bins of source, match
+length, number of occurrences and number of distinct followers. This is a variable-order Markov model with mixing
+weights (as in context-tree weighting; Willems et al., 1995), over the texts that Lookahead (KDD'24, section 4.2) drafts
+from.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -34,43 +34,43 @@ from batchserve.native.jit import njit
 
 OWN, SCOPE = 0, 1
 MAX_OCCURRENCES = 640  # of one source at one node
-LONGEST_LEVELS = 4  # experts of one source at one node: this many of the longest, and those of one and two tokens
+LONGEST_LEVELS = 4  # experts per source and node: this many of the longest, and those of one and two tokens
 MAX_EXPERTS = 2 * (LONGEST_LEVELS + 2)
 MAX_FOLLOWERS = 2048  # a power of two, at least 2 * MAX_OCCURRENCES
-AT, DISTINCT, FIRST, SECOND, HITS, TAKEN = range(6)  # what weigh keeps of a source
+AT, DISTINCT, FIRST, SECOND, HITS, TAKEN = range(6)  # weigh's state for each source
 LENGTH_BINS, COUNT_BINS, FOLLOWER_BINS = 10, 6, 3
-WEIGHTS_SHAPE = (2, LENGTH_BINS, COUNT_BINS, FOLLOWER_BINS)  # and behind them the weights of the noise
-COMMON_SHARE = 0.5  # of what the others leave; more pays on chat and less on arithmetic
-NUM_COMMON, NUM_PROPOSED = 256, 64  # tokens whose frequency is tracked; those of them that are ever proposed
-FEWEST_VISITS = 64  # occurrences of a short context that are looked at; the latest ones count
-LONG_VISITS = 24  # of the longest contexts that have a chain
+WEIGHTS_SHAPE = (2, LENGTH_BINS, COUNT_BINS, FOLLOWER_BINS)  # followed by the weights of the noise
+COMMON_SHARE = 0.5  # of what the experts leave; a larger share helps on chat, a smaller one on arithmetic
+NUM_COMMON, NUM_PROPOSED = 256, 64  # tokens whose frequency is tracked; those of them that may be proposed
+FEWEST_VISITS = 64  # latest occurrences of a short context that are looked at
+LONG_VISITS = 24  # the same for the longest contexts that have a chain
 MIN_SHARE, MAX_SHARE = 0.005, 0.995
-PATH = 2  # tokens at the end of a node's path that are kept: enough to tell a context of one token from a longer one
+PATH = 2  # last tokens of a node's path to keep: enough to tell a context of one token from a longer one
 
-# Work memory is arrays of records, not tuples of arrays: Numba counts references to each array of a tuple wherever it
-# is handed on, which took a third of a draft's time. It does not count those to records: whoever calls a kernel owns
-# their array, for one that is made in a kernel may be freed while a record of it is still used.
-OCCURRENCE = np.dtype(  # of a path: where the token behind it is, that token, and how long the match is
+# Work memory is arrays of records, not tuples of arrays. Numba counts references to each array of a tuple wherever the
+# tuple is passed on, which took a third of a draft's time. It does not count references to records, so a kernel's
+# caller must own their array: one that is made in a kernel may be freed while a record of it is still in use.
+OCCURRENCE = np.dtype(  # of a path: the slot of the token after it, that token, and the length of the match
     [("slot", np.int32), ("follower", np.int32), ("length", np.int32)]
 )
-# What is known of one node of a tree; [source, ...]. Most have few occurrences: those of all nodes lie behind each
-# other, so that a tree stays within the first caches.
+# A node of a tree; its fields are [source, ...]. Most nodes have few occurrences, and those of all nodes are stored one
+# after another, so a tree stays in the fastest caches.
 NODE = np.dtype(
     [
-        ("at", np.int64, (2,)),  # address of the first of its occurrences, longest first; at most MAX_OCCURRENCES
+        ("at", np.int64, (2,)),  # address of its occurrences, longest first; at most MAX_OCCURRENCES
         ("num", np.int64, (2,)),
-        ("path", np.int32, (2, PATH)),  # its last tokens, the newest first
+        ("path", np.int32, (2, PATH)),  # the last tokens, newest first
     ],
     align=True,
 )
 BYTES = OCCURRENCE.itemsize
-ROOM = 2 * MAX_OCCURRENCES  # occurrences that one node may have
+ROOM = 2 * MAX_OCCURRENCES  # most occurrences of one node
 SCRATCH = np.dtype(
     [
         ("room", np.int64),  # address of ROOM occurrences for each node of the largest tree
         ("recent", np.int32, (2, MAX_MATCH)),
         ("spare", np.int32, (2, MAX_OCCURRENCES)),
-        # The experts of a node (see weigh), and what they have left of the probability.
+        # The experts of a node (see weigh), and the probability that they leave.
         ("state", np.int64, (2, 6)),
         ("num_experts", np.int64),
         ("left", np.float64),
@@ -79,13 +79,13 @@ SCRATCH = np.dtype(
         ("bins", np.int64, (MAX_EXPERTS,)),
         ("target_probs", np.float64, (MAX_EXPERTS,)),
         ("below", np.float64, (MAX_EXPERTS,)),
-        # What they give to which token: `size` entries, found through a hash table of 1 + entry with linear probing.
+        # The probabilities of tokens: `size` entries, and a hash table of 1 + entry with linear probing to find them.
         ("size", np.int64),
         ("tokens", np.int32, (MAX_FOLLOWERS,)),
         ("probs", np.float64, (MAX_FOLLOWERS,)),
         ("at", np.int32, (MAX_FOLLOWERS,)),
         ("places", np.int32, (2 * MAX_FOLLOWERS,)),
-        ("read", np.int64),  # a sum of what was read ahead: what nobody uses is not read
+        ("read", np.int64),  # a sum of what was prefetched: reads whose result is unused are optimised away
     ],
     align=True,
 )
@@ -117,13 +117,13 @@ def _count_bin(count):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True, inline="always")
 def occurrence(at, i):  # type: ignore[no-untyped-def]
-    """The i-th of the occurrences from address `at` on."""
+    """Returns the i-th of the occurrences that are stored at address `at`."""
     return carray(as_pointer(at + BYTES * i), 1, OCCURRENCE)[0]
 
 
 @njit(cache=True, nogil=True)
 def _sort_by_length(slots, lengths, count, spare):  # type: ignore[no-untyped-def]
-    """Stable, longest first."""
+    """Sorts matches by length, longest first. The sort is stable."""
     is_sorted = True
     for i in range(1, count):
         if lengths[i] > lengths[i - 1]:
@@ -146,7 +146,7 @@ def _sort_by_length(slots, lengths, count, spare):  # type: ignore[no-untyped-de
 
 @njit(cache=True, nogil=True)
 def find_followers(source, recent, order, longest, visits, node, s):  # type: ignore[no-untyped-def]
-    """Add what find_occurrences finds in source s to a node, with the tokens behind, which are looked at repeatedly."""
+    """Adds what find_occurrences finds in source s to a node, with the next tokens, which are read repeatedly."""
     text, prev, head, meta = source
     known, at = node.num[s], node.at[s]
     found = carray(as_pointer(at), MAX_OCCURRENCES, OCCURRENCE)
@@ -159,7 +159,7 @@ def find_followers(source, recent, order, longest, visits, node, s):  # type: ig
 
 @njit(cache=True, nogil=True)
 def find_at_root(source, visits, node, s, work):  # type: ignore[no-untyped-def]
-    """The occurrences of the text's end (work.recent) in source s, longest first; SCOPE's lie behind those of OWN."""
+    """Finds the occurrences of the text's end (work.recent) in source s, longest first. SCOPE's come after OWN's."""
     text, prev, head, meta = source
     if s == SCOPE:
         node.at[SCOPE] = node.at[OWN] + BYTES * node.num[OWN]
@@ -179,7 +179,7 @@ def find_at_root(source, visits, node, s, work):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def add_prob(work, token, prob):  # type: ignore[no-untyped-def]
-    """Add to what the experts give `token`."""
+    """Adds `prob` to the probability of `token`."""
     last = 2 * MAX_FOLLOWERS - 1
     place = ((token * 40503) >> 4) & last
     while work.places[place] > 0 and work.tokens[work.places[place] - 1] != token:
@@ -196,7 +196,7 @@ def add_prob(work, token, prob):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def clear(work):  # type: ignore[no-untyped-def]
-    """Forget what was given to tokens."""
+    """Clears the probabilities of all tokens."""
     for i in range(work.size):
         work.places[work.at[i]] = 0
     work.size = 0
@@ -204,10 +204,10 @@ def clear(work):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def weigh(node, work, weights, least, target):  # type: ignore[no-untyped-def]
-    """Ask experts, strongest first, until they have left less than `least` of the probability or there are no more.
+    """Asks experts, longest match first, until they leave less than `least` of the probability or there are no more.
 
-    It goes on from the last call of this node, since `begin`. An expert is entered with its source, the end of its
-    occurrences, its share for each of these, the bin of its weight and what it gives `target`.
+    Continues from this node's last call; `begin` starts a node. Of each expert it stores the source, the end of its
+    occurrences, its share for each of these, the bin of its weight, and the probability that it gives `target`.
     """
     state = work.state
     while work.left >= least and (state[OWN, AT] < node.num[OWN] or state[SCOPE, AT] < node.num[SCOPE]):
@@ -221,7 +221,7 @@ def weigh(node, work, weights, least, target):  # type: ignore[no-untyped-def]
         length = occurrence(begin, at).length
         while at < num and occurrence(begin, at).length == length:
             token = occurrence(begin, at).follower
-            # More than two distinct followers are all the same to the bins.
+            # All numbers of distinct followers above two share a bin.
             if state[s, DISTINCT] == 0 or (state[s, DISTINCT] == 1 and token != state[s, FIRST]):
                 state[s, SECOND if state[s, DISTINCT] else FIRST] = token
                 state[s, DISTINCT] += 1
@@ -245,7 +245,7 @@ def weigh(node, work, weights, least, target):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def spread(node, work):  # type: ignore[no-untyped-def]
-    """Give every follower its part of the experts' shares: one pass over the occurrences, the weakest expert first."""
+    """Gives every follower its part of the experts' shares, in one pass over the occurrences, weakest expert first."""
     for s in range(2):
         share, end, at = 0.0, 0, node.at[s]
         for i in range(work.num_experts - 1, -1, -1):
@@ -261,7 +261,7 @@ def spread(node, work):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def begin(work):  # type: ignore[no-untyped-def]
-    """No expert of this node has been asked yet."""
+    """Starts a node: none of its experts has been asked yet."""
     work.state[:] = 0
     work.num_experts = 0
     work.left = 1.0
@@ -269,7 +269,7 @@ def begin(work):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def add_common(common, work, least):  # type: ignore[no-untyped-def]
-    """Give the commonest tokens their part of what the experts have left, down to `least`."""
+    """Gives the commonest tokens their part of the probability that the experts left, down to `least`."""
     tokens, counts, size = common
     for j in range(min(NUM_PROPOSED, size[0])):
         prob = counts[j] / size[1]
@@ -280,7 +280,7 @@ def add_common(common, work, least):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def count_common(common, token_ids):  # type: ignore[no-untyped-def]
-    """Track the commonest tokens, commonest first (Space-Saving; Metwally et al., ICDT 2005).
+    """Tracks the commonest tokens, sorted by count (Space-Saving; Metwally et al., ICDT 2005).
 
     common: (tokens, counts [NUM_COMMON], (entries in use, tokens counted)).
     """
@@ -307,9 +307,9 @@ def count_common(common, token_ids):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def read_recent(own, num_output, recent):  # type: ignore[no-untyped-def]
-    """The context that each source is asked for, newest token first, into recent [2, MAX_MATCH]; the rest is SEPARATOR.
+    """Fills recent [2, MAX_MATCH] with the context to look up in each source, newest token first, then SEPARATOR.
 
-    The scope holds answers only: its context begins where the answer does.
+    The scope holds only answers, so its context begins where the answer does.
     """
     text, _, _, meta = own
     recent[:] = SEPARATOR
@@ -325,8 +325,8 @@ def read_recent(own, num_output, recent):  # type: ignore[no-untyped-def]
 
 @functools.cache
 def _first_weights() -> np.ndarray:
-    """Long and often seen contexts with one follower are trusted most. The log odds are a fit, rounded, to what was
-    learned on recorded answers (GSM8K, CRUXEval).
+    """Returns initial weights that trust long and frequent contexts with a single follower most. The log odds are a
+    rounded fit to what was learned on recorded answers (GSM8K, CRUXEval).
     """
     lengths, counts = np.arange(LENGTH_BINS)[:, None, None], np.arange(COUNT_BINS)[None, :, None]
     beyond = np.maximum(0, lengths - 5)
@@ -339,10 +339,10 @@ def _first_weights() -> np.ndarray:
 
 
 def initial_weights() -> np.ndarray:
-    """Shares before anything was learned, float64, flat: the caller's own."""
+    """Returns a new copy of the initial shares, float64, flat."""
     return _first_weights().copy()
 
 
 def make_common() -> tuple[np.ndarray, ...]:
-    """What count_common tracks: nothing yet."""
+    """Returns empty counts for count_common."""
     return np.zeros(NUM_COMMON, np.int64), np.zeros(NUM_COMMON, np.int64), np.zeros(2, np.int64)

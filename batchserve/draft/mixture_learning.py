@@ -1,4 +1,4 @@
-"""The mixture's compiled part, continued: what the tokens that came say of the experts that were asked for them."""
+"""Compiled part of the mixture drafter that learns the experts' weights from accepted tokens."""
 
 # ruff: noqa: ANN001, ANN201, ANN202
 from __future__ import annotations
@@ -22,9 +22,9 @@ from batchserve.native.jit import njit
 from batchserve.sampling.draw_kernel import stream_key
 
 SLOWEST_RATE, FIRST_RATE = 0.006, 12.0
-# Weights that were moved so often together have settled: of a step that was drafted they are learned from the first
-# token, for which all is known that the draft has looked up, and from one in so many of the others, for which it would
-# have to be looked up: that takes longer than all the rest.
+# After RIPE updates in all, the weights have settled. A drafted step then learns from its first token, for which the
+# draft has looked everything up, and from one in ONE_IN of the others. Those need a lookup of their own, which takes
+# longer than all the rest.
 RIPE, ONE_IN = 8192, 32
 
 
@@ -32,12 +32,11 @@ RIPE, ONE_IN = 8192, 32
 def accept_tokens(  # type: ignore[no-untyped-def]
     own, scope, token_ids, num_output, noise, weights, seen, root, is_root_known, nodes, scratch, most_learned
 ):
-    """Learn from token_ids (int32), weights from some of them: at most the last most_learned.
+    """Appends token_ids (int32) to the own text, and learns weights from some of the last most_learned of them.
 
-    All are appended to the own text, whose last num_output tokens are the answer.
-    root: NODE [1]; where is_root_known, what a draft has found for the end of the text as it is now, so that the first
-    token is learned from the evidence that it was drafted by. Work memory: nodes NODE [at least 1], scratch SCRATCH
-    [1], zeros at first.
+    The last num_output tokens of the own text are the answer. root: NODE [1]. If is_root_known, it holds what a draft
+    found for the current end of the text, so the first token is learned from the evidence that it was drafted by. Work
+    memory: nodes NODE [at least 1], scratch SCRATCH [1], zeros at first.
     """
     noise_bin, seed, position = noise
     node, work = root[0], scratch[0]
@@ -59,7 +58,7 @@ def accept_tokens(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _learn(target, weights, seen, node, work):  # type: ignore[no-untyped-def]
-    """One step of expectation-maximisation: how much of the probability of `target` was each expert's merit?"""
+    """Runs one step of expectation-maximisation, which credits each expert with its part of `target`'s probability."""
     begin(work)
     weigh(node, work, weights, 0.0, target)
     prob = 1e-5  # of a token that no expert knows
@@ -82,7 +81,7 @@ def _learn(target, weights, seen, node, work):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _learn_noise(noise_bin, key, target, weights, seen, node, work):  # type: ignore[no-untyped-def]
-    """The same for the weight of the noise, from the experts that _learn has just asked."""
+    """Does the same for the noise's weight, with the experts that _learn has just asked."""
     clear(work)
     spread(node, work)
     merit = merit_of_noise(work, key, weights[noise_bin], target)

@@ -1,9 +1,9 @@
-"""Drafting for sampled requests: the sampler's noise is a pure function, so a drafter knows it beforehand.
+"""Drafting for sampled requests: the sampler's noise is a pure function, so a drafter can compute it in advance.
 
-A sampled token is the one with the largest log p + g. A blended probability q can mean two things.
-The model itself is of two minds: then q stands for p, and the noise decides. Or the drafter does not know what the
-model does: then the noise says nothing. So what a token is given is a mixture of both, and its weight is learned, in
-bins of temperature. Nothing of this changes what a request is answered: drafts never do.
+A sampled token is the one with the largest log p + g. A blended probability q can mean two things. If the model itself
+is undecided, q stands for p, and the noise decides. If it is the drafter that does not know what the model does, the
+noise says nothing. So a token's probability is a mixture of both cases, whose weight is learned in bins of temperature.
+None of this changes a request's answer: drafts never do.
 
 `work` is a mixture_kernels.SCRATCH. `noise` is a tuple (its weight's bin, -1 for greedy requests; seed, uint64;
 absolute position of the next token).
@@ -18,12 +18,12 @@ from batchserve.native.jit import njit
 from batchserve.sampling.draw_kernel import mix
 from batchserve.sampling.noise import GOLDEN
 
-TEMPERATURE_BINS = (0.3, 0.7, 1.2, float("inf"))  # upper ends
+TEMPERATURE_BINS = (0.3, 0.7, 1.2, float("inf"))  # upper bounds
 NUM_NOISE_BINS = len(TEMPERATURE_BINS)
 
 
 def noise_bin_of(temperature: float, num_weights: int) -> int:
-    """Which of so many weights, of which the last NUM_NOISE_BINS are the noise's, is that of a temperature; or -1."""
+    """Returns the index of a temperature's noise weight, among the last NUM_NOISE_BINS of num_weights; -1 if greedy."""
     if temperature <= 0.0:
         return -1
     return num_weights - NUM_NOISE_BINS + next(i for i, end in enumerate(TEMPERATURE_BINS) if temperature < end)
@@ -31,14 +31,14 @@ def noise_bin_of(temperature: float, num_weights: int) -> int:
 
 @njit(cache=True, nogil=True)
 def gumbel(key, token):  # type: ignore[no-untyped-def]
-    """sampling.noise.gumbel, compiled, of one token."""
+    """Compiled version of sampling.noise.gumbel for one token."""
     x = mix((np.uint64(token) + np.uint64(1)) * np.uint64(GOLDEN) + key)
     return -np.log(-np.log((np.float64(x >> np.uint64(32)) + 0.5) * 2.0**-32))
 
 
 @njit(cache=True, nogil=True)
 def _is_named(work, key):  # type: ignore[no-untyped-def]
-    """(sum of p * exp(g) over the tokens that are named, probability that the winner is among them).
+    """Returns (sum of p * exp(g) over the named tokens, probability that the winner is one of them).
 
     The largest log p + g of all other tokens is Gumbel-distributed around the log of the probability left for them.
     """
@@ -53,7 +53,7 @@ def _is_named(work, key):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def tilt(work, key, trust):  # type: ignore[no-untyped-def]
-    """Turn probabilities of being likely into those of winning, where the noise decides with probability `trust`."""
+    """Turns probabilities of being likely into those of winning, if the noise decides with probability `trust`."""
     total, is_named = _is_named(work, key)
     if total <= 0.0:
         return
@@ -64,7 +64,7 @@ def tilt(work, key, trust):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def merit_of_noise(work, key, trust, target):  # type: ignore[no-untyped-def]
-    """How much of the probability of the actual token is due to the noise; -1 if nobody named it."""
+    """Returns the noise's part of the actual token's probability, or -1 if no expert named the token."""
     for i in range(work.size):
         prob = work.probs[i]
         if work.tokens[i] == target and prob > 0.0:

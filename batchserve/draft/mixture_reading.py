@@ -1,7 +1,7 @@
-"""The mixture's compiled part, continued: what the drafts of a step will read, fetched for all requests side by side.
+"""Compiled part of the mixture drafter that prefetches what a step's drafts will read, for all requests at once.
 
-A forward leaves little of a text in the caches, and whoever follows a chain waits for memory at every link. One chain's
-links come one after the other, but those of many chains do not: a processor fetches a dozen at once.
+A forward pass leaves little of a text in the caches, and following a chain waits for memory at every link. The links of
+one chain have to be read in turn, but different chains are independent: a processor fetches a dozen links at once.
 """
 
 # ruff: noqa: ANN001, ANN201
@@ -15,17 +15,17 @@ from batchserve.draft.text_index import NUM_ORDERS, ORDERS, SEPARATOR, bucket_of
 from batchserve.native.addresses import as_pointer
 from batchserve.native.jit import njit
 
-CELL = 1 + NUM_ORDERS  # int32 of a token: itself, its links
-# Of a chain: where the text's cells are, which links it goes by, where it stands, how many links may be followed.
+CELL = 1 + NUM_ORDERS  # int32 values per token: itself and its links
+# Fields of a chain: the address of the text's cells, the order of its links, its current slot, and how many are left.
 CELLS, ORDER, END, LINKS = range(4)
 _ORDERS = np.array(ORDERS, np.int64)
 
 
 @njit(cache=True, nogil=True)
 def open_chains(source, recent, visits, chains, count):  # type: ignore[no-untyped-def]
-    """Add the chains of one source that find_at_root will follow for a text that ends with `recent`, newest first.
+    """Adds the chains of one source that find_at_root will follow for a text that ends with `recent`, newest first.
 
-    chains int64 [any, 4]; returns how many there are now.
+    chains: int64 [any, 4]. Returns the new number of chains.
     """
     text, _, head, meta = source
     key, length = np.uint64(0), 0
@@ -46,16 +46,16 @@ def open_chains(source, recent, visits, chains, count):  # type: ignore[no-untyp
 
 @njit(cache=True, nogil=True)
 def follow_chains(chains, count):  # type: ignore[no-untyped-def]
-    """Follow all chains, one link of each at a time. Returns a sum of what was read, for what nobody uses is not read.
+    """Follows all chains, one link of each at a time. Returns a sum of the values, as unused reads are optimised away.
 
-    Links that were overwritten lead anywhere in the text; that is no matter here.
+    Overwritten links may lead anywhere in the text, which does not matter here.
     """
     total = 0
     while count > 0:
         left = 0
         for i in range(count):
             cells, order, end, links = chains[i, CELLS], chains[i, ORDER], chains[i, END], chains[i, LINKS]
-            before = max(0, end - 2)  # what came before is compared with
+            before = max(0, end - 2)  # the tokens before it will be compared
             cell = carray(as_pointer(cells + 4 * CELL * before), CELL * (end - before + 1), np.int32)
             total += cell[0]
             behind = cell[CELL * (end - before) + 1 + order] - 1

@@ -1,4 +1,4 @@
-"""The reference drafter: an answer that quotes a text is drafted by copying from it.
+"""The reference drafter: copies from a text that the answer quotes.
 
 LLMA (Yang et al. 2023, arXiv 2304.04487, sections 2.2 and 2.3).
 """
@@ -21,8 +21,8 @@ from batchserve.request import DraftScope
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# How often a copy's next token was right, measured on recorded answers (benchmarks/reference_ablation.py): that of its
-# first token by the length of the match, that of later ones by how many were copied before.
+# Accuracy of copied tokens on recorded answers (benchmarks/reference_ablation.py): of a copy's first token by the
+# length of the match, of later ones by the number of tokens copied before.
 FIRST_TOKEN = (0.32, 0.44, 0.44, 0.5)
 LATER_TOKENS = (0.55, 0.64, 0.73, 0.8, 0.85)
 LONG_MATCH, LONG_MATCH_TOKEN = 16, 0.93
@@ -30,7 +30,7 @@ LONG_MATCH, LONG_MATCH_TOKEN = 16, 0.93
 
 @dataclass(slots=True)
 class _RequestState:
-    """`sources` ends with the prompt and the answer so far, and begins with num_cached tokens of others' answers."""
+    """`sources` begins with num_cached tokens of others' answers, and ends with the prompt and the answer so far."""
 
     sources: TextIndex
     scope: DraftScope | None
@@ -39,23 +39,23 @@ class _RequestState:
     published: list[int] = field(default_factory=list)
     copied: list[int] = field(default_factory=list)  # the last draft
     copied_from: int = -1
-    read_at: int = -1  # where the last copy that was of use ended
+    read_at: int = -1  # where the last useful copy ended
 
 
 class ReferenceDrafter(Drafter):
-    """Copies `copy_length` (k) tokens from behind the longest match, of at least `min_match` (n) tokens, as one branch.
+    """Copies the `copy_length` (k) tokens after the longest match of at least `min_match` (n) tokens, as one branch.
 
-    What is matched is the end of the prompt and the answer so far. The sources, oldest first, are cached answers to
-    similar prompts, the request's references, its prompt (with retrieved documents or earlier turns in it) and the
-    answer itself, which the paper leaves out. Of equally long matches the most recent counts, but for two cases in
-    which more is known: near the end of the last copy that was of use it is read on, and otherwise a continuation that
-    most of the matches share comes first. Of a context the latest 64 occurrences are looked at, of a match 32 tokens.
+    The end of the prompt and answer so far is matched. The sources, oldest first, are cached answers to similar
+    prompts, the request's references, its prompt (with any retrieved documents or earlier turns) and the answer itself,
+    which the paper leaves out. Of equally long matches the most recent is used, with two exceptions: a match near the
+    end of the last useful copy continues that copy, and otherwise a continuation that most matches share comes first.
+    The latest 64 occurrences of a context are considered, and 32 tokens of a match.
 
-    When a request ends, its published answer is cached under its scope for later requests: those whose prompts are
-    among the `similar` most similar ones get it as a source (section 2.3, "cache-assisted generation"); prompts are
-    compared by their sets of tokens, and overlap by min_similarity at least. The cache is bounded by max_answers and
-    max_scope_bytes for a scope and max_total_bytes for all. A request without a scope takes and leaves nothing.
-    Raises ConfigError for options out of their bounds.
+    When a request ends, its published answer is cached under its scope. It becomes a source of later requests if its
+    prompt is among the `similar` most similar ones to theirs (section 2.3, "cache-assisted generation"). Prompts are
+    compared by their sets of tokens, which must overlap by at least min_similarity. The cache is bounded by max_answers
+    and max_scope_bytes per scope, and by max_total_bytes in all. A request without a scope neither reads nor fills it.
+    Raises ConfigError for options out of bounds.
     """
 
     name = "reference"
@@ -138,7 +138,7 @@ class ReferenceDrafter(Drafter):
             self._cache.add(state.scope, state.prompt_token_ids, state.published)
 
     def clear_scope(self, scope: DraftScope) -> None:
-        """Forget the scope's cached answers, also as sources of requests in flight, and what these were given."""
+        """Drops the scope's cached answers, also as sources of running requests, and what these have published."""
         self._cache.clear(scope)
         for state in self._requests.values():
             if state.scope == scope:
@@ -153,7 +153,7 @@ class ReferenceDrafter(Drafter):
 
 
 def _path_probs(match_length: int, count: int) -> list[float]:
-    """The estimate for each copied token, falling along the copy."""
+    """Returns the estimated path probability of each copied token, which falls along the copy."""
     prob, probs = 1.0, []
     for i in range(count):
         if match_length + i >= LONG_MATCH:
@@ -167,7 +167,7 @@ def _path_probs(match_length: int, count: int) -> list[float]:
 
 
 def compile_kernels() -> None:
-    """Compile every kernel, or load it from the cache on disk, by drafting a step."""
+    """Compiles every kernel by drafting a step, or loads it from the cache on disk."""
     drafter = ReferenceDrafter()
     drafter.start(DraftRequest("warm-up", [0, 0, 0]))
     drafter.propose([DraftQuery("warm-up", 2, 2)])

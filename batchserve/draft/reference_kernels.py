@@ -1,6 +1,6 @@
-"""LLMA's inner loop: the longest match of a text's end in the text itself, and the copy of what follows it.
+"""LLMA's inner loop: finds the longest match of a text's end in the text itself, and copies what follows it.
 
-A text is a TextIndex that never overwrites anything, so a slot is a position; see text_index for its arrays.
+A text is a TextIndex that never overwrites anything, so a slot is a position. See text_index for its arrays.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -11,8 +11,8 @@ import numpy as np
 from batchserve.draft.text_index import MAX_MATCH, NEWEST, NUM_ORDERS, RUN, SEPARATOR, find_occurrences
 from batchserve.native.jit import njit
 
-MAX_OCCURRENCES = 64  # of one context, the latest, that are looked at
-READ_ON = 32  # so near the end of the last copy, the text is taken to be read on
+MAX_OCCURRENCES = 64  # latest occurrences of one context that are considered
+READ_ON = 32  # a match this close to the end of the last copy continues that copy
 
 
 @njit(cache=True, nogil=True)
@@ -22,7 +22,7 @@ def _token_at(text, newest, place):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _find_longest(source, min_match, places, lengths):  # type: ignore[no-untyped-def]
-    """(number, length) of the longest matches of the end of the open text; places follow them, the latest first."""
+    """Finds the longest matches of the open text's end: (number, length), and places after them, latest first."""
     text, prev, head, meta = source
     recent = np.full(MAX_MATCH, SEPARATOR, np.int32)
     for i in range(min(MAX_MATCH, meta[RUN])):
@@ -47,7 +47,7 @@ def _find_longest(source, min_match, places, lengths):  # type: ignore[no-untype
 
 @njit(cache=True, nogil=True)
 def _choose(text, newest, places, count, read_at, most):  # type: ignore[no-untyped-def]
-    """The place to copy from: near where the last copy ended, or what most places agree on; then the latest."""
+    """Returns the place to copy from: near the end of the last copy, else where most agree, else the latest."""
     nearest, distance = -1, READ_ON + 1
     for i in range(count):
         if read_at >= 0 and abs(places[i] - read_at) < distance:
@@ -65,9 +65,9 @@ def _choose(text, newest, places, count, read_at, most):  # type: ignore[no-unty
                 same += _token_at(text, newest, places[j] + depth) == token
             if same > best_count:
                 best, best_count = token, same
-            if 2 * best_count >= count:  # no later token can have more
+            if 2 * best_count >= count:  # no later token can be more frequent
                 break
-        if best < 0:  # all end here
+        if best < 0:  # all continuations end here
             break
         kept = 0
         for i in range(count):
@@ -81,10 +81,10 @@ def _choose(text, newest, places, count, read_at, most):  # type: ignore[no-unty
 
 @njit(cache=True, nogil=True)
 def find_copy(source, min_match, read_at, most, places, lengths, copied):  # type: ignore[no-untyped-def]
-    """Copy at most `most` tokens from behind the longest match to copied [most]; returns (number, place, length).
+    """Copies at most `most` tokens after the longest match to copied [most]; returns (number, place, length).
 
-    source is (text, prev, head, meta). A copy that reaches the end of the text goes on with what it has copied. No
-    tokens are copied where fewer than min_match match.
+    source is (text, prev, head, meta). A copy that reaches the end of the text continues with its own tokens. Nothing
+    is copied if fewer than min_match tokens match.
     """
     text, _, _, meta = source
     newest = meta[NEWEST]

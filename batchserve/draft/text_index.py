@@ -1,8 +1,8 @@
-"""An index of where token contexts have occurred: a ring of text with hash chains, bounded, evicting the oldest.
+"""An index of the occurrences of token contexts: a bounded ring of text with hash chains, which evicts the oldest.
 
-Every text position is linked to the previous one with the same last 1, 2, 4 and 8 tokens. So the latest occurrences of
-a context are found by walking a chain, a token costs a few writes, eviction is overwriting, and the memory is a fixed
-number of bytes a token whatever the text is. A trie of the same text takes several times as much and has to be pruned.
+Every text position is linked to the previous one that has the same last 1, 2, 4 and 8 tokens. So walking a chain finds
+the latest occurrences of a context, appending a token costs a few writes, eviction is overwriting, and a token takes a
+fixed number of bytes whatever the text is. A trie of the same text takes several times as much and has to be pruned.
 """
 
 # ruff: noqa: ANN001, ANN201
@@ -20,25 +20,25 @@ from batchserve.native.jit import njit
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ORDERS = (1, 2, 4, 8)  # context lengths with a chain of their own
+ORDERS = (1, 2, 4, 8)  # context lengths that have a chain of their own
 NUM_ORDERS = len(ORDERS)
-MAX_MATCH = 32  # tokens of a context that are compared at most
-SEPARATOR = -1  # stands between texts: no context crosses it
-START = -2  # begins a text: a context may reach back to it, not beyond
+MAX_MATCH = 32  # most tokens of a context that are compared
+SEPARATOR = -1  # comes between texts: no context crosses it
+START = -2  # begins a text: a context may reach back to it, but not beyond
 BYTES_PER_TOKEN = 4 + NUM_ORDERS * (4 + 4)
 MIN_CAPACITY = 1024
-# Slots of `meta`: newest slot, filled slots, tokens since the last separator, buckets of each order that are in use,
-# the slot that an answer begins at (-1: none).
+# Fields of `meta`: newest slot, filled slots, tokens since the last separator, buckets of each order in use, and the
+# slot at which an answer begins (-1: none).
 NEWEST, FILLED, RUN, BUCKETS, ANSWER = range(5)
-RESERVED, RESERVED_FROM = 32, 1 << 16  # from so many tokens on, so many times as much address space is taken
-SPLITS = 2  # buckets that come into use for every token after the table has grown: all of them before it grows again
+RESERVED, RESERVED_FROM = 32, 1 << 16  # from RESERVED_FROM tokens on, RESERVED times the address space is reserved
+SPLITS = 2  # buckets split for every token that is appended: all are split before the table grows again
 
 _ORDERS = np.array(ORDERS, dtype=np.int64)
 
 
 @njit(cache=True, nogil=True, inline="always")
 def source_at(address):  # type: ignore[no-untyped-def]
-    """(text, prev, head, meta) of the index whose `address` array has this address."""
+    """Returns (text, prev, head, meta) of the index whose `address` array is at this address."""
     at = carray(as_pointer(address), 5, np.int64)
     cells = carray(as_pointer(at[0]), (at[1], 1 + NUM_ORDERS), np.int32)
     head = carray(as_pointer(at[2]), (at[3], NUM_ORDERS), np.int32)
@@ -47,21 +47,21 @@ def source_at(address):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True, inline="always")
 def hash_step(key, token):  # type: ignore[no-untyped-def]
-    """One more token (going backwards) mixed into a context's hash."""
+    """Mixes one more token (going backwards) into a context's hash."""
     key = (key ^ np.uint64(token)) * np.uint64(0x9E3779B97F4A7C15)
     return key ^ (key >> np.uint64(29))
 
 
 @njit(cache=True, nogil=True, inline="always")
 def bucket_of(key, head, meta):  # type: ignore[no-untyped-def]
-    """Where linear hashing puts it: buckets that are not in use yet are still part of those half the table before."""
+    """Returns a hash's bucket by linear hashing: an unused bucket is still part of the bucket half a table earlier."""
     bucket = np.int64((key >> np.uint64(7)) & np.uint64(head.shape[0] - 1))
     return bucket if bucket < meta[BUCKETS] else bucket - head.shape[0] // 2
 
 
 @njit(cache=True, nogil=True)
 def split_buckets(text, prev, head, meta, count):  # type: ignore[no-untyped-def]
-    """Put `count` more buckets of each order to use: what belongs there moves from the chains half the table before."""
+    """Puts `count` more buckets of each order into use. Their entries move from the chains half a table earlier."""
     capacity, half = text.shape[0], head.shape[0] // 2
     for bucket in range(meta[BUCKETS], min(meta[BUCKETS] + count, head.shape[0])):
         meta[BUCKETS] = bucket + 1
@@ -98,7 +98,7 @@ def split_buckets(text, prev, head, meta, count):  # type: ignore[no-untyped-def
 
 @njit(cache=True, nogil=True)
 def append_tokens(text, prev, head, meta, token_ids, first_indexed):  # type: ignore[no-untyped-def]
-    """Write tokens behind the newest; those before `first_indexed` are context only and get no links."""
+    """Appends tokens after the newest one. Tokens before `first_indexed` are only context and get no links."""
     if meta[BUCKETS] < head.shape[0]:
         split_buckets(text, prev, head, meta, SPLITS * token_ids.shape[0])
     capacity = text.shape[0]
@@ -128,7 +128,7 @@ def append_tokens(text, prev, head, meta, token_ids, first_indexed):  # type: ig
 
 @njit(cache=True, nogil=True)
 def match_length(text, meta, end, recent):  # type: ignore[no-untyped-def]
-    """How many tokens up to slot `end` equal recent[0], recent[1], ... (newest first; SEPARATOR ends it)."""
+    """Returns how many tokens up to slot `end` equal recent[0], recent[1], ... (newest first; SEPARATOR ends it)."""
     capacity = text.shape[0]
     age = meta[NEWEST] - end
     if age < 0:
@@ -145,10 +145,10 @@ def match_length(text, meta, end, recent):  # type: ignore[no-untyped-def]
 def find_occurrences(  # type: ignore[no-untyped-def]
     text, prev, head, meta, recent, order, longest, most_visits, slots, lengths, count
 ):
-    """Add occurrences of the last ORDERS[order] tokens, latest first, to slots and lengths [size] from `count` on.
+    """Adds occurrences of the last ORDERS[order] tokens, latest first, to slots and lengths [size] from `count` on.
 
-    A slot is that of the token behind the occurrence. Occurrences that match `longest` tokens or more are left out.
-    Returns the new count.
+    The slot of an occurrence is that of the token after it. Occurrences that match `longest` tokens or more are left
+    out. Returns the new count.
     """
     capacity = text.shape[0]
     if recent[_ORDERS[order] - 1] == SEPARATOR or meta[FILLED] == 0:
@@ -164,7 +164,7 @@ def find_occurrences(  # type: ignore[no-untyped-def]
         age = meta[NEWEST] - end
         if age < 0:
             age += capacity
-        if age <= last_age or age >= meta[FILLED]:  # overwritten: what comes from here on is not older
+        if age <= last_age or age >= meta[FILLED]:  # overwritten: from here on, the chain does not lead to older tokens
             break
         last_age = age
         behind = end + 1 if end + 1 < capacity else 0
@@ -179,34 +179,34 @@ def find_occurrences(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def append_to(address, token_ids, first_indexed):  # type: ignore[no-untyped-def]
-    """append_tokens to the index that `address` describes."""
+    """Runs append_tokens on the index that `address` describes."""
     text, prev, head, meta = source_at(address.ctypes.data)
     append_tokens(text, prev, head, meta, token_ids, first_indexed)
 
 
 @njit(cache=True, nogil=True)
 def note_addresses(address, cells, heads, meta, capacity, num_buckets):  # type: ignore[no-untyped-def]
-    """Describe an index by where its arrays are, for source_at."""
+    """Writes the addresses and sizes of an index's arrays to `address`, for source_at."""
     address[0], address[1], address[2] = cells.ctypes.data, capacity, heads.ctypes.data
     address[3], address[4] = num_buckets, meta.ctypes.data
 
 
 class TextIndex:
-    """Texts behind each other with their occurrence chains; at `max_tokens` the oldest text is overwritten.
+    """Stores texts one after another with their occurrence chains. At `max_tokens` the oldest text is overwritten.
 
-    It starts small and doubles, so memory follows use: at most BYTES_PER_TOKEN * max_tokens bytes (the chains' heads
-    are a power of two of at most max_tokens). No step waits for that: chains are taken apart a few at a time with the
-    tokens that follow, and a large text has address space to grow into, which is not memory before it is used.
+    It starts small and doubles, so memory follows use: at most BYTES_PER_TOKEN * max_tokens bytes (the number of chain
+    heads is a power of two of at most max_tokens). No step waits for growth: chains are split a few at a time as tokens
+    are appended, and a large text reserves address space to grow into, which takes no memory before it is used.
     """
 
     def __init__(self, max_tokens: int, capacity: int = MIN_CAPACITY) -> None:
         self.max_tokens = max_tokens
-        self.address = np.zeros(5, np.int64)  # where everything is, for source_at; always up to date
+        self.address = np.zeros(5, np.int64)  # where the arrays are, for source_at; always up to date
         self._allocate(min(capacity, max_tokens))
 
     def _allocate(self, capacity: int) -> None:
         reserved = capacity if capacity < RESERVED_FROM else min(RESERVED * capacity, self.max_tokens)
-        # A token lies beside its links: whoever follows a chain reads both, and waits for memory once.
+        # A token is stored next to its links: following a chain reads both, and so waits for memory only once.
         self._cells = pages.zeros((reserved, 1 + NUM_ORDERS), np.int32)
         self._heads = pages.zeros((_num_buckets(reserved), NUM_ORDERS), np.int32)
         self.meta = np.array([-1, 0, 0, _num_buckets(capacity), -1], dtype=np.int64)
@@ -238,47 +238,47 @@ class TextIndex:
 
     @property
     def run(self) -> int:
-        """Tokens of the text that is open: since the last separator."""
+        """The number of tokens in the open text, which begins after the last separator."""
         return int(self.meta[RUN])
 
     def append(self, token_ids: Sequence[int] | np.ndarray, first_indexed: int = 0) -> None:
-        """Go on with the open text; tokens before `first_indexed` are only context of those behind them."""
+        """Continues the open text. Tokens before `first_indexed` are only context for the ones after them."""
         tokens = np.asarray(token_ids, dtype=np.int32)
         self.reserve(len(tokens))
         append_to(self.address, tokens, first_indexed)
 
     def separate(self) -> None:
-        """End the open text."""
+        """Ends the open text."""
         if self.run:
             self.append((SEPARATOR,))
 
     def begin_answer(self) -> None:
-        """What comes next is the answer to what is open: a context of both, but no occurrence goes on from one to the
-        other. Whoever copies a prompt to its end does not go on with how the answer began. Of a text that is never
-        overwritten.
+        """Marks the next token as the start of the answer to the open text. A context may span both, but no occurrence
+        continues from one into the other: after a copy of the whole prompt, the answer's beginning is not drafted. Only
+        for a text that is never overwritten.
         """
         self.meta[ANSWER] = self.meta[NEWEST] + 1
 
     def tokens(self) -> np.ndarray:
-        """All that are kept, oldest first, int32."""
+        """Returns all tokens that are kept, oldest first, int32."""
         slots = np.arange(self.meta[NEWEST] - len(self) + 1, self.meta[NEWEST] + 1)
         kept: np.ndarray = self.text[slots % self.capacity]
         return kept
 
     def capacity_for(self, count: int) -> int:
-        """How many tokens there would be room for with `count` more."""
+        """Returns the capacity, in tokens, after growing for `count` more."""
         wanted, capacity = len(self) + count, self.capacity
         while capacity < min(wanted, self.max_tokens):
             capacity = min(2 * capacity, self.max_tokens)
         return capacity
 
     def reserve(self, count: int) -> None:
-        """Make room for so many tokens."""
+        """Makes room for `count` more tokens."""
         capacity, before = self.capacity_for(count), self.capacity
         if capacity <= before:
             return
         is_straight = self.meta[NEWEST] + 1 == len(self)
-        if capacity > 2 * before or not is_straight:  # more comes than there is; or slots change, which is rare
+        if capacity > 2 * before or not is_straight:  # more than doubles, or slots change, which is rare
             kept, answer = self.tokens(), self.meta[ANSWER]
             self._allocate(capacity)
             self.meta[ANSWER] = answer
@@ -294,5 +294,5 @@ class TextIndex:
 
 
 def _num_buckets(capacity: int) -> int:
-    """The chains' heads of one order: a power of two of at most capacity."""
+    """Returns the number of chain heads per order: the largest power of two that is at most capacity."""
     return 1 << (capacity.bit_length() - 1)

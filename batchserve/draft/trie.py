@@ -1,10 +1,10 @@
 """The trie drafter: branches of prompts and outputs, drafted as one tree (Lookahead, KDD'24, arXiv 2312.12728).
 
-What sections 4.2 and 4.3 describe, with two stores. Outputs go into one trie a scope, as branches with frequencies,
-pruned by decay at a capacity. A request's own text (prompt, references, answer) is only indexed: its branches are read
-where the last tokens occur in it, so a prompt of any length is draftable at once, nobody else can reach it, and
-eliminating its branches is dropping it. Unlike the published code, matches are merged by prefix instead of overwritten
-and the tree is grown by path probability instead of depth first.
+It implements sections 4.2 and 4.3 with two stores. Each scope has a trie of its outputs, as branches with frequencies,
+which decay prunes at a capacity. A request's own text (prompt, references, answer) is only indexed, and its branches
+are read wherever the last tokens occur in it. So a prompt of any length can be drafted from at once, no other request
+can reach it, and eliminating its branches means dropping the text. Unlike the published code, matches are merged by
+prefix instead of overwritten, and the tree is grown by path probability instead of depth first.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ MODES = {
 PROMPT_WEIGHT = 4.0
 MIN_ROWS = 1024
 ROW_BYTES = 4 * (trie_kernels.NODE_WIDTH + 1)  # a node and its bucket
-SCOPE_BYTES = 16 << 10  # what a scope is counted for beside its nodes, so that empty ones are bounded too
+SCOPE_BYTES = 16 << 10  # counted for each scope in addition to its nodes, so empty scopes are bounded, too
 MIN_ANSWER = 512  # tokens that a text has room for before it grows
 MAX_TEXT = 1 << 30  # tokens of one request, never reached: its index must not wrap
 
 
 class _SharedTrie:
-    """The outputs of one scope, and how many requests are using it."""
+    """The trie of one scope's outputs, and the number of requests that use it."""
 
     def __init__(self) -> None:
         self.num_requests = 0
         self.clear()
 
     def clear(self) -> None:
-        """Branches that are open lead nowhere from then on: whoever has some begins anew."""
+        """Drops all branches. Open branches lead nowhere from then on and have to be started anew."""
         self.nodes = np.zeros((MIN_ROWS, trie_kernels.NODE_WIDTH), dtype=np.int32)
         self.buckets = np.zeros(MIN_ROWS, dtype=np.int32)
         self.header = np.array(trie_kernels.EMPTY_HEADER, dtype=np.int32)
@@ -61,17 +61,17 @@ class _SharedTrie:
 
     @property
     def num_rows(self) -> int:
-        """Rows that were ever used; those behind them are not counted: of large arrays they are zero pages."""
+        """Rows that were ever used. The rows after them are not counted: in large arrays they are zero pages."""
         return int(self.header[trie_kernels.USED])
 
     def memory_bytes(self) -> int:
         return self.num_rows * ROW_BYTES + SCOPE_BYTES
 
     def insert(self, branches: _Branches, token_ids: Sequence[int] | np.ndarray, capacity: int, max_rows: int) -> None:
-        """The next tokens of a text: every branch that ends in one of them."""
+        """Inserts the next tokens of a text: every branch that ends in one of them."""
         wanted = min(self.num_rows + len(token_ids) * len(branches.cursors), max_rows)
         if wanted > len(self.nodes):
-            # Eightfold, so that little is copied: the rest costs nothing until it is used.
+            # Grows eightfold to copy rarely. The unused rest takes no memory.
             rows = max(wanted, min(8 * len(self.nodes), max_rows))
             nodes = pages.zeros((rows, trie_kernels.NODE_WIDTH), np.int32)
             buckets = pages.zeros(rows, np.int32)
@@ -94,24 +94,24 @@ class _Branches:
 
 @dataclass(slots=True)
 class _RequestState:
-    text: TextIndex  # references, prompt and answer, behind each other; never wraps
+    text: TextIndex  # references, prompt and answer, one after another; never wraps
     readable: int  # drafts read the text up to here
     trie: _SharedTrie | None
     branches: _Branches
 
 
 class TrieDrafter(Drafter):
-    """Branches of the request's own text and of its scope's outputs.
+    """Drafts branches of the request's own text and of its scope's outputs.
 
-    decoding_length: the most nodes of one draft. branch_length: the depth of drafts, and of branches behind the token
-    that they begin with. capacity: the most nodes of one tree, which is all branches that begin with one token; None:
-    16 x decoding_length (table 4). prompt_weight: how much a branch of the request's own text counts against a shared
-    one; None: 4. min_retrieved_tokens: matches are shortened until they have given so many tokens; None: twice the
-    decoding_length. mode: "hierarchical" merges branches by prefix; "parallel" drafts the likeliest branch behind every
-    first token, without branching again; "single" the likeliest branch alone.
+    decoding_length: the most nodes of one draft. branch_length: the depth of drafts, and of branches after their first
+    token. capacity: the most nodes of one tree, which is all branches that begin with one token; None: 16 x
+    decoding_length (table 4). prompt_weight: how much a branch of the own text counts relative to a shared one; None:
+    4. min_retrieved_tokens: matches are shortened until they have yielded this many tokens; None: twice the
+    decoding_length. mode: "hierarchical" merges branches by prefix; "parallel" drafts the likeliest branch after every
+    first token, without branching again; "single" drafts the likeliest branch alone.
 
-    max_scope_bytes and max_total_bytes bound what one scope, and all, keep of outputs. At the first, and at the second
-    when no idle scope is left to be dropped (the least recently used first), frequency decay makes room.
+    max_scope_bytes bounds what one scope keeps of outputs, max_total_bytes what all scopes keep. For the total, idle
+    scopes are dropped, least recently used first. In a full scope, or if no scope is idle, frequency decay makes room.
 
     Raises ConfigError.
     """
@@ -157,7 +157,7 @@ class TrieDrafter(Drafter):
         self._max_total_bytes = max_total_bytes
         self._capacity = capacity
         self._requests: dict[str, _RequestState] = {}
-        self._scopes: dict[DraftScope, _SharedTrie] = {}  # the least recently used first
+        self._scopes: dict[DraftScope, _SharedTrie] = {}  # least recently used first
         self._shared_bytes = 0
         self._nothing = _SharedTrie().arrays
         self._slots = np.zeros(trie_growth.NUM_SLOTS, dtype=np.int32)
@@ -189,7 +189,7 @@ class TrieDrafter(Drafter):
         return trie
 
     def _make_room(self, num_rows: int) -> int:
-        """Drop idle scopes until so many rows more are in bounds; returns how many are."""
+        """Drops idle scopes until num_rows more rows are in bounds. Returns how many are."""
         free = self._max_total_bytes - self._shared_bytes
         if free < num_rows * ROW_BYTES:
             for scope in [scope for scope, trie in self._scopes.items() if trie.num_requests == 0]:
@@ -224,7 +224,7 @@ class TrieDrafter(Drafter):
         self._make_room(0)
 
     def _branches(self) -> _Branches:
-        return _Branches(self._branch_length + 1)  # behind the token that they begin with
+        return _Branches(self._branch_length + 1)  # with the token that they begin with
 
     def clear_scope(self, scope: DraftScope) -> None:
         trie = self._scopes.get(scope)
@@ -269,7 +269,7 @@ class TrieDrafter(Drafter):
 
 
 def compile_kernels() -> None:
-    """Compile everything that a drafter calls, or load it from Numba's cache on disk; repeating it does nothing."""
+    """Compiles everything that a drafter calls, or loads it from Numba's cache on disk. Repeating it does nothing."""
     drafter = TrieDrafter()
     drafter.start(DraftRequest("warm-up", [1, 2, 1, 2, 3], scope=DraftScope("", "")))
     drafter.accept("warm-up", [1])

@@ -1,4 +1,4 @@
-"""From matches to a draft tree: retrieval, weighing and best-first growth. Kernels of the trie drafter."""
+"""Kernels of the trie drafter that turn matches into a draft tree: retrieval, weighing and best-first growth."""
 
 # ruff: noqa: ANN001, ANN201, ANN202
 from __future__ import annotations
@@ -10,14 +10,14 @@ from batchserve.draft.trie_kernels import CHILD, COUNT, NEXT, PARENT, TOKEN, fin
 from batchserve.native.jit import njit
 
 MAX_MATCH = 8  # longest suffix that is looked up, at least the longest of ORDERS
-MAX_VISITS = 32  # occurrences of one suffix that are read from the request's own text, the latest
-MAX_CHILDREN = 4096  # next tokens of one draft node that are weighed, those of longer matches first
+MAX_VISITS = 32  # latest occurrences of one suffix that are read from the request's own text
+MAX_CHILDREN = 4096  # most next tokens of one draft node that are weighed, those of longer matches first
 NUM_SLOTS = 4 * MAX_CHILDREN
 MAX_ROOT_PLACES = NUM_ORDERS * MAX_VISITS + MAX_MATCH
-# Chosen on the replay sets at 64 and at 8 nodes; none is sensitive.
-ESCAPE = 3.0  # occurrences that a token unseen so far is worth, for each one seen, behind a match of one token
-LONG_MATCH = 8  # from this length on a longer match is not trusted more
-MIN_LEFT = 0.02  # of the probability: shorter matches would hardly add to it
+# Chosen on the replay sets at 64 and at 8 nodes. None of them is sensitive.
+ESCAPE = 3.0  # count given to unseen tokens for each distinct token seen, after a match of one token
+LONG_MATCH = 8  # a longer match is not trusted more
+MIN_LEFT = 0.02  # probability left below which shorter matches would hardly add to it
 MIN_PATH_PROB = 0.002  # a node that is less likely is not drafted
 
 HIERARCHICAL, PARALLEL, SINGLE = range(3)
@@ -25,7 +25,7 @@ HIERARCHICAL, PARALLEL, SINGLE = range(3)
 
 @njit(cache=True, nogil=True)
 def _subtree_size(nodes, root, at_most):  # type: ignore[no-untyped-def]
-    """Nodes below root, counted up to at_most."""
+    """Returns the number of nodes below root, counted up to at_most."""
     size, node = 0, nodes[root, CHILD]
     while node != 0 and size < at_most:
         size += 1
@@ -40,10 +40,10 @@ def _subtree_size(nodes, root, at_most):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _retrieve(own, limit, shared, depth, min_retrieved, places, matches):  # type: ignore[no-untyped-def]
-    """Multi-stage retrieval (section 4.3): the places where branches go on, longest match first; returns how many.
+    """Multi-stage retrieval (section 4.3): finds where branches continue, longest match first; returns how many places.
 
-    A place is the slot of a next token in the own text, or -1 - the row of a shared node. Shorter matches are added,
-    never put instead of longer ones, until the branches have min_retrieved tokens.
+    A place is the slot of a next token in the own text, or -1 - the row of a shared node. Shorter matches are added to
+    the longer ones, never put in their place, until the branches have min_retrieved tokens.
     """
     text, prev, head, meta = own
     nodes, buckets, header = shared
@@ -81,7 +81,7 @@ def _retrieve(own, limit, shared, depth, min_retrieved, places, matches):  # typ
 
 @njit(cache=True, nogil=True)
 def _tally(slots, tokens, weights, probs, count, token, weight):  # type: ignore[no-untyped-def]
-    """Add to a next token's weight; returns the number of different ones."""
+    """Adds `weight` to a next token's weight. Returns the number of distinct next tokens."""
     slot = hash_child(0, token) & (NUM_SLOTS - 1)
     while slots[slot] != 0 and tokens[slots[slot] - 1] != token:
         slot = (slot + 1) & (NUM_SLOTS - 1)
@@ -96,11 +96,11 @@ def _tally(slots, tokens, weights, probs, count, token, weight):  # type: ignore
 
 @njit(cache=True, nogil=True)
 def _weigh(text, nodes, places, matches, first, last, depth, own_weight, slots, children):  # type: ignore[no-untyped-def]
-    """Next tokens at places[first:last] and their probabilities, into children; returns how many.
+    """Writes the next tokens at places[first:last] and their probabilities to children; returns how many.
 
-    The places behind matches of one length pool their frequencies, those of the own text times own_weight. The longest
-    match speaks first; what it leaves to tokens that it has not seen goes to the next (PPM's escape, Cleary and
-    Witten 1984). slots is zero before and after.
+    The places after matches of one length pool their frequencies; those of the own text count own_weight times. The
+    longest match comes first, and the probability that it leaves to tokens it has not seen goes to the next one (PPM's
+    escape, Cleary and Witten 1984). slots is zero before and after.
     """
     tokens, weights, probs = children
     count, at, left = 0, first, 1.0
@@ -120,7 +120,7 @@ def _weigh(text, nodes, places, matches, first, last, depth, own_weight, slots, 
                 node = nodes[node, NEXT]
             seen += below
             if nodes[-1 - place, PARENT] != 0:
-                # It was passed more often than its children: what came then is pruned, and must not look impossible.
+                # Counts that its children lack belong to pruned tokens, which must not look impossible.
                 pruned += max(0, nodes[-1 - place, COUNT] - below)
         total, kinds = 0.0, 0
         for child in range(count):
@@ -133,7 +133,7 @@ def _weigh(text, nodes, places, matches, first, last, depth, own_weight, slots, 
             probs[child] += trust * weights[child] / total
             weights[child] = 0.0
         left -= trust
-    for child in range(count - 1, -1, -1):  # newest first, so that no token is cut off from its slot
+    for child in range(count - 1, -1, -1):  # newest first, so linear probing still finds every token
         slot = hash_child(0, tokens[child]) & (NUM_SLOTS - 1)
         while slots[slot] != child + 1:
             slot = (slot + 1) & (NUM_SLOTS - 1)
@@ -143,7 +143,7 @@ def _weigh(text, nodes, places, matches, first, last, depth, own_weight, slots, 
 
 @njit(cache=True, nogil=True)
 def _push(heap, size, prob, token, parent):  # type: ignore[no-untyped-def]
-    """Into a heap with the likeliest candidate first; returns its new size."""
+    """Pushes a candidate onto a heap whose likeliest is first; returns the heap's new size."""
     probs, tokens, parents = heap
     at = size
     while at > 0 and probs[(at - 1) >> 1] < prob:
@@ -156,7 +156,7 @@ def _push(heap, size, prob, token, parent):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _drop_first(heap, size):  # type: ignore[no-untyped-def]
-    """Remove the likeliest candidate; returns the heap's new size."""
+    """Removes the likeliest candidate; returns the heap's new size."""
     probs, tokens, parents = heap
     size -= 1
     prob, token, parent, at = probs[size], tokens[size], parents[size], 0
@@ -189,7 +189,7 @@ def _push_children(heap, size, children, count, node, path_prob, is_best_only): 
 
 @njit(cache=True, nogil=True)
 def _follow(text, limit, shared, places, matches, first, last, token, end):  # type: ignore[no-untyped-def]
-    """Write where the places [first, last) go on behind `token` to places[end:]; returns the new end."""
+    """Writes where places[first:last] continue after `token` to places[end:]; returns the new end."""
     nodes, buckets, header = shared
     for i in range(first, last):
         place = places[i]
@@ -209,7 +209,7 @@ def _follow(text, limit, shared, places, matches, first, last, token, end):  # t
 
 @njit(cache=True, nogil=True)
 def _write_depth_first(grown, count, out):  # type: ignore[no-untyped-def]
-    """Nodes in the order of growth (parents first, likelier siblings first), rewritten in depth-first order."""
+    """Writes nodes that are in order of growth (parents first, likelier siblings first) in depth-first order."""
     tokens, parents, probs = grown
     first_child, last_child = np.full(count + 1, -1, np.int32), np.full(count + 1, -1, np.int32)
     next_sibling, place = np.full(count, -1, np.int32), np.empty(count + 1, np.int32)
@@ -237,21 +237,21 @@ def _write_depth_first(grown, count, out):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def grow_draft(own, limit, shared, max_tokens, max_depth, min_retrieved, own_weight, mode, slots, out):  # type: ignore[no-untyped-def]
-    """Draft one request: grow a tree from what is retrieved, always by the likeliest path; returns its nodes.
+    """Drafts one request: grows a tree from what is retrieved, always along the likeliest path; returns its size.
 
-    own: (text, prev, head, meta) of a TextIndex that has never wrapped, read before slot `limit`; shared: (nodes,
-    buckets, header); mode: HIERARCHICAL merges branches by prefix, PARALLEL keeps the best chain behind every first
-    token, SINGLE the best chain. slots: int32 [NUM_SLOTS], zero; out: (token ids, parents, path probabilities), of
-    int32, int32 and float64 [max_tokens] at least, in depth-first order.
+    own: (text, prev, head, meta) of a TextIndex that has never wrapped, read before slot `limit`. shared: (nodes,
+    buckets, header). mode: HIERARCHICAL merges branches by prefix, PARALLEL keeps the best chain after every first
+    token, SINGLE keeps the best chain. slots: int32 [NUM_SLOTS], zero. out: (token ids, parents, path probabilities),
+    int32, int32 and float64 [at least max_tokens], in depth-first order.
     """
     text, nodes = own[0], shared[0]
-    # A place of the own text is followed by one at most, and a shared one by one a node.
+    # A root place in the own text leads to at most one place per depth, and a shared one to at most one per node.
     places = np.empty((max_depth + 1) * MAX_ROOT_PLACES + max_tokens * MAX_MATCH, np.int32)
     matches = np.empty(places.shape[0], np.int32)
     num_roots = _retrieve(own, limit, shared, max_depth, min_retrieved, places, matches)
     if num_roots == 0:
         return 0
-    # The candidates at one depth exclude each other, so no more than 1 / MIN_PATH_PROB of them are likely enough.
+    # Candidates at one depth exclude each other, so at most 1 / MIN_PATH_PROB of them are likely enough.
     most = int(max_depth / MIN_PATH_PROB) + 1
     heap = (np.empty(most, np.float64), np.empty(most, np.int32), np.empty(most, np.int32))
     children = (

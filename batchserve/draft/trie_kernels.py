@@ -1,9 +1,9 @@
-"""A trie of branches over flat arrays: insertion, and pruning a little at a time. Kernels of the trie drafter.
+"""Kernels of the trie drafter: a trie of branches over flat arrays, with insertion and incremental pruning.
 
-A trie is three arrays: int32 nodes [rows, 8], int32 buckets [rows] and int32 header [6]; row 0 is the root. A child is
-found by (parent, token) in a hash table with chains that has as many buckets as rows were ever used, and grows by one
-at a time (linear hashing), so that no step has to rebuild it. Siblings are a doubly linked list. The children of the
-root, the tops, stand for one tree each: all branches that begin with one token, as in Lookahead's own implementation.
+A trie is three arrays: int32 nodes [rows, 8], int32 buckets [rows] and int32 header [6]. Row 0 is the root. A child is
+found by (parent, token) in a chained hash table that has as many buckets as rows were ever used. It grows by one bucket
+at a time (linear hashing), so no step has to rebuild it. Siblings form a doubly linked list. The root's children, the
+tops, each stand for one tree: all branches that begin with one token, as in Lookahead's own implementation.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -13,18 +13,18 @@ import numpy as np
 
 from batchserve.native.jit import njit
 
-# Columns of a node. Tops are not counted and have no birth: there stand the nodes below and the tree's clock hand.
+# Columns of a node. Tops have no count and no birth; these columns hold their tree's size and clock hand instead.
 TOKEN, COUNT, PARENT, CHILD, NEXT, PREV, LINK, BIRTH = range(8)
 SIZE, HAND = COUNT, BIRTH
 NODE_WIDTH = 8
 FREED, NEVER = -1, -(1 << 31)  # the parent and the birth of a free row
 MOST_COUNT = (1 << 31) - 1
-# Fields of a header: rows that were ever used, the first free one, the table's mask, nodes, the tree to sweep next, and
-# the last birth, which counts down, and from the lowest up to -1 again: so it is never taken for a token.
+# Fields of a header: rows ever used, the first free row, the table's mask, the number of nodes, the tree to sweep next,
+# and the last birth. Births count down to the lowest and start at -1 again, so none is mistaken for a token.
 USED, FREE, MASK, NUM_NODES, SWEPT, LAST_BIRTH = range(6)
 EMPTY_HEADER = (1, 0, 1, 0, 0, 0)
 
-# Nodes that making room for one more may look at. Every look halves a count, so a sweep that is stuck comes loose.
+# Most nodes to visit when making room for one more. Every visit halves a count, so later sweeps will succeed.
 TREE_VISITS = 64
 SCOPE_VISITS = 256
 
@@ -38,7 +38,7 @@ def hash_child(parent, token):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _bucket(header, parent, token):  # type: ignore[no-untyped-def]
-    """Where linear hashing puts it: buckets that are not there yet are still part of those half the table before."""
+    """Returns a child's bucket by linear hashing: an unused bucket is still part of the bucket half a table earlier."""
     mixed, mask = hash_child(parent, token), header[MASK]
     bucket = mixed & mask
     return bucket if bucket < header[USED] else bucket & (mask >> 1)
@@ -46,7 +46,7 @@ def _bucket(header, parent, token):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def find_child(nodes, buckets, header, parent, token):  # type: ignore[no-untyped-def]
-    """The row of this child, or 0."""
+    """Returns the row of this child, or 0 if there is none."""
     node = buckets[_bucket(header, parent, token)]
     while node != 0 and (nodes[node, PARENT] != parent or nodes[node, TOKEN] != token):
         node = nodes[node, LINK]
@@ -55,7 +55,7 @@ def find_child(nodes, buckets, header, parent, token):  # type: ignore[no-untype
 
 @njit(cache=True, nogil=True)
 def _take_row(nodes, buckets, header):  # type: ignore[no-untyped-def]
-    """A free row; one that was never used brings a bucket, to which half of an older one moves."""
+    """Returns a free row. A row that was never used adds a bucket, which takes over half of an older one."""
     if header[FREE] != 0:
         row = header[FREE]
         header[FREE] = nodes[row, NEXT]
@@ -76,7 +76,7 @@ def _take_row(nodes, buckets, header):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _remove(nodes, buckets, header, top, node):  # type: ignore[no-untyped-def]
-    """Free a node without children."""
+    """Frees a node without children."""
     parent, before, after = nodes[node, PARENT], nodes[node, PREV], nodes[node, NEXT]
     if before != 0:
         nodes[before, NEXT] = after
@@ -108,13 +108,13 @@ def _first_leaf(nodes, node):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _stamp(nodes, row):  # type: ignore[no-untyped-def]
-    """What tells a node from an earlier or later one in the same row."""
+    """Returns a value that distinguishes a node from earlier and later ones in the same row."""
     return nodes[row, TOKEN] if nodes[row, PARENT] == 0 else nodes[row, BIRTH]
 
 
 @njit(cache=True, nogil=True)
 def _is_open(cursors, row):  # type: ignore[no-untyped-def]
-    """Whether a window stands there: the insertion under way will go on from it."""
+    """True if an open window has reached this row: the current insertion will continue from it."""
     for window in range(cursors.shape[0]):  # noqa: SIM110 - any() of a generator does not compile
         if cursors[window, 0] == row:
             return True
@@ -123,10 +123,10 @@ def _is_open(cursors, row):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _sweep(nodes, buckets, header, top, cursors, visits):  # type: ignore[no-untyped-def]
-    """Move a tree's clock hand on until a leaf is freed or the round ends; returns the visits that it took.
+    """Moves a tree's clock hand until a leaf is freed or the round ends; returns the number of visits.
 
-    The hand goes round in post-order. It halves the count of every node that it passes, and frees a leaf that is down
-    to one and not open: decay by frequency (section 4.2), but a few nodes at a time. A round ends with the hand at 0.
+    The hand moves in post-order. It halves the count of every node that it passes, and frees a leaf that is down to one
+    and not open. This is decay by frequency (section 4.2), a few nodes at a time. A round ends with the hand at 0.
     """
     node = nodes[top, HAND]
     if node == 0:
@@ -149,7 +149,7 @@ def _sweep(nodes, buckets, header, top, cursors, visits):  # type: ignore[no-unt
 
 @njit(cache=True, nogil=True)
 def _has_room(nodes, buckets, header, top, cursors, capacity, max_rows):  # type: ignore[no-untyped-def]
-    """Sweep until the tree (top 0: a new one) may have one more node and the trie one more row; False: in vain."""
+    """Sweeps until the tree (top 0: a new one) has room for a node and the trie for a row. False if that fails."""
     visits = TREE_VISITS
     while top != 0 and nodes[top, SIZE] >= capacity:
         if visits <= 0:
@@ -157,7 +157,7 @@ def _has_room(nodes, buckets, header, top, cursors, capacity, max_rows):  # type
         visits -= 1 + _sweep(nodes, buckets, header, top, cursors, visits)
     visits = SCOPE_VISITS
     while header[FREE] == 0 and header[USED] >= max_rows:
-        # A tree is swept for a whole round before the next one, so that all lose in proportion.
+        # A tree is swept for a whole round before the next one, so that all shrink in proportion.
         swept = header[SWEPT] if header[SWEPT] != 0 else nodes[0, CHILD]
         if visits <= 0 or swept == 0:
             return False
@@ -171,7 +171,7 @@ def _has_room(nodes, buckets, header, top, cursors, capacity, max_rows):  # type
 
 @njit(cache=True, nogil=True)
 def _add(nodes, buckets, header, top, parent, token, cursors, capacity, max_rows):  # type: ignore[no-untyped-def]
-    """A new child, the first of its siblings, with a count of one; 0 if there is no room."""
+    """Adds a child with a count of one, as the first of its siblings. Returns its row, or 0 if there is no room."""
     if not _has_room(nodes, buckets, header, top, cursors, capacity, max_rows):
         return 0
     node = _take_row(nodes, buckets, header)
@@ -195,11 +195,11 @@ def _add(nodes, buckets, header, top, parent, token, cursors, capacity, max_rows
 
 @njit(cache=True, nogil=True)
 def insert_branches(nodes, buckets, header, cursors, num_before, token_ids, capacity, max_rows):  # type: ignore[no-untyped-def]
-    """Insert every window of up to `depth` tokens that ends in token_ids (int32), the next ones of one text.
+    """Inserts every window of up to `depth` tokens that ends in token_ids (int32), the next tokens of one text.
 
-    cursors int32 [depth, 3], zero at first: where the windows of the text stand that are still open; that which began
-    with token i at i % depth, as (row, stamp, top). A window that is cut off by pruning is given up. num_before:
-    earlier tokens of the text; capacity: the most nodes of one tree; max_rows: of all.
+    cursors int32 [depth, 3], zero at first: the rows that the text's open windows have reached. The window that began
+    with token i is at i % depth, as (row, stamp, top). A window that pruning cuts off is given up. num_before: the
+    number of earlier tokens of the text. capacity: the most nodes of one tree. max_rows: the most rows of all trees.
     """
     depth = cursors.shape[0]
     for window in range(depth):
@@ -210,7 +210,7 @@ def insert_branches(nodes, buckets, header, cursors, num_before, token_ids, capa
         token, newest = token_ids[i], (num_before + i) % depth
         for window in range(depth):
             node, top = cursors[window, 0], cursors[window, 2]
-            if node == 0 or window == newest:  # what stands there is complete
+            if node == 0 or window == newest:  # the newest window takes the place of a complete one
                 continue
             child = find_child(nodes, buckets, header, node, token)
             if child != 0:

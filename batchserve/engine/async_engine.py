@@ -1,4 +1,4 @@
-"""The asyncio side of the engine: streams in front; behind them its loop, in a thread or in a process of its own."""
+"""The asyncio side of the engine. The engine loop runs in a thread or in a separate process."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
     from batchserve.startup.build import BuiltEngine
 
 _T = TypeVar("_T")
-INLINE_SIZE = 4096  # characters, or token ids: shorter prompts are looked at on the loop, a thread would take longer
+INLINE_SIZE = 4096  # characters or token ids; shorter prompts are processed on the loop, a thread would take longer
 
 
 class AsyncEngine:
-    """One engine behind the running asyncio loop. All methods are called on that loop; on others requests are refused
-    with RuntimeError.
+    """An engine that belongs to the running asyncio loop. Call all methods on that loop; requests on another loop raise
+    RuntimeError.
     """
 
     def __init__(self, engine: BuiltEngine | EngineProcess, config: EngineConfig) -> None:
-        """A built engine gets a thread beside the loop."""
+        """A built engine runs in a thread next to the loop."""
         self._back: Back
         if isinstance(engine, EngineProcess):
             self._back = engine
@@ -62,9 +62,9 @@ class AsyncEngine:
         self._places = config.max_num_seqs, config.max_waiting
         self._tickets = itertools.count()
         self._streams: dict[int, Stream] = {}  # by ticket
-        self._ids: dict[str, int] = {}  # the tickets of request ids
-        self._asked: dict[int, asyncio.Future[None]] = {}  # by ticket; answered by Done
-        self._closed: BatchserveError | None = None  # raised with a fresh traceback each time: it is shared
+        self._ids: dict[str, int] = {}  # request id to ticket
+        self._asked: dict[int, asyncio.Future[None]] = {}  # by ticket; resolved by Done
+        self._closed: BatchserveError | None = None  # shared, so each raise gets a fresh traceback
         self._is_empty = asyncio.Event()
         self._is_empty.set()
         self._has_failed = asyncio.Event()
@@ -74,12 +74,12 @@ class AsyncEngine:
     async def start(
         cls, config: EngineConfig, on_progress: Callable[[str], None] | None = None, *, own_process: bool = False
     ) -> AsyncEngine:
-        """Load and warm the model in a thread; raises ConfigError, UnsupportedModelError.
+        """Loads and warms up the model in a thread. Raises ConfigError, UnsupportedModelError.
 
-        own_process: the engine gets one, and does not share the interpreter with this loop (docs/performance.md).
-        The drafter may still be compiling then (unless `wait_for_drafter`): requests go without drafts meanwhile.
+        own_process: runs the engine in its own process, with a separate interpreter (docs/performance.md).
+        On return the drafter may still be compiling (unless `wait_for_drafter`). Until it is done there are no drafts.
         """
-        if config.has_hub_model:  # before anything heavy is imported, and once for all processes
+        if config.has_hub_model:  # before heavy imports, and once for all processes
             from batchserve.runner.hub import with_local_model
 
             config = await asyncio.to_thread(with_local_model, config)
@@ -104,7 +104,7 @@ class AsyncEngine:
         return len(self._streams)
 
     def has_request(self, request_id: str) -> bool:
-        """Whether a request of that id is in flight."""
+        """True if a request with this id is in flight."""
         return request_id in self._ids
 
     def stream(
@@ -119,9 +119,9 @@ class AsyncEngine:
         priority: int = 0,
         backlog: Backlog | None = None,
     ) -> AsyncGenerator[Started | Delta, None]:
-        """One Started, then Deltas; the last has finish_reason, usage and timing set. `deadline_s` is from now. Of
-        two requests the one of higher `priority` (-1000..1000) comes first. `backlog` counts what has not been taken.
+        """Yields one Started, then Deltas. The last Delta has finish_reason, usage and timing set.
 
+        deadline_s: from now. priority: -1000..1000, higher comes first. backlog: counts Deltas that are not taken yet.
         Raises a BatchserveError at any point. Closing the generator (aclose(), or cancelling the task that iterates
         it) aborts the request within one step; use contextlib.aclosing.
         """
@@ -139,14 +139,14 @@ class AsyncEngine:
         backlog: Backlog | None = None,
         is_whole: bool = False,
     ) -> AsyncGenerator[Started | Delta, None]:
-        """stream(); is_whole: one Delta that holds everything, so that a step need not wake anybody."""
+        """Implements stream(). is_whole: one Delta with everything, so that no step has to wake the client's task."""
         arrival_s = time.monotonic()
         if not isinstance(request_id, str):
             raise InvalidRequestError("INVALID_REQUEST_ID", "request_id", request_id, "a string")
         deadline_s = _seconds(deadline_s)
         request_id = request_id or uuid.uuid4().hex
         self._check_door(request_id, model)
-        stream = self._open(request_id)  # before the first await: no one else gets this id
+        stream = self._open(request_id)  # before the first await, so that no other request gets this id
         try:
             if deadline_s is not None and deadline_s <= 0:
                 raise DeadlineExceededError("deadline passed before the request was queued")
@@ -156,7 +156,7 @@ class AsyncEngine:
             references = speculation.references if isinstance(speculation, SpeculationParams) else ()
             request = await _beside_loop(
                 sum(map(len, references)),
-                self._processor.make_request,
+                self._processor.new_request,
                 request_id,
                 token_ids,
                 SamplingParams() if params is None else params,
@@ -164,10 +164,11 @@ class AsyncEngine:
                 arrival_s,
                 deadline_s,
                 priority,
+                is_whole,
             )
             if self._closed is not None:
                 raise self._closed.with_traceback(None)
-            stream.is_handed_over, stream.backlog, request.is_whole = True, backlog, is_whole
+            stream.is_handed_over, stream.backlog = True, backlog
             self._back.send(Add(stream.ticket, request))
             yield Started(request_id, len(token_ids), list(token_ids))
             while True:
@@ -193,7 +194,7 @@ class AsyncEngine:
         deadline_s: float | None = None,
         priority: int = 0,
     ) -> RequestOutput:
-        """The same, whole. Cancelling the awaiting task aborts the request."""
+        """Like stream(), but returns the complete output. Cancelling the awaiting task aborts the request."""
         given = (prompt, params, request_id, model, speculation, deadline_s, priority)
         async with aclosing(self._events(*given, is_whole=True)) as events:
             collector = OutputCollector([])
@@ -205,9 +206,9 @@ class AsyncEngine:
         return collector.output()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse requests with UnavailableError, those that are still being tokenised, too, and wait for the others.
+        """Refuses requests with UnavailableError, also those still being tokenised. Waits for the others to end.
 
-        Returns whether all ended in time.
+        Returns True if all ended in time.
         """
         self._maker.check()
         self._closed = self._closed or UnavailableError("the server is draining: it takes no new requests")
@@ -217,36 +218,36 @@ class AsyncEngine:
         return self._is_empty.is_set()
 
     async def wait_failed(self) -> None:
-        """Returns once the engine has failed for good: from then on it refuses everything with EngineFaultError."""
+        """Waits until the engine has failed for good. From then on it refuses everything with EngineFaultError."""
         self._maker.check()
         await self._has_failed.wait()
 
     async def clear_draft_scope(self, draft_scope: str = "") -> None:
-        """Forget what the requests of a draft scope have shared; empty is the default scope. Returns once it is done.
+        """Clears what the requests of a draft scope have shared ("": the default scope). Returns once it is done.
 
-        Requests in flight keep drafts from their own text. Raises InvalidRequestError, and what a new request would.
+        Requests in flight keep drafts from their own text. Raises InvalidRequestError and what new requests raise.
         """
         self._check_loop()
         scope = self._processor.resolve_scope(SpeculationParams(draft_scope=draft_scope).draft_scope)
         if self._closed is not None:
             raise self._closed.with_traceback(None)
-        if scope is None:  # shares nothing
+        if scope is None:  # a private scope shares nothing
             return
         await self._ask(lambda ticket: ClearScope(ticket, scope))
 
     def share_nothing_unless_chosen(self) -> None:
-        """From now on requests that name no draft scope share nothing, unless the configuration names one for them."""
+        """Makes requests without a draft scope share nothing from now on, unless the configuration names a scope."""
         self._processor = self._processor.sharing_nothing_unless_chosen()
 
     async def ping(self) -> None:
-        """Returns once the engine takes a message, which it does between steps. Raises what a new request would."""
+        """Waits until the engine takes a message, which it does between steps. Raises what new requests raise."""
         self._check_loop()
         if self._closed is not None:
             raise self._closed.with_traceback(None)
         await self._ask(Ping)
 
     async def _ask(self, message_with: Callable[[int], Message]) -> None:
-        """Returns when the engine has done what it is asked."""
+        """Sends a message and waits until the engine has handled it."""
         ticket, done = next(self._tickets), self._loop.create_future()
         self._asked[ticket] = done
         self._back.send(message_with(ticket))
@@ -256,9 +257,9 @@ class AsyncEngine:
             self._asked.pop(ticket, None)
 
     async def shutdown(self) -> None:
-        """End every request in flight with UnavailableError and wait for the engine's end; it saves the draft cache.
+        """Ends every request in flight with UnavailableError. Waits for the engine to save the draft cache and end.
 
-        Harmless when repeated.
+        Repeated calls are harmless.
         """
         self._maker.check()
         self._closed = UnavailableError("the server is shutting down")
@@ -269,12 +270,12 @@ class AsyncEngine:
         self._end_asked(self._closed)
 
     def kill(self) -> None:
-        """Do not wait for an engine any longer that is in a process of its own: its draft cache is not saved."""
+        """Kills an engine that runs in its own process. Its draft cache is not saved."""
         self._maker.check()
         self._back.kill()
 
     def _check_loop(self) -> None:
-        """On another loop, or in a forked process, nobody would ever be told of an answer."""
+        """Raises an error on another loop or in a forked process, where no answer would ever arrive."""
         self._maker.check()
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("an AsyncEngine belongs to the asyncio loop that it was started on")
@@ -303,18 +304,18 @@ class AsyncEngine:
             self._is_empty.set()
 
     def _forget(self, stream: Stream) -> None:
-        """Give the id back; abort the request if it has not ended."""
+        """Releases the request id. Aborts the request if it has not ended."""
         if stream.ticket in self._streams:
             self._close(stream)
             if stream.is_handed_over:
                 self._back.send(Abort(stream.ticket))
 
     def _on_reply(self, reply: Reply) -> None:
-        """In a thread of the engine's."""
+        """Called in a thread of the engine."""
         self._loop.call_soon_threadsafe(self._take, reply)
 
     def _take(self, reply: Reply) -> None:
-        """On the loop."""
+        """Handles a reply, on the loop."""
         if isinstance(reply, Events):
             self._dispatch(reply)
         elif isinstance(reply, Done):
@@ -325,10 +326,10 @@ class AsyncEngine:
             self._end_streams(reply.error, reply.is_consistent)
 
     def _dispatch(self, reply: Events) -> None:
-        """Hand events to their streams; a terminal one frees the id at once."""
+        """Hands events to their streams. A request's last event releases its id at once."""
         for ticket, event in reply.events:
             stream = self._streams.get(ticket)
-            if stream is None:  # gone since
+            if stream is None:  # closed in the meantime
                 continue
             stream.events.put_nowait(event)
             if not isinstance(event, Delta) or event.finish_reason is not None:
@@ -337,7 +338,7 @@ class AsyncEngine:
                 stream.backlog.grow()
 
     def _end_streams(self, error: EngineFaultError, is_consistent: bool) -> None:
-        """End every request that has been handed over, whether the core had taken it yet or not."""
+        """Ends every request that was handed over, whether or not the core has taken it."""
         for stream in self._streams.values():
             if stream.is_handed_over:
                 stream.events.put_nowait(error)
@@ -353,7 +354,7 @@ class AsyncEngine:
 
 
 def _build(config: EngineConfig, on_progress: Callable[[str], None] | None) -> BuiltEngine:
-    """Imported here, in a thread: that takes seconds, and a front whose engine is elsewhere needs none of it."""
+    """Builds an engine. Imported here, in a thread: the import takes seconds, and an EngineProcess does not need it."""
     from batchserve.startup.build import build_engine
 
     adopt_library_loggers()
@@ -361,14 +362,14 @@ def _build(config: EngineConfig, on_progress: Callable[[str], None] | None) -> B
 
 
 def _kill(made: asyncio.Future[BuiltEngine | EngineProcess]) -> None:
-    """End a process that nobody waits for any more."""
+    """Kills an engine process whose start was cancelled."""
     engine = None if made.cancelled() or made.exception() is not None else made.result()
     if isinstance(engine, EngineProcess):
         engine.kill()
 
 
 def _seconds(deadline_s: object) -> float | None:
-    """A deadline as a float, which may be infinite. Raises InvalidRequestError for what is no number, or too large."""
+    """Converts a deadline to a float, possibly infinite. Raises InvalidRequestError if it is no number or too large."""
     if deadline_s is None:
         return None
     with suppress(OverflowError):
@@ -379,14 +380,14 @@ def _seconds(deadline_s: object) -> float | None:
 
 
 def _size(prompt: object) -> int:
-    """How much of a prompt there is to look at."""
-    with suppress(TypeError):  # NumPy's single numbers are Sized, too
+    """Returns the length of a prompt in characters or token ids; 0 if it has no length."""
+    with suppress(TypeError):  # NumPy scalars are Sized, too
         return len(prompt) if isinstance(prompt, Sized) else 0
     return 0
 
 
 async def _beside_loop(size: int, call: Callable[..., _T], *arguments: object) -> _T:
-    """What the call returns; in a thread where there is so much to look at that the loop would wait for it."""
+    """Returns the call's result. Calls in a thread if the input is so large that the call would block the loop."""
     if size > INLINE_SIZE:
         return await asyncio.to_thread(call, *arguments)
     return call(*arguments)

@@ -1,4 +1,4 @@
-"""The contract between the asyncio side of an engine and what runs its loop."""
+"""The interface between AsyncEngine and the thread or process that runs the engine loop."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Back(Protocol):
     def metrics(self) -> MetricsSource: ...
 
     def start(self, on_reply: Callable[[Reply], None]) -> None:
-        """From now on replies come, in a thread of its own."""
+        """Starts to pass replies to on_reply, in a separate thread."""
 
     def send(self, message: Message) -> None:
-        """Messages are taken in their order."""
+        """Sends a message. Messages are handled in order."""
 
     def join(self) -> None:
-        """Wait until it has ended; it has been sent End."""
+        """Waits until the engine has ended. End must have been sent."""
 
     def kill(self) -> None:
-        """End it now, whatever it is doing, if that can be done."""
+        """Ends the engine now, whatever it is doing, if possible."""

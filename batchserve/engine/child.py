@@ -1,7 +1,7 @@
-"""The process that engine/engine_process.py starts: builds an engine and runs its loop, until the pipe says otherwise.
+"""The process that engine/engine_process.py starts. It builds an engine and runs its loop until End or a closed pipe.
 
-Its arguments are the pipe's number, and from which level on and in which format the front logs. Signals are the
-front's: whoever stops a server may send them to all of its processes.
+Its arguments are the pipe's file descriptor, and the front end's log level and log format. It ignores signals, which
+are for the front end: a server may be stopped by signals to all of its processes.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
     from batchserve.config import EngineConfig
     from batchserve.engine.engine_loop import EngineLoop
 
-ORPHAN_TIMEOUT_S = 30.0  # a last step, and saving a draft cache, have to fit into it
+ORPHAN_TIMEOUT_S = 30.0  # must cover a last step and saving a draft cache
 logger = logging.getLogger(__name__)
 
 
 class Pipe:
-    """Any thread may write."""
+    """The pipe to the front end. Any thread may send."""
 
     def __init__(self, connection: Connection[Any, Any]) -> None:
         self._connection = connection
         self._sending = threading.Lock()
 
     def send(self, what: object) -> None:
-        """To nobody where the front has gone: whoever receives sees that, and ends the engine."""
+        """Sends an object. Does nothing if the front end is gone: the reader thread sees that and ends the engine."""
         with suppress(OSError), self._sending:
             self._connection.send(what)
 
     def receive(self) -> Any:
-        """None where the front has gone."""
+        """Returns the next object; None if the front end is gone."""
         try:
             return self._connection.recv()
         except (EOFError, OSError):
@@ -54,9 +54,9 @@ class Pipe:
 
 
 def main() -> None:
-    """Run one engine."""
+    """Runs one engine."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)  # not SIG_IGN, which whatever is started from here would inherit
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which child processes would inherit
     configure_logging(int(sys.argv[2]), sys.argv[3])
     apply_thread_policy()
     descriptor = int(sys.argv[1])
@@ -67,7 +67,7 @@ def main() -> None:
         return
     built: Future[EngineLoop] = Future()
     reader = threading.Thread(target=_read, args=(pipe, built), name="batchserve-messages", daemon=True)
-    reader.start()  # at once: the front may go while the model is being loaded
+    reader.start()  # now, because the front end may end while the model is being loaded
     try:
         with memory_errors_named(f"to serve {config.model!r}"):
             loop = _build(config, pipe)
@@ -77,14 +77,14 @@ def main() -> None:
         pipe.send(NotBuilt(_portable(error)))
         return
     built.set_result(loop)
-    # What is there now stays; to look through all of it again would hold up a step.
+    # The present objects stay alive. If the garbage collector visited them all again, it would delay a step.
     gc.collect()
     gc.freeze()
     try:
         loop.run()
-        _answer(pipe, loop)  # what the end came to, which nobody may have asked for in time
+        _answer(pipe, loop)  # the final metrics, which the front end may not have asked for in time
     finally:
-        gc.unfreeze()  # what is never collected extension modules call a leak, on standard error
+        gc.unfreeze()  # extension modules report frozen objects as leaks on standard error
 
 
 def _build(config: EngineConfig, pipe: Pipe) -> EngineLoop:
@@ -104,17 +104,17 @@ def _read(pipe: Pipe, built: Future[EngineLoop]) -> None:
                 _answer(pipe, built.result())
             else:
                 built.result().inbox.put(message)
-    except Exception:  # nobody would hear of requests any more, nor of the end
+    except Exception:  # without this thread neither requests nor End arrive
         logger.exception("the front is not understood")
         os._exit(1)
-    if built.done():  # the front has gone: what the drafter shares is saved all the same
+    if built.done():  # the front end is gone; the draft cache is still saved
         built.result().inbox.put(End())
         time.sleep(ORPHAN_TIMEOUT_S)
     os._exit(1)
 
 
 def _answer(pipe: Pipe, loop: EngineLoop) -> None:
-    """Figures, in the midst of a step; without an answer the front has those that it was told last."""
+    """Sends the metrics, even during a step. Without an answer the front end uses the last reading."""
     try:
         reading = loop.metrics.reading()
     except Exception:
@@ -124,7 +124,7 @@ def _answer(pipe: Pipe, loop: EngineLoop) -> None:
 
 
 def _portable(error: Exception) -> Exception:
-    """One that the front can raise, too."""
+    """Returns the error if it can be pickled, else a RuntimeError with its text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,4 +1,4 @@
-"""Tokens to text, piece by piece, and the search for stop strings. Runs in the publish half of a step."""
+"""Incremental detokenization and the search for stop strings. Runs in the publish half of a step."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_PENDING = 16  # tokens without text that are decoded again with every new one
-# So many of the last tokens tell whether the text's last character is complete. One of them begins with a character,
-# which has four bytes at most: some tokenizers make nothing of bytes behind a torn one.
+# Numbers of last tokens that show whether the text's last character is complete. A character has at most four bytes, so
+# one of the tails starts with a character. Some tokenizers give no text for bytes after an incomplete character.
 TAILS = (8, 7, 6, 5)
-# So many of a prompt's last tokens are decoded along; more where those have no text or begin within a character.
+# Numbers of last prompt tokens to decode with the answer: more if these have no text or start within a character.
 PROMPT_TAILS = (*range(4, 13), 24, 64)
-MOST_TORN = 3  # tokens that an incomplete character can be
+MOST_TORN = 3  # the most tokens of an incomplete character
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer that is needed here."""
+    """The part of a tokenizer's interface that is needed here."""
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = ..., **options: Any) -> Any: ...
 
 
 def decoder_of(tokenizer: PreTrainedTokenizerBase | None) -> Decoder | None:
-    """What decodes like the tokenizer: its compiled part, where the Python around that would change nothing.
+    """Returns a decoder for the tokenizer: its compiled part, if the Python code around it would change nothing.
 
-    It is asked twice for every piece of text, and the way through Python takes four times as long. Nobody cleans up
-    spaces: what a client was sent cannot be joined with what comes.
+    It is called twice for every piece of text, and the Python code takes four times as long. It never cleans up spaces,
+    because text that a client already has cannot be changed by later text.
     """
     if tokenizer is None:
         return None
@@ -46,7 +46,7 @@ def decoder_of(tokenizer: PreTrainedTokenizerBase | None) -> Decoder | None:
 
 
 class TokenTexts(dict[int, str]):
-    """The text of each token by itself, filled as they come; of a torn character it is REPLACEMENT."""
+    """A cache of the text of each single token. A part of a character has the text REPLACEMENT."""
 
     def __init__(self, decoder: Decoder, skip_special_tokens: bool) -> None:
         super().__init__()
@@ -58,13 +58,13 @@ class TokenTexts(dict[int, str]):
 
 
 def token_texts(decoder: Decoder | None, *, skip_special_tokens: bool) -> TokenTexts | None:
-    """Where tokens are just bytes, as in GPT-2. Elsewhere a token's text may depend on those before it: None."""
+    """Returns the texts of byte-level tokens, as in GPT-2. None otherwise: a text may depend on earlier tokens."""
     is_bytes = isinstance(decoder, Tokenizer) and isinstance(decoder.decoder, ByteLevel)
     return TokenTexts(decoder, skip_special_tokens) if decoder and is_bytes else None
 
 
 def special_texts(decoder: Decoder | None) -> dict[int, str]:
-    """The text of each special token, which a decoder that skips them leaves out."""
+    """Returns the text of each special token. A decoder that skips special tokens leaves these texts out."""
     tokenizer = decoder.tokenizer if isinstance(decoder, _Uncleaned) else decoder
     if isinstance(tokenizer, Tokenizer):
         known: Mapping[int, Any] = tokenizer.get_added_tokens_decoder()
@@ -75,7 +75,7 @@ def special_texts(decoder: Decoder | None) -> dict[int, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Uncleaned:
-    """A tokenizer that would clean up spaces, without that."""
+    """Decodes like a tokenizer that cleans up spaces, but without the clean-up."""
 
     tokenizer: PreTrainedTokenizerBase
 
@@ -85,7 +85,7 @@ class _Uncleaned:
 
 
 class TextPiece(NamedTuple):
-    """What a step added: text that may be shown, the tokens it counts for, and whether a stop string ended it."""
+    """The output of a step: text that may be shown, its tokens, and whether a stop string ended the answer."""
 
     text: str
     token_ids: list[int]
@@ -94,18 +94,18 @@ class TextPiece(NamedTuple):
 
 @dataclass(slots=True)
 class IncrementalDetokenizer:
-    """Text of one growing answer.
+    """Detokenizes one growing answer.
 
-    Concatenated pieces are the same however tokens are spread over steps. They equal decoding all tokens at once, but
-    for this: around bytes that make no character some tokenizers lose whole characters, and what is out stays out.
+    The joined pieces do not depend on how tokens are split into steps. They equal decoding all tokens at once, with one
+    exception: around bytes that form no character some tokenizers drop whole characters, but returned text is final.
     Text is held back while its last character is incomplete or while it could still become a stop string. Without a
-    tokenizer every piece is empty. A token costs the same however long the answer is, and however many tokens before it
-    had no text or were bytes that make no character. token_texts: those of the decoder, for the same
-    skip_special_tokens.
+    tokenizer every piece is empty. The cost of a token depends neither on the length of the answer nor on the number of
+    earlier tokens without text or with bytes that form no character.
 
-    prompt_token_ids: the prompt's. Its last tokens are decoded along, because some tokenizers drop the space in front
-    of a text, and because the answer may complete a character that the prompt has begun.
-    special_texts: of the decoder. A stop string that holds one of them is found although they are skipped.
+    token_texts: of the decoder, for the same skip_special_tokens. prompt_token_ids: the last ones are decoded with the
+    answer, because some tokenizers drop the space in front of a text and because the answer may complete a character
+    begun in the prompt. special_texts: of the decoder. A stop string that contains one is found although special
+    tokens are skipped.
     """
 
     decoder: Decoder | None
@@ -115,12 +115,12 @@ class IncrementalDetokenizer:
     prompt_token_ids: InitVar[Sequence[int]] = ()
     special_texts: Mapping[int, str] = field(default_factory=dict)
     _token_ids: list[int] = field(default_factory=list)
-    _prefix: int = 0  # first token of the window that is decoded again
-    _read: int = 0  # tokens whose text is out
-    _checked: int = 0  # tokens behind _read that are known not to be invisible
+    _prefix: int = 0  # first token of the window to decode again
+    _read: int = 0  # tokens whose text has been returned
+    _checked: int = 0  # end of the tokens that were checked for having text
     _held: str = ""
-    _skipped: list[tuple[int, int]] = field(default_factory=list)  # where special tokens are in it
-    _torn: str = ""  # what the prompt's last, incomplete character looks like
+    _skipped: list[tuple[int, int]] = field(default_factory=list)  # spans of special tokens in _held
+    _torn: str = ""  # the text of the prompt's last, incomplete character
 
     def __post_init__(self, prompt_token_ids: Sequence[int]) -> None:
         if not self.skip_special_tokens or not any(
@@ -131,9 +131,9 @@ class IncrementalDetokenizer:
             self._begin_after(prompt_token_ids)
 
     def _begin_after(self, prompt: Sequence[int]) -> None:
-        """Take the prompt's last tokens as a window that is out already, but for a character that it leaves open."""
+        """Starts with a window of the prompt's last tokens, already returned except for an incomplete character."""
         if self.token_texts is not None and not self.token_texts[prompt[-1]].endswith(REPLACEMENT):
-            return  # just bytes, and whole characters
+            return  # byte-level tokens that end with a complete character
         tail: list[int] = []
         for size in PROMPT_TAILS:
             tail = list(prompt[-size:])
@@ -149,7 +149,7 @@ class IncrementalDetokenizer:
         self._token_ids, self._read = tail, len(tail)
 
     def feed(self, token_ids: Sequence[int], *, is_last: bool) -> TextPiece:
-        """Add tokens; `is_last` releases what is held back. Tokens behind a completed stop string are dropped."""
+        """Adds tokens. `is_last` releases held-back text. Tokens after a completed stop string are dropped."""
         if self.decoder is None:
             return TextPiece("", list(token_ids))
         if not self.stop:
@@ -157,7 +157,7 @@ class IncrementalDetokenizer:
         return self._feed_until_stop(token_ids, is_last=is_last)
 
     def _text_of(self, token_ids: Sequence[int], *, is_last: bool) -> str:
-        """Of all tokens at once where no character is torn, else of one after the other."""
+        """Returns the new text: of all tokens at once if every character is complete, else token by token."""
         if self.token_texts is not None and self._read == len(self._token_ids):
             text = "".join(map(self.token_texts.__getitem__, token_ids))
             if REPLACEMENT not in text:
@@ -177,7 +177,7 @@ class IncrementalDetokenizer:
 
     def _feed_until_stop(self, token_ids: Sequence[int], *, is_last: bool) -> TextPiece:
         shown = ""
-        steps = [[token_id] for token_id in token_ids] or [[]]  # none: an end lets out what is torn
+        steps = [[token_id] for token_id in token_ids] or [[]]  # no tokens: the end releases an incomplete character
         for i, step in enumerate(steps):
             is_end = is_last and i == len(steps) - 1
             self._held += self._text_of(step, is_last=is_end)
@@ -192,7 +192,7 @@ class IncrementalDetokenizer:
         return TextPiece(shown, list(token_ids))
 
     def _cut(self, size: int) -> str:
-        """Take so many characters of the held text; those of special tokens are not shown."""
+        """Removes the first `size` characters of the held text. Returns them without those of special tokens."""
         text, self._held = self._held[:size], self._held[size:]
         if self._skipped:
             spans, self._skipped = self._skipped, [(max(0, i - size), j - size) for i, j in self._skipped if j > size]
@@ -201,9 +201,9 @@ class IncrementalDetokenizer:
         return text
 
     def _new_text(self, *, is_last: bool) -> str:
-        """Text behind what is out already; empty while the last character is incomplete.
+        """Returns the text after what was returned already; empty while the last character is incomplete.
 
-        A few tokens before the new ones are decoded along, because a token's text may depend on its neighbour.
+        A few tokens before the new ones are decoded too, because a token's text may depend on its neighbour.
         """
         if not is_last and self._is_pointless():
             return ""
@@ -211,31 +211,31 @@ class IncrementalDetokenizer:
         after = self._decode(self._token_ids[self._prefix :])
         if after.endswith(REPLACEMENT) and not is_last:
             return ""
-        # What is out was torn together with what is new; or is a space alone, which some tokenizers drop.
+        # The returned and the new text share an incomplete character, or the former is a space that a tokenizer drops.
         if REPLACEMENT in after and not (before and after.startswith(before)):
             before, after = "", self._decode(self._token_ids[self._read :])
         return self._take(before, after)
 
     def _take(self, before: str, after: str) -> str:
-        """What is behind `before`, which is out; nothing if that is no text."""
+        """Returns the text of `after` that follows `before`, which was returned already. Advances the window."""
         if len(after) <= len(before):
             return ""
         size = len(self._token_ids)
         self._prefix, self._read = self._read if self.token_texts is None else size, size
         text = after[len(before) :]
-        if self._torn:  # it stays as it is, or it has been completed
+        if self._torn:  # either still incomplete or now completed
             text, self._torn = text.removeprefix(self._torn), ""
         return text
 
     def _is_pointless(self) -> bool:
-        """Whether many tokens are pending and decoding them all is sure to end in an incomplete character again.
+        """True if many tokens are pending and decoding them all is sure to end in an incomplete character again.
 
-        Forgets those of them that never have any text: special tokens that are skipped, ids that stand for nothing.
+        Removes pending tokens that never have text: skipped special tokens and unused ids.
         """
         if len(self._token_ids) - self._read <= MAX_PENDING:
             return False
         start = max(self._read, self._checked)
-        # Twice: some tokenizers drop the space in front of a text, which is all that one token may be.
+        # Decoded twice: some tokenizers drop the space in front of a text, and a token may be only a space.
         self._token_ids[start:] = [token for token in self._token_ids[start:] if self._decode([token, token])]
         self._checked = len(self._token_ids)
         if len(self._token_ids) - self._read <= MAX_PENDING:
@@ -248,12 +248,12 @@ class IncrementalDetokenizer:
         return str(self.decoder.decode(token_ids, skip_special_tokens=self.skip_special_tokens))
 
     def _first_stop(self) -> int | None:
-        """Where the stop string begins that is complete first; of several that end there, the longest."""
+        """Returns the start of the stop string that is complete first, or of the longest if several end there."""
         found = [(place + len(text), place) for text in self.stop if (place := self._held.find(text)) >= 0]
         return min(found)[1] if found else None
 
     def _undecided(self) -> int:
-        """Characters at the end of the held text that are the beginning of a stop string."""
+        """Returns the number of characters at the end of the held text that are the beginning of a stop string."""
         longest = min(max(len(text) for text in self.stop) - 1, len(self._held))
         for size in range(longest, 0, -1):
             if any(text.startswith(self._held[-size:]) for text in self.stop):

@@ -2,54 +2,56 @@
 
 from __future__ import annotations
 
-import dataclasses
 from itertools import compress, pairwise
-from operator import and_
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from batchserve.decoding_length.acceptance import DEPTH_OF_BIN
 from batchserve.decoding_length.adaptive import UNDRAFTED
-from batchserve.decoding_length.policy import StepOutcome
+from batchserve.decoding_length.policy import Drafted, StepOutcome
 from batchserve.draft.base import DraftRequest
 from batchserve.draft.forest import ANY_TOKEN, DraftForest, DraftQueries
 from batchserve.engine.guarded_drafter import GuardedDrafter
 from batchserve.faults import Faults
 from batchserve.metrics import Acceptance
-from batchserve.scheduler.plan import MOST_DRAFT
+from batchserve.scheduler.plan import COMPUTED, MOST_DRAFT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+    from batchserve.decoding_length.acceptance import Given
     from batchserve.decoding_length.policy import DraftPolicy
     from batchserve.draft.base import Drafter
     from batchserve.kv.allocator import KVAllocator
     from batchserve.native.pool import Team
     from batchserve.request import DraftScope, Request
-    from batchserve.scheduler.plan import SchedulerOutput
+    from batchserve.scheduler.plan import BoolArray, IntArray, SchedulerOutput
 
+T = TypeVar("T")
 SCARCE = 64  # K/V entries for each request, beside its drafts: with fewer that are free, who comes first matters
 PLAIN_STEP = "the step's requests go on without drafts"
 LATE_STEPS = 4  # whoever was not asked for more of them is told what has happened since in one piece
 
 
-@dataclasses.dataclass(slots=True)
-class _Told:
-    """What a request's drafter was told of it until now."""
-
-    request: Request
-    num_tokens: int  # of all of its tokens
-    num_shared: int  # of those that the client was given; what its scope has forgotten is not told any more
-    step: int  # in which that was
+# What the drafter of each request has been told, by slot.
+PROGRESS = np.dtype(
+    [
+        ("is_started", np.bool_),  # it has draft state
+        ("num_told", np.int64),  # of all of its tokens
+        ("num_shared", np.int64),  # of those that the client was given; what its scope forgot stays untold
+        ("step", np.int64),  # in which that was
+    ],
+    align=True,
+)
 
 
 class DraftStage:
     """Asks the drafters, lets the policy choose (a fixed or an adaptive decoding length), and tells both what came of
     it.
 
-    No fault of theirs ends a request: where a drafter fails, the request that it was asked for goes on without drafts;
-    where the policy does, a step has none. `faults` counts them.
+    A fault in a drafter ends no request: the request goes on without drafts. After a fault in the policy a step has no
+    drafts. `faults` counts both.
     """
 
     def __init__(
@@ -66,9 +68,10 @@ class DraftStage:
         self._policy_contained = self.faults.contained("draft policy", PLAIN_STEP)
         self._allocator = allocator
         self._clock = clock
-        self._started: dict[str, _Told] = {}  # requests that have draft state
+        self._progress = np.zeros(0, PROGRESS)  # by slot
+        self._started: dict[str, Request] = {}  # requests that have draft state
+        self._unstarted: dict[str, Request] = {}  # the others that are in flight and may have drafts
         self._num_steps = 0
-        self._forgotten: dict[str, int] = {}  # of others: so many tokens were published when their scope was cleared
         self._step: StepOutcome | None = None  # the one under way
 
     @property
@@ -78,6 +81,14 @@ class DraftStage:
     @drafter.setter
     def drafter(self, drafter: Drafter) -> None:
         self._guarded.drafter = drafter
+
+    def add(self, request: Request) -> None:
+        """A request is in flight. It has a slot until `end`."""
+        if request.slot >= len(self._progress):
+            self._progress = np.concatenate((self._progress, np.zeros(request.slot + 16, PROGRESS)))
+        self._progress[request.slot] = 0
+        if request.speculation.max_draft_tokens > 0:
+            self._unstarted[request.request_id] = request
 
     def propose(self, plan: SchedulerOutput) -> DraftForest:
         """The drafts of one step, a tree for every scheduled request, with K/V reserved for their rows."""
@@ -90,50 +101,48 @@ class DraftStage:
 
     def _propose(self, plan: SchedulerOutput, step: StepOutcome) -> DraftForest:
         num_trees, places, policy = len(plan.requests), plan.drafted, self.policy
-        request_ids = plan.request_ids
-        if len(places) < num_trees:
-            request_ids = [request_ids[place] for place in places.tolist()]
         began_s = self._clock()
-        if not self._tell(request_ids):
-            are_left = [name in self._started for name in request_ids]
-            request_ids, places = [*compress(request_ids, are_left)], places[are_left]
-            if not request_ids:
+        requests, request_ids = _at(plan.requests, places), _at(plan.request_ids, places)
+        slots = plan.slots[places]
+        if not self._tell(requests, slots):
+            is_left = self._progress["is_started"][slots]
+            if not is_left.any():
                 return DraftForest.empty(num_trees)
-        for name in policy.windows_run(request_ids):
-            policy.window_earned(name, self._guarded.window_tokens(name))
+            places, slots = places[is_left], slots[is_left]
+            requests, request_ids = _at(plan.requests, places), _at(plan.request_ids, places)
+        for place in policy.windows_run(slots):
+            policy.window_earned(int(slots[place]), self._guarded.window_tokens(request_ids[place]))
         bounds = plan.columns[places, MOST_DRAFT:]
-        queries = DraftQueries(request_ids, bounds, policy.bound(request_ids, bounds, plan.max_draft_rows))
+        queries = DraftQueries(request_ids, bounds, policy.bound(slots, bounds, plan.max_draft_rows))
         forest = self._guarded.propose_all(queries)
-        decoding = plan.requests
-        if plan.decoding.num_requests < num_trees:
-            decoding = [*compress(decoding, plan.is_decoding.tolist())]
-        forest = forest.take(policy.choose(forest, request_ids, decoding, plan.max_draft_rows))
+        drafted = _among_decoding(plan, requests, slots, places)
+        forest = forest.take(policy.choose(forest, drafted, plan.max_draft_rows))
         step.draft_s, step.num_asked = self._clock() - began_s, len(places)
         if not len(forest.token_ids):
             return DraftForest.empty(num_trees)
-        forest = self._with_memory(request_ids, forest)
+        forest = self._with_memory(requests, forest)
         step.load = plan.load_with(places, forest.starts)
         return forest if len(places) == num_trees else forest.spread(places, num_trees)
 
-    def _with_memory(self, request_ids: Sequence[str], forest: DraftForest) -> DraftForest:
-        """What there is memory for. Several requests may have been promised the same last of it: the tree whose rows
-        are likeliest gets it. Where one does not fit, its first nodes are run, and no window, which is of no use in
-        part.
+    def _with_memory(self, requests: Sequence[Request], forest: DraftForest) -> DraftForest:
+        """The part of the forest that there is memory for. Several requests may have been promised the same last part
+        of it: the tree with the likeliest rows comes first. Of a tree that does not fit its first nodes are run, and
+        no window, which is of no use in part.
         """
         sizes = forest.sizes.tolist()
         starts = compress(forest.starts[:-1].tolist(), sizes)
-        trees = [*zip(compress(request_ids, sizes), starts, filter(None, sizes), strict=True)]
+        trees = [*zip(compress(requests, sizes), starts, filter(None, sizes), strict=True)]
         if self._allocator.free_tokens < len(forest.token_ids) + SCARCE * len(trees):
             trees.sort(key=lambda tree: -forest.probs[tree[1] : tree[1] + tree[2]].mean())
-        if self._allocator.reserve_all([name for name, _, _ in trees], [1 + size for _, _, size in trees]):
+        if self._allocator.reserve_all([each.request_id for each, _, _ in trees], [1 + size for _, _, size in trees]):
             return forest
         keep = np.ones(len(forest.token_ids), np.bool_)
-        for name, start, size in trees:
-            end, fitting = start + size, self._reserve_most(name, 1 + size)
+        for request, start, size in trees:
+            end, fitting = start + size, self._reserve_most(request.request_id, 1 + size)
             if fitting < size:
                 keep[start:end] = forest.is_verified[start:end]
                 keep[start + fitting : end] = False
-                self.policy.refused(name)
+                self.policy.refused(request.slot)
         return forest.take(keep)
 
     def _reserve_most(self, request_id: str, num_rows: int) -> int:
@@ -144,44 +153,60 @@ class DraftStage:
                 num_rows = 1
         return num_rows - 1
 
-    def are_asked(self, requests: Sequence[Request]) -> list[bool]:
-        """Whose drafters are to be called in this step, of these that decode; once a step."""
+    def are_asked(self, slots: IntArray) -> BoolArray:
+        """Returns whose drafters are to be called in this step, of these decoding requests. Called once a step."""
+        with self._policy_contained:
+            is_started: BoolArray = self._progress["is_started"][slots]
+            return is_started & self.policy.are_asked(slots)
+        return np.zeros(len(slots), np.bool_)
+
+    def start(self, running: Sequence[Request]) -> None:
+        """Begin the draft state of running requests that decode, if their drafter is ready. Called before each step."""
         with self._policy_contained:
             self._drop_failed()
-            started = self._started
-            are_ready = [r.request_id in started or self._begin(r) for r in requests]
-            are_asked = self.policy.are_asked([r.request_id for r in requests])
-            return are_asked if all(are_ready) else [*map(and_, are_ready, are_asked)]
-        return [False] * len(requests)
+            if self._unstarted:
+                for request in [each for each in running if each.request_id in self._unstarted]:
+                    if request.num_pending_tokens == 1:
+                        self._begin(request)
 
     def _drop_failed(self) -> bool:
-        """Go on without drafts where a drafter has failed; whether there were any such requests."""
-        failed = self._guarded.failed & self._started.keys()
-        for request_id in failed:
-            del self._started[request_id]
-            self.policy.end(request_id)
-        return bool(failed)
+        """Go on without drafts where a drafter has failed; returns whether there were any such requests."""
+        failed = self._guarded.failed
+        if not failed:
+            return False
+        dropped = [*(failed & self._started.keys())]
+        for request_id in dropped:
+            self._leave(request_id)
+        return bool(dropped)
 
-    def _tell(self, request_ids: Collection[str]) -> bool:
-        """Let the drafter hear what it has missed. A drafter that is not asked costs nothing, not even to listen.
+    def _leave(self, request_id: str) -> Request:
+        """The request has no draft state any more."""
+        request = self._started.pop(request_id)
+        self._progress["is_started"][request.slot] = False
+        self.policy.end(request.slot)
+        return request
 
-        False where that failed: then the requests concerned have no draft state any more, some only for now.
+    def _tell(self, requests: Sequence[Request], slots: IntArray) -> bool:
+        """Tell the drafter what it has missed. A drafter that is not asked is not told either, which costs nothing.
+
+        Returns False if that failed: then the requests concerned have no draft state any more, some only for now.
         """
+        progress = self._progress[slots]
         accepted: dict[str, list[int]] = {}
         late: dict[str, list[int]] = {}
         shared: dict[str, list[int]] = {}  # what clients were given: that may reach other requests
-        for request_id in request_ids:
-            told = self._started[request_id]
-            request, token_ids = told.request, told.request.token_ids
-            if told.num_tokens < len(token_ids):
-                is_late = self._num_steps - told.step > LATE_STEPS
-                (late if is_late else accepted)[request_id] = token_ids[told.num_tokens :]
-                told.num_tokens = len(token_ids)
-            if told.num_shared < request.num_given_tokens:
-                begin, last = request.num_prompt_tokens, request.num_given_tokens
-                shared[request_id] = token_ids[begin + told.num_shared : begin + last]
-                told.num_shared = last
-            told.step = self._num_steps
+        each = zip(requests, progress["num_told"].tolist(), progress["num_shared"].tolist(), strict=True)
+        is_late = (self._num_steps - progress["step"] > LATE_STEPS).tolist()
+        for (request, num_told, num_shared), is_one_late in zip(each, is_late, strict=True):
+            if num_told < len(request.token_ids):
+                (late if is_one_late else accepted)[request.request_id] = request.token_ids[num_told:]
+            if num_shared < request.num_given_tokens:
+                begin = request.num_prompt_tokens
+                shared[request.request_id] = request.token_ids[begin + num_shared : begin + request.num_given_tokens]
+        progress["num_told"] = [len(request.token_ids) for request in requests]
+        progress["num_shared"] = np.maximum(progress["num_shared"], [request.num_given_tokens for request in requests])
+        progress["step"] = self._num_steps
+        self._progress[slots] = progress
         lost, failed = set[str](), self._guarded.failed
         for method, tokens in (("accept_all", accepted), ("catch_up", late), ("share_all", shared)):
             if lost or failed:
@@ -189,47 +214,47 @@ class DraftStage:
             if tokens:
                 lost.update(self._guarded.tell(method, tokens))
         for request_id in lost:
-            self._forgotten[request_id] = self._started.pop(request_id).num_shared
-            self.policy.end(request_id)
+            self._unstarted[request_id] = self._leave(request_id)
         return not (self._drop_failed() or lost)
 
-    def _begin(self, request: Request) -> bool:
-        """Whether it can be drafted now; its state begins when its drafter is ready, with all that it has by then."""
+    def _begin(self, request: Request) -> None:
+        """Begin draft state with all tokens that there are by now, if the drafter is ready."""
         name = request.speculation.drafter
         if not self._guarded.is_ready_for(request.request_id, name):
-            return False
+            return
+        del self._unstarted[request.request_id]
         if not self._guarded.start(_draft_request(request)):
-            return False
-        self.policy.start(request.request_id, name or self.drafter.name, request.speculation.tpot_target_s)
-        # Of its answer it hears before it is asked; it is late where that is long.
-        begun_at = self._num_steps + 1 - request.num_output_tokens
-        forgotten = self._forgotten.pop(request.request_id, 0)
-        self._started[request.request_id] = _Told(request, request.num_prompt_tokens, forgotten, begun_at)
-        return True
+            return
+        self._started[request.request_id] = request
+        self.policy.start(request.slot, name or self.drafter.name, request.speculation.tpot_target_s)
+        progress = self._progress[request.slot]
+        # It is told of the answer before it is asked; it is late if that is long. num_shared stays as it is.
+        progress["is_started"], progress["num_told"] = True, request.num_prompt_tokens
+        progress["step"] = self._num_steps + 1 - request.num_output_tokens
 
     def observe(self, request_id: str, token_ids: Sequence[int]) -> None:
         """The argmax of a request's rows that were not verified."""
         if request_id in self._started:
             self._guarded.observe(request_id, token_ids)
 
-    def step_done(self, token_ids: Mapping[str, Sequence[int]], step_s: float, forward_s: float) -> None:
+    def step_done(self, given: Given, step_s: float, forward_s: float) -> None:
         """The step took so long, from its beginning to its commit, and gave its decoding requests these tokens."""
         if self._step is None:
             return
         step, self._step = self._step, None
         step.step_s, step.forward_s = step_s, forward_s
         with self._policy_contained:
-            self.policy.step_done(step, token_ids)
+            self.policy.step_done(step, given)
 
     def use_threads(self, team: Team) -> None:
         """Draft on these threads from now on."""
         self._guarded.use_threads(team)
 
     def preempted(self, requests: Iterable[Request]) -> None:
-        """These begin again: the token behind their next prefill is none that a drafter was asked for."""
+        """These begin again: the token after their next prefill is none that a drafter was asked for."""
         with self._policy_contained:
             for request in requests:
-                self.policy.skip(request.request_id)
+                self.policy.skip(request.slot)
 
     def acceptance(self) -> dict[str, Acceptance]:
         """What has come of drafts until now, by drafter. Any thread may ask."""
@@ -242,28 +267,40 @@ class DraftStage:
 
     def end(self, request: Request) -> None:
         """Forget a request, which is sure to be forgotten whatever fails."""
-        told = self._started.get(request.request_id)
+        name, slot = request.request_id, request.slot
+        is_started = name in self._started
         with self._policy_contained:
-            if told is not None:
-                if self._num_steps - told.step > LATE_STEPS:  # nobody will draft from this text
-                    told.num_tokens = len(request.token_ids)
-                self._tell([request.request_id])
-            self.policy.end(request.request_id)
-        if told is not None or request.request_id in self._guarded.failed:
-            self._started.pop(request.request_id, None)
-            self._guarded.end(request.request_id)
-        self._forgotten.pop(request.request_id, None)
+            if is_started:
+                if self._num_steps - int(self._progress["step"][slot]) > LATE_STEPS:  # nobody will draft from this text
+                    self._progress["num_told"][slot] = len(request.token_ids)
+                self._tell([request], np.array([slot]))
+            self.policy.end(slot)
+        if is_started or name in self._guarded.failed:
+            self._started.pop(name, None)
+            self._guarded.end(name)
+        self._unstarted.pop(name, None)
+        self._progress["is_started"][slot] = False
 
     def clear_scope(self, scope: DraftScope, in_flight: Iterable[Request]) -> None:
-        """Forget the text of the scope's requests until now, of those in flight, too, told or not."""
+        """Forget the text of the scope's requests until now, also of those in flight, told or not."""
         for request in in_flight:
             if request.speculation.draft_scope == scope:
-                told = self._started.get(request.request_id)
-                if told is None:
-                    self._forgotten[request.request_id] = request.num_published_tokens
-                else:
-                    told.num_shared = request.num_published_tokens
+                self._progress["num_shared"][request.slot] = request.num_published_tokens
         self.drafter.clear_scope(scope)
+
+
+def _at(items: list[T], places: IntArray) -> list[T]:
+    """The items at these places, ascending."""
+    return items if len(places) == len(items) else [items[place] for place in places.tolist()]
+
+
+def _among_decoding(plan: SchedulerOutput, requests: Sequence[Request], slots: IntArray, places: IntArray) -> Drafted:
+    """The requests at these places of the plan, among those that decode."""
+    if plan.is_all_decoding:
+        return Drafted(requests, slots, places, plan.slots, plan.columns[:, COMPUTED])
+    is_decoding = plan.is_decoding
+    among = np.cumsum(is_decoding)[places] - 1
+    return Drafted(requests, slots, among, plan.slots[is_decoding], plan.columns[is_decoding, COMPUTED])
 
 
 def depth_labels() -> tuple[str, ...]:

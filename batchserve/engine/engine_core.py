@@ -8,8 +8,23 @@ that state in every part. One table of these requests is what will take it apart
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
+from batchserve.decoding_length.acceptance import Given
+from batchserve.engine.commit_kernel import (
+    GOES_ON,
+    IS_IN_PLACE,
+    LEFT_OUT,
+    NUM_COLUMNS,
+    NUM_KEPT,
+    OVERFLOWED,
+    STATUS,
+    STOPPED,
+    commit_tokens,
+)
 from batchserve.engine.detokenizer import Decoder, IncrementalDetokenizer, special_texts, token_texts
 from batchserve.errors import (
     BatchserveError,
@@ -22,7 +37,6 @@ from batchserve.free_memory import described_want
 from batchserve.metrics import Verification
 from batchserve.request import Request
 from batchserve.runner.ragged_batch import RaggedBatch, flatten
-from batchserve.sampling.sampler import NO_TOKEN
 from batchserve.scheduler.plan import IS_SAMPLED
 from batchserve.types import Delta, FinishReason
 
@@ -33,9 +47,9 @@ if TYPE_CHECKING:
     from batchserve.draft.forest import DraftForest
     from batchserve.engine.drafting import DraftStage
     from batchserve.metrics import EngineMetrics
-    from batchserve.request import DraftScope, ResolvedSampling
+    from batchserve.request import DraftScope
     from batchserve.runner.model_runner import ModelRunner
-    from batchserve.sampling.verify import VerifiedTokens
+    from batchserve.sampling.verify import StepTokens
     from batchserve.scheduler.plan import SchedulerOutput
     from batchserve.scheduler.scheduler import Scheduler
     from batchserve.startup.choose_threads import ThreadWatch
@@ -111,6 +125,7 @@ class EngineCore:
         self._names.add(request.request_id)
         self._detokenizers[request] = detokenizer
         self.scheduler.add(request)
+        self.drafts.add(request)
 
     def _new_detokenizer(self, request: Request) -> IncrementalDetokenizer:
         sampling = request.sampling
@@ -154,6 +169,7 @@ class EngineCore:
         self._look_at_threads(is_idle=False)
         self._expire()
         began_s = self._clock()
+        self.drafts.start(self.scheduler.running)
         plan = self.scheduler.schedule(began_s, self.drafts.are_asked)
         with self._counting:
             self.metrics.preempted(len(plan.preempted))
@@ -185,11 +201,11 @@ class EngineCore:
         num_drafted, forward_s = len(drafts.token_ids), self._clock() - started_s
         if not self.runner.is_paged:  # a CPU publishes or runs the forward, a GPU's forward runs meanwhile
             forward_s -= published_s - launched_s
-        came, num_draft_rows = self._commit(plan, batch, results)
-        self.drafts.step_done(came, self._clock() - began_s, forward_s)
+        given, num_draft_rows = self._commit(plan, batch, results)
+        self.drafts.step_done(given, self._clock() - began_s, forward_s)
         self.scheduler.step_done(num_drafted)
         with self._counting:
-            self.metrics.step_done(batch.num_rows, num_draft_rows, len(came), forward_s, self._verified)
+            self.metrics.step_done(batch.num_rows, num_draft_rows, len(given.slots), forward_s, self._verified)
         self._verified.clear()
 
     def _unless_out_of_memory(self, call: Callable[[], T], num_rows: int) -> T | None:
@@ -240,6 +256,7 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Raises RuntimeError if memory, requests and drafts disagree."""
         self.runner.backend.allocator.check_integrity({r.request_id for r in self.scheduler.running})
+        self.scheduler.table.check_integrity()
         known = {request.request_id for request in self._detokenizers}
         if known != self._names:
             raise RuntimeError(f"requests in flight {sorted(known)}, names {sorted(self._names)}")
@@ -277,15 +294,17 @@ class EngineCore:
             raise EngineFaultError(what) from error
 
     def _build(self, plan: SchedulerOutput, drafts: DraftForest) -> RaggedBatch:
-        """drafts: a tree for every scheduled request, empty ones included."""
-        samplings: list[ResolvedSampling | None] = []
-        pending: list[int] = []
+        """The rows of a step. drafts: a tree for every scheduled request, empty ones included."""
+        for request in [each for each in plan.requests if each.first_scheduled_s is None]:
+            self._begun(request)
         heads = plan.columns[:, : IS_SAMPLED + 1]
-        for request, (start, count, is_sampled) in zip(plan.requests, heads.tolist(), strict=True):
-            if request.first_scheduled_s is None:
-                self._begun(request)
-            samplings.append(request.sampling if is_sampled else None)
-            pending += request.token_ids[start : start + count]
+        if plan.is_all_decoding:
+            pending: Any = self.scheduler.table.rows["last_token"][plan.slots]
+        else:
+            parts = zip(plan.requests, heads.tolist(), strict=True)
+            pending = [*chain.from_iterable(r.token_ids[start : start + count] for r, (start, count, _) in parts)]
+        is_sampled = plan.columns[:, IS_SAMPLED].tolist()
+        samplings = [r.sampling if sampled else None for r, sampled in zip(plan.requests, is_sampled, strict=True)]
         return flatten(plan.request_ids, samplings, heads, pending, drafts)
 
     def _begun(self, request: Request) -> None:
@@ -294,42 +313,50 @@ class EngineCore:
         with self._counting:
             self.metrics.begun(request.num_prompt_tokens, request.num_cached_tokens if is_looked_for else None)
 
-    def _commit(
-        self, plan: SchedulerOutput, batch: RaggedBatch, results: list[VerifiedTokens | None]
-    ) -> tuple[dict[str, list[int]], int]:
+    def _commit(self, plan: SchedulerOutput, batch: RaggedBatch, verified: StepTokens) -> tuple[Given, int]:
         """Keep the K/V of accepted paths, append tokens, end what is complete: all that the next step depends on.
 
-        Returns what came of each request that was decoding, and the number of their draft rows.
+        Returns the tokens of the decoding requests, and the number of draft rows.
         """
-        now_s = self._clock()
-        came: dict[str, list[int]] = {}
-        kept: dict[str, list[int]] = {}
-        going_on = []
-        num_draft_rows = 0
-        counts = batch.num_pending.tolist(), batch.spans.rows[:, 1].tolist(), batch.num_verified.tolist()
-        for request, verified, num_pending, num_rows, num_verified in zip(plan.requests, results, *counts, strict=True):
-            if request.finish_reason is not None:  # a stop string was found while the step was under way
-                continue
-            rows = [*range(num_pending)]
-            if verified is not None:
-                if verified.token_ids[-1] == NO_TOKEN:
-                    self._overflow(request, num_rows > num_pending)
-                    kept[request.request_id] = []
-                    continue
-                rows += verified.rows
-            kept[request.request_id] = rows
-            num_draft_rows += num_rows - num_pending
-            going_on.append((request, verified, num_pending, num_verified, len(rows)))
+        now_s, count = self._clock(), len(plan.requests)
+        # A stop string may have been found while the step was under way.
+        is_over = np.array([request.finish_reason is not None for request in plan.requests], np.bool_)
+        found, given = np.empty((count, NUM_COLUMNS), np.int64), np.empty((2, count + 1), np.int64)
+        tokens = np.empty(len(verified.token_ids), np.int64)
+        arrays = verified.num_accepted, verified.starts, verified.token_ids, verified.rows
+        counts = batch.num_pending, batch.num_verified
+        table = self.scheduler.table.rows
+        num_decoding = commit_tokens(table, plan.slots, is_over, counts, arrays, found, (*given, tokens))
+        columns = found.tolist()
+        self._keep(plan.request_ids, columns, batch, verified)
+        all_tokens, starts, drafted = verified.token_ids.tolist(), verified.starts.tolist(), batch.num_verified.tolist()
+        is_sampled = plan.columns[:, IS_SAMPLED].tolist()
+        for place, (request, (_, _, num_given, num_accepted, status)) in enumerate(
+            zip(plan.requests, columns, strict=True)
+        ):
+            if status == OVERFLOWED:
+                self._overflow(request, batch.spans.rows[place, 1] > batch.num_pending[place])
+            elif status != LEFT_OUT and is_sampled[place]:
+                own = all_tokens[starts[place] : starts[place] + num_given]
+                self._append(request, own, (drafted[place], num_accepted), status, now_s)
+                if place in verified.unverified_token_ids and status == GOES_ON:
+                    self.drafts.observe(request.request_id, verified.unverified_token_ids[place])
+        num_draft_rows = (batch.spans.rows[:, 1] - batch.num_pending)[found[:, STATUS] < OVERFLOWED].sum()
+        starts_of = given[1, : num_decoding + 1]
+        return Given(given[0, :num_decoding], starts_of, tokens[: starts_of[-1]]), int(num_draft_rows)
+
+    def _keep(self, names: list[str], columns: list[list[int]], batch: RaggedBatch, verified: StepTokens) -> None:
+        """Commit the K/V of pending rows and accepted drafts."""
+        kept: dict[str, Sequence[int]] = {
+            name: range(column[NUM_KEPT])
+            for name, column in zip(names, columns, strict=True)
+            if column[STATUS] != LEFT_OUT
+        }
+        for place, (name, column) in enumerate(zip(names, columns, strict=True)):
+            if column[NUM_KEPT] and not column[IS_IN_PLACE]:
+                start, count = int(verified.starts[place]), int(verified.num_accepted[place])
+                kept[name] = [*range(batch.num_pending[place]), *verified.rows[start : start + count].tolist()]
         self.runner.backend.allocator.commit_all(kept)
-        for request, verified, num_pending, num_verified, num_kept in going_on:
-            request.num_computed_tokens += num_kept
-            if verified is None:
-                continue
-            request.num_draft_tokens += num_verified
-            tokens = self._append(request, verified, num_verified, now_s)
-            if num_pending == 1:
-                came[request.request_id] = tokens
-        return came, num_draft_rows
 
     def _overflow(self, request: Request, has_drafts: bool) -> None:
         """The logits behind the request's last token say nothing."""
@@ -342,36 +369,26 @@ class EngineCore:
             request.prefix_scope = None  # nobody shall begin with its K/V
             self._failed[request] = _no_logits(request)
 
-    def _append(self, request: Request, verified: VerifiedTokens, num_drafted: int, now_s: float) -> list[int]:
-        """Give the request its new tokens, up to its end, and end it there; returns what came: them, and the end."""
-        room = request.max_total_tokens - len(request.token_ids)
-        given = came = verified.token_ids[:room]
-        ends = request.sampling.end_token_ids
-        if not ends.isdisjoint(given):
-            end = next(i for i, token in enumerate(given) if token in ends)
-            given, came = given[:end], given[: end + 1]
-            request.finish_reason = FinishReason.STOP
-        elif len(given) >= room:
-            request.finish_reason = FinishReason.LENGTH
-        # What was accepted behind the answer's end helped nobody.
-        num_given = len(given)
-        num_accepted = min(len(verified.rows), num_given)
-        request.num_accepted_draft_tokens += num_accepted
+    def _append(
+        self, request: Request, token_ids: list[int], counts: tuple[int, int], status: int, now_s: float
+    ) -> None:
+        """Give the request its new tokens, and end it if its answer is complete.
+
+        The tokens are in its row already. counts: its verified draft tokens, and the accepted ones among token_ids.
+        """
         since_s, is_first = request.last_token_s, request.last_token_s is None
         if since_s is None:
             since_s = request.arrival_s
-        if given:  # an end alone is no token
+        if token_ids:  # an end alone is no token
             request.last_token_s = now_s
             if is_first:
                 request.first_token_s = now_s
-        request.token_ids += given
-        self._unpublished.append((request, given, num_accepted))
-        if request.finish_reason is not None:
+        request.token_ids += token_ids
+        self._unpublished.append((request, token_ids, counts[1]))
+        if status != GOES_ON:
+            request.finish_reason = FinishReason.STOP if status == STOPPED else FinishReason.LENGTH
             self.scheduler.finish(request)
-        elif verified.unverified_token_ids:
-            self.drafts.observe(request.request_id, verified.unverified_token_ids)
-        self._verified.append((num_drafted, num_accepted, num_given, is_first, now_s - since_s))
-        return came
+        self._verified.append((*counts, len(token_ids), is_first, now_s - since_s))
 
     def _publish(self) -> None:
         """Text, stop strings and messages of the step before; on a GPU while the next forward runs."""
@@ -389,7 +406,7 @@ class EngineCore:
                 continue
             if piece.is_stopped:
                 request.finish_reason = FinishReason.STOP
-                request.num_accepted_draft_tokens -= max(0, num_accepted - len(piece.token_ids))
+                request.row["num_accepted_draft_tokens"] -= max(0, num_accepted - len(piece.token_ids))
             request.num_published_tokens += len(piece.token_ids)
             if request.finish_reason is not None or not request.is_whole:
                 num_given += request.num_published_tokens - request.num_given_tokens
@@ -444,6 +461,7 @@ class EngineCore:
         del self._detokenizers[request]
         self._names.remove(request.request_id)
         self.drafts.end(request)
+        self.scheduler.forget(request)
 
 
 def _expiry(request: Request) -> DeadlineExceededError:

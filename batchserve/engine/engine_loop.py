@@ -1,4 +1,4 @@
-"""The engine's side of its boundary: messages in, steps, replies out. One thread runs it, wherever that is."""
+"""The engine loop: takes messages, runs steps, sends replies. One thread runs it, in this process or in another."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     _TicketEvent = tuple[int, Delta | BatchserveError]
 
 logger = logging.getLogger(__name__)
-LULL_S = 1.0  # of nothing to do: then the books are checked
+LULL_S = 1.0  # idle time before the integrity check
 
 
 class EngineLoop:
-    """Runs a core until it is told to end. Any thread may put messages into `inbox`; `send` is called by run()'s."""
+    """Runs an engine core until End. Any thread may put messages into `inbox`. run()'s thread calls `send`."""
 
     def __init__(self, built: BuiltEngine, draft_cache: str | None, send: Callable[[Reply], None]) -> None:
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -38,16 +38,16 @@ class EngineLoop:
         self._draft_cache = draft_cache
         self._send = send
         self._tickets: dict[Request, int] = {}  # of all requests in flight
-        self._requests: dict[int, Request] = {}  # the other way round
-        self._held: dict[int, OutputCollector] = {}  # what those have been given who want it in one piece
-        self._lost: list[Request] = []  # whose client cannot be told of it; ended behind the step under way
+        self._requests: dict[int, Request] = {}  # the inverse of _tickets
+        self._held: dict[int, OutputCollector] = {}  # deltas so far of requests with is_whole
+        self._lost: list[Request] = []  # their events cannot be sent; aborted after the current step
         self._is_ending = False
         self._is_sound = True
         self._heap = HeapTrimmer()
         self._core.emit = self._emit
 
     def run(self) -> None:
-        """Messages and steps, until End or a failure that cannot be mended; but for that, then save the draft cache."""
+        """Handles messages and runs steps until End or a fatal failure. Then saves the draft cache unless it failed."""
         try:
             self._core.runner.bind_thread()
             while self._goes_on():
@@ -67,7 +67,7 @@ class EngineLoop:
             return self._is_sound and not self._is_ending
 
     def _turn(self) -> bool:
-        """One message, or one step where there is none; False after the last."""
+        """Handles one message, or runs one step if there is none. Returns False after End."""
         try:
             message = self.inbox.get_nowait() if self._core.has_work else self._next_message()
         except queue.Empty:
@@ -82,11 +82,12 @@ class EngineLoop:
             self._core.abort_all()
             return False
         if isinstance(message, Add):
-            self._tickets[message.request] = message.ticket
-            self._requests[message.ticket] = message.request
-            if message.request.is_whole:
+            request = message.request.begin()
+            self._tickets[request] = message.ticket
+            self._requests[message.ticket] = request
+            if request.is_whole:
                 self._held[message.ticket] = OutputCollector([])
-            self._core.add(message.request)
+            self._core.add(request)
         elif isinstance(message, Abort):
             self._abort(message.ticket)
         else:
@@ -94,7 +95,7 @@ class EngineLoop:
         return True
 
     def _clear(self, scope: DraftScope) -> EngineFaultError | None:
-        """Forget a scope; what its caller must hear where that fails."""
+        """Clears a draft scope. Returns the error for the caller if that fails."""
         try:
             self._core.clear_draft_scope(scope)
         except EngineFaultError as error:
@@ -107,7 +108,7 @@ class EngineLoop:
             self._core.abort(request)
 
     def _next_message(self) -> Message:
-        """Waits for it. Whoever comes while the books are checked would wait for that, so it is done in a lull."""
+        """Waits for a message. Checks integrity only in a lull, because a new message has to wait for the check."""
         try:
             return self.inbox.get(timeout=LULL_S)
         except queue.Empty:
@@ -128,11 +129,11 @@ class EngineLoop:
         self._held.pop(ticket, None)
 
     def _emit(self, events: list[Event]) -> None:
-        """Tell clients; one that cannot be told of its request loses that, and the others hear of theirs."""
+        """Sends events to the clients. A request whose event cannot be sent is ended. The others are not affected."""
         told: list[_TicketEvent] = []
         for request, event in events:
             ticket = self._tickets.get(request)
-            if ticket is None:  # lost in the step under way
+            if ticket is None:  # lost in the current step
                 continue
             try:
                 told += self._told(ticket, request, event)
@@ -141,7 +142,7 @@ class EngineLoop:
         self._send_events(told)
 
     def _told(self, ticket: int, request: Request, event: Delta | BatchserveError) -> list[_TicketEvent]:
-        """What of an event a request's client is to be told now."""
+        """Returns the events to send now. A request with is_whole gets a single Delta, at its end."""
         is_last, held = isinstance(event, BatchserveError), self._held.get(ticket)
         if isinstance(event, Delta):
             is_last = event.finish_reason is not None
@@ -153,7 +154,7 @@ class EngineLoop:
         return [(ticket, event)] if is_last or held is None else []
 
     def _send_events(self, told: list[_TicketEvent]) -> None:
-        """In one message; one by one where that cannot be sent: it may be that one of them cannot."""
+        """Sends the events in one message. If that fails, sends them one by one: a single event may be the cause."""
         try:
             if told:
                 self._send(Events(told))
@@ -166,7 +167,7 @@ class EngineLoop:
             self._send(Events([self._lose(ticket, self._requests.get(ticket), error)]))
 
     def _lose(self, ticket: int, request: Request | None, error: Exception) -> _TicketEvent:
-        """End a request, behind the step under way; returns what its client is told instead."""
+        """Ends a request after the current step. Returns the event to send to its client instead."""
         self.metrics.faults.note("stream", error, "the request has failed")
         if request is not None and ticket in self._requests:
             self._forget(request)
@@ -174,7 +175,7 @@ class EngineLoop:
         return ticket, EngineFaultError("the answer cannot be handed over; the request was ended")
 
     def _fail_all(self) -> bool:
-        """End every request in flight with an error; False, for good, if the core cannot go on afterwards."""
+        """Ends every request in flight with an error. Returns False if the core cannot continue afterwards."""
         is_consistent = True
         try:
             with self.metrics.contained:
@@ -197,7 +198,7 @@ class EngineLoop:
             return
         try:
             self._built.save_drafts(Path(self._draft_cache))
-        except (BatchserveError, OSError) as error:  # the answers have all been given; drafts are only lost
+        except (BatchserveError, OSError) as error:  # all answers have been sent; only drafts are lost
             logger.error("draft cache: cannot be saved to %s: %s", self._draft_cache, error)
         except Exception:
             logger.exception("draft cache: cannot be saved to %s", self._draft_cache)

@@ -1,7 +1,7 @@
-"""The engine loop in a process of its own, as its front sees it; engine/child.py is the other side.
+"""Runs the engine loop in a separate process. This is the front end's side; engine/child.py is the other side.
 
-One Python interpreter runs one thread at a time: in the front's process, every step would wait for what its streams do
-(docs/performance.md, "The engine's own process").
+A Python interpreter runs one thread at a time. In the front end's process, every step would wait for the work of its
+streams (docs/performance.md, "The engine's own process").
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ if TYPE_CHECKING:
     from batchserve.config import EngineConfig
 
 READING_TIMEOUT_S = 5.0
-JOIN_TIMEOUT_S = 120.0  # a last step, and saving a large draft cache, have to fit into it
-# The system kills what takes more than there is, and C code that gets no memory may crash or abort.
+JOIN_TIMEOUT_S = 120.0  # must cover a last step and saving a large draft cache
+# The system kills a process that exceeds the memory. C code that gets no memory may crash or abort.
 MEMORY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
 CHILD = "from batchserve.engine.child import main; main()"
 logger = logging.getLogger(__name__)
 
 
 class EngineProcess:
-    """async_engine.Back over a pipe. The engine ends with this process, however that ends."""
+    """A Back over a pipe to the engine's process. The engine ends with this process, however this process ends."""
 
     def __init__(self, config: EngineConfig, on_progress: Callable[[str], None] | None = None) -> None:
-        """Start the process and wait for its engine. Raises what build_engine does; EngineFaultError if it died."""
-        self._outbox: queue.SimpleQueue[Message | ReadMetrics | None] = queue.SimpleQueue()  # None: nobody reads
+        """Starts the process and waits for its engine. Raises what build_engine does; EngineFaultError if it died."""
+        self._outbox: queue.SimpleQueue[Message | ReadMetrics | None] = queue.SimpleQueue()  # None ends the writer
         self._is_ending = False
         self._process, self._pipe = _start()
-        # A process that is forked from this one would keep the pipe open, and so the engine alive.
+        # A fork of this process would keep the pipe open and thus the engine alive.
         os.register_at_fork(after_in_child=partial(_close_pipe, weakref.ref(self)))
         try:
-            # Takes seconds, in which the engine is being built.
+            # The import takes seconds, so it runs while the engine is being built.
             threading.Thread(target=importlib.import_module, args=("batchserve.runner.tokenizer",), daemon=True).start()
             ready = self._ask_for(config, on_progress or (lambda message: None))
             from batchserve.runner.model_folder import resolve_model
@@ -108,7 +108,7 @@ class EngineProcess:
                     break
         except (EOFError, OSError):
             pass
-        except Exception:  # what nobody can make sense of
+        except Exception:  # a reply that cannot be decoded
             logger.exception("the engine's process is not understood")
         self._outbox.put(None)
         self.metrics.end()
@@ -118,7 +118,7 @@ class EngineProcess:
         self._pipe.close()
 
     def _tell(self, on_reply: Callable[[Reply], None], reply: Reply) -> bool:
-        """Whether anybody listens: the asyncio loop may have been closed without shutdown()."""
+        """Passes a reply on. Returns False if the asyncio loop was closed without shutdown()."""
         try:
             on_reply(reply)
         except RuntimeError:
@@ -126,11 +126,11 @@ class EngineProcess:
         return True
 
     def _write(self) -> None:
-        """In a thread: whoever sends a message never waits until it is read."""
+        """Writes messages in a separate thread, so that send() never waits for the engine to read."""
         try:
             while (message := self._outbox.get()) is not None:
                 self._pipe.send(message)
-        except OSError:  # it has ended: whoever reads the replies says so
+        except OSError:  # the process has ended, which _read reports
             pass
         except Exception:
             logger.exception("a message cannot be sent to the engine's process, which is ended")
@@ -160,9 +160,9 @@ class EngineProcess:
 
 
 class RemoteMetrics:
-    """MetricsSource of an engine in another process: where that does not answer, what it has answered last.
+    """The MetricsSource of an engine in another process. Gives the last reading if the process does not answer.
 
-    Whoever reads while another waits for an answer waits for the same one.
+    Concurrent readers wait for the same answer.
     """
 
     def __init__(self, ask: Callable[[], None]) -> None:
@@ -174,13 +174,13 @@ class RemoteMetrics:
         self._last, self._last_s = MetricsReading(), time.monotonic()
 
     def take(self, reading: MetricsReading) -> None:
-        """An answer has come."""
+        """Stores a reading that has arrived."""
         with self._lock:
             self._last, self._last_s = reading, time.monotonic()
             self._has_come.set()
 
     def end(self) -> None:
-        """Nobody answers any more."""
+        """Ends the wait for readings: no more will arrive."""
         with self._lock:
             self._is_over = True
             self._has_come.set()
@@ -207,7 +207,7 @@ def _close_pipe(ref: weakref.ref[EngineProcess]) -> None:
 
 
 def _start() -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:
-    """The process, which says what it has to say on standard error, and this side of the pipe to it."""
+    """Starts the process, with all of its output on standard error. Returns it and this side of the pipe."""
     ours, theirs = socket.socketpair()
     with theirs:
         level = logging.getLogger("batchserve").getEffectiveLevel()
@@ -216,6 +216,6 @@ def _start() -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:
             stdin=subprocess.DEVNULL,
             stdout=2,
             pass_fds=[theirs.fileno()],
-            start_new_session=True,  # a terminal's Ctrl-C is the front's
+            start_new_session=True,  # a terminal's Ctrl-C is for the front end only
         )
     return process, Connection(ours.detach())

@@ -1,4 +1,4 @@
-"""The engine loop in a thread of this process."""
+"""Runs the engine loop in a thread of this process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from batchserve.engine.messages import Message, Reply
     from batchserve.startup.build import BuiltEngine
 
-EXIT_TIMEOUT_S = 30.0  # a last step, and saving a draft cache, have to fit into it
+EXIT_TIMEOUT_S = 30.0  # must cover a last step and saving a draft cache
 logger = logging.getLogger(__name__)
 
 
 class EngineThread:
-    """async_engine.Back beside the asyncio loop."""
+    """A Back in a thread next to the asyncio loop."""
 
     def __init__(self, built: BuiltEngine, draft_cache: str | None) -> None:
         self.processor, self.info, self.metrics = built.processor, built.info, built.core.metrics
@@ -38,7 +38,7 @@ class EngineThread:
     def _reply(self, reply: Reply) -> None:
         try:
             self._on_reply(reply)
-        except RuntimeError:  # the asyncio loop was closed without shutdown(): nobody listens any more
+        except RuntimeError:  # the asyncio loop was closed without shutdown()
             logger.warning("event loop closed; dropped: %s", type(reply).__name__)
 
     def send(self, message: Message) -> None:
@@ -49,10 +49,10 @@ class EngineThread:
         atexit.unregister(self._end_at_exit)
 
     def _end_at_exit(self) -> None:
-        """Of a program that ends without shutdown(), for whatever reason: what the drafter shares is saved."""
+        """Ends the engine of a program that exits without shutdown(), so that the draft cache is saved."""
         if os.getpid() == self._pid:
             self.send(End())
             self._thread.join(EXIT_TIMEOUT_S)
 
     def kill(self) -> None:
-        """A thread cannot be ended."""
+        """Does nothing: a thread cannot be killed."""

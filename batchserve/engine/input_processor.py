@@ -1,4 +1,4 @@
-"""The door: everything about a request that can be wrong is found here, before the engine sees it."""
+"""Tokenises and validates requests. All errors in a request are found here, before the engine sees it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import secrets
 from array import array
 from collections.abc import Mapping, Sized
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batchserve.config import PRIVATE_SCOPE, EngineConfig, UnchosenScope
 from batchserve.errors import InvalidRequestError
-from batchserve.request import TENANT, DraftScope, Request, ResolvedSampling, ResolvedSpeculation
+from batchserve.request import TENANT, DraftScope, NewRequest, Request, ResolvedSampling, ResolvedSpeculation
 from batchserve.types import (
     MAX_REFERENCE_TOKENS,
     MAX_REQUEST_ID_CHARS,
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from batchserve.draft.factory import DraftLimits
     from batchserve.runner.loader import LoadedModel
 
-HEAD_CHARS, CUT_TOKENS = 16, 64  # for each place of the context; tokens that the cut behind them may bring
+HEAD_CHARS, CUT_TOKENS = 16, 64  # characters per context position; extra tokens that cutting the text there may cause
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the door has to know of a model. A plain message, but for the tokenizer."""
+    """The facts about a model that InputProcessor needs. Plain data, except for the tokenizer."""
 
     name: str
     vocab_size: int
@@ -51,7 +51,7 @@ class ModelFacts:
         return cls(**{each.name: getattr(loaded, each.name) for each in fields(cls)})
 
     def without_tokenizer(self) -> ModelFacts:
-        """What can be sent to another process."""
+        """Returns a copy that can be sent to another process."""
         return replace(self, tokenizer=None)
 
 
@@ -71,8 +71,8 @@ class InputProcessor:
         self._longest_token_chars = _longest_token(facts.tokenizer)
 
     def sharing_nothing_unless_chosen(self) -> InputProcessor:
-        """The same, for callers who must not learn of each other: requests that name no scope share nothing, unless the
-        configuration names a scope for them.
+        """Returns a copy for callers that must not see each other's data. Requests that name no scope share nothing,
+        unless the configuration names a scope for them.
         """
         changed = copy.copy(self)
         if isinstance(self._default_scope, UnchosenScope):
@@ -80,12 +80,12 @@ class InputProcessor:
         return changed
 
     def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
-        """Token ids of a prompt, checked. Raises InvalidRequestError."""
+        """Returns the checked token ids of a prompt. Raises InvalidRequestError."""
         ids = self._tokenize_prompt(prompt) if isinstance(prompt, str) else _integers(prompt)
         self._check_ids("prompt", ids, is_text=isinstance(prompt, str))
-        if not ids:  # some tokenizers make nothing of a text of spaces
+        if not ids:  # some tokenizers give no tokens for a text of spaces
             raise InvalidRequestError("EMPTY_PROMPT", "prompt", prompt, "at least one token")
-        # One place is left for the token that is to be generated.
+        # One position is left for a generated token.
         if len(ids) > self._max_model_len - 1:
             raise InvalidRequestError(
                 "PROMPT_TOO_LONG",
@@ -99,10 +99,10 @@ class InputProcessor:
         if self.facts.tokenizer is not None:
             if not text:
                 raise InvalidRequestError("EMPTY_PROMPT", "prompt", text, "at least one character")
-            # Megabytes are refused without tokenising them: they cannot fit whatever the tokens are.
+            # Megabytes are refused without tokenising them. They cannot fit even in the longest tokens.
             fewest = len(text) // self._longest_token_chars
             if fewest <= self._max_model_len and len(text) > HEAD_CHARS * self._max_model_len:
-                # Some vocabularies have a token of a hundred spaces, and hardly anything else that is as long.
+                # Some vocabularies have a token of a hundred spaces but hardly any other as long. Tokenise a prefix.
                 fewest = len(self._tokenize_text("prompt", text[: HEAD_CHARS * self._max_model_len])) - CUT_TOKENS
             if fewest > self._max_model_len:
                 raise InvalidRequestError(
@@ -119,12 +119,12 @@ class InputProcessor:
             raise InvalidRequestError("NO_TOKENIZER", field, text, "token ids: the model has no tokenizer")
         try:
             ids: list[int] = tokenizer(text, **options)["input_ids"]
-        except (TypeError, UnicodeEncodeError) as error:  # lone surrogates, which no encoding has
+        except (TypeError, UnicodeEncodeError) as error:  # lone surrogates cannot be encoded
             raise InvalidRequestError("INVALID_TEXT", field, text, "text that can be encoded as UTF-8") from error
         return ids
 
     def _tokenize_references(self, references: Sequence[str | Sequence[int]]) -> tuple[array[int], ...]:
-        """Token ids of each, checked; four bytes a token, for as long as the request waits."""
+        """Returns the checked token ids of each reference, in four bytes per token to save memory while waiting."""
         found, num_tokens = [], 0
         for i, reference in enumerate(references):
             field, is_text = f"references[{i}]", isinstance(reference, str)
@@ -142,7 +142,7 @@ class InputProcessor:
         return tuple(found)
 
     def _check_ids(self, field: str, ids: Sequence[int], *, is_text: bool = False) -> None:
-        """is_text: the ids are what a tokenizer made of `field`, and may be more than its model knows."""
+        """Checks ids against the vocabulary. is_text: from a tokenizer, which may know more ids than its model."""
         if not ids or (min(ids) >= 0 and max(ids) < self.facts.vocab_size):
             return
         for i, token_id in enumerate(ids):
@@ -155,7 +155,7 @@ class InputProcessor:
                 )
 
     def resolve(self, params: SamplingParams, num_prompt_tokens: int) -> ResolvedSampling:
-        """Fill in defaults and check the bounds that need the model. Raises InvalidRequestError."""
+        """Fills in defaults and checks the bounds that need the model. Raises InvalidRequestError."""
         facts = self.facts
         room = self._max_model_len - num_prompt_tokens
         if params.max_tokens is not None and params.max_tokens > room:
@@ -185,7 +185,7 @@ class InputProcessor:
         )
 
     def resolve_speculation(self, params: SpeculationParams) -> ResolvedSpeculation:
-        """Fill in the server's defaults and check the references. Raises InvalidRequestError."""
+        """Fills in the server's defaults and checks the references. Raises InvalidRequestError."""
         if params.tpot_target_ms is not None and not self._is_adaptive:
             must_be = "unset: this server has no adaptive decoding length that could prefer the request"
             raise InvalidRequestError("INVALID_TPOT_TARGET_MS", "tpot_target_ms", params.tpot_target_ms, must_be)
@@ -214,15 +214,15 @@ class InputProcessor:
         return self.facts.vocab_size
 
     def vocabulary_fingerprint(self) -> str:
-        """Names the meaning of token ids, so that drafts are never loaded under another one."""
+        """Returns a hash of the vocabulary, so that saved drafts are never loaded with another one."""
         return vocabulary_fingerprint(self.facts.tokenizer, self.facts.vocab_size, self.facts.name)
 
     def resolve_scope(self, draft_scope: str) -> DraftScope | None:
-        """The scope that is meant; None shares nothing."""
+        """Returns the effective scope; None shares nothing."""
         scope = draft_scope or self._default_scope
         return None if scope == PRIVATE_SCOPE else DraftScope(TENANT, _plain(scope))
 
-    def make_request(
+    def new_request(
         self,
         request_id: str,
         prompt_token_ids: list[int],
@@ -231,8 +231,9 @@ class InputProcessor:
         arrival_s: float,
         deadline_s: float | None = None,
         priority: int = 0,
-    ) -> Request:
-        """A request that is sure to fit. Raises InvalidRequestError. Long references take long to tokenise."""
+        is_whole: bool = False,
+    ) -> NewRequest:
+        """Builds a request that is sure to fit. Raises InvalidRequestError. Long references are slow to tokenise."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError("INVALID_SAMPLING_PARAMS", "params", params, "a SamplingParams")
         if not isinstance(speculation, SpeculationParams):
@@ -243,38 +244,43 @@ class InputProcessor:
             )
         sampling = self.resolve(params, len(prompt_token_ids))
         resolved = self.resolve_speculation(speculation)
-        return Request(
+        return NewRequest(
             _plain(request_id),
             prompt_token_ids,
             sampling,
-            arrival_s,
             resolved,
+            arrival_s,
             deadline_s,
             check_priority(priority),
-            prefix_scope=self.resolve_scope(speculation.draft_scope) if self._has_prefix_cache else None,
+            self.resolve_scope(speculation.draft_scope) if self._has_prefix_cache else None,
+            is_whole,
         )
+
+    def make_request(self, *arguments: Any, **options: Any) -> Request:
+        """new_request(), for an engine in this thread."""
+        return self.new_request(*arguments, **options).begin()
 
 
 def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, model: str) -> str:
-    """A hash over every token's text and id, and the model's bound on ids; without a tokenizer, over its name."""
+    """Returns a hash of vocab_size and every token's text and id; without a tokenizer, of vocab_size and the name."""
     tokens = model if tokenizer is None else sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps([vocab_size, tokens]).encode()).hexdigest()
 
 
 def _plain(text: str) -> str:
-    """Text of str's own type: another process knows nothing of a program's enumerations."""
+    """Converts a str subclass, such as an enum member, to str: another process may not know the class."""
     return str.__str__(text)
 
 
 def _integers(token_ids: Sequence[int]) -> list[int]:
-    """Plain ints, from NumPy's too; floats and truth values are refused, and bytes: text that nobody has decoded."""
+    """Converts ids to plain ints, also NumPy's. Refuses floats, booleans and bytes (text that was not decoded)."""
     try:
-        # Of an iterator nothing would be left behind the first look; a mapping's keys are no text.
+        # An iterator could be read only once. A mapping's keys are not a prompt.
         if not isinstance(token_ids, Sized) or isinstance(token_ids, bytes | bytearray | Mapping):
             raise TypeError
         if bool in set(map(type, token_ids)):
             raise TypeError
-        return list(map(int, map(operator.index, token_ids)))  # of int's own type, as `_plain` is of str's
+        return list(map(int, map(operator.index, token_ids)))  # plain ints, as `_plain` gives plain strs
     except TypeError:
         raise InvalidRequestError("INVALID_TOKEN_IDS", "prompt", token_ids, "integers") from None
 

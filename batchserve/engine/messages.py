@@ -1,6 +1,6 @@
-"""What the front of an engine and its loop tell each other: plain messages, which may cross processes.
+"""Messages between the front end (AsyncEngine) and the engine loop. They are plain data and may cross processes.
 
-A ticket names one request of the front's for as long as the engine runs; ids may be used again at once.
+A ticket names one request of the front end for as long as the engine runs. Request ids may be reused at once.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ if TYPE_CHECKING:
     from batchserve.engine.input_processor import ModelFacts
     from batchserve.errors import BatchserveError, EngineFaultError
     from batchserve.metrics import MetricsReading
-    from batchserve.request import DraftScope, Request
+    from batchserve.request import DraftScope, NewRequest
     from batchserve.types import Delta, ModelInfo
 
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Queue a request; where it is_whole its deltas come in one, with the last."""
+    """Queues a request. If it is_whole, all of its deltas come as one, at its end."""
 
     ticket: int
-    request: Request
+    request: NewRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Forget a request; harmless when it has ended."""
+    """Aborts a request. Has no effect if the request has ended."""
 
     ticket: int
 
 
 @dataclass(frozen=True, slots=True)
 class ClearScope:
-    """Forget what a draft scope's requests have shared; answered by Done."""
+    """Clears what a draft scope's requests have shared. Answered by Done."""
 
     ticket: int
     scope: DraftScope
@@ -44,26 +44,26 @@ class ClearScope:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Answered by Done, between two steps."""
+    """Asks for a Done, which comes between two steps."""
 
     ticket: int
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Abort everything, save the draft cache, and end."""
+    """Aborts all requests, saves the draft cache and ends the loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """What a step came to. The last of a request is an error, or a Delta with a finish_reason."""
+    """The events of a step, with their tickets. A request's last event is an error or a Delta with a finish_reason."""
 
     events: list[tuple[int, Delta | BatchserveError]]
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What was asked with this ticket is done, or has failed."""
+    """The message with this ticket has been handled, or has failed with `error`."""
 
     ticket: int
     error: BatchserveError | None = None
@@ -71,7 +71,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Every request that has been handed over is ended by this; for good, unless the books are consistent."""
+    """Ends every request that was handed over. Unless is_consistent, the engine has failed for good."""
 
     error: EngineFaultError
     is_consistent: bool
@@ -79,26 +79,26 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class ReadMetrics:
-    """Answered by Reading, also while a step is under way; only between processes."""
+    """Asks for the metrics. Answered by Reading, even during a step. Only used between processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What ReadMetrics has asked for."""
+    """The answer to ReadMetrics."""
 
     reading: MetricsReading
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What the start of an engine says while it goes on."""
+    """A progress message during the start of an engine."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The engine is built. What the front's door has to know of it, beside the tokenizer, which it loads itself."""
+    """The engine is built. Has what the InputProcessor needs, except the tokenizer: the front end loads that itself."""
 
     info: ModelInfo
     facts: ModelFacts
@@ -107,7 +107,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class NotBuilt:
-    """Why there is no engine."""
+    """The engine could not be built because of this error."""
 
     error: Exception
 

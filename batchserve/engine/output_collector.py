@@ -1,4 +1,4 @@
-"""From a stream to a whole answer."""
+"""Collects streamed deltas into a complete answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from batchserve.types import Delta, RequestOutput
 
 
 class OutputCollector:
-    """Puts the deltas of one request together."""
+    """Joins the deltas of one request."""
 
     def __init__(self, prompt_token_ids: list[int]) -> None:
         self._prompt_token_ids = prompt_token_ids
@@ -22,13 +22,13 @@ class OutputCollector:
         self._last = delta
 
     def whole(self) -> Delta:
-        """All deltas as one."""
+        """Returns all deltas joined into one."""
         if self._last is None:
             raise RuntimeError("the answer has not begun")
         return replace(self._last, text="".join(self._texts), token_ids=self._token_ids)
 
     def output(self) -> RequestOutput:
-        """Only after the delta with a finish_reason."""
+        """Returns the complete output. Call it only after the delta with a finish_reason."""
         last = self._last
         if last is None or last.finish_reason is None or last.usage is None or last.timing is None:
             raise RuntimeError("the answer is not complete")

@@ -1,4 +1,4 @@
-"""A request in flight, as the asyncio side of the engine sees it."""
+"""The asyncio side of a request in flight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """The queue is bounded by the context: one event a step."""
+    """A request's event queue. It holds one event per step, so the context length bounds it."""
 
     request_id: str
     ticket: int

@@ -1,4 +1,4 @@
-"""Deltas that have been made and not been taken: counted, so that a client that does not read fills no memory."""
+"""Counts and bounds deltas that clients have not read, so that a client that does not read cannot fill the memory."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
-STREAMS_PER_BOUND = 64  # all streams together may have so many times what one may
-MAX_WRITING = 1024  # clients that are waited for at once: each holds some 100 KB whatever its answer is
-LEAST_WAIT_S = 5.0  # before a client may be given up for others' sake
+STREAMS_PER_BOUND = 64  # bound on all streams together, in multiples of the bound on one
+MAX_WRITING = 1024  # writes that may wait at once; each holds some 100 KB whatever its answer is
+LEAST_WAIT_S = 5.0  # before a client may be given up in favour of others
 
 
 class UnreadBounds:
-    """What the streams of one server may leave unread. All methods are called on its asyncio loop."""
+    """The bounds on unread deltas of one server's streams. All methods are called on its asyncio loop."""
 
     def __init__(self, max_deltas: int, timeout_s: float) -> None:
-        """max_deltas: of one stream; timeout_s: the longest that a message may wait for its client."""
+        """max_deltas: per stream. timeout_s: the longest that a message may wait for its client."""
         self.max_deltas, self.timeout_s = max_deltas, timeout_s
         self.num_deltas = 0  # of all streams
-        self.writing: dict[Backlog, float] = {}  # since when, the longest first
+        self.writing: dict[Backlog, float] = {}  # start times of the waiting writes, oldest first
 
 
 @dataclass(slots=True, eq=False)
 class Backlog:
-    """What one stream has made and its client has not taken. A context manager, from the stream's begin to its end."""
+    """The unread deltas of one stream. A context manager for the stream's lifetime."""
 
     bounds: UnreadBounds
     num_deltas: int = 0
-    _limit: asyncio.Timeout | None = field(default=None, init=False)  # of the write under way
+    _limit: asyncio.Timeout | None = field(default=None, init=False)  # of the current write
 
     def __enter__(self) -> Backlog:
         return self
@@ -41,11 +41,11 @@ class Backlog:
         self.num_deltas = 0
 
     def grow(self) -> None:
-        """A delta was made. Beyond the bounds the write that holds up its stream, or the longest stream, times out."""
+        """Counts a new delta. Beyond a bound, the write of this stream, or of the one with most deltas, times out."""
         bounds = self.bounds
         self.num_deltas += 1
         bounds.num_deltas += 1
-        if self._limit is None:  # the server itself is late
+        if self._limit is None:  # no write is waiting: the server itself is late
             return
         if self.num_deltas > bounds.max_deltas:
             self._give_up()
@@ -53,12 +53,12 @@ class Backlog:
             max(bounds.writing, key=lambda backlog: backlog.num_deltas)._give_up()
 
     def shrink(self) -> None:
-        """A delta was taken."""
+        """Counts a delta as taken."""
         self.num_deltas -= 1
         self.bounds.num_deltas -= 1
 
     async def write(self, send: Awaitable[None]) -> None:
-        """Await `send`, a client's taking of a message. Raises TimeoutError when it is given up."""
+        """Awaits `send`, the write of a message to the client. Raises TimeoutError if the write is given up."""
         writing, now_s = self.bounds.writing, time.monotonic()
         if len(writing) >= MAX_WRITING:
             longest = next(iter(writing))

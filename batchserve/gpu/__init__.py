@@ -1,1 +1,1 @@
-"""A model's linears and norms as kernels of our own, for steps of few rows on a GPU."""
+"""A model's linears and norms as our own kernels, for steps of few rows on a GPU."""

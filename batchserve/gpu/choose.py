@@ -1,4 +1,4 @@
-"""Which kernel multiplies how many rows by a model's weights: at start all that can are timed, torch's among them."""
+"""Chooses the kernels that multiply by a model's weights: at startup all candidates are timed, torch's included."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from batchserve.gpu.norms import rms_norm
 
 logger = logging.getLogger(__name__)
 
-MOST_WEIGHTS = 16  # of one shape, that products are timed over: together more than caches hold, in a large model
+MOST_WEIGHTS = 16  # of one shape, to time a product over; in a large model they exceed the caches together
 TIMINGS = 3
-ENOUGH_FASTER = 0.98  # of torch's time; else its own stays
-MOST_ERROR = 1e-2  # of the norm of a row of what torch's product gives: rounding to bfloat16 is some 3e-3 of it
-# Square products that keep the device busy until all that is timed is queued: their size, and how many at first.
+ENOUGH_FASTER = 0.98  # of torch's time; otherwise torch's product stays
+MOST_ERROR = 1e-2  # relative to the norm of a row of torch's product; rounding to bfloat16 is about 3e-3 of it
+# Square products that keep the device busy until all timed work is queued: their size, initial and maximum number.
 FILL_FEATURES, FILL_PRODUCTS, MOST_FILLERS = 4096, 10, 80
 
-Product = Callable[[torch.Tensor], torch.Tensor]  # of the weights
+Product = Callable[[torch.Tensor], torch.Tensor]  # takes the weights
 Timer = Callable[[Product, Sequence[torch.Tensor]], float]
 
 
 class CudaTimer:
-    """Seconds of a product a weight and of a norm before it, launched one behind the other without a gap.
+    """Times a norm and a product per weight, launched back to back. Returns the seconds of one such pair.
 
-    In a model, too, small kernels stand between products: one that overlaps with them is worth more than its own time
-    says.
+    In a model, too, small kernels run between products. A product that overlaps with them is worth more than its own
+    time shows.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, *, overlaps: bool) -> None:
@@ -39,7 +39,7 @@ class CudaTimer:
         self._filled = torch.empty_like(self._filler)
         self._scale = torch.ones(FILL_FEATURES, device=device)
         self._overlaps, self._num_fillers = overlaps, FILL_PRODUCTS
-        rms_norm(self._filler[0], self._scale, 1.0, overlaps)  # compiled here, not while others are timed
+        rms_norm(self._filler[0], self._scale, 1.0, overlaps)  # compiled here, not during timing
 
     def __call__(self, product: Product, weights: Sequence[torch.Tensor]) -> float:
         found: list[float] = []
@@ -52,7 +52,7 @@ class CudaTimer:
                 rms_norm(self._filler[0], self._scale, 1.0, self._overlaps)
                 product(weight)
             end.record()
-            if begin.query() and self._num_fillers < MOST_FILLERS:  # the device was waiting, and its waiting was timed
+            if begin.query() and self._num_fillers < MOST_FILLERS:  # the device was idle, and idle time was measured
                 self._num_fillers *= 2
                 continue
             end.synchronize()
@@ -69,12 +69,12 @@ def choose_products(
     say: Callable[[str], None],
     run: Callable[..., torch.Tensor] = multiply,
 ) -> None:
-    """Set the choices for these weights. Raises torch.AcceleratorError where the device has failed.
+    """Sets the choices for these weights. Raises torch.AcceleratorError if the device has failed.
 
-    What gives `added_to` features, a hidden state, is timed with the addition of a residual: most models have one
-    behind it, which torch's product would leave to a kernel of its own. None: nothing is, as where no compiler joins
-    the two.
-    A variant that cannot be compiled, or gives something else than torch's product, is not chosen.
+    Products with `added_to` output features (the hidden size) are timed with the addition of a residual. Most models
+    add one after them, which torch's product would leave to a separate kernel. None: no residual is added, as when no
+    compiler joins the two.
+    A variant that cannot be compiled, or whose result differs from torch's, is not chosen.
     """
     for shape, weights in shapes.items():
         chosen = []
@@ -94,16 +94,16 @@ def choose_products(
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """Of one shape and number of rows: x [rows, in_features], residual [rows, out_features]."""
+    """A trial of one shape and number of rows: x [rows, in_features], residual [rows, out_features]."""
 
     x: torch.Tensor
     weights: Sequence[torch.Tensor]
     residual: torch.Tensor
-    is_added_to: bool  # whether the residual is, in what is timed
+    is_added_to: bool  # whether the timed product adds the residual
     timer: Timer
 
     def best(self, candidates: Sequence[Variant], run: Callable[..., torch.Tensor]) -> Variant | None:
-        """The fastest of them, run(variant, x, weight, bias, residual); None: torch's product."""
+        """Returns the fastest candidate, as timed by run(variant, x, weight, bias, residual); None: torch's product."""
         added, best = self.residual if self.is_added_to else None, None
         least_s = self.timer(lambda weight: self._torch_product(weight, added), self.weights)
         timed, least_s = {"torch": least_s}, ENOUGH_FASTER * least_s
@@ -116,7 +116,7 @@ class _Trial:
                 is_right = self._is_right(product(self.weights[0]), added)
             except torch.AcceleratorError:
                 raise
-            except Exception as error:  # Triton's compiler has errors of many kinds: too much shared memory, the most
+            except Exception as error:  # Triton's compiler raises many kinds of errors, most for too much shared memory
                 logger.info("%s cannot multiply %d rows: %s", variant, len(self.x), error)
                 continue
             if not is_right:
@@ -135,6 +135,6 @@ class _Trial:
         return out if added is None else out.add_(added)
 
     def _is_right(self, found: torch.Tensor, added: torch.Tensor | None) -> bool:
-        """Whether every row of the product by the first weights is, but for rounding."""
+        """Returns whether every row of the product by the first weights is correct up to rounding."""
         expected = self._torch_product(self.weights[0], added).float()
         return bool(((found.float() - expected).norm(dim=1) <= MOST_ERROR * expected.norm(dim=1)).all())

@@ -1,6 +1,6 @@
-"""What torch's compiler is told of a model whose linears are our own, and whose kernels overlap.
+"""Configures torch's compiler for a model with our own linears and overlapping kernels.
 
-Importing this imports the compiler, which takes a second.
+Importing this module imports the compiler, which takes a second.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.scheduler import Scheduler
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-RESIDUAL = 3  # of the operator's arguments
+RESIDUAL = 3  # index among the operator's arguments
 
 
 def inductor_options(*, overlaps: bool) -> dict[str, Any]:
-    """For torch.compile. Kernels overlap where this version of Inductor can be made to have them wait."""
-    # Norms of few rows in one kernel, where it would make two.
+    """Returns options for torch.compile. Kernels overlap only if this version of Inductor can make them wait."""
+    # Computes a norm of few rows in one kernel instead of two.
     options: dict[str, Any] = {"split_reductions": False, "post_grad_custom_post_pass": AddResiduals()}
     return {**options, "triton.enable_pdl": True} if overlaps and _can_be_made_to_wait() else options
 
 
 def _can_be_made_to_wait() -> bool:
-    """Whether Inductor goes by what _node_before keeps from it, and waits where it does not know."""
+    """Returns whether Inductor uses the previous node, which _node_before hides, and waits if it is unknown."""
     decides = getattr(TritonKernel, "_handle_pdl_before_access", None)
     if decides is None or not hasattr(config.triton, "enable_pdl"):
         return False
@@ -35,11 +35,11 @@ def _can_be_made_to_wait() -> bool:
 
 
 def _node_before(scheduler: Scheduler) -> object:
-    """In place of Scheduler.previous_node: where kernels overlap nobody is told which node is before another.
+    """Replaces Scheduler.previous_node. While kernels overlap it is always None.
 
-    By itself Inductor has a kernel wait where it reads what the node before it has written, by name, and trusts that
-    all others have ended. It misses what is written in place, and what is made of nothing, whose kernel waits for
-    nobody: the one behind it would begin too early. Not told what is before a node, it has every kernel wait before it
+    By default Inductor makes a kernel wait if it reads, by name, what the node before it has written, and trusts that
+    all earlier nodes have ended. It misses what is written in place. It also misses nodes without inputs: their kernels
+    never wait, so the next kernel would start too early. If the node before is unknown, every kernel waits before it
     loads or stores anything.
     """
     return None if config.triton.enable_pdl else vars(scheduler).get("previous_node")
@@ -49,13 +49,13 @@ def _note_node(scheduler: Scheduler, node: object) -> None:
     vars(scheduler)["previous_node"] = node
 
 
-# For good, and for all: what is compiled at the same time elsewhere in the process must not change it back.
+# Permanent and process-wide: what is compiled elsewhere in the process at the same time must not change it back.
 if _can_be_made_to_wait():
     type.__setattr__(Scheduler, "previous_node", property(_node_before, _note_node))
 
 
 class AddResiduals(CustomGraphPass):
-    """linear(x) + residual, of the same shape, becomes one operator where nobody else wants linear(x)."""
+    """Joins linear(x) + residual of the same shape into one operator, if nothing else uses linear(x)."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         for node in list(graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)):
@@ -72,7 +72,7 @@ class AddResiduals(CustomGraphPass):
                     break
 
     def uuid(self) -> bytes:
-        """Programs that Inductor has on disk are of this file: of how it waits, too."""
+        """Ties Inductor's programs on disk to this file, which also decides how kernels wait."""
         return get_hash_for_files((__file__,))
 
 
@@ -82,6 +82,6 @@ def _takes(product: object, residual: object) -> bool:
     if product.target is not torch.ops.batchserve.row_product.default or len(product.users) > 1:
         return False
     own, added = product.meta["val"], residual.meta["val"]
-    if not isinstance(added, torch.Tensor) or own.dtype != added.dtype:  # a size may be added, too
+    if not isinstance(added, torch.Tensor) or own.dtype != added.dtype:  # the other operand may be a size
         return False
     return statically_known_true(sym_eq(own.shape, added.shape)) and product.args[RESIDUAL] is None

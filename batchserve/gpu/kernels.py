@@ -1,12 +1,12 @@
-"""Linears and norms of few rows as Triton kernels. Importing this module imports Triton: operators do, when they run.
+"""Linears and norms of few rows as Triton kernels. Importing this module imports Triton; operators do it when they run.
 
-Of few rows a product is as fast as its weights are read. Both of its kernels have programs that each read some rows of
-the weights once, all of their columns, and differ in what they multiply with: vector instructions, or tensor cores. An
-element is summed in float32, in an order that follows from the variant and the element's feature: of all numbers of
-rows that one variant serves, a row has the same bits.
+With few rows a product is as fast as its weights can be read. In both kernels each program reads some rows of the
+weights once, with all of their columns. They differ in what they multiply with: vector instructions or tensor cores. An
+element is summed in float32, in an order that follows from the variant and the element's feature. A row therefore has
+the same bits for any number of rows that one variant serves.
 
-OVERLAPS: launched so that they begin while the kernel before them ends (kernel_overlap.py). No kernel writes weights,
-so the first of them may be on their way meanwhile.
+OVERLAPS: the kernel starts while the kernel before it finishes (kernel_overlap.py). No kernel writes weights, so the
+first of them may be loaded meanwhile.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -20,7 +20,7 @@ from triton.language.extra import cuda
 
 @triton.jit
 def _store(result, where, mask, residual, out, HAS_RESIDUAL: tl.constexpr):
-    """Rounded as often as a linear and an addition behind it are."""
+    """Stores a result, rounded as often as by a linear followed by an addition."""
     if HAS_RESIDUAL:
         added = tl.load(residual + where, mask=mask, other=0.0).to(tl.float32)
         result = result.to(out.dtype.element_ty).to(tl.float32) + added
@@ -31,14 +31,14 @@ def _store(result, where, mask, residual, out, HAS_RESIDUAL: tl.constexpr):
 def _store_row(
     sums, added, row: tl.constexpr, num_rows, place, residual, out, out_features, HAS_RESIDUAL: tl.constexpr
 ):  # fmt: skip
-    """What multiply_few has of a row, if there is such a row."""
+    """Stores multiply_few's result for a row, if there is such a row."""
     mask = place < tl.where(num_rows > row, out_features, 0)
     _store(tl.sum(sums, 1) + added, row * out_features + place, mask, residual, out, HAS_RESIDUAL)
 
 
 @triton.jit
 def _fetch(places):
-    """Have the cache of the device fetch what is at these places, without waiting for it."""
+    """Prefetches what is at these places into the device's cache, without waiting."""
     code: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
     tl.inline_asm_elementwise(code, "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -51,12 +51,12 @@ def multiply_few(
 ):  # fmt: skip
     """Grid (blocks of out_features,): out [num_rows, out_features] = x [num_rows, in_features] @ weight.T, by vectors.
 
-    Behind it bias [out_features] and residual, of out's shape, are added. num_rows is at most MOST_ROWS, which is 1 or
-    4; in_features is at least BLOCK_K, and HAS_REST: no multiple of it. Each row has sums of its own name: Triton would
-    move an array of them between threads for every block.
+    Then bias [out_features] and residual, of out's shape, are added. num_rows is at most MOST_ROWS, which is 1 or 4.
+    in_features is at least BLOCK_K; HAS_REST: it is no multiple of BLOCK_K. Each row has its own variable for sums,
+    because Triton would move an array of them between threads for every block.
     """
     place = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Spare features and rows repeat the last ones, so that no load needs a mask.
+    # Unused features and rows repeat the last ones, so that no load needs a mask.
     feature = tl.minimum(place, out_features - 1)
     weights = weight + feature.to(tl.int64)[:, None] * in_features
     lane = tl.arange(0, BLOCK_K)
@@ -105,23 +105,23 @@ def multiply_rows(
     MOST_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, IS_FETCHED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """As multiply_few, by tensor cores. MOST_ROWS is a power of two, in_features a multiple of BLOCK_K.
+    """Like multiply_few, with tensor cores. MOST_ROWS is a power of two, in_features a multiple of BLOCK_K.
 
-    The weights are the left factor: tensor cores take at least 16, or 64, rows of that one, and 8 columns of the other.
-    Loaded before the wait, a first block of them would cost shared memory that the loop's blocks have use for;
-    IS_FETCHED: it is fetched into the cache then.
+    The weights are the left factor: tensor cores take at least 16 or 64 rows of the left factor, and 8 columns of the
+    right. Loading a first block of weights before the wait would cost shared memory that the loop's blocks need.
+    IS_FETCHED: it is prefetched into the cache instead.
     """
     place = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    feature = tl.minimum(place, out_features - 1)  # spare ones repeat the last
+    feature = tl.minimum(place, out_features - 1)  # unused ones repeat the last
     row = tl.arange(0, MOST_ROWS)
     lane = tl.arange(0, BLOCK_K)
     weights = weight + feature.to(tl.int64)[:, None] * in_features
-    # Spare rows are not loaded: all programs would ask the same lines of the cache for the row that they repeat.
+    # Unused rows are not loaded: all programs would ask for the cache lines of the row that they repeat.
     inputs, is_row = x + row[None, :] * row_stride, (row < num_rows)[None, :]
-    # Each program begins at another block: else all would ask for the same lines of x at once.
+    # Each program begins at another block: otherwise all would ask for the same lines of x at once.
     first = tl.program_id(0) % (in_features // BLOCK_K) * BLOCK_K
     if OVERLAPS:
-        if IS_FETCHED:  # by lines of the cache, of 64 numbers
+        if IS_FETCHED:  # one address per cache line of 64 numbers
             _fetch(weights + first + (tl.arange(0, BLOCK_K // 64) * 64)[None, :])
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()

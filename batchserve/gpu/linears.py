@@ -1,7 +1,7 @@
-"""Linears of few rows by kernels of our own, where these were measured to be faster than torch's.
+"""Linears of few rows, by our own kernels where these were measured to be faster than torch's.
 
-An operator of torch stands for the product, so that a compiler sees the model without looking into it. Which kernel it
-is depends on the numbers of rows and features only: a CUDA graph repeats what was launched when it was captured.
+The product is a torch operator, so that a compiler of the model does not look into it. The choice of kernel depends
+only on the numbers of rows and features, because a CUDA graph repeats what was launched when it was captured.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch.nn import functional
 from batchserve.kernel_overlap import launch_options
 
 DTYPES = (torch.bfloat16, torch.float16)
-ROW_COUNTS = (1, 4, 16, 32, 64)  # each serves all numbers of rows behind the one before it
+ROW_COUNTS = (1, 4, 16, 32, 64)  # each serves numbers of rows above the previous one, up to itself
 MOST_VECTOR_ROWS = 4
-LEAST_MATRIX_ROWS = 16  # that tensor cores are given
+LEAST_MATRIX_ROWS = 16  # the fewest that tensor cores are given
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to multiply: programs of block_n rows of the weights, read in blocks of block_k columns.
+    """One way to multiply: each program takes block_n rows of the weights, in blocks of block_k columns.
 
-    num_stages: blocks that are on their way at once; by vectors, how often the loop over them is unrolled. is_fetched:
-    where kernels overlap, the first block is fetched into the cache before the kernel waits (not by vectors, which have
-    loaded it by then).
+    num_stages: blocks in flight; for vectors, the unroll factor of the loop over blocks. is_fetched: if kernels
+    overlap, the first block is prefetched into the cache before the kernel waits (not for vectors, which have loaded it
+    by then).
     """
 
     block_n: int
@@ -41,7 +41,7 @@ class Variant:
 
 
 class Shape(NamedTuple):
-    """What a choice is made for."""
+    """The shape and dtype of weights, for which a kernel is chosen."""
 
     out_features: int
     in_features: int
@@ -52,7 +52,7 @@ class Shape(NamedTuple):
         return cls(weight.shape[0], weight.shape[1], weight.dtype)
 
 
-# Each start times these, and takes for each shape and number of rows the fastest.
+# The candidates. Each start times them and takes the fastest for each shape and number of rows.
 BY_VECTORS = tuple(Variant(*sizes, by_vectors=True) for sizes in ((4, 512, 4, 2), (4, 1024, 4, 4), (2, 1024, 4, 2)))
 FETCHED = ((64, 128, 4, 6), (32, 128, 2, 6), (32, 256, 4, 5), (128, 64, 4, 6))
 BY_MATRICES = (
@@ -62,7 +62,7 @@ BY_MATRICES = (
 
 
 def variants(shape: Shape, count: int, *, overlaps: bool) -> list[Variant]:
-    """Those that can multiply up to `count` rows, one of ROW_COUNTS, and are worth a trial."""
+    """Returns the variants worth a trial that can multiply up to `count` rows, one of ROW_COUNTS."""
     if shape.dtype not in DTYPES:
         return []
     vectors = [each for each in BY_VECTORS if count <= MOST_VECTOR_ROWS and each.block_k <= shape.in_features]
@@ -70,15 +70,15 @@ def variants(shape: Shape, count: int, *, overlaps: bool) -> list[Variant]:
     return vectors + [each for each in matrices if overlaps or not each.is_fetched]
 
 
-# An operator takes tensors and numbers only, so choices have numbers.
+# An operator takes only tensors and numbers, so Choices are passed by number.
 _choices: WeakValueDictionary[int, Choices] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
 class Choices:
-    """By shape and ROW_COUNTS, the variant that is used; None: torch's own product.
+    """The variant to use for each shape and each of ROW_COUNTS; None: torch's own product.
 
-    overlaps: kernels begin while those before them end (kernel_overlap.py).
+    overlaps: kernels start while their predecessors finish (kernel_overlap.py).
     """
 
     def __init__(self, *, overlaps: bool = False) -> None:
@@ -96,7 +96,7 @@ class Choices:
 
 
 def _row_class(num_rows: int) -> int:
-    """The place in ROW_COUNTS."""
+    """Returns the index in ROW_COUNTS."""
     return bisect_left(ROW_COUNTS, num_rows)
 
 
@@ -109,7 +109,7 @@ def multiply(
     *,
     overlaps: bool = False,
 ) -> torch.Tensor:
-    """x [num_rows, in_features] @ weight.T + bias + residual, of 1 to ROW_COUNTS[-1] rows; weight is contiguous."""
+    """Returns x [rows, in_features] @ weight.T + bias + residual for 1 to ROW_COUNTS[-1] rows; weight is contiguous."""
     from batchserve.gpu import kernels
 
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -141,7 +141,7 @@ def multiply(
 def _row_product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, choices: int
 ) -> torch.Tensor:
-    """x [..., in_features] @ weight.T + bias + residual, which has the result's shape."""
+    """Returns x [..., in_features] @ weight.T + bias + residual; residual has the result's shape."""
     out_features, in_features = weight.shape
     of_engine = _choices[choices]
     variant = of_engine.variant(Shape.of(weight), x.numel() // in_features)
@@ -169,11 +169,11 @@ def _shape_of(
 
 
 class RowLinear(torch.nn.Module):
-    """Stands where a linear was, with its weights."""
+    """Replaces a linear and keeps its weights."""
 
     def __init__(self, linear: torch.nn.Linear, choices: Choices) -> None:
         super().__init__()
-        self._choices = choices  # kept alive: the table does not
+        self._choices = choices  # kept alive here: the table has a weak reference
         self._number = choices.number
         self.weight, self.bias = linear.weight, linear.bias
         self.out_features, self.in_features = linear.out_features, linear.in_features

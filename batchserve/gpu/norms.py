@@ -1,4 +1,4 @@
-"""RMS norms as one kernel, where a compiler makes two of one that has few rows."""
+"""RMS norms as one kernel each; torch's compiler would make two of a norm with few rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NUM_WARPS = 8
 
 
 def rms_norm(x: torch.Tensor, scale: torch.Tensor, eps: float, overlaps: bool) -> torch.Tensor:
-    """x [..., dim] / rms(x) * scale, which is float32 [dim]; of x's dtype, and contiguous."""
+    """Returns x [..., dim] / rms(x) * scale, contiguous and of x's dtype. scale: float32 [dim]."""
     from batchserve.gpu import kernels
 
     dim = x.shape[-1]
@@ -48,11 +48,11 @@ def _shape_of(x: torch.Tensor, scale: torch.Tensor, eps: float, overlaps: bool) 
 
 
 class RowNorm(torch.nn.Module):
-    """Stands where an RMS norm was: x / rms(x) * scale, which was made of its weight."""
+    """Replaces an RMS norm by x / rms(x) * scale, where scale was computed from the norm's weight."""
 
     def __init__(self, weight: torch.nn.Parameter, scale: torch.Tensor, eps: float, *, overlaps: bool) -> None:
         super().__init__()
-        self.weight = weight  # for whoever asks the module for it
+        self.weight = weight  # for code that reads it from the module
         self.scale = scale.detach().float().contiguous()
         self.eps, self.overlaps = eps, overlaps
 

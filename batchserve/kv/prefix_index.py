@@ -1,4 +1,4 @@
-"""Which tokens the kept K/V of ended requests stands for, and whose it is. Torch-free."""
+"""Index of the tokens whose K/V is kept after requests have ended, by scope. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
 
-MOST_ENTRIES = 4096  # memory of the host, here for a copy of the tokens of each, and time
-FEWEST_TOKENS = 16  # less is computed as quickly as it is found
+MOST_ENTRIES = 4096  # bounds host memory (a copy of each entry's tokens) and time
+FEWEST_TOKENS = 16  # a shorter prefix is computed as quickly as it is found
 TOKEN = np.dtype(np.int32)
 
 
 class PrefixIndex:
-    """Entries by handle, the least recently used first. Only the same scope's prompts ever match an entry.
+    """Entries by handle, least recently used first. An entry is only matched by prompts of its own scope.
 
-    A scope's texts are sorted, as bytes: what has most of its beginning in common with a prompt is beside the place
-    where that would stand.
+    The texts of a scope are sorted as bytes: the one that shares the longest prefix with a prompt is next to the place
+    where the prompt would be.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class PrefixIndex:
         return iter(self._entries)
 
     def add(self, scope: Hashable, token_ids: Sequence[int]) -> tuple[int, list[int]]:
-        """A new entry's handle, and those that have gone for it: prefixes of it, and what is too many."""
+        """Adds an entry. Returns its handle, and those it has replaced: its prefixes, and any above MOST_ENTRIES."""
         text = np.array(token_ids, TOKEN).tobytes()
         gone = self._prefixes_of(scope, text)
         for handle in gone:
@@ -49,9 +49,9 @@ class PrefixIndex:
         return self._next_handle, gone
 
     def _prefixes_of(self, scope: Hashable, text: bytes) -> list[int]:
-        """Handles of entries that the text begins with, the whole of it included; the longest first."""
+        """Returns the handles of the entries that are prefixes of the text, or equal to it; the longest first."""
         texts, found, end = self._sorted.get(scope, []), [], text
-        # All of them stand before it. What stands there and is none shares only so much with it as they can have.
+        # Prefixes sort before the text. If the entry right before it is none, no prefix is longer than what they share.
         while place := bisect_right(texts, (end, math.inf)):
             known, handle = texts[place - 1]
             length = _common_length(known, text) * TOKEN.itemsize
@@ -62,7 +62,7 @@ class PrefixIndex:
         return found
 
     def match(self, scope: Hashable, token_ids: Sequence[int]) -> tuple[int, int]:
-        """(handle, tokens in common) of the entry that begins most like these; (0, 0) where none begins so at all."""
+        """Returns (handle, length) of the entry with the longest common prefix; (0, 0) below FEWEST_TOKENS."""
         text, texts = np.array(token_ids, TOKEN).tobytes(), self._sorted.get(scope, [])
         place = bisect_left(texts, (text,))
         best, length = 0, 0
@@ -72,7 +72,7 @@ class PrefixIndex:
         return (best, length) if length >= FEWEST_TOKENS else (0, 0)
 
     def use(self, handle: int) -> None:
-        """The entry was used last, if there is one."""
+        """Marks the entry as the most recently used. Handle 0 is ignored."""
         if handle:
             self._entries[handle] = self._entries.pop(handle)
 
@@ -91,7 +91,7 @@ class PrefixIndex:
 
 
 def common_length(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens both begin with."""
+    """Returns the length of the common prefix."""
     shorter = min(len(a), len(b))
     differing: np.ndarray[Any, Any] = a[:shorter] != b[:shorter]
     return int(differing.argmax()) if differing.any() else shorter

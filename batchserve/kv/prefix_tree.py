@@ -1,7 +1,7 @@
-"""Which slots hold the K/V of ended requests: a radix tree a scope, in which texts that begin alike share nodes.
+"""Radix trees, one per scope, of the slots that hold the K/V of ended requests. Texts share nodes of common prefixes.
 
-So a token that many have in common has one slot, is kept once, and costs nothing when one of their tails is dropped
-(as SGLang's RadixAttention has it; Zheng et al., 2023, section 3). Torch-free.
+So a token that many texts have in common is kept once, in one slot, and costs nothing when the tail of one of them is
+dropped (as in SGLang's RadixAttention; Zheng et al., 2023, section 3). Torch-free.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class PrefixNode:
-    """Some tokens behind those of the nodes above, and their slots; both int32 [num_tokens].
+    """Tokens that follow those of the nodes above, and their slots; both int32 [num_tokens].
 
-    A root has none, and is nobody's child. children: by their first token.
+    A root has no tokens and no parent. children: by their first token.
     """
 
     scope: Hashable
@@ -32,19 +32,19 @@ class PrefixNode:
     children: dict[int, PrefixNode] = field(default_factory=dict)
 
     def extend(self, token_ids: np.ndarray, slots: np.ndarray) -> None:
-        """Put these behind its own."""
+        """Appends to the node's own tokens and slots."""
         self.token_ids, self.slots = np.concatenate((self.token_ids, token_ids)), np.concatenate((self.slots, slots))
 
 
 class PrefixTree:
-    """Nodes but for the roots, the least recently used first: the first has no children.
+    """The nodes except the roots, least recently used first. The first one never has children.
 
-    (Whoever uses a node has used all above it after it.) Only the same scope's prompts ever match.
+    (Every use of a node also uses the nodes above it, after the node itself.) Only prompts of the same scope match.
     """
 
     def __init__(self) -> None:
         self._roots: dict[Hashable, PrefixNode] = {}
-        # Ordered, not a dict, which would look for its first one behind all that went.
+        # Not a dict, which would skip all deleted entries to find its first one.
         self._nodes: OrderedDict[PrefixNode, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class PrefixTree:
         return iter(self._nodes)
 
     def match(self, scope: Hashable, token_ids: Sequence[int]) -> np.ndarray:
-        """Slots of the longest beginning of these tokens that is kept; of fewer than FEWEST_TOKENS none."""
+        """Returns the slots of the longest prefix of these tokens that is kept; none for fewer than FEWEST_TOKENS."""
         path, length = self._find(scope, np.array(token_ids, np.int32))
         if length < FEWEST_TOKENS:
             return np.zeros(0, np.int32)
@@ -62,9 +62,9 @@ class PrefixTree:
         return np.concatenate([node.slots for node in path])[:length]
 
     def add(self, scope: Hashable, token_ids: Sequence[int], slots: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Keep these slots for these tokens, but for those at the beginning that others are kept for already.
+        """Keeps these slots for these tokens, except for leading tokens that other slots are already kept for.
 
-        Returns the ones that are kept from now on, and those that had to go for it.
+        Returns the slots that are newly kept, and those that were dropped to make room.
         """
         wanted = np.array(token_ids, np.int32)
         path, length = self._find(scope, wanted)
@@ -85,7 +85,7 @@ class PrefixTree:
         return new, gone
 
     def _find(self, scope: Hashable, token_ids: np.ndarray) -> tuple[list[PrefixNode], int]:
-        """The nodes that these tokens begin with, the last one in part, maybe; and how many tokens that is."""
+        """Returns the nodes that match these tokens, the last one perhaps in part, and the number of tokens matched."""
         path, length, node = list[PrefixNode](), 0, self._roots.get(scope)
         while node is not None and length < len(token_ids):
             node = node.children.get(int(token_ids[length]))
@@ -98,7 +98,7 @@ class PrefixTree:
         return path, length
 
     def _split(self, node: PrefixNode, length: int) -> PrefixNode:
-        """Give a node's first tokens to a new one above it, which is returned."""
+        """Moves a node's first `length` tokens to a new node above it, and returns that."""
         assert node.parent is not None
         upper = PrefixNode(node.scope, node.parent, node.token_ids[:length].copy(), node.slots[:length].copy())
         node.parent.children[int(upper.token_ids[0])] = upper
@@ -112,7 +112,7 @@ class PrefixTree:
             self._nodes.move_to_end(node)
 
     def drop(self, node: PrefixNode) -> np.ndarray:
-        """Forget a node that has no children; its slots. Where it leaves an only child, that and its parent are one."""
+        """Drops a node without children, and returns its slots. A sibling left alone is merged with their parent."""
         above = node.parent
         assert above is not None
         del self._nodes[node], above.children[int(node.token_ids[0])]
@@ -128,7 +128,7 @@ class PrefixTree:
         return node.slots
 
     def drop_scope(self, scope: Hashable) -> list[np.ndarray]:
-        """Forget a scope; its slots."""
+        """Drops a scope, and returns its slots."""
         left, gone = [*self._roots.pop(scope, PrefixNode(scope)).children.values()], []
         while left:
             node = left.pop()
@@ -138,7 +138,7 @@ class PrefixTree:
         return gone
 
     def check(self) -> None:
-        """Raises RuntimeError where nodes and their places disagree."""
+        """Raises RuntimeError if nodes are linked wrongly, or the order of eviction does not fit the tree."""
         reached, left = set[PrefixNode](), [*self._roots.values()]
         while left:
             node = left.pop()

@@ -1,4 +1,4 @@
-"""Accepted rows move to where they belong, in one compiled call for all requests of a step."""
+"""Moves accepted K/V rows into place, in one compiled call for all requests of a step."""
 
 # ruff: noqa: ANN001, ANN201
 from __future__ import annotations
@@ -9,16 +9,16 @@ from numba import carray
 from batchserve.native.addresses import as_pointer
 from batchserve.native.jit import njit
 
-UNIT = np.dtype(np.uint16)  # what is copied at once: K/V of every dtype is so many of these
+UNIT = np.dtype(np.uint16)  # the unit of copying: K/V of every dtype is a multiple of it
 
 
 @njit(nogil=True, cache=True)
 def move_rows(slabs, planes, starts, rows):  # type: ignore[no-untyped-def]
-    """Move, in the slab i, the rows rows[starts[i]] to rows[starts[i + 1] - 1] behind its committed tokens.
+    """Moves, in slab i, the rows rows[starts[i]] to rows[starts[i + 1] - 1] to right after its committed tokens.
 
-    slabs int64 [num_slabs, 3]: where the addresses of its planes are, its capacity, and its committed tokens, which
-    rows are counted from. planes int64 [num_planes, 2]: heads, and units of a token. A slab's rows ascend, so that
-    none is overwritten before it has moved.
+    slabs int64 [num_slabs, 3]: where the addresses of its planes are, its capacity, and its number of committed tokens,
+    from which rows are counted. planes int64 [num_planes, 2]: heads, and units per token. A slab's rows ascend, so none
+    is overwritten before it has moved.
     """
     for i in range(len(slabs)):
         capacity, committed = slabs[i, 1], slabs[i, 2]
@@ -35,7 +35,7 @@ def move_rows(slabs, planes, starts, rows):  # type: ignore[no-untyped-def]
 
 
 def compile_kernels() -> None:
-    """Compile move_rows, or load it from the cache on disk."""
+    """Compiles move_rows, or loads it from the cache on disk."""
     plane = np.zeros(2, UNIT)
     addresses = np.array([plane.ctypes.data])
     slab, shape = np.array([[addresses.ctypes.data, 2, 0]]), np.ones((1, 2), np.int64)

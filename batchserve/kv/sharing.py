@@ -1,4 +1,4 @@
-"""Which running request's K/V a waiting one may begin with: what is computed of a prompt is not computed again."""
+"""Finds running requests whose K/V a waiting request can start from, so a shared prompt is computed only once."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ BLOCK = 256  # tokens that are compared at once
 
 
 def best_source(request: Request, running: Iterable[Request]) -> tuple[str, int]:
-    """Who of the request's own scope has computed most of what it begins with, and how many tokens; ("", 0): nobody.
+    """Returns (id, tokens) of the running request in the same scope that has computed most of this request's prefix.
 
-    One token at least is left to be computed: its logits are wanted.
+    ("", 0) if none shares FEWEST_TOKENS. At least one token is left to be computed, as its logits are needed.
     """
     best, most = "", FEWEST_TOKENS - 1
     for other in running:
@@ -30,7 +30,7 @@ def best_source(request: Request, running: Iterable[Request]) -> tuple[str, int]
 
 
 def _common_length(a: Sequence[int], b: Sequence[int], end: int) -> int:
-    """How many of the first `end` tokens both begin with."""
+    """Returns how many of the first `end` tokens are a common prefix."""
     for start in range(0, end, BLOCK):
         stop = min(start + BLOCK, end)
         if a[start:stop] != b[start:stop]:

@@ -1,4 +1,4 @@
-"""SlotAllocator's compiled part, and what the device is told of a step over its slots: one call for all requests."""
+"""Compiled parts of SlotAllocator and of the description of a step for the device: one call for all requests."""
 
 # ruff: noqa: ANN001, ANN201
 from __future__ import annotations
@@ -7,20 +7,20 @@ import numpy as np
 
 from batchserve.native.jit import njit
 
-DUMMY_SLOT = 0  # nobody's: where padding rows write
+DUMMY_SLOT = 0  # belongs to no request: padding rows write to it
 WORD_BITS = 32
-# Of a request, a row of `books`: the slots that it was promised when it began, those that it owns, how many of these
-# are committed, how many leading ones the device knows.
+# Columns of `books`, which has a row per request: the slots promised when it began, the slots that it owns, how many of
+# these are committed, and how many leading ones the device has.
 PROMISED, OWNED, COMMITTED, UPLOADED = range(4)
-NUM_FREE, NUM_OWNED = range(2)  # of `numbers`
+NUM_FREE, NUM_OWNED = range(2)  # fields of `numbers`
 
 
 @njit(cache=True, nogil=True)
 def reserve_rows(books, table, free, request_refs, numbers, rows, counts):  # type: ignore[no-untyped-def]
-    """Give the requests at `rows`, each of them once, slots for counts[i] tokens behind their committed ones.
+    """Gives the requests at `rows`, each listed once, slots for counts[i] tokens after their committed ones.
 
-    Where there are too few free slots, or too few places in the table, nothing is done. Returns how many slots are
-    missing, -1 for places.
+    If there are too few free slots, or too few columns in the table, nothing changes. Returns the number of missing
+    slots, or -1 for missing columns.
     """
     wanted = 0
     for i in range(len(rows)):
@@ -43,10 +43,10 @@ def reserve_rows(books, table, free, request_refs, numbers, rows, counts):  # ty
 
 @njit(cache=True, nogil=True)
 def commit_rows(books, table, free, request_refs, numbers, rows, starts, kept):  # type: ignore[no-untyped-def]
-    """Keep, of the request at rows[i], those of its step's rows that are kept[starts[i]] to kept[starts[i + 1] - 1].
+    """Keeps, for the request at rows[i], the rows kept[starts[i]] to kept[starts[i + 1] - 1] of its step.
 
-    The other slots are free again, but for what was promised. Returns the first request whose rows do not ascend or
-    were not all reserved, and does nothing then; the number of requests otherwise.
+    The other slots are freed, except for promised ones. Returns the first request whose rows do not ascend or were not
+    all reserved, in which case nothing changes, or else the number of requests.
     """
     for i in range(len(rows)):
         book, last = books[rows[i]], -1
@@ -84,7 +84,7 @@ def commit_rows(books, table, free, request_refs, numbers, rows, starts, kept): 
 
 @njit(cache=True, nogil=True)
 def count_changes(books, rows):  # type: ignore[no-untyped-def]
-    """How many entries of the table the device lacks of the requests at `rows`."""
+    """Returns how many table entries of the requests at `rows` the device lacks."""
     count = 0
     for row in rows:
         count += books[row, OWNED] - books[row, UPLOADED]
@@ -93,7 +93,7 @@ def count_changes(books, rows):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def take_changes(books, table, rows, places, slots):  # type: ignore[no-untyped-def]
-    """Write the entries that the device lacks to places and slots [count_changes]; it is taken to have them now."""
+    """Writes the entries that the device lacks to places and slots [count_changes], and marks them as uploaded."""
     count = 0
     for row in rows:
         for place in range(books[row, UPLOADED], books[row, OWNED]):
@@ -105,7 +105,7 @@ def take_changes(books, table, rows, places, slots):  # type: ignore[no-untyped-
 
 @njit(cache=True, nogil=True)
 def fill_ancestors(parents, qo_indptr, bits):  # type: ignore[no-untyped-def]
-    """TreeMetadata.ancestors, as uint32, of the rows of all requests; whether every request is a chain."""
+    """Fills TreeMetadata.ancestors, as uint32, for the rows of all requests. True if every request is a chain."""
     is_causal = True
     for i in range(len(qo_indptr) - 1):
         start = qo_indptr[i]
@@ -122,9 +122,9 @@ def fill_ancestors(parents, qo_indptr, bits):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def describe_rows(spans, parents, positions, rows, table, out):  # type: ignore[no-untyped-def]
-    """Fill `out`, arrays of paged.step_arrays, with a step and its padding; whether every request of it is a chain.
+    """Fills `out`, the arrays of paged.step_arrays, with a step and its padding. True if every request is a chain.
 
-    spans, parents and positions are those of attention.base.Spans, rows where in the table each request's slots are.
+    spans, parents and positions are those of attention.base.Spans. rows: each request's row in the table.
     """
     slot_mapping, qo_indptr, kv_indptr, table_offsets, positions_out, ancestors = out
     count, num_rows = len(spans), len(positions)
@@ -146,7 +146,7 @@ def describe_rows(spans, parents, positions, rows, table, out):  # type: ignore[
 
 
 def compile_kernels() -> None:
-    """Compile every kernel, or load it from the cache on disk."""
+    """Compiles every kernel, or loads it from the cache on disk."""
     books, table = np.zeros((1, 4), np.int64), np.zeros((1, 2), np.int32)
     slots = np.zeros(3, np.int32)
     numbers, rows, one = np.array([2, 0]), np.zeros(1, np.int64), np.ones(1, np.int64)

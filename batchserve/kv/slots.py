@@ -1,7 +1,7 @@
-"""K/V memory of the GPU path: one slot a token, counted references, a table of each request's slots.
+"""K/V memory of the GPU path: one slot per token, reference counts, and a table of each request's slots.
 
-Torch-free: slots are numbers, the memory behind them is the backend's. Nothing is ever moved: accepted rows keep their
-slots, a prefix hit shares the slots of the text that it begins like, and a fork those of the request.
+Torch-free: slots are numbers, and the backend owns their memory. K/V is never moved: accepted rows keep their slots, a
+prefix hit shares the slots of the matching text, and a fork shares those of its source.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class SlotAllocator:
     """KVAllocator over slots 1 to total_tokens.
 
     A slot is owned while a request refers to it, cached while only kept prefixes do, and free otherwise. A request may
-    own up to max_tokens slots. What a step reserved and commit() did not keep is free again, but for what was reserved
-    when the request began: a prompt that was let in keeps its room.
+    own up to max_tokens slots. Slots that a step reserved and commit() did not keep are freed, except for those that
+    were reserved when the request began: an admitted prompt keeps its room.
     """
 
     def __init__(self, total_tokens: int, max_requests: int, max_tokens: int, bytes_per_token: int) -> None:
         self.bytes_per_token = bytes_per_token
         self._total = total_tokens
-        self._rows: dict[str, int] = {}  # of requests, in the table and the books
-        self._books = np.zeros((max_requests + 1, 4), np.int64)  # the last row stays zeros: nobody's
+        self._rows: dict[str, int] = {}  # each request's row in the table and the books
+        self._books = np.zeros((max_requests + 1, 4), np.int64)  # the last row belongs to no request and stays zero
         self._table = np.zeros((max_requests, min(max_tokens, total_tokens)), np.int32)
         self._free_rows = list(range(max_requests))[::-1]
-        # A stack: the lowest slots are on top at first, and what was given back last is taken first.
+        # A stack: the lowest slots are on top at first, and the slot that was freed last is taken first.
         self._free = np.arange(total_tokens, 0, -1, dtype=np.int32)
         self._numbers = np.array([total_tokens, 0])
         self._request_refs = np.zeros(total_tokens + 1, np.int32)
@@ -57,12 +57,12 @@ class SlotAllocator:
 
     @property
     def num_slots(self) -> int:
-        """Of the caches, the dummy slot included."""
+        """The number of slots in the caches, including the dummy slot."""
         return self._total + 1
 
     @property
     def table_shape(self) -> tuple[int, int]:
-        """Rows and columns of the table of slots; rows are added when more requests come than were foreseen."""
+        """Rows and columns of the table of slots. Rows are added if there are more requests than expected."""
         rows, columns = self._table.shape
         return rows, columns
 
@@ -91,7 +91,7 @@ class SlotAllocator:
         return self._reserve(np.array([self._rows[request_id]]), np.array([num_tokens]))
 
     def reclaim(self, num_needed: Mapping[str, int]) -> bool:
-        return False  # commit_all() leaves nothing to be taken
+        return False  # commit_all() leaves nothing to reclaim
 
     def reserve_all(self, request_ids: Sequence[str], num_tokens: Sequence[int]) -> bool:
         if all(request_id in self._rows for request_id in request_ids):
@@ -101,7 +101,7 @@ class SlotAllocator:
         return all(map(self.reserve, request_ids, num_tokens))
 
     def _reserve(self, rows: np.ndarray, counts: np.ndarray) -> bool:
-        """Whether there was memory for all of them; otherwise nothing has changed."""
+        """True if there was memory for all of the requests; otherwise nothing has changed."""
         what = (self._books, self._table, self._free, self._request_refs, self._numbers, rows, counts)
         missing = reserve_rows(*what)
         if missing > 0 and missing <= self.cached_tokens:
@@ -113,7 +113,7 @@ class SlotAllocator:
         return np.array([self._rows[request_id] for request_id in request_ids], np.int64)
 
     def _begin(self, request_id: str, num_tokens: int) -> int:
-        """A row for a new request, that owns nothing yet."""
+        """Assigns a row to a new request, which owns nothing yet, and returns it."""
         if not self._free_rows:
             count = len(self._table)
             self._table = np.concatenate([self._table, np.zeros_like(self._table)])
@@ -125,7 +125,7 @@ class SlotAllocator:
         return row
 
     def _make_room(self, num_tokens: int) -> None:
-        """Drop prefixes, the least recently used first, until so many slots are free."""
+        """Drops prefixes, least recently used first, until num_tokens slots are free."""
         while self._numbers[NUM_FREE] < num_tokens:
             self._let_go(self._prefixes.drop(next(iter(self._prefixes))))
 
@@ -148,7 +148,7 @@ class SlotAllocator:
         self._numbers[NUM_FREE] += len(slots)
 
     def touch(self, request_id: str) -> None:
-        """Nothing: a device's memory is there from the start."""
+        """Does nothing: device memory is allocated at the start."""
 
     def release(self, request_id: str) -> None:
         row = self._rows.pop(request_id, None)
@@ -186,7 +186,7 @@ class SlotAllocator:
         return self._begin_with(request_id, self.slots(source_id)[:num_shared].copy(), num_tokens)
 
     def _begin_with(self, request_id: str, shared: np.ndarray, num_tokens: int) -> bool:
-        """Reserve so many tokens, the first of them in slots that others have, committed; False when memory is out."""
+        """Reserves num_tokens slots, the first of them shared and committed. False if there is no memory."""
         newly_owned = int(np.count_nonzero(self._request_refs[shared] == 0))
         missing = num_tokens - len(shared)
         if missing + newly_owned > self.free_tokens or num_tokens > self._table.shape[1]:
@@ -206,29 +206,29 @@ class SlotAllocator:
         pass  # slots are allocated once
 
     def _let_go(self, slots: np.ndarray) -> None:
-        """A prefix that had these is gone."""
+        """Drops a prefix's references to its slots, and frees those that are unused now."""
         refs = self._prefix_refs[slots] - 1
         self._prefix_refs[slots] = refs
         self._push(slots[(refs == 0) & (self._request_refs[slots] == 0)])
 
     def rows(self, request_ids: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """(int64 [num_requests], the row that each has until it is released; the table of slots int32 [rows, columns]).
+        """Returns (int64 [num_requests], each request's row until it is released; slot table int32 [rows, columns]).
 
         The table is valid until the next call.
         """
         return self._rows_of(request_ids), self._table
 
     def slots(self, request_id: str) -> np.ndarray:
-        """int32: the request's slots in the order of its tokens, reserved ones included; valid until the next call."""
+        """Returns the request's slots (int32) in token order, including reserved ones; valid until the next call."""
         row = self._rows[request_id]
         return self._table[row, : self._books[row, OWNED]]
 
     def changes(
         self, request_ids: Sequence[str], room: tuple[np.ndarray, np.ndarray] | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """What the device's copy of the table lacks of these requests; from now on it is taken to have it.
+        """Returns the table entries of these requests that the device's copy lacks, and marks them as uploaded.
 
-        (int64 places in the flattened table, int32 slots), both [num_changes]; inside of `room` if there is enough.
+        (int64 places in the flattened table, int32 slots), both [num_changes]; inside `room` if it is large enough.
         """
         rows = self._rows_of(request_ids)
         count = count_changes(self._books, rows)
@@ -253,7 +253,7 @@ class SlotAllocator:
         prefix_refs = self._count("prefixes keep", [node.slots for node in self._prefixes], self._prefix_refs)
         unused = (request_refs == 0) & (prefix_refs == 0)
         unused[DUMMY_SLOT] = False
-        is_free = np.zeros(len(unused), np.bool_)  # not sorted: a GPU may have millions
+        is_free = np.zeros(len(unused), np.bool_)  # not sorted, as a GPU may have millions of slots
         is_free[free] = True
         if not np.array_equal(is_free, unused) or np.count_nonzero(is_free) != num_free:
             raise RuntimeError(f"{num_free} K/V slots are free, {np.count_nonzero(unused)} are unused")
@@ -265,7 +265,7 @@ class SlotAllocator:
                 raise RuntimeError(f"{request_id!r} committed {committed} of {owned} slots")
 
     def _count(self, what: str, holders: list[np.ndarray], booked: np.ndarray) -> np.ndarray:
-        """References to every slot, counted anew; raises RuntimeError where the books or the holders are wrong."""
+        """Counts the references to every slot anew. Raises RuntimeError if the books or the holders are wrong."""
         held = np.concatenate([np.zeros(0, np.int32), *holders])
         counted = np.bincount(held, minlength=self.num_slots)
         if counted[DUMMY_SLOT] or not np.array_equal(counted, booked):

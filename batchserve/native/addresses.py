@@ -1,6 +1,6 @@
-"""Arrays and loops by their address, for compiled code that goes through the memory of many requests in one call.
+"""Passes arrays and loops by address, so that one call of compiled code can process the memory of many requests.
 
-Whoever writes an address down owns the array, and writes it anew when another one takes its place.
+The code that stores an address owns the array and updates the address when it replaces the array.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 
 @intrinsic
 def as_pointer(typing_context, address):  # type: ignore[no-untyped-def]
-    """An int64 address as a void pointer, for numba.carray."""
+    """Converts an int64 address to a void pointer, for numba.carray."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
@@ -24,7 +24,7 @@ def as_pointer(typing_context, address):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def claim(typing_context, address):  # type: ignore[no-untyped-def]
-    """The number at an address, which is one more afterwards: no two threads get the same."""
+    """Atomically increments the number at an address and returns its old value: no two threads get the same one."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         number = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
@@ -35,7 +35,7 @@ def claim(typing_context, address):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def call_loop(typing_context, loop, job):  # type: ignore[no-untyped-def]
-    """Call a compiled loop(job), both by address."""
+    """Calls the compiled loop(job); loop and job are addresses."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         pointer = cgutils.voidptr_t
@@ -48,7 +48,7 @@ def call_loop(typing_context, loop, job):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def run_loop(typing_context, team, loop, job):  # type: ignore[no-untyped-def]
-    """Call the compiled loop(job), both by address, on the threads of a pool.Team; the loop has to share its work."""
+    """Calls the compiled loop(job), both addresses, on all threads of a pool.Team; the loop has to divide its work."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         members, loop, job = arguments

@@ -1,4 +1,4 @@
-"""Memory that several threads read and write without a lock, in compiled code: numbers (int64) by their address."""
+"""Lock-free access from compiled code to int64 numbers that several threads share, by address."""
 
 # ruff: noqa: ANN001, ANN201, ANN202
 from __future__ import annotations
@@ -11,14 +11,14 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-SPINS = 4000  # tens of microseconds or more; a thread that waits longer lets others have the core
+SPINS = 4000  # tens of microseconds or more; a thread that waits longer yields its core
 _NUMBER = ir.IntType(64)
 _IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 
 @intrinsic
 def add_one(typing_context, address):  # type: ignore[no-untyped-def]
-    """The number at an address, which is one more afterwards. A thread that adds later sees what was written before."""
+    """Increments the number at an address and returns its old value. Later callers see all writes made before."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         number = builder.inttoptr(arguments[0], _NUMBER.as_pointer())
@@ -29,7 +29,7 @@ def add_one(typing_context, address):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def exchange(typing_context, address, value):  # type: ignore[no-untyped-def]
-    """The number at an address, which is `value` afterwards; in one order with exchanges and loads_in_order."""
+    """Stores a value at an address and returns the old one; sequentially consistent, like load_in_order."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         number = builder.inttoptr(arguments[0], _NUMBER.as_pointer())
@@ -54,7 +54,7 @@ load_in_order = _loading("seq_cst")
 
 @intrinsic
 def store(typing_context, address, value):  # type: ignore[no-untyped-def]
-    """A thread that loads the value also sees what was written before it."""
+    """Stores a value at an address. A thread that loads the value also sees all writes made before it."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         builder.store_atomic(arguments[1], builder.inttoptr(arguments[0], _NUMBER.as_pointer()), "release", 8)
@@ -65,7 +65,7 @@ def store(typing_context, address, value):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def pause(typing_context):  # type: ignore[no-untyped-def]
-    """A moment in which the core's other thread may run."""
+    """Pauses briefly in a spin loop, which lets the core's other hardware thread run."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         if _IS_X86:
@@ -79,7 +79,7 @@ def pause(typing_context):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def call(typing_context, address):  # type: ignore[no-untyped-def]
-    """Call a function without arguments, by its address."""
+    """Calls a function without arguments by its address."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         function = builder.inttoptr(arguments[0], ir.FunctionType(ir.IntType(32), []).as_pointer())
@@ -91,11 +91,11 @@ def call(typing_context, address):  # type: ignore[no-untyped-def]
 
 @functools.cache
 def system_function(name: str) -> int:
-    """The address of a function of the C library; 0 where there is none."""
+    """Returns the address of a C library function, or 0 if there is no such function."""
     function = getattr(ctypes.CDLL(None), name, None)
     return 0 if function is None else int(ctypes.cast(function, ctypes.c_void_p).value or 0)
 
 
 def yield_address() -> int:
-    """The address of the system's function that lets another thread have the core; 0 where there is none."""
+    """Returns the address of the system function that yields the core to another thread, or 0 if there is none."""
     return system_function("sched_yield")

@@ -1,4 +1,4 @@
-"""What is said while kernels are compiled, which takes up to a minute at the first start and nothing later."""
+"""Reports progress while kernels are compiled, which takes up to a minute on the first start and no time later."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-NOTICEABLE_S = 0.5  # to load kernels takes less
+NOTICEABLE_S = 0.5  # loading kernels takes less
 
 
 class Part(NamedTuple):
-    """Kernels that are compiled, or loaded from the cache, by one call; usual_s: what compiling them takes, roughly."""
+    """Kernels that one call compiles or loads from the cache. usual_s: roughly how long compiling them takes."""
 
     name: str
     usual_s: float
@@ -20,7 +20,7 @@ class Part(NamedTuple):
 def compile_parts(
     parts: Sequence[Part], say: Callable[[str], None], clock: Callable[[], float] = time.perf_counter
 ) -> None:
-    """Prepare one part after the other. Once that takes time: which is next, and about how long the rest will take."""
+    """Compiles the parts in order. If that takes noticeable time, reports the next part and the estimated time left."""
     began_s, usual_s = clock(), 0.0
     for number, part in enumerate(parts, 1):
         taken_s = clock() - began_s

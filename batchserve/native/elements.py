@@ -1,4 +1,4 @@
-"""Elements of arrays as float32, in compiled code: bfloat16 travels as its bits, in uint16."""
+"""Converts array elements to and from float32 in compiled code. A bfloat16 is represented by its bits, as uint16."""
 
 # ruff: noqa: ANN001, ANN201, ANN202
 from __future__ import annotations
@@ -13,7 +13,7 @@ _NAN = 0x7FC0
 
 @intrinsic
 def widen(typing_context, element):  # type: ignore[no-untyped-def]
-    """An element, of float32 or bfloat16, as float32."""
+    """Converts a float32 or bfloat16 element to float32."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         if signature.args[0] == types.float32:
@@ -26,7 +26,7 @@ def widen(typing_context, element):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def narrow(typing_context, number, like):  # type: ignore[no-untyped-def]
-    """A float32 as an element of the same kind as `like`: of bfloat16 the nearest, of two the even one."""
+    """Converts a float32 to the type of `like`; rounds to the nearest bfloat16, ties to even."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         if signature.args[1] == types.float32:

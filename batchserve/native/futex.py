@@ -1,6 +1,6 @@
-"""Lets threads in compiled code sleep until a number changes: with a futex on Linux, elsewhere by short naps.
+"""Lets threads in compiled code sleep until a number changes: with a futex on Linux, with short naps elsewhere.
 
-A pipe would do, but Linux tends to wake its reader on the writer's core, and here the writer keeps that core busy.
+A pipe would also work, but Linux tends to wake its reader on the writer's core, which the writer keeps busy here.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -16,16 +16,16 @@ from numba.extending import intrinsic
 from batchserve.native.atomics import system_function
 from batchserve.native.jit import njit
 
-# The number of the system call, 0 where there is none. It looks at 32 bits, the lower half of our numbers.
+# The number of the futex system call; 0: there is none. It compares 32 bits: the lower half of our int64 numbers.
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
-FUTEX_WAIT, FUTEX_WAKE = 128, 129  # among the threads of one process
+FUTEX_WAIT, FUTEX_WAKE = 128, 129  # both private to the threads of one process
 NAP_US = 200
 _NUMBER = ir.IntType(64)
 
 
 @intrinsic
 def _call_syscall(typing_context, function, number, address, operation, value):  # type: ignore[no-untyped-def]
-    """Call the C library's syscall, by its address, for the futex at an address, without a timeout."""
+    """Calls the C library's syscall, at address `function`, for the futex at `address`, without a timeout."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         nothing = ir.Constant(_NUMBER, 0)
@@ -50,7 +50,7 @@ def _call_usleep(typing_context, function, microseconds):  # type: ignore[no-unt
 
 @njit(nogil=True, cache=True)
 def sleep_while(address, value, function):  # type: ignore[no-untyped-def]
-    """Sleep while the number at an address is `value`; may return early. function: sleep_function()."""
+    """Sleeps while the number at an address is `value`; may return early. function: sleep_function()."""
     if FUTEX:
         _call_syscall(function, FUTEX, address, FUTEX_WAIT, value)
     else:
@@ -59,11 +59,11 @@ def sleep_while(address, value, function):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def wake(address, function):  # type: ignore[no-untyped-def]
-    """Wake a thread that sleeps on the number at an address, after the number has been changed."""
+    """Wakes a thread that sleeps on the number at an address. Call it after changing the number."""
     if FUTEX:
         _call_syscall(function, FUTEX, address, FUTEX_WAKE, 1)
 
 
 def sleep_function() -> int:
-    """The address of the function of the C library that sleep_while and wake call."""
+    """Returns the address of the C library function that sleep_while and wake call."""
     return system_function("syscall" if FUTEX else "usleep")

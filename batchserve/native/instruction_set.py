@@ -1,7 +1,7 @@
-"""Which of a processor's instruction sets compiled kernels use.
+"""Chooses which of a processor's instruction sets compiled kernels use.
 
-A lower one than the processor's is for tests, for comparisons, and for ruling out a kernel. It has to be chosen before
-the first kernel is compiled or loaded, and holds for the whole process and its children.
+A lower level than the processor's is useful for tests, for comparisons and for ruling out a kernel. It has to be chosen
+before the first kernel is compiled or loaded, and applies to the whole process and its children.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from batchserve.errors import ConfigError
 
 AUTO = "auto"
-# From the lowest to the highest, with the features that kernels need beyond those of the lower ones.
+# Levels from lowest to highest, each with the features that kernels need in addition to those of the lower levels.
 FEATURES: dict[str, tuple[str, ...]] = {
     "sse": (),
     "avx2": ("avx2", "fma"),
@@ -24,7 +24,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
 }
 LEVELS = tuple(FEATURES)
 INSTRUCTION_SETS = (AUTO, *LEVELS)
-# Beginnings of features' names, and the lowest level that has them; the first one that fits counts.
+# Prefixes of feature names and the lowest level that has these features; the first matching prefix counts.
 _LEVEL_OF_NAME = {
     "amx": "amx", "avx512bf16": "avx512_bf16", "avx512fp16": "avx512_bf16", "avx512": "avx512", "avx10": "avx512",
     "avx": "avx2", "fma": "avx2", "f16c": "avx2", "xop": "avx2", "vaes": "avx2", "vpclmulqdq": "avx2",
@@ -32,7 +32,7 @@ _LEVEL_OF_NAME = {
 
 
 def level_of(features: Iterable[str]) -> str:
-    """The highest level among a processor's features; "" on one that is not an x86-64."""
+    """Returns the highest level that a processor's features support; "" if it is not an x86-64 processor."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return ""
     found, there = LEVELS[0], set(features)
@@ -44,9 +44,9 @@ def level_of(features: Iterable[str]) -> str:
 
 
 def choose_instruction_set(level: str) -> None:
-    """Have all kernels use one of INSTRUCTION_SETS.
+    """Makes all kernels use one of INSTRUCTION_SETS.
 
-    Raises ConfigError where the processor lacks it, and once kernels have been loaded that use another one.
+    Raises ConfigError if the processor lacks it, or if numba has already been imported with another one.
     """
     if level == AUTO:
         return
@@ -72,5 +72,5 @@ def choose_instruction_set(level: str) -> None:
 
 
 def _lowest_level(feature: str) -> int:
-    """The place in LEVELS of the first one that has a feature."""
+    """Returns the index in LEVELS of the lowest level that has a feature."""
     return next((LEVELS.index(level) for start, level in _LEVEL_OF_NAME.items() if feature.startswith(start)), 0)

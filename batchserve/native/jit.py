@@ -1,8 +1,8 @@
-"""Functions that Numba compiles, and keeps on disk for the next start.
+"""Compiles functions with Numba and caches them on disk for the next start.
 
-Numba's own cache is read without a check: a flipped bit ends the process or, worse, changes an answer. It also looks at
-the file that a function is in, but not at those whose code goes into it. So the files are ours here: each has a digest
-(sealed_files.py), and its name stands for the sources of all modules that the function's module imports.
+Numba reads its own cache without checking it: a flipped bit ends the process or, worse, changes an answer. It also
+ignores changes in other files whose code goes into a function. So this module writes its own cache files. Each has a
+digest (sealed_files.py), and its name has a hash of all sources that the function's module imports.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ IMPORT = re.compile(
 )
 VERSIONS = f"numba {numba.__version__}, llvmlite {llvmlite.__version__}"
 NOT_KEPT = "compiled kernels are not kept for the next start"
-STAMP_LENGTH = 16  # of a hash in a file's name
+STAMP_LENGTH = 16  # hash characters in a file name
 
 Function = Callable[..., Any]
 
 
 def njit(**options: Any) -> Callable[[Function], Any]:
-    """numba.njit, where cache=True means this module's cache."""
+    """Like numba.njit, but cache=True uses this module's cache."""
     is_kept = options.pop("cache", False)
 
     def decorate(function: Function) -> Any:
@@ -50,7 +50,7 @@ def njit(**options: Any) -> Callable[[Function], Any]:
 
 
 def cfunc(signature: Any, **options: Any) -> Callable[[Function], Any]:
-    """numba.cfunc, where cache=True means this module's cache."""
+    """Like numba.cfunc, but cache=True uses this module's cache."""
     is_kept = options.pop("cache", False)
 
     def decorate(function: Function) -> Any:
@@ -63,17 +63,17 @@ def cfunc(signature: Any, **options: Any) -> Callable[[Function], Any]:
 
 
 def _keep(compiled: Any, function: Function, is_kept: bool) -> None:
-    """Let a dispatcher or a callback load and save what is compiled, where that can be."""
+    """Lets a dispatcher or callback load and save its compiled code, if that is possible."""
     if not is_kept:
         return
     try:
         compiled._cache = KernelCache(function)
-    except (OSError, RuntimeError) as error:  # Numba's for no writable folder
+    except (OSError, RuntimeError) as error:  # Numba raises RuntimeError if no folder is writable
         _note_not_kept(str(error) if isinstance(error, OSError) else "no folder is writable")
 
 
 class KernelCache(FunctionCache):  # type: ignore[misc]
-    """Numba's cache of one function, over files that are checked. Neither loading nor saving raises OSError."""
+    """Numba's cache of one function, with checked files. Neither loading nor saving raises OSError."""
 
     def __init__(self, function: Function) -> None:
         super().__init__(function)
@@ -88,13 +88,13 @@ class KernelCache(FunctionCache):  # type: ignore[misc]
 
 
 class KernelFiles:
-    """The files of one function: one for each signature, processor and closure (a key of Numba's)."""
+    """The cache files of one function: one per Numba key, that is, per signature, processor and closure."""
 
     def __init__(self, folder: Path, name: str, source: str) -> None:
         self._folder, self._name, self._source = folder, name, source
 
     def load(self, key: object) -> Any:
-        """What was saved under the key; None: nothing, or nothing that can be trusted."""
+        """Returns what was saved under the key, or None if there is nothing or it cannot be trusted."""
         label = self._label(key)
         path = self._path(label)
         try:
@@ -105,7 +105,7 @@ class KernelFiles:
         return None if content is None else pickle.loads(content)
 
     def save(self, key: object, data: object) -> None:
-        """Replaces what was compiled from other sources. Raises OSError."""
+        """Saves compiled code and deletes what was compiled from other sources. Raises OSError."""
         label = self._label(key)
         path = self._path(label)
         write_sealed(path, label, dumps(data))
@@ -115,7 +115,7 @@ class KernelFiles:
                 kept.unlink(missing_ok=True)
 
     def flush(self) -> None:
-        """Forget the function."""
+        """Deletes all files of the function."""
         for kept in self._folder.glob(f"{self._name}.*.nbc"):
             kept.unlink(missing_ok=True)
 
@@ -128,7 +128,7 @@ class KernelFiles:
 
 
 def has_kept_kernels(source: Path) -> bool:
-    """Whether there are kernels of a module, as it is now, from an earlier start."""
+    """True if an earlier start has left compiled kernels for a module's current sources."""
     folders = [source.parent / "__pycache__"]
     if numba.config.CACHE_DIR:
         folders = [folder for folder in Path(numba.config.CACHE_DIR).glob("*") if folder.is_dir()]
@@ -138,7 +138,7 @@ def has_kept_kernels(source: Path) -> bool:
 
 @functools.cache
 def sources_digest(source: Path) -> str:
-    """A hash of a file and of all modules of this package that it imports, directly or not."""
+    """Returns a hash of a file and of all modules of this package that it imports, directly or indirectly."""
     found, unread = {source}, [source]
     while unread:
         new = _imports(unread.pop()) - found
@@ -152,7 +152,7 @@ def sources_digest(source: Path) -> str:
 
 @functools.cache
 def _imports(source: Path) -> set[Path]:
-    """Files of this package that one imports; not the package itself, which nothing is compiled from."""
+    """Returns the files of this package that a file imports, except the package's __init__.py: it has no kernels."""
     modules: set[str] = set()
     for parent, names, module in IMPORT.findall(_content(source).decode()):
         modules |= {module or parent, *(f"{parent}.{name}" for name in re.findall(r"\w+", names) if parent)}
@@ -167,11 +167,11 @@ def _content(source: Path) -> bytes:
 
 @functools.cache
 def _note_untrusted(folder: Path, why: str) -> None:
-    """Once a folder and reason."""
+    """Warns once per folder and reason."""
     logger.warning("compiled kernels in %s: a file %s, so its kernel is compiled again", folder, why)
 
 
 @functools.cache
 def _note_not_kept(why: str) -> None:
-    """Once a reason."""
+    """Warns once per reason."""
     logger.warning("%s: %s", NOT_KEPT, why)

@@ -1,6 +1,6 @@
-"""Where Numba keeps compiled kernels between two starts; native.py says in what form.
+"""Chooses the folder where Numba keeps compiled kernels between starts; jit.py describes the files.
 
-Nothing heavy is imported here: it has to be settled before the first module with kernels is imported.
+Nothing heavy is imported here: the folder has to be chosen before the first module with kernels is imported.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ PACKAGE = Path(__file__).parent.parent
 
 
 def provide_cache_folder() -> None:
-    """Where no folder is writable that Numba would use, give it one that ends with the process.
+    """If none of the folders that Numba would use is writable, makes a temporary one that is deleted at exit.
 
-    So in containers that are read-only and have no home: a child process can then compile for its parent all the same.
+    This is for read-only containers without a home directory, so that a child process can compile for its parent.
     """
     given = os.environ.get("NUMBA_CACHE_DIR")
     if any(map(_is_writable, (*([Path(given)] if given else []), PACKAGE / "__pycache__", _user_folder()))):
@@ -28,16 +28,16 @@ def provide_cache_folder() -> None:
     try:
         folder = tempfile.mkdtemp(prefix="batchserve-kernels-")
     except OSError:
-        return  # each process compiles for itself, and says so
+        return  # each process compiles for itself and warns about it
     logger.warning("compiled kernels are not kept for the next start: no folder is writable; NUMBA_CACHE_DIR names one")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    os.environ["NUMBA_CACHE_DIR"] = folder  # here, and in child processes
-    if "numba" in sys.modules:  # it has read that already
+    os.environ["NUMBA_CACHE_DIR"] = folder  # for this process and its children
+    if "numba" in sys.modules:  # numba has already read the variable
         sys.modules["numba"].config.CACHE_DIR = folder
 
 
 def _user_folder() -> Path:
-    """Where Numba keeps what it cannot keep beside the sources."""
+    """Returns the folder that Numba uses if it cannot write next to the sources."""
     usual = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
     return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or usual), "numba")
 

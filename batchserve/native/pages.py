@@ -1,7 +1,7 @@
-"""Arrays in pages of their own, which the system gets back as soon as the array is gone.
+"""Allocates arrays in memory pages of their own, which return to the system as soon as the array is freed.
 
-Large arrays of all sizes that live from a moment to hours leave holes on the heap between what every step allocates,
-and a process grows to a multiple of what it uses. Nor does the heap keep an array's untouched part from being memory.
+On the heap, large arrays of all sizes and lifetimes would leave holes between the allocations of each step, and the
+process would grow to a multiple of what it uses. An array's untouched part could take up memory there, too.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 TRIM_S = 60.0
-FEWEST_BYTES = 1 << 16  # a smaller array is on the heap: most of its last page would be wasted
+FEWEST_BYTES = 1 << 16  # smaller arrays go on the heap: most of their last page would be wasted
 
 
 def zeros(shape: int | tuple[int, ...], dtype: Any) -> np.ndarray:
-    """As np.zeros; pages that are not written to take no memory. Raises MemoryError."""
+    """Like np.zeros, but pages that are never written take no memory. Raises MemoryError."""
     shape = (shape,) if isinstance(shape, int) else shape
     size = math.prod(shape) * np.dtype(dtype).itemsize
     if size < FEWEST_BYTES:
@@ -33,10 +33,10 @@ def zeros(shape: int | tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 class HeapTrimmer:
-    """Gives back to the system, once a minute, what is free in the midst of the heap.
+    """Returns free memory inside the heap to the system, once a minute.
 
-    Arrays of all sizes come and go with requests, and the heap keeps the holes: some megabytes an hour. Trimming takes
-    two or three milliseconds for a few hundred megabytes. Only glibc can.
+    Arrays of all sizes come and go with requests and leave holes on the heap: some megabytes an hour. Trimming takes
+    two or three milliseconds for a few hundred megabytes. Only glibc supports it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,7 +45,7 @@ class HeapTrimmer:
         self._trimmed_s = clock()
 
     def trim_if_due(self) -> None:
-        """To be called between steps."""
+        """Trims the heap if a minute has passed. Call it between steps."""
         now_s = self._clock()
         if self._trim is not None and now_s - self._trimmed_s >= TRIM_S:
             self._trimmed_s = now_s

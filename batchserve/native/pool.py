@@ -1,8 +1,8 @@
-"""A process's threads for compiled code: steps, drafters and samplers run on them.
+"""A process's thread pool for compiled code: steps, drafters and samplers run on it.
 
-A loop is called with its job by the caller and by as many workers as are wanted beside it, and has to share its work.
-Workers wait for the next loop awake, as a step follows the last one soon, and fall asleep when none comes. They are
-pinned to nothing. One caller at a time has them: engines of one process take turns.
+The caller and the workers it wants all call the same loop with the same job; the loop has to divide its work. Workers
+spin while they wait for the next loop, as the next step follows soon, and go to sleep if none comes. They are not
+pinned to cores. Only one caller at a time can use the workers: the engines of a process take turns.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -34,24 +34,24 @@ from batchserve.native.atomics import (
 from batchserve.native.futex import sleep_function, sleep_while, wake
 from batchserve.native.jit import cfunc, njit
 
-# A pool is an int64 array. Fields that are written at different times have a cache line each. LOCK is held by the
-# caller whose turn it is. TURN changes whenever there is work, and its lower bits say how many workers are wanted. LOOP
-# and JOB are that work, DONE counts the workers that have finished it, and the others are system functions' addresses.
+# A pool is an int64 array. Fields that are written at different times have separate cache lines. LOCK is held by the
+# caller whose turn it is. TURN changes whenever there is work; its lower bits are the number of workers wanted. LOOP
+# and JOB are the work. DONE counts the workers that have finished it. YIELD and SLEEP are system function addresses.
 LOCK, TURN, LOOP, JOB, DONE, YIELD, SLEEP = 0, 8, 16, 17, 24, 32, 33
-# Each worker then has a line of its own: ASLEEP is 1 while it sleeps.
+# After these fields, each worker has a cache line of its own: ASLEEP is 1 while it sleeps.
 WORKERS, WORKER = 40, 8
 ASLEEP = 0
 WANTED_BITS = 16
-ENDED = -1  # a TURN after which there is none
+ENDED = -1  # the last TURN, which ends the workers
 MOST_WORKERS = 1023
-AWAKE_SPINS = 20_000  # about a millisecond, which is more than there is between two steps
+AWAKE_SPINS = 20_000  # about a millisecond, longer than the time between two steps
 _LOOP = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _START = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
 class Team(NamedTuple):
-    """Threads for compiled code that starts them itself (addresses.run_loop): `start` is the address of the function
-    that calls a loop on `size` threads of the pool at an address, 0 where there is one thread.
+    """Threads for compiled code that starts them itself (addresses.run_loop). start: the address of the function that
+    calls a loop on `size` threads of the pool at address `pool`; 0 if there is only one thread.
     """
 
     start: int
@@ -64,7 +64,7 @@ ONE_THREAD = Team(0, 1, 0)
 
 @njit(nogil=True, cache=True)
 def _next_turn(pool, worker, last):  # type: ignore[no-untyped-def]
-    """Wait until TURN differs from `last`, and return it. worker: the address of the worker's line."""
+    """Waits until TURN differs from `last` and returns it. worker: the address of the worker's cache line."""
     spins = 0
     while True:
         turn = load(pool + TURN * 8)
@@ -74,7 +74,7 @@ def _next_turn(pool, worker, last):  # type: ignore[no-untyped-def]
         if spins < AWAKE_SPINS:
             pause()
             continue
-        # A caller changes TURN and then looks at ASLEEP; a worker does it the other way round. So one sees the other.
+        # The caller writes TURN, then reads ASLEEP; the worker writes ASLEEP, then reads TURN. So one sees the other.
         exchange(worker + ASLEEP * 8, 1)
         while load_in_order(pool + TURN * 8) == last:
             sleep_while(worker + ASLEEP * 8, 1, load(pool + SLEEP * 8))
@@ -84,8 +84,8 @@ def _next_turn(pool, worker, last):  # type: ignore[no-untyped-def]
 
 @functools.cache
 def _work_loop() -> Any:
-    """The compiled function that a worker runs. It is given an int64 array: the pool's address, the worker's own place,
-    and the last TURN before the worker was started.
+    """Returns the compiled function that a worker runs. Its argument is an int64 array: the pool's address, the
+    worker's index, and the last TURN before the worker was started.
     """
 
     @cfunc(types.void(types.CPointer(types.int64)), nopython=True, cache=True)
@@ -105,7 +105,7 @@ def _work_loop() -> Any:
 
 @njit(nogil=True, cache=True)
 def _wait_for(pool, place, value):  # type: ignore[no-untyped-def]
-    """Returns once the pool's number at a place has a value."""
+    """Waits until the pool's field at `place` is `value`."""
     spins = 0
     while load(pool + place * 8) != value:
         spins += 1
@@ -117,7 +117,7 @@ def _wait_for(pool, place, value):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def _wake(pool, num_workers):  # type: ignore[no-untyped-def]
-    """Wake those of the first workers that are asleep; TURN has changed before."""
+    """Wakes the first num_workers workers if they are asleep. Call it after changing TURN."""
     for place in range(num_workers):
         worker = pool + (WORKERS + WORKER * place) * 8
         if load_in_order(worker + ASLEEP * 8) == 1 and exchange(worker + ASLEEP * 8, 0) == 1:
@@ -126,14 +126,14 @@ def _wake(pool, num_workers):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def end_all(pool, num_workers):  # type: ignore[no-untyped-def]
-    """Let all workers return."""
+    """Makes all workers return."""
     exchange(pool + TURN * 8, ENDED)
     _wake(pool, num_workers)
 
 
 @functools.cache
 def start_loop() -> Any:
-    """The compiled function that calls loop(job) on `size` threads of a pool and waits for all of them."""
+    """Returns the compiled function that calls loop(job) on `size` threads of a pool and waits for all of them."""
 
     @cfunc(types.void(types.int64, types.int64, types.int64, types.int64), nopython=True, cache=True)
     def start(loop, job, size, pool):  # type: ignore[no-untyped-def]
@@ -153,30 +153,30 @@ def start_loop() -> Any:
 
 
 def compile_kernels() -> None:
-    """Compile what workers and callers run, or load it from the cache on disk."""
+    """Compiles the functions that workers and callers run, or loads them from the cache on disk."""
     _work_loop()
     start_loop()
-    unused = np.zeros(WORKERS, np.int64)  # it has to live while it is written to
+    unused = np.zeros(WORKERS, np.int64)  # kept alive while end_all writes to it
     end_all(unused.ctypes.data, 0)
 
 
 class ThreadPool:
-    """Workers that are started as they are wanted, and end with `close`."""
+    """Worker threads that are started on demand and end with `close`."""
 
     def __init__(self) -> None:
         self._maker = Maker("pool of threads")
         self._state = np.zeros(WORKERS + MOST_WORKERS * WORKER + 8, np.int64)
-        self._state = self._state[-(self._state.ctypes.data // 8) % 8 :]  # from a whole cache line on
+        self._state = self._state[-(self._state.ctypes.data // 8) % 8 :]  # aligned to a cache line
         self._state[YIELD], self._state[SLEEP] = yield_address(), sleep_function()
         self._threads: list[threading.Thread] = []
-        self._own: list[np.ndarray] = []  # what each worker was given
+        self._own: list[np.ndarray] = []  # each worker's argument
         self._lock = threading.Lock()
         self._has_ended = False
         self._start = _START(start_loop().address)
 
     def team(self, size: int) -> Team:
-        """So many threads, the caller's included. Raises ForkedProcessError in a fork, which has none of them, and
-        RuntimeError once they have ended.
+        """Returns a team of `size` threads, including the caller's. Raises ForkedProcessError in a forked process,
+        which has none of the threads, and RuntimeError after the pool has ended.
         """
         self._maker.check()
         if self._has_ended:
@@ -190,7 +190,7 @@ class ThreadPool:
         return Team(start_loop().address, size, self._state.ctypes.data)
 
     def run(self, loop: int, job: int, size: int) -> None:
-        """Call the compiled loop(job) on so many threads at once, both by address."""
+        """Calls the compiled loop(job), both addresses, on `size` threads at once."""
         pool = self.team(size).pool
         if pool:
             self._start(loop, job, size, pool)
@@ -207,7 +207,7 @@ class ThreadPool:
         self._threads.append(thread)
 
     def close(self) -> None:
-        """End all workers, before the interpreter ends. To be called when nobody uses them."""
+        """Ends all workers before the interpreter ends. Call it when no loop is running."""
         if self._maker.pid != os.getpid():
             return
         self._has_ended = True
@@ -218,22 +218,22 @@ class ThreadPool:
 
 @functools.cache
 def _pool() -> ThreadPool:
-    """The process's own."""
+    """Returns the pool of this process."""
     pool = ThreadPool()
     atexit.register(pool.close)
     return pool
 
 
 def given(wanted: int) -> int:
-    """How many threads a loop gets that asks for so many: one where the system is no POSIX."""
+    """Returns the number of threads that a loop gets if it asks for `wanted`: one if the system is not POSIX."""
     return min(wanted, MOST_WORKERS + 1) if os.name == "posix" else 1
 
 
 def team(size: int) -> Team:
-    """So many of the process's threads for compiled code that starts them itself."""
+    """Returns a team of the process's threads, for compiled code that starts them itself."""
     return _pool().team(given(size))
 
 
 def run(loop: int, job: int, num_threads: int) -> None:
-    """Call the compiled loop(job) on so many threads at once, both by address; the loop has to share its work."""
+    """Calls the compiled loop(job), both addresses, on num_threads threads at once; the loop has to divide its work."""
     _pool().run(loop, job, given(num_threads))

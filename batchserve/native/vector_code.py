@@ -1,7 +1,7 @@
-"""Vector code for numba's compiler: what an intrinsic of this package is written in (tiles.py, matrix_code.py).
+"""Emits vector code for numba's compiler, in which this package's intrinsics are written (tiles.py, matrix_code.py).
 
-bfloat16 travels as its 16 upper bits, two elements in a 32-bit word: a word's vector gives one of its even elements and
-one of its odd ones.
+A bfloat16 is the upper 16 bits of a float32. A 32-bit word holds two of them, so a vector of words widens to one
+vector of the even elements and one of the odd elements.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from batchserve.native.instruction_set import level_of
 if TYPE_CHECKING:
     from numba import types
 
-Value = Any  # of ir.Value; llvmlite has no types
+Value = Any  # ir.Value; llvmlite has no type annotations
 Builder = Any
 
 
 def features() -> list[str]:
-    """What numba compiles for: the same features that its cache is keyed by, "+" before each that there is."""
+    """Returns the features in numba's cache key, which it compiles for; available ones begin with "+"."""
     found: list[str] = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
     return found
 
 
 def kernel_level() -> str:
-    """The instruction set of compiled kernels; "" on a processor that is not an x86-64."""
+    """Returns the instruction set of compiled kernels; "" if the processor is not x86-64."""
     return level_of(feature[1:] for feature in features() if feature.startswith("+"))
 
 
 def _vector_width() -> int:
-    """How many float32 fill a register."""
+    """Returns the number of float32 in a vector register."""
     return 16 if "+avx512f" in features() else 8 if "+avx2" in features() else 4
 
 
 WIDTH = _vector_width()
-HAS_MANY_REGISTERS = WIDTH == 16 or platform.machine().lower() in ("aarch64", "arm64")  # 32 of them, otherwise 16
-ALIGN = 2  # bytes: nothing more is known of any array
+HAS_MANY_REGISTERS = WIDTH == 16 or platform.machine().lower() in ("aarch64", "arm64")  # 32, otherwise 16
+ALIGN = 2  # bytes; no array is known to be aligned to more
 WORD, FLOAT, INDEX = ir.IntType(32), ir.FloatType(), ir.IntType(64)
 WORDS, FLOATS = ir.VectorType(WORD, WIDTH), ir.VectorType(FLOAT, WIDTH)
 _ADDRESS = ir.PointerType()
 
 
 class Array:
-    """A C-contiguous two-dimensional array, as vector code sees it."""
+    """A C-contiguous two-dimensional array in vector code."""
 
     def __init__(self, context: Any, builder: Builder, kind: types.Array, value: Value) -> None:
         struct = context.make_array(kind)(context, builder, value)
@@ -57,11 +57,11 @@ class Array:
         self._size = context.get_abi_sizeof(context.get_data_type(kind.dtype))
         self._data = builder.inttoptr(builder.ptrtoint(struct.data, INDEX), _ADDRESS)
         self.columns = cgutils.unpack_tuple(builder, struct.shape, 2)[1]
-        self.parts = 4 // self._size  # elements of a word
+        self.parts = 4 // self._size  # elements per word
         self.row_bytes = builder.mul(self.columns, index(self._size))
 
     def at(self, row: Value, column: Value) -> Value:
-        """The address of an element."""
+        """Returns the address of an element."""
         builder = self._builder
         offset = builder.mul(builder.add(builder.mul(row, self.columns), column), index(self._size))
         return builder.gep(self._data, [offset], source_etype=ir.IntType(8))
@@ -72,7 +72,7 @@ def index(value: int) -> Value:
 
 
 def splat(value: float) -> Value:
-    """A vector of one constant."""
+    """Returns a vector in which every element is a constant."""
     return ir.Constant(FLOATS, [value] * WIDTH)
 
 
@@ -85,25 +85,25 @@ def store(builder: Builder, value: Value, address: Value) -> None:
 
 
 def shuffle(builder: Builder, one: Value, other: Value, places: list[int]) -> Value:
-    """The elements at these places of two vectors, of which the second one's are counted from WIDTH on."""
+    """Returns the elements of two vectors at `places`; the second vector's places start at WIDTH."""
     return builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(WORD, len(places)), places))
 
 
 def everywhere(builder: Builder, scalar: Value) -> Value:
-    """A vector of one value that is known when it runs."""
+    """Returns a vector in which every element is a runtime scalar."""
     kind = ir.VectorType(scalar.type, WIDTH)
     first = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(WORD, 0))
     return shuffle(builder, first, first, [0] * WIDTH)
 
 
 def multiply_add(builder: Builder, a: Value, b: Value, c: Value) -> Value:
-    """a * b + c, rounded once where the machine can."""
+    """Returns a * b + c, rounded only once if the machine supports it."""
     kind = ir.FunctionType(FLOATS, [FLOATS, FLOATS, FLOATS])
     return builder.call(declared(builder, f"llvm.fmuladd.v{WIDTH}f32", kind), [a, b, c])
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite has no type for."""
+    """LLVM's bfloat type, which llvmlite lacks."""
 
     null = "0.0"
 
@@ -118,12 +118,12 @@ class _BFloat(ir.Type):  # type: ignore[misc]
 
 
 def multiplies_pairs() -> bool:
-    """Whether the machine multiplies vectors of pairs of bfloat16."""
+    """True if the machine multiplies vectors of bfloat16 pairs."""
     return WIDTH == 16 and "+avx512bf16" in features()
 
 
 def multiply_pairs(builder: Builder, sums: Value, one: Value, other: Value) -> Value:
-    """sums + the products of both pairs of bfloat16 in each word."""
+    """Returns sums plus, for each word, both products of its bfloat16 elements."""
     halves = ir.VectorType(_BFloat(), 2 * WIDTH)
     kind = ir.FunctionType(FLOATS, [FLOATS, halves, halves])
     factors = [builder.bitcast(words, halves) for words in (one, other)]
@@ -133,7 +133,7 @@ def multiply_pairs(builder: Builder, sums: Value, one: Value, other: Value) -> V
 def for_each_chunk(
     builder: Builder, elements: Array, rows: list[Value], body: Callable[[Value, list[list[Value]]], None]
 ) -> None:
-    """body(number, float32 vectors of each row) for every WIDTH words of these rows; zeros fill up the last ones."""
+    """Calls body(number, float32 vectors of each row) for every WIDTH words of the rows; zeros pad the last words."""
     parts = elements.parts
     words = builder.udiv(elements.columns, index(parts))
     whole, rest = builder.udiv(words, index(WIDTH)), builder.urem(words, index(WIDTH))
@@ -149,10 +149,10 @@ def for_each_chunk(
 
 
 def sums_of_all(builder: Builder, vectors: list[Value]) -> tuple[list[Value], list[list[int]]]:
-    """Vectors of the sums over all elements of each given vector, and whose sum every place of them holds.
+    """Returns vectors of the element sums of the given vectors, and for each place, the number of the vector it sums.
 
-    In every round the upper half of each group is added to its lower half, of two vectors at once. Each sum has the
-    same order, whichever vector it shares its rounds with.
+    Each round adds the upper half of each group to its lower half, for two vectors at once. Every sum is added up in
+    the same order, regardless of which vector shares its rounds.
     """
     owners = [[number] * WIDTH for number in range(len(vectors))]
     half = WIDTH // 2
@@ -169,7 +169,7 @@ def sums_of_all(builder: Builder, vectors: list[Value]) -> tuple[list[Value], li
 
 
 def across(builder: Builder, vector: Value, combine: Callable[[Value, Value], Value]) -> Value:
-    """A vector of `combine` over all elements."""
+    """Reduces all elements with `combine` and returns a vector of the result."""
     half = WIDTH // 2
     while half:
         vector = combine(vector, shuffle(builder, vector, vector, [place ^ half for place in range(WIDTH)]))
@@ -178,10 +178,10 @@ def across(builder: Builder, vector: Value, combine: Callable[[Value, Value], Va
 
 
 def exp(builder: Builder, x: Value) -> Value:
-    """exp of non-positive numbers, to about 2 units in the last place; 0 below -87, where float32 becomes inexact.
+    """Computes exp of numbers <= 0, to about 2 units in the last place; 0 below -87, where float32 becomes inexact.
 
-    exp(x) = 2^n * exp(r) with n = round(x / ln 2) and |r| <= ln 2 / 2, by a Taylor polynomial of degree 7. Added to
-    1.5 * 2^23 a number is rounded to a whole one, which then stands in the lowest bits.
+    exp(x) = 2^n * exp(r) with n = round(x / ln 2) and |r| <= ln 2 / 2, by a Taylor polynomial of degree 7. Adding
+    1.5 * 2^23 rounds a number to an integer, which is then in the lowest bits.
     """
     shift = splat(1.5 * 2**23)
     shifted = multiply_add(builder, x, splat(math.log2(math.e)), shift)
@@ -193,12 +193,12 @@ def exp(builder: Builder, x: Value) -> Value:
         p = multiply_add(builder, p, r, splat(1 / divisor))
     exponent = builder.shl(builder.bitcast(shifted, WORDS), ir.Constant(WORDS, [23] * WIDTH))
     power = builder.bitcast(builder.add(exponent, ir.Constant(WORDS, [127 << 23] * WIDTH)), FLOATS)
-    scaled = builder.fmul(p, power)  # what is not a number stays so, which it might not with its exponent added to
+    scaled = builder.fmul(p, power)  # not an addition to the exponent of p, which might turn a NaN into a number
     return builder.select(builder.fcmp_ordered("<", x, splat(-87.0)), splat(0.0), scaled)
 
 
 def widened(builder: Builder, words: Value, parts: int) -> list[Value]:
-    """Vectors of float32: of words of two parts the low ones and the high ones, otherwise the words themselves."""
+    """Returns float32 vectors: the low and the high halves of words of two parts, otherwise the words themselves."""
     if parts == 1:
         return [builder.bitcast(words, FLOATS)]
     low = builder.shl(words, ir.Constant(WORDS, [16] * WIDTH))
@@ -207,7 +207,7 @@ def widened(builder: Builder, words: Value, parts: int) -> list[Value]:
 
 
 def _load_first(builder: Builder, address: Value, count: Value) -> Value:
-    """The first `count` words at an address, then zeros; nothing behind them is read."""
+    """Loads the first `count` words at an address, then zeros; reads nothing beyond them."""
     numbers = ir.Constant(WORDS, list(range(WIDTH)))
     is_there = builder.icmp_unsigned("<", numbers, everywhere(builder, builder.trunc(count, WORD)))
     kind = ir.FunctionType(WORDS, [_ADDRESS, WORD, is_there.type, WORDS])

@@ -1,1 +1,1 @@
-"""A CPU's step as one native program: the model traced, lowered to a list of operations, and run in one call."""
+"""Runs a CPU step as one native program: the model is traced, lowered to a list of operations and run in one call."""

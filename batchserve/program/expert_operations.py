@@ -1,11 +1,11 @@
-"""Which rows go to which experts, and what becomes of the results.
+"""Routes rows to experts and combines the experts' results.
 
-A pair is a row and one of its experts. Pairs are put in order by expert, so that each expert's rows are one run of
-memory, and cut into tiles: runs of at most ROW_CHUNK pairs of one expert. A row's experts are added up in the order of
-their weights, so it comes out the same whatever other rows there are.
+A pair is a row and one of its experts. Pairs are sorted by expert, so each expert's rows are contiguous in memory. They
+are cut into tiles: runs of at most ROW_CHUNK pairs of one expert. The results of a row's experts are added up in the
+order of their weights, so a row's result does not depend on the other rows.
 
-Groups, an area of int64: the number of tiles; at GROUPS_START, for num_pairs pairs: each pair's row; the place of each
-row's j-th pair; its weight, as float32; and the tiles (expert, first pair, number of pairs).
+The groups are an int64 area. It has the number of tiles and, from GROUPS_START on, for num_pairs pairs: the row of each
+pair; the place of each row's j-th pair; its weight, as float32; and the tiles (expert, first pair, number of pairs).
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -35,19 +35,19 @@ from batchserve.program.instructions import (
 from batchserve.program.pieces import claim_rows, floats_at, numbers_at, words_at
 
 GROUPS_START = 8  # int64
-GROUPS_OF_PAIR = 6  # int64: row, place, weight and a tile
+GROUPS_OF_PAIR = 6  # int64 per pair: row, place, weight and a tile
 
 
 @njit(nogil=True, cache=True)
 def tiles_of(groups, num_pairs):  # type: ignore[no-untyped-def]
-    """[num_tiles, 3]: expert, first pair, number of pairs."""
+    """Returns the tiles [num_tiles, 3]: expert, first pair, number of pairs."""
     num_tiles = numbers_at(groups, 1)[0]
     return numbers_at(groups + 8 * (GROUPS_START + 3 * num_pairs), 3 * num_tiles).reshape((num_tiles, 3))
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _to_shares(x, count):  # type: ignore[no-untyped-def]
-    """The softmax of the first `count` numbers, in place."""
+    """Replaces the first `count` numbers by their softmax."""
     most = x[0]
     for j in range(1, count):
         most = max(most, x[j])
@@ -61,7 +61,7 @@ def _to_shares(x, count):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _route(op, x, weights, experts):  # type: ignore[no-untyped-def]
-    """One row: its k experts, the strongest first and of equals the first one, and their weights. Changes x."""
+    """Writes one row's k experts, highest score first, and their weights. Ties go to the first expert. Changes x."""
     count, k, kind = op[COLUMNS], op[GROUPS], op[FUNCTION]
     if kind & Routing.SHARES_OF_ALL:
         _to_shares(x, count)
@@ -88,8 +88,8 @@ def _route(op, x, weights, experts):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def route(op, num_rows, scratch):  # type: ignore[no-untyped-def]
-    """OUT = each row's k weights, float32, and k experts, int32: by X's scores of all experts, or X's experts as they
-    are and Y's weights.
+    """OUT = each row's k weights, float32, and k experts, int32. They are computed from X, the scores of all experts,
+    or copied: the experts from X and the weights from Y.
     """
     count, k = op[COLUMNS], op[GROUPS]
     room = floats_at(scratch, count)
@@ -104,7 +104,7 @@ def route(op, num_rows, scratch):  # type: ignore[no-untyped-def]
             if op[FUNCTION] == Routing.GIVEN:
                 given = floats_at(op[Y] + row * op[BY_Y], k)
                 for j in range(k):
-                    # What is not a number goes nowhere in particular, and comes out as it is.
+                    # NaN or a number out of range goes to expert 0, with the weight as given.
                     is_there = scores[j] >= np.float32(0.0) and scores[j] < np.float32(count)
                     experts[j] = np.int32(scores[j]) if is_there else np.int32(0)
                     weights[j] = given[j]
@@ -116,7 +116,7 @@ def route(op, num_rows, scratch):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def group(op, num_rows, scratch):  # type: ignore[no-untyped-def]
-    """OUT = groups of X's routes. One thread does it: it takes less than a meeting. scratch: an int64 an expert."""
+    """OUT = the groups of X's routes. One thread computes them, faster than a barrier. scratch: an int64 per expert."""
     if claim(op.ctypes.data + NEXT * 8) != 0:
         return
     k, num_experts = op[GROUPS], op[COLUMNS]
@@ -151,7 +151,7 @@ def group(op, num_rows, scratch):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def gather(op, num_rows, thread):  # type: ignore[no-untyped-def]
-    """OUT = the row of each pair, in their order; COLUMNS are words of 32 bits. num_rows: of the step."""
+    """OUT = the row of each pair, in the order of the pairs. COLUMNS counts 32-bit words; num_rows is the step's."""
     num_pairs, count = num_rows * op[GROUPS], op[COLUMNS]
     rows = numbers_at(op[Y] + 8 * GROUPS_START, num_pairs)
     x = op[X] + (thread * op[X_PRIVATE] if num_rows <= FEW_ROWS else 0)
@@ -168,7 +168,7 @@ def gather(op, num_rows, thread):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def combine(op, num_rows):  # type: ignore[no-untyped-def]
-    """OUT = the sum of X's pairs of each row, times their weights."""
+    """OUT = for each row, the sum of its pairs in X times their weights."""
     k, count = op[GROUPS], op[COLUMNS]
     num_pairs, area = num_rows * k, op[Y] + 8 * GROUPS_START
     places, weights = numbers_at(area + 8 * num_pairs, num_pairs), numbers_at(area + 16 * num_pairs, num_pairs)

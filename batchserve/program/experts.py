@@ -1,7 +1,7 @@
-"""Experts on a tape: transformers hands them to a function by name, as it does attention.
+"""Records experts on a tape: transformers calls a registered function for them, as it does for attention.
 
-Each becomes two calls, and between them stand the model's own operators of the gate. These run on one row for each of
-the forward's rows, which stands for its pairs with experts.
+Each experts module becomes two calls, with the model's own gate operators between them. These operators run on one row
+for each row of the forward, which stands for that row's pairs with experts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ IMPLEMENTATION = "batchserve_program"
 
 @contextmanager
 def noted_experts(model: torch.nn.Module, note: Callable[[Call], None]) -> Iterator[None]:
-    """Calls of the model's experts are noted instead of computed."""
+    """Records the calls of the model's experts instead of computing them."""
     modules = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
     if not modules:
         yield
@@ -63,7 +63,7 @@ def _forward(
 
 
 def _parameters(module: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(weights [num_experts, outputs, inputs], biases [num_experts, outputs])."""
+    """Returns (weights [num_experts, outputs, inputs], biases [num_experts, outputs] or None)."""
     weight: torch.Tensor = getattr(module, name).detach()
     with torch._C._DisableTorchDispatch():
         weight = weight.transpose(1, 2) if module.is_transposed else weight

@@ -31,12 +31,12 @@ def _with_sign_of(builder: Builder, x: Value, sign: Value) -> Value:
 
 
 def _decay(builder: Builder, x: Value, rate: float) -> Value:
-    """exp(-rate * |x|)."""
+    """Returns exp(-rate * |x|)."""
     return code.exp(builder, builder.fmul(_magnitude(builder, x), splat(-rate)))
 
 
 def sigmoid(builder: Builder, x: Value, rate: float = 1.0) -> Value:
-    """1 / (1 + exp(-rate * x)), by the exponential of a number that is not positive."""
+    """Returns 1 / (1 + exp(-rate * x)), computed with the exponential of a non-positive number."""
     decay = _decay(builder, x, rate)
     below = builder.fcmp_ordered("<", x, splat(0.0))
     return builder.fdiv(builder.select(below, decay, splat(1.0)), builder.fadd(decay, splat(1.0)))
@@ -47,7 +47,7 @@ def silu(builder: Builder, x: Value) -> Value:
 
 
 def tanh(builder: Builder, x: Value) -> Value:
-    """By the exponential; near 0, where that would cancel, by its series."""
+    """Computes tanh from the exponential, or from its series near 0, where the exponential would cancel."""
     decay = _decay(builder, x, 2.0)
     far = builder.fdiv(builder.fsub(splat(1.0), decay), builder.fadd(splat(1.0), decay))
     square = builder.fmul(x, x)
@@ -59,7 +59,7 @@ def tanh(builder: Builder, x: Value) -> Value:
 
 
 def erf(builder: Builder, x: Value) -> Value:
-    """To 1.5e-7 (Abramowitz and Stegun, 7.1.26)."""
+    """Computes erf to 1.5e-7 (Abramowitz and Stegun, 7.1.26)."""
     size = _magnitude(builder, x)
     t = builder.fdiv(splat(1.0), code.multiply_add(builder, size, splat(0.3275911), splat(1.0)))
     series = splat(1.061405429)
@@ -102,7 +102,7 @@ FUNCTIONS: dict[Function, Callable[[Builder, Value], Value]] = {
 
 @functools.cache
 def apply(function: Function) -> Any:
-    """An intrinsic: the function of `count` float32 at an address, in place; WIDTH of them at once, also at the end."""
+    """Returns an intrinsic that applies a function in place to `count` float32, rounded up to a multiple of WIDTH."""
 
     @intrinsic
     def applied(typing_context, address, count):  # type: ignore[no-untyped-def]

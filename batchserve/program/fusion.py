@@ -1,4 +1,4 @@
-"""Nodes that are computed in the instruction of their only user: what follows a product, and gates and sums."""
+"""Fuses nodes into the instruction of their only user: the operations after a product, gates and sums."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ PRODUCTS = ("product", UP)
 
 
 class Fusion:
-    """fused: by the number of a node, the one in whose instruction it is computed. users: of each node that the logits
-    need, which are `reached`. A node's gate or sum is noted in its facts.
+    """Plans which nodes one instruction computes. reached: the numbers of the nodes that the logits need. users: these
+    nodes' users. fused: by a node's number, the node whose instruction computes it. Gates and sums are in facts.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -35,7 +35,7 @@ class Fusion:
                 self.users[each.number].append(graph.nodes[number])
 
     def plan(self, node: Node) -> None:
-        """Fuse what can be into a node's instruction. Nodes come in their order."""
+        """Fuses what it can into a node's instruction. Must be called for nodes in order."""
         if node.op == "binary" and node.facts["function"] == "mul" and len(node.inputs) == 2:
             self._plan_gate(node)
         elif node.op in ("unary", "scale", "cap"):
@@ -46,7 +46,7 @@ class Fusion:
             self._plan_sum(node)
 
     def _can_end(self, node: Node, chain: list[Node]) -> bool:
-        """Whether what a chain computes and the node can be one instruction."""
+        """True if a chain and the node after it can be one instruction."""
         if node.op == "unary":
             return len(chain) == 1 and chain[-1].op in PRODUCTS and node.facts["function"] in FUNCTIONS
         if chain[-1].op == "embedding":
@@ -54,7 +54,7 @@ class Fusion:
         return chain[-1].op == "product" and not any(each.op == "cap" for each in chain)
 
     def chain(self, node: Node) -> list[Node]:
-        """A node and what is fused into it, down to the product."""
+        """Returns a node and the nodes fused into it, down to the product."""
         chain = [node]
         while chain[-1].op in ("unary", "scale", "cap"):
             source = chain[-1].inputs[0].node()
@@ -64,7 +64,7 @@ class Fusion:
         return chain
 
     def _only(self, columns: Columns, user: Node) -> Node | None:
-        """The node whose columns these all are, in order, where nobody else uses it."""
+        """Returns the node whose columns these are, all and in order, if `user` is its only user."""
         run = columns.run()
         if run is None or run[1] != 0 or run[0].width != columns.elements.size:
             return None
@@ -72,12 +72,12 @@ class Fusion:
         return node if self.users[node.number] == [user] and node is not self.last() else None
 
     def last(self) -> Node | None:
-        """The node that the logits are."""
+        """Returns the node of the logits."""
         run = self._graph.logits.run()
         return None if run is None else run[0]
 
     def _plan_gate(self, node: Node) -> None:
-        """function(x times gate) * (x times up)."""
+        """Fuses function(x times gate) * (x times up)."""
         for gate, up in (node.inputs, node.inputs[::-1]):
             function, other = gate.run(), up.run()
             if function is None or other is None or function[1] != 0 or function[0].op != "unary":
@@ -96,7 +96,7 @@ class Fusion:
                 return
 
     def _plan_sum(self, node: Node) -> None:
-        """A product that is added to what nobody reads any more."""
+        """Fuses a product into a sum whose other operand nothing reads afterwards."""
         for base, added in (node.inputs, node.inputs[::-1]):
             product, run = self._only(added, node), base.run()
             if product is None or run is None or run[1] != 0 or run[0].width != node.width:
@@ -113,14 +113,14 @@ class Fusion:
                 return
 
     def _place_of(self, node: Node) -> int:
-        """The number of the node whose instruction computes this one."""
+        """Returns the number of the node whose instruction computes this one."""
         while node.number in self.fused:
             node = self.fused[node.number]
         return node.number
 
 
 def sources(node: Node) -> list[Node]:
-    """The nodes that a node is computed from."""
+    """Returns the nodes that a node is computed from."""
     columns = [*node.inputs, *(node.facts[name] for name in ("cosine", "sine") if name in node.facts)]
     graph = columns[0].graph if columns else None
     return (
@@ -129,7 +129,7 @@ def sources(node: Node) -> list[Node]:
 
 
 def reachable(graph: Graph) -> set[int]:
-    """The numbers of all nodes that the logits are computed from."""
+    """Returns the numbers of all nodes that the logits are computed from."""
     found: set[int] = set()
     left = [graph.nodes[int(each)] for each in np.unique(graph.logits.numbers())]
     while left:

@@ -1,8 +1,8 @@
-"""A tape as a graph over rows: what each column of each value is made of, whatever shapes it went through.
+"""Turns a tape into a graph over rows, which traces each column of each value to a node through all changes of shape.
 
-A value that has a row dimension is a table of elements, each a column of some node. Views, slices, transposes and
-concatenations only choose columns: they are run on the numbers of the columns instead of the values. Casts between
-floating types are left out: a program computes in float32 and rounds where it stores.
+A value with a row dimension is a table of elements, each of which is a column of a node. Views, slices, transposes and
+concatenations only select columns, so they are run on column numbers instead of values. Casts between floating-point
+types are dropped: a program computes in float32 and rounds when it stores.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ UNARY = {
 }  # fmt: skip
 BINARY = {"add", "sub", "mul", "div"}
 IN_PLACE = {f"{name}_" for name in BINARY}
-_NODE_SHIFT = 40  # an element is a node's number, shifted, and a column
+_NODE_SHIFT = 40  # an element is (node number << 40) + column
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """Rows of `width` columns. inputs are other nodes' columns; what else it needs is in `facts`."""
+    """An operation on rows, with `width` columns. inputs: columns of other nodes. facts: its other parameters."""
 
     op: str
     width: int
@@ -49,7 +49,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """The call that computes a node, and its operands as rows. results: (recorded tensor, first column) each."""
+    """The call that computes a node, and its operands as rows. results: (recorded tensor, first column) of each."""
 
     call: Call
     operands: tuple[tuple[torch.Tensor, Rows], ...]
@@ -58,7 +58,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """The columns of a value, in the shape of its features: int64 of a node's number and column each."""
+    """The columns of a value, in the shape of its features: one int64 each, made of a node's number and a column."""
 
     graph: Graph
     elements: np.ndarray
@@ -68,21 +68,21 @@ class Columns:
         return self.elements.shape
 
     def node(self) -> Node | None:
-        """The one node of all elements; None: there are several."""
+        """Returns the node of all elements, or None if there are several."""
         numbers = self.numbers()
         first = int(numbers.flat[0])
         return self.graph.nodes[first] if (numbers == first).all() else None
 
     def numbers(self) -> np.ndarray:
-        """The elements' nodes."""
+        """Returns the node number of each element."""
         return self.elements >> _NODE_SHIFT
 
     def places(self) -> np.ndarray:
-        """The elements' columns in their nodes."""
+        """Returns the column of each element in its node."""
         return self.elements & ((1 << _NODE_SHIFT) - 1)
 
     def run(self) -> tuple[Node, int] | None:
-        """(node, first column) where the elements are columns of one node that follow each other."""
+        """Returns (node, first column) if the elements are consecutive columns of one node."""
         node, places = self.node(), self.places().reshape(-1)
         if node is None or (np.diff(places) != 1).any():
             return None
@@ -97,28 +97,28 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """A tensor with a row dimension: which columns it has, and where the rows are, counted from the end."""
+    """A tensor with a row dimension: its columns, and the row dimension, counted from the end."""
 
     columns: Columns
     row_dim: int
 
 
 class Graph:
-    """Nodes in the order of their computation, and which of their columns are the logits.
+    """Nodes in the order of their computation, and the columns that are the logits.
 
-    simplify is asked about each node before it is added: it may give another one, or columns that there are already.
+    simplify is called for each node before it is added. It may return another node or existing columns instead.
     """
 
     def __init__(self, tape: Tape, simplify: Callable[[Graph, Node], Node | Columns | None]) -> None:
         self.nodes: list[Node] = []
         self._tape = tape
-        self._found: dict[tuple[Any, ...], Node] = {}  # by what they compute
-        self._origin: Origin | None = None  # of the nodes that are added
+        self._found: dict[tuple[Any, ...], Node] = {}  # keyed by what they compute
+        self._origin: Origin | None = None  # of the nodes being added
         self.position_calls: list[Call] = []
         self.positions = tape.positions
         self._simplify = simplify
-        self._rows: dict[int, Rows] = {}  # by the tensors' ids, which are theirs for as long as the tape lives
-        self._made_by: dict[int, Call] = {}  # what depends on positions alone
+        self._rows: dict[int, Rows] = {}  # by tensor id, which is unique while the tape lives
+        self._made_by: dict[int, Call] = {}  # by the id of a tensor that depends on positions alone
         self._is_position = {id(tape.positions)}
         self._ids, self._keep = {id(tape.ids)}, {id(tape.keep)}
         for call in tape.calls:
@@ -129,7 +129,7 @@ class Graph:
         self.logits = logits.columns
 
     def add(self, op: str, shape: tuple[int, ...], inputs: Iterable[Columns] = (), **facts: Any) -> Columns:
-        """A node's columns, in such a shape; or those of what it can be simplified to."""
+        """Adds a node and returns its columns in the given shape, or returns what the node simplifies to."""
         node = Node(op, math.prod(shape), tuple(inputs), facts, origin=self._origin)
         simpler = self._simplify(self, node)
         if isinstance(simpler, Columns):
@@ -138,7 +138,7 @@ class Graph:
         return Columns(self, (node.number << _NODE_SHIFT) + np.arange(node.width, dtype=np.int64).reshape(shape))
 
     def _once(self, node: Node) -> Node:
-        """The node, numbered; or an earlier one that computes the same."""
+        """Numbers and returns the node, or returns an earlier one that computes the same."""
         key = None
         if all(isinstance(fact, str | int | float | None) for fact in node.facts.values()):
             operands = ((each.shape, each.elements.tobytes()) for each in node.inputs)
@@ -155,7 +155,7 @@ class Graph:
         return self.nodes[number]
 
     def columns_of(self, node: Node) -> Columns:
-        """All of a node's columns."""
+        """Returns all columns of a node."""
         return Columns(self, (node.number << _NODE_SHIFT) + np.arange(node.width, dtype=np.int64))
 
     def _take(self, call: Call) -> None:
@@ -187,7 +187,7 @@ class Graph:
         elif kinds == {"keep"} and name in CASTS:
             self._keep.add(id(result))
         elif kinds <= {"position", "constant"} and id(result) in self._is_position:
-            return  # it came out as it went in
+            return  # the call returned its input
         elif kinds <= {"position", "constant"}:
             self._depends_on_positions(call)
         elif name == "index" and kinds == {"rows", "keep"}:
@@ -221,7 +221,7 @@ class Graph:
         self._rows[id(tensor)] = Rows(columns.pick(columns.elements.reshape(features)), dim - tensor.ndim)
 
     def _of(self, tensor: torch.Tensor) -> Rows:
-        """A tensor's rows. What depends on positions alone becomes a node once rows meet it."""
+        """Returns a tensor's rows. A tensor that depends on positions alone becomes a node when rows first need it."""
         if id(tensor) not in self._rows:
             call = self._made_by[id(tensor)]
             sources = tensors_in(call.arguments)
@@ -242,7 +242,7 @@ class Graph:
         self._rows[id(result)] = self._of(source)
 
     def _layout(self, call: Call) -> None:
-        """Run on the numbers of the columns, and on those of the rows, which have to stay in one dimension."""
+        """Runs the call on column numbers and on row numbers; the rows have to stay in one dimension."""
 
         def numbers(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             rows = self._of(tensor)
@@ -280,13 +280,13 @@ class Graph:
         self._set(call.results[0], self.add(call.name, (weight.shape[1],), operands, **facts))
 
     def _is_alone(self, tensor: Any) -> bool:
-        """Whether no other value lies in a tensor's memory, so that to change it is to make a new value."""
+        """True if no other value shares a tensor's memory, so that changing it in place only makes a new value."""
         start = tensor.untyped_storage().data_ptr()
         others = (each for call in self._tape.calls for each in call.results if each is not tensor)
         return all(each.untyped_storage().data_ptr() != start for each in others)
 
     def _compute(self, call: Call) -> None:
-        """An operator with values of its own."""
+        """Adds a node for an operator that computes new values."""
         name, arguments, result = call.name, call.arguments, call.results[0]
         if name in IN_PLACE:
             name = name.removesuffix("_")
@@ -329,7 +329,7 @@ class Graph:
         self._set(result, columns)
 
     def _other(self, call: Call, width: int) -> None:
-        """An operator that only torch knows."""
+        """Adds a node for an operator that only torch can compute."""
         assert self._origin is not None
         columns = self.add("other", (width,), [rows.columns for _, rows in self._origin.operands])
         for result, start in self._origin.results:
@@ -347,7 +347,7 @@ class Graph:
         return self.add("product", shape, [self._of(x).columns], weight=weight, bias=bias)
 
     def _binary(self, call: Call, shape: tuple[int, ...], rows_at: int) -> Columns:
-        """Operands are columns, broadcast to the result's shape; a constant of that shape; or a number."""
+        """Each operand is columns, broadcast to the result's shape, a constant of that shape, or a number."""
         if call.options.get("alpha", 1) != 1 or call.options.get("rounding_mode"):
             raise UnsuitableModelError(f"{call.name} with {dict(call.options)}")
         inputs: list[Columns] = []
@@ -367,7 +367,7 @@ class Graph:
 
 
 def row_dim(tensor: torch.Tensor) -> int:
-    """The one dimension of NUM_ROWS."""
+    """Returns the only dimension of size NUM_ROWS."""
     dims = [dim for dim, size in enumerate(tensor.shape) if size == NUM_ROWS]
     if len(dims) != 1:
         raise UnsuitableModelError(f"a value of shape {list(tensor.shape)} has not one dimension of rows")
@@ -375,7 +375,7 @@ def row_dim(tensor: torch.Tensor) -> int:
 
 
 def _constant(tensor: torch.Tensor, shape: tuple[int, ...], rows_at: int, name: str) -> torch.Tensor | float:
-    """Without its row dimension, broadcast to the features."""
+    """Returns a number, or a constant without its row dimension, broadcast to the shape of the features."""
     if tensor.numel() == 1:
         return float(tensor)
     if tensor.ndim >= -rows_at:

@@ -1,4 +1,4 @@
-"""Queries, keys and values of attention: what has turned them by position, and where their heads lie."""
+"""Finds the rotary node that rotated attention's queries, keys or values, and where their heads lie."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def turned(graph: Graph, columns: Columns) -> tuple[Node | None, Columns]:
-    """(what turned the first columns of each head, all columns before that)."""
+    """Returns (the rotary node that rotated the first columns of each head, or None; all columns before rotation)."""
     numbers = np.unique(columns.numbers())
     found = [graph.nodes[int(number)] for number in numbers if graph.nodes[int(number)].op == "rotary"]
     if not found:
@@ -33,7 +33,7 @@ def turned(graph: Graph, columns: Columns) -> tuple[Node | None, Columns]:
 
 
 def groups_of(columns: Columns) -> tuple[Node, int, int] | None:
-    """(node, first column, columns from head to head) of [heads, dim]."""
+    """Returns (node, first column, columns from head to head) of [heads, dim], or None if the heads are uneven."""
     node, places = columns.node(), columns.places()
     if node is None or (np.diff(places, axis=1) != 1).any():
         return None

@@ -1,4 +1,4 @@
-"""Runs a program: every thread of a step goes through all instructions, and takes its pieces of each."""
+"""Runs a program: every thread of a step goes through all instructions and claims pieces of each."""
 
 # ruff: noqa: ANN001, ANN201, ANN202
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def run_loop() -> CFunc[Any]:
-    """The compiled loop over a step's instructions, to be called by each of its threads with the step's address."""
+    """Returns the compiled loop over a step's instructions. Each thread of a step calls it with the step's address."""
 
     @cfunc(types.void(types.CPointer(types.int64)), nopython=True, cache=True)
     def loop(step_address):  # type: ignore[no-untyped-def]
@@ -93,8 +93,8 @@ def run_loop() -> CFunc[Any]:
 
 @njit(nogil=True, cache=True)
 def begin_step(step, instructions, places, loops, num_rows, num_threads, ids, positions, kept):  # type: ignore[no-untyped-def]
-    """Write down a step; returns how many positions there have to be. places: the instructions that store K and V and
-    those that attend; loops: what they call, 0: nothing.
+    """Fills in a step and returns the number of positions that its tables need. places: the instructions that store K
+    and V, and those that attend. loops: the addresses of the loops they call; 0: none.
     """
     step[NUM_ROWS], step[NUM_KEPT], step[NUM_THREADS] = num_rows, len(kept), num_threads
     step[IDS], step[POSITIONS], step[KEPT] = ids.ctypes.data, positions.ctypes.data, kept.ctypes.data
@@ -110,5 +110,5 @@ def begin_step(step, instructions, places, loops, num_rows, num_threads, ids, po
 
 
 def compile_kernels() -> None:
-    """Compile the loop, or load it from the cache on disk."""
+    """Compiles the loop, or loads it from the cache on disk."""
     run_loop()

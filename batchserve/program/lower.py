@@ -1,4 +1,4 @@
-"""From a graph to a list of instructions over buffers."""
+"""Lowers a graph to a list of instructions over buffers."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ BINARIES = {"add": Binary.ADD, "sub": Binary.SUBTRACT, "mul": Binary.MULTIPLY, "
 
 
 class Lowering:
-    """is_half: attention takes and gives bfloat16. multiplies_halves: so do products with weights of bfloat16."""
+    """Lowers a graph. is_half: attention is in bfloat16. multiplies_halves: bfloat16 weights multiply bfloat16 rows."""
 
     def __init__(self, graph: Graph, *, is_half: bool, multiplies_halves: bool) -> None:
         self._graph, self._is_half, self._multiplies_halves = graph, is_half, multiplies_halves
         self._fusion = Fusion(graph)
         self._users, self._fused = self._fusion.users, self._fusion.fused
         self._places: dict[int, tuple[Buffer, int]] = {}
-        self._floats: dict[int, Buffer] = {}  # float32 copies of what is bfloat16
-        self._halves: dict[tuple[Node, int, int], Buffer] = {}  # bfloat16 copies of columns that products multiply
+        self._floats: dict[int, Buffer] = {}  # float32 copies of bfloat16 buffers, by node number
+        self._halves: dict[tuple[Node, int, int], Buffer] = {}  # bfloat16 copies of multiplied columns
         self._kept: set[int] = set()
-        self._by_torch: dict[int, Buffer] = {}  # by the ids of what torch computes
-        self._per_row: dict[int, int] = {}  # of what has a row for each pair of a row with an expert
+        self._by_torch: dict[int, Buffer] = {}  # by the id of the origin of nodes that torch computes
+        self._per_row: dict[int, int] = {}  # pairs per row, of nodes that have a row for each pair
         self._experts = ExpertLowering(self)
         self.program = Program([], {}, [])
 
     def run(self) -> Program:
-        """Raises UnsuitableModelError where a node has no instruction."""
+        """Returns the program. Raises UnsuitableModelError if a node can be computed neither natively nor by torch."""
         nodes = [self._graph.nodes[number] for number in sorted(self._fusion.reached)]
         for node in nodes:
             if node.op == "keep" or any(source.number in self._kept for source in sources(node)):
@@ -64,7 +64,7 @@ class Lowering:
         return self.program
 
     def _emit(self, node: Node) -> None:
-        """Add a node's instructions; where it has none, torch computes it."""
+        """Adds a node's instructions. A node that has none is computed by torch."""
         try:
             getattr(self, f"_emit_{node.op}", self._refuse)(node)
         except UnsuitableModelError:
@@ -103,14 +103,14 @@ class Lowering:
         raise UnsuitableModelError(f"{node.op} {node.facts.get('function', '')} stands alone")
 
     def buffer(self, node: Node, width: int | None = None, **kind: Any) -> Buffer:
-        """A buffer for rows of a node, which are pairs where the node's are."""
+        """Adds a buffer for a node's rows, or for its pairs if the node has a row for each pair."""
         kind.setdefault("per_row", self._per_row.get(node.number, 1))
         buffer = Buffer(width or node.width, is_kept=node.number in self._kept, **kind)
         self.program.buffers.append(buffer)
         return buffer
 
     def add(self, op: Op, node: Node, out: Buffer, **more: Any) -> Instruction:
-        """An instruction of a node."""
+        """Adds an instruction for a node."""
         kind = {at.IS_KEPT: int(node.number in self._kept), at.PER_ROW: self._per_row.get(node.number, 0)}
         fields = {at.OP: op, **kind, **more.pop("fields", {})}
         instruction = Instruction(op, out, fields=fields, **more)
@@ -118,7 +118,7 @@ class Lowering:
         return instruction
 
     def place(self, columns: Columns, what: str) -> tuple[Buffer, int]:
-        """The place of columns that follow each other, as float32."""
+        """Returns the place of consecutive columns, as float32."""
         run = columns.run()
         if run is None:
             raise UnsuitableModelError(f"{what} of columns that do not follow each other")
@@ -135,7 +135,7 @@ class Lowering:
         return buffer, start + first
 
     def factor(self, columns: Columns, weight: torch.Tensor) -> tuple[Buffer, int]:
-        """The place of columns that are multiplied with such a weight, in the type that its kernel takes."""
+        """Returns the place of columns that are multiplied by a weight, in the type that the weight's kernel takes."""
         run = columns.run()
         if run is None or not self._takes_halves(weight):
             place = self.place(columns, "a product")
@@ -145,7 +145,7 @@ class Lowering:
         node, first = run
         size = columns.elements.size
         buffer = self._places[node.number][0] if node.number in self._places else None
-        # A kernel reads a cache line of each row to its end, where zeros must be.
+        # A kernel reads the last cache line of each row to its end, so the rest of it must be zeros.
         if buffer is not None and buffer.is_half and buffer.width == size and (size % 32 == 0 or not buffer.is_dense):
             return buffer, 0
         if (node, first, size) not in self._halves:
@@ -157,7 +157,7 @@ class Lowering:
         return self._halves[node, first, size], 0
 
     def _is_private(self, node: Node) -> bool:
-        """Whether each thread may compute a copy of its own, of few rows, as only products read it."""
+        """True if each thread may compute its own copy when there are few rows, because only products read it."""
         is_shared = node.number in self._kept or node.number in self._per_row
         return not is_shared and all(user.op in PRODUCTS for user in self._users[node.number])
 
@@ -165,7 +165,7 @@ class Lowering:
         return self._multiplies_halves and weight.dtype == torch.bfloat16
 
     def _is_multiplied(self, node: Node) -> bool:
-        """Whether all that is done with a node is a product that takes bfloat16."""
+        """True if only products that take bfloat16 use the node."""
 
         def multiplies_all(user: Node) -> bool:
             is_product = user.op in (*PRODUCTS, DOWN) and self._takes_halves(user.facts["weight"])
@@ -190,7 +190,7 @@ class Lowering:
         self._places[node.number] = out, 0
 
     def _emit_rotary(self, node: Node) -> None:
-        """Heads that are turned by position, for others than attention."""
+        """Emits a rotation of heads by position, for users other than attention."""
         x = node.inputs[0]
         dim, groups = node.facts["dim"], groups_of(x.pick(x.elements.reshape(-1, x.shape[-1])))
         if groups is None:
@@ -204,7 +204,7 @@ class Lowering:
     def _rotate(
         self, node: Node, x: tuple[Buffer, int], out: Buffer, fields: dict[int, int], rotary: Node | None
     ) -> None:
-        """Heads of COLUMNS each, BY_GROUP apart, whose first columns `rotary` turns."""
+        """Emits a copy of heads of COLUMNS each, BY_GROUP apart, whose first columns `rotary` rotates."""
         tables: tuple[Columns, ...] = ()
         if rotary is not None:
             fields |= {at.ROTATED: rotary.facts["dim"], at.IS_INTERLEAVED: int(rotary.facts["style"] == "pairs")}
@@ -219,7 +219,7 @@ class Lowering:
         self._places[node.number] = out, 0
 
     def _multiply(self, node: Node, chain: list[Node], out: Buffer, *, adds: bool = False) -> None:
-        """The product at a chain's end, with what follows it in the chain."""
+        """Emits the product at the end of a chain, together with the operations applied to it."""
         product, factor, cap, function = chain[-1], 1.0, 0.0, Function.NONE
         for each in chain[:-1]:
             factor *= each.facts.get("factor", 1.0)
@@ -237,7 +237,7 @@ class Lowering:
         self.add(Op.PRODUCT, node, out, **operands, weights=(weight,), biases=(bias,), fields=fields)
 
     def _operands(self, product: Node, weight: torch.Tensor) -> dict[str, Any]:
-        """The operands of a product; for pairs, their groups as well."""
+        """Returns the operands of a product; for pairs, also their groups."""
         if product.op == "product":
             return {"x": self.factor(product.inputs[0], weight)}
         groups = self._experts.groups(product, product.inputs[1])
@@ -256,7 +256,7 @@ class Lowering:
         self._places[node.number] = self._experts.combine(node, pairs), 0
 
     def _emit_fused(self, node: Node) -> bool:
-        """Whether the node is an end of a chain."""
+        """Emits the chain whose last operation is the node. Returns False if there is no such chain."""
         chain = self._fusion.chain(node)
         if chain[-1].op not in (*PRODUCTS, "embedding") or len(chain) == 1:
             return False
@@ -362,12 +362,12 @@ class Lowering:
         if layer in self.program.attention:
             raise UnsuitableModelError(f"layer {layer} attends twice")
         self.program.attention[layer] = attention
-        self.add(Op.ATTEND, node, out, layer=layer)  # stores K and V of all rows, where that has to come first
+        self.add(Op.ATTEND, node, out, layer=layer)  # stores K and V of all rows, if that has to come first
         self.add(Op.ATTEND, node, out, layer=layer)
         self._places[node.number] = out, 0
 
     def _operand(self, node: Node, columns: Columns) -> tuple[Buffer, int]:
-        """The place of q, k or v [heads, dim], turned by position, in attention's own type."""
+        """Returns the place of q, k or v [heads, dim], rotated by position, in attention's own type."""
         rotary, x = turned(self._graph, columns)
         groups = groups_of(x)
         if groups is None:
@@ -383,7 +383,7 @@ class Lowering:
 
 
 def _known(weight: torch.Tensor) -> torch.Tensor:
-    """A weight of a type that programs read."""
+    """Returns the weight. Raises UnsuitableModelError if programs cannot read its type."""
     if weight.dtype not in (torch.float32, torch.bfloat16):
         raise UnsuitableModelError(f"weights in {weight.dtype}")
     return weight

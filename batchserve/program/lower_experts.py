@@ -1,4 +1,4 @@
-"""Instructions of experts: the route of each row, its pairs in order, their products, and the sums of each row."""
+"""Emits the instructions of experts: routing of rows, sorting of pairs, products, and the sum of each row."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class ExpertLowering:
-    """Part of a Lowering, for the experts of its graph."""
+    """The part of a Lowering that handles the experts of its graph."""
 
     def __init__(self, lowering: Lowering) -> None:
         self._lowering = lowering
-        self._routes: dict[bytes, Route] = {}  # by the columns of the experts' numbers
+        self._routes: dict[bytes, Route] = {}  # by the columns of the expert numbers
         self._weights: dict[bytes, bytes] = {}
         self._groups: dict[bytes, Buffer] = {}
         self._gathered: dict[tuple[bytes, bytes], Buffer] = {}
 
     def plan(self, node: Node) -> tuple[Node, ...]:
-        """The nodes whose work the routes of `node`, experts' second products, do."""
+        """Finds the route of `node`, experts' second products, and returns the nodes whose work the route does."""
         _, index, weights = node.inputs
         key = index.elements.tobytes(), weights.elements.tobytes()
         if self._weights.setdefault(key[0], key[1]) != key[1]:
@@ -36,7 +36,7 @@ class ExpertLowering:
         return route.nodes
 
     def rows_of_pairs(self, node: Node) -> tuple[Buffer, int]:
-        """The place of the rows that go into experts' first products."""
+        """Returns the place of the rows that experts' first products multiply."""
         x, index = node.inputs[0], node.inputs[1]
         key, k = (x.elements.tobytes(), index.elements.tobytes()), node.facts["per_row"]
         if key not in self._gathered:
@@ -49,7 +49,7 @@ class ExpertLowering:
         return self._gathered[key], 0
 
     def groups(self, node: Node, index: Columns) -> Buffer:
-        """The pairs of rows and experts by such numbers."""
+        """Returns the groups of pairs for these expert numbers."""
         key = index.elements.tobytes()
         if key not in self._groups:
             lowering, route, k = self._lowering, self._routes[key], node.facts["per_row"]
@@ -65,7 +65,7 @@ class ExpertLowering:
         return self._groups[key]
 
     def combine(self, node: Node, pairs: Buffer) -> Buffer:
-        """The rows' sums over their pairs."""
+        """Returns the sum of each row's pairs."""
         out = self._lowering.buffer(node, per_row=1)
         groups = self.groups(node, node.inputs[1])
         fields = {at.COLUMNS: node.width, at.GROUPS: node.facts["per_row"]}

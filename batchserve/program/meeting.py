@@ -1,4 +1,4 @@
-"""The barrier of a step's threads."""
+"""A barrier for the threads of a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from batchserve.program.instructions import ARRIVED, GENERATION, NUM_THREADS, YI
 
 @njit(nogil=True, cache=True)
 def meet(step):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """Returns once all threads of the step have come here; each then sees what the others wrote before."""
+    """Returns once all threads of the step have called it. Each thread then sees what the others wrote before."""
     num_threads = step[NUM_THREADS]
     if num_threads == 1:
         return

@@ -1,4 +1,4 @@
-"""A model as a native program: its packed weights and buffers, and steps of it."""
+"""Runs a model as a native program, with packed weights and its own buffers."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ LEAST_CAPACITY = 64  # rows
 
 
 class NativeModel:
-    """Steps of one model over one attention backend, which compiled code serves alone.
+    """Runs the steps of one model over one attention backend as a native program.
 
-    forward: the model's, as `record` takes it. Raises UnsuitableModelError where the model cannot be a program.
+    forward: the model's, as `record` takes it. Raises UnsuitableModelError if the model cannot be a program.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class NativeModel:
         graph = Graph(record(forward, vocab_size, max_model_len, partial(_noted, model)), simplify)
         self._vocab_size = vocab_size
         self.backend: CpuBackend | None = None
-        self._loops = 0, 0  # its loops, which store and attend
+        self._loops = 0, 0  # the backend's loops that store and that attend
         self._is_half = dtype == torch.bfloat16
         multiplies_halves = HALVES != Kernel.WIDENED
         self._program = Lowering(graph, is_half=self._is_half, multiplies_halves=multiplies_halves).run()
         self._tables = PositionTables(graph, max_model_len)
         self._packed: dict[tuple[Any, ...], PackedWeight] = {}
-        self._constants: list[torch.Tensor] = []  # alive, as instructions have their addresses
+        self._constants: list[torch.Tensor] = []  # kept alive, as instructions have their addresses
         for each in self._program.instructions:
             if each.op == Op.PRODUCT:
                 for weight in each.weights:
@@ -72,16 +72,16 @@ class NativeModel:
         if self._program.instructions[self._logits_by].torch_call is not None:
             raise UnsuitableModelError("its logits are not what a product gives")
         head = self._program.instructions[self._logits_by]
-        self._num_parts = self._part_width = 0  # of the vocabulary, of which threads take one at once
+        self._num_parts = self._part_width = 0  # parts of the vocabulary, which threads take one at a time
         if head.op == Op.PRODUCT:
             self._part_width = columns_at_once(kernel_of(head.weights[0].dtype))
             self._num_parts = -(-vocab_size // self._part_width)
         self._greatest = np.zeros((0, 0), np.float32)
         calls = [each.torch_call for each in self._program.instructions if each.torch_call is not None]
-        self.torch_operators = sorted({each.call.name for each in calls})  # that no instruction computes
-        self._threads = openmp if self.torch_operators else pool  # torch's own beside its operators
+        self.torch_operators = sorted({each.call.name for each in calls})  # operators without an instruction
+        self._threads = openmp if self.torch_operators else pool  # torch's own threads if torch runs operators
         self._layers = [self._program.attention[layer] for layer in sorted(self._program.attention)]
-        # For each layer a job that stores K and V, where that has to come first, and one that attends.
+        # For each layer, a job that stores K and V, if that has to come first, and a job that attends.
         self._jobs = np.zeros((len(self._layers), 2, span_job.JOB_SIZE), np.int64)
         attends = [place for place, each in enumerate(self._program.instructions) if each.op == Op.ATTEND]
         self._stores, self._attends = np.array(attends[::2], np.int64), np.array(attends[1::2], np.int64)
@@ -93,13 +93,13 @@ class NativeModel:
         self._step = np.zeros(at.STEP_SIZE, np.int64)
 
     def use_backend(self, backend: CpuBackend) -> None:
-        """Attend over its K/V from now on."""
+        """Uses the backend's K/V cache from now on."""
         self.backend, self._loops = backend, backend.loops()
 
     def run(self, spans: Spans, ids: np.ndarray, positions: np.ndarray, kept: np.ndarray) -> torch.Tensor:
-        """Logits, float32 [len(kept), vocab_size], of a step's rows; all int64.
+        """Runs a step and returns the logits of its kept rows, float32 [len(kept), vocab_size]. All arrays are int64.
 
-        ids and positions may have more rows than the spans, which are left out. Raises MemoryError.
+        ids and positions may have more rows than the spans; the extra rows are ignored. Raises MemoryError.
         """
         assert self.backend is not None
         num_rows, num_threads = len(spans.parents), self._threads.given(torch.get_num_threads())
@@ -125,7 +125,7 @@ class NativeModel:
         return logits
 
     def best_tokens(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """argmax_kernel.best_tokens; most of the last step's own logits need not be read again for it."""
+        """Like argmax_kernel.best_tokens, but reads only a part of the logits if they are the last step's own."""
         if not self._num_parts or logits.data_ptr() != self._rows[self._logits_by, at.OUT]:
             return best_tokens(logits)
         best, is_finite = np.empty(len(logits), np.int64), np.empty(len(logits), np.bool_)
@@ -134,14 +134,14 @@ class NativeModel:
         return best, is_finite
 
     def _run(self, segment: slice) -> None:
-        """Native instructions, as one call without the interpreter."""
+        """Runs native instructions in one call, without the Python interpreter."""
         rows, step = self._rows[segment], self._step
         step[at.INSTRUCTIONS], step[at.NUM_INSTRUCTIONS] = rows.ctypes.data, len(rows)
         step[at.THREAD], step[at.ARRIVED] = 0, 0
         self._threads.run(cast("int", run_loop().address), step.ctypes.data, self._num_threads)
 
     def _view(self, buffer: Buffer) -> torch.Tensor:
-        """A buffer's rows in this step, [num_rows, width]; pairs have one each."""
+        """Returns a buffer's rows in this step, [num_rows, width]. The buffer must not have a row for each pair."""
         num_rows = int(self._step[at.NUM_KEPT] if buffer.is_kept else self._step[at.NUM_ROWS])
         memory, dtype = self._memory[buffer.slot], torch.bfloat16 if buffer.is_half else torch.float32
         start = self._at((buffer, 0)) - memory.ctypes.data
@@ -149,11 +149,11 @@ class NativeModel:
         return rows.view(num_rows, -1)[:, : buffer.width]
 
     def serve_at_most(self, max_model_len: int) -> None:
-        """Positions are below that from now on, which may be less than the model was recorded with."""
+        """Limits positions to below max_model_len, which may be less than the model was recorded with."""
         self._tables.limit(max_model_len)
 
     def release_weights(self, model: PreTrainedModel) -> None:
-        """Give up the model's own copies of what is packed here; it cannot run any more."""
+        """Frees the model's own copies of the weights packed here. The model itself can no longer run."""
         used = {tensor.data_ptr() for each in self._segments if isinstance(each, TorchCall)
                 for tensor in tensors_in([*each.call.arguments, *each.call.options.values()])}  # fmt: skip
         packed = {key[0] for key in self._packed}
@@ -165,8 +165,8 @@ class NativeModel:
 
     @contextmanager
     def windows_at_most(self, length: int) -> Iterator[None]:
-        """For a probe, whose prompt is shorter than windows are."""
-        self._reserve(LEAST_CAPACITY, self._threads.given(torch.get_num_threads()))  # which writes them
+        """Limits attention windows to `length`, for a probe whose prompt is shorter than the windows."""
+        self._reserve(LEAST_CAPACITY, self._threads.given(torch.get_num_threads()))  # writes the windows
         windows = self._jobs[:, :, span_job.WINDOW].copy()
         self._jobs[:, :, span_job.WINDOW] = np.minimum(windows, length)
         try:
@@ -181,7 +181,7 @@ class NativeModel:
         return self._packed[key]
 
     def _encode(self, place: int, each: Instruction) -> dict[int, int]:
-        """All that does not change with memory."""
+        """Returns the fields of an instruction that do not depend on memory."""
         fields = dict(each.fields)
         fields[at.MEETS] = each.meets
         if each.op == Op.PRODUCT:
@@ -206,7 +206,7 @@ class NativeModel:
         return fields
 
     def _embedding(self, weight: torch.Tensor) -> dict[int, int]:
-        """A table of rows; where a product has packed it, that."""
+        """Returns the fields for an embedding table, which is the packed weight if a product has packed it."""
         in_word = 4 // weight.element_size()
         packed = self._packed.get((weight.data_ptr(), weight.shape, weight.stride()))
         if packed is not None:
@@ -216,7 +216,7 @@ class NativeModel:
         return {at.TABLE: table.data_ptr(), at.BY_TABLE: table.stride(0) * table.element_size(), at.IN_WORD: in_word}
 
     def _constant(self, constant: torch.Tensor) -> int:
-        """The address of a float32 copy."""
+        """Returns the address of a float32 copy."""
         self._constants.append(constant.detach().float().contiguous().clone())
         return self._constants[-1].data_ptr()
 
@@ -232,7 +232,7 @@ class NativeModel:
         return int(job.ctypes.data)
 
     def _reserve(self, num_rows: int, num_threads: int) -> None:
-        """Memory for so many rows, and their addresses."""
+        """Allocates memory for the rows and threads, and updates all addresses."""
         if num_rows <= self._capacity and num_threads == self._num_threads:
             return
         if num_rows > self._capacity:
@@ -242,7 +242,7 @@ class NativeModel:
         head = self._rows[self._logits_by]
         head[at.BEST] = self._greatest.ctypes.data if self._num_parts else 0
         head[at.BY_BEST] = self._greatest.strides[0]
-        private, spare = at.FEW_ROWS * num_threads, 2 * TILE  # rows that tiles read after an expert's last pair
+        private, spare = at.FEW_ROWS * num_threads, 2 * TILE  # spare: tiles read rows after an expert's last pair
         self._memory = [
             pages.zeros(
                 kind.by_row * (max(self._capacity, private if kind.is_private else 0) * kind.per_row + spare) + 256,
@@ -287,13 +287,13 @@ class NativeModel:
 
 @contextmanager
 def _noted(model: PreTrainedModel, note: Callable[[Call], None]) -> Iterator[None]:
-    """While a model is recorded, note its experts and some rotary modules as single calls."""
+    """Records a model's experts and some rotary modules as single calls on its tape."""
     with noted_experts(model, note), noted_rotary(model, note):
         yield
 
 
 def segments(program: Program) -> list[slice | TorchCall]:
-    """Runs of native instructions, and what torch computes between them."""
+    """Returns runs of native instructions, and the torch calls between them."""
     found: list[slice | TorchCall] = []
     start = 0
     for place, each in enumerate(program.instructions):
@@ -306,5 +306,5 @@ def segments(program: Program) -> list[slice | TorchCall]:
 
 
 def _line(address: int) -> int:
-    """The next whole cache line."""
+    """Rounds an address up to a whole cache line."""
     return -(-address // 64) * 64

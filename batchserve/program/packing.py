@@ -1,8 +1,8 @@
-"""Weights of a product as its kernel reads them: front to back, once a step.
+"""Packs a product's weights in the order in which its kernel reads them: front to back, once per step.
 
-[blocks of 16 output columns][words of K][16 columns] of 32-bit words. A word is one float32, or two bfloat16 of
-neighbouring k, the lower one first: half a cache line is a column block's next words on every processor, and a run of
-16 of them is a tile of matrix instructions.
+The layout is [blocks of 16 output columns][words of K][16 columns] of 32-bit words. A word is one float32, or two
+bfloat16 of neighbouring k, the lower one first. On every processor, 64 consecutive bytes are a column block's next
+words. A run of 16 words of K is a tile of matrix instructions.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import numpy as np
 import torch
 
 BLOCK = 16  # columns
-PACKED_AT_ONCE = 64  # blocks, so that a large weight is not in memory a third time
+PACKED_AT_ONCE = 64  # blocks; packing all at once would hold a large weight in memory a third time
 HUGE_PAGE = 1 << 21
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """words int32 [num_blocks, num_words, BLOCK]: of weight [num_columns, num_inputs], float32 or bfloat16; of experts
-    those of one after those of the other.
+    """A float32 or bfloat16 weight [num_columns, num_inputs] in words int32 [num_blocks, num_words, BLOCK]. The blocks
+    of experts follow each other.
 
-    Columns and inputs that fill up the last block and word are zero. Words of bfloat16 fill up whole tiles.
+    Columns and inputs that pad the last block and word are zero. Words of bfloat16 are padded to whole tiles.
     """
 
     words: np.ndarray
@@ -33,7 +33,7 @@ class PackedWeight:
 
     @property
     def expert_bytes(self) -> int:
-        """From one expert's first block to the next one's."""
+        """Bytes from one expert's first block to the next expert's."""
         return -(-self.num_columns // BLOCK) * self.block_bytes
 
     @property
@@ -42,17 +42,17 @@ class PackedWeight:
 
     @property
     def num_words(self) -> int:
-        """All that there are in a block."""
+        """Words of K in a block, including padding."""
         return int(self.words.shape[1])
 
     @property
     def num_words_used(self) -> int:
-        """Those that have an input's weight."""
+        """Words of K in a block that hold an input's weight."""
         return -(-self.num_inputs // (4 // self.dtype.itemsize))
 
 
 def pack(weight: torch.Tensor) -> PackedWeight:
-    """Pack a weight [num_columns, num_inputs], or of experts [num_experts, ...], float32 or bfloat16."""
+    """Packs a float32 or bfloat16 weight [num_columns, num_inputs], or experts' weights [num_experts, ...]."""
     experts = weight if weight.ndim == 3 else weight[None]
     num_experts, num_columns, num_inputs = experts.shape
     in_word = 4 // weight.element_size()
@@ -73,7 +73,7 @@ def pack(weight: torch.Tensor) -> PackedWeight:
 
 
 def _aligned(shape: tuple[int, int, int]) -> np.ndarray:
-    """In huge pages where the system has them: a step reads all weights, and looks up each of their pages."""
+    """Allocates in huge pages if the system has them: a step reads all weights and looks up each of their pages."""
     size = int(np.prod(shape)) * 4
     try:
         pages = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,4 +1,4 @@
-"""Finds groups of operations that a program has one instruction for: by what they compute, never by modules' names."""
+"""Finds groups of operations that one instruction computes, by their arithmetic and never by module names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def simplify(graph: Graph, node: Node) -> Node | Columns | None:
-    """Another node that computes the same in fewer steps, or columns that have it already; None: there is none."""
+    """Returns a node that computes the same in fewer steps, or existing columns that hold the result, or None."""
     for rule in RULES.get(node.op, ()):
         found = rule(graph, node)
         if found is not None:
@@ -33,7 +33,7 @@ def _number(node: Node) -> float | None:
 
 
 def _nothing_changes(graph: Graph, node: Node) -> Columns | None:
-    """x * 1, x / 1 and x + 0."""
+    """Matches x * 1, x / 1, x + 0 and x - 0."""
     neutral = {"mul": 1.0, "div": 1.0, "add": 0.0, "sub": 0.0}[node.facts["function"]]
     is_neutral = _number(node) == neutral and len(node.inputs) == 1
     is_turned = node.facts["is_reversed"] and node.facts["function"] in ("sub", "div")
@@ -41,7 +41,7 @@ def _nothing_changes(graph: Graph, node: Node) -> Columns | None:
 
 
 def _root_mean_square(graph: Graph, node: Node) -> Node | None:
-    """x * rsqrt(mean(x * x) + epsilon), over the last dimension."""
+    """Matches x * rsqrt(mean(x * x) + epsilon) over the last dimension."""
     if not _is_binary(node, "mul") or len(node.inputs) != 2:
         return None
     for x, scale in (node.inputs, node.inputs[::-1]):
@@ -56,7 +56,7 @@ def _root_mean_square(graph: Graph, node: Node) -> Node | None:
         if mean is None or squares is None or not _squares(squares).same(x):
             continue
         if mean.inputs[0].run() != (squares, 0) or mean.inputs[0].elements.size != squares.width:
-            continue  # of some of the columns
+            continue  # a mean of only some columns
         groups = scale.places().reshape(-1, x.shape[-1])
         if (groups != np.arange(len(groups))[:, None]).any():
             continue
@@ -68,7 +68,7 @@ def _root_mean_square(graph: Graph, node: Node) -> Node | None:
 
 
 def _uncentred(columns: Columns) -> Columns | None:
-    """x, where the columns are x - mean(x)."""
+    """Returns x if the columns are x - mean(x)."""
     node = columns.node()
     if node is None or not _is_binary(node, "sub") or len(node.inputs) != 2 or columns.elements.size != node.width:
         return None
@@ -77,7 +77,7 @@ def _uncentred(columns: Columns) -> Columns | None:
 
 
 def _squares(node: Node) -> Columns:
-    """x, where the node is x * x; else something that nothing is the same as."""
+    """Returns x if the node is x * x, otherwise empty columns, which equal no others."""
     if node.op == "pow" and node.facts["exponent"] == 2.0:
         return node.inputs[0]
     if _is_binary(node, "mul") and len(node.inputs) == 2 and node.inputs[0].same(node.inputs[1]):
@@ -86,7 +86,7 @@ def _squares(node: Node) -> Columns:
 
 
 def _weighted_norm(graph: Graph, node: Node) -> Node | None:
-    """A norm times a constant, the same for each group."""
+    """Matches a norm times a constant that is the same for each group."""
     constant = node.facts["constant"]
     if not _is_binary(node, "mul") or not isinstance(constant, torch.Tensor):
         return None
@@ -101,7 +101,7 @@ def _weighted_norm(graph: Graph, node: Node) -> Node | None:
 
 
 def _scaled(graph: Graph, node: Node) -> Node | None:
-    """x * number, x / number."""
+    """Matches x * number, x / number and number * tanh(x / number)."""
     number, function = _number(node), node.facts["function"]
     if number is None or len(node.inputs) != 1:
         return None
@@ -119,7 +119,7 @@ def _scaled(graph: Graph, node: Node) -> Node | None:
 
 
 def _written_gelu(graph: Graph, node: Node) -> Node | None:
-    """x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3)))."""
+    """Matches x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3)))."""
     if not _is_binary(node, "mul") or len(node.inputs) != 2:
         return None
     for half, one_more in (node.inputs, node.inputs[::-1]):
@@ -145,7 +145,7 @@ def _written_gelu(graph: Graph, node: Node) -> Node | None:
 
 
 def _scale_of(columns: Columns) -> tuple[Columns, float] | None:
-    """(x, factor) of x * factor."""
+    """Returns (x, factor) if the columns are x * factor."""
     run = columns.run()
     if run is None or run[0].op != "scale" or run[1] != 0 or run[0].width != columns.elements.size:
         return None
@@ -153,7 +153,7 @@ def _scale_of(columns: Columns) -> tuple[Columns, float] | None:
 
 
 def _rotary(graph: Graph, node: Node) -> Node | None:
-    """x * cosine + turned(x) * sine, where both factors follow from positions."""
+    """Matches x * cosine + rotated(x) * sine, where both factors depend on positions alone."""
     if not _is_binary(node, "add") or len(node.inputs) != 2:
         return None
     terms = [_times_position(each) for each in node.inputs]
@@ -175,7 +175,7 @@ def _rotary(graph: Graph, node: Node) -> Node | None:
 
 
 def _times_position(columns: Columns) -> tuple[Columns, Columns] | None:
-    """(x, factor) of a product with something that follows from positions."""
+    """Returns (x, factor) if the columns are x times a factor that depends on positions alone."""
     node = columns.node()
     run = columns.run()
     if node is None or run is None or run[1] != 0 or not _is_binary(node, "mul") or len(node.inputs) != 2:
@@ -188,7 +188,7 @@ def _times_position(columns: Columns) -> tuple[Columns, Columns] | None:
 
 
 def _signed(columns: Columns) -> tuple[np.ndarray, np.ndarray]:
-    """(elements, signs) with what negates them looked through."""
+    """Returns (elements, signs); negated elements are replaced by those before the negation."""
     elements, signs = columns.elements.copy(), np.ones(columns.shape)
     for node in {columns.graph.node_of(int(each)) for each in np.unique(columns.numbers())}:
         is_negated = (node.op == "unary" and node.facts["function"] == "neg") or (
@@ -202,7 +202,7 @@ def _signed(columns: Columns) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _turn_style(x: Columns, sources: np.ndarray, signs: np.ndarray) -> str | None:
-    """The way that a vector is turned: "halves" (-x2, x1) of its two halves, or "pairs" of its neighbours."""
+    """Returns how x is rotated: "halves" for (-x2, x1) of its two halves, "pairs" for the same of neighbours."""
     dim = x.shape[-1]
     if dim % 2:
         return None
@@ -218,7 +218,7 @@ def _turn_style(x: Columns, sources: np.ndarray, signs: np.ndarray) -> str | Non
 
 
 def _half_of(factor: Columns, style: str) -> Columns | None:
-    """The columns of one of each pair's two, which must have the same factor, as must all groups."""
+    """Returns one factor column per pair of columns. Both columns of a pair and all groups must have equal factors."""
     dim = factor.shape[-1]
     by_group = factor.elements.reshape(-1, dim)
     node = factor.node()
@@ -229,23 +229,23 @@ def _half_of(factor: Columns, style: str) -> Columns | None:
     )
     columns = factor.pick(by_group[0])
     values = columns_of(node, columns.places())
-    # The same function of the same number may differ in its last bit where vector instructions end.
+    # A function of the same number may differ in its last bit between a loop's vector instructions and its remainder.
     is_same = (values[:, one] - values[:, other]).abs().max() <= 1e-6
     return columns.pick(by_group[0][one]) if is_same else None
 
 
 def columns_of(node: Node, places: np.ndarray) -> torch.Tensor:
-    """The recorded values [NUM_ROWS, len(places)] of some columns of what follows from positions."""
+    """Returns the recorded values [NUM_ROWS, len(places)] of some columns of a node that depends on positions alone."""
     return rows_first(node.facts["tensor"])[:, torch.from_numpy(places.reshape(-1))].float()
 
 
 def rows_first(tensor: torch.Tensor) -> torch.Tensor:
-    """A value with one dimension of rows as [rows, columns]."""
+    """Returns a value with one row dimension as [rows, columns]."""
     return tensor.movedim(row_dim(tensor), 0).reshape(tensor.shape[row_dim(tensor)], -1)
 
 
 def _keep_earlier(graph: Graph, node: Node) -> Columns | None:
-    """A norm after rows were chosen, instead of one of all rows."""
+    """Replaces a selection of rows from a norm by a norm of the selected rows."""
     run = node.inputs[0].run()
     if run is None or run[0].op != "norm" or run[0].width != node.width:
         return None

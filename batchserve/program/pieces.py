@@ -1,4 +1,4 @@
-"""Memory by its address, and the rows of an instruction that a thread claims."""
+"""Accesses memory by address, and claims rows of an instruction for a thread."""
 
 # ruff: noqa: ANN001, ANN201
 from __future__ import annotations
@@ -10,7 +10,7 @@ from batchserve.native.addresses import as_pointer, claim
 from batchserve.native.jit import njit
 from batchserve.program.instructions import NEXT
 
-ROWS_AT_ONCE = 4  # that a thread claims
+ROWS_AT_ONCE = 4  # rows that a thread claims
 
 
 @njit(nogil=True, cache=True)
@@ -20,7 +20,7 @@ def floats_at(address, count):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def halves_at(address, count):  # type: ignore[no-untyped-def]
-    """The bits of bfloat16."""
+    """Returns an array of bfloat16 bits."""
     return carray(as_pointer(address), count, np.uint16)
 
 
@@ -36,6 +36,6 @@ def numbers_at(address, count):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def claim_rows(op, num_rows):  # type: ignore[no-untyped-def]
-    """(first, end) of some rows that nobody else computes; first >= num_rows where none are left."""
+    """Claims rows that no other thread computes and returns (first, end); first >= num_rows if none are left."""
     first = claim(op.ctypes.data + NEXT * 8) * ROWS_AT_ONCE
     return first, min(num_rows, first + ROWS_AT_ONCE)

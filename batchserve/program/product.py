@@ -1,4 +1,4 @@
-"""Products of a step's rows with packed weights, and what is done with the results while they are in a core's cache."""
+"""Multiplies a step's rows by packed weights, and processes the results while they are in a core's cache."""
 
 # ruff: noqa: ANN001, ANN201, ANN202
 from __future__ import annotations
@@ -53,7 +53,7 @@ PANEL, TILE_PANEL = BLOCKS_AT_ONCE * BLOCK, tile_code.BLOCKS_AT_ONCE * BLOCK
 BY_SUM = 4 * max(PANEL, TILE_PANEL)
 SCRATCH_BYTES = 2 * ROW_CHUNK * BY_SUM
 UINT16 = np.uint16(0)
-INFINITY = np.int32(0x7F800000)  # the bits of it
+INFINITY = np.int32(0x7F800000)  # bits of a float32
 
 
 def _loop(num_rows: int, num_blocks: int, kernel: Kernel) -> Any:
@@ -67,7 +67,7 @@ def _loop(num_rows: int, num_blocks: int, kernel: Kernel) -> Any:
 
 
 def _of_blocks(kernel: Kernel, num_blocks: int) -> Any:
-    """sums += x times so many blocks of weights, for any number of rows."""
+    """Returns a function: sums += x times num_blocks blocks of weights, for any number of rows."""
     eight, four, two, one = (_loop(count, num_blocks, kernel) for count in (ROWS_AT_ONCE, 4, 2, 1))
 
     @njit(nogil=True)
@@ -89,7 +89,7 @@ def _of_blocks(kernel: Kernel, num_blocks: int) -> Any:
 
 
 def _of_kernel(kernel: Kernel) -> Any:
-    """The same, for a number of blocks that is known when it runs."""
+    """Returns the same function for a number of blocks that is only known at run time."""
     one, most = _of_blocks(kernel, 1), _of_blocks(kernel, BLOCKS_AT_ONCE)
 
     @njit(nogil=True)
@@ -109,33 +109,33 @@ def _in_tiles(num_blocks, num_rows, x, by_x, weight, by_block, num_words, sums):
     tile_code.multiply(num_blocks, num_rows, x, by_x, weight, by_block, num_words, sums, BY_SUM)
 
 
-# How weights of bfloat16 are multiplied here. PAIRS and TILES take rows of bfloat16.
+# The kernel for bfloat16 weights on this machine. PAIRS and TILES take bfloat16 rows.
 HALVES = Kernel.TILES if compiles_matrices() else Kernel.PAIRS if multiplies_pairs() else Kernel.WIDENED
 _FLOATS = _of_kernel(Kernel.FLOATS)
 _HALVES = _in_tiles if HALVES == Kernel.TILES else _of_kernel(HALVES)
 
 
 def kernel_of(dtype: torch.dtype) -> Kernel:
-    """How such weights are multiplied here."""
+    """Returns the kernel for weights of a type on this machine."""
     return Kernel.FLOATS if dtype == torch.float32 else HALVES
 
 
 def num_words(packed: PackedWeight, kernel: Kernel) -> int:
-    """Words of K that a kernel multiplies: tiles take whole ones."""
+    """Returns the number of words of K that a kernel multiplies; TILES multiplies whole tiles."""
     return packed.num_words if kernel == Kernel.TILES else packed.num_words_used
 
 
 @njit(nogil=True, cache=True)
 def columns_at_once(kernel):  # type: ignore[no-untyped-def]
-    """That one thread takes."""
+    """Returns the number of columns that a thread takes at once."""
     return TILE_PANEL if kernel == Kernel.TILES else PANEL
 
 
 @njit(nogil=True, cache=True)
 def _panel(op, weight, first_block, num_blocks, num_rows, x, sums):  # type: ignore[no-untyped-def]
-    """sums = x times some column blocks. By pieces of k, which stay in the core's cache for all of the rows."""
+    """sums = x times some column blocks, in pieces of k that stay in the core's cache for all rows."""
     kernel, num_words = op[KERNEL], op[NUM_WORDS]
-    bytes_of_word = 8 if kernel == Kernel.WIDENED else 4  # of x
+    bytes_of_word = 8 if kernel == Kernel.WIDENED else 4  # in x
     zeros = floats_at(sums, num_rows * (BY_SUM // 4))
     for i in range(len(zeros)):
         zeros[i] = 0.0
@@ -151,7 +151,7 @@ def _panel(op, weight, first_block, num_blocks, num_rows, x, sums):  # type: ign
 
 @njit(nogil=True, cache=True)
 def activate(function, address, count):  # type: ignore[no-untyped-def]
-    """The function of `count` float32, in place; up to WIDTH - 1 more are changed, too."""
+    """Applies a function to `count` float32 in place; changes up to WIDTH - 1 more."""
     if function == Function.SILU:
         _SILU(address, count)
     elif function == Function.GELU:
@@ -179,7 +179,7 @@ _QUICK_GELU = function_code.apply(Function.QUICK_GELU)
 
 @njit(nogil=True, cache=True)
 def _add_bias(bias, first, count, num_rows, sums):  # type: ignore[no-untyped-def]
-    """first: the column, counted from the first expert's first one."""
+    """Adds a bias to all rows. first: the column, counted from the first column of the first expert."""
     if bias == 0:
         return
     added = floats_at(bias + 4 * first, count)
@@ -191,7 +191,7 @@ def _add_bias(bias, first, count, num_rows, sums):  # type: ignore[no-untyped-de
 
 @njit(nogil=True, cache=True)
 def _finish(op, expert, first, count, num_rows, row, sums, gated):  # type: ignore[no-untyped-def]
-    """From sums to OUT: bias, function, what the function gates, factor, cap, and what is added to."""
+    """Applies bias, function, gate, factor and cap to sums, and writes them to OUT or adds them to it."""
     factors = op.view(np.float32)[2 * FACTORS : 2 * FACTORS + 2]
     factor, cap = factors[0], factors[1]
     _add_bias(op[BIAS], expert * op[COLUMNS] + first, count, num_rows, sums)
@@ -233,9 +233,9 @@ def _finish(op, expert, first, count, num_rows, row, sums, gated):  # type: igno
 
 @njit(nogil=True, cache=True)
 def _note_best(address, count, out):  # type: ignore[no-untyped-def]
-    """The greatest of `count` float32 at an address; a NaN where there is one.
+    """Writes the maximum of `count` float32 at an address to `out`, or a NaN if there is one.
 
-    Found by their bits, as compilers put only integers into lanes here: a key ascends with the number.
+    Compares integer keys, which are made of a number's bits and ascend with it: compilers vectorise only integers here.
     """
     bits = words_at(address, count)
     least, most = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
@@ -249,7 +249,7 @@ def _note_best(address, count, out):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def product(op, num_rows, thread, scratch):  # type: ignore[no-untyped-def]
-    """OUT = x times WEIGHT, or function(x times WEIGHT) * (x times WEIGHT_2). Of pairs each by its expert's weights."""
+    """OUT = x times WEIGHT, or function(x times WEIGHT) * (x times WEIGHT_2). A pair uses its expert's weights."""
     columns, by_panel = op[COLUMNS], columns_at_once(op[KERNEL])
     num_panels = (columns + by_panel - 1) // by_panel
     is_paired = op[PER_ROW] > 0

@@ -1,8 +1,8 @@
 """The inner loop of a product in vector code: some rows times some column blocks, over a run of k.
 
-Every output is one chain of sums in the order of k, whatever rows and columns are computed beside it: so its bits do
-not depend on the number of rows. Weights of bfloat16 are widened to float32, exactly; or multiplied in pairs, where
-the processor does that and rows are bfloat16, too.
+Every output is summed in one chain in the order of k, whatever other rows and columns are computed with it, so its bits
+do not depend on the number of rows. bfloat16 weights are either widened to float32, which is exact, or multiplied in
+pairs, if the processor supports that and the rows are bfloat16 as well.
 """
 
 # ruff: noqa: ANN001, ANN202
@@ -21,10 +21,10 @@ from batchserve.native.vector_code import FLOAT, FLOATS, WIDTH, WORD, WORDS, Bui
 from batchserve.program.instructions import Kernel
 from batchserve.program.packing import BLOCK
 
-PARTS = BLOCK // WIDTH  # vectors of a block
-# Sums that registers hold beside the weights: 24 vectors of 32, 8 of 16.
+PARTS = BLOCK // WIDTH  # vectors per block
+# Sums use 24 of 32 vector registers, or 8 of 16, and leave the others to weights.
 ROWS_AT_ONCE, BLOCKS_AT_ONCE = (8, 3) if WIDTH == 16 else (4, 1)
-AHEAD = 2048  # bytes of each column block that are asked for before they are needed
+AHEAD = 2048  # bytes by which each column block is prefetched ahead
 _POINTER = ir.PointerType()
 _BYTE = ir.IntType(8)
 
@@ -34,18 +34,18 @@ def _at(builder: Builder, base: Value, offset: Value) -> Value:
 
 
 def prefetch(builder: Builder, address: Value) -> None:
-    """Ask for the cache line of an address."""
+    """Prefetches the cache line of an address."""
     number = ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [_POINTER, number, number, number])
-    constants = [ir.Constant(number, value) for value in (0, 3, 1)]  # to read, for all caches, data
+    constants = [ir.Constant(number, value) for value in (0, 3, 1)]  # for reading, into all caches, data
     builder.call(code.declared(builder, "llvm.prefetch.p0", kind), [address, *constants])
 
 
 @functools.cache
 def multiply(num_rows: int, num_blocks: int, kernel: Kernel) -> Any:
-    """An intrinsic: sums += x times weights, over num_words words of k.
+    """Returns an intrinsic: sums += x times weights, over num_words words of k.
 
-    x: the address of rows, by_row bytes apart; of bfloat16 for PAIRS, else of float32. weights: the address of the
+    x: the address of rows, by_row bytes apart; bfloat16 for PAIRS, otherwise float32. weights: the address of the
     first block's words, by_block bytes apart. sums: the address of float32 rows of num_blocks * BLOCK columns, by_sum
     bytes apart. All are int64.
     """

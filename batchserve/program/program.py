@@ -1,4 +1,4 @@
-"""A program before addresses are known: instructions over buffers, and which buffers share memory."""
+"""Programs before addresses are known: instructions over buffers, and which buffers share memory."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Kind(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """Rows of `width` elements. is_kept: only of the rows whose logits are asked for; is_private: with a copy for each
-    thread where there are few rows. per_row: pairs of each row with experts, where these have a row each.
+    """Rows of `width` elements. is_kept: holds only the rows whose logits are needed. is_private: each thread has a
+    copy of its own if there are few rows. per_row: pairs per row, if each pair has a row of its own; otherwise 1.
     """
 
     width: int
@@ -37,20 +37,20 @@ class Buffer:
     is_kept: bool = False
     is_private: bool = False
     is_logits: bool = False
-    is_dense: bool = False  # without anything between rows
+    is_dense: bool = False  # without padding between rows
     per_row: int = 1
     slot: int = -1
 
     @property
     def by_row(self) -> int:
-        """Bytes from row to row, whole cache lines."""
+        """Bytes from row to row: whole cache lines, unless is_dense."""
         size = self.width * (2 if self.is_half else 4)
         return size if self.is_dense else -(-size // 64) * 64
 
     @property
     def kind(self) -> Kind:
-        """Buffers of the same kind may share memory. The gap after each row always holds zeros: a product reads them
-        and multiplies them by zeros, so they must be finite.
+        """Buffers of the same kind may share memory. The padding after each row is always zero: a product reads it and
+        multiplies it by zeros, so it must be finite.
         """
         row_bytes = self.width * (2 if self.is_half else 4)
         return Kind(self.by_row, row_bytes, self.is_kept, self.is_private, self.per_row)
@@ -64,27 +64,25 @@ class Instruction:
     out: Buffer
     x: tuple[Buffer, int] | None = None
     y: tuple[Buffer, int] | None = None
-    # Of the model, until weights are packed, constants copied and tables made of them:
+    # Tensors of the model, kept until weights are packed, constants are copied and tables are made:
     weights: tuple[torch.Tensor, ...] = ()
     biases: tuple[torch.Tensor | None, ...] = ()
-    constants: dict[int, torch.Tensor] = field(
-        default_factory=dict
-    )  # float32 arrays, by the field that has the address
-    tables: tuple[Columns, ...] = ()  # of what follows from positions
+    constants: dict[int, torch.Tensor] = field(default_factory=dict)  # float32 arrays, by the field for their address
+    tables: tuple[Columns, ...] = ()  # of values that depend on positions alone
     fields: dict[int, int] = field(default_factory=dict)
     layer: int = -1
     torch_call: TorchCall | None = None
-    meets: int = 0  # bits: 1 with few rows, 2 with many
+    meets: int = 0  # bits: 1 for few rows, 2 for many
 
     def reads(self) -> list[Buffer]:
-        """Buffers of X and Y, or what torch reads; attention's operands are its layer's."""
+        """Returns the buffers of X and Y, or those that torch reads. Attention's operands are in Program.attention."""
         if self.torch_call is not None:
             operands = self.torch_call.operands.values()
             return [buffer for operand in operands for buffer, _, _ in operand.pieces]
         return [place[0] for place in (self.x, self.y) if place is not None]
 
     def forget_model(self) -> None:
-        """Let go of the model's tensors, a view of which would keep all of a weight in memory."""
+        """Drops the model's tensors: even a view would keep a whole weight in memory."""
         self.weights, self.biases, self.constants, self.tables = (), (), {}, ()
 
 
@@ -103,21 +101,21 @@ class Attention:
 
 @dataclass(slots=True)
 class Program:
-    """Instructions in order, and the attention of each layer, whose instructions name it by `layer`."""
+    """Instructions in order, and the attention of each layer, which instructions refer to by `layer`."""
 
     instructions: list[Instruction]
     attention: dict[int, Attention]
     buffers: list[Buffer]
-    slots: list[Kind] = field(default_factory=list)  # a Buffer's kind each
+    slots: list[Kind] = field(default_factory=list)  # the kind of each slot's buffers
 
     def touched(self, instruction: Instruction) -> list[Buffer]:
-        """The buffers that an instruction reads and writes."""
+        """Returns the buffers that an instruction reads and writes."""
         operands = self.attention[instruction.layer].operands if instruction.op == Op.ATTEND else ()
         return [*instruction.reads(), *(buffer for buffer, _ in operands), instruction.out]
 
 
 def assign_slots(program: Program) -> None:
-    """Buffers that are never needed at the same time share memory: a slot for rows of the same length and kind."""
+    """Assigns a memory slot to each buffer. Buffers of the same kind that are never needed together share a slot."""
     last: dict[int, int] = {}
     for place, instruction in enumerate(program.instructions):
         for buffer in program.touched(instruction):
@@ -141,9 +139,9 @@ def assign_slots(program: Program) -> None:
 
 
 def find_meetings(program: Program) -> None:
-    """Threads meet before what another one may still be writing is read, or what it still reads is written.
+    """Makes threads meet before they read what another may still write, or write what another may still read.
 
-    Of few rows a private norm is every thread's own.
+    With few rows, each thread has its own copy of a private norm.
     """
     for bit, is_few in ((1, True), (2, False)):
         written: set[int] = set()

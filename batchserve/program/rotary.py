@@ -1,6 +1,6 @@
-"""Rotary modules on a tape whose factors depend on the longest context (LongRoPE): one call each.
+"""Records rotary modules whose factors depend on the longest context (LongRoPE) as one call each.
 
-Their own code writes to constants while it runs. As a whole they are functions of positions.
+Their own code writes to constants while it runs, but each module as a whole is a function of positions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROTARY = "rotary"  # arguments: positions
 
 
 def length_dependent(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Rotary modules that choose their factors by the longest position that they are given."""
+    """Returns the rotary modules that choose their factors by the longest position they are given."""
     found = []
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -30,7 +30,7 @@ def length_dependent(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 @contextmanager
 def noted_rotary(model: torch.nn.Module, note: Callable[[Call], None]) -> Iterator[None]:
-    """Calls of such modules are noted, and what they call is not."""
+    """Records the calls of such modules, but not the operators that they call."""
     modules = length_dependent(model)
     before = [module.__dict__.get("forward") for module in modules]
     for module in modules:
@@ -47,7 +47,7 @@ def noted_rotary(model: torch.nn.Module, note: Callable[[Call], None]) -> Iterat
 
 def _noted(forward: Callable[..., Any], note: Callable[[Call], None]) -> Callable[..., Any]:
     def noted(x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **options: Any) -> Any:
-        like = torch.empty(1, dtype=x.dtype)  # only the type of x is asked for
+        like = torch.empty(1, dtype=x.dtype)  # only the type of x is used
 
         def compute(positions: torch.Tensor) -> Any:
             return forward(like, positions, *args, **options)

@@ -1,4 +1,4 @@
-"""How rows choose their experts: what a graph computes from the scores of all experts."""
+"""Recognises how a graph chooses experts for rows from the scores of all experts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """scores: of all experts; or the numbers of those that were chosen, beside their weights. nodes: those that a route
-    computes.
+    """How rows choose experts. scores: of all experts, or the numbers of the chosen ones if `weights` are given. nodes:
+    the nodes that the route computes.
     """
 
     scores: Columns
@@ -26,7 +26,7 @@ class Route:
 
 
 def route_of(index: Columns, weights: Columns) -> Route:
-    """The route of experts by such numbers and weights, as one instruction if it is of a known kind."""
+    """Returns the route to experts with these numbers and weights. A route of a known kind computes both."""
     return _known(index, weights) or Route(index, weights, Routing.GIVEN, 1.0, index.elements.size, ())
 
 
@@ -58,6 +58,6 @@ def _known(index: Columns, weights: Columns) -> Route | None:
 
 
 def _whole(columns: Columns) -> Node | None:
-    """The node whose columns these all are, in order."""
+    """Returns the node whose columns these are, all and in order."""
     run = columns.run()
     return run[0] if run is not None and run[1] == 0 and run[0].width == columns.elements.size else None

@@ -1,4 +1,4 @@
-"""Operations on rows that are no products: each row comes out the same whatever other rows there are."""
+"""Operations on rows other than products. The result of a row does not depend on the other rows."""
 
 # ruff: noqa: ANN001, ANN201, ANN202
 from __future__ import annotations
@@ -42,20 +42,20 @@ from batchserve.program.pieces import claim_rows, floats_at, halves_at, numbers_
 from batchserve.program.product import activate
 
 HALF = np.uint16(0)
-# Sums in lanes: the order differs from the written one, but is the same for every row.
+# Vectorised sums: their order differs from the code's, but is the same for every row.
 LANES = {"reassoc", "contract"}
 
 
 @njit(nogil=True, cache=True)
 def _copy(source, target):  # type: ignore[no-untyped-def]
-    """A loop, as Numba takes seconds to compile an assignment of slices."""
+    """Copies in a loop, as Numba takes seconds to compile a slice assignment."""
     for j in range(target.shape[0]):
         target[j] = source[j]
 
 
 @njit(nogil=True, cache=True)
 def _store(source, address, is_half):  # type: ignore[no-untyped-def]
-    """float32 at an address, or rounded to bfloat16."""
+    """Stores float32 at an address, rounded to bfloat16 if is_half."""
     if is_half:
         halves = halves_at(address, source.shape[0])
         for j in range(source.shape[0]):
@@ -66,7 +66,7 @@ def _store(source, address, is_half):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def _look_up(op, row, number):  # type: ignore[no-untyped-def]
-    """OUT's row = factor * a row of a table: of packed words (WEIGHT), or of rows (TABLE)."""
+    """OUT's row = factor * a row of a table, which is packed words (WEIGHT) or rows (TABLE)."""
     count, in_word = op[COLUMNS], op[IN_WORD]
     factor = op.view(np.float32)[2 * FACTORS]
     out = floats_at(op[OUT] + row * op[BY_OUT], count)
@@ -90,7 +90,7 @@ def _look_up(op, row, number):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def look_up(op, address, num_rows):  # type: ignore[no-untyped-def]
-    """OUT = rows of a table, by the int64 numbers at an address: token ids or positions."""
+    """OUT = rows of a table, selected by the int64 numbers at an address: token ids or positions."""
     numbers = numbers_at(address, num_rows)
     while True:
         first, end = claim_rows(op, num_rows)
@@ -130,7 +130,7 @@ def _sum_of_squares(x, mean):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _normalise(op, x_at, out_at):  # type: ignore[no-untyped-def]
-    """One row, in groups of COLUMNS; or a copy of one, from bfloat16 or to it."""
+    """Normalises a row in groups of COLUMNS, or converts it from or to bfloat16."""
     if op[FUNCTION] == Norm.COPY:
         widened, copied = halves_at(x_at, op[COLUMNS]), floats_at(out_at, op[COLUMNS])
         for j in range(op[COLUMNS]):
@@ -157,7 +157,7 @@ def _normalise(op, x_at, out_at):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def normalise(op, num_rows, thread):  # type: ignore[no-untyped-def]
-    """Every thread has a copy of its own where there are few rows, so that nobody waits."""
+    """Normalises rows. If there are few, each thread computes its own copy, so that no thread has to wait."""
     if op[OUT_PRIVATE] != 0 and num_rows <= FEW_ROWS:
         own = op[OUT] + thread * op[OUT_PRIVATE]
         for row in range(num_rows):
@@ -181,7 +181,7 @@ def _rotate(x, cosine, sine, half, is_interleaved, rotated):  # type: ignore[no-
 
 @njit(nogil=True, cache=True)
 def rotate(op, step, num_rows, scratch):  # type: ignore[no-untyped-def]
-    """OUT = X, whose first ROTATED columns of each group are turned by the row's position; as attention takes it."""
+    """OUT = X, with the first ROTATED columns of each group rotated by the row's position."""
     positions = numbers_at(step[POSITIONS], num_rows)
     count, half = op[COLUMNS], op[ROTATED] // 2
     room = floats_at(scratch, count)
@@ -216,7 +216,7 @@ def _combine(binary, out, other):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def elementwise(op, num_rows, scratch):  # type: ignore[no-untyped-def]
-    """OUT = function(X) combined with Y's row, or with a number where there is no Y."""
+    """OUT = function(X) combined with Y's row, or with a number if there is no Y."""
     count = op[COLUMNS]
     number = op.view(np.float32)[2 * FACTORS]
     room = floats_at(scratch, count)

@@ -1,4 +1,4 @@
-"""Tables of values that follow from positions alone: rotary factors, learned positions."""
+"""Tables of values that depend on positions alone: rotary factors, learned positions."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ GROWTH = 1024  # positions
 
 
 class PositionTables:
-    """float32 arrays [positions, columns], as long as positions have come so far.
+    """float32 arrays [positions, columns], which grow with the largest position so far.
 
-    They are computed by the model's own operators, over as many positions at once as when these were recorded.
+    The model's own operators compute them, for as many positions at once as when the operators were recorded.
     """
 
     def __init__(self, graph: Graph, most: int) -> None:
-        """most: positions that there are."""
+        """most: the number of positions."""
         self._most = most
         self._calls, self._positions = graph.position_calls, graph.positions
-        self._wanted: list[tuple[torch.Tensor, np.ndarray]] = []  # recorded values, and which of their columns
+        self._wanted: list[tuple[torch.Tensor, np.ndarray]] = []  # recorded values, and their wanted columns
         self.arrays: list[np.ndarray] = []
         self.length = 0
 
     def add(self, columns: Columns) -> int:
-        """The number of the table of such columns, which are one node's."""
+        """Returns the number of the table for these columns, which must be of one node."""
         node, places = columns.node(), columns.places().reshape(-1)
         assert node is not None
         recorded = node.facts["tensor"]
@@ -43,7 +43,7 @@ class PositionTables:
         return len(self._wanted) - 1
 
     def grow(self, length: int) -> bool:
-        """Have at least so many positions; whether arrays have been replaced."""
+        """Grows to at least `length` positions. Returns True if arrays have been replaced."""
         if length <= self.length or not self._wanted:
             return False
         wanted = min(self._most, -(-length // GROWTH) * GROWTH)
@@ -55,7 +55,7 @@ class PositionTables:
         return True
 
     def limit(self, most: int) -> None:
-        """There are so many positions now, and what the model makes of them may depend on that."""
+        """Changes the number of positions and drops all values, as the model's values may depend on that number."""
         self._most, self.length = most, 0
         self.arrays = [array[:0] for array in self.arrays]
 

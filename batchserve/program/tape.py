@@ -1,7 +1,7 @@
 """Records one forward of a model as the list of operators that it calls.
 
-Nothing is asked of the model's code: it runs as it is, over a few rows, and torch's dispatcher tells of every operator.
-The values are kept, so that what depends on no input is a constant, and patterns can be told from the numbers.
+The model's code needs no changes: it runs as it is, over a few rows, and torch's dispatcher reports every operator.
+Values are kept: what depends on no input is a constant, and some patterns are recognised by their numbers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
     Forward = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-NUM_ROWS = 37  # of the forward: no other dimension should be as long
+NUM_ROWS = 37  # of the forward; no other dimension should have this size
 ATTEND = "attend"
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One operator's call, or one of attention (name ATTEND, whose arguments are layer, q, k, v and params)."""
+    """A call of an operator, or of attention (name ATTEND; its arguments are layer, q, k, v and params)."""
 
     name: str
     function: Any
@@ -37,7 +37,7 @@ class Call:
 
 @dataclass(slots=True)
 class Tape:
-    """The calls of one forward in their order; ids, positions and keep are its inputs, logits what came out."""
+    """The calls of one forward in order. ids, positions and keep are its inputs; logits is its output."""
 
     calls: list[Call]
     ids: torch.Tensor
@@ -47,12 +47,12 @@ class Tape:
 
 
 class UnsuitableModelError(Exception):
-    """Why a model's calls cannot be taken for a program."""
+    """A model's calls cannot be made into a program; the message says why."""
 
 
 @dataclass(slots=True)
 class _Recorder:
-    """The attention backend of the forward, which gives each row its own value: shapes are all that matters."""
+    """The attention backend of the recorded forward. It returns each row's own value, as only shapes matter."""
 
     calls: list[Call] = field(default_factory=list)
 
@@ -86,10 +86,10 @@ def record(
     num_positions: int,
     noting: Callable[[Callable[[Call], None]], AbstractContextManager[None]] = lambda note: nullcontext(),
 ) -> Tape:
-    """One forward of NUM_ROWS rows, all of whose logits are kept.
+    """Records one forward of NUM_ROWS rows and keeps all of their logits.
 
-    forward(attention, ids, positions, keep): the model's logits, [num_rows, vocab_size]. noting: a context in which
-    the model notes calls of other functions than operators (experts.py).
+    forward(attention, ids, positions, keep): returns the model's logits, [num_rows, vocab_size]. noting: a context in
+    which the model records calls of functions other than operators (experts.py).
     """
     recorder = _Recorder()
     ids, positions = (torch.arange(NUM_ROWS) * 7 + 3) % vocab_size, torch.arange(NUM_ROWS).clamp(max=num_positions - 1)
@@ -100,7 +100,7 @@ def record(
 
 
 def tensors_in(arguments: Iterable[Any]) -> list[torch.Tensor]:
-    """All tensors of arguments, those in lists, too."""
+    """Returns all tensors in arguments, including those in lists."""
     found = []
     for each in arguments:
         if isinstance(each, torch.Tensor):
@@ -111,7 +111,7 @@ def tensors_in(arguments: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def mapped(arguments: Iterable[Any], change: Callable[[torch.Tensor], Any]) -> list[Any]:
-    """Arguments with all tensors changed, those in lists, too."""
+    """Returns arguments with all tensors changed, including those in lists."""
     return [
         change(each) if isinstance(each, torch.Tensor)
         else mapped(each, change) if isinstance(each, tuple | list) else each

@@ -1,8 +1,8 @@
-"""Products of rows of bfloat16 with packed weights, in tiles (AMX): 16 rows by 16 columns at once.
+"""Multiplies bfloat16 rows by packed weights in tiles (AMX): 16 rows by 16 columns at once.
 
-A run of 16 packed words is a tile of weights as it lies in memory. An output is one chain of sums in the order of k,
-whatever rows and columns are computed beside it. Rows after the last one are read and computed, too, up to a whole
-tile; nobody looks at what comes out.
+A run of 16 packed words is a tile of weights as it lies in memory. An output is summed in one chain in the order of k,
+whatever other rows and columns are computed with it. Rows after the last one are also read and computed, up to a whole
+tile; their results are ignored.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -23,21 +23,21 @@ from batchserve.native.vector_code import Builder, Value, index
 from batchserve.program.packing import BLOCK
 from batchserve.program.product_code import prefetch
 
-BLOCKS_AT_ONCE = 4  # of one row tile; of two row tiles half as many, so that each tile of weights is used twice
+BLOCKS_AT_ONCE = 4  # with one row tile; with two, half as many, and each tile of weights is used twice
 TILE_BYTES = TILE * ROW_BYTES
-AHEAD = 4  # steps: how far ahead weights are asked for
+AHEAD = 4  # steps that weights are prefetched ahead
 _POINTER = ir.PointerType()
 
 
 @functools.cache
 def _multiply(num_row_tiles: int, num_blocks: int) -> Any:
-    """An intrinsic: sums += x times weights, over num_steps times TILE words of k.
+    """Returns an intrinsic: sums += x times weights, over num_steps times TILE words of k.
 
-    x: the address of rows of bfloat16, by_row bytes apart. weights: the address of the first block's words, by_block
+    x: the address of bfloat16 rows, by_row bytes apart. weights: the address of the first block's words, by_block
     bytes apart. sums: the address of float32 rows, by_sum bytes apart. All are int64.
     """
     first_x, first_weight = num_row_tiles * num_blocks, num_row_tiles * num_blocks + num_row_tiles
-    num_spare = 8 - first_weight  # tiles that weights take in turns
+    num_spare = 8 - first_weight  # tiles that weights use in turn
 
     @intrinsic
     def multiplied(typing_context, x, by_row, weights, by_block, num_steps, sums, by_sum):  # type: ignore[no-untyped-def]

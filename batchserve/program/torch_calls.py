@@ -1,4 +1,4 @@
-"""Operators that a program has no instruction for: torch computes them, at their place between native segments."""
+"""Operators that a program has no instruction for. Torch computes them between native segments."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
     View = Callable[[Buffer], torch.Tensor]
 
-SAMPLE = range(5, 12)  # rows that an operator is tried on alone
+SAMPLE = range(5, 12)  # rows that an operator is also tried on alone
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A value that is put together of buffers' columns: pieces of (buffer, its columns, their places in the value)."""
+    """A value assembled from buffers' columns. pieces: (buffer, its columns, their places in the value) each."""
 
     pieces: tuple[tuple[Buffer, np.ndarray, np.ndarray], ...]
     shape: tuple[int, ...]  # of a row
@@ -32,7 +32,7 @@ class Operand:
     dtype: torch.dtype
 
     def value(self, view: View) -> torch.Tensor:
-        """The value in its own shape and type."""
+        """Returns the value in its own shape and type."""
         views = [view(buffer) for buffer, _, _ in self.pieces]
         rows = torch.empty(len(views[0]), int(np.prod(self.shape)))
         for values, (_, columns, places) in zip(views, self.pieces, strict=True):
@@ -42,8 +42,8 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class TorchCall:
-    """One operator's call. operands: by the ids of the recorded tensors that they stand for. out: the results, side by
-    side. row_dims: of the results.
+    """One operator's call. operands: by the id of the recorded tensor that each one replaces. out: the results, side by
+    side. row_dims: the row dimension of each result.
     """
 
     call: Call
@@ -52,7 +52,7 @@ class TorchCall:
     row_dims: tuple[int, ...]
 
     def run(self, view: View) -> None:
-        """Compute the rows of the out buffer. view: a buffer's rows, [num_rows, width]."""
+        """Computes the rows of the out buffer. view: returns a buffer's rows, [num_rows, width]."""
         results = _results(self.call, {key: operand.value(view) for key, operand in self.operands.items()})
         parts = [
             each.movedim(dim, 0).reshape(each.shape[dim], -1).float()
@@ -62,7 +62,7 @@ class TorchCall:
 
 
 def _results(call: Call, values: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-    """The operator's results of other values than the recorded ones."""
+    """Returns the operator's results for values other than the recorded ones."""
 
     def now(recorded: torch.Tensor) -> torch.Tensor:
         return values.get(id(recorded), recorded)
@@ -73,7 +73,7 @@ def _results(call: Call, values: Mapping[int, torch.Tensor]) -> list[torch.Tenso
 
 
 def check_row_by_row(call: Call, operands: Sequence[torch.Tensor]) -> None:
-    """Raises UnsuitableModelError where a row of the results depends on other rows, or on how many there are."""
+    """Raises UnsuitableModelError if a row of the results depends on other rows, or on the number of rows."""
     generator = torch.Generator().manual_seed(0)
     whole, part = {}, {}
     for each in operands:

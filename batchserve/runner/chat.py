@@ -1,4 +1,4 @@
-"""Chat templates: a user's text as the model was taught to be given it."""
+"""Applies a model's chat template to a user's text."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Content = str | list[dict[str, str]]
-MARKER, ANSWER = "batchserve-7f3a-asked", "batchserve-7f3a-said"  # texts that no template has
+MARKER, ANSWER = "batchserve-7f3a-asked", "batchserve-7f3a-said"  # strings that no template contains
 
 
 def chat_token_ids(text: str, tokenizer: PreTrainedTokenizerBase | None, model: str) -> list[int]:
-    """The prompt in the chat template, as token ids: as text it would be given a second BOS.
+    """Returns the token ids of a prompt in the chat template. If returned as text, it would get a second BOS token.
 
-    Some templates take a content as text, some only as a list of parts and drop text without a word: the template is
-    tried with both. Raises ConfigError, which names `model`.
+    Some templates take the content as text, others only as a list of parts and silently drop text, so both are tried.
+    Raises ConfigError, which names `model`.
     """
     template = _template(tokenizer, model)
     assert tokenizer is not None
@@ -35,13 +35,13 @@ def chat_token_ids(text: str, tokenizer: PreTrainedTokenizerBase | None, model: 
                 return_dict=False,
             )
             return list(ids)
-        except Exception as error:  # templates are programs of somebody else's
+        except Exception as error:  # a template is third-party code and may raise anything
             failure = one_line(error)
     raise ConfigError(f"model = {model!r}: its chat template cannot be applied: {failure}")
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The added token that comes after what the assistant says, if the chat template has one."""
+    """Returns the id of the added token that follows the assistant's text in the chat template, if there is one."""
     template = _only(tokenizer.chat_template)
     special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()} if template else {}
     for make in (_as_text, _as_parts) if special else ():
@@ -49,10 +49,10 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
         try:
             rendered = _render(tokenizer, template, turns, is_answered=True)
             prompt = _render(tokenizer, template, turns[:1]).rstrip()
-        except Exception:  # who asks for a chat is told; others need no template
+        except Exception:  # chat_token_ids reports the error; other requests need no template
             continue
         before, said, after = rendered.rpartition(ANSWER)
-        # A token that begins an answer comes here, too, in templates that always ask for the next one.
+        # Templates that always add the generation prompt put the token that begins an answer here, too.
         between = before.rpartition(MARKER)[2].rstrip()
         begins = [token for token in special if prompt.endswith(token) and token not in between]
         begins += [token for token in special if between.endswith(token)]
@@ -74,7 +74,7 @@ def _render(
 
 
 def _template(tokenizer: PreTrainedTokenizerBase | None, model: str) -> str:
-    """Raises ConfigError, which says what would help."""
+    """Returns the tokenizer's chat template. Raises ConfigError with a remedy if there is none."""
     templates = None if tokenizer is None else tokenizer.chat_template
     found = _only(templates)
     if found is not None:
@@ -96,7 +96,7 @@ def _template(tokenizer: PreTrainedTokenizerBase | None, model: str) -> str:
 
 
 def _only(templates: object) -> str | None:
-    """The template that is meant where nobody names one."""
+    """Returns the template to use when none is named: the only one, or the one named "default"."""
     if isinstance(templates, dict):
         return next(iter(templates.values())) if len(templates) == 1 else templates.get("default")
     return templates if isinstance(templates, str) and templates else None

@@ -1,4 +1,4 @@
-"""The files of a model's folder: what is there, what was expected, and what the headers of its weights say."""
+"""Reads and checks the files of a model's folder: config.json, the weight files and the headers of their tensors."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(.*)")
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor by the header of its safetensors file."""
+    """A tensor's dtype and shape, from the header of its safetensors file."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 def check_path(path: Path, named: str) -> None:
-    """Raises ConfigError where `path` is no folder: a file of weights alone says neither architecture nor tokens."""
+    """Raises ConfigError if `path` is not a folder. A weight file alone has neither an architecture nor a tokenizer."""
     if path.is_dir():
         return
     if not path.exists():
@@ -43,7 +43,7 @@ def check_path(path: Path, named: str) -> None:
 
 
 def check_filled(folder: Path, named: str) -> None:
-    """Raises ConfigError for what Git or a download has left in place of a file, and for a folder nobody may read."""
+    """Raises ConfigError if the folder cannot be read, or if a file in it is a dangling link or a Git LFS pointer."""
     try:
         for file in sorted(folder.iterdir()):
             if not _is_read(file):
@@ -59,8 +59,8 @@ def check_filled(folder: Path, named: str) -> None:
 
 
 def read_config(folder: Path, named: str) -> dict[str, Any]:
-    """config.json. Raises ConfigError where it is absent or damaged, or the folder has weights of another kind only."""
-    if (folder / "adapter_config.json").exists():  # without peft, transformers would load the base and say nothing
+    """Returns the content of config.json. Raises ConfigError if it is absent or damaged, or if there is an adapter."""
+    if (folder / "adapter_config.json").exists():  # without peft, transformers would silently load the base model
         raise ConfigError(
             f"{named}: has an adapter (adapter_config.json); merge it into its base model's weights first"
         )
@@ -70,7 +70,7 @@ def read_config(folder: Path, named: str) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path, config: dict[str, Any], named: str) -> dict[str, TensorInfo]:
-    """The tensors that will be loaded, by name. Raises ConfigError where files of weights are absent or cut short."""
+    """Returns the tensors that will be loaded, by name. Raises ConfigError if weights are absent or cut short."""
     tensors: dict[str, TensorInfo] = {}
     for file in _weight_files(folder, config, named):
         tensors |= _read_header(file, named)
@@ -79,7 +79,7 @@ def read_tensors(folder: Path, config: dict[str, Any], named: str) -> dict[str, 
 
 
 def _is_read(file: Path) -> bool:
-    """Whether a model may be loaded from it; its maker's own weights may lie beside those in Hugging Face's format."""
+    """True if a model may be loaded from the file. The maker's own weights may lie next to the Hugging Face ones."""
     is_known = file.suffix in READ_SUFFIXES or file.name.startswith("tokenizer.model")
     return is_known and not file.name.startswith("consolidated")
 
@@ -90,7 +90,7 @@ def _is_pointer(file: Path) -> bool:
 
 
 def read_json(file: Path, named: str) -> Any:
-    """Raises ConfigError."""
+    """Parses a JSON file. Raises ConfigError if it cannot be read."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -126,7 +126,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _weight_files(folder: Path, config: dict[str, Any], named: str) -> list[Path]:
-    """Those that transformers would choose."""
+    """Returns the weight files that transformers would choose."""
     chosen = config.get("transformers_weights")
     names = [chosen] if isinstance(chosen, str) else [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME]
     file = next((folder / name for name in names if (folder / name).is_file()), None)
@@ -155,7 +155,7 @@ def _weight_files(folder: Path, config: dict[str, Any], named: str) -> list[Path
 
 
 def _read_header(file: Path, named: str) -> dict[str, TensorInfo]:
-    """The format: 8 bytes of the header's length, the header as JSON, the tensors' bytes."""
+    """Reads a file's header. The format: the header's length (8 bytes), the header (JSON), the tensors' bytes."""
     size = file.stat().st_size
     try:
         with file.open("rb") as content:
@@ -180,7 +180,7 @@ def _read_header(file: Path, named: str) -> dict[str, TensorInfo]:
 
 
 def _check_experts(tensors: dict[str, TensorInfo], named: str) -> None:
-    """Raises ConfigError for an absent one: experts are stacked in order, so others would take its place."""
+    """Raises ConfigError if an expert is missing. Experts are stacked in order, so others would take its place."""
     found: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for name in tensors:
         if match := EXPERT.fullmatch(name):

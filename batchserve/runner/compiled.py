@@ -1,7 +1,7 @@
-"""The model as torch.compile makes it, around opaque attention: whole, or one program for all of its layers.
+"""Runs a model through torch.compile, around opaque attention: whole, or as one program for all layers of a kind.
 
-Launched one by one, or in a CUDA graph, a layer's small operations take as long as its matrix products at few rows;
-compiled, they are a few kernels. A program serves steps of any number of rows but one, of which there is another.
+Launched one by one, or in a CUDA graph, a layer's small operations take as long as its matrix products when there are
+few rows. Compiled, they are a few kernels. One program serves any number of rows except one, which has another program.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
     from batchserve.attention.paged import PagedBackend
 
-MOST_PROGRAMS = 128  # of one function: layers of several kinds have some each. torch's own bound, 8, is for runaways
+MOST_PROGRAMS = 128  # per function: each kind of layer needs some. torch's own limit, 8, is meant to stop runaways
 
 
 class CompiledModel:
-    """ModelRunner.run_model, whole: one program without a break, the longer in the making the more layers there are.
+    """Runs the whole model as one program without graph breaks, in place of ModelRunner.run_model.
 
-    compiler: a backend of torch.compile. overlaps: kernels begin while those before them end (kernel_overlap.py). A
-    model that cannot be compiled so raises torch's error, a RuntimeError.
+    More layers take longer to compile. compiler: a backend of torch.compile. overlaps: kernels start while the ones
+    before them finish (kernel_overlap.py). Raises torch's RuntimeError if the model cannot be compiled like this.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class CompiledModel:
             return self._forward(input_ids, positions, keep)
 
     def undo(self) -> None:
-        """Nothing: the model is as it was."""
+        """Does nothing, as the model was not changed."""
 
 
 class CompiledLayers:
-    """As CompiledModel, but each layer is a program, which those of the same kind share.
+    """Like CompiledModel, but each layer is a program, which layers of the same kind share.
 
-    The model's layers are compiled in place, and called so also by whoever else runs the model, until undo(). What is
-    outside of them, a few operations in front and the head behind, is not compiled.
+    The layers are compiled in place, so every caller of the model runs the compiled layers until undo(). The few
+    operations before the layers and the head after them are not compiled.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class CompiledLayers:
         self._model, self._layers = model, repeated_layers(model)
         self._attention = LayerAttention(backend, model)
         options = _options(compiler, overlaps=overlaps)
-        # The first call compiles; this only says so. The very same options for all: else each has a program of its own.
+        # Compiled at the first call. All layers need the same options object, or each would have a program of its own.
         for layer in self._layers:
             layer.compile(fullgraph=True, dynamic=True, backend=compiler, options=options)
 
@@ -72,13 +72,13 @@ class CompiledLayers:
             return logits_of(self._model, self._attention, input_ids, positions, keep)
 
     def undo(self) -> None:
-        """The layers are as they were."""
+        """Restores the layers."""
         for layer in self._layers:
             layer._compiled_call_impl = None
 
 
 def repeated_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The modules that a model has one of for each of its layers. Raises RuntimeError where they are not to be told."""
+    """Returns the modules of the model's layers, one per layer. Raises RuntimeError if they cannot be identified."""
     count = int(model.config.get_text_config().num_hidden_layers)
     found = [
         module
@@ -95,14 +95,14 @@ def repeated_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 def _options(compiler: str, *, overlaps: bool) -> dict[str, Any] | None:
     if compiler != "inductor":
         return None
-    from batchserve.gpu.inductor import inductor_options  # and with it the compiler
+    from batchserve.gpu.inductor import inductor_options  # this also imports the compiler
 
     return inductor_options(overlaps=overlaps)
 
 
 @contextmanager
 def _any_number_of_rows() -> Iterator[None]:
-    """No two sizes that happen to be equal are taken for the same, and none for never being 1, in what is compiled."""
+    """Compiles for any number of rows: sizes that happen to be equal stay independent, and any of them may be 1."""
     symbols: Any = torch.fx.experimental._config
     with (
         symbols.patch(use_duck_shape=False, backed_size_oblivious=True),

@@ -1,8 +1,8 @@
-"""The GPU path's steps as CUDA graphs: forward, head, greedy sampling and tree walk in one launch.
+"""Runs the GPU path's steps as CUDA graphs: forward, head, greedy sampling and tree walk in one launch.
 
-One graph for each bucket of rows. The number of requests is fixed at what a step of so many rows can have, or what the
-kernel is fastest with: those that a step lacks have no rows. Inside of a bucket rows are spread over requests in any
-way: prefill chunks, trees and plain rows together. Steps beyond the largest bucket are eager.
+There is one graph per bucket of rows. Its number of requests is the most that a step with so many rows can have, or the
+one that the kernel runs fastest with; unused requests have no rows. Within a bucket, prefill chunks, trees and plain
+rows may be spread over requests in any way. Steps with more rows than the largest bucket run eagerly.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
     from batchserve.runner.ragged_batch import RaggedBatch
 
 SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-LARGE_STEP = 256  # between buckets of more rows
+LARGE_STEP = 256  # rows between two larger buckets
 INT64 = np.dtype(np.int64)
 
 Replay = Callable[[], None]
 
 
 class Capturer(Protocol):
-    """Makes a graph of what `run` launches: (what it returned, whose memory replays write to, how to replay it)."""
+    """Captures a function's launches in a graph. Returns (output, replay); replays write to the output's memory."""
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]: ...
 
 
 class CudaCapturer:
-    """Capturer of CUDA graphs, which share one memory pool and one stream: only one of them runs at a time.
+    """Captures CUDA graphs that share one memory pool and one stream, as only one of them runs at a time.
 
-    The stream is not torch's for all captures: graphs hold the address of the workspace that cuBLAS has for their
-    stream, and newer versions of torch free that when another engine's graph of the same stream goes.
+    The stream is not torch's default for captures. Graphs hold the address of the cuBLAS workspace of their stream, and
+    newer versions of torch free that when another engine's graph of the same stream is destroyed.
     """
 
     def __init__(self) -> None:
@@ -62,35 +62,35 @@ class CudaCapturer:
         self._stream.wait_stream(before)
         try:
             with torch.cuda.stream(self._stream):
-                run()  # libraries set up per stream what must not be set up while capturing
+                run()  # libraries do setup per stream here that is not allowed during a capture
                 run_without_waiting(run)
-        finally:  # what has failed may still be running, with memory that others are given
+        finally:  # after a failure, kernels may still be running on memory that will be reused
             before.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                 output = run()
-        finally:  # torch leaves its capturing stream in place where capturing has failed
+        finally:  # torch leaves its capture stream current if a capture fails
             torch.cuda.set_stream(before)
         return output, graph.replay
 
 
 class CannotBeCapturedError(RuntimeError):
-    """A step waits for the device. It was not captured, and nothing is spoiled: eager steps may follow."""
+    """A step waits for the device. It was not captured, but nothing is damaged: eager steps may follow."""
 
 
 def run_without_waiting(run: Callable[[], torch.Tensor]) -> None:
-    """Run it once; raises CannotBeCapturedError if it waits for the device, as whatever else of the process does
-    meanwhile will.
+    """Runs a function once. Raises CannotBeCapturedError if it waits for the device.
 
-    A capture would fail, too, but then torch's allocator believes for good that it is under way.
+    Meanwhile, any other wait in the process raises, too. A capture would fail as well, but torch's allocator would then
+    assume for good that the capture is still under way.
     """
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
         run()
     except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise  # of no matter here
+        raise  # unrelated to waiting
     except RuntimeError as error:
         raise CannotBeCapturedError(str(error)) from error
     finally:
@@ -99,7 +99,7 @@ def run_without_waiting(run: Callable[[], torch.Tensor]) -> None:
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """No garbage is collected in here: a graph that goes away while another one is captured spoils that one."""
+    """Disables garbage collection: a graph that is destroyed while another one is captured breaks that capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -110,14 +110,14 @@ def nothing_collected() -> Iterator[None]:
 
 
 def choose_capturer(config: EngineConfig, device: torch.device, kernel: TreeKernel) -> Capturer | None:
-    """None where steps are to be eager."""
+    """Returns None if steps are to run eagerly."""
     if config.enforce_eager or device.type != "cuda" or not kernel.can_be_captured:
         return None
     return CudaCapturer()
 
 
 def bucket_sizes(max_rows: int) -> list[int]:
-    """Rows of the graphs, ascending; the last has max_rows."""
+    """Returns the number of rows of each graph, ascending. The last is max_rows."""
     small = [size for size in SMALL_BUCKETS if size < max_rows]
     large = range(SMALL_BUCKETS[-1] + LARGE_STEP, max_rows, LARGE_STEP)
     return [*small, *large, max_rows]
@@ -130,11 +130,11 @@ def buckets(
     request_sizes: Sequence[int] | None = None,
     most_rows_as_requests: int = 0,
 ) -> list[tuple[int, int]]:
-    """(rows, requests) of the graphs, ascending; request_sizes is StepGraphs', most_rows_as_requests its kernel's.
+    """Returns (rows, requests) of the graphs, ascending. StepGraphs and TreeKernel describe the last two arguments.
 
-    By default as many requests as rows, beyond most_rows_as_requests at most max_num_seqs: from the rows less the other
-    requests, in unsigned numbers, FlashInfer takes the most rows that one may have, and with that a graph's query tile.
-    Below zero it would be the largest tile, in the smallest steps.
+    By default a graph has as many requests as rows, or above most_rows_as_requests at most max_num_seqs. It never has
+    more than rows: FlashInfer selects the query tile by the most rows of one request, which are the rows minus the
+    other requests, in unsigned numbers. A negative result would select the largest tile for the smallest steps.
     """
     found = []
     for rows in row_sizes:
@@ -152,9 +152,9 @@ def buckets(
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """inputs: everything that the host says of a step, on the device; tokens: DeviceSampler.sample's of greedy rows.
+    """A captured graph. inputs: the step's inputs on the device; tokens: DeviceSampler.sample's for greedy rows.
 
-    hosts: the same as arrays in each of the buffers that take turns; copies: (where to, what) of each buffer's copy.
+    hosts: the inputs as arrays in each of the alternating buffers; copies: (destination, source) of each buffer's copy.
     """
 
     hosts: list[dict[str, np.ndarray]]
@@ -166,18 +166,18 @@ class _Graph:
 
 
 class StepGraphs:
-    """All buckets, captured when this is made. Raises CannotBeCapturedError; after any other RuntimeError, torch's own,
-    this process must not go on.
+    """The graphs of all buckets, captured on construction. Raises CannotBeCapturedError. After any other RuntimeError,
+    which is torch's own, this process must not go on.
 
-    run_model: ModelRunner's, or the same compiled.
+    run_model: ModelRunner's run_model, or its compiled form.
 
-    Everything that the host says of a step reaches the device in one copy out of pinned buffers that take turns. Rows
-    that are sampled, not greedy, are sampled behind the graph.
+    All inputs of a step reach the device in one copy from pinned buffers that take turns. Rows that are sampled rather
+    than greedy are sampled after the graph.
 
-    Buckets of more rows than K/V memory, or max_num_seqs requests of max_model_len tokens, can have are left out.
+    There is no bucket with more rows than the K/V memory, or max_num_seqs requests of max_model_len tokens, can have.
 
-    request_sizes: buckets of rows and of these numbers of requests instead of rows alone, max_num_seqs among them; for
-    comparing the two (benchmarks/gpu). A step takes the fewest rows with room for it, and then the fewest requests.
+    request_sizes: buckets of rows and of these numbers of requests, including max_num_seqs, instead of rows alone, to
+    compare the two (benchmarks/gpu). A step takes the fewest rows with room for it, and then the fewest requests.
     """
 
     def __init__(
@@ -204,16 +204,16 @@ class StepGraphs:
         num_bytes = max(layout.num_bytes for layout in layouts.values())
         self._ring = BufferRing(num_bytes, backend.device)
         columns = backend.allocator.table_shape[1]
-        self._table_shape = backend.allocator.table_shape  # a table that has grown since is another one
-        # As tensors of every step are: compiled programs tell these from others.
+        self._table_shape = backend.allocator.table_shape  # once the table has grown, steps run eagerly
+        # Inference tensors, as in every step: compiled programs distinguish them from others.
         with torch.inference_mode():
             self._blob = torch.zeros(num_bytes, dtype=torch.uint8, device=backend.device)
             self._kv_indices = torch.zeros(max_num_seqs * columns, dtype=torch.int32, device=backend.device)
         self._logits: torch.Tensor | None = None
         self._graphs: dict[tuple[int, int], _Graph] = {}
-        gc.collect()  # of engines that were here before
+        gc.collect()  # frees the graphs of earlier engines
         with nothing_collected():
-            # The largest first: memory that it needed serves all others.
+            # The largest bucket comes first: all others reuse its memory.
             for number, bucket in enumerate(reversed(self.buckets), 1):
                 rows, requests = bucket
                 say(f"capturing a CUDA graph of {rows} rows, {requests} requests ({number} of {len(self.buckets)})")
@@ -255,7 +255,7 @@ class StepGraphs:
             requests.append(RequestRows(names[-1], 0, [0] * count, list(range(-1, count - 1)), 1, GREEDY))
         try:
             self._fill(hosts, copies, step, build_batch(requests), Recordings())
-            run()  # here kernels are compiled and planned, and take the memory that they keep
+            run()  # kernels are compiled and planned here, and allocate the memory that they keep
             tokens, replay = capturer.capture(run)
         finally:
             for name in names:
@@ -264,7 +264,7 @@ class StepGraphs:
 
     @torch.inference_mode()
     def launch(self, batch: RaggedBatch, forced: Recordings) -> QueuedStep | None:
-        """Start a step, `forced` being ModelRunner's; None where no graph has room for it."""
+        """Starts a step. `forced` is ModelRunner's. Returns None if no graph can run the step."""
         bucket = self._bucket_for(batch)
         if bucket is None or self._backend.allocator.table_shape != self._table_shape:
             return None
@@ -279,7 +279,7 @@ class StepGraphs:
         return QueuedStep(batch, self._sampler, logits, tokens if len(batch.logit_rows) else None, forced)
 
     def _bucket_for(self, batch: RaggedBatch) -> tuple[int, int] | None:
-        """The smallest with room for the step; a linear search, for they are few."""
+        """Returns the smallest bucket with room for the step. The search is linear, as there are few buckets."""
         rows, requests = batch.num_rows, len(batch.request_ids)
         return next((bucket for bucket in self.buckets if bucket[0] >= rows and bucket[1] >= requests), None)
 
@@ -291,7 +291,7 @@ class StepGraphs:
         batch: RaggedBatch,
         forced: Recordings,
     ) -> SamplingKind:
-        """Say everything of a step to the device, and plan its kernels."""
+        """Copies a step's inputs to the device and plans its kernels."""
         self._ring.take()
         host, (target, source) = hosts[self._ring.turn], copies[self._ring.turn]
         kind = self._sampler.build_metadata(batch, step.num_rows, forced, out=host["sampling"]).kind

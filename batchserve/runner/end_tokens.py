@@ -1,4 +1,4 @@
-"""Tokens that end an answer, beyond those that a model's configuration names."""
+"""Extends a model's end tokens with those of its tokenizer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 def with_tokenizer_ends(
     ends: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
 ) -> tuple[int, ...]:
-    """The end tokens and those of the tokenizer: without them, an answer would run on after its end.
+    """Returns the end tokens with those of the tokenizer, without which an answer would run on after its end.
 
-    These are its end-of-sequence token and the special token that ends a turn in its chat template. What is added is
-    named in a warning.
+    They are its end-of-sequence token and the special token that ends a turn in its chat template. A warning names the
+    tokens that are added.
     """
     if tokenizer is None:
         return ends

@@ -1,4 +1,4 @@
-"""The one call of the model, as every way of running it makes it."""
+"""The model call that every way of running the model shares."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 def logits_of(
     model: PreTrainedModel, attention: Any, input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor
 ) -> torch.Tensor:
-    """Logits [len(keep), vocab_size] of the rows `keep`; ids and positions [num_rows], all int64.
+    """Returns the logits [len(keep), vocab_size] of the rows `keep`. Ids and positions are [num_rows]; all are int64.
 
-    attention is what the registered attention function is handed: a backend that has begun the step.
+    attention: passed to the registered attention function; a backend that has begun the step.
     """
     arguments: dict[str, Any] = {STEP_ARGUMENT: attention}
     output = model(

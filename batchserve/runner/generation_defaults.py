@@ -1,4 +1,4 @@
-"""What a model's own generation_config.json asks for: which of it requests get, and what is said of the rest."""
+"""Reads a model's generation_config.json: turns it into defaults of requests, and warns of what is not applied."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ APPLIED_OR_HARMLESS = frozenset(
 
 
 def check_readable(folder: Path) -> None:
-    """Raises ConfigError for a generation_config.json that is damaged: transformers would go on without it."""
+    """Raises ConfigError if generation_config.json is damaged. transformers would go on without it."""
     file = folder / GENERATION_CONFIG_NAME
     if not file.exists():
         return
@@ -38,7 +38,7 @@ def check_readable(folder: Path) -> None:
 
 
 def sampling_defaults(defaults: GenerationConfig) -> SamplingParams:
-    """What a request gets that says nothing: greedy, unless generation_config.json samples. Raises ConfigError."""
+    """Returns the defaults of requests: greedy, unless generation_config.json samples. Raises ConfigError."""
     if not defaults.do_sample:
         return SamplingParams()
     temperature = 1.0 if defaults.temperature is None else defaults.temperature
@@ -49,10 +49,10 @@ def sampling_defaults(defaults: GenerationConfig) -> SamplingParams:
 
 
 def warn_of_unapplied(defaults: GenerationConfig, max_model_len: int) -> None:
-    """Name options that generate() would apply and we do not know: to be told, not to be ignored silently."""
+    """Warns of options that generate() would apply and batchserve does not, instead of silently ignoring them."""
     changed = defaults.to_diff_dict()
     longest = changed.get("max_length")
-    if isinstance(longest, int) and longest >= max_model_len:  # no answer is cut by it
+    if isinstance(longest, int) and longest >= max_model_len:  # it cuts no answer short
         del changed["max_length"]
     names = sorted(name for name in set(changed) - APPLIED_OR_HARMLESS if not name.startswith("_"))
     if names:
@@ -61,9 +61,9 @@ def warn_of_unapplied(defaults: GenerationConfig, max_model_len: int) -> None:
 
 
 def eos_token_ids(from_generation: object, text_config: object, vocab_size: int) -> tuple[int, ...]:
-    """Those of generation_config.json; where it names none, those of the model's configuration.
+    """Returns the EOS ids of generation_config.json, or of the model's configuration if the former has none.
 
-    Raises ConfigError for what are no token ids; those of no token are named in a warning: some mean none by -1.
+    Raises ConfigError for values that are not token ids. Warns of ids outside the vocabulary, as -1 may mean none.
     """
     found = from_generation if from_generation is not None else getattr(text_config, "eos_token_id", None)
     given = found if isinstance(found, list) else [] if found is None else [found]

@@ -1,6 +1,6 @@
-"""A model's linears and norms swapped for kernels of our own, on a GPU.
+"""Swaps a model's linears and norms for our own kernels, on a GPU.
 
-Nothing here knows a model: a module is swapped by what it is, or by what it measurably does.
+Nothing here depends on the model: a module is swapped by its type, or by what it measurably computes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Norm = TypeVar("Norm", bound=torch.nn.Module)
 
 
 class SwappedModules:
-    """A model's modules that are swapped, and what they were; the model is changed in place.
+    """The swapped modules of a model and their originals. The model is changed in place.
 
-    Every linear is, and every norm of whole rows, that can be. Norms of heads stay: a compiler makes one kernel of them
-    and of what is around them.
+    Every linear and every norm of whole rows is swapped if possible. Norms of heads are kept, as a compiler fuses them
+    with the operations around them.
     """
 
     def __init__(self, model: torch.nn.Module, choices: Choices) -> None:
@@ -39,7 +39,7 @@ class SwappedModules:
 
     @torch.inference_mode()
     def swap(self, hidden_size: int) -> dict[Shape, list[torch.Tensor]]:
-        """The linears' weights, by shape."""
+        """Swaps the modules. Returns the weights of the swapped linears, by shape."""
         found: dict[Shape, list[torch.Tensor]] = {}
         if importlib.util.find_spec("triton") is None:
             return found
@@ -53,7 +53,7 @@ class SwappedModules:
         return found
 
     def undo(self) -> None:
-        """All modules are as they were."""
+        """Restores all modules."""
         for parent, name, child in self._were:
             setattr(parent, name, child)
         self._were.clear()
@@ -80,7 +80,7 @@ def _row_norm(module: torch.nn.Module, hidden_size: int, overlaps: bool) -> RowN
         return None
 
     def norm(scale: torch.Tensor, eps: float) -> RowNorm:
-        return RowNorm(weight, scale, eps, overlaps=False)  # its scale has just been made, by the kernel before it
+        return RowNorm(weight, scale, eps, overlaps=False)  # no overlap: the kernel before it has just made its scale
 
     found = norm_scale(module, norm)
     if found is not None:
@@ -89,12 +89,12 @@ def _row_norm(module: torch.nn.Module, hidden_size: int, overlaps: bool) -> RowN
 
 
 def _is_changed(module: torch.nn.Module) -> bool:
-    """Whether somebody else has a part in what it does, who would be lost."""
+    """True if hooks or a replaced forward change what the module does. A swap would lose them."""
     return has_hooks(module) or "forward" in vars(module)
 
 
 def norm_scale(module: torch.nn.Module, norm: Callable[[torch.Tensor, float], Norm]) -> Norm | None:
-    """norm(scale, eps) if it gives the same values (scaled by the weight, or 1 + weight); decided by trying."""
+    """Returns norm(scale, eps) if it gives the module's values, scaled by weight or 1 + weight. Decided by trial."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or not isinstance(eps, float):

@@ -1,4 +1,4 @@
-"""Models by hub id: looked up once, within seconds; everything after that reads a local folder."""
+"""Resolves hub ids with one lookup, limited to a few seconds. Everything after that reads a local folder."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from batchserve.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 LOOKUP_S = 5.0
-CACHED_LOOKUP_S = 2.0  # to hear of a newer revision, where there is a copy to go on with
-# What transformers reads, and not the same weights in another format beside them.
+CACHED_LOOKUP_S = 2.0  # to check for a newer revision if there is a cached copy
+# The files that transformers reads, without the same weights in other formats.
 FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py")
 OTHER_FORMATS = ("*/*.safetensors", "consolidated*.safetensors")
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def with_local_model(config: EngineConfig) -> EngineConfig:
-    """The same configuration with the local folder in place of a hub id, which nobody looks up again.
+    """Returns the configuration with the local folder in place of a hub id, which is not looked up again.
 
     Raises ConfigError.
     """
@@ -43,9 +43,9 @@ def with_local_model(config: EngineConfig) -> EngineConfig:
 
 @functools.cache
 def local_snapshot(model: str) -> str:
-    """The local folder of a hub's model, downloaded if need be; where the hub cannot be asked, the copy in the cache.
+    """Returns the local folder of a hub model, downloaded if needed, or the cached copy if the hub cannot be reached.
 
-    Raises ConfigError where there is neither.
+    Raises ConfigError if there is neither.
     """
     named = f"model = {model!r}"
     try:
@@ -56,7 +56,7 @@ def local_snapshot(model: str) -> str:
         if is_offline_mode():
             raise ConfigError("HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set")
         _within(CACHED_LOOKUP_S if cached else LOOKUP_S, lambda timeout_s: HfApi().model_info(model, timeout=timeout_s))
-    except Exception as error:  # proxies and mirrors answer anything
+    except Exception as error:  # proxies and mirrors may answer with anything
         reason = _reason(error)
         if cached is None:
             raise ConfigError(
@@ -71,18 +71,18 @@ def local_snapshot(model: str) -> str:
 
 
 def _cached(model: str) -> str | None:
-    """The folder of a copy, which may be incomplete: who loads it says what is missing. Raises HFValidationError."""
+    """Returns the folder of a cached copy, or None. Loading reports missing files. Raises HFValidationError."""
     try:
         folder: str | None = snapshot_download(model, local_files_only=True)
     except LocalEntryNotFoundError as error:
         folder = getattr(error, "snapshot_path", None)
-    except (OSError, UnicodeError):  # a damaged cache is as good as none
+    except (OSError, UnicodeError):  # a damaged cache counts as none
         return None
     return folder if folder is not None and os.path.isfile(os.path.join(folder, "config.json")) else None
 
 
 def _within(timeout_s: float, call: Callable[[float], T]) -> T:
-    """What the call returns or raises. Raises TimeoutError even where it would go on: each byte may restart its own."""
+    """Returns or raises what the call does, or TimeoutError. The call's own timeout may restart at every byte."""
     done: list[T] = []
     failed: list[Exception] = []
 
@@ -103,7 +103,7 @@ def _within(timeout_s: float, call: Callable[[float], T]) -> T:
 
 
 def _reason(error: Exception) -> str:
-    """In one line."""
+    """Describes the error in one line."""
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if isinstance(error, ConfigError):
         return first

@@ -1,4 +1,4 @@
-"""Loading: any causal LM that transformers can, and its tokenizer. Modelling code is never copied or patched."""
+"""Loads any causal LM that transformers supports, and its tokenizer. Modelling code is never copied or patched."""
 
 from __future__ import annotations
 
@@ -61,19 +61,19 @@ CUDA_BUILD_WITHOUT_GPU = (
     "takes a fourth of the space with PyTorch's CPU build (README.md, 'Use')"
 )
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MOST_CHARS = 1000  # of what a library says of a model
+MOST_CHARS = 1000  # of a library's message about a model
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that passed the probe, ready to run, and what the engine needs to know of it."""
+    """A model that passed the probe and is ready to run, with what the engine needs to know about it."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     name: str
     dtype: torch.dtype
     layers: list[LayerShape]
-    num_heads: int  # of queries, the most of any layer
+    num_heads: int  # query heads, the most of any layer
     vocab_size: int
     max_model_len: int
     served_length: ServedLength
@@ -83,19 +83,19 @@ class LoadedModel:
     default_top_p: float
     has_packed_linears: bool
     device: torch.device = CPU
-    has_sinks: bool = False  # attention sinks, in some layer
-    native: NativeModel | None = None  # what runs its steps, in place of the model's modules
+    has_sinks: bool = False  # some layer has attention sinks
+    native: NativeModel | None = None  # runs the steps in place of the model's modules
     num_parameters: int = 0
 
     def serve_at_most(self, max_model_len: int) -> None:
-        """Requests are at most so long: memory may hold less than the model's own limit."""
+        """Limits the length of requests, in tokens. Memory may hold less than the model's own limit."""
         self.served_length.longest = max_model_len
         if self.native is not None:
             self.native.serve_at_most(max_model_len)
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
-    """Raises ConfigError where the device, or the one that the attention backend needs, is not there."""
+    """Returns the device to run on. Raises ConfigError if it, or one that the attention backend needs, is missing."""
     name, backend = config.device, config.attention_backend
     if name == "cpu" or backend == "cpu":
         return CPU
@@ -109,7 +109,7 @@ def resolve_device(config: EngineConfig) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device = CPU) -> torch.dtype:
-    """What the user said, or bfloat16 where the device multiplies it natively; if not float32, on a GPU float16."""
+    """Resolves "auto": bfloat16 if the device multiplies it natively, else float16 on a GPU and float32 on a CPU."""
     if dtype != "auto":
         return DTYPES[dtype]
     if device.type == "cuda":
@@ -121,11 +121,11 @@ def resolve_dtype(dtype: str, device: torch.device = CPU) -> torch.dtype:
 
 @torch.inference_mode()
 def load_model(config: EngineConfig, say: Callable[[str], None] = lambda message: None) -> LoadedModel:
-    """Load, probe and pack. Raises ConfigError (cannot be loaded) or UnsupportedModelError (would answer wrongly).
+    """Loads, probes and packs a model.
 
-    Only for the CPU's own attention backend are modules packed: the GPU path runs them as they are, also on a CPU, but
-    for linears of the same input, which are one product everywhere.
-    Options of generation_config.json that no request gets are named in a warning.
+    Modules are packed only for the CPU's own attention backend. The GPU path runs them as they are, also on a CPU,
+    except that linears of the same input are joined everywhere. A warning names the options of generation_config.json
+    that no request gets. Raises ConfigError (cannot be loaded) or UnsupportedModelError (would answer wrongly).
     """
     interface.register()
     source = resolve_model(config.model)
@@ -139,7 +139,7 @@ def load_model(config: EngineConfig, say: Callable[[str], None] = lambda message
     module.to(device)
     text_config = model.config.get_text_config()
     max_model_len = context_limit(text_config)
-    if not 2 <= max_model_len <= LONGEST_MODEL_LEN:  # a token of a prompt, and one of an answer
+    if not 2 <= max_model_len <= LONGEST_MODEL_LEN:  # a token of the prompt and one of the answer
         raise ConfigError(
             f"model = {config.model!r}: its longest context is {max_model_len}, must be in 2..{LONGEST_MODEL_LEN}"
         )
@@ -189,7 +189,7 @@ def load_model(config: EngineConfig, say: Callable[[str], None] = lambda message
 
 
 def _find_siblings(model: PreTrainedModel, probe: ModelProbe) -> Siblings:
-    """Linears that can be one product: the model is tried with what it would be given, before weights are given up."""
+    """Finds linears that can be one product, and probes the result before the original weights are given up."""
     try:
         with watch_inputs(model) as watch:
             probe.run_tracked()
@@ -205,7 +205,7 @@ def _find_siblings(model: PreTrainedModel, probe: ModelProbe) -> Siblings:
 
 
 def has_cpu_backend(config: EngineConfig, device: torch.device) -> bool:
-    """Whether attention is the CPU's own, not a kernel of the GPU path."""
+    """True if attention runs on the CPU's own backend, not on a kernel of the GPU path."""
     return device.type == "cpu" and config.attention_backend in ("auto", "cpu")
 
 
@@ -231,42 +231,42 @@ def _load_weights(source: str, dtype: torch.dtype, config: EngineConfig) -> PreT
                 dtype=dtype,
                 attn_implementation="eager",
                 use_safetensors=True,
-                ignore_mismatched_sizes=True,  # they are told apart below
+                ignore_mismatched_sizes=True,  # reported below
                 trust_remote_code=config.trust_remote_code,
             )
     except BatchserveError:
         raise
-    except Exception as error:  # files that somebody else has made end in anything
+    except Exception as error:  # third-party files can fail in any way
         said = " ".join((described(error), *held[-1:]))[:MOST_CHARS]
         if kind is not None:
             raise UnsupportedModelError(f"{named} ({kind}): cannot be loaded: {said}") from error
         raise ConfigError(f"{named}: cannot be loaded: {said}") from error
-    # transformers only warns and goes on with random weights, or without some of the files'.
+    # transformers only warns, and goes on with random weights or without some of the files' tensors.
     check_numbers(model, tensors, named)
     tell_left_out(model, check_report(model, report, described_as, tensors, named), tensors)
     drop_towers(model)
     for each in (model.config, model.config.get_text_config()):
-        each.return_dict = True  # a model's own choice; its outputs are read by name here
+        each.return_dict = True  # the model may set it otherwise; outputs are read by name here
     ready: PreTrainedModel = model.eval()
     return ready
 
 
 def count_parameters(model: PreTrainedModel) -> int:
-    """Distinct weights: one that layers share counts once."""
+    """Returns the number of distinct weights. One that layers share counts once."""
     return sum(each.numel() for each in model.parameters())
 
 
 def weight_bytes(config: EngineConfig) -> int:
-    """What a folder's weights take in the type that is served, by the headers of its files; 0 where they do not say."""
+    """Returns the size of a folder's weights in the served dtype, from their headers; 0 if these cannot be read."""
     folder, named = Path(resolve_model(config.model)), f"model = {config.model!r}"
     tensors: dict[str, TensorInfo] = {}
-    with suppress(BatchserveError):  # loading says what is wrong
+    with suppress(BatchserveError):  # loading reports the error
         tensors = read_tensors(folder, read_config(folder, named), named)
     dtype = resolve_dtype(config.dtype, resolve_device(config))
     return sum(prod(each.shape) for each in tensors.values()) * dtype.itemsize
 
 
 def described(error: Exception) -> str:
-    """What an error says, on one line; of those that say little without their kind, that too."""
+    """Returns an error's message in one line, with its type if the message says little without it."""
     enough = OSError, ValueError, ImportError, RuntimeError, SafetensorError, StrictDataclassError
     return " ".join((str(error) if isinstance(error, enough) else repr(error)).split())

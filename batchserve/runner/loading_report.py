@@ -1,4 +1,4 @@
-"""What transformers did not load, or made up: refused by name, but for what does not change a token, which is told."""
+"""Refuses models with weights that transformers skipped or made up. Skipped weights that change no token are logged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUM_PREDICTION_LAYERS = re.compile(r"num\w*(nextn|mtp)|(nextn|mtp)\w*num")
 
 @contextmanager
 def warnings_held() -> Iterator[list[str]]:
-    """Warnings of transformers' loading, of many lines each, are held back: yields what they would have said."""
+    """Holds back the long warnings that transformers logs while loading, and yields them as a list."""
     held: list[str] = []
 
     def hold(record: logging.LogRecord) -> bool:
@@ -46,7 +46,7 @@ def warnings_held() -> Iterator[list[str]]:
 
 
 def left_out_modules(model: PreTrainedModel) -> list[str]:
-    """Paths of a composite model's modules beside its text model and the head: towers, and what joins them to it."""
+    """Returns the paths of a composite model's modules outside its text model and head: towers and connectors."""
     if model.config.get_text_config() is model.config:
         return []
     head: Any = model.get_output_embeddings()
@@ -62,9 +62,9 @@ def left_out_modules(model: PreTrainedModel) -> list[str]:
 def check_report(
     model: PreTrainedModel, report: dict[str, Any], config: dict[str, Any], tensors: dict[str, TensorInfo], named: str
 ) -> list[str]:
-    """Raises ConfigError or UnsupportedModelError where weights would be made up, or some of the files' left out.
+    """Returns the names of the tensors that may be left out. tensors: those of the files.
 
-    tensors: those of the files. Returns the names of those that may be left out.
+    Raises ConfigError or UnsupportedModelError if weights would be made up, or if other tensors would be left out.
     """
     for name in sorted(tensors):
         if (other := f"{model.base_model_prefix}.{name}") in tensors:
@@ -92,7 +92,7 @@ def check_report(
 
 
 def tell_left_out(model: PreTrainedModel, left_out: list[str], names: Collection[str]) -> None:
-    """One line of log names what is not loaded. names: the files' tensors, as far as they are known."""
+    """Logs what is not loaded, in one line. names: the files' tensors, as far as they are known."""
     declared = (*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *ALWAYS_IGNORED)
     loaded = set(model.state_dict())
     ignored = {
@@ -109,7 +109,7 @@ def tell_left_out(model: PreTrainedModel, left_out: list[str], names: Collection
 
 
 def drop_towers(model: PreTrainedModel) -> None:
-    """Their memory is free, and nobody packs or compiles them. What joins them to the text model may be read by it."""
+    """Frees the towers, which are then not packed or compiled. The text model may read its connectors, so they stay."""
     for path in left_out_modules(model):
         if isinstance(model.get_submodule(path), PreTrainedModel):
             parent, _, name = path.rpartition(".")
@@ -130,21 +130,21 @@ def _sizes(model: PreTrainedModel) -> str:
 
 
 def _rotary_buffers(model: PreTrainedModel, names: list[str]) -> set[str]:
-    """Older checkpoints hold what a model computes by its config."""
+    """Returns the rotary buffers that older checkpoints hold. A model computes them from its config."""
     is_rotary = any("rotary_emb" in name for name, _ in model.named_modules())
     return {name for name in names if is_rotary and ROTARY_BUFFER.search(name)}
 
 
 def _is_mask(name: str, tensor: TensorInfo) -> bool:
-    """Older checkpoints of the GPT-2 family hold the causal mask and the number that it masks with."""
+    """True if the tensor is a causal mask or masking value, which older checkpoints of the GPT-2 family hold."""
     is_square = len(tensor.shape) == 4 and tensor.shape[:2] == (1, 1) and tensor.shape[2] == tensor.shape[3]
     return MASK_BUFFER.search(name) is not None and (is_square or tensor.shape in ((), (1,)))
 
 
 def _prediction_layers(model: PreTrainedModel, names: list[str], config: dict[str, Any]) -> set[str]:
-    """Layers after the last that predict further tokens, so many as config.json declares.
+    """Returns the tensors of layers after the last that predict further tokens, as many as config.json declares.
 
-    Such a layer has parts that join it to the one before: one that has none is a layer of the model.
+    Such a layer has parts that join it to the one before. A layer without them is a layer of the model.
     """
     declared = _num_prediction_layers(config)
     if not declared:
@@ -165,9 +165,9 @@ def _num_prediction_layers(config: dict[str, Any]) -> int:
 
 
 def _check_tied(model: PreTrainedModel, is_read: Any, named: str) -> None:
-    """Raises UnsupportedModelError where the config says that two weights are one, and the files hold two.
+    """Raises UnsupportedModelError if the config says that two weights are one, but the files hold two.
 
-    Transformers would then take both, other servers only one: which of them is meant nobody can tell.
+    transformers would then use both, and other servers only one. It is impossible to tell which one is meant.
     """
     declared = model.get_expanded_tied_weights_keys(all_submodels=True)
     for target, source in declared.items():

@@ -1,4 +1,4 @@
-"""Where a model is: known without torch's compiler, Numba and all else that loading it takes seconds to import."""
+"""Finds a model's folder without importing what loading needs (torch's compiler, Numba), which takes seconds."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from batchserve.runner.hub import local_snapshot
 
 
 def resolve_model(model: str) -> str:
-    """The folder that a model is in: the bundled one for "bundled", for a hub id that of its local copy.
+    """Returns the model's folder: the bundled one for "bundled", the local copy for a hub id.
 
-    Raises ConfigError where there is none, or where Git or a download has left it unfilled.
+    Raises ConfigError if there is none, or if Git or a download has left a placeholder for a file.
     """
     if model == "bundled":
         return str(resources.files("batchserve") / "data" / "bundled")

@@ -1,4 +1,4 @@
-"""The kind of a model by its configuration: a causal language model, or refused by the name of what it is."""
+"""Determines a model's kind from its configuration, and refuses anything but a causal language model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from batchserve.runner.checkpoint import TensorInfo
 
-QUANTIZATION_KEYS = {  # of config.json, and the format where no quant_method is named
+QUANTIZATION_KEYS = {  # key of config.json: format if it names no quant_method
     "quantization_config": "an unnamed method",
     "compression_config": "compressed-tensors",
     "quantization": "MLX",
@@ -36,7 +36,7 @@ TASKS = {
 
 
 def check_unquantised(config: dict[str, Any], folder: Path, named: str) -> None:
-    """Raises UnsupportedModelError before transformers acts: it would ask for a package, or de-quantise silently."""
+    """Raises UnsupportedModelError if quantised. transformers would ask for a package, or silently dequantise."""
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for key, default in QUANTIZATION_KEYS.items():
             if (described := part.get(key)) is not None and described is not False:
@@ -48,7 +48,7 @@ def check_unquantised(config: dict[str, Any], folder: Path, named: str) -> None:
 
 
 def check_dtypes(tensors: dict[str, TensorInfo], named: str) -> None:
-    """Raises UnsupportedModelError for weights that are numbers of 8 bits or fewer, or packed into integers."""
+    """Raises UnsupportedModelError for weights of 8 bits or fewer, or packed into integers."""
     for name, tensor in tensors.items():
         is_packed = tensor.dtype in PACKED_DTYPES and len(tensor.shape) > 1 and name.endswith("weight")
         if is_packed or tensor.dtype.startswith(("F8_", "F6_", "F4")):
@@ -56,7 +56,7 @@ def check_dtypes(tensors: dict[str, TensorInfo], named: str) -> None:
 
 
 def check_numbers(model: PreTrainedModel, tensors: dict[str, TensorInfo], named: str) -> None:
-    """Raises UnsupportedModelError where integers, truth values or complex numbers were loaded as weights."""
+    """Raises UnsupportedModelError if integers, booleans or complex numbers were loaded as weights."""
     for name, weight in model.state_dict().items():
         if weight.is_floating_point() and name in tensors and tensors[name].dtype not in FLOATING_DTYPES:
             raise _quantised(tensors[name].dtype, name, named)
@@ -77,10 +77,10 @@ def _quantised(method: str, where: str, named: str) -> UnsupportedModelError:
 
 
 def auto_class(read: Any, folder: Path, trusts_code: bool, named: str) -> type:
-    """What of transformers loads a model of this configuration. Raises UnsupportedModelError, saying what it is.
+    """Returns the transformers class that loads this configuration. Raises UnsupportedModelError, naming the kind.
 
-    A composite checkpoint, of a text model and towers for images or sound, is loaded as what it is: only its own class
-    knows where its text model's weights are.
+    A composite checkpoint, which has a text model and towers for images or sound, is loaded by its own class: only that
+    class knows where the weights of its text model are.
     """
     kind, names = str(read.model_type), _names(read.architectures)
     has_code = trusts_code and "AutoModelForCausalLM" in (getattr(read, "auto_map", None) or {})
@@ -111,7 +111,7 @@ def _names(architectures: object) -> list[str]:
 def _is_composite(read: Any) -> bool:
     try:
         return read.get_text_config() is not read
-    except ValueError:  # it has several
+    except ValueError:  # there are several
         return True
 
 
@@ -121,7 +121,7 @@ def _is_language_model(name: str) -> bool:
 
 
 def _task_of(kind: str, names: list[str]) -> str:
-    """The tasks that transformers knows this class for; where none is named, this type of model."""
+    """Names the tasks that transformers knows these classes for, or this type of model if no class is named."""
     known = {
         task
         for task, mapping in TASKS.items()
@@ -132,6 +132,6 @@ def _task_of(kind: str, names: list[str]) -> str:
 
 
 def _has_pooling(folder: Path, named: str) -> bool:
-    """Whether sentence-transformers would pool its hidden states: embedding models may be language models by name."""
+    """True if sentence-transformers would pool its hidden states: an embedding model can look like a language model."""
     file = folder / "modules.json"
     return file.exists() and "Pooling" in str(read_json(file, named))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from batchserve.runner.cuda_graphs import StepGraphs
     from batchserve.runner.loader import LoadedModel
     from batchserve.runner.ragged_batch import RaggedBatch
-    from batchserve.sampling.verify import VerifiedTokens
+    from batchserve.sampling.verify import StepTokens
 
 
 class LazyStep:
@@ -33,7 +33,7 @@ class LazyStep:
         self._runner = runner
         self._batch = batch
 
-    def wait(self) -> list[VerifiedTokens | None]:
+    def wait(self) -> StepTokens:
         runner = self._runner
         return verify_batch(self._batch, runner.forward(self._batch), runner.forced, runner.find_best)
 

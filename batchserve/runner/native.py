@@ -1,4 +1,4 @@
-"""A model's native program, if it can have one and answers as the model does."""
+"""Builds a model's native program, if it can have one and gives the model's answers."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ NAME, OTHER = "probe", "other"
 def native_model(
     model: PreTrainedModel, probe: ModelProbe, layers: list[LayerShape], longest: int, say: Callable[[str], None]
 ) -> NativeModel | None:
-    """None where steps are to run the model's own modules, which is logged with the reason.
+    """Returns the native program, or None, with the reason in the log, if steps are to run the model's own modules.
 
-    longest: the most tokens of a request. The model's weights are given up for packed ones once the program has given
+    longest: the most tokens of a request. The model's weights are replaced by packed ones once the program has given
     the model's answers. Raises MemoryError.
     """
     if model.dtype not in DTYPES or not kernel_supports(layers, model.dtype):
@@ -56,7 +56,7 @@ def native_model(
     except UnsuitableModelError as error:
         logger.info("steps run the model's modules, not a native program: %s", error)
         return None
-    except Exception as error:  # whatever a stranger's model makes of being traced, its modules can still be tried
+    except Exception as error:  # tracing a third-party model may raise anything, but its modules may still work
         if is_out_of_memory(error):
             raise
         logger.warning("steps run the model's modules: a native program of it fails: %s", repr(error))
@@ -68,18 +68,18 @@ def native_model(
 
 
 def _reason_for_modules(model: PreTrainedModel) -> str:
-    """Empty where a program is made."""
+    """Returns why steps run the modules, or an empty string if a program is made."""
     if model.dtype == torch.bfloat16 and HALVES == Kernel.TILES and not has_matrices():
         return "the system does not let this process use the processor's tiles"
     needed = sum(parameter.nbytes for parameter in model.parameters())
     free = free_memory_bytes()
-    if free is not None and needed > free:  # weights are there twice until the program has been compared
+    if free is not None and needed > free:  # weights exist twice until the program has been compared
         return f"packed weights take {needed / MiB:.0f} MiB, and {free / MiB:.0f} MiB can be had"
     return ""
 
 
 class _Trial:
-    """Answers by steps of one row, of few rows and of many, each beside a row of another request."""
+    """Runs steps of one row, of few rows and of many, each next to a row of another request."""
 
     def __init__(self, native: NativeModel, probe: ModelProbe, layers: list[LayerShape]) -> None:
         self._native = native
@@ -87,7 +87,7 @@ class _Trial:
         native.use_backend(CpuBackend(self._allocator, probe.num_heads, has_sinks=probe.has_sinks, is_native=True))
 
     def answers(self, ids: Sequence[int], far: int) -> torch.Tensor:
-        """Logits of rows that follow each other; far: the other request's position."""
+        """Returns the logits of consecutive rows. far: the position of the other request's row."""
         found, context = [], 0
         with self._native.windows_at_most(SMALL_WINDOW):
             for size in (1, 2, FEW_ROWS - 1, len(ids)):

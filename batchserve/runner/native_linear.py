@@ -1,6 +1,6 @@
-"""Linears of a model's modules by the products of native programs, where the whole model cannot be one. CPU only.
+"""Runs a model's linears as native products if the whole model cannot be a native program. CPU only.
 
-Nothing here knows a model: a module is swapped by what it is, a Linear or a Conv1D.
+Nothing here depends on the model: a module is swapped by its type, a Linear or a Conv1D.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ LINE = 64
 
 
 class Workspace:
-    """Memory that all linears of a model work in, one after the other."""
+    """Memory that all linears of a model share, as they run one after the other."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._scratch = np.zeros(0, np.uint8)
 
     def rows(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """[at least num_rows, width and zeros up to a cache line]; kernels also read what fills up the last tile."""
+        """Returns rows [>= num_rows, width zero-padded to a cache line]. Kernels also read the last tile's rest."""
         found = self._rows.get((width, dtype))
         if found is None or len(found) < num_rows:
             height = max(2 * TILE, 1 << (num_rows - 1).bit_length())
@@ -43,14 +43,14 @@ class Workspace:
         return found
 
     def scratch(self, num_threads: int) -> int:
-        """The address of SCRATCH_BYTES for each thread."""
+        """Returns the address of SCRATCH_BYTES for each thread."""
         if self._scratch.nbytes < SCRATCH_BYTES * num_threads + LINE:
             self._scratch = pages.zeros(SCRATCH_BYTES * num_threads + LINE, np.uint8)
         return -(-self._scratch.ctypes.data // LINE) * LINE
 
 
 class WeightFacts(NamedTuple):
-    """Stands in for packed weights where a model's code asks for their type or shape. Computing with it fails."""
+    """Stands in for packed weights where a model's code reads their dtype or shape. Computing with it fails."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -58,7 +58,7 @@ class WeightFacts(NamedTuple):
 
 
 class NativeLinear(torch.nn.Module):
-    """A linear layer over packed weights; a row has the same bits whatever other rows there are."""
+    """A linear layer over packed weights. The result of a row has the same bits whatever other rows there are."""
 
     def __init__(self, workspace: Workspace, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class NativeLinear(torch.nn.Module):
 
 @torch.inference_mode()
 def swap_linears(model: PreTrainedModel, workspace: Workspace) -> int:
-    """Swap every linear; returns how many. The model is changed in place."""
+    """Swaps every linear of the model in place. Returns the number of swapped linears."""
     swapped = 0
     module: Any
     for parent in list(model.modules()):

@@ -1,4 +1,4 @@
-"""The proof, at load, that a model calls our attention as we assume. A model that fails is refused with the reason."""
+"""Proves at load that a model calls our attention as assumed. A model that fails is refused with the reason."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
 
     from batchserve.attention.base import LayerShape
 
-PROBE_TOKENS = 48  # or as many as the model has positions for
-SMALL_WINDOW = 12  # stands in for windows and chunks that are longer than the probe
+PROBE_TOKENS = 48  # fewer if the model has fewer positions
+SMALL_WINDOW = 12  # replaces windows and chunks that are longer than the probe
 WINDOW_ATTRIBUTES = ("sliding_window", "attention_window_size", "local_attention", "window_size")
-# Other kinds (chunked, indexed, compressed, hybrid) hide keys by a mask that our function is not told of, or keep a
-# state beside K/V; often only beyond more tokens than the probe has.
+# Other kinds (chunked, indexed, compressed, hybrid) hide keys by a mask that our function does not get, or keep a state
+# besides K/V; often only with more tokens than the probe has.
 KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
-# Difference of a row's logits, in standard deviations of all logits: the largest one of all rows. In 16-bit types
-# rounding adds up over the layers, and in a large vocabulary some logit is always far off; so there it is the median
-# row's mean (square), and of any row several times as much: trained models round a few rows worse than the others, and
-# a row that is wrong altogether is off by 1.4. A rounding error can send a token to another expert, so where there are
-# experts a single row says nothing.
+# Bound of the difference in logits, in standard deviations of all logits. In float32 it is for the largest difference.
+# In 16-bit types, rounding adds up over the layers, and some logit of a large vocabulary is always far off. There it is
+# for the median row's root mean square, and OF_ANY_ROW times as much for any row: trained models round a few rows worse
+# than the others, and a row that is entirely wrong is off by 1.4. With experts a single row says nothing, because a
+# rounding error can send a token to another expert.
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-CAUSAL_TOLERANCE = 2e-3  # of the same rows, before other tokens
-TOLERANT_LAYERS = 32  # of so many; of more it grows with their root, as rounding does
+CAUSAL_TOLERANCE = 2e-3  # for rows before the tokens that differ
+TOLERANT_LAYERS = 32  # for up to this many; above, it grows with the square root of the number, as rounding does
 OF_ANY_ROW = 8
-EXPERT_MODULES = ("expert", "moe", "router")  # in the names of their classes
+EXPERT_MODULES = ("expert", "moe", "router")  # parts of their class names
 
 
 class ModelProbe:
-    """Holds a model's own eager answer to a short prompt, and compares ours with it.
+    """Holds a model's own eager logits for a short prompt, and compares ours with them.
 
-    The prompt is longer than any window: where one is longer it is shrunk for as long as it takes.
-    max_model_len: the longest request that is served, in tokens. Every check raises UnsupportedModelError.
+    The prompt is longer than any attention window, as longer windows are shrunk during the probe. max_model_len: the
+    longest request that is served, in tokens. Every check raises UnsupportedModelError.
     """
 
     @torch.inference_mode()
@@ -59,17 +59,17 @@ class ModelProbe:
                 f"{self._name} has layers of type {', '.join(unknown)}: only full and sliding attention are known here"
             )
         if getattr(model.config.get_text_config(), "attn_temperature_tuning", None):
-            # Beyond more tokens than the probe has: it counts rows of the batch (llama4).
+            # llama4 scales only beyond more tokens than the probe has, and counts rows of the batch.
             raise UnsupportedModelError(
                 f"{self._name} scales queries by their place in a batch (attn_temperature_tuning), not by position_ids"
             )
         generator = torch.Generator().manual_seed(0)
-        # Both are known after check_attention.
-        self.num_heads, self.has_sinks = 0, False  # heads of queries, the most of any layer
+        # check_attention sets both.
+        self.num_heads, self.has_sinks = 0, False  # query heads, the most of any layer
         self.vocab_size, self.dtype = _vocab_size(model), model.dtype
         self._ids = torch.randint(0, _vocab_size(model), (1, num_tokens), generator=generator).to(model.device)
         padding = getattr(model.config.get_text_config(), "pad_token_id", None)
-        if isinstance(padding, int):  # some models count their positions from it
+        if isinstance(padding, int):  # some models count positions from it
             self._ids[self._ids == padding] = (padding + 1) % _vocab_size(model)
         self._positions = torch.arange(num_tokens, device=model.device).unsqueeze(0)
         self._alone = "by itself" if text_model is model else "as a text model alone, without its towers"
@@ -82,17 +82,17 @@ class ModelProbe:
                 f"{str(model.dtype).removeprefix('torch.')} is too narrow for its numbers"
             )
         self._check_causal()
-        with warnings_held():  # of the configurations of towers that are left out
+        with warnings_held():  # about the configurations of towers that are left out
             model.set_attn_implementation(ATTENTION_NAME)
 
     def _check_causal(self) -> None:
-        """Later tokens do not change what a model answers, by itself, to those before."""
+        """Checks that later tokens do not change the model's own logits for earlier ones."""
         num_kept = max(1, self._ids.shape[1] // 2)
         ids = self._ids.clone()
         ids[:, num_kept:] = (ids[:, num_kept:] + 1) % _vocab_size(self._model)
         with self._probing(self._alone):
             logits = self._model(input_ids=ids, use_cache=False).logits[0, :num_kept].float()
-        # Nothing is rounded differently, but where other rows are given to the same experts.
+        # Rounding is the same, unless other rows go to the same experts.
         bound = TOLERANCE[self._model.dtype] if _has_experts(self._model) else CAUSAL_TOLERANCE
         scale = self._expected.std().clamp_min(1e-6)
         difference = ((logits - self._expected[:num_kept]) / scale).square().mean(-1).sqrt().max().item()
@@ -103,7 +103,7 @@ class ModelProbe:
             )
 
     def check_attention(self) -> list[LayerShape]:
-        """The registered function is called once a layer and gives the eager answer; returns the layers' K/V shapes."""
+        """Checks that the registered function runs once per layer, with the eager logits. Returns the K/V shapes."""
         probe = ShapeProbe()
         with self._probing("through a registered attention function"):
             logits = self._logits(self._ids, self._positions, probe)
@@ -113,18 +113,18 @@ class ModelProbe:
         return [probe.shapes[i] for i in range(len(probe.shapes))]
 
     def check_swapped(self) -> None:
-        """The modules that were swapped in give the eager answer, too."""
+        """Checks that the swapped modules give the eager logits."""
         with self._probing("with other modules, as linears whose weights are packed and cannot be read"):
             logits = self._logits(self._ids, self._positions, ShapeProbe())
         self._compare(logits, "with other modules", "a module that was swapped wrongly")
 
     def check_beside_others(self) -> None:
-        """The prompt's rows answer alike in a step where every fourth row, the first and the last included, is another
-        request's, at the context's end.
+        """Checks the prompt's rows next to rows of another request, which are at the end of the context.
 
-        A model that counts rows instead of reading position_ids, that mixes rows outside of attention (neighbouring
-        ones in convolutions and recurrent states, or all, as by a maximum over them), whose rotary factors follow the
-        longest position, or that runs its head on other rows than it is told to, is found here.
+        Every fourth row is the other request's, including the first and the last. This finds models that count rows
+        instead of reading position_ids, that mix rows outside of attention (neighbours in convolutions and recurrent
+        states, or all rows, as in a maximum), whose rotary factors depend on the longest position, or that do not run
+        the head on the rows asked for.
         """
         places = torch.arange(self._ids.shape[1], device=self._model.device)
         rows = places // 3 * 4 + places % 3 + 1
@@ -145,16 +145,16 @@ class ModelProbe:
 
     @torch.inference_mode()
     def check_program(self, answers: Callable[[Sequence[int], int], torch.Tensor]) -> None:
-        """A native program gives the eager answer. answers: float32 logits [num_tokens, vocab_size] of the prompt's
-        ids, by steps that have a row of another request at the given position, too.
+        """Checks that a native program gives the eager logits. answers: takes the prompt's ids and a position, and
+        returns float32 [num_tokens, vocab_size] from steps that also have another request's row at that position.
         """
         logits = answers(self._ids[0].tolist(), self._max_model_len - 1)
         self._compare(logits, "as a native program", "an operation that was taken for another")
 
     def run_tracked(self) -> None:
-        """The prompt once more, where tensors count how often they were changed in place."""
+        """Runs the prompt again outside of inference mode, where tensors count their in-place changes."""
         with torch.inference_mode(False), torch.no_grad(), self._probing("where changes in place are counted"):
-            self._forward(self._ids.clone(), self._positions.clone(), ShapeProbe())  # tensors of inference mode do not
+            self._forward(self._ids.clone(), self._positions.clone(), ShapeProbe())  # inference tensors count nothing
 
     @torch.inference_mode()
     def _logits(self, ids: torch.Tensor, positions: torch.Tensor, probe: ShapeProbe, **more: Any) -> torch.Tensor:
@@ -171,7 +171,7 @@ class ModelProbe:
 
     @contextmanager
     def _probing(self, how: str) -> Iterator[None]:
-        """Windows are small, sums wide, and whatever fails means that the model cannot be served."""
+        """Shrinks windows, widens sums, and turns any failure into an UnsupportedModelError."""
         try:
             with _small_windows(self._model), _wide_sums():
                 yield
@@ -184,7 +184,7 @@ class ModelProbe:
 def compare_logits(
     model: PreTrainedModel, actual: torch.Tensor, expected: torch.Tensor, where: str, suspect: str
 ) -> None:
-    """Raises UnsupportedModelError where logits, float32 [rows, vocab_size], differ by more than rounding."""
+    """Raises UnsupportedModelError if float32 logits [rows, vocab_size] differ by more than rounding."""
     difference = (actual - expected) / expected.std().clamp_min(1e-6)
     depth = int(model.config.get_text_config().num_hidden_layers) / TOLERANT_LAYERS
     tolerance = TOLERANCE[model.dtype] * max(1.0, math.sqrt(depth))
@@ -192,7 +192,7 @@ def compare_logits(
     worst, of = (difference.abs().max() if model.dtype == torch.float32 else rows.median()).item(), ""
     if worst <= tolerance and rows.max() > OF_ANY_ROW * tolerance and not _has_experts(model):
         worst, tolerance, of = rows.max().item(), OF_ANY_ROW * tolerance, " of one row"
-    if not worst <= tolerance:  # NaN fails, too
+    if not worst <= tolerance:  # true for NaN, too
         raise UnsupportedModelError(
             f"{type(model).__name__} answers differently {where}: logits{of} differ by {worst:.2g} standard "
             f"deviations, bound {tolerance:.2g}; suspect {suspect}"
@@ -205,7 +205,7 @@ def _has_experts(model: PreTrainedModel) -> bool:
 
 
 def _text_model(model: PreTrainedModel) -> Any:
-    """Of a composite model the part that is run; its class may be older than the text model's."""
+    """Returns the decoder of a composite model, or else the model. A composite class may be older than its decoder."""
     is_composite = hasattr(model, "config") and model.config.get_text_config() is not model.config
     return model.get_decoder() if is_composite else model
 
@@ -227,8 +227,8 @@ def _check_calls(model: PreTrainedModel, probe: ShapeProbe) -> None:
 
 @contextmanager
 def _wide_sums() -> Iterator[None]:
-    """CUDA's matrix products add up in fp32, however many parts they are split into: in 16 bits the parts' own rounding
-    would be as large as what is looked for.
+    """Makes CUDA matrix products accumulate in fp32 however many parts they are split into. The parts' rounding in 16
+    bits would be as large as the differences that the probe looks for.
     """
     matmul = torch.backends.cuda.matmul
     saved = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
@@ -241,7 +241,7 @@ def _wide_sums() -> Iterator[None]:
 
 @contextmanager
 def _small_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Shrink windows and chunks beyond SMALL_WINDOW, on the config and on every module that holds one."""
+    """Shrinks windows and chunks beyond SMALL_WINDOW, on the config and on every module that holds one."""
     holders: list[Any] = [model.config, model.config.get_text_config()]
     holders += model.modules()
     holders += [module.config for module in model.modules() if hasattr(module, "config")]

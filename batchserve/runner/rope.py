@@ -1,4 +1,4 @@
-"""Rotary position embeddings: the longest context that they allow, and those whose factors depend on its length."""
+"""Rotary position embeddings: the longest context that they allow, and factors that depend on its length."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ LONGEST_MODEL_LEN = 1 << 31
 
 
 def context_limit(text_config: Any) -> int:
-    """The longest context in tokens. YaRN and linear scaling extend the original one by their factor.
+    """Returns the longest context in tokens. YaRN and linear scaling extend the original one by their factor.
 
-    Not always within 2..LONGEST_MODEL_LEN: a config may say anything.
+    The result may be outside of 2..LONGEST_MODEL_LEN, as a config may say anything.
     """
     names = ("max_position_embeddings", "n_positions", "max_seq_len")
     values = (getattr(text_config, name, None) for name in names)
@@ -34,9 +34,9 @@ def context_limit(text_config: Any) -> int:
 
 
 def _rope_parameters(text_config: Any, limit: int) -> list[tuple[Mapping[str, Any], int]]:
-    """The parameters of all layers, or of each type of layer, and what is their original length if they do not say it.
+    """Returns (parameters, default original length) of all layers, or of each type of layer.
 
-    Scaled layers beside others (gemma3) are in configs that name the extended length: nothing is to be added there.
+    Configs with parameters for each type of layer (gemma3) name the extended length, so their default is 0.
     """
     found = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
     nested = [each for each in found.values() if isinstance(each, dict)]
@@ -52,14 +52,14 @@ def _extended(rope: Mapping[str, Any], default: int) -> int:
 
 
 def check_rope_config(folder: Path) -> None:
-    """Raises ConfigError for a config.json whose rotary base would be lost.
+    """Raises ConfigError if the rotary base of a config.json would be lost.
 
-    Of two entries transformers takes `rope_scaling`, and a base that only `rope_parameters` has becomes a default.
+    transformers prefers `rope_scaling` to `rope_parameters`. A base that is only in the latter becomes a default.
     """
     try:
         config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return  # transformers says what is wrong with it
+        return  # transformers reports the error
     whole = config if isinstance(config, dict) else {}
     for each in (whole, whole.get("text_config")):
         if not isinstance(each, dict):
@@ -74,23 +74,23 @@ def check_rope_config(folder: Path) -> None:
 
 @dataclass(slots=True)
 class ServedLength:
-    """The greatest length that is served, in tokens, to rotary modules whose factors depend on a batch's longest
-    position (LongRoPE): they are told that it is always there, so that no request changes another's factors.
+    """The longest length that is served, in tokens, for rotary modules whose factors depend on the longest position of
+    a batch (LongRoPE). They always see this length, so that no request changes the factors of another one.
 
-    Dynamic NTK needs none: up to max_position_embeddings, the longest that is served, its factors are constant.
+    Dynamic NTK does not need this: its factors are constant up to max_position_embeddings, the longest that is served.
     """
 
     longest: int
 
     def watch(self, model: torch.nn.Module) -> None:
-        """From now on the model's rotary modules are told; `longest` may still be changed."""
+        """Wraps the model's rotary modules to pass them `longest`, which may still be changed."""
         for module in length_dependent(model):
             module.forward = partial(self._forward, module.forward)
 
     def _forward(
         self, forward: Callable[..., Any], x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **options: Any
     ) -> Any:
-        """Cosines and sines [..., num_tokens, dim], or both in one tensor, without those of the row that is added."""
+        """Returns cosines and sines [..., num_tokens, dim], or both in one tensor, without those of the added row."""
         last = position_ids.new_full((*position_ids.shape[:-1], 1), self.longest - 1)
         output = forward(x, torch.cat([position_ids, last], dim=-1), *args, **options)
         if isinstance(output, torch.Tensor):

@@ -1,7 +1,7 @@
 """Converts a SentencePiece model (tokenizer.model) into a tokenizer that gives exactly its token ids.
 
-transformers' own conversion leaves out the space in front of a text, Unigram models or the normalisation, depending on
-the class that a folder names; what is built here is compared with the SentencePiece model itself.
+transformers' own conversion loses the space in front of a text, Unigram models or the normalisation, depending on the
+class that a folder names. The tokenizer built here is compared with the SentencePiece model itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SentencePieceModel:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """The names that tokenizer_config.json would give them."""
+        """The special tokens, under their names in tokenizer_config.json."""
         ids = {name: getattr(self.processor, f"{name}_id")() for name in ("bos", "eos", "unk", "pad")}
         return {f"{name}_token": self.proto.pieces[i].piece for name, i in ids.items() if i >= 0}
 
@@ -46,7 +46,7 @@ class SentencePieceModel:
 
 
 def read(file: Path) -> SentencePieceModel:
-    """Raises ConfigError where the library is not installed, NotSentencePieceError."""
+    """Loads a SentencePiece model. Raises ConfigError if the library is not installed, or NotSentencePieceError."""
     try:
         library = importlib.import_module("sentencepiece")
         schema = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
@@ -59,15 +59,15 @@ def read(file: Path) -> SentencePieceModel:
     try:
         processor.Load(str(file))
         proto.ParseFromString(file.read_bytes())
-    except Exception as error:  # protobuf and sentencepiece have errors of their own
+    except Exception as error:  # protobuf and sentencepiece raise errors of their own types
         raise NotSentencePieceError(str(error)) from error
     return SentencePieceModel(file, processor, proto)
 
 
 def convert(model: SentencePieceModel, probes: Sequence[str], *, adds_bos: bool) -> Tokenizer:
-    """A tokenizer that gives the model's ids; with adds_bos, a text begins with its BOS, where it has one.
+    """Returns a tokenizer that gives the model's ids. With adds_bos, a text begins with the BOS token, if there is one.
 
-    probes: texts for which both must give the same ids. Raises ConfigError where they do not.
+    probes: texts for which both must give the same ids. Raises ConfigError if they do not.
     """
     proto, processor = model.proto, model.processor
     user_defined = [piece.piece for piece in proto.pieces if piece.type == USER_DEFINED]
@@ -94,7 +94,7 @@ def _build(proto: Any) -> Tokenizer:
         steps.append(normalizers.Prepend(SPACE))
     tokenizer = Tokenizer(_model(proto))
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
-    # Its own symbols are split off here: in front of the text after an added token there would be a space.
+    # Split off user-defined symbols here. As added tokens, they would put a space in front of the text after them.
     symbols = sorted((piece.piece for piece in proto.pieces if piece.type == USER_DEFINED), key=len, reverse=True)
     if symbols:
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(map(re.escape, symbols))), "isolated")
@@ -108,7 +108,7 @@ def _build(proto: Any) -> Tokenizer:
 def _model(proto: Any) -> Any:
     kind, spec = proto.trainer_spec.model_type, proto.trainer_spec
     if kind == UNIGRAM:
-        # Its own symbols stand alone: nothing else is as likely then.
+        # A user-defined symbol scores 0, so no other segmentation is as likely.
         scored = [(piece.piece, 0.0 if piece.type == USER_DEFINED else piece.score) for piece in proto.pieces]
         return models.Unigram(scored, spec.unk_id, spec.byte_fallback)
     if kind != BPE:
@@ -116,13 +116,13 @@ def _model(proto: Any) -> Any:
     vocab = {piece.piece: i for i, piece in enumerate(proto.pieces)}
     unknown = proto.pieces[spec.unk_id].piece
     options = {"fuse_unk": True, "byte_fallback": spec.byte_fallback}
-    # Symbols of its own are no merges.
+    # Merges do not make user-defined symbols.
     has_symbols = any(piece.type == USER_DEFINED for piece in proto.pieces)
     return models.BPE(vocab, _merges(proto), unk_token=unknown, ignore_merges=has_symbols, **options)
 
 
 def _merges(proto: Any) -> list[tuple[str, str]]:
-    """Every way to put a piece together from two others, the best piece first."""
+    """Returns every way to make a piece from two others, the best piece first."""
     scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == NORMAL}
     ordered = sorted(scores, key=lambda piece: -scores[piece])
     pairs = ((piece[:cut], piece[cut:]) for piece in ordered for cut in range(1, len(piece)))

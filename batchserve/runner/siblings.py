@@ -1,7 +1,7 @@
-"""Linears of a module that take the same input, as one product: queries, keys and values, or a gate and what it gates.
+"""Joins linears of a module that take the same input into one product: query, key and value, or gate and up.
 
-Fewer and larger products read weights faster. Which linears these are is seen, not known: in the probe at load they
-are called one behind the other with the same tensor.
+Fewer and larger products read weights faster. These linears are found by observation: in the probe at load, they are
+called one after the other with the same tensor.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     Product = Callable[[torch.Tensor, torch.Tensor | None], torch.nn.Module]
-    # Of each group: the parent, and the names of its children in the order they are called.
+    # For each group: the parent, and the names of its children in call order.
     Siblings = list[tuple[torch.nn.Module, list[str]]]
 
 
 class InputWatch:
-    """Which linears forwards have called, one by one, and with what. Not in inference mode, which counts no changes."""
+    """Records the calls of linears, in order, with their inputs. Inference mode does not count in-place changes."""
 
     def __init__(self) -> None:
-        # Inputs live on, so that a new one is another object; and how often each had been changed in place.
+        # (linear, input, its in-place changes so far). Inputs are kept alive, so that a new one has another id.
         self._calls: list[tuple[torch.nn.Linear, torch.Tensor, int]] = []
 
     def note(self, linear: torch.nn.Linear, arguments: tuple[torch.Tensor, ...]) -> None:
-        x = arguments[0] if arguments else torch.empty(0)  # by its name: nobody's sibling
+        x = arguments[0] if arguments else torch.empty(0)  # passed by keyword: has no siblings
         self._calls.append((linear, x, x._version))
 
     def siblings(self, model: torch.nn.Module) -> Siblings:
-        """Who was called with the same tensor; nothing is remembered afterwards, so that weights can be given up."""
+        """Returns groups of linears called with the same tensor. Clears the record, so that weights can be freed."""
         num_calls = Counter(linear for linear, _, _ in self._calls)
         places = {each: (parent, name) for parent in model.modules() for name, each in parent.named_children()}
 
@@ -54,7 +54,7 @@ class InputWatch:
 
 @contextmanager
 def watch_inputs(model: torch.nn.Module) -> Iterator[InputWatch]:
-    """What the model's linears are called with until this ends; not those that have hooks, which would be lost."""
+    """Records the calls of the model's linears inside the block, except those with hooks, which a swap would lose."""
     watch = InputWatch()
     linears = [module for module in model.modules() if type(module) is torch.nn.Linear and not has_hooks(module)]
     hooks = [linear.register_forward_pre_hook(watch.note) for linear in linears]
@@ -71,7 +71,7 @@ def has_hooks(module: torch.nn.Module) -> bool:
 
 @contextmanager
 def on_trial(siblings: Siblings) -> Iterator[None]:
-    """Until this ends they are swapped as if they were one product, while each still multiplies by itself."""
+    """Swaps the linears inside the block as if they were one product. Each of them still multiplies by itself."""
     linears = [[getattr(parent, name) for name in names] for parent, names in siblings]
     try:
         for (parent, names), own in zip(siblings, linears, strict=True):
@@ -84,7 +84,7 @@ def on_trial(siblings: Siblings) -> Iterator[None]:
 
 
 class _EachByItself(torch.nn.Module):
-    """What several linears give, in one tensor."""
+    """Concatenates the outputs of several linears."""
 
     def __init__(self, linears: Sequence[torch.nn.Linear]) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class _EachByItself(torch.nn.Module):
 
 
 class _SharedProduct(torch.nn.Module):
-    """The product of all siblings; of the last input it remembers what some of them have not asked for yet."""
+    """The product of all siblings. Keeps each sibling's output for the last input until the sibling takes it."""
 
     def __init__(self, product: torch.nn.Module, sizes: list[int]) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class _SharedProduct(torch.nn.Module):
         self._outputs: list[torch.Tensor | None] = []
 
     def output(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        """What one of the siblings gives for x: handed out once, as the model may change it in place."""
+        """Returns one sibling's output for x. It is handed out once, as the model may change it in place."""
         if x is not self._input or self._outputs[number] is None:
             self._input, self._outputs = x, [*self._product(x).split(self._sizes, -1)]
         output, self._outputs[number] = self._outputs[number], None
@@ -114,22 +114,22 @@ class _SharedProduct(torch.nn.Module):
 
 
 class Sibling(torch.nn.Module):
-    """Stands where a linear was."""
+    """Takes the place of a linear."""
 
     def __init__(self, shared: _SharedProduct, number: int) -> None:
         super().__init__()
-        self.shared = shared  # a module of this one, for whoever goes through all modules
+        self.shared = shared  # registered as a submodule, for code that walks all modules
         self._number = number
-        self._output = partial(shared.output, number)  # no search for a module's attribute in every call
+        self._output = partial(shared.output, number)  # avoids a module attribute lookup in every call
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if is_compiling():  # a partial of a method is another function in every layer
+        if is_compiling():  # a partial of a method would be another function in every layer
             return self.shared.output(self._number, x)
         return self._output(x)
 
 
 def plain_product(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Module:
-    """A linear of these weights."""
+    """Returns a linear with these weights."""
     out_features, in_features = weight.shape
     linear = torch.nn.Linear(in_features, out_features, bias is not None, device="meta")
     linear.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -140,7 +140,7 @@ def plain_product(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.M
 
 @torch.inference_mode()
 def join_siblings(siblings: Siblings, product: Product) -> None:
-    """Swap them. product(weight [out_features, in_features], bias) is what multiplies."""
+    """Swaps the siblings. product(weight [out_features, in_features], bias) makes the module that multiplies."""
     for parent, names in siblings:
         linears = [getattr(parent, name) for name in names]
         weight = torch.cat([linear.weight for linear in linears])

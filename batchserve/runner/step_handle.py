@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -12,7 +11,7 @@ from batchserve.native import pool
 from batchserve.sampling.argmax_kernel import best_tokens
 from batchserve.sampling.sampled_walk import IS_BFLOAT, IS_FLOAT, Logits, Rows, SampledWalks, walk_loop
 from batchserve.sampling.sampler import RowSampler
-from batchserve.sampling.verify import VerifiedTokens, walk_tree
+from batchserve.sampling.verify import NOT_SAMPLED, StepTokens, VerifiedTokens, walk_tree
 from batchserve.sampling.walk_kernel import walk_greedy
 
 if TYPE_CHECKING:
@@ -33,8 +32,8 @@ KINDS = {torch.float32: IS_FLOAT, torch.bfloat16: IS_BFLOAT}
 class StepHandle(Protocol):
     """A launched step."""
 
-    def wait(self) -> list[VerifiedTokens | None]:
-        """For every request of the batch its verified tokens, None where nothing was sampled. To be called once."""
+    def wait(self) -> StepTokens:
+        """The verified tokens of every request of the batch. To be called once."""
 
 
 class QueuedStep:
@@ -61,11 +60,11 @@ class QueuedStep:
         # Where nothing is sampled it is still waited for: what the step took is learned from.
         self._copy = HostCopy(_nothing(logits) if tokens is None else tokens)
 
-    def wait(self) -> list[VerifiedTokens | None]:
+    def wait(self) -> StepTokens:
         rows = self._copy.wait()
         if not self._is_sampled:
-            return [None] * len(self._batch.request_ids)
-        return self._sampler.to_verified(rows, self._batch, self._verify_on_host)
+            return StepTokens.of([None] * len(self._batch.request_ids))
+        return StepTokens.of(self._sampler.to_verified(rows, self._batch, self._verify_on_host))
 
     def _verify_on_host(self, index: int) -> VerifiedTokens:
         rows, first = self._batch.requests[index], int(self._batch.first_logit[index])
@@ -96,7 +95,7 @@ class HostCopy:
 
 def verify_batch(
     batch: RaggedBatch, logits: torch.Tensor, forced: Recordings, find_best: FindBest = best_tokens
-) -> list[VerifiedTokens | None]:
+) -> StepTokens:
     """Walk every request's tree; logits are of batch.logit_rows, forced is ModelRunner's, find_best RowSampler's."""
     sampler, spans = RowSampler(logits, find_best), batch.spans
     greedy = [place for place, each in enumerate(batch.samplings) if each is not None and each.temperature == 0.0]
@@ -108,17 +107,15 @@ def verify_batch(
         walk_greedy(np.array(greedy), where, sampler.greedy(), recorded, drafts, walked)
     if sampled:
         _walk_sampled(sampled, logits, Rows(*where, *drafts, recorded), walked)
-    rows, tokens, lengths = walked.tolist()
-    results: list[VerifiedTokens | None] = [None] * len(batch.request_ids)
-    starts = spans.rows[:, 0].tolist()
-    for place in chain(greedy, sampled):
-        start, length = starts[place], lengths[starts[place]]
-        results[place] = VerifiedTokens(tokens[start : start + length + 1], rows[start : start + length])
+    starts = spans.rows[:, 0]
+    counts = walked[2, starts]
+    counts[batch.first_logit < 0] = NOT_SAMPLED
+    verified = StepTokens(counts, starts, walked[1], walked[0])
     if 0 in batch.is_verified.tobytes():
-        for each, own, first in zip(results, batch.requests, batch.first_logit.tolist(), strict=True):
-            if each is not None:
-                each.unverified_token_ids = _unverified(own, sampler, first)
-    return results
+        for place, (own, first) in enumerate(zip(batch.requests, batch.first_logit.tolist(), strict=True)):
+            if first >= 0 and not all(own.is_verified):
+                verified.unverified_token_ids[place] = _unverified(own, sampler, first)
+    return verified
 
 
 def _walk_sampled(samplings: dict[int, ResolvedSampling], logits: torch.Tensor, rows: Rows, walked: np.ndarray) -> None:

@@ -1,7 +1,7 @@
-"""Loads a model's tokenizer, and checks that it gives the ids that the files mean: wrong ones would say nothing.
+"""Loads a model's tokenizer, and checks that it gives the ids that its files mean: wrong ids raise no error.
 
-transformers picks a class by names in the configuration and rebuilds the tokenizer the way that class does it. Where
-another class was meant, ids are wrong without a word, so they are compared with the files.
+transformers picks a class by names in the configuration, and rebuilds the tokenizer as that class does. If another
+class was meant, the ids are silently wrong, so they are compared with the files.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ PROBES = (
 )
 TOKENIZER, CONFIG, TEKKEN = "tokenizer.json", "tokenizer_config.json", "tekken.json"
 MODEL_FILES = ("tokenizer.model", "tokenizer.model.*", "*.model")
-# Classes whose ids are the SentencePiece model's own.
+# Classes with the same ids as the SentencePiece model.
 GENERIC = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "PreTrainedTokenizer", "TokenizersBackend")
-# Files with a vocabulary; a tokenizer_config.json alone has none.
+# Files that hold a vocabulary. A tokenizer_config.json alone has none.
 VOCABULARIES = (TOKENIZER, *MODEL_FILES, TEKKEN, "vocab.json", "vocab.txt", "*.tiktoken")
-# What is read beside a vocabulary.
+# Files that are read in addition to a vocabulary.
 COMPANIONS = ("added_tokens.json", "chat_template*.jinja", "additional_chat_templates")
-MOST_UNMADE = 0.1  # of the tokens of several letters: some vocabularies have special tokens that are not said to be
+MOST_UNMADE = 0.1  # of tokens with several letters: some vocabularies have special tokens that are not marked
 TEKKEN_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}
 
 
 def load_tokenizer(source: str, config: EngineConfig) -> PreTrainedTokenizerBase | None:
-    """None for a folder without a tokenizer: the model then takes token ids only.
+    """Returns None for a folder without a tokenizer: the model then takes only token ids.
 
-    Raises ConfigError; UnsupportedModelError for a tokenizer whose text cannot be put together from pieces.
+    Raises ConfigError, or UnsupportedModelError for a tokenizer whose text cannot be put together from pieces.
     """
     folder = Path(source)
     if not (_vocabulary_files(folder) or (folder / CONFIG).exists()):
@@ -82,7 +82,7 @@ def _failure(error: Exception, folder: Path) -> str:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, config: EngineConfig) -> None:
-    """Raises ConfigError where plain text becomes ids that the model does not have: another model's tokenizer."""
+    """Raises ConfigError if plain text gets ids that the model does not have: the tokenizer is another model's."""
     if tokenizer is None:
         return
     largest = max((max(tokenizer(text)["input_ids"], default=0) for text in PROBES), default=0)
@@ -109,7 +109,7 @@ def _load(folder: Path, config: EngineConfig) -> PreTrainedTokenizerBase:
     except Exception as error:
         if isinstance(error, ImportError) or not (folder / TOKENIZER).exists():
             raise
-    # The class that is named cannot be made of it. Raises what is wrong with the file, if something is.
+    # The named class cannot be made from the file. If the file itself is wrong, the next line raises the reason.
     loaded: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(folder)
     return loaded
 
@@ -125,7 +125,7 @@ def _from_model_file(folder: Path, settings: dict[str, Any], config: EngineConfi
         name = str(settings.get("tokenizer_class")).removesuffix("Fast")
         if name in GENERIC or not (hasattr(transformers, name) or "auto_map" in settings):
             loaded = _converted(model, settings)
-        else:  # a class that may have ids of its own for the same pieces
+        else:  # the class may have its own ids for the same pieces
             loaded = _automatic(folder, config)
             _compare_pieces(loaded, model)
     _check_added_tokens(loaded, folder, settings)
@@ -133,7 +133,7 @@ def _from_model_file(folder: Path, settings: dict[str, Any], config: EngineConfi
 
 
 def _automatic(folder: Path, config: EngineConfig, **options: Any) -> PreTrainedTokenizerBase:
-    # mistral-common's own tokenizer has another interface, and says nothing of most options.
+    # mistral-common's own tokenizer has another interface, and lacks most options.
     loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
         folder, trust_remote_code=config.trust_remote_code, mistral_format=False, **options
     )
@@ -141,14 +141,14 @@ def _automatic(folder: Path, config: EngineConfig, **options: Any) -> PreTrained
 
 
 def _is_to_be_converted(folder: Path, config: EngineConfig) -> bool:
-    """Whether a SentencePiece model is all there is, and nobody's own code reads it."""
+    """True if there is only a SentencePiece model, and no code of the folder's own reads it."""
     has_other = any((folder / name).exists() for name in (TOKENIZER, TEKKEN, "vocab.json", "vocab.txt"))
     has_code = config.trust_remote_code and "auto_map" in _object(folder / CONFIG)
     return not has_other and not has_code and any(any(folder.glob(name)) for name in MODEL_FILES)
 
 
 def _converted(model: SentencePieceModel, settings: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """A tokenizer of the SentencePiece model, with the special tokens and templates of the files beside it."""
+    """Converts a SentencePiece model, and adds the special tokens and templates of the files next to it."""
     rust = sentencepiece_model.convert(model, PROBES, adds_bos=settings.get("add_bos_token") is not False)
     beside = model.file.parent
     special = model.special_tokens | _object(beside / "special_tokens_map.json")
@@ -163,7 +163,7 @@ def _converted(model: SentencePieceModel, settings: dict[str, Any]) -> PreTraine
 
 
 def _check_tiktoken(file: Path, folder: Path, settings: dict[str, Any], error: Exception) -> None:
-    """A tiktoken vocabulary lacks the special tokens and how text is split: Llama 3's is the one that is known here."""
+    """Raises ConfigError for tiktoken vocabularies, which lack special tokens and split rules, except for Llama 3's."""
     is_llama = str(_object(folder / "config.json").get("model_type")).startswith(("llama", "mllama"))
     first = file.read_bytes()[:200].split(b"\n", 1)[0].split()
     if len(first) != 2 or not first[1].isdigit():
@@ -187,7 +187,7 @@ def _compare_pieces(loaded: PreTrainedTokenizerBase, model: SentencePieceModel) 
 
 
 def _check_added_tokens(loaded: PreTrainedTokenizerBase, folder: Path, settings: dict[str, Any]) -> None:
-    """Raises ConfigError where a token that the files add has another id."""
+    """Raises ConfigError if a token that the files add has another id."""
     added = {token: int(i) for token, i in _object(folder / "added_tokens.json").items()}
     for i, token in dict(settings.get("added_tokens_decoder") or {}).items():
         added[token["content"] if isinstance(token, dict) else str(token)] = int(i)
@@ -201,7 +201,7 @@ def _check_added_tokens(loaded: PreTrainedTokenizerBase, folder: Path, settings:
 
 
 def _refuse_lossy(loaded: PreTrainedTokenizerBase, config: EngineConfig) -> None:
-    """WordPiece forgets where spaces were, CTC merges equal tokens: what they decode to is not what was said."""
+    """Refuses tokenizers that do not decode to the original text: WordPiece loses spaces, CTC merges equal tokens."""
     rust = getattr(loaded, "backend_tokenizer", None)
     decoder = getattr(rust, "decoder", None)
     kind = "WordPiece" if isinstance(getattr(rust, "model", None), WordPieceModel) else type(decoder).__name__
@@ -214,7 +214,7 @@ def _refuse_lossy(loaded: PreTrainedTokenizerBase, config: EngineConfig) -> None
 
 
 def _as_the_file_says(loaded: PreTrainedTokenizerBase, folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer, or that of tokenizer.json where its ids are others: there transformers has the wrong class."""
+    """Returns the tokenizer, or tokenizer.json's own if its ids differ because transformers chose the wrong class."""
     file = folder / TOKENIZER
     if not file.exists() or not hasattr(loaded, "backend_tokenizer"):
         return loaded
@@ -225,7 +225,7 @@ def _as_the_file_says(loaded: PreTrainedTokenizerBase, folder: Path) -> PreTrain
     if _agree(loaded, written):
         return loaded
     verbatim: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(folder)
-    if not _agree(verbatim, written):  # its configuration asks for it, such as add_prefix_space
+    if not _agree(verbatim, written):  # the configuration asks for the difference, such as add_prefix_space
         logger.warning("%s: tokenizer_config.json changes the token ids that tokenizer.json gives", folder)
         return loaded
     logger.warning("%s: is used as it is: as %s its ids would be others", file, type(loaded).__name__)
@@ -233,7 +233,7 @@ def _as_the_file_says(loaded: PreTrainedTokenizerBase, folder: Path) -> PreTrain
 
 
 def _note_bos(written: Tokenizer, folder: Path) -> None:
-    """tokenizer.json alone says whether a text begins with a BOS; tokenizer_config.json may have meant otherwise."""
+    """Warns if tokenizer_config.json asks otherwise: only tokenizer.json decides whether a text begins with a BOS."""
     settings = _object(folder / CONFIG)
     asked, bos = settings.get("add_bos_token"), settings.get("bos_token")
     bos = bos.get("content") if isinstance(bos, dict) else bos
@@ -248,12 +248,12 @@ def _note_bos(written: Tokenizer, folder: Path) -> None:
 def _agree(loaded: PreTrainedTokenizerBase, written: Tokenizer) -> bool:
     try:
         return all(loaded(text)["input_ids"] == written.encode(text).ids for text in PROBES)
-    except Exception:  # as another class, it lacks what that class needs
+    except Exception:  # the class may need something that the files lack
         return False
 
 
 def _compare_with_model_file(loaded: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Name a SentencePiece model beside tokenizer.json that means other tokens: one of them is another model's."""
+    """Warns if a SentencePiece model next to tokenizer.json gives other tokens: one of them is another model's."""
     file = folder / "tokenizer.model"
     if not (file.is_file() and (folder / TOKENIZER).exists() and importlib.util.find_spec("sentencepiece")):
         return
@@ -261,7 +261,7 @@ def _compare_with_model_file(loaded: PreTrainedTokenizerBase, folder: Path) -> N
         model = sentencepiece_model.read(file)
     except NotSentencePieceError:
         return
-    # A space at the beginning is one of which libraries make different things.
+    # Libraries differ in how they treat a leading space.
     texts = [text for text in PROBES if not text.startswith(" ")]
     differing = [text for text in texts if _pieces(loaded, text) != model.pieces(text)]
     if differing:
@@ -273,7 +273,7 @@ def _pieces(loaded: PreTrainedTokenizerBase, text: str) -> list[str]:
 
 
 def _check_round_trip(loaded: PreTrainedTokenizerBase, folder: Path) -> None:
-    """A vocabulary with all bytes can say any text. Raises ConfigError where what comes back is another one."""
+    """Raises ConfigError if text does not survive a round trip. A vocabulary with all bytes can represent any text."""
     vocab = loaded.get_vocab()
     if not any(loaded(text, add_special_tokens=False)["input_ids"] for text in PROBES):
         raise ConfigError(
@@ -282,7 +282,7 @@ def _check_round_trip(loaded: PreTrainedTokenizerBase, folder: Path) -> None:
         )
     has_bytes = all(f"<0x{i:02X}>" in vocab for i in range(256)) or set(ByteLevel.alphabet()) <= vocab.keys()
     if not has_bytes and _vocabulary_files(folder):
-        return  # what it does not know is lost, and meant to be
+        return  # unknown characters are lost, as intended
     for text in PROBES:
         back = str(loaded.decode(loaded(text, add_special_tokens=False)["input_ids"]))
         if _letters(back) != _letters(text):
@@ -293,7 +293,7 @@ def _check_round_trip(loaded: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def _check_merges(loaded: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Raises ConfigError where merges.txt is cut short: bytes alone can say any text, in other tokens than meant."""
+    """Raises ConfigError if merges.txt is cut short. Bytes alone can represent any text, but in wrong tokens."""
     if (folder / TOKENIZER).exists() or not (folder / "merges.txt").exists():
         return
     added = set(loaded.get_added_vocab())
@@ -309,25 +309,25 @@ def _check_merges(loaded: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def _letters(text: str) -> str:
-    """What normalisers leave alone."""
+    """Removes what normalisers may change: compatibility forms, case and whitespace."""
     return "".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def _add_chat_template(loaded: PreTrainedTokenizerBase, folder: Path) -> None:
-    """transformers reads chat_template.json for processors alone, and makes none for a tekken.json."""
+    """Adds the template of chat_template.json, which transformers reads only for processors, or of tekken.json."""
     if loaded.chat_template:
         return
     loaded.chat_template = _object(folder / "chat_template.json").get("chat_template")
     if loaded.chat_template is None and (folder / TEKKEN).exists():
         try:
             made = importlib.import_module("mistral_common.integrations.chat_templates.chat_templates")
-        except ImportError:  # said where a template is asked for
+        except ImportError:  # reported when a template is needed
             return
         loaded.chat_template = made.convert_tokenizer_to_chat_template(str(folder / TEKKEN))
 
 
 def _object(file: Path) -> dict[str, Any]:
-    """What a JSON file holds, if there is one. Raises ConfigError."""
+    """Returns the object in a JSON file, or an empty one if there is no file. Raises ConfigError."""
     if not file.is_file():
         return {}
     try:

@@ -1,7 +1,7 @@
-"""The likeliest token of every row. Of 16-bit logits by their bits, as torch and NumPy would widen them first.
+"""Finds the likeliest token of every row. 16-bit logits are compared by their bits, without widening them first.
 
-To widen a step's logits is to write twice what they take and to read that again, for a vocabulary of 128,000 tokens
-several milliseconds.
+torch and NumPy would widen them, which writes twice the size of a step's logits and reads it again: several
+milliseconds for a vocabulary of 128,000 tokens.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -18,22 +18,22 @@ from batchserve.native import pool
 from batchserve.native.addresses import as_pointer, claim
 from batchserve.native.jit import cfunc, njit
 
-BLOCK = 1024  # logits of which only the greatest is kept, until it is known which block has the greatest of all
-SHARED_LOGITS = 1 << 16  # one thread reads fewer sooner than several
-# What best_loop is given, as an int64 array: sizes, and addresses of arrays.
+BLOCK = 1024  # logits per block; a first pass only finds out which block has the greatest
+SHARED_LOGITS = 1 << 16  # one thread reads fewer logits faster than several threads do
+# Fields of best_loop's job, an int64 array: sizes, and addresses of arrays.
 NUM_ROWS, VOCAB_SIZE, INFINITY, BITS, BEST, IS_FINITE, NEXT, JOB_SIZE = range(8)
 INFINITY_BITS = {torch.bfloat16: np.int16(0x7F80), torch.float16: np.int16(0x7C00)}
 
 
 @njit(cache=True, nogil=True, inline="always")
 def _key(bits):  # type: ignore[no-untyped-def]
-    """Ascends with the number that the bits are: those of a negative one descend. -0 comes right below 0."""
+    """Maps a number's bits to an integer in the same order; negative numbers' bits descend. -0 is right below 0."""
     return np.int16(bits ^ np.int16((bits >> np.int16(15)) & np.int16(0x7FFF)))
 
 
 @njit(cache=True, nogil=True)
 def _bounds(block):  # type: ignore[no-untyped-def]
-    """The least and the greatest key."""
+    """Returns the least and the greatest key."""
     least, most = np.int16(0x7FFF), np.int16(-0x8000)
     for i in range(block.shape[0]):
         key = _key(block[i])
@@ -43,7 +43,7 @@ def _bounds(block):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _first_between(row, low, high):  # type: ignore[no-untyped-def]
-    """The first place whose key is from low to high."""
+    """Returns the first place whose key is from low to high, or -1."""
     for i in range(row.shape[0]):
         if low <= _key(row[i]) <= high:
             return i
@@ -52,9 +52,9 @@ def _first_between(row, low, high):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _best_of(row, infinity):  # type: ignore[no-untyped-def]
-    """The place of the greatest number of bits int16 [vocab_size], and whether it is finite.
+    """Returns the place of the greatest of the numbers with the bits int16 [vocab_size], and whether it is finite.
 
-    Of equals the first; a NaN is above all numbers. infinity: the bits of it.
+    The first of equals is taken, and a NaN is above all numbers. infinity: the bits of infinity.
     """
     least, most, start = np.int16(0x7FFF), np.int16(-0x8000), 0
     for at in range(0, row.shape[0], BLOCK):
@@ -72,8 +72,8 @@ def _best_of(row, infinity):  # type: ignore[no-untyped-def]
 
 @functools.cache
 def best_loop() -> Any:
-    """The compiled loop over rows. Threads that are given the same job share it: NEXT, 0 at first, is the row that
-    nobody has begun yet.
+    """Returns the compiled loop over rows. Threads that are given the same job share it: NEXT, 0 at first, is the next
+    row that no thread has begun.
     """
 
     @cfunc(types.void(types.CPointer(types.int64)), nopython=True, cache=True)
@@ -93,8 +93,8 @@ def best_loop() -> Any:
 
 
 def best_tokens(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """(int64, bool), both [num_rows]: of every row of logits [num_rows, vocab_size], on the CPU, the place of its
-    greatest number, the first of equals, and whether that is finite. A NaN is above all numbers.
+    """Returns (int64, bool), both [num_rows]: the place of each row's greatest logit, the first of equals, and whether
+    that is finite. logits: [num_rows, vocab_size] on the CPU. A NaN is above all numbers.
     """
     infinity = INFINITY_BITS.get(logits.dtype)
     if infinity is None:
@@ -112,10 +112,10 @@ def best_tokens(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 @njit(cache=True, nogil=True)
 def best_of_parts(greatest, logits_at, vocab_size, width, best, is_finite):  # type: ignore[no-untyped-def]
-    """Fill best int64 and is_finite bool, both [num_rows], as best_tokens has them.
+    """Fills best int64 and is_finite bool, both [num_rows], as best_tokens returns them.
 
-    greatest float32 [num_parts, num_rows or more]: of each row the greatest of `width` logits, a NaN where there is
-    one. The logits themselves, float32 [num_rows, vocab_size] at an address, are only read of the part that counts.
+    greatest float32 [num_parts, num_rows or more]: the greatest of each `width` logits of a row, or NaN if there is
+    one. The logits, float32 [num_rows, vocab_size] at an address, are only read in the part with the greatest.
     """
     logits = carray(as_pointer(logits_at), (len(best), vocab_size), np.float32)
     for row in range(len(best)):
@@ -134,7 +134,7 @@ def best_of_parts(greatest, logits_at, vocab_size, width, best, is_finite):  # t
 
 
 def compile_kernels() -> None:
-    """Compile best_loop and best_of_parts, or load them from the cache on disk."""
+    """Compiles best_loop and best_of_parts, or loads them from the cache on disk."""
     best_loop()
     one, best, is_finite = np.zeros((1, 1), np.float32), np.empty(1, np.int64), np.empty(1, np.bool_)
     best_of_parts(one, one.ctypes.data, 1, 1, best, is_finite)

@@ -1,8 +1,8 @@
-"""Sampling and the tree walk of a whole step on the device, with one small copy back to the host.
+"""Samples and walks the draft trees of a whole step on the device, with one small copy back to the host.
 
-The host describes the step in one blob of int64 (`build_metadata`), the device makes of logits and blob what each row's
-token is and which rows are accepted (`sample`), and the host reads that as the walk's result (`to_verified`). Between
-the two nothing waits for the device; torch.where with a Python number would, until the number is copied there. All
+The host describes the step in one blob of int64 (`build_metadata`). From logits and blob, the device computes each
+row's token and which rows are accepted (`sample`). The host reads that as the walk's result (`to_verified`). In
+between, nothing waits for the device; torch.where with a Python number would wait for a copy of the number to it. All
 shapes follow from the padded number of rows and max_num_seqs.
 """
 
@@ -32,7 +32,7 @@ REQUEST_COLUMNS = 4  # seed, top_k; temperature and top_p as the bits of a float
 
 
 class SamplingKind(Enum):
-    """What a step's rows need: each kind is a program of its own, because what it leaves out costs most."""
+    """The kind of sampling that a step needs. Each is a program of its own, because what it omits costs the most."""
 
     GREEDY = "greedy"
     SAMPLED = "sampled"
@@ -41,7 +41,7 @@ class SamplingKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """One step as the device needs it: int64 [DeviceSampler.blob_size(num_rows)], to be copied there as it is."""
+    """A step as the device needs it: int64 [DeviceSampler.blob_size(num_rows)], to be copied there as it is."""
 
     blob: np.ndarray
     kind: SamplingKind
@@ -49,10 +49,10 @@ class SamplingMetadata:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSampler:
-    """Verifies the trees of a step like walk_tree and RowSampler do, for all requests at once.
+    """Verifies the trees of a step as walk_tree and RowSampler do, for all requests at once.
 
-    num_candidates: how many tokens top_k and top_p may leave in on the device; wider rows are sampled on the host.
-    rows_at_once bounds the memory: uncompiled, sampling takes about 45 bytes a row and token.
+    num_candidates: how many tokens top_k and top_p may keep on the device; rows that keep more are sampled on the host.
+    rows_at_once bounds the memory: uncompiled, sampling takes about 45 bytes per row and token.
     """
 
     max_num_seqs: int
@@ -70,10 +70,10 @@ class DeviceSampler:
         forced: Recordings,
         out: np.ndarray | None = None,
     ) -> SamplingMetadata:
-        """Describe a step whose logits are padded to `num_rows` rows; forced is ModelRunner's.
+        """Describes a step whose logits are padded to `num_rows` rows; forced is ModelRunner's.
 
-        `out` (int64 [blob_size(num_rows)], for example pinned memory) is filled and used; None: a new array.
-        ValueError where the step does not fit.
+        `out` (int64 [blob_size(num_rows)], for example pinned memory) is filled and used; None: a new array. Raises
+        ValueError if the step does not fit.
         """
         if batch.num_logits > num_rows:
             raise ValueError(f"rows with logits = {batch.num_logits}: at most num_rows = {num_rows}")
@@ -94,11 +94,11 @@ class DeviceSampler:
     def sample(
         self, logits: torch.Tensor, blob: torch.Tensor, kind: SamplingKind, num_sampled: int | None = None
     ) -> torch.Tensor:
-        """int32 [2, num_rows]: every row's token, and whether the walk has reached the row (to_verified reads it).
+        """Returns int32 [2, num_rows]: every row's token, and whether the walk reached the row (to_verified reads it).
 
-        logits [num_rows, vocab_size] of any float type, blob int64 as built, both on one device. Waits for nothing and
-        changes neither. `kind` is the blob's own, or a later one of SamplingKind. num_sampled: the step's num_logits,
-        where the rows behind it, which are padding, need not be sampled; those are greedy then.
+        logits [num_rows, vocab_size] of any float type and blob, int64 as built, are on one device. Waits for nothing
+        and changes neither. `kind` is the blob's own, or a later one of SamplingKind. num_sampled: the step's
+        num_logits, if the rows after them, which are padding, need not be sampled; these are greedy then.
         """
         num_rows = logits.shape[0]
         border = REQUEST_COLUMNS * (self.max_num_seqs + 1)
@@ -121,7 +121,7 @@ class DeviceSampler:
         return torch.stack([tokens, is_reached.to(torch.int64)]).to(torch.int32)
 
     def _sample_rows(self, logits: torch.Tensor, params: RowParams, kind: SamplingKind) -> list[torch.Tensor]:
-        """Tokens of all rows of `logits`, some at once; `params` may go on behind them."""
+        """Returns the tokens of all rows of `logits`, sampled in chunks. `params` may have more rows."""
         num_candidates = self.num_candidates if kind is SamplingKind.TRUNCATED else 0
         count = logits.shape[0]
         chunks = [slice(start, min(start + self.rows_at_once, count)) for start in range(0, count, self.rows_at_once)]
@@ -133,10 +133,10 @@ class DeviceSampler:
     def to_verified(
         self, rows: np.ndarray, batch: RaggedBatch, verify_on_host: Callable[[int], VerifiedTokens]
     ) -> list[VerifiedTokens | None]:
-        """sample()'s result, copied to the host, as verify_batch's result.
+        """Converts sample()'s result, copied to the host, to verify_batch's result.
 
         verify_on_host(i) verifies the i-th request of the batch from its logits. It is called for requests whose walk
-        came to a row that the device could not decide: with a rare tie, or a very wide top_k or top_p.
+        reached a row that the device could not decide, because of a rare tie, or a very wide top_k or top_p.
         """
         tokens: list[int] = rows[0].tolist()
         is_reached = np.flatnonzero(rows[1][: batch.num_logits])
@@ -158,7 +158,7 @@ class DeviceSampler:
                 results.append(verify_on_host(index))
                 continue
             path, accepted = [row - first + root for row in reached[start:place]], drafted[start:place]
-            if bonus == NO_TOKEN and path:  # like walk_tree: found again in the next step
+            if bonus == NO_TOKEN and path:  # as in walk_tree: computed again in the next step
                 results.append(VerifiedTokens(accepted, path[:-1]))
             else:
                 results.append(VerifiedTokens([*accepted, bonus], path))
@@ -171,10 +171,10 @@ class DeviceSampler:
 
 
 def _reached(tokens: torch.Tensor, parents: torch.Tensor, draft_tokens: torch.Tensor) -> torch.Tensor:
-    """bool [num_rows]: the rows whose draft token, and all of whose ancestors', are their parents' own tokens.
+    """Returns bool [num_rows]: True if the draft tokens of the row and all its ancestors are their parents' own tokens.
 
     tokens [num_rows] are the target's; a root's parent is the root itself. Every row points at its parent, or at a sink
-    if it does not continue it; following pointers of pointers finds a path's end in the logarithm of its length.
+    if it does not continue it. Following pointers of pointers finds the end of a path in logarithmically many rounds.
     """
     num_rows = len(tokens)
     indices = torch.arange(num_rows + 1, device=tokens.device)
@@ -186,7 +186,7 @@ def _reached(tokens: torch.Tensor, parents: torch.Tensor, draft_tokens: torch.Te
 
 
 def _fill_requests(columns: np.ndarray, batch: RaggedBatch) -> SamplingKind:
-    """columns [REQUEST_COLUMNS, max_num_seqs + 1]; those of no request, or of one without samples, are greedy."""
+    """Fills columns [REQUEST_COLUMNS, max_num_seqs + 1]; those without a request or without samples are greedy."""
     columns[:] = 0
     all_sampling = batch.samplings
     if not any(s is not None and s.temperature > 0.0 for s in all_sampling):

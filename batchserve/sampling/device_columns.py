@@ -1,4 +1,4 @@
-"""What the device is told of each row that is sampled, in compiled code: one call for a step."""
+"""Describes the sampled rows of a step to the device, in one compiled call."""
 
 # ruff: noqa: ANN001, ANN201
 from __future__ import annotations
@@ -9,21 +9,21 @@ from numba import carray
 from batchserve.native.addresses import as_pointer
 from batchserve.native.jit import njit
 
-# Of a row: its parent among the rows with logits (a root is its own), its draft token, its forced token, the position
-# of its own token, its request.
+# Columns of a row: its parent among the rows with logits (a root's is itself), its draft token, its forced token, the
+# position of the token that is sampled from it, and its request.
 PARENT, DRAFT_TOKEN, FORCED_TOKEN, POSITION, REQUEST = range(5)
 ROW_COLUMNS = 5
-# In the column of draft tokens: rows that no walk may enter. No row's token is ever one of them.
+# Draft tokens of rows that no walk may enter. No row's own token is ever one of them.
 NOT_A_CHILD, UNVERIFIED = -3, -4
 NOT_FORCED = -1
 
 
 @njit(cache=True, nogil=True)
 def describe_rows(spans, num_pending, first_logit, drafts, positions, recorded, nobody, columns):  # type: ignore[no-untyped-def]
-    """Fill columns int64 [ROW_COLUMNS, num_rows] with the rows that have logits, and behind them with padding.
+    """Fills columns int64 [ROW_COLUMNS, num_rows] with the rows that have logits, followed by padding.
 
-    spans, num_pending, first_logit and positions are those of RaggedBatch (spans: its rows), drafts its (input_ids,
-    parents, is_verified); recorded: Recordings.places. nobody: the request that padding rows are of.
+    spans, num_pending, first_logit and positions are those of RaggedBatch (spans: its rows), and drafts is its
+    (input_ids, parents, is_verified). recorded: Recordings.places. nobody: the request index of padding rows.
     """
     token_ids, parents, is_verified = drafts
     end = 0
@@ -51,7 +51,7 @@ def describe_rows(spans, num_pending, first_logit, drafts, positions, recorded, 
 
 
 def compile_kernels() -> None:
-    """Compile describe_rows, or load it from the cache on disk."""
+    """Compiles describe_rows, or loads it from the cache on disk."""
     one, flag = np.ones(1, np.int64), np.ones(1, np.bool_)
     drafts = (one, np.zeros(1, np.int32), flag)
     columns = np.zeros((ROW_COLUMNS, 1), np.int64)

@@ -1,9 +1,9 @@
-"""sampler.sample_row for many rows at once, on the device: the same token, or the statement that it is not proven.
+"""sampler.sample_row for many rows at once, on the device: the same token, or NEEDS_HOST if it is not proven.
 
-Float64 over the whole vocabulary is what makes an exact draw slow. So float32 scores, whose error is bounded, choose
-the few tokens that may win, and float64 decides between them. The row says NEEDS_HOST where the bound does not rule out
-every other token, where two scores are closer than the rounding of a logarithm, and where top_k or top_p reach further
-down than the candidates. No shape and no branch depends on a value, so that the whole can be captured or compiled.
+An exact draw is slow because it takes float64 over the whole vocabulary. So float32 scores, whose error is bounded,
+select the few tokens that may win, and float64 decides between them. A row is NEEDS_HOST if the bound does not rule out
+every other token, if two scores are closer than the rounding of a logarithm, or if top_k or top_p reach further down
+than the candidates. No shape and no branch depends on a value, so the whole can be captured or compiled.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import torch
 from batchserve.sampling.device_noise import draws, gumbel, gumbel_fp32
 from batchserve.sampling.draw_kernel import NEGLIGIBLE_NATS
 
-NEEDS_HOST = -2  # not a token: sampler.sample_row has to say which it is
+NEEDS_HOST = -2  # not a token: sampler.sample_row has to compute it on the host
 
 NUM_FINALISTS = 3
-# Bounds the error of a float32 score within the noise's range of the top: it is below 5e-5 (a quotient of up to 30 with
-# three roundings, the noise, their sum), and fast logarithms of compiled kernels stay below twice that.
+# Bounds the error of a float32 score within the noise's range of the top. It is below 5e-5 (a quotient of up to 30 with
+# three roundings, the noise, their sum), and compiled kernels' fast logarithms stay below twice that.
 FP32_SLACK = 1e-3
-# Float64: of a score of moderate size (two logarithms, either library), and relative to the largest processed logit.
+# Float64 errors: of a score of moderate size (two logarithms, either library), and relative to the top processed logit.
 FP64_SLACK = 2.0**-40
 FP64_RELATIVE_SLACK = 2.0**-50
-# Outside, float32 cannot hold the temperature, or float64 cannot tell all processed logits apart.
+# Outside these, float32 cannot hold the temperature, or float64 cannot tell all processed logits apart.
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-30, 1e30
 
 
 class RowParams(NamedTuple):
-    """How each row is sampled, all [num_rows]: int64 keys (noise.stream_key) and top_k, float64 the other two."""
+    """Each row's sampling parameters, all [num_rows]: int64 keys (noise.stream_key) and top_k, float64 the others."""
 
     keys: torch.Tensor
     temperature: torch.Tensor
@@ -38,10 +38,10 @@ class RowParams(NamedTuple):
 
 
 def sample_rows(logits: torch.Tensor, params: RowParams, num_candidates: int) -> torch.Tensor:
-    """int64 [num_rows]: sample_row's token of each row, or NEEDS_HOST; logits [num_rows, vocab_size] of any float type.
+    """Returns int64 [num_rows]: sample_row's token of each row, or NEEDS_HOST.
 
-    Rows whose greatest logit is not finite give anything. num_candidates bounds how many tokens top_k and top_p may
-    leave in before they need the host; 0: no row has them.
+    logits: [num_rows, vocab_size] of any float type. If a row's greatest logit is not finite, its result is arbitrary.
+    num_candidates: how many tokens top_k and top_p may keep before a row needs the host; 0: no row has them.
     """
     values = logits.float()
     top = values.amax(dim=-1, keepdim=True)
@@ -62,7 +62,7 @@ def sample_rows(logits: torch.Tensor, params: RowParams, num_candidates: int) ->
         estimates.append(estimate)
     token_ids = torch.cat(finalists, dim=1)
     exact = values.gather(1, token_ids).double() / temperature + gumbel(draws(params.keys.unsqueeze(1), token_ids))
-    # Where fewer tokens are allowed than there are finalists, the last ones are none.
+    # If fewer tokens are allowed than there are finalists, the last finalists are not allowed tokens.
     exact = exact.masked_fill(~(torch.cat(estimates, dim=1) > -torch.inf), -torch.inf)
     best, place = exact.max(dim=-1, keepdim=True)
     second = exact.scatter(1, place, -torch.inf).amax(dim=-1, keepdim=True)
@@ -76,10 +76,10 @@ def sample_rows(logits: torch.Tensor, params: RowParams, num_candidates: int) ->
 
 
 def _edge(logits: torch.Tensor, params: RowParams, num_candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(float32 [num_rows, 1] lowest logit that top_k and top_p leave in, bool [num_rows] whether that is certain).
+    """Returns (float32 [num_rows, 1] lowest logit that top_k and top_p keep, bool [num_rows] whether that is certain).
 
-    The same definition as logits.allowed_tokens: ties with the edge are in. Only the largest `num_candidates` logits
-    are sorted; the nucleus's total needs all of them, but no order.
+    The definition is that of logits.allowed_tokens: ties with the edge are kept. Only the largest `num_candidates`
+    logits are sorted; the nucleus's total needs all of them, but in no order.
     """
     vocab_size = logits.shape[1]
     count = min(num_candidates, vocab_size)
@@ -92,7 +92,7 @@ def _edge(logits: torch.Tensor, params: RowParams, num_candidates: int) -> tuple
 
     is_k_inside = (top_k > 0) & (top_k <= count)
     edge = largest.gather(1, (top_k - 1).clamp(0, count - 1)).masked_fill(~is_k_inside, -torch.inf)
-    # A larger top_k leaves all in if the candidates hold all that is not negligible.
+    # A larger top_k cuts nothing off if the candidates include all tokens that are not negligible.
     is_sure = (top_k == 0) | is_k_inside | (processed[:, -1:] < negligible)
     if count == vocab_size:
         is_sure = torch.ones_like(is_sure)
@@ -104,8 +104,8 @@ def _edge(logits: torch.Tensor, params: RowParams, num_candidates: int) -> tuple
     everyone = logits.float()
     total = masses(everyone, everyone.double() / temperature).sum(dim=-1, keepdim=True)
     cumulative = masses(largest, processed).cumsum(dim=-1)
-    # Sums of the same exponentials in another order, by other means, differ by at most this: two edges that far apart
-    # must be one.
+    # Sums of the same exponentials, computed in another order or by other code, differ by at most this. The edge is
+    # certain if it is the same at both ends of that range.
     slack = total * (vocab_size * 2.0**-52)
     first = (cumulative < top_p * total - slack).sum(dim=-1, keepdim=True)
     last = (cumulative < top_p * total + slack).sum(dim=-1, keepdim=True)

@@ -1,7 +1,7 @@
-"""The winner of one row's draw, without noise for most of its tokens, and what top_k and top_p look for, unsorted.
+"""Finds the winner of one row's draw without the noise of most tokens, and the cuts of top_k and top_p without sorting.
 
-Noise is two logarithms of 32 bits that a hash gives. A token so far below another that is known can only win by a draw
-so near the top that its bits alone rule it out, nearly always: the hash of a vocabulary takes a tenth of its noise.
+Noise is two logarithms of 32 hash bits. A token far below a known one can only win with a draw near the top, and its
+bits alone nearly always rule that out. Hashing a vocabulary takes a tenth of the time of computing its noise.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -16,13 +16,13 @@ from batchserve.sampling.noise import GOLDEN, HIGHEST_NOISE
 
 # e^-30 of the top token's mass: all tokens below it together weigh less than fp32 can resolve, in any vocabulary.
 NEGLIGIBLE_NATS = 30.0
-# Dividing by less than this may overflow; two different float32 logits are worlds apart long before.
+# Dividing by less than this may overflow. Two different float32 logits are far apart long before that.
 LOWEST_TEMPERATURE = 1e-200
-BLOCK = 64  # logits of which the greatest is kept
-FEWEST_SORTED, MOST_SORTED = 16, 128  # of the greatest logits, among which a nucleus is looked for first
-BINS = 4096  # of logits, where that is in vain
-SLACK = 4.0  # of 2^32 draws, for the rounding of an exponential
-MOST_NOISE = HIGHEST_NOISE + 0.001  # what lies so far below the best has lost whatever its draw is
+BLOCK = 64  # logits per block; block_tops keeps the greatest of each
+FEWEST_SORTED, MOST_SORTED = 16, 128  # how many of the greatest logits to search for a nucleus first
+BINS = 4096  # of logits, if that search fails
+SLACK = 4.0  # draws of 2^32 allowed for the rounding of an exponential
+MOST_NOISE = HIGHEST_NOISE + 0.001  # a token this far below the best score loses, whatever its draw is
 LOG2_E, LN_2_HIGH, LN_2_LOW = math.log2(math.e), 6.93147180369123816490e-01, 1.90821492927058770002e-10
 TAYLOR = tuple(1.0 / math.factorial(n) for n in range(14))
 _GOLDEN = np.uint64(GOLDEN)
@@ -30,7 +30,7 @@ _GOLDEN = np.uint64(GOLDEN)
 
 @njit(cache=True, nogil=True, inline="always")
 def mix(x):  # type: ignore[no-untyped-def]
-    """noise.mix, of uint64."""
+    """Compiled version of noise.mix; x: uint64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -38,7 +38,7 @@ def mix(x):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def stream_key(seed, position):  # type: ignore[no-untyped-def]
-    """noise.stream_key of sample 0, compiled; seed: uint64."""
+    """Compiled version of noise.stream_key for sample 0; seed: uint64."""
     key = mix(seed + _GOLDEN)
     key = mix(key + np.uint64(position) * _GOLDEN)
     return mix(key + _GOLDEN)
@@ -46,7 +46,7 @@ def stream_key(seed, position):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _draw(first, key, draws):  # type: ignore[no-untyped-def]
-    """Fill in the 32 bits that noise.gumbel makes of each token from `first` on."""
+    """Fills draws with the 32 bits from which noise.gumbel computes each token's noise, from token `first` on."""
     for i in range(draws.shape[0]):
         draws[i] = mix((first + np.uint64(i + 1)) * _GOLDEN + key) >> np.uint64(32)
 
@@ -61,7 +61,7 @@ def _greatest(block):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def block_tops(logits):  # type: ignore[no-untyped-def]
-    """float32 [ceil(vocab_size / BLOCK)]: the greatest of each block of logits float32 [vocab_size], no NaN in it."""
+    """Returns float32 [ceil(vocab_size / BLOCK)]: the greatest of each block of float32 logits without NaN."""
     tops = np.empty(-(-logits.shape[0] // BLOCK), np.float32)
     for b in range(tops.shape[0]):
         tops[b] = _greatest(logits[b * BLOCK : (b + 1) * BLOCK])
@@ -70,9 +70,9 @@ def block_tops(logits):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _greatest_but(values, number):  # type: ignore[no-untyped-def]
-    """The greatest of all but `number` of the values, which are moved (Hoare's find; CACM 4, 1961, algorithm 65).
+    """Returns the greatest of all but `number` of the values, which are reordered (Hoare's find; CACM 4, 1961, no. 65).
 
-    np.partition takes ten times as long to begin with, in compiled code.
+    In compiled code, np.partition takes ten times as long to begin with.
     """
     place, first, last = values.shape[0] - 1 - number, 0, values.shape[0] - 1
     while first < last:
@@ -94,10 +94,10 @@ def _greatest_but(values, number):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _likeliest(logits, tops, number):  # type: ignore[no-untyped-def]
-    """float32: logits among which are the `number` greatest, and all that equal the last of these."""
+    """Returns float32 logits that include the `number` greatest and all that equal the last of these."""
     if number > tops.shape[0]:
         return logits
-    # So many blocks have a logit that is as great as the greatest of the last of them.
+    # The `number` greatest tops are logits, too, so the `number` greatest logits are all `least` or more.
     least = _greatest_but(tops.copy(), number - 1)
     found = np.empty(256, np.float32)
     count = 0
@@ -116,10 +116,10 @@ def _likeliest(logits, tops, number):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _weigh(block, temperature, top, least, parts, powers):  # type: ignore[no-untyped-def]
-    """Fill parts and powers, float64 and the bits of float64, whose products are the terms of `mass`.
+    """Fills parts and powers, float64 and the bits of float64, whose products are the terms of `mass`.
 
-    exp(x) is 2^n exp(r), with n the whole number that leaves r within half a log 2 of zero; of r a Taylor series, which
-    is as exact there as float64. A processor computes many at once, other than of math.exp.
+    exp(x) is 2^n exp(r), with the integer n that leaves r within half a log 2 of zero. For r, a Taylor series is as
+    exact as float64. Unlike math.exp, it is computed for many values at once.
     """
     for i in range(block.shape[0]):
         processed = np.float64(block[i]) / temperature
@@ -137,7 +137,7 @@ def _weigh(block, temperature, top, least, parts, powers):  # type: ignore[no-un
 
 @njit(cache=True, nogil=True)
 def mass(logits, tops, temperature, least):  # type: ignore[no-untyped-def]
-    """The sum of exp(p - the greatest p), over all p = logit / temperature from `least` up, at most 50 below that."""
+    """Returns the sum of exp(p - max p) over all p = logit / temperature from `least` (at least max p - 50) up."""
     top, sums = np.float64(tops.max()) / temperature, np.zeros(BLOCK)
     parts, powers = np.empty(BLOCK), np.empty(BLOCK, np.int64)
     factors = powers.view(np.float64)
@@ -153,7 +153,7 @@ def mass(logits, tops, temperature, least):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _processed(logits, temperature, least):  # type: ignore[no-untyped-def]
-    """float64: processed logits from `least` up."""
+    """Returns the processed logits (float64) that are `least` or more."""
     found = np.empty(logits.shape[0])
     count = 0
     for i in range(logits.shape[0]):
@@ -166,7 +166,7 @@ def _processed(logits, temperature, least):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def least_of_top_k(logits, tops, temperature, least, top_k):  # type: ignore[no-untyped-def]
-    """The top_k-th greatest processed logit, if so many are `least` or more; `least` otherwise."""
+    """Returns the top_k-th greatest processed logit, if that many are `least` or more; else `least`."""
     found = _processed(_likeliest(logits, tops, top_k), temperature, least)
     if top_k > found.shape[0]:
         return least
@@ -175,7 +175,7 @@ def least_of_top_k(logits, tops, temperature, least, top_k):  # type: ignore[no-
 
 @njit(cache=True, nogil=True)
 def _weigh_all(logits, tops, temperature, least, values, masses):  # type: ignore[no-untyped-def]
-    """Fill values and masses with the processed logits from `least` up, and their terms of `mass`; their number."""
+    """Fills values and masses with the processed logits from `least` up and their `mass` terms; returns how many."""
     top, count = np.float64(tops.max()) / temperature, 0
     parts, powers = np.empty(BLOCK), np.empty(BLOCK, np.int64)
     factors = powers.view(np.float64)
@@ -192,8 +192,8 @@ def _weigh_all(logits, tops, temperature, least, values, masses):  # type: ignor
 
 @njit(cache=True, nogil=True)
 def _least_that_reaches(values, masses, reached):  # type: ignore[no-untyped-def]
-    """The greatest value for which its mass and those of all above it sum to `reached`; the least of all where rounding
-    keeps them from that. Only what is close to it is sorted: values are thrown into bins first.
+    """Returns the greatest value whose mass and those of all values above it sum to `reached`, or the least value if
+    rounding prevents that. Only values close to it are sorted: all values are put into bins first.
     """
     top, lowest = values.max(), values.min()
     per_nat, sums = BINS / max(top - lowest, 1e-12), np.zeros(BINS + 1)
@@ -217,12 +217,12 @@ def _least_that_reaches(values, masses, reached):  # type: ignore[no-untyped-def
 
 @njit(cache=True, nogil=True)
 def least_of_nucleus(logits, tops, temperature, least, top_p):  # type: ignore[no-untyped-def]
-    """The least processed logit of the smallest set of the greatest, of those from `least` up, whose mass is top_p of
-    all of it. Looked for among ever more of the greatest, then among all.
+    """Returns the least processed logit of the nucleus: of the logits from `least` up, the smallest set of the greatest
+    ones whose mass is top_p of the total. Searches among ever more of the greatest, then among all.
     """
     reached, top = top_p * mass(logits, tops, temperature, least), np.float64(tops.max()) / temperature
     number = FEWEST_SORTED
-    # More than there are blocks would be all of them.
+    # For more than there are blocks, _likeliest would return all logits.
     while number <= min(MOST_SORTED, tops.shape[0]):
         ordered, total = np.sort(_processed(_likeliest(logits, tops, number), temperature, least)), 0.0
         for i in range(ordered.shape[0] - 1, -1, -1):
@@ -237,9 +237,9 @@ def least_of_nucleus(logits, tops, temperature, least, top_p):  # type: ignore[n
 
 @njit(cache=True, nogil=True)
 def draw_token(logits, tops, temperature, least, key):  # type: ignore[no-untyped-def]
-    """The token with the largest processed logit + noise, of those whose processed logit is `least` or more.
+    """Returns the token with the largest processed logit + noise, of those whose processed logit is `least` or more.
 
-    logits float32 [vocab_size], whose greatest is finite; tops: block_tops; key: noise.stream_key. Of equals the first.
+    logits: float32 [vocab_size], whose greatest is finite. tops: block_tops. key: noise.stream_key. Ties: the first.
     """
     likeliest, draws = tops.argmax(), np.empty(BLOCK, np.uint64)
     best, winner = -np.inf, -1
@@ -248,7 +248,7 @@ def draw_token(logits, tops, temperature, least, key):  # type: ignore[no-untype
         highest = np.float64(tops[b]) / temperature
         if turn == likeliest or highest < least or highest < best - MOST_NOISE:
             continue
-        # Noise is g or more with probability 1 - exp(-exp(-g)), which is below exp(-g): so many of all draws may win.
+        # Noise is g or more with probability 1 - exp(-exp(-g)) < exp(-g), so only this part of all draws may win.
         fewest = 2.0**32 * (1.0 - math.exp(min(0.0, highest - best))) - SLACK
         block = logits[b * BLOCK : (b + 1) * BLOCK]
         _draw(np.uint64(b * BLOCK), key, draws[: block.shape[0]])
@@ -267,7 +267,7 @@ def draw_token(logits, tops, temperature, least, key):  # type: ignore[no-untype
 
 @njit(cache=True, nogil=True)
 def least_allowed(logits, tops, temperature, top_k, top_p):  # type: ignore[no-untyped-def]
-    """The least processed logit that may be sampled; see logits.allowed_tokens. tops: block_tops."""
+    """Returns the least processed logit that may be sampled; see logits.allowed_tokens. tops: block_tops."""
     least = np.float64(tops.max()) / temperature - NEGLIGIBLE_NATS
     if 0 < top_k < logits.shape[0]:
         least = least_of_top_k(logits, tops, temperature, least, top_k)
@@ -278,16 +278,16 @@ def least_allowed(logits, tops, temperature, top_k, top_p):  # type: ignore[no-u
 
 @njit(cache=True, nogil=True)
 def draw_allowed(logits, tops, temperature, top_k, top_p, key):  # type: ignore[no-untyped-def]
-    """draw_token of what top_k and top_p (0 and 1 are off) allow."""
-    # Noise is bounded: without the two nothing is ruled out that could win.
+    """Returns draw_token's token among those that top_k and top_p allow (0 and 1 turn them off)."""
+    # Noise is bounded: even without top_k and top_p, no token below NEGLIGIBLE_NATS could win, so none need be cut.
     is_cut = top_k > 0 or top_p < 1.0
     least = least_allowed(logits, tops, temperature, top_k, top_p) if is_cut else -np.inf
     return draw_token(logits, tops, temperature, least, key)
 
 
 def compile_kernels() -> None:
-    """Compile every kernel, or load it from the cache on disk."""
+    """Compiles every kernel, or loads it from the cache on disk."""
     logits = np.zeros(1, np.float32)
     tops = block_tops(logits)
     least_allowed(logits, tops, 1.0, 1, 0.5)
-    draw_allowed(logits, tops, 1.0, 1, 0.5, np.uint64(stream_key(np.uint64(0), 0)))  # Python has it as an int
+    draw_allowed(logits, tops, 1.0, 1, 0.5, np.uint64(stream_key(np.uint64(0), 0)))  # Python gets an int

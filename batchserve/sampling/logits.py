@@ -1,4 +1,4 @@
-"""From one row of logits to the tokens that may be sampled and their processed logits."""
+"""Selects the tokens of one row of logits that may be sampled, with their processed logits."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from batchserve.sampling.draw_kernel import LOWEST_TEMPERATURE, block_tops, leas
 
 
 def allowed_tokens(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> tuple[np.ndarray, np.ndarray]:
-    """(token_ids int64 [m], processed logits float64 [m]) after temperature, top_k and top_p, in this order.
+    """Returns (token_ids int64 [m], processed logits float64 [m]) after temperature, top_k and top_p, in this order.
 
-    logits is float32 [vocab_size], temperature > 0. Ties at the edge of top_k or top_p all stay in, so the set is a
-    function of the values alone and no sort order shows through.
+    logits is float32 [vocab_size], temperature > 0. All ties at the edge of top_k or top_p are kept, so the set depends
+    on the values alone and not on a sort order.
     """
     processed = process(logits, temperature)
     least = least_allowed(logits, block_tops(logits), max(temperature, LOWEST_TEMPERATURE), top_k, top_p)
@@ -20,5 +20,5 @@ def allowed_tokens(logits: np.ndarray, temperature: float, top_k: int, top_p: fl
 
 
 def process(logits: np.ndarray, temperature: float) -> np.ndarray:
-    """Processed logits, float64, of float32 ones."""
+    """Returns the processed logits (float64) of float32 logits: they are divided by the temperature."""
     return logits.astype(np.float64) / max(temperature, LOWEST_TEMPERATURE)

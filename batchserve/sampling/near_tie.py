@@ -1,4 +1,4 @@
-"""Could rounding alone have made the plain path choose this token? The default level's lossless rule."""
+"""Checks whether rounding alone could have made the plain path choose a token: the default level's lossless rule."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from batchserve.sampling.noise import gumbel, stream_key
 if TYPE_CHECKING:
     from batchserve.request import ResolvedSampling
 
-# How far rounding may move one logit, absolute in fp32; relative to the largest logit in 16-bit types, whose spacing
-# grows with the value (bfloat16 keeps 8 bits, float16 11; a few roundings add up over the layers).
+# The most that rounding may move one logit: absolute in fp32, and relative to the largest logit in 16-bit types, whose
+# spacing grows with the value (bfloat16 keeps 8 bits, float16 11; a few roundings add up over the layers).
 FP32_BOUND = 1e-4
 RELATIVE_BOUND = {"bfloat16": 2.0**-5, "float16": 2.0**-8}
-MASKED = 1e4  # a logit so far below the largest was put there by the model, to forbid a token: it rounds nothing
+MASKED = 1e4  # a logit this far below the largest is the model's mask for a forbidden token, and adds no rounding error
 NUCLEUS_SLACK = 0.02  # how far rounding may move a cumulative probability
 
 
 def rounding_bound(dtype: str, logits: np.ndarray) -> float:
-    """The stated bound on the gap of two logits that rounding may close; of logits that are not finite, the least."""
+    """Returns the stated bound on the gap of two logits that rounding may close; the least if they are not finite."""
     if dtype == "float32":
         return FP32_BOUND
     largest = np.abs(logits[logits >= logits.max() - MASKED]).max(initial=1.0)
@@ -29,16 +29,16 @@ def rounding_bound(dtype: str, logits: np.ndarray) -> float:
 
 
 def is_near_tie(logits: np.ndarray, token_id: int, position: int, sampling: ResolvedSampling, bound: float) -> bool:
-    """Whether `token_id` wins at `position`, or loses by at most `bound`, in the plain path's float32 logits [vocab].
+    """True if `token_id` wins at `position`, or loses by at most `bound`, in the plain path's float32 logits [vocab].
 
-    When sampling, scores are perturbed logits and `bound` is divided by the temperature like they are; a token within
-    the bound of the edge of top_k or top_p may be in the set or not.
+    When sampling, scores are perturbed logits, and `bound` is divided by the temperature as they are. A token within
+    the bound of the edge of top_k or top_p may or may not be in the set.
     """
     if sampling.temperature == 0.0:
         return bool(logits.max() - logits[token_id] <= bound)
     slack = bound / sampling.temperature
     scaled = logits.astype(np.float64) / sampling.temperature
-    # Without top_k and top_p the set has no edge that rounding could move a token over.
+    # Without top_k and top_p the set has no edge that rounding could move a token across.
     has_nucleus = sampling.top_p < 1.0
     surely = _kept(logits, sampling, sampling.top_p * (1 - NUCLEUS_SLACK) if has_nucleus else 1.0)
     if has_nucleus or sampling.top_k > 0:

@@ -1,4 +1,4 @@
-"""Gumbel noise keyed by (seed, position, sample index, token): a pure function, so nothing else can change it."""
+"""Gumbel noise keyed by (seed, position, sample index, token). It is a pure function, so nothing else can change it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def mix(x: int) -> int:
 
 
 def stream_key(seed: int, position: int, sample_index: int = 0) -> int:
-    """The 64-bit key of one draw: absolute position (0 is the prompt's first token) and sample of the request."""
+    """Returns the 64-bit key of a draw, by absolute position (0 is the prompt's first token) and sample index."""
     key = mix((seed + GOLDEN) & MASK64)
     key = mix((key + position * GOLDEN) & MASK64)
     return mix((key + (sample_index + 1) * GOLDEN) & MASK64)
 
 
 def gumbel(key: int, token_ids: np.ndarray) -> np.ndarray:
-    """float64 noise of these tokens under the key, in [LOWEST_NOISE, HIGHEST_NOISE]."""
+    """Returns the float64 noise of these tokens under the key, in [LOWEST_NOISE, HIGHEST_NOISE]."""
     x = (token_ids.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN) + np.uint64(key)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""Answers that are given whatever the model says: for benchmarks that send recorded answers through other weights."""
+"""Recorded answers that replace the model's own, for benchmarks that send recorded answers through other weights."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator, MutableMapping, Sequence
 
 import numpy as np
 
-TOKEN = "q"  # array's name for int64
+TOKEN = "q"  # array's type code for int64
 
 
 class Recordings(MutableMapping[str, Sequence[int]]):
-    """A prompt and the answer to it, by request id. Compiled code finds them by address."""
+    """The prompt and answer recorded for each request id. Compiled code reads them by address."""
 
     def __init__(self, texts: dict[str, Sequence[int]] | None = None) -> None:
         self._texts: dict[str, array[int]] = {}
@@ -35,7 +35,7 @@ class Recordings(MutableMapping[str, Sequence[int]]):
         return len(self._texts)
 
     def places(self, request_ids: Sequence[str]) -> np.ndarray:
-        """int64 [num_requests, 2]: the address and the length of each request's text, length 0 where there is none."""
+        """Returns int64 [num_requests, 2]: the address and length of each request's text; length 0 if it has none."""
         if not self._places:
             return np.zeros((len(request_ids), 2), np.int64)
         found = [self._places.get(request_id, (0, 0)) for request_id in request_ids]

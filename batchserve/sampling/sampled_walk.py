@@ -1,6 +1,6 @@
-"""verify.walk_tree for all sampled requests of a step: compiled, each request on whatever thread is free for it.
+"""Compiled verify.walk_tree for all sampled requests of a step. Each request runs on whatever thread is free.
 
-Only the rows that a walk reaches are drawn, so a request's rows come one after the other, but requests side by side.
+Only the rows that a walk reaches are drawn, so the rows of a request are sequential, but requests run in parallel.
 """
 
 # ruff: noqa: ANN001, ANN202
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
     from batchserve.request import ResolvedSampling
 
-IS_FLOAT, IS_BFLOAT = range(2)  # how logits are written
-# What walk_loop is given, as an int64 array: sizes, and addresses of arrays.
+IS_FLOAT, IS_BFLOAT = range(2)  # dtypes of logits: float32 and bfloat16
+# Fields of walk_loop's job, an int64 array: sizes, and addresses of arrays.
 NUM_WALKS, NUM_ROWS, NUM_REQUESTS, NUM_INPUTS, LOGITS, ROW_BYTES, KIND, VOCAB_SIZE = range(8)
 WHO, SPANS, PENDING, FIRST_LOGIT, PARAMS, SEEDS, RECORDED, TOKEN_IDS, PARENTS, IS_VERIFIED, WALKED = range(8, 19)
 NEXT, JOB_SIZE = range(19, 21)
 
 
 class Rows(NamedTuple):
-    """Rows of a step, and what is known of their requests; see RaggedBatch.
+    """The rows of a step, and the data of their requests; see RaggedBatch.
 
-    spans int64 [num_requests, 3], num_pending and first_logit int64 [num_requests]; token_ids int64 and parents int32,
-    is_verified bool: of all rows; recorded int64 [num_requests, 2]: Recordings.places.
+    spans int64 [num_requests, 3], num_pending and first_logit int64 [num_requests]. token_ids int64, parents int32 and
+    is_verified bool are of all rows. recorded int64 [num_requests, 2]: Recordings.places.
     """
 
     spans: np.ndarray
@@ -46,7 +46,7 @@ class Rows(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """Where a step's logits are: the address of the first, bytes of a row, IS_FLOAT or IS_BFLOAT, numbers of a row."""
+    """A step's logits in memory: the address of the first, bytes per row, IS_FLOAT or IS_BFLOAT, logits per row."""
 
     address: int
     row_bytes: int
@@ -56,7 +56,7 @@ class Logits(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def _widen(address, kind, row):  # type: ignore[no-untyped-def]
-    """Read logits at an address into row, float32 [vocab_size]; whether one of them is NaN."""
+    """Reads the logits at an address into row, float32 [vocab_size]. True if one of them is NaN."""
     size, num_nan = row.shape[0], 0
     if kind == IS_FLOAT:
         numbers = carray(as_pointer(address), size, np.float32)
@@ -73,7 +73,7 @@ def _widen(address, kind, row):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _token_behind(address, kind, position, row, param, seed):  # type: ignore[no-untyped-def]
-    """sampler.sample_row of the logits at an address."""
+    """Returns sampler.sample_row of the logits at an address."""
     if _widen(address, kind, row):
         return NO_TOKEN
     tops = block_tops(row)
@@ -84,7 +84,7 @@ def _token_behind(address, kind, position, row, param, seed):  # type: ignore[no
 
 @njit(cache=True, nogil=True)
 def _walk(i, rows, logits, row, param, seed, walked):  # type: ignore[no-untyped-def]
-    """walk_kernel.walk_greedy of one request that is sampled."""
+    """Walks the tree of one sampled request; see walk_kernel.walk_greedy."""
     spans, num_pending, first_logit, token_ids, parents, is_verified, recorded = rows
     address, row_bytes, kind = logits
     start, size, at, depth = spans[i, 0], spans[i, 1], num_pending[i] - 1, 0
@@ -109,8 +109,8 @@ def _walk(i, rows, logits, row, param, seed, walked):  # type: ignore[no-untyped
 
 @functools.cache
 def walk_loop() -> Any:
-    """The compiled loop over sampled requests. Threads that are given the same job share it: NEXT, 0 at first, is the
-    walk that nobody has begun yet.
+    """Returns the compiled loop over sampled requests. Threads that are given the same job share it: NEXT, 0 at first,
+    is the next walk that no thread has begun.
     """
 
     @cfunc(types.void(types.CPointer(types.int64)), nopython=True, cache=True)
@@ -141,12 +141,12 @@ def walk_loop() -> Any:
 
 
 class SampledWalks:
-    """The walks of one step: `address` of a job for walk_loop, whose arrays live as long as this does."""
+    """The walks of one step. `address` is that of a job for walk_loop, whose arrays live as long as this object."""
 
     def __init__(
         self, who: Sequence[int], samplings: Sequence[ResolvedSampling], rows: Rows, logits: Logits, walked: np.ndarray
     ) -> None:
-        """who: the places of the requests, samplings: theirs; walked: see walk_kernel.walk_greedy."""
+        """who: the requests' places in the batch; samplings: their parameters; walked: see walk_kernel.walk_greedy."""
         each = [(max(s.temperature, LOWEST_TEMPERATURE), s.top_k, s.top_p) for s in samplings]
         params, seeds = np.array(each, np.float64), np.array([s.seed for s in samplings], np.uint64)
         self._arrays = (np.array(who, np.int64), *rows[:3], params, seeds, rows.recorded, *rows[3:6], walked)
@@ -156,5 +156,5 @@ class SampledWalks:
 
 
 def compile_kernels() -> None:
-    """Compile walk_loop, or load it from the cache on disk."""
+    """Compiles walk_loop, or loads it from the cache on disk."""
     walk_loop()

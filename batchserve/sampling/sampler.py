@@ -1,4 +1,4 @@
-"""Which token follows a row: argmax of (processed logit / T + g), with g keyed by position."""
+"""Samples the token that follows a row: argmax of (processed logit + g), with g keyed by position."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ if TYPE_CHECKING:
 
     FindBest = Callable[[torch.Tensor], tuple[np.ndarray, np.ndarray]]
 
-NO_TOKEN = -1  # behind a row whose greatest logit is NaN or infinite
+NO_TOKEN = -1  # the result of a row whose greatest logit is NaN or infinite
 
 
 class RowSampler:
-    """Samples rows of one step's logits on demand: of sampled requests only the rows that a walk reaches are paid for.
+    """Samples rows of one step's logits on demand, so sampled requests pay only for the rows that a walk reaches.
 
-    logits [num_rows, vocab_size], any float dtype. find_best: argmax_kernel.best_tokens, or what knows the same of
-    these logits sooner. The outcome for a row depends on nothing but its logits, the sampling parameters and the
+    logits [num_rows, vocab_size], any float dtype. find_best: argmax_kernel.best_tokens, or a faster source of the same
+    results for these logits. A row's outcome depends on nothing but its logits, the sampling parameters and the
     position.
     """
 
     def __init__(self, logits: torch.Tensor, find_best: FindBest = best_tokens) -> None:
         self._logits, self._best_tokens = logits, find_best
         self._argmax = np.zeros(0, np.int64)
-        self._greedy = self._argmax  # NO_TOKEN where it is not finite
+        self._greedy = self._argmax  # NO_TOKEN where the greatest logit is not finite
 
     def token_at(self, row: int, position: int, sampling: ResolvedSampling) -> int:
-        """The token at absolute `position`, given the row before it; NO_TOKEN where the logits say nothing."""
+        """Returns the token at absolute `position`, given the row before it; NO_TOKEN if the logits have overflowed."""
         if sampling.temperature == 0.0:
             return int(self.greedy()[row])
         return sample_row(self._logits[row].float().numpy(), position, sampling)
 
     def greedy(self) -> np.ndarray:
-        """int64 [num_rows]: of every row token_at's token at temperature 0."""
+        """Returns int64 [num_rows]: token_at's token of every row at temperature 0."""
         if not len(self._greedy):
             self._find_best()
         return self._greedy
 
     def argmax(self) -> np.ndarray:
-        """int64 [num_rows]: of every row the likeliest token, whatever the sampling."""
+        """Returns int64 [num_rows]: the likeliest token of every row, whatever the sampling."""
         if not len(self._argmax):
             self._find_best()
         return self._argmax
@@ -59,9 +59,9 @@ class RowSampler:
 
 
 def sample_row(logits: np.ndarray, position: int, sampling: ResolvedSampling) -> int:
-    """One Gumbel-max draw from float32 logits [vocab_size] at temperature > 0.
+    """Makes one Gumbel-max draw from float32 logits [vocab_size] at temperature > 0.
 
-    Logits that overflowed (a NaN, an infinity at the top) have no distribution: they give NO_TOKEN.
+    Logits that overflowed (a NaN, or an infinity at the top) have no distribution and give NO_TOKEN.
     """
     if not np.isfinite(logits.max()):
         return NO_TOKEN

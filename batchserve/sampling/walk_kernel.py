@@ -1,4 +1,4 @@
-"""verify.walk_tree for all greedy requests of a step at once."""
+"""Compiled verify.walk_tree for all greedy requests of a step at once."""
 
 # ruff: noqa: ANN001, ANN201
 from __future__ import annotations
@@ -13,14 +13,14 @@ from batchserve.sampling.sampler import NO_TOKEN
 
 @njit(cache=True, nogil=True)
 def walk_greedy(who, batch, tokens, recorded, drafts, walked):  # type: ignore[no-untyped-def]
-    """Walk the trees of the requests at the places `who`, where every row's token is known.
+    """Walks the trees of the requests at the places `who` in the batch, where every row's token is known.
 
     batch: rows of Spans, num_pending and first_logit of RaggedBatch; drafts: its (input_ids, parents, is_verified).
-    tokens int64: behind every logit row; but where a request has a recorded text (Recordings.places), that says what is
-    at each position, as far as it reaches.
+    tokens int64: the token after every logit row. If a request has a recorded text (Recordings.places), that gives the
+    token at each position instead, as far as it reaches.
 
-    Fills walked [3, num_rows], for each request from its first row on: the accepted rows (counted inside of the
-    request); their tokens and the one behind them; and, there only, the number of accepted rows.
+    Fills walked [3, num_rows], for each request from its first row on: the accepted rows (counted within the request);
+    their tokens and the bonus token; and, only in the first row, the number of accepted rows.
     """
     spans, num_pending, first_logit = batch
     token_ids, parents, is_verified = drafts
@@ -37,7 +37,7 @@ def walk_greedy(who, batch, tokens, recorded, drafts, walked):  # type: ignore[n
                 continue
             here = position + depth + 1
             after = known[here] if here < len(known) else tokens[logit + node]
-            if after == NO_TOKEN:  # found again in the next step, unless the answer has ended before it
+            if after == NO_TOKEN:  # computed again in the next step, unless the answer ends before it
                 break
             row, token = node, after
             paths[start + depth], emitted[start + depth + 1] = row, token
@@ -46,7 +46,7 @@ def walk_greedy(who, batch, tokens, recorded, drafts, walked):  # type: ignore[n
 
 
 def compile_kernels() -> None:
-    """Compile walk_greedy, or load it from the cache on disk."""
+    """Compiles walk_greedy, or loads it from the cache on disk."""
     numbers, flags, one = np.zeros((2, 1), np.int64), np.ones(1, np.bool_), np.ones(1, np.int64)
     drafts, recorded, who = (one, np.zeros(1, np.int32), flags), np.zeros((1, 2), np.int64), np.zeros(1, np.int64)
     batch, walked = (np.array([[0, 1, 0]]), one, numbers[0]), np.zeros((3, 1), np.int64)

@@ -1,4 +1,4 @@
-"""The plan of one step: who runs, with how many rows, and what it may draft; a few arrays for all requests."""
+"""The plan of one step: which requests run, with how many rows, and what each may draft, in a few arrays."""
 
 # ruff: noqa: ANN001, ANN202
 from __future__ import annotations
@@ -10,33 +10,31 @@ import numpy as np
 
 from batchserve.decoding_length.step_time import StepLoad
 from batchserve.native.jit import njit
+from batchserve.request_table import ROW
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from batchserve.request import Request
 
-    IntArray = np.ndarray[Any, np.dtype[np.int64]]
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
+BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
 # Columns of a plan: tokens that have K/V, tokens that the step computes, whether the next token is sampled; the most
-# draft tokens behind them (0: none), the deepest draft that is verified, the deepest row.
+# draft tokens after them (0: none), the deepest draft that is verified, the deepest row.
 COMPUTED, PENDING, IS_SAMPLED, MOST_DRAFT, DRAFT_DEPTH, ROW_DEPTH = range(6)
-# What a plan is laid out from: the first two of these; all tokens, and the most that there will be; the most draft
-# tokens that K/V memory leaves (-1: not to be drafted), that the request allows, and how deep it allows them.
-FACTS = 7
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """The plan of one step. K/V for the pending tokens is reserved; for drafts it is not yet.
 
-    columns int64 [num_requests, 6]: see above. drafted int64: the places of those that may be drafted. load: the step
-    without drafts; decoding: what of it gives requests one more token each. max_draft_rows: what max_num_batched_tokens
-    leaves for the drafts of all requests.
+    slots int64 [num_requests]: the requests' slots in the RequestTable. columns int64 [num_requests, 6]: see above.
+    drafted int64: the places of the requests that may be drafted. load: the step without drafts; decoding: the part of
+    it that gives requests one more token each. max_draft_rows: what max_num_batched_tokens leaves for drafts.
     """
 
     requests: list[Request]
     request_ids: list[str]
+    slots: IntArray
     columns: IntArray
     drafted: IntArray
     load: StepLoad
@@ -45,10 +43,15 @@ class SchedulerOutput:
     max_draft_rows: int = 0
 
     @property
-    def is_decoding(self) -> np.ndarray:
-        """Whose rows are one more token of an answer, or its first behind a prompt's last one: bool [num_requests]."""
+    def is_all_decoding(self) -> bool:
+        """True if every request has one row, for one more token of its answer."""
+        return self.decoding.num_requests == len(self.requests)
+
+    @property
+    def is_decoding(self) -> BoolArray:
+        """bool [num_requests]: whose single row gives one more token of an answer, or the first after a prompt."""
         columns = self.columns
-        is_decoding: np.ndarray = (columns[:, IS_SAMPLED] != 0) & (columns[:, PENDING] == 1)
+        is_decoding: BoolArray = (columns[:, IS_SAMPLED] != 0) & (columns[:, PENDING] == 1)
         return is_decoding
 
     def load_with(self, places: IntArray, starts: IntArray) -> StepLoad:
@@ -60,28 +63,49 @@ class SchedulerOutput:
 
 
 @njit(cache=True, nogil=True)
-def _lay_out(facts, share, max_model_len, columns, drafted):  # type: ignore[no-untyped-def]
-    """Fill the columns, and the places of whom is drafted, from facts [num_requests, 7].
+def find_draftable(table, slots, counts, places):  # type: ignore[no-untyped-def]
+    """Fill `places` with those of the requests that may have drafts in this step; returns their number.
 
-    Nobody gets more than `share` draft tokens, and no draft is deeper than could still be given to the client. Returns
-    the step's load and that of those who decode, as StepLoad has them, and how many are drafted.
+    table: RequestTable.rows; slots, counts int64 [num_requests]: the requests, and the tokens that are planned of each.
     """
+    found = 0
+    for i in range(len(slots)):
+        row = table[slots[i]]
+        is_decoding = row.num_tokens - row.num_computed == 1 and counts[i] == 1
+        if is_decoding and row.max_draft_tokens > 0 and row.num_tokens >= row.plain_until:
+            places[found] = i
+            found += 1
+    return found
+
+
+@njit(cache=True, nogil=True)
+def _lay_out(table, slots, counts, draftable, rooms, bounds, columns, drafted):  # type: ignore[no-untyped-def]
+    """Fill the columns of a plan and the places of the requests that may be drafted.
+
+    draftable: ascending places; rooms: the K/V entries that each of these can have. bounds: the most draft tokens of a
+    request, and the model's context length. No draft is deeper than could still be given to the client. Returns the
+    step's load and that of the decoding requests, as StepLoad has them, and the number of requests that are drafted.
+    """
+    share, max_model_len = bounds
     logit_rows, context, attended, all_rows = 0, 0, 0, 0
-    num_decoding, decoding_context, num_drafted = 0, 0, 0
-    for i in range(len(facts)):
-        computed, rows, length, most_total, room, most, branch_length = facts[i]
+    num_decoding, decoding_context, num_drafted, candidate = 0, 0, 0, 0
+    for i in range(len(slots)):
+        row, rows = table[slots[i]], counts[i]
+        computed, length = row.num_computed, row.num_tokens
         is_sampled = computed + rows == length
         columns[i, COMPUTED], columns[i, PENDING], columns[i, IS_SAMPLED] = computed, rows, is_sampled
-        # The bonus token comes on top of the accepted ones, so the last place is never drafted.
-        row_depth = max_model_len - length - 1
-        depth, budget = min(most_total - length - 1, row_depth), min(most, share, room)
-        is_drafted = depth >= 1 and budget >= 1
-        columns[i, MOST_DRAFT] = budget if is_drafted else 0
-        columns[i, DRAFT_DEPTH] = min(depth, branch_length) if is_drafted else 0
-        columns[i, ROW_DEPTH] = row_depth if is_drafted else 0
-        if is_drafted:
-            drafted[num_drafted] = i
-            num_drafted += 1
+        columns[i, MOST_DRAFT:] = 0
+        if candidate < len(draftable) and draftable[candidate] == i:
+            # The bonus token comes on top of the accepted ones, so the last place is never drafted.
+            row_depth = max_model_len - length - 1
+            depth = min(row.max_total - length - 1, row_depth)
+            budget = min(row.max_draft_tokens, share, rooms[candidate] - 1)
+            candidate += 1
+            if depth >= 1 and budget >= 1:
+                columns[i, MOST_DRAFT], columns[i, DRAFT_DEPTH] = budget, min(depth, row.branch_length)
+                columns[i, ROW_DEPTH] = row_depth
+                drafted[num_drafted] = i
+                num_drafted += 1
         all_rows += rows
         logit_rows += is_sampled
         context += computed
@@ -90,7 +114,7 @@ def _lay_out(facts, share, max_model_len, columns, drafted):  # type: ignore[no-
             num_decoding += 1
             decoding_context += computed
     decoding = (num_decoding, num_decoding, num_decoding, decoding_context, decoding_context)
-    return (all_rows, logit_rows, len(facts), context, attended), decoding, num_drafted
+    return (all_rows, logit_rows, len(slots), context, attended), decoding, num_drafted
 
 
 @njit(cache=True, nogil=True)
@@ -105,21 +129,22 @@ def _count_attended(columns, places, starts):  # type: ignore[no-untyped-def]
 def lay_plan(
     requests: list[Request],
     request_ids: list[str],
-    facts: Sequence[int],
+    planned: tuple[np.ndarray, IntArray, IntArray],
+    draftable: tuple[IntArray, IntArray],
     preempted: list[Request],
     max_draft_rows: int,
-    share: int,
-    max_model_len: int,
+    bounds: tuple[int, int],
 ) -> SchedulerOutput:
-    """facts: FACTS numbers of each request, one behind the other; share: of max_draft_rows, what each may have."""
+    """planned, draftable and bounds: (table, slots, counts), (draftable, rooms) and bounds of _lay_out."""
     columns, drafted = np.empty((len(requests), 6), np.int64), np.empty(len(requests), np.int64)
-    numbers = np.array(facts, np.int64).reshape(-1, FACTS)
-    load, decoding, num_drafted = _lay_out(numbers, share, max_model_len, columns, drafted)
-    what = columns, drafted[:num_drafted], StepLoad(*load), StepLoad(*decoding)
+    load, decoding, num_drafted = _lay_out(*planned, *draftable, bounds, columns, drafted)
+    what = planned[1], columns, drafted[:num_drafted], StepLoad(*load), StepLoad(*decoding)
     return SchedulerOutput(requests, request_ids, *what, preempted, max_draft_rows)
 
 
 def compile_kernels() -> None:
-    """Compile the layout, or load it from the cache on disk."""
-    plan = lay_plan([], [], [], [], 0, 0, 1)
-    plan.load_with(np.zeros(0, np.int64), np.zeros(1, np.int64))
+    """Compile the plan's kernels, or load them from the cache on disk."""
+    table, none = np.zeros(1, ROW), np.zeros(0, np.int64)
+    find_draftable(table, none, none, none)
+    plan = lay_plan([], [], (table, none, none), (none, none), [], 0, (0, 1))
+    plan.load_with(none, np.zeros(1, np.int64))

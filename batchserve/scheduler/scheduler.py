@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from itertools import compress
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from batchserve.kv.sharing import best_source
 from batchserve.request import Request, RequestStatus
-from batchserve.scheduler.plan import SchedulerOutput, lay_plan
+from batchserve.request_table import RequestTable
+from batchserve.scheduler.plan import SchedulerOutput, find_draftable, lay_plan
 from batchserve.scheduler.policy import prompt_rank, rank
 from batchserve.scheduler.prompt_room import PromptRoom, StepBound
 from batchserve.scheduler.waiting import WaitingQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from batchserve.config import EngineConfig
     from batchserve.decoding_length.step_time import StepTimeModel
     from batchserve.kv.allocator import KVAllocator
+    from batchserve.scheduler.plan import BoolArray, IntArray
 
 
 DRAFT_ROWS_RATE = 0.2
 MOST_OVERTAKING = 32  # of those who wait are looked at for a short prompt, in a step
 
 
-def everybody(requests: Sequence[Request]) -> list[bool]:
+def everybody(slots: IntArray) -> BoolArray:
     """All of them are drafted."""
-    return [True] * len(requests)
+    return np.ones(len(slots), np.bool_)
 
 
 class Scheduler:
@@ -54,20 +57,32 @@ class Scheduler:
         self._draft_rows = 0.0  # of a step, smoothed
         # Who was last, beside how many that decode; and how much memory was free.
         self._refused: tuple[tuple[Request | None, int], int] = (None, 0), 0
+        self.table = RequestTable()  # of all requests, waiting and running
         self.waiting = WaitingQueue(config.max_priority_wait_s)
-        self.running: list[Request] = []
+        self._set_running([])
 
     @property
     def has_requests(self) -> bool:
         return bool(self.waiting or self.running)
 
+    def _set_running(self, running: list[Request]) -> None:
+        """The requests that run, in the order in which they were admitted. The list itself is never changed."""
+        self.running = running
+        self._running_ids = [request.request_id for request in running]
+        self._running_slots = np.array([request.slot for request in running], np.int64)
+
     def add(self, request: Request) -> None:
+        self.table.add(request)
         self.waiting.add(request)
+
+    def forget(self, request: Request) -> None:
+        """Free the slot of a request that is finished."""
+        self.table.remove(request)
 
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it is, and free its K/V at once."""
         if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
+            self._leave(request)
         else:
             self.waiting.remove(request)
         if request is self._refused[0][0]:
@@ -90,21 +105,32 @@ class Scheduler:
         yield from self.running
         yield from self.waiting
 
-    def schedule(
-        self, now_s: float = 0.0, are_drafted: Callable[[Sequence[Request]], Sequence[bool]] = everybody
-    ) -> SchedulerOutput:
-        """Plan one step: a row for everyone who decodes, prefill chunks, then drafts with what is left.
+    def schedule(self, now_s: float = 0.0, are_drafted: Callable[[IntArray], BoolArray] = everybody) -> SchedulerOutput:
+        """Plan one step: a row for every decoding request, prefill chunks, then drafts with what is left.
 
-        are_drafted says, once a step, which of the requests that decode and may have drafts are to have any in it.
+        are_drafted is called once a step with the slots of the requests that may have drafts; it returns which of them
+        are to have any.
         """
         self._now_s = now_s
+        if not self.waiting and self._all_decode():
+            counts = np.ones(len(self.running), np.int64)
+            return self._with_drafts(self.running, self._running_ids, self._running_slots, counts, [], are_drafted)
         preempted: list[Request] = []
         planned = self._plan_decoding(preempted)
         if self.waiting or len(planned) < len(self.running):
             self._plan_prompts(planned, preempted)
         # A request planned above may have been preempted by an older one after that.
         running = [r for r in self.running if r.request_id in planned]
-        return self._with_drafts(running, planned, preempted, are_drafted)
+        names, slots = [request.request_id for request in running], [request.slot for request in running]
+        counts = np.array([planned[name] for name in names], np.int64)
+        return self._with_drafts(running, names, np.array(slots, np.int64), counts, preempted, are_drafted)
+
+    def _all_decode(self) -> bool:
+        """True if every running request has one token without K/V, and memory for it."""
+        rows = self.table.rows[self._running_slots]
+        if not (rows["num_tokens"] - rows["num_computed"] == 1).all():
+            return False
+        return self._allocator.reserve_all(self._running_ids, [1] * len(self.running))
 
     def _plan_prompts(self, planned: dict[str, int], preempted: list[Request]) -> None:
         """Chunks of the prompts that are being computed, and of those that are let in."""
@@ -191,7 +217,7 @@ class Scheduler:
                 break
             self.waiting.remove(request)
             request.move_to(RequestStatus.RUNNING)
-            self.running.append(request)
+            self._set_running([*self.running, request])
             chunk = self._chunk(request, room)
             if chunk < 1:  # behind what is cached of it not even a row fits any more
                 break
@@ -261,7 +287,7 @@ class Scheduler:
         return last
 
     def _preempt(self, request: Request) -> None:
-        self.running.remove(request)
+        self._leave(request)
         self._allocator.release(request.request_id)
         request.num_computed_tokens = 0
         if request.first_scheduled_s is None:  # it had no rows yet, and may find less when it begins again
@@ -270,37 +296,27 @@ class Scheduler:
         request.move_to(RequestStatus.WAITING)
         self.waiting.put_back(request)
 
+    def _leave(self, request: Request) -> None:
+        self._set_running([each for each in self.running if each is not request])
+
     def _with_drafts(
         self,
         running: list[Request],
-        planned: dict[str, int],
+        names: list[str],
+        slots: IntArray,
+        counts: IntArray,
         preempted: list[Request],
-        are_drafted: Callable[[Sequence[Request]], Sequence[bool]],
+        are_drafted: Callable[[IntArray], BoolArray],
     ) -> SchedulerOutput:
-        names = [request.request_id for request in running]
-        rows = [planned[name] for name in names]
-        able = [
-            r
-            for r in running
-            if r.speculation.max_draft_tokens > 0 and r.num_pending_tokens == 1 and len(r.token_ids) >= r.plain_until
-        ]
-        drafted = able and [*compress(able, are_drafted(able))]
+        table = self.table.rows
+        places = np.empty(len(slots), np.int64)
+        places = places[: find_draftable(table, slots, counts, places)]
+        if len(places):
+            places = places[are_drafted(slots[places])]
         # Drafts take what memory is free.
-        reservable = self._allocator.reservable_tokens([request.request_id for request in drafted])
-        room_of = dict(zip(drafted, reservable, strict=True))
-        facts: list[int] = []
-        for request, count in zip(running, rows, strict=True):
-            allowed = request.speculation
-            facts += (
-                request.num_computed_tokens,
-                count,
-                len(request.token_ids),
-                request.max_total_tokens,
-                room_of.get(request, 0) - 1,
-                allowed.max_draft_tokens,
-                allowed.branch_length,
-            )
-        rows_left = self._config.max_num_batched_tokens - sum(rows)
+        rooms = np.array(self._allocator.reservable_tokens([names[place] for place in places.tolist()]), np.int64)
+        rows_left = self._config.max_num_batched_tokens - int(counts.sum())
         # Where rows are chosen by their worth, each request may be offered all of them.
-        share = rows_left if self._config.is_adaptive else rows_left // max(1, len(drafted))
-        return lay_plan(running, names, facts, preempted, rows_left, share, self._max_model_len)
+        share = rows_left if self._config.is_adaptive else rows_left // max(1, len(places))
+        bounds, planned = (share, self._max_model_len), (table, slots, counts)
+        return lay_plan(running, names, planned, (places, rooms), preempted, rows_left, bounds)

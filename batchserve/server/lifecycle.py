@@ -1,4 +1,4 @@
-"""The server's life: bind, warm up, serve, drain. It listens before the model is loaded, so that clients see why."""
+"""The server's life cycle: bind, warm up, serve, drain. While the model loads, requests are refused with the reason."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# After the last request ended its status is still to be sent; reflection's streams never end by themselves.
+# Time to send the last statuses after the requests have ended. Reflection streams never end by themselves.
 FLUSH_GRACE_S = 1.0
 STATUS_TIMEOUT_S = 5.0
-HURRIED_S = 10.0  # behind a second signal: for a last step and the draft cache
+HURRIED_S = 10.0  # after a second signal: time for a last step and for saving the draft cache
 QUIET_S = 0.15
 ARRIVALS_TIMEOUT_S = 1.0
 MIN_PING_INTERVAL_MS = 5000
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class GenerationServer:
-    """bind() -> open(engine) -> drain(). Until open and from drain on, requests get UNAVAILABLE with RetryInfo."""
+    """Call bind(), open(engine), drain(). Before open and from drain on, requests get UNAVAILABLE with RetryInfo."""
 
     def __init__(self, config: ServerConfig, version: str) -> None:
         self._config = config
@@ -68,7 +68,7 @@ class GenerationServer:
             reflection_pb2_grpc.add_ServerReflectionServicer_to_server(_Reflection(names, self._health), self._grpc)
 
     async def bind(self) -> str:
-        """Listen, NOT_SERVING, and return HOST:PORT with the port really taken; raises ConfigError if it cannot."""
+        """Starts listening as NOT_SERVING. Returns HOST:PORT with the actual port. Raises ConfigError on failure."""
         if self._config.metrics_port is not None:
             self._metrics = MetricsEndpoint(self._config.host, self._config.metrics_port, self._servicer.failed_calls)
             logger.info("metrics on http://%s", self._metrics.address)
@@ -83,9 +83,9 @@ class GenerationServer:
         return join_address(self._config.host, port)
 
     async def open(self, engine: AsyncEngine) -> None:
-        """Serve from this engine, which must be warm; the server owns it from now on.
+        """Serves from this engine, which must be warm. The server owns the engine from now on.
 
-        On an address that is not loopback its callers share no drafts and no K/V, unless a scope has been chosen.
+        On a non-loopback address, callers share no drafts and no KV cache unless a scope has been chosen.
         """
         self._engine = engine
         if not is_loopback(self._config.host):
@@ -97,9 +97,9 @@ class GenerationServer:
         await self._set_serving(None)
 
     async def drain(self, hurry: asyncio.Event | None = None) -> bool:
-        """Refuse new requests, let those in flight end within `drain_timeout_s`, end the rest, stop listening.
+        """Refuses new requests, lets those in flight end within `drain_timeout_s`, ends the rest and stops listening.
 
-        True if all ended by themselves. Setting `hurry` ends the waiting early. Harmless when repeated.
+        Returns True if all ended by themselves. Setting `hurry` ends the wait early. Repeated calls are harmless.
         """
         if self._watching is not None:
             self._watching.cancel()
@@ -113,7 +113,7 @@ class GenerationServer:
             finally:
                 await _shut_down(self._engine, hurry)
         await self._arrivals_ended()
-        # Every call has its end now; a client that does not read it is not waited for long.
+        # Every call has ended by now. The wait for clients that do not read their answer is short.
         await _unless_hurried(self._answers_read(), hurry)
         self._health.end()
         await self._grpc.stop(FLUSH_GRACE_S)
@@ -130,7 +130,7 @@ class GenerationServer:
         await self._set_serving("failed: the engine takes no requests any more")
 
     async def _requests_ended(self, engine: AsyncEngine) -> bool:
-        """Whether the engine is done with them, and the clients have read their answers, in time."""
+        """True if, in time, the engine has finished all requests and the clients have read their answers."""
         try:
             async with asyncio.timeout(self._config.drain_timeout_s):
                 is_drained = await engine.drain(self._config.drain_timeout_s)
@@ -147,10 +147,10 @@ class GenerationServer:
         return False
 
     async def _arrivals_ended(self) -> None:
-        """Returns once no call has come for a moment; not much later if they never cease.
+        """Waits until no call has arrived for QUIET_S, but no longer than ARRIVALS_TIMEOUT_S.
 
-        gRPC hands calls over one at a time, and what is left when it stops it cancels: their clients would see
-        CANCELLED where all others see UNAVAILABLE.
+        gRPC hands over calls one at a time and cancels the remaining ones when it stops. Their clients would see
+        CANCELLED while all others see UNAVAILABLE.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(ARRIVALS_TIMEOUT_S):
@@ -160,7 +160,7 @@ class GenerationServer:
                     await asyncio.sleep(QUIET_S)
 
     async def _set_serving(self, trouble: str | None) -> None:
-        """Say whether it serves, or else why not."""
+        """Publishes the serving status. trouble: the reason for not serving; None while serving."""
         self._show_trouble(trouble)
         is_serving = trouble is None
         status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
@@ -173,40 +173,40 @@ class GenerationServer:
 
 
 class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]
-    """gRPC's own, whose watchers end with the server: cancelled by gRPC they would leave a trace on standard error."""
+    """gRPC's health service. Its watch streams end with the server: if gRPC cancelled them they would print a trace."""
 
     def __init__(self) -> None:
         super().__init__()
         self._is_over = asyncio.Event()
 
     async def List(self, request: Any, context: Any) -> health_pb2.HealthListResponse:
-        """The status of each service: gRPC's own has no answer, but a traceback in the log."""
+        """Returns the status of each service. gRPC's own version fails with a traceback in the log."""
         names = ("", SERVICE_NAME)
         statuses = {name: await self.Check(health_pb2.HealthCheckRequest(service=name), context) for name in names}
         return health_pb2.HealthListResponse(statuses=statuses)
 
     async def Watch(self, request: Any, context: Any) -> None:
-        """The status now, and each that it changes to."""
+        """Streams the current status and each later one."""
         await _either(super().Watch(request, context), self.ended())
 
     def end(self) -> None:
-        """Let every watcher's stream end."""
+        """Ends every watch stream."""
         self._is_over.set()
 
     async def ended(self) -> None:
-        """Returns when the streams are to end."""
+        """Waits for end()."""
         await self._is_over.wait()
 
 
 class _Reflection(reflection.aio.ReflectionServicer):  # type: ignore[name-defined,misc]
-    """gRPC's own, whose streams end with the watchers', for the same reason."""
+    """gRPC's reflection service. Its streams end together with the watch streams, for the same reason."""
 
     def __init__(self, names: Sequence[str], watchers: _Health) -> None:
         super().__init__(names)
         self._watchers = watchers
 
     async def ServerReflectionInfo(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """An answer to each request."""
+        """Yields a response to each request."""
         async for response in super().ServerReflectionInfo(self._until_the_end(requests), context):
             yield response
 
@@ -224,11 +224,11 @@ async def serve(
     start_engine: Callable[[], Awaitable[AsyncEngine]],
     announce: Callable[[str], None],
 ) -> None:
-    """Run a server in this process until SIGTERM or SIGINT; a second signal ends the drain's waiting.
+    """Runs a server in this process until SIGTERM or SIGINT. A second signal ends the drain's wait.
 
     Announces 'listening on HOST:PORT' once requests are answered. Raises what `start_engine` raises.
     """
-    # Until it is warm nothing is in flight, and loading cannot be interrupted: a signal ends the process at once.
+    # Before the engine is warm nothing is in flight, and loading cannot be interrupted. A signal ends the process now.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end_at_once)
     server = GenerationServer(config, version)
@@ -244,7 +244,7 @@ async def serve(
         await server.drain()
         raise
     if not stop.is_set():
-        # Ending lets a supervisor restart it.
+        # Ending the process lets a supervisor restart it.
         await server.drain(hurry)
         raise EngineFaultError("the engine has failed and cannot go on")
     logger.info("draining: waiting at most %g s for the requests in flight", config.drain_timeout_s)
@@ -253,14 +253,14 @@ async def serve(
 
 
 def _end_at_once(number: int, _: object) -> None:
-    """As without a handler, but also where the kernel spares a process without one: as the first of a container."""
+    """Ends the process as if it had no handler. Also ends process 1 of a container, which the kernel would spare."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     os._exit(128 + number)
 
 
 def _stop_signals() -> tuple[asyncio.Event, asyncio.Event]:
-    """(set by the first SIGTERM or SIGINT, set by the second)."""
+    """Returns (event set by the first SIGTERM or SIGINT, event set by the second)."""
     stop, hurry = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
@@ -278,7 +278,7 @@ async def _unless_hurried(draining: Coroutine[Any, Any, bool], hurry: asyncio.Ev
 
 
 async def _shut_down(engine: AsyncEngine, hurry: asyncio.Event | None) -> None:
-    """Wait for the engine's end; not for long where that is hurried: it may stand still for good."""
+    """Waits for the engine to end. Kills it HURRIED_S after `hurry` is set, because it may hang forever."""
 
     async def kill() -> None:
         assert hurry is not None
@@ -296,7 +296,7 @@ async def _shut_down(engine: AsyncEngine, hurry: asyncio.Event | None) -> None:
 
 
 async def _either(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, Any]) -> T | None:
-    """Waits for one of the two and cancels the other; what the first returned, if it has."""
+    """Waits for one of the two and cancels the other. Returns the result of `first`, None if it did not finish."""
     tasks = [asyncio.create_task(first), asyncio.create_task(second)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -308,7 +308,7 @@ async def _either(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, Any
 
 
 def _why_not_bound(host: str, port: int) -> str | None:
-    """The operating system's reason for not listening there, which gRPC does not pass on; None if it works now."""
+    """Returns the operating system's reason, which gRPC does not pass on. None if listening there works now."""
     try:
         family = socket.getaddrinfo(host, port)[0][0]
         socket.create_server((host, port), family=family).close()
@@ -320,18 +320,18 @@ def _why_not_bound(host: str, port: int) -> str | None:
 def _channel_arguments(config: ServerConfig) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", config.max_receive_bytes),
-        # By default gRPC refuses metadata between the two at random.
+        # By default gRPC refuses metadata at random if its size is between these two limits.
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         # On by default on Linux, where a second server on the same port would silently take half of the connections.
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_permit_without_calls", 1),
-        # Of more calls than these that wait for our turn gRPC cancels some at random; we say why we refuse.
+        # Above this number of pending calls gRPC cancels some at random. The server's own refusals give a reason.
         ("grpc.server.max_pending_requests", MOST_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MOST_PENDING_CALLS),
-        # A client whose machine or process has stopped answers no ping: its calls end with the connection.
+        # A client whose machine or process has stopped answers no ping. Its calls end with the connection.
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
-        # gRPC's default of five minutes answers a client that pings more often with GOAWAY.
+        # By default gRPC sends GOAWAY to a client that pings more often than every five minutes.
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
     ]

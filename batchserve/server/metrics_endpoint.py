@@ -1,4 +1,4 @@
-"""The engine's metrics for Prometheus, and whether the server is serving, over HTTP."""
+"""The HTTP endpoint for Prometheus metrics and the serving status."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ logger = logging.getLogger(__name__)
 REQUEST_TIMEOUT_S = 30.0
 METHODS = ("GET", "HEAD")
 ACCEPT_VERSION = re.compile(r"version=([^;,]*)")
-SOUND_VERSION = re.compile(r"\d{1,4}(\.\d{1,4}){0,3}", re.ASCII)  # all that prometheus_client compares without an error
+SOUND_VERSION = re.compile(r"\d{1,4}(\.\d{1,4}){0,3}", re.ASCII)  # what prometheus_client can compare without an error
 PLAIN_TEXT = "text/plain; charset=utf-8"
 
 
 def join_address(host: str, port: int) -> str:
-    """HOST:PORT, with an IPv6 address in brackets."""
+    """Returns HOST:PORT, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class MetricsEndpoint:
-    """Serves /metrics and /healthz from a thread of its own until closed; port 0 picks a free one. Raises ConfigError.
+    """Serves /metrics and /healthz from its own thread until closed. Port 0 picks a free port. Raises ConfigError.
 
-    Before `show` there are only the calls that failed, by reason. `trouble` is what keeps the server from serving, in
-    a few words; None: nothing does.
+    Before `show` the only metric is the number of failed calls by reason. `trouble` says in a few words why the server
+    is not serving. It is None while the server is serving.
     """
 
     def __init__(self, host: str, port: int, failed_calls: Counter[str]) -> None:
@@ -65,7 +65,7 @@ class MetricsEndpoint:
         self._registry.register(_FailedCallsCollector(failed_calls))
         try:
             self._server = _HttpServer((host, port), self)
-        except (OSError, OverflowError) as error:  # OverflowError: no port has that number
+        except (OSError, OverflowError) as error:  # OverflowError: port number out of range
             raise ConfigError(
                 f"host:metrics_port = {join_address(host, port)}: cannot listen there ({error})"
             ) from error
@@ -76,17 +76,17 @@ class MetricsEndpoint:
         self.address = join_address(host, self._server.server_address[1])
 
     def show(self, metrics: MetricsSource) -> None:
-        """From now on these, of the one engine."""
+        """Adds the engine's metrics."""
         self._registry.register(_EngineCollector(metrics))
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stops listening."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
     def answer(self, path: str, accept: str) -> tuple[HTTPStatus, str, bytes]:
-        """(status, content type, body) of what is asked for."""
+        """Returns (status, content type, body) for a path."""
         if path == "/metrics":
             return self._figures(accept)
         if path == "/healthz":
@@ -97,12 +97,12 @@ class MetricsEndpoint:
 
     def _figures(self, accept: str) -> tuple[HTTPStatus, str, bytes]:
         if not all(SOUND_VERSION.fullmatch(version.strip()) for version in ACCEPT_VERSION.findall(accept)):
-            accept = ""  # answered in the plain format
+            accept = ""  # falls back to the plain format
         encode, content_type = choose_encoder(accept)
         try:
             body = encode(self._registry)
         except Exception:
-            # Logged when it begins: a scrape comes every few seconds.
+            # Only the first of several failures in a row is logged as an error: a scrape comes every few seconds.
             logger.log(logging.DEBUG if self._is_faulty else logging.ERROR, "metrics: cannot be read", exc_info=True)
             self._is_faulty = True
             return HTTPStatus.INTERNAL_SERVER_ERROR, PLAIN_TEXT, b"the figures cannot be read\n"
@@ -111,26 +111,26 @@ class MetricsEndpoint:
 
 
 class _HttpServer(ThreadingHTTPServer):
-    request_queue_size = 128  # by default five: the sixth that comes at once waits for a second
+    request_queue_size = 128  # the default is five: a sixth simultaneous connection waits for a second
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], endpoint: MetricsEndpoint) -> None:
-        # An address without a name is in the family that it is written in, a name in the first that it has.
+        # A numeric address has one address family. A host name gets the first family that it resolves to.
         self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         self.endpoint = endpoint
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        """Without http.server's look-up of the host's name, which may take seconds."""
+        """Binds without http.server's host name look-up, which may take seconds."""
         TCPServer.server_bind(self)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up, or sends no HTTP, is no error of ours."""
+        """Logs at debug level: a client that hangs up or does not send HTTP is not a server error."""
         logger.debug("metrics: a connection of %s failed", client_address, exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One connection, in a thread of its own; one that sends nothing is not waited for without end."""
+    """Handles one connection in its own thread. A client that sends nothing times out."""
 
     server: _HttpServer
     timeout = REQUEST_TIMEOUT_S
@@ -141,17 +141,17 @@ class _Handler(BaseHTTPRequestHandler):
             super().handle()
 
     def parse_request(self) -> bool:
-        """Refuses methods that change something, which http.server would call unknown."""
+        """Refuses methods other than GET and HEAD as not allowed. http.server would call them unsupported."""
         if not super().parse_request():
             return False
         if self.command not in METHODS:
             self._send(HTTPStatus.METHOD_NOT_ALLOWED, PLAIN_TEXT, b"method not allowed: GET or HEAD\n")
-            self.close_connection = True  # its body is left unread
+            self.close_connection = True  # the request's body is left unread
             return False
         return True
 
     def do_GET(self) -> None:
-        """What lies at the path; HEAD: without its body."""
+        """Answers GET, and HEAD without the body."""
         path = self.path.partition("?")[0]
         self._send(*self.server.endpoint.answer(path, self.headers.get("Accept", "")))
 
@@ -209,7 +209,7 @@ class _EngineCollector(Collector):
 
 
 def _counter(described: Mapping[str, str], label: str, counts: Mapping[str, int]) -> Metric:
-    """One counter by one label."""
+    """Returns a counter family with one label."""
     ((name, text),) = described.items()
     family = CounterMetricFamily(PREFIX + name, text, labels=(label,))
     for value, count in counts.items():
@@ -218,6 +218,6 @@ def _counter(described: Mapping[str, str], label: str, counts: Mapping[str, int]
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """(upper bound, how many are not above it)."""
+    """Returns (upper bound, number of values up to it) for each bucket."""
     bounds = [*map(str, histogram.bounds), "+Inf"]
     return list(zip(bounds, accumulate(histogram.counts), strict=True))

@@ -1,4 +1,4 @@
-"""One line of the log for each call: what it was, how it ended and how long it took; never a text."""
+"""Logs one line per call: the method, how the call ended and how long it took. Never logs prompts or answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class CallRecord:
-    """What is known of one call so far."""
+    """The log fields of one call, filled in while the call is answered."""
 
     method: str
     peer: str
@@ -31,7 +31,7 @@ class CallRecord:
     _begun_s: float = field(default_factory=time.monotonic)
 
     def asked(self, request_id: str) -> None:
-        """The id that the client has chosen; it may be anything."""
+        """Sets the client's request id. It is not validated yet, so a long one is shortened."""
         is_sound = len(request_id) <= MAX_REQUEST_ID_CHARS
         self.request_id = request_id if is_sound else shortened(request_id, MAX_REQUEST_ID_CHARS)
 
@@ -39,12 +39,12 @@ class CallRecord:
         self.request_id, self.prompt_tokens = event.request_id, event.prompt_tokens
 
     def finished(self, answer: Delta | RequestOutput) -> None:
-        """The last of a stream, or a whole answer."""
+        """Sets the result, from the last delta of a stream or a complete answer."""
         self.request_id, self.finish_reason = answer.request_id, answer.finish_reason
         self.usage, self.timing = answer.usage, answer.timing
 
     def log(self, status: str, reason: str = "") -> None:
-        """The call has ended in this status; reason: that of its error."""
+        """Logs that the call has ended with this status. reason: the error's reason."""
         if not logger.isEnabledFor(self.level):
             return
         fields: dict[str, Any] = {"method": self.method, "peer": self.peer, "status": status}

@@ -1,4 +1,4 @@
-"""Whether the engine gets on: a step that never ends fails nothing, and the server would stay SERVING for good."""
+"""Detects a stalled engine. A step that never ends raises no error, and the server would stay SERVING forever."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from batchserve.engine.async_engine import AsyncEngine
 
 logger = logging.getLogger(__name__)
-LOOKS = 10  # in the time that an answer may take
+LOOKS = 10  # pings within the time that an answer may take
 
 
 async def watch_for_stalls(engine: AsyncEngine, timeout_s: float, tell: Callable[[bool], Awaitable[None]]) -> None:
-    """Tells False when the engine has not answered for timeout_s, and True when it does again. Never returns.
+    """Calls tell(False) when the engine has not answered for timeout_s, and tell(True) when it does. Never returns.
 
-    It answers between two steps, and at once where it has nothing to do. One that has failed answers with an error,
-    which says nothing: others say so.
+    The engine answers between two steps, and at once when it is idle. A failed engine answers with an error, which is
+    ignored here because failures are reported elsewhere.
     """
     is_stalled = False
     while True:

@@ -1,4 +1,4 @@
-"""The attention backend that serves a model, with the K/V memory that it owns."""
+"""Builds the attention backend that serves a model, with the K/V memory that it owns."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from batchserve.attention.cpu import CpuBackend, compile_kernels, kernel_support
 from batchserve.attention.paged import PagedBackend
 from batchserve.attention.torch_paged import TorchKernel
 from batchserve.config import EngineConfig, MiB
+from batchserve.engine import commit_kernel
 from batchserve.errors import ConfigError
 from batchserve.free_memory import free_memory_bytes
 from batchserve.kernel_overlap import can_overlap
@@ -35,13 +36,14 @@ if TYPE_CHECKING:
     from batchserve.startup.kv_memory import Progress
 
 KV_SHARE_OF_FREE_MEMORY = 0.25
-UNKNOWN_BYTES = 4096 * MiB  # taken to be free where the system does not say
-GPU_KERNELS = ("triton", "flashinfer", "torch")  # the fastest first (docs/gpu.md)
+UNKNOWN_BYTES = 4096 * MiB  # assumed to be free if the system does not say
+GPU_KERNELS = ("triton", "flashinfer", "torch")  # fastest first (docs/gpu.md)
 
-# The seconds are those of compiling, on one core of a server's processor.
+# Compile times in seconds, on one core of a server's processor.
 COMMON_PARTS = (
     Part("row layout", 1.0, row_layout.compile_kernels),
-    Part("plan", 0.6, plan.compile_kernels),
+    Part("plan", 0.8, plan.compile_kernels),
+    Part("commit", 1.0, commit_kernel.compile_kernels),
     Part("pool", 0.5, pool.compile_kernels),
     Part("argmax", 1.6, argmax_kernel.compile_kernels),
     Part("draws", 12.6, draw_kernel.compile_kernels),
@@ -59,7 +61,7 @@ ATTENTION_S = 13.6
 
 
 def build_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> tuple[AttentionBackend, int]:
-    """(backend, longest request in tokens). Raises ConfigError."""
+    """Returns (backend, longest request in tokens). Raises ConfigError."""
     if has_cpu_backend(config, loaded.device):
         return _cpu_backend(config, loaded, say)
     if config.batch_invariant:
@@ -104,15 +106,15 @@ def _paged_backend(config: EngineConfig, loaded: LoadedModel, say: Progress) -> 
     total_tokens, max_model_len = kv_capacity(config, loaded, budget, 1, config.max_num_batched_tokens, num_dummies=1)
     per_token = bytes_per_token(loaded.layers, loaded.dtype)
     _check_free(config, total_tokens * per_token, free)
-    max_tokens = max_model_len + config.max_num_batched_tokens  # a request's context and the rows of a step
-    # While steps are timed there are as many requests beside those that have the contexts. Graphs know no larger table.
+    max_tokens = max_model_len + config.max_num_batched_tokens  # one request's context and the rows of a step
+    # Timing steps takes up to max_num_seqs requests besides those with contexts. CUDA graphs use this table size only.
     allocator = SlotAllocator(total_tokens, 2 * config.max_num_seqs, max_tokens, per_token)
     say(_described(config, total_tokens, per_token, max_model_len))
     return PagedBackend(loaded.layers, loaded.dtype, loaded.device, kernel, allocator), max_model_len
 
 
 def create_kernel(config: EngineConfig, loaded: LoadedModel, say: Progress) -> TreeKernel:
-    """The kernel that was asked for, or the first that can serve the model. Raises ConfigError."""
+    """Returns the kernel asked for, or the first one that can serve the model. Raises ConfigError."""
     wanted = config.attention_backend
     for name in GPU_KERNELS if wanted == "auto" else (wanted,):
         try:
@@ -129,7 +131,7 @@ def create_kernel(config: EngineConfig, loaded: LoadedModel, say: Progress) -> T
 
 
 def _try(kernel: TreeKernel, loaded: LoadedModel) -> None:
-    """Run a step of a tree and one of a chain. Raises ConfigError: what a kernel lacks may show only when it runs."""
+    """Runs a tree step and a chain step. Raises ConfigError, as what a kernel lacks may show only when it runs."""
     for parents in ([-1, 0, 0], [-1, 0, 1]):
         allocator = SlotAllocator(len(parents), 1, len(parents), 0)
         allocator.reserve("trial", len(parents))
@@ -142,7 +144,7 @@ def _try(kernel: TreeKernel, loaded: LoadedModel) -> None:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # no compiler, no module for this GPU, a library that cannot be loaded
-            runner.check_device()  # behind a fault that stays no other kernel would run, either
+            runner.check_device()  # after a persistent fault, no other kernel would run either
             raise ConfigError(f"it cannot run: {type(error).__name__}: {error}") from error
 
 
@@ -165,7 +167,7 @@ def _make_kernel(name: str, config: EngineConfig, loaded: LoadedModel) -> TreeKe
 
 
 def check_batch_invariant(loaded: LoadedModel) -> None:
-    """Raises ConfigError where bitwise equality cannot be promised: for anything but a whole native program."""
+    """Raises ConfigError unless a native program runs the whole model. Only that is bitwise the same in any batch."""
     name = type(loaded.model).__name__
     if loaded.native is None:
         raise ConfigError(f"batch_invariant = True: {name} in {loaded.dtype} has no native program (the log says why)")
@@ -181,7 +183,7 @@ def _share_of(free: int | None) -> int:
 
 
 def _check_free(config: EngineConfig, kv_bytes: int, free: int | None) -> None:
-    """Raises ConfigError where more was asked for, and could be used, than there is."""
+    """Raises ConfigError if more was asked for, and could be used, than is free."""
     if config.kv_cache_memory is not None and free is not None and kv_bytes > free:
         raise ConfigError(
             f"kv_cache_memory = {config.kv_cache_memory} bytes: must be at most {free} bytes, what is free"

@@ -1,4 +1,4 @@
-"""How many compute threads steps run on, by trial."""
+"""Chooses the number of compute threads that steps run on, by timing trial steps."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 TRIALS = 9
-SLOW_FORWARD_S, LARGE_FORWARD_S = 0.5, 2.0  # seconds; no pause makes two steps in a row take the second
-# After the start it is tried again so often, then more and more seldom; between steps only if there was no lull.
+SLOW_FORWARD_S, LARGE_FORWARD_S = 0.5, 2.0  # seconds; a pause does not make two steps in a row exceed the latter
+# Later trials: first interval, longest interval (it doubles), and extra wait between steps if there was no lull.
 LOOK_AGAIN_S, SELDOM_S, PATIENCE_S = 30.0, 300.0, 30.0
 LOOKS = 5
 LEAST_GAIN_OF_FEWER = 1.1
 
 
 def choose_threads(runner: ModelRunner, max_num_seqs: int, max_model_len: int, least_gain: float) -> int:
-    """The number of compute threads that runs a decoding step fastest; half as many unless twice gain least_gain.
+    """Returns the fastest number of compute threads for a decoding step. Twice as many must be least_gain times faster.
 
-    Small layers do not repay the barrier between threads, and a busy neighbour makes it a hundred times dearer; a core
-    left free serves the event loop. They are tried in turns, so that a pause of the machine does not decide, and what
-    is compared is the lower quartile. A number whose steps are slow in two turns is tried no more.
+    Small layers do not repay the barrier between threads, and a busy neighbour makes it a hundred times more expensive.
+    A core left free serves the event loop. The candidates take turns, so that a pause of the machine does not decide,
+    and their lower quartiles are compared. A candidate with slow steps in two turns is dropped.
     """
     most = torch.get_num_threads()
     counts = [most >> halvings for halvings in range(most.bit_length())]
@@ -43,7 +43,7 @@ def choose_threads(runner: ModelRunner, max_num_seqs: int, max_model_len: int, l
         runner.num_threads = count
         runner.bind_thread()
         taken_s = time_decoding(runner, max_num_seqs, max_model_len)
-        if taken_s > SLOW_FORWARD_S:  # it may have been a pause
+        if taken_s > SLOW_FORWARD_S:  # may have been a pause
             taken_s = min(taken_s, time_decoding(runner, max_num_seqs, max_model_len))
         return taken_s
 
@@ -51,7 +51,7 @@ def choose_threads(runner: ModelRunner, max_num_seqs: int, max_model_len: int, l
         for place, count in enumerate(counts):
             seconds[count].append(trial(count))
             if seconds[count][-1] > (SLOW_FORWARD_S if place > 0 else LARGE_FORWARD_S):
-                break  # still fewer would take longer still
+                break  # fewer threads would take even longer
         latest = {count: seconds[count][-1] for count in counts[:2] if seconds[count]}
         if min(latest.values()) > SLOW_FORWARD_S:  # large layers gain from every core, and more trials would take long
             return min(latest, key=lambda count: latest[count])
@@ -67,11 +67,11 @@ def choose_threads(runner: ModelRunner, max_num_seqs: int, max_model_len: int, l
 
 
 class ThreadWatch:
-    """Tries again, now and then, whether steps are faster on twice or half as many compute threads: the machine may
-    have been busy at start, or become so. One thread, which steps, makes all calls.
+    """Checks from time to time whether steps are faster on twice or half as many compute threads, as the machine may
+    have been busy at start, or become busy. The thread that runs the steps makes all calls.
 
-    time_step: seconds of a trial step on the runner's threads. changed: called with how many times as long as before a
-    step takes on the runner's new number of threads. least_gain: as for choose_threads.
+    time_step: returns the seconds of a trial step on the runner's threads. changed: called with the new step time,
+    relative to the old one, after the number of threads has changed. least_gain: as in choose_threads.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class ThreadWatch:
         self._due_s = clock() + self._every_s
 
     def idle_s(self) -> float:
-        """Seconds until the next trial is due while nothing is to be done."""
+        """Returns the seconds until the next trial is due if there is no work."""
         return max(0.0, self._due_s - self._clock())
 
     def look(self, *, is_idle: bool) -> None:
-        """Some trial steps, if they are due; between the steps of requests later than while idle."""
+        """Runs trial steps if they are due. Between the steps of requests they are due later than while idle."""
         if self._clock() < self._due_s + (0.0 if is_idle else PATIENCE_S):
             return
         before = self._runner.num_threads
@@ -105,7 +105,7 @@ class ThreadWatch:
         ratio = 1.0
         try:
             ratio = self._ratio(before, other, gain) if 1 <= other <= self._most else 1.0
-        except (MemoryError, RuntimeError) as error:  # requests have all K/V, or all memory
+        except (MemoryError, RuntimeError) as error:  # requests hold all K/V memory, or all memory
             if not is_out_of_memory(error):
                 raise
         finally:
@@ -118,9 +118,9 @@ class ThreadWatch:
             self._changed(ratio)
 
     def _ratio(self, before: int, other: int, gain: float) -> float:
-        """How many times as long a step takes on another number of threads; of little use is known after two."""
+        """Returns the step time on `other` threads relative to `before`, or 1.0 if a pair shows too little gain."""
         self._use(other)
-        self._time_step()  # the first pays for what is set up for so many threads
+        self._time_step()  # the first step pays for setting up the threads
         seconds: dict[int, list[float]] = {before: [], other: []}
         for _ in range(LOOKS):
             for count, taken in seconds.items():
@@ -139,7 +139,7 @@ class ThreadWatch:
 
 
 def check_threads(loaded: LoadedModel, runner: ModelRunner) -> None:
-    """The model answers on the runner's compute threads as on one. Raises UnsupportedModelError."""
+    """Raises UnsupportedModelError unless the model answers on the runner's compute threads as it does on one."""
     chosen, logits = runner.num_threads, {}
     for count in {1, chosen}:
         runner.num_threads = count

@@ -1,4 +1,4 @@
-"""How much K/V memory there is: what a budget holds, and on a GPU what weights and steps leave."""
+"""Sizes the K/V memory: what a budget holds, and on a GPU what weights and steps leave."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from batchserve.runner.ragged_batch import RequestRows, build_batch
 if TYPE_CHECKING:
     from batchserve.attention.tree_metadata import TreeKernel
 
-KEPT = 2  # times what all sequences at full length take, where nobody says how much: as much again of ended requests
+KEPT = 2  # times what all sequences at full length take, if no size is given; half of it keeps ended requests
 Progress = Callable[[str], None]
 
 
@@ -28,18 +28,18 @@ class DeviceMemory(Protocol):
     """A device's memory as torch's allocator and the driver see it, in bytes."""
 
     def free_and_total(self) -> tuple[int, int]:
-        """What the driver could still give, and what the device has. Cached blocks of torch are given back first."""
+        """Returns what the driver can still give, and the device's total. torch first gives back its cached blocks."""
 
     def allocated(self) -> int:
-        """What tensors hold now."""
+        """Returns the bytes that tensors hold now."""
 
     def reserved(self) -> int:
-        """What torch has taken from the driver."""
+        """Returns the bytes that torch has taken from the driver."""
 
     def reset_peak(self) -> None: ...
 
     def peak(self) -> int:
-        """The most that tensors held since reset_peak()."""
+        """Returns the most bytes that tensors held since reset_peak()."""
 
 
 class CudaMemory:
@@ -70,9 +70,9 @@ class CudaMemory:
 def kv_capacity(
     config: EngineConfig, loaded: LoadedModel, budget: int, unit: int, draft_rows: int = 0, num_dummies: int = 0
 ) -> tuple[int, int]:
-    """(tokens of K/V, longest request) that so many bytes hold, in units of so many tokens. Raises ConfigError.
+    """Returns (tokens of K/V, longest request) for a budget in bytes, in units of `unit` tokens. Raises ConfigError.
 
-    draft_rows: tokens that can be used beyond all sequences' full length; num_dummies: those that nobody is given.
+    draft_rows: tokens that can be used beyond all sequences' full length; num_dummies: tokens that no request gets.
     """
     per_token = bytes_per_token(loaded.layers, loaded.dtype)
     wanted_len = config.max_model_len or loaded.max_model_len
@@ -82,12 +82,12 @@ def kv_capacity(
     def rounded(tokens: int) -> int:
         return -(-tokens // unit) * unit
 
-    # More than every sequence at full length is never used, but by what is kept of those that have ended.
+    # Memory beyond every sequence at full length is used only to keep the K/V of ended requests.
     most = config.max_num_seqs * rounded(wanted_len) + draft_rows
     total_tokens = budget // per_token // unit * unit - num_dummies
     if not config.prefix_cache:
         total_tokens = min(total_tokens, most)
-    elif config.kv_cache_memory is None and loaded.device.type != "cuda":  # the machine's memory is not ours alone
+    elif config.kv_cache_memory is None and loaded.device.type != "cuda":  # other programs share the machine's memory
         total_tokens = min(total_tokens, KEPT * most)
     max_model_len = min(wanted_len, total_tokens)
     least = config.max_model_len or 2  # a token of the prompt and one of the answer
@@ -104,11 +104,11 @@ def kv_capacity(
 
 
 class ProfilingStep:
-    """A step of as many rows as a step may have, all with their logits and sampled, over K/V of its own.
+    """Runs a step with as many rows as a step may have, all of them sampled, over K/V of its own.
 
-    No other step's model takes more memory beside the K/V: drafts run the head on every row, prompts on one of each
-    request. Not in it: the masks of trees where FlashInfer is told of them by its own (rows x keys / 8 bytes for each
-    kind of layer), and tables of slots (12 bytes for each token of max_num_seqs whole contexts).
+    No other step needs more memory besides the K/V: drafts run the head on every row, prompts on one row of each
+    request. Not included are the masks of trees with FlashInfer's own custom mask (rows x keys / 8 bytes for each kind
+    of layer), and tables of slots (12 bytes for each token of max_num_seqs whole contexts).
     """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, kernel: TreeKernel) -> None:
@@ -122,8 +122,8 @@ class ProfilingStep:
         loaded, rows = self._loaded, sum(self._counts)
         allocator = SlotAllocator(rows, len(self._counts), rows, 0)
         backend = PagedBackend(loaded.layers, loaded.dtype, loaded.device, self._kernel, allocator)
-        # Sampling that takes the most memory. With that top_k the device decides: a nucleus alone may be too wide for
-        # it, and then the logits of all rows would be sent to the host.
+        # Sampling that takes the most memory. With this top_k, the device decides. A nucleus alone may be too wide for
+        # it, and the logits of all rows would then be sent to the host.
         nucleus = ResolvedSampling(1.0, 1, 0.9, 0, 1, frozenset())
         requests = []
         for i, count in enumerate(self._counts):
@@ -135,10 +135,10 @@ class ProfilingStep:
 def profiled_budget(
     memory: DeviceMemory, utilization: float, profile: ProfilingStep, say: Progress, graph_share: float = 0.0
 ) -> int:
-    """Bytes for K/V: the share of the device's memory that we may use, less all that is needed beside it.
+    """Returns the bytes for K/V: our share of the device's memory, less everything else that is needed.
 
-    As vLLM does it: what others hold and torch knows nothing of, and the most that tensors held in a profiling step.
-    CUDA graphs, captured later, have memory of their own: graph_share of a step's. Not positive where nothing is left.
+    As in vLLM, everything else is what others hold outside of torch, and the most that tensors held in a profiling
+    step. CUDA graphs, captured later, need graph_share of a step's memory. Not positive if nothing is left.
     """
     before = memory.allocated()
     memory.reset_peak()

@@ -1,6 +1,6 @@
-"""What makes a model faster at start, on a GPU: kernels of our own, and torch's compiler.
+"""Makes a model faster at start, on a GPU, with our own kernels and torch's compiler.
 
-Both are used where they can be, and only if the model answers as before.
+Both are used where possible, and only if the model answers as before.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 def make_faster(
     config: EngineConfig, loaded: LoadedModel, runner: ModelRunner, say: Callable[[str], None]
 ) -> list[str]:
-    """Before anything is captured, where steps are to be; what was done, for whoever keeps how long steps take.
+    """Applies the speed-ups, before CUDA graphs are captured. Returns their names, which identify measured step times.
 
-    Raises ConfigError where a way to compile was asked for and cannot be.
+    Raises ConfigError if a compile mode was asked for that is not possible.
     """
     way, backend = config.compile_model, runner.backend
     can_be = isinstance(backend, PagedBackend) and choose_capturer(config, loaded.device, backend.kernel) is not None
@@ -53,7 +53,7 @@ def make_faster(
     if way == "off" and not config.custom_kernels:
         return done
     expected = trial_logits(loaded, runner)
-    is_joined = way != "off"  # a residual to the linear that it is added to
+    is_joined = way != "off"  # a compiler joins a linear and the residual added to it
     if config.custom_kernels and _use_own_kernels(
         loaded, runner, expected, say, overlaps=overlaps, is_joined=is_joined
     ):
@@ -72,7 +72,7 @@ def _use_own_kernels(
     overlaps: bool,
     is_joined: bool,
 ) -> bool:
-    """Whether linears and norms have kernels of our own now; else the model is as it was."""
+    """True if linears and norms now have our own kernels. Otherwise, the model is as it was."""
     swapped = SwappedModules(loaded.model, Choices(overlaps=overlaps))
     try:
         hidden_size = int(loaded.model.config.get_text_config().hidden_size)
@@ -83,7 +83,7 @@ def _use_own_kernels(
         timer = CudaTimer(loaded.device, loaded.dtype, overlaps=overlaps)
         choose_products(shapes, hidden_size if is_joined else None, swapped.choices, timer, say)
         _compare(loaded, runner, expected, "with our own linears and norms", "these")
-    except Exception as error:  # Triton's compiler has errors of many kinds
+    except Exception as error:  # Triton's compiler raises errors of many kinds
         _raise_fault(error)
         swapped.undo()
         say(f"without linears and norms of our own: {type(error).__name__}: {error}")
@@ -100,7 +100,7 @@ def _compile(
     *,
     overlaps: bool,
 ) -> bool:
-    """Whether the runner runs a compiled model now; else the model is as it was."""
+    """True if the runner now runs a compiled model. Otherwise, the model is as it was."""
     assert isinstance(runner.backend, PagedBackend)
     say(f"compiling the model ({way if way == 'whole' else 'layers'}; longer at the first start)")
     began_s, compiled = time.monotonic(), None
@@ -108,7 +108,7 @@ def _compile(
         program = CompiledModel if way == "whole" else CompiledLayers
         compiled = runner.compiled = program(loaded.model, runner.backend, overlaps=overlaps)
         _compare(loaded, runner, expected, "compiled", "torch's compiler")
-    except Exception as error:  # torch's compilers have errors of many kinds
+    except Exception as error:  # torch's compilers raise errors of many kinds
         _raise_fault(error)
         runner.compiled = None
         if compiled is not None:
@@ -122,13 +122,13 @@ def _compile(
 
 
 def _raise_fault(error: Exception) -> None:
-    """A fault of the device is no matter of compilers."""
+    """Re-raises device faults, which are unrelated to compilers."""
     if isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError):
         raise error
 
 
 def _compare(loaded: LoadedModel, runner: ModelRunner, expected: list[torch.Tensor], where: str, suspect: str) -> None:
-    """Raises UnsupportedModelError where the model does not answer as before."""
+    """Raises UnsupportedModelError if the model does not answer as before."""
     for found, logits in zip(trial_logits(loaded, runner), expected, strict=True):
         compare_logits(loaded.model, found, logits, where, suspect)
 
@@ -137,8 +137,8 @@ def _compare(loaded: LoadedModel, runner: ModelRunner, expected: list[torch.Tens
 def trial_logits(
     loaded: LoadedModel, runner: ModelRunner, row_counts: Sequence[int] = ROW_COUNTS
 ) -> list[torch.Tensor]:
-    """float32 [rows, vocab_size] of short texts, all of whose rows are sampled: of as many as kernels differ by, and of
-    one as long as the probe's.
+    """Returns float32 logits [rows, vocab_size] for all rows of short texts. Their lengths are those at which kernels
+    differ, and that of the probe.
     """
     name, allocator = "trial", runner.backend.allocator
     most = min(PROBE_TOKENS, loaded.max_model_len, allocator.reservable_tokens([name])[0])
@@ -149,7 +149,7 @@ def trial_logits(
             raise MemoryError(f"K/V of {count} tokens")
         try:
             batch = build_batch([RequestRows(name, 0, ids, list(range(-1, count - 1)), 1, GREEDY)])
-            # Not through forward(), which pads: a graph of one row has one.
+            # Bypasses forward(), which pads: a graph of one row has one row.
             arrays = {"ids": batch.input_ids[:count], "positions": batch.position_ids[:count], "keep": np.arange(count)}
             inputs = upload(arrays, loaded.device)
             found.append(runner.run(batch.spans, inputs["ids"], inputs["positions"], inputs["keep"]).float())

@@ -1,4 +1,4 @@
-"""Measures what steps of this model cost on this machine, in a few seconds, or reads what was measured before."""
+"""Measures a model's step times on this machine, in a few seconds, or reads those measured before."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from batchserve.runner.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
-MOST_SECONDS = 4.0  # for all rounds together, begun ones are finished
+MOST_SECONDS = 4.0  # for all rounds together; a round that has begun is finished
 FEWEST_ROUNDS, MOST_ROUNDS = 2, 9
 SAID_EVERY_S = 2.0
-LONG_STEP_S = 0.5  # what takes longer is left to extrapolation, and what may take twice as long is not even tried
+LONG_STEP_S = 0.5  # longer steps are extrapolated; steps that may take twice as long are not tried
 CONTEXT, SHORT_CONTEXT = 1024, 256
-MOST_DRAFT = 64  # steps of more rows are mostly a prompt's
+MOST_DRAFT = 64  # steps with more rows are mostly prefill
 MANY_REQUESTS = 16
-FEW_ROWS, MORE_ROWS = 1, 4  # of each request: two steps at the same context tell reading K/V from attending to it
-SEAL = "step times 10"  # and the version of what is kept
+FEW_ROWS, MORE_ROWS = 1, 4  # per request; two steps at the same context separate reading K/V from attending to it
+SEAL = "step times 10"  # includes the version of the stored format
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def measured_table(
     key: Sequence[str],
     say: Callable[[str], None] = lambda message: None,
 ) -> StepTimeTable:
-    """What was measured for `key` before, or else is now; kept in the folder `cache` where that can be written."""
+    """Returns the table stored for `key`, or measures it now. Stores it in the folder `cache` if that is writable."""
     extent = _extent(runner, max_rows, max_requests, max_context)
     name = hashlib.sha256("\n".join([SEAL, str(extent), *key]).encode()).hexdigest()[:24]
     path = cache / "step_time" / f"{name}.table"
@@ -70,7 +70,7 @@ def measure(
     max_context: int,
     say: Callable[[str], None] = lambda message: None,
 ) -> StepTimeTable:
-    """Time steps of up to max_rows rows, max_requests requests and max_context K/V entries, as memory allows."""
+    """Times steps of up to max_rows rows, max_requests requests and max_context K/V entries, as memory allows."""
     max_rows, requests, readers, context, max_context = _extent(runner, max_rows, max_requests, max_context)
     rows = rows_to_time(max_rows, () if runner.graphs is None else runner.graphs.sizes)
     probes = [_Case((1,) * requests), _Case((min(MOST_DRAFT, max_rows, max_context),), is_prefill=True)]
@@ -79,12 +79,12 @@ def measure(
     sizes = [_Case(_split(n, max_context), is_prefill=n > MOST_DRAFT) for n in rows]
     with _requests(runner, probes[-1] if probes[-1].context else _Case(())) as names:
         seconds = _time_all(runner, sizes, probes, names, say)
-    # Where memory is hardly more than one request needs, all that is known is a step of single rows.
+    # If memory holds hardly more than one request needs, only a step of single rows is known.
     return _table([case for case in sizes if case in seconds] or probes[:1], probes, seconds)
 
 
 class _Extent(NamedTuple):
-    """How far a table can be measured: rows, requests, requests with a context, that context, and rows of a request."""
+    """The limits of a table: rows, requests, requests with a context, that context, and the rows of one request."""
 
     rows: int
     requests: int
@@ -94,7 +94,7 @@ class _Extent(NamedTuple):
 
 
 def _extent(runner: ModelRunner, max_rows: int, max_requests: int, max_context: int) -> _Extent:
-    # Half of it for contexts, which stay while other cases come and go.
+    # Half of the memory is for contexts, which stay while other cases come and go.
     free = runner.backend.allocator.free_tokens // 2
     rows = max(1, min(max_rows, free, max_requests * max_context))
     requests = max(1, min(MANY_REQUESTS, max_requests, free // EXTENT))
@@ -104,13 +104,13 @@ def _extent(runner: ModelRunner, max_rows: int, max_requests: int, max_context: 
 
 
 def rows_to_time(max_rows: int, bucket_sizes: Sequence[int]) -> list[int]:
-    """The numbers of rows to measure, ascending: a graph's bucket ends in a step of the time, which has two sides."""
+    """Returns the numbers of rows to time, ascending, with both sides of each bucket's edge, where step time jumps."""
     edges = {size + side for size in bucket_sizes for side in (0, 1)}
     return sorted({*grid(max_rows), *(edge for edge in edges if edge <= max_rows)})
 
 
 def time_decoding(runner: ModelRunner, max_requests: int, max_context: int) -> float:
-    """Seconds of a step in which requests decode behind a short context, as many and as short as memory allows."""
+    """Returns the seconds of a decoding step after a short context, with as many requests as memory allows."""
     free = runner.backend.allocator.free_tokens // 2
     requests = max(1, min(MANY_REQUESTS, max_requests, free // EXTENT))
     context = max(0, min(SHORT_CONTEXT, max_context, free // requests) - 1)
@@ -120,12 +120,12 @@ def time_decoding(runner: ModelRunner, max_requests: int, max_context: int) -> f
 
 
 def _reserved(case: _Case) -> int:
-    """Tokens of memory that its rows may take."""
+    """Returns the tokens of memory that the case's rows may take."""
     return sum(-(-(case.context + rows) // EXTENT) * EXTENT for rows in case.rows)
 
 
 def _split(rows: int, most: int) -> tuple[int, ...]:
-    """So many rows over as few requests as can have them."""
+    """Splits rows over as few requests as possible, with at most `most` rows each."""
     full, rest = divmod(rows, most)
     return (most,) * full + ((rest,) if rest else ())
 
@@ -137,7 +137,7 @@ def _table(sizes: list[_Case], probes: list[_Case], seconds: dict[_Case, float])
     model = StepTimeModel(table)
 
     def excess(case: _Case) -> float:
-        """Seconds beyond those of a draft of as many rows without a context."""
+        """Returns the seconds beyond those of a draft with as many rows and no context."""
         return seconds[case] - model.predict(StepLoad(sum(case.rows), sum(case.rows), 1))
 
     per_request = max(0.0, excess(many) / (len(many.rows) - 1)) if len(many.rows) > 1 else 0.0
@@ -149,7 +149,7 @@ def _table(sizes: list[_Case], probes: list[_Case], seconds: dict[_Case, float])
         per_attended = max(0.0, (excess(more) - excess(few)) / ((sum(more.rows) - num_rows) * few.context))
         of_contexts = (excess(few) - per_request * (readers - 1)) / few.context
         per_context = max(0.0, (of_contexts - num_rows * per_attended) / readers)
-    # A prefill chunk runs the head on its last row only: the table is of steps that run it on all.
+    # A prefill chunk runs the head only on its last row. The table is for steps that run it on all rows.
     heads = [per_logit_row * (sum(case.rows) - len(case.rows)) if case.is_prefill else 0.0 for case in sizes]
     return StepTimeTable(
         tuple(sum(case.rows) for case in sizes),
@@ -164,9 +164,9 @@ def _table(sizes: list[_Case], probes: list[_Case], seconds: dict[_Case, float])
 def _time_all(
     runner: ModelRunner, sizes: list[_Case], probes: list[_Case], names: Sequence[str], say: Callable[[str], None]
 ) -> dict[_Case, float]:
-    """Seconds of each case, the least of some rounds: noise only ever adds.
+    """Returns the seconds of each case, the minimum of several rounds: noise only ever adds time.
 
-    names: requests that have the context of the probes with one.
+    names: requests with the context of those probes that have one.
     """
     started = said = time.perf_counter()
     num_timed = 0
@@ -179,7 +179,7 @@ def _time_all(
             say(f"step times: {num_timed} steps timed in {now - started:.0f} s")
         with nullcontext(names) if case.context else _requests(runner, case) as with_names:
             seconds = _time(runner, case, with_names)
-            # Steps follow others of their kind: caches are not as the long prompt that was just measured leaves them.
+            # In use, steps follow others of their kind. The first run finds the caches as a long prompt left them.
             is_enough = case.is_prefill or now - started > MOST_SECONDS
             return seconds if is_enough else min(seconds, _time(runner, case, with_names))
 
@@ -187,11 +187,11 @@ def _time_all(
     of_a_row_s = 0.0
     for case in sizes:
         if _reserved(case) > runner.backend.allocator.free_tokens:
-            break  # what memory has no room for is extrapolated, too
+            break  # cases without room in memory are extrapolated, too
         if of_a_row_s * sum(case.rows) > 2 * LONG_STEP_S:
             break
         samples[case] = [sample(case)]
-        if samples[case][0] > LONG_STEP_S:  # or is it what the first of its size compiles?
+        if samples[case][0] > LONG_STEP_S:  # the first step of a size may have compiled something
             samples[case] = [sample(case)]
         if samples[case][0] > LONG_STEP_S:
             break
@@ -206,16 +206,16 @@ def _time_all(
 
 @contextmanager
 def _requests(runner: ModelRunner, case: _Case) -> Iterator[list[str]]:
-    """As many as the case has, with its context, and room for its rows."""
+    """Reserves the case's requests, with its context and room for its rows. Yields their names."""
     names = [f"measure-{case.context}-{i}" for i in range(len(case.rows))]
     allocator = runner.backend.allocator
     try:
         for name, rows in zip(names, case.rows, strict=True):
             if not allocator.reserve(name, case.context + rows):
                 raise MemoryError(f"no K/V memory to measure a step of {case}")
-            if not case.is_prefill:  # whose tokens are the first to write to their memory
+            if not case.is_prefill:  # a prefill is the first to write to its memory
                 allocator.touch(name)
-            # What stands in a context does not change how long it takes to read: nothing is computed for it.
+            # The content of a context does not change how long it takes to read, so nothing is computed for it.
             allocator.commit(name, range(case.context))
         yield names
     finally:
@@ -231,7 +231,7 @@ def _time(runner: ModelRunner, case: _Case, names: Sequence[str]) -> float:
 
 
 def _rows(name: str, rows: int, case: _Case) -> RequestRows:
-    """A chunk of a prompt, or a last token and a tree of drafts: each row has two behind it."""
+    """Returns the rows of a prompt chunk, or of a last token and a draft tree in which each row has two children."""
     num_pending = rows if case.is_prefill else 1
     parents = [row - 1 if case.is_prefill else (row - 1) // 2 for row in range(rows)]
     return RequestRows(name, case.context, [0] * rows, parents, num_pending, GREEDY)

@@ -1,4 +1,4 @@
-"""A draft cache from recorded answers: a server that loads it drafts as if it had given them itself."""
+"""Makes a draft cache from recorded answers. A server that loads it drafts as if it had given them itself."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from batchserve.runner.loader import described
 from batchserve.runner.model_folder import resolve_model
 from batchserve.runner.tokenizer import load_tokenizer
 
-AROUND = 2  # what a drafter keeps beside the tokens of a text: its beginning and its end
+AROUND = 2  # what a drafter stores besides the tokens of a text: its beginning and its end
 
 
 @dataclass(frozen=True, slots=True)
 class Warmed:
-    """What was read, and what the drafter holds now; of tokens lost and kept those between two texts count, too."""
+    """What was read, and what the drafter now holds. num_kept and num_lost include the tokens between two texts."""
 
     num_answers: int
     num_tokens: int
@@ -46,7 +46,7 @@ class _Record(NamedTuple):
 
 
 class _Vocabulary:
-    """A model's tokenizer and its bound on ids; its weights are not read. Raises ConfigError."""
+    """A model's tokenizer and vocabulary size. The model's weights are not read. Raises ConfigError."""
 
     def __init__(self, config: EngineConfig) -> None:
         source = resolve_model(config.model)
@@ -67,7 +67,7 @@ class _Vocabulary:
         return vocabulary_fingerprint(self._tokenizer, self.size, "")
 
     def tokenize(self, text: str, *, is_prompt: bool) -> list[int]:
-        """Raises ValueError for a text that the model has no tokens for."""
+        """Returns the token ids of a text. Raises ValueError if the model does not have one of them."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=is_prompt)["input_ids"]
         if ids and max(ids) >= self.size:
             raise ValueError(f"token id {max(ids)}: the model's vocabulary ends at {self.size - 1}")
@@ -75,10 +75,10 @@ class _Vocabulary:
 
 
 def warm_drafts(path: Path, config: EngineConfig) -> Warmed:
-    """Read {"prompt", "response"} lines into `draft_cache`, adding to it if it exists, under `default_draft_scope`.
+    """Reads {"prompt", "response"} lines into `draft_cache`, adding to it if it exists, under `default_draft_scope`.
 
-    Draws a progress bar on standard error. Raises ConfigError, with the line's number where one is at fault; the cache
-    is then as it was.
+    Draws a progress bar on standard error. Raises ConfigError, with the line's number if a line is wrong. The cache is
+    then as it was.
     """
     cache = config.draft.cache_path()
     if cache is None:
@@ -87,7 +87,7 @@ def warm_drafts(path: Path, config: EngineConfig) -> Warmed:
         raise ConfigError(f"draft scope = {PRIVATE_SCOPE!r}: shares nothing, so nothing could be kept")
     check_readable(path)
     scope = DraftScope(TENANT, config.default_draft_scope)
-    part = draft_parts(config).get(config.drafter, 0.0)  # a server would forget what does not fit into it
+    part = draft_parts(config).get(config.drafter, 0.0)  # a server would drop what does not fit into it
     drafters = {config.drafter: create_drafter(config.drafter, config, 0, part)}
     router = RoutingDrafter(config.drafter, drafters, KernelLoader(in_background=False))
     store = router.persistent()
@@ -124,10 +124,10 @@ def _records(path: Path, vocabulary: _Vocabulary) -> Iterator[_Record]:
 
 
 def _size(path: Path) -> int | None:
-    """In bytes; None where it is not known."""
+    """Returns the size in bytes, or None if it is not known."""
     try:
         return path.stat().st_size
-    except OSError:  # whoever reads it says why
+    except OSError:  # reading the file reports the reason
         return None
 
 

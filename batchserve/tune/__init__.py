@@ -1,4 +1,4 @@
-"""`batchserve tune`: which options serve a workload best on this machine. Everything heavy is imported when it runs."""
+"""`batchserve tune`: finds the best options for a workload on this machine. Heavy modules are imported when it runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchserve.options import parse_integers
 if TYPE_CHECKING:
     from batchserve.config import EngineConfig
 
-# Of the engine's options those that the sweep decides, and those that change nothing of what it measures.
+# Engine options that the sweep decides, and options that do not affect its measurements.
 NOT_TUNED_OPTIONS = (
     *("max_num_seqs", "num_threads", "adaptive", "decoding_length", "tpot_target_ms"),
     *("wait_for_drafter", "draft_cache", "served_model_name", "max_waiting", "max_priority_wait_s"),
@@ -20,7 +20,7 @@ NOT_TUNED_OPTIONS = (
 
 
 def add_tune_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of the sweep; those of the engine are the command line's."""
+    """Adds the flags of the sweep. The command line adds those of the engine."""
     parser.add_argument(
         "--workload",
         type=parse_recorded,
@@ -31,7 +31,7 @@ def add_tune_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tpot-target-ms",
-        dest="target_ms",  # these are not the fields of the engine's configuration
+        dest="target_ms",  # not EngineConfig's field of that name
         type=float,
         metavar="X",
         help="the time per output token that 99%% of the requests are to stay within (default: none)",
@@ -78,7 +78,7 @@ def add_tune_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_tune_command(arguments: argparse.Namespace, config: EngineConfig, serve_flags: Sequence[str]) -> int:
-    """Tune a server of `config`, given on the command line as `serve_flags`; returns the exit status."""
+    """Tunes a server of `config` and returns the exit status. serve_flags: `config` as command-line flags."""
     from batchserve.tune.command import run_tune
     from batchserve.tune.options import TuneOptions
 

@@ -1,4 +1,4 @@
-"""`batchserve tune`: sweep, show, write, recommend."""
+"""`batchserve tune`: runs the sweep, writes and shows the results, and recommends a setting."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 def run_tune(options: TuneOptions) -> int:
-    """Measure, show, write; returns the exit status. Raises ConfigError, for bad input before a model is loaded.
+    """Measures, writes, shows. Returns the exit status. Raises ConfigError, for bad input before a model is loaded.
 
-    Whatever ends the sweep early, Ctrl-C too, is raised behind what was measured until then.
+    Whatever ends the sweep early, including Ctrl-C, is raised after the results so far have been reported.
     """
     if options.has_plots:
         require_matplotlib()
@@ -50,7 +50,7 @@ def run_tune(options: TuneOptions) -> int:
 
 
 def sweep_order(options: TuneOptions) -> list[tuple[Sequence[int], int]]:
-    """(rounds, threads) of each engine: numbers of threads take turns, at the price of loading the model again."""
+    """Returns (rounds, threads) of each engine. Thread counts take turns, although each turn loads the model again."""
     rounds = range(options.num_repeats)
     if len(options.thread_counts) == 1:
         return [(rounds, options.thread_counts[0])]
@@ -65,7 +65,7 @@ def _report(options: TuneOptions, num_requests: int, results: Results) -> None:
         if options.out is not None:
             _write(options.out, options, num_requests, results, recommendation)
             is_written = True
-    finally:  # an hour's measurement is not lost to a full disk
+    finally:  # a full disk must not lose an hour of measurements
         show(options, num_requests, results, recommendation, is_written=is_written)
 
 
@@ -82,7 +82,7 @@ def _write(
 
 
 def _make_folder(out: Path) -> None:
-    """What takes an hour to measure shall have a place to go to. Raises ConfigError."""
+    """Makes the output folder and checks that it is writable, before the long sweep. Raises ConfigError."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -95,7 +95,7 @@ def _make_folder(out: Path) -> None:
 
 
 def read_workload(options: TuneOptions) -> list[WorkloadRequest]:
-    """Raises ConfigError."""
+    """Reads and checks the requests of the workload. Raises ConfigError."""
     requests = load_workload(options.workload, _counter(options.config), options.most_requests)
     least = options.num_requests or max(options.max_num_seqs)
     if len(requests) < least:
@@ -112,7 +112,7 @@ def read_workload(options: TuneOptions) -> list[WorkloadRequest]:
 
 
 def _counter(config: EngineConfig) -> Count:
-    """Counts the tokens of a text; the model's tokenizer is loaded when it is first needed."""
+    """Returns a function that counts the tokens of a text. It loads the model's tokenizer on first use."""
     tokenizer: Any = None
 
     def count(text: str) -> int:
@@ -132,7 +132,7 @@ def _counter(config: EngineConfig) -> Count:
 def as_json(
     options: TuneOptions, num_requests: int, results: Results, recommendation: Recommendation
 ) -> dict[str, Any]:
-    """Everything; an unknown figure is null."""
+    """Returns all results as JSON data. An unknown figure is null."""
     return {
         "version": __version__,
         "model": options.config.model,
@@ -161,7 +161,7 @@ def as_json(
 
 
 def _flat(each: Repeated) -> dict[str, Any]:
-    """Medians, and all runs behind those that are compared."""
+    """Returns the medians, and the values of all runs for the figures that settings are compared by."""
 
     def plain(value: float) -> float | None:
         return None if math.isnan(value) else round(value, 6)

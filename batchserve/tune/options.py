@@ -1,4 +1,4 @@
-"""What `batchserve tune` is asked for, checked before anything is measured."""
+"""The options of `batchserve tune`, checked before anything is measured."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ REQUESTS_PER_SEQ = 4
 
 @dataclass(frozen=True, slots=True)
 class TuneOptions:
-    """What to sweep and on what; `batchserve tune --help` explains each option.
+    """The options of a sweep. `batchserve tune --help` explains each. Raises ConfigError.
 
-    config: of the server, whatever the sweep decides left out. serve_flags: what it is given as on the command line.
-    out: None writes nothing. has_plots: None draws them into `out` if there is one and matplotlib is installed.
-    Raises ConfigError.
+    config: the server's configuration, without the options that the sweep decides. serve_flags: `config` as
+    command-line flags. out: None writes nothing. has_plots: None draws plots if `out` is given and matplotlib is
+    installed.
     """
 
     config: EngineConfig
@@ -71,7 +71,7 @@ class TuneOptions:
 
     @property
     def num_settings(self) -> int:
-        """How many there are: without a drafter there is nothing but no speculation."""
+        """The number of settings. Without a drafter the only mode is speculation off."""
         num_modes = 1 if self.config.drafter == "none" else 2
         return len(self.thread_counts) * len(self.max_num_seqs) * num_modes
 
@@ -80,7 +80,7 @@ class TuneOptions:
         return self.num_settings * self.num_repeats
 
     def engine_config(self, num_threads: int) -> EngineConfig:
-        """One engine for all that is measured with so many threads. Raises ConfigError."""
+        """Returns the configuration of the engine for all settings with this thread count. Raises ConfigError."""
         return dataclasses.replace(
             self.config,
             num_threads=num_threads,
@@ -93,8 +93,8 @@ class TuneOptions:
 
 
 def _default_threads(config: EngineConfig, cores: int) -> tuple[int, ...]:
-    """Beside a GPU only drafts are made on threads: there is nothing to be found out."""
-    from batchserve.runner.loader import resolve_device  # which imports torch
+    """Returns the default thread counts. With a GPU there is only one, because the threads only make drafts."""
+    from batchserve.runner.loader import resolve_device  # imports torch
 
     is_on_cpu = resolve_device(config).type == "cpu"
     return tuple(sorted({n for n in (cores // 4, cores // 2, cores) if n})) if is_on_cpu else (cores,)

@@ -1,4 +1,4 @@
-"""Which of the measured settings, and the command line that serves with it."""
+"""Picks the best measured setting and builds the command line that serves with it."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
     from batchserve.tune.sweep import Measured, Repeated, Setting
 
 PERCENTILE = "p99 time per output token"  # over requests
-COMPARED = ("tokens_per_s", "p99_tpot_s")  # what a setting is chosen by
+COMPARED = ("tokens_per_s", "p99_tpot_s")  # the figures that settings are compared by
 
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """One measured setting, why it, and the command line that serves with it."""
+    """One measured setting, the reason for it, and the command line that serves with it."""
 
     measured: Repeated
-    meets_target: bool | None  # None: there is no target, or nobody knows
+    meets_target: bool | None  # None: there is no target, or no TPOT is known
     reason: str
     command: str
 
 
 def recommend(options: TuneOptions, measured: Sequence[Measured], kv_cache_bytes: Mapping[int, int]) -> Recommendation:
-    """The highest throughput of the settings whose p99 TPOT met the target in every run; where none did, the lowest p99
-    TPOT; and where no answer has a second token, the highest throughput.
+    """Recommends the setting with the highest throughput among those whose p99 TPOT met the target in every run.
 
-    Settings whose runs overlap with the best one's are as good as it, and the choice between them is not left to noise:
-    adaptive drafts come first, as the default, then fewer requests at once, then fewer threads.
-    kv_cache_bytes: the K/V memory that was measured with, by the number of threads.
+    If none did, it is the setting with the lowest p99 TPOT. If no answer has a second token, only throughput counts.
+    Settings whose runs overlap with those of the best are ties, and noise must not decide between them. Adaptive drafts
+    (the default) win a tie, then fewer concurrent requests, then fewer threads.
+    kv_cache_bytes: the KV cache memory of the measurement, by number of threads.
     """
     settings = by_setting(measured)
     known = [each for each in settings if not math.isnan(each.median("p99_tpot_s"))]
@@ -65,7 +65,7 @@ def recommend(options: TuneOptions, measured: Sequence[Measured], kv_cache_bytes
 
 
 def _highest_throughput(settings: Sequence[Repeated]) -> tuple[Repeated, list[Repeated]]:
-    """(the setting to take, those that are as good)."""
+    """Returns (the setting to take, those that are as good)."""
     best = max(settings, key=lambda each: each.median("tokens_per_s"))
     least = best.range("tokens_per_s")[0]
     return _first([each for each in settings if each.range("tokens_per_s")[1] >= least])
@@ -85,17 +85,17 @@ def _figures(each: Repeated) -> str:
 
 
 def _range(each: Repeated, figure: str, scale: float = 1.0, digits: int = 0) -> str:
-    """The median, and where there are several runs the least and the most."""
+    """Formats the median, and with several runs also the minimum and the maximum."""
     low, high = (f"{value * scale:.{digits}f}" for value in each.range(figure))
     median = f"{each.median(figure) * scale:.{digits}f}"
     return median if len(each.runs) == 1 else f"{median} ({low} to {high})"
 
 
 def serve_command(options: TuneOptions, setting: Setting, kv_cache_bytes: int) -> str:
-    """The command line of a server with this setting, and with the K/V memory that it was measured with."""
+    """Returns the command line of a server with this setting and the KV cache memory of its measurement."""
     flags = ["--max-num-seqs", str(setting.max_num_seqs), "--num-threads", str(setting.num_threads)]
     if options.config.kv_cache_memory is None and setting.max_num_seqs < max(options.max_num_seqs):
-        flags += ["--kv-cache-memory", str(kv_cache_bytes)]  # fewer requests would be given less
+        flags += ["--kv-cache-memory", str(kv_cache_bytes)]  # by default fewer requests get less memory
     if not setting.is_adaptive:
         flags += ["--decoding-length", "0"]
     elif options.tpot_target_ms is not None:

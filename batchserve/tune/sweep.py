@@ -1,4 +1,4 @@
-"""The sweep: one engine for each number of threads, in it every number of requests in flight, off and adaptive."""
+"""The sweep: one engine per thread count, which runs every max_num_seqs with speculation off and adaptive."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from batchserve.startup.build import BuiltEngine
     from batchserve.tune.workload import WorkloadRequest
 
-SCOPE = "tune"  # with a number behind it, what the requests of one setting share drafts and prefixes in
+SCOPE = "tune"  # plus a number: the scope in which one setting's requests share drafts and prefixes
 WARM_UP_TOKENS = 16
 
 
@@ -41,7 +41,7 @@ def threads_text(num_threads: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is swept; is_adaptive: drafts of the adaptive decoding length, or else no speculation."""
+    """One setting of the sweep. is_adaptive: drafts with the adaptive decoding length; False: no speculation."""
 
     num_threads: int
     max_num_seqs: int
@@ -54,10 +54,11 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One setting under closed load. Rates are of the whole engine, times those of single requests in seconds.
+    """One run of a setting under closed load. Rates are of the whole engine. Times are of single requests, in seconds.
 
-    tpot: first to last token over the tokens behind the first; percentiles by nearest rank, nan where no answer has a
-    second token. acceptance_length: tokens of one request's decoding step; draft_rows_per_request: K, likewise.
+    tpot: time from the first to the last token over the tokens after the first, with percentiles by nearest rank; nan
+    if no answer has a second token. acceptance_length: tokens of one request's decoding step. draft_rows_per_request:
+    K, the draft rows of one request's decoding step.
     """
 
     setting: Setting
@@ -75,18 +76,18 @@ FIGURES = tuple(each.name for each in fields(Measured) if each.name != "setting"
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """One setting that was measured one or more times."""
+    """One setting with all of its runs."""
 
     setting: Setting
     runs: tuple[Measured, ...]
 
     def median(self, figure: str) -> float:
-        """Of this field of Measured; nan if any of them is."""
+        """Returns the median of a field of Measured; nan if any run's value is nan."""
         values = self._values(figure)
         return math.nan if any(map(math.isnan, values)) else statistics.median(values)
 
     def range(self, figure: str) -> tuple[float, float]:
-        """(the least, the most)."""
+        """Returns (minimum, maximum) of a field of Measured."""
         values = self._values(figure)
         return min(values), max(values)
 
@@ -95,7 +96,7 @@ class Repeated:
 
 
 def by_setting(measured: Sequence[Measured]) -> list[Repeated]:
-    """Each setting once, in the order of the sweep."""
+    """Groups runs by setting, in the order of the sweep."""
     runs: dict[Setting, list[Measured]] = {}
     for each in measured:
         runs.setdefault(each.setting, []).append(each)
@@ -105,7 +106,7 @@ def by_setting(measured: Sequence[Measured]) -> list[Repeated]:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """t(rows) with so many threads, as measured at start, and the K/V memory that everything was measured with."""
+    """The step time by number of rows for one thread count, measured at start, and the sweep's KV cache memory."""
 
     num_threads: int
     table: StepTimeTable
@@ -113,13 +114,13 @@ class StepTimes:
 
     @property
     def critical_length(self) -> int:
-        """Rows that one step runs in 1.25 times the time of the fewest (Lookahead, KDD'24, definition 2)."""
+        """The most rows of a step within 1.25 times the time of the fewest (Lookahead, KDD'24, definition 2)."""
         return StepTimeModel(self.table).critical_length()
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What a sweep has found until now: step times of each number of threads, and every run that is done."""
+    """The results of a sweep so far: step times of each thread count and all finished runs."""
 
     step_times: list[StepTimes] = field(default_factory=list)
     measured: list[Measured] = field(default_factory=list)
@@ -127,7 +128,7 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Who is told how far the sweep is: what goes on, a request that is done, a setting that is."""
+    """Progress callbacks of a sweep: for a message, a finished request and a finished setting."""
 
     say: Callable[[str], None] = lambda line: None
     request_done: Callable[[], None] = lambda: None
@@ -142,13 +143,11 @@ def sweep_threads(
     listener: Listener,
     rounds: Sequence[int] = (0,),
 ) -> None:
-    """Everything with config.num_threads threads, added to `results` as it is found; the model is loaded once.
+    """Measures every setting with config.num_threads threads. Adds to `results` as it goes. Loads the model once.
 
-    rounds: numbers of the rounds. Each measures every setting; odd ones go through them backwards, so that a machine
-    that becomes slower or faster favours none.
-
-    config.max_num_seqs is the largest of `sizes`; fewer requests than it admits are a closed load of that many. Raises
-    ConfigError.
+    rounds: round numbers. Each round measures every setting. Odd rounds go through them backwards, so that a machine
+    that becomes slower or faster favours none. config.max_num_seqs is the largest of `sizes`. A smaller size is a
+    closed load of that many requests. Raises ConfigError.
     """
     with _no_interrupt_lost():
         built = build_engine(config, listener.say)
@@ -162,13 +161,14 @@ def sweep_threads(
         results.step_times.append(StepTimes(config.num_threads, adaptive.step_time.table, kv_cache_bytes))
     asyncio.run(_sweep(built, adaptive, config, sizes, requests, results, listener, rounds))
     del built, adaptive
-    gc.collect()  # an engine's parts hold each other, and two models may be more than the memory is
+    gc.collect()  # an engine has reference cycles, and two models may not fit into memory
 
 
 @contextmanager
 def _no_interrupt_lost() -> Iterator[None]:
-    """Ctrl-C is KeyboardInterrupt, at the end at the latest: one that is raised while an object is being freed, which
-    loading does all the time, Python prints and forgets.
+    """Makes sure that Ctrl-C raises KeyboardInterrupt, at the latest when the context ends.
+
+    Python only prints one that is raised while an object is being freed, and loading frees objects all the time.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or current_thread() is not main_thread():
         yield
@@ -190,7 +190,7 @@ def _no_interrupt_lost() -> Iterator[None]:
 
 
 def _check(built: BuiltEngine, requests: Sequence[WorkloadRequest]) -> None:
-    """Raises ConfigError for what the engine would refuse."""
+    """Raises ConfigError for a request that the engine would refuse."""
     for request in requests:
         speculation = SpeculationParams(references=request.references)
         try:
@@ -221,11 +221,11 @@ async def _sweep(
         order = itertools.chain.from_iterable(each_once[:: -1 if number % 2 else 1] for number in rounds)
         for number, (max_num_seqs, is_adaptive) in enumerate(order):
             setting = Setting(built.core.runner.num_threads, max_num_seqs, is_adaptive)
-            # Nobody profits from the answers of another setting: each has a scope of its own.
+            # Each setting has its own scope, so none gains from the answers of another.
             scope = PRIVATE_SCOPE if config.default_draft_scope == PRIVATE_SCOPE else f"{SCOPE}-{number}"
             await engine.clear_draft_scope(f"{SCOPE}-{number - 1}")
-            # The engine is idle, as it has done what was asked before this, and all requests have ended. Without
-            # speculation nothing is to be spent on choosing drafts.
+            # Setting the policy is safe: all requests have ended and clear_draft_scope is done, so the engine is idle.
+            # Without speculation no time must be spent on choosing drafts.
             built.core.drafts.policy = policies[is_adaptive]
             listener.say(str(setting))
             done = await _ClosedLoad(engine, requests, setting, scope, listener.request_done).run()
@@ -236,7 +236,7 @@ async def _sweep(
 
 
 async def _warm_up(engine: AsyncEngine, request: WorkloadRequest) -> None:
-    """What is set up lazily is set up, and the first estimates are made. Measured by nobody."""
+    """Runs the start of a request, not measured. This triggers lazy set-up and gives the policy first estimates."""
     speculation = SpeculationParams(draft_scope=PRIVATE_SCOPE, references=request.references)
     async with aclosing(engine.stream(request.prompt, request.sampling, speculation=speculation)) as events:
         num_tokens = 0
@@ -248,10 +248,10 @@ async def _warm_up(engine: AsyncEngine, request: WorkloadRequest) -> None:
 
 @dataclass(slots=True)
 class _ClosedLoad:
-    """As many requests in flight as max_num_seqs, from the first to the last one that is measured.
+    """Keeps max_num_seqs requests in flight, from the first to the last measured request.
 
-    When all have been sent, earlier ones are sent again to keep the load up: their tokens count, as the engine gives
-    them, their times do not; they share no drafts, as nobody asks the same again.
+    When all have been sent, requests are sent again to keep up the load. Their tokens count, because the engine
+    generates them, but their times do not. They share no drafts, because real requests are not repeated.
     """
 
     engine: AsyncEngine
@@ -277,7 +277,7 @@ class _ClosedLoad:
                 after = self.engine.metrics.reading().numbers()
                 for worker in workers:
                     worker.cancel()
-        except ExceptionGroup as failed:  # one reason is enough: they all have it
+        except ExceptionGroup as failed:  # all have the same reason, so one is enough
             raise failed.exceptions[0] from None
         steps, accepted, drafted = (
             after[name] - before[name]
@@ -295,7 +295,7 @@ class _ClosedLoad:
         )
 
     async def _work(self, waiting: Iterator[WorkloadRequest], place: int, is_over: asyncio.Event) -> None:
-        for request in waiting:  # shared by all workers
+        for request in waiting:  # the iterator is shared by all workers
             await self._ask(request, self.scope, is_measured=True)
             self.num_done += 1
             self.on_done()

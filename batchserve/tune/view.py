@@ -1,4 +1,4 @@
-"""What tuning shows: progress on standard error, a table and a command on standard output, two plots."""
+"""The output of tuning: progress on standard error, a table and a command on standard output, two plots."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from batchserve.tune.recommend import Recommendation
     from batchserve.tune.sweep import Measured, Repeated, Results, StepTimes
 
-REFRESH_PER_S = 2  # what is measured meanwhile shares the processor with the bar
+REFRESH_PER_S = 2  # low, because the bar shares the CPU with the measurement
 
 
 @contextmanager
 def sweep_progress(options: TuneOptions, num_requests: int) -> Iterator[Listener]:
-    """A bar over all requests of all settings; where nobody would see it move, a line for each setting."""
+    """Shows a bar over all requests of all settings. Without a terminal it prints one line per setting."""
     console = Console(stderr=True, highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(
@@ -51,7 +51,7 @@ def sweep_progress(options: TuneOptions, num_requests: int) -> Iterator[Listener
 def show(
     options: TuneOptions, num_requests: int, results: Results, recommendation: Recommendation, *, is_written: bool
 ) -> None:
-    """One row a setting, what t(rows) says, and last the recommended command line."""
+    """Prints one row per setting, the step times, and last the recommended command line."""
     console = Console(highlight=False)
     how_often = "once" if options.num_repeats == 1 else f"{options.num_repeats} times"
     title = escape(f"{options.config.model}: {num_requests} requests a setting, {how_often}; medians")
@@ -97,14 +97,14 @@ def show(
 
 
 def require_matplotlib() -> Any:
-    """matplotlib's figure module, without its global state; raises ConfigError when it is not installed."""
+    """Returns matplotlib's figure module, which has no global state. Raises ConfigError if it is not installed."""
     return require("matplotlib.figure", "plots (--no-plots goes without)")
 
 
 def plot_frontier(
     path: Path, options: TuneOptions, measured: Sequence[Repeated], recommendation: Recommendation
 ) -> None:
-    """Tokens per second against p50 and p99 time per output token; a line for each number of threads and mode."""
+    """Plots tokens per second against p50 and p99 time per output token, one line per thread count and mode."""
     figure = require_matplotlib().Figure(figsize=(10.0, 4.5), layout="constrained")
     groups: dict[tuple[int, bool], list[Repeated]] = {}
     for each in measured:
@@ -141,17 +141,17 @@ def _point(each: Repeated, name: str) -> tuple[float, float]:
 
 
 def frontier(measured: Sequence[Repeated], name: str) -> tuple[list[float], list[float]]:
-    """(milliseconds, tokens per second) of the settings that no other beats in both, fastest answers first."""
+    """Returns (milliseconds, tokens per second) of the settings that no other beats in both, lowest TPOT first."""
     points = sorted((milliseconds, -rate) for milliseconds, rate in (_point(each, name) for each in measured))
     best: list[tuple[float, float]] = []
     for milliseconds, negative in points:
-        if milliseconds == milliseconds and (not best or -negative > best[-1][1]):  # nan: no time is known
+        if milliseconds == milliseconds and (not best or -negative > best[-1][1]):  # nan: no TPOT is known
             best.append((milliseconds, -negative))
     return [x for x, _ in best], [y for _, y in best]
 
 
 def plot_step_times(path: Path, step_times: Sequence[StepTimes]) -> None:
-    """t(rows), a line for each number of threads, each with its critical decoding length."""
+    """Plots step time by number of rows, one line per thread count, with its critical decoding length."""
     figure = require_matplotlib().Figure(figsize=(7.0, 4.5), layout="constrained")
     axes = figure.subplots()
     for i, times in enumerate(step_times):
@@ -173,7 +173,7 @@ def plot_step_times(path: Path, step_times: Sequence[StepTimes]) -> None:
     figure.savefig(path, format="png", dpi=150)
 
 
-# Eighty characters hold them all, with answers of minutes, too.
+# The columns fit into 80 characters, even if answers take minutes.
 _COLUMNS: dict[str, Callable[[Repeated], str]] = {
     "tokens\n/s": lambda each: f"{each.median('tokens_per_s'):.0f}",
     "+-\n%": lambda each: _spread(each),
@@ -186,6 +186,6 @@ _COLUMNS: dict[str, Callable[[Repeated], str]] = {
 
 
 def _spread(each: Repeated) -> str:
-    """Half of what lies between the slowest and the fastest run, of the median."""
+    """Formats half the range from the slowest to the fastest run, as a percentage of the median."""
     low, high = each.range("tokens_per_s")
     return "-" if len(each.runs) == 1 else f"{50 * (high - low) / each.median('tokens_per_s'):.0f}"

@@ -1,4 +1,4 @@
-"""The requests to tune for: read from JSONL, checked before any model is loaded."""
+"""Reads the requests to tune for from JSONL and checks them before any model is loaded."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Count = Callable[[str], int]
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
-    """One request; `where` names it in messages. Sampled as the model's defaults say, each with a seed of its own."""
+    """One request, sampled with the model's defaults and its own seed. `where` names it in messages."""
 
     where: str
     prompt: str
     max_tokens: int
     references: tuple[str, ...]
     seed: int
-    has_max_tokens: bool = True  # of its own; False: max_tokens is DEFAULT_MAX_TOKENS
+    has_max_tokens: bool = True  # False: max_tokens is DEFAULT_MAX_TOKENS
 
     @property
     def sampling(self) -> SamplingParams:
@@ -34,11 +34,11 @@ class WorkloadRequest:
 
 
 def load_workload(path: Path, count_tokens: Count, limit: int) -> list[WorkloadRequest]:
-    """The first `limit` requests of a file.
+    """Reads the first `limit` requests of a file.
 
-    A line is {"prompt": str, "max_tokens": int, "response": str, "reference": [str, ...], ...}; "references" will do,
-    too. Only the prompt must be there: without max_tokens an answer may be as long as the response, and without that
-    DEFAULT_MAX_TOKENS tokens. Other fields are those of recorded answers, and say nothing here.
+    A line is {"prompt": str, "max_tokens": int, "response": str, "reference": [str, ...], ...}. "references" is also
+    accepted. Only the prompt is required. max_tokens defaults to the length of the response, or to DEFAULT_MAX_TOKENS
+    without a response. Other fields belong to recorded answers and are ignored.
     Raises ConfigError naming file, line and field.
     """
     with closing(read_lines(path, "workload")) as lines:
@@ -64,7 +64,7 @@ def _max_tokens(line: Line, count_tokens: Count) -> Any:
         return line.fields["max_tokens"]
     if line.fields.get("response") is None:
         return None
-    if line.fields["response"] == "":  # a model may have answered nothing
+    if line.fields["response"] == "":  # a model may have given an empty answer
         return 1
     return max(1, count_tokens(_some_text(line, "response")))
 

@@ -31,7 +31,7 @@ from batchserve.kv.slab import SlabAllocator
 from batchserve.metrics import EngineMetrics
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RaggedBatch, RequestRows
-from batchserve.sampling.verify import VerifiedTokens, walk_tree
+from batchserve.sampling.verify import StepTokens, VerifiedTokens, walk_tree
 from batchserve.scheduler.plan import SchedulerOutput
 from batchserve.scheduler.scheduler import Scheduler
 from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS, Contender, Driver, Run, fixed
@@ -71,9 +71,9 @@ class _Handle:
     runner: SimulatedRunner
     batch: RaggedBatch
 
-    def wait(self) -> list[VerifiedTokens | None]:
+    def wait(self) -> StepTokens:
         self.runner.clock.advance(self.runner.truth.predict(load_of(self.batch)))
-        return [_walk(rows, self.runner.forced[rows.request_id]) for rows in self.batch.requests]
+        return StepTokens.of([_walk(rows, self.runner.forced[rows.request_id]) for rows in self.batch.requests])
 
 
 def _walk(rows: RequestRows, recorded: Sequence[int]) -> VerifiedTokens:

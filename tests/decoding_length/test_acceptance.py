@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,6 +12,8 @@ from batchserve.decoding_length.budget_kernels import MOST_PROB, TALLY_MEMORY
 from batchserve.draft.base import DraftTree
 from batchserve.draft.forest import DraftForest
 from tests.factories import examples
+
+SLOTS = itertools.count()
 
 
 def forest(*trees: tuple[list[int], list[int], list[float]]) -> DraftForest:
@@ -30,7 +34,14 @@ def propose(model: AcceptanceModel, slot: int, tokens: list[int], parents: list[
 
 
 def arrive(model: AcceptanceModel, slot: int, tokens: list[int]) -> None:
-    model.arrive(Given.of({"a": slot}, {"a": tokens}))
+    model.arrive(Given.of({slot: tokens}))
+
+
+def start(model: AcceptanceModel, drafter: str) -> int:
+    """A new request's slot."""
+    slot = next(SLOTS)
+    model.start(slot, drafter)
+    return slot
 
 
 def scored(model: AcceptanceModel) -> tuple[list[int], list[int]]:
@@ -54,9 +65,9 @@ def test_trees_are_weighed_each_by_itself_whatever_stands_beside_it(data: st.Dat
         parts.append(([0] * size, parents, probs))
         expected += probs
     model = AcceptanceModel()
-    slots = np.array([model.start("a") for _ in parts])
+    slots = np.array([start(model, "a") for _ in parts])
     # Whoever was not drafted stands among the others.
-    beside, places = np.concatenate(([model.start("a")], slots)), np.arange(1, len(slots) + 1)
+    beside, places = np.concatenate(([start(model, "a")], slots)), np.arange(1, len(slots) + 1)
     offered = model.calibrate(forest(*parts), beside, places)
     assert offered.trees[0].tolist() == slots.tolist()
     assert offered.owners.tolist() == [place for place, each in zip(places, parts, strict=True) for _ in each[0]]
@@ -68,27 +79,27 @@ def test_trees_are_weighed_each_by_itself_whatever_stands_beside_it(data: st.Dat
 def test_a_tree_whose_parents_do_not_come_first_is_refused(parents: list[int]) -> None:
     model = AcceptanceModel()
     with pytest.raises(ValueError, match="does not come before it"):
-        calibrated(model, model.start("a"), parents, [0.5] * len(parents))
+        calibrated(model, start(model, "a"), parents, [0.5] * len(parents))
 
 
 def test_a_claim_is_believed_until_something_is_known() -> None:
     model = AcceptanceModel()
-    assert calibrated(model, model.start("a"), [-1, 0], [0.8, 0.4]) == pytest.approx([0.8, 0.4])
-    assert calibrated(model, model.start("a"), [-1], [1.0]) == pytest.approx([MOST_PROB])
+    assert calibrated(model, start(model, "a"), [-1, 0], [0.8, 0.4]) == pytest.approx([0.8, 0.4])
+    assert calibrated(model, start(model, "a"), [-1], [1.0]) == pytest.approx([MOST_PROB])
 
 
 @pytest.mark.parametrize("truth", [0.2, 0.5, 0.95])
 def test_probabilities_become_what_comes_true(truth: float) -> None:
     model, rng = AcceptanceModel(), np.random.default_rng(1)
     for _ in range(40):
-        request = model.start("a")
+        request = start(model, "a")
         for _ in range(25):
             propose(model, request, [7], [-1], [0.6])
             arrive(model, request, [7 if rng.random() < truth else 8])
-    assert calibrated(model, model.start("a"), [-1], [0.6])[0] == pytest.approx(truth, abs=0.08)
+    assert calibrated(model, start(model, "a"), [-1], [0.6])[0] == pytest.approx(truth, abs=0.08)
     # What was learned of one claim at one depth says nothing of another, nor of another drafter.
-    assert calibrated(model, model.start("a"), [-1], [0.25])[0] == pytest.approx(0.25)
-    assert calibrated(model, model.start("b"), [-1], [0.6])[0] == pytest.approx(0.6)
+    assert calibrated(model, start(model, "a"), [-1], [0.25])[0] == pytest.approx(0.25)
+    assert calibrated(model, start(model, "b"), [-1], [0.6])[0] == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize("prob", [0.05, 0.3, 0.6, 0.95])
@@ -97,30 +108,30 @@ def test_a_drafter_that_knows_its_odds_is_hardly_corrected(prob: float) -> None:
     rng, seen, believed = np.random.default_rng(7), [], []
     for _ in range(300):
         model = AcceptanceModel()
-        request = model.start("a")
+        request = start(model, "a")
         hits = rng.random(12) < prob
         for is_hit in hits:
             propose(model, request, [7], [-1], [prob])
             arrive(model, request, [7 if is_hit else 8])
         seen.append(abs(hits.mean() - prob))
-        believed.append(calibrated(model, model.start("a"), [-1], [prob])[0] - prob)
+        believed.append(calibrated(model, start(model, "a"), [-1], [prob])[0] - prob)
     assert np.abs(believed).mean() < 0.8 * np.mean(seen)
     assert abs(np.mean(believed)) < 0.02
 
 
 def test_one_request_s_record_moves_its_own_odds_only() -> None:
     model = AcceptanceModel()
-    unlucky = model.start("a")
+    unlucky = start(model, "a")
     for _ in range(6):
         propose(model, unlucky, [7], [-1], [0.6])
         arrive(model, unlucky, [8])
     assert calibrated(model, unlucky, [-1], [0.25])[0] < 0.15
-    assert calibrated(model, model.start("a"), [-1], [0.25])[0] == pytest.approx(0.25)
+    assert calibrated(model, start(model, "a"), [-1], [0.25])[0] == pytest.approx(0.25)
 
 
 def test_a_tree_is_scored_to_its_end_whenever_its_tokens_arrive_and_whatever_was_run_of_it() -> None:
     model = AcceptanceModel()
-    request = model.start("a")
+    request = start(model, "a")
     #       1 -> 2 -> 3
     #         -> 9
     propose(model, request, [1, 2, 9, 3], [-1, 0, 0, 1], [0.9, 0.6, 0.2, 0.5])
@@ -135,7 +146,7 @@ def test_a_tree_is_scored_to_its_end_whenever_its_tokens_arrive_and_whatever_was
 
 def test_two_proposals_are_open_at_once() -> None:
     model = AcceptanceModel()
-    request = model.start("a")
+    request = start(model, "a")
     propose(model, request, [1, 2], [-1, 0], [0.5, 0.5])
     arrive(model, request, [1])
     propose(model, request, [2, 3], [-1, 0], [0.5, 0.5])
@@ -146,7 +157,7 @@ def test_two_proposals_are_open_at_once() -> None:
 
 def test_a_drafter_that_is_always_sure_and_always_wrong_is_found_out_quickly() -> None:
     model = AcceptanceModel()
-    request = model.start("a")
+    request = start(model, "a")
     for _ in range(32):
         propose(model, request, [1], [-1], [1.0])
         arrive(model, request, [2])
@@ -156,7 +167,7 @@ def test_a_drafter_that_is_always_sure_and_always_wrong_is_found_out_quickly() -
 def test_calibration_error_is_the_distance_of_claims_from_the_truth() -> None:
     model, rng = AcceptanceModel(), np.random.default_rng(2)
     for _ in range(2000):
-        request = model.start("a")
+        request = start(model, "a")
         propose(model, request, [7], [-1], [0.3])
         arrive(model, request, [7 if rng.random() < 0.3 else 8])
     assert model.reliability["a"].error() < 0.05
@@ -169,7 +180,7 @@ def test_calibration_error_is_that_of_the_edges_of_late() -> None:
     step = list(range(size)), [-1] * size, [1.0 / size] * size
     counts = []
     for _ in range(3 * int(TALLY_MEMORY) // size):
-        request = model.start("a")
+        request = start(model, "a")
         propose(model, request, *step)
         arrive(model, request, [7])
         kept = model.reliability["a"]

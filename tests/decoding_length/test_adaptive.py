@@ -10,7 +10,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from batchserve.decoding_length.adaptive import MOST_HEARD
+from batchserve.decoding_length.acceptance import Given
+from batchserve.decoding_length.adaptive import MOST_UNLEARNED
 from batchserve.decoding_length.budget_kernels import EVEN_STEPS
 from batchserve.decoding_length.policy import StepOutcome
 from batchserve.decoding_length.probing import LONG_WAIT, LONGEST_WAIT, PATIENCE
@@ -67,10 +68,10 @@ def test_what_drafting_takes_for_one_request_is_not_charged_to_sixteen_each(max_
     def rows(num_alone: int) -> int:
         machine = Machine([Text("alone", hit=0.8)], short, max_step_s=max_step_s * plain_s)
         machine.steps(num_alone, asking_s=120e-6, proposal_s=10e-6)
-        machine.adaptive.end("alone")
+        machine.end("alone")
         machine.texts = [Text(f"n{i}", hit=0.6, seed=i) for i in range(16)]
         for text in machine.texts:
-            machine.adaptive.start(text.name, "drafter")
+            machine.start(text)
         steps = machine.steps(60, asking_s=120e-6, proposal_s=10e-6)
         assert all(len(step.asked) == 16 for step in steps)
         return sum(sum(step.rows.values()) for step in steps)
@@ -161,19 +162,19 @@ def test_time_per_token_is_that_of_all_tokens(target_s: float, is_missed: bool) 
     table = grown(np.zeros(0, STANDING), 1)
     table["tpot_target_s"] = target_s
     for num_tokens in (1, 1, 1, 9) * 50:
-        note_steps(table, np.zeros(1, np.int64), np.ones(1, np.int64), np.array([0, num_tokens]), 0.030, 1.0)
+        note_steps(table, np.zeros(1, np.int64), np.array([0, num_tokens]), 0.030, 1.0)
     assert (table["urgency"][0] > 1.5) == is_missed
 
 
 @pytest.mark.parametrize("target_s", [0.020, 0.040])
 def test_steps_that_are_noted_together_count_as_if_each_were_by_itself(target_s: float) -> None:
-    tables, slots, once = [grown(np.zeros(0, STANDING), 2) for _ in range(2)], np.arange(2), np.ones(2, np.int64)
+    tables, slots = [grown(np.zeros(0, STANDING), 2) for _ in range(2)], np.arange(2)
     for table in tables:
         table["tpot_target_s"] = target_s
-        note_steps(table, slots, once, np.array([0, 3, 4]), 0.020, 1.5)
+        note_steps(table, slots, np.array([0, 3, 4]), 0.020, 1.5)
     for _ in range(5):
-        note_steps(tables[0], slots, once, np.array([0, 1, 2]), 0.030, 1.0)
-    note_steps(tables[1], slots, 5 * once, np.array([0, 5, 10]), 0.030, 1.0)
+        note_steps(tables[0], slots, np.array([0, 1, 2]), 0.030, 1.0)
+    note_steps(tables[1], np.tile(slots, 5), np.arange(11), 0.030, 1.0)
     for name in STANDING.names or ():
         assert tables[0][name] == pytest.approx(tables[1][name], rel=0.05), name
     assert tables[0]["num_steps"].tolist() == [6, 6]
@@ -297,9 +298,9 @@ def test_a_window_without_memory_is_not_charged_for() -> None:
     machine = Machine([Text("a", depth=0, window=WINDOW)], CHEAP)
     step_done = machine.adaptive.step_done
 
-    def refusing(outcome: StepOutcome, token_ids: dict[str, list[int]]) -> None:
-        machine.adaptive.refused("a")
-        step_done(outcome, token_ids)
+    def refusing(outcome: StepOutcome, given: Given) -> None:
+        machine.adaptive.refused(machine.slot("a"))
+        step_done(outcome, given)
 
     machine.adaptive.step_done = refusing  # type: ignore[method-assign, assignment]
     assert all(step.window_rows["a"] for step in machine.steps(100)), "nothing is known against it"
@@ -474,11 +475,11 @@ def test_what_is_expected_to_gain_next_to_nothing_is_not_run_however_cheap() -> 
 def test_a_request_that_has_ended_leaves_nothing_to_the_next_of_its_name() -> None:
     machine = Machine([Text("a", hit=0.0, claim=0.9)], DEAR)
     machine.steps(100)
-    assert not any(machine.adaptive.are_asked(["a"])[0] for _ in range(3))
-    machine.adaptive.end("a")
-    machine.adaptive.end("a")  # harmless
-    machine.adaptive.start("a", "drafter")
-    assert all(machine.adaptive.are_asked(["a"])[0] for _ in range(3))
+    assert not any(machine.is_asked("a") for _ in range(3))
+    machine.end("a")
+    machine.end("a")  # harmless
+    machine.start(machine.texts[0])
+    assert all(machine.is_asked("a") for _ in range(3))
 
 
 def steps_until_left_alone(machine: Machine, name: str) -> int:
@@ -488,9 +489,9 @@ def steps_until_left_alone(machine: Machine, name: str) -> int:
 def joined(machine: Machine, text: Text) -> Text:
     """In the place of those before."""
     for other in machine.texts:
-        machine.adaptive.end(other.name)
+        machine.end(other.name)
     machine.texts = [text]
-    machine.adaptive.start(text.name, "drafter")
+    machine.start(text)
     return text
 
 
@@ -518,7 +519,7 @@ def test_where_nobody_gains_newcomers_are_first_asked_together() -> None:
     for step in range(2 * LONG_WAIT):
         if step % 2 == 0 and late:
             machine.texts.append(late.pop())
-            machine.adaptive.start(machine.texts[-1].name, "drafter")
+            machine.start(machine.texts[-1])
         for name in machine.step().asked:
             first.setdefault(name, step)
     places = [place for name, place in first.items() if name.startswith("late")]
@@ -531,7 +532,7 @@ def test_where_nobody_gains_newcomers_are_first_asked_together() -> None:
 
 def test_steps_without_drafts_are_learned_from_a_little_later() -> None:
     machine = Machine([Text("a", depth=0), Text("b", depth=0)], DEAR)
-    machine.steps(MOST_HEARD - 1, slowness=2.0)
+    machine.steps(MOST_UNLEARNED - 1, slowness=2.0)
     assert machine.adaptive.step_time.factor == 1.0
     machine.step(slowness=2.0)
     assert machine.adaptive.step_time.factor > 1.5
@@ -541,9 +542,9 @@ def test_whoever_ends_leaves_nothing_to_be_learned_of_the_next_of_his_name() -> 
     machine = Machine([Text("a", hit=0.0, claim=0.02)], DEAR)
     while "a" in machine.step().asked:
         pass
-    machine.adaptive.end("a")
-    assert not machine.adaptive._heard
-    machine.adaptive.end("a")
+    machine.end("a")
+    assert not machine.adaptive._unlearned
+    machine.end("a")
 
 
 def test_nothing_is_called_for_nobody_that_may_not_be_compiled_yet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -551,7 +552,7 @@ def test_nothing_is_called_for_nobody_that_may_not_be_compiled_yet(monkeypatch: 
     machine, prompt = Machine([], DEAR), StepLoad(64, 1, 1)
     monkeypatch.setattr("batchserve.decoding_length.adaptive.note_steps", None)
     longer_s = 1.2 * machine.adaptive.step_time.predict(prompt)
-    machine.adaptive.step_done(StepOutcome(prompt, StepLoad(1, 1, 1), prompt, longer_s, longer_s), {"a": [1]})
+    machine.adaptive.step_done(StepOutcome(prompt, StepLoad(1, 1, 1), prompt, longer_s, longer_s), Given.of({0: [1]}))
     assert machine.adaptive.step_time.factor > 1.0, "the step was learned from all the same"
 
 
@@ -593,8 +594,8 @@ def test_what_was_offered_before_a_preemption_is_not_held_against_what_comes_lat
     machine = Machine([Text("a", hit=1.0, depth=8), Text("b", hit=1.0, depth=8, seed=1)], DEAR)
     machine.step(max_rows=0)
     assert machine.adaptive.acceptance.num_open == 2
-    machine.adaptive.skip("a")
-    machine.adaptive.skip("nobody")
+    machine.adaptive.skip(machine.slot("a"))
+    machine.adaptive.skip(99)
     assert machine.adaptive.acceptance.num_open == 1
 
 
@@ -616,7 +617,7 @@ def test_the_price_that_is_shown_stays_while_nobody_decodes() -> None:
     shown = machine.adaptive.last
     assert shown is not None
     prompt = StepLoad(64, 0, 1)
-    machine.adaptive.step_done(StepOutcome(prompt, StepLoad(0, 0, 0), prompt, 0.05, 0.05), {})
+    machine.adaptive.step_done(StepOutcome(prompt, StepLoad(0, 0, 0), prompt, 0.05, 0.05), Given.of({}))
     later = machine.adaptive.last
     assert later is not None
     assert later.price == shown.price > 0.0

@@ -22,7 +22,7 @@ from batchserve.metrics import EngineMetrics
 from batchserve.request import DraftScope, Request
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RaggedBatch
-from batchserve.sampling.verify import VerifiedTokens, walk_tree
+from batchserve.sampling.verify import StepTokens, VerifiedTokens, walk_tree
 from batchserve.scheduler.scheduler import Scheduler
 from batchserve.types import Delta, FinishReason, SpeculationParams
 from tests.factories import make_request, resolve_speculation
@@ -42,11 +42,12 @@ class _Handle:
     batch: RaggedBatch
     runner: ScriptedRunner
 
-    def wait(self) -> list[VerifiedTokens | None]:
+    def wait(self) -> StepTokens:
         if self.runner.error is not None:
             error, self.runner.error = self.runner.error, None
             raise error
-        return [None if rows.sampling is None else self._walk(i) for i, rows in enumerate(self.batch.requests)]
+        each = [None if rows.sampling is None else self._walk(i) for i, rows in enumerate(self.batch.requests)]
+        return StepTokens.of(each)
 
     def _walk(self, index: int) -> VerifiedTokens:
         rows = self.batch.requests[index]

@@ -19,6 +19,7 @@ from batchserve.kv.slab import EXTENT, SlabAllocator
 from batchserve.metrics import GAUGES
 from batchserve.types import SpeculationParams
 from tests.engine.scripted import ScriptedEngine, add, scripted_engine
+from tests.factories import make_request
 
 TABLE = StepTimeTable((1, 64), (0.010, 0.0163))  # a row for a hundredth of a step
 SLOWNESS = 2.0
@@ -104,7 +105,8 @@ def test_where_memory_is_short_the_likelier_tree_is_run_and_the_first_nodes_of_t
     stage = DraftStage(NullDrafter(), FixedDrafting(), allocator, lambda: 0.0)
     is_verified = [True] * (8 - num_unverified) + [False] * num_unverified
     trees = [DraftTree([*range(8)], [*range(-1, 7)], [0.6 if name == first else 0.5] * 8, is_verified) for name in "ab"]
-    forest = stage._with_memory(["a", "none", "b"], DraftForest.of([trees[0], DraftTree(), trees[1]]))
+    requests = [make_request(name, [1]) for name in ("a", "none", "b")]
+    forest = stage._with_memory(requests, DraftForest.of([trees[0], DraftTree(), trees[1]]))
     sizes = {"a": int(forest.sizes[0]), "b": int(forest.sizes[2])}
     second = "b" if first == "a" else "a"
     assert sizes == {first: 8, second: 3 if num_unverified == 0 else 2}, "a window is run whole or not at all"

@@ -18,7 +18,7 @@ from batchserve.kv.slab import SlabAllocator
 from batchserve.kv.slots import SlotAllocator
 from batchserve.runner import model_runner, ragged_batch
 from batchserve.sampling.device import DeviceSampler
-from batchserve.sampling.verify import VerifiedTokens
+from batchserve.sampling.verify import StepTokens, VerifiedTokens
 from tests.drafters import OracleDrafter
 from tests.equivalence.harness import Coverage, Job, PlainPath, assert_equal_but_near_ties, build, random_jobs, run
 from tests.equivalence.test_greedy import expected_answers
@@ -130,7 +130,10 @@ def bonus_lost(monkeypatch: pytest.MonkeyPatch) -> None:
             return verified
         return dataclasses.replace(verified, token_ids=verified.token_ids[:-1])
 
-    monkeypatch.setattr(model_runner, "verify_batch", lambda *arguments: list(map(cut, right_walk(*arguments))))
+    def walk(*arguments: Any) -> StepTokens:
+        return StepTokens.of([*map(cut, right_walk(*arguments))])
+
+    monkeypatch.setattr(model_runner, "verify_batch", walk)
     monkeypatch.setattr(DeviceSampler, "to_verified", lambda *arguments: list(map(cut, right_reading(*arguments))))
 
 

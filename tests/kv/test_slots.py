@@ -14,8 +14,8 @@ from hypothesis.stateful import invariant, precondition, rule
 from batchserve.kv.prefix_index import FEWEST_TOKENS
 from batchserve.kv.slot_kernels import DUMMY_SLOT, NUM_FREE, NUM_OWNED
 from batchserve.kv.slots import SlotAllocator
-from tests.kv.test_slab import LAYERS, TOTAL, SlabMachine
 from tests.factories import examples
+from tests.kv.test_slab import LAYERS, TOTAL, SlabMachine
 
 
 class SlotMachine(SlabMachine):

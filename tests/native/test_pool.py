@@ -16,9 +16,9 @@ import pytest
 from numba import carray, types
 
 from batchserve.errors import ForkedProcessError
+from batchserve.native import pool
 from batchserve.native.addresses import claim
 from batchserve.native.atomics import add_one, load, pause
-from batchserve.native import pool
 from batchserve.native.jit import cfunc
 from batchserve.native.pool import ThreadPool
 

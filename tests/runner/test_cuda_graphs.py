@@ -237,7 +237,7 @@ def launch(graphs: StepGraphs, allocator: Any, counts: list[int]) -> list[Any] |
     for request in requests:
         allocator.reserve(request.request_id, len(request.token_ids))
     handle = graphs.launch(build_batch(requests), Recordings())
-    said = handle and handle.wait()
+    said = handle and [*handle.wait()]
     for request in requests:
         allocator.release(request.request_id)
     return said

@@ -57,11 +57,11 @@ def test_what_the_device_cannot_decide_the_host_does_from_the_requests_own_rows(
         batch = random_batch(rng, 60)
         logits = random_logits(rng, batch, 60, torch.float32)
         forced = random_forced(rng, batch, 60) if has_forced else Recordings()
-        expected = verify_batch(batch, logits, forced)
+        expected = [*verify_batch(batch, logits, forced)]
         num_requests += len(batch.requests)
         with monkeypatch.context() as patch:
             patch.setattr(step_handle, "verify_request", counting)
-            assert queued(batch, logits, forced, num_candidates).wait() == expected
+            assert [*queued(batch, logits, forced, num_candidates).wait()] == expected
 
     check()
     assert 0 < num_on_host < num_requests / 2
@@ -88,7 +88,7 @@ def test_a_step_that_samples_nothing_is_waited_for_too(
     monkeypatch.setattr(HostCopy, "wait", lambda self: (waited.append(1), wait(self))[1])
     runner.backend.allocator.reserve("r", 5)
     handle = runner.launch(build_batch([RequestRows("r", 0, [5] * 5, list(range(-1, 4)), 5, None)]))
-    assert handle.wait() == [None]
+    assert [*handle.wait()] == [None]
     assert waited == [1]
 
 
@@ -153,8 +153,8 @@ def test_threads_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
         rng = random.Random(seed)
         batch = random_batch(rng, 500)
         logits, forced = random_logits(rng, batch, 500, torch.bfloat16), random_forced(rng, batch, 500)
-        shared = verify_batch(batch, logits, forced)
+        shared = [*verify_batch(batch, logits, forced)]
         with monkeypatch.context() as alone:
             alone.setattr(pool, "run", lambda loop, job, count: run(loop, job, 1))
-            assert verify_batch(batch, logits, forced) == shared
+            assert [*verify_batch(batch, logits, forced)] == shared
     assert set(started) == {2}

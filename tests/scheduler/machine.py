@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from batchserve.decoding_length.acceptance import Given
 from batchserve.decoding_length.adaptive import AdaptiveDrafting
 from batchserve.decoding_length.plain_steps import PlainSteps
-from batchserve.decoding_length.policy import StepOutcome
+from batchserve.decoding_length.policy import Drafted, StepOutcome
 from batchserve.decoding_length.step_time import StepLoad, StepTimeModel, StepTimeTable
 from batchserve.draft.base import DraftTree
 from batchserve.draft.forest import DraftForest
@@ -83,8 +84,7 @@ class Text:
 
 
 class Bidder(NamedTuple):
-    request_id: str
-    num_computed_tokens: int
+    slot: int
     token_ids: list[int]
 
 
@@ -125,9 +125,27 @@ class Machine:
         self.texts = list(texts)
         self._truth = StepTimeModel(truth or table)
         self._num_accepted: dict[str, int] = {}  # in the last step
+        self._slots: dict[str, int] = {}
         for text in texts:
             if text.depth or text.window:
-                self.adaptive.start(text.name, "drafter", text.tpot_target_s)
+                self.start(text)
+
+    def slot(self, name: str) -> int:
+        free = (slot for slot in range(len(self._slots) + 1) if slot not in self._slots.values())
+        return self._slots[name] if name in self._slots else self._slots.setdefault(name, next(free))
+
+    def slots(self, names: Iterable[str]) -> np.ndarray:
+        return np.array([self.slot(name) for name in names], np.int64)
+
+    def start(self, text: Text) -> None:
+        self.adaptive.start(self.slot(text.name), "drafter", text.tpot_target_s)
+
+    def end(self, name: str) -> None:
+        self.adaptive.end(self.slot(name))
+        del self._slots[name]
+
+    def is_asked(self, name: str) -> bool:
+        return bool(self.adaptive.are_asked(self.slots([name]))[0])
 
     def step(
         self,
@@ -144,20 +162,24 @@ class Machine:
         alone = StepLoad(count, count, count, context, context)
         without = alone._replace(num_rows=count + chunk, num_requests=count + bool(chunk))
         drafted = [text for text in texts if text.depth or text.window]
-        asked = [text for text in drafted if adaptive.are_asked([text.name])[0]]
+        asked = [text for text in drafted if self.is_asked(text.name)]
         asked = asked if asked and adaptive.begin_step(without, alone, len(asked)) else []
         trees: dict[str, DraftTree] = {}
         chosen: dict[str, list[int]] = {}
         earned = {text.name: self._num_accepted.get(text.name, 0) * text.has_found for text in asked}
-        for name in adaptive.windows_run(list(earned)):
-            adaptive.window_earned(name, earned[name])
+        for place in adaptive.windows_run(self.slots(earned)):
+            adaptive.window_earned(self.slot(asked[place].name), earned[asked[place].name])
         if asked:
             bounds = np.full((len(asked), 3), 1 << 40)
-            adaptive.bound([text.name for text in asked], bounds, max_rows)
+            adaptive.bound(self.slots(text.name for text in asked), bounds, max_rows)
             trees = {text.name: text.propose(most) for text, most in zip(asked, bounds[:, 0].tolist(), strict=True)}
-            bidders = [Bidder(text.name, text.context, text.tokens) for text in texts]
+            bidders = [Bidder(self.slot(text.name), text.tokens) for text in asked]
             forest = DraftForest.of(list(trees.values()))
-            keep = adaptive.choose(forest, list(trees), bidders, max_rows)
+            places = np.array([texts.index(text) for text in asked])
+            contexts = np.array([text.context for text in texts])
+            all_slots = self.slots(text.name for text in texts)
+            drafted_now = Drafted(cast("Any", bidders), all_slots[places], places, all_slots, contexts)
+            keep = adaptive.choose(forest, drafted_now, max_rows)
             forest.take(keep)  # refuses a node without its parent
             parts = zip(trees, np.split(keep, forest.starts[1:-1]), strict=True)
             chosen = {name: np.flatnonzero(part).tolist() for name, part in parts if part.any()}
@@ -173,7 +195,8 @@ class Machine:
         )
         seconds = slowness * self._truth.predict(load)
         draft_s = asking_s * bool(asked) + proposal_s * len(asked)
-        adaptive.step_done(StepOutcome(without, alone, load, seconds + draft_s, seconds, draft_s, len(asked)), given)
+        outcome = StepOutcome(without, alone, load, seconds + draft_s, seconds, draft_s, len(asked))
+        adaptive.step_done(outcome, Given.of({self.slot(name): tokens for name, tokens in given.items()}))
         for text in texts:
             text.tokens += given[text.name]
         self._num_accepted = {name: len(tokens) - 1 for name, tokens in given.items()}

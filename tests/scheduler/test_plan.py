@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from batchserve.decoding_length.step_time import StepLoad
+from batchserve.request import ResolvedSpeculation
+from batchserve.request_table import RequestTable
 from batchserve.scheduler.plan import SchedulerOutput, lay_plan
 from tests.factories import examples, make_request
 from tests.scheduler.scheduled import ScheduledRequest, each_scheduled
@@ -29,21 +30,33 @@ FACTS = st.tuples(
 
 def planned(all_facts: list[tuple[int, ...]], share: int) -> tuple[SchedulerOutput, list[ScheduledRequest]]:
     """The plan, and what it should be."""
-    requests, flat, expected = [], [], []
+    requests, counts, rooms, expected = [], [], {}, []
     for i, (length, computed, rows, max_tokens, room, most, branch_length) in enumerate(all_facts):
         computed = min(computed, length - 1)
         rows = min(rows, length - computed)
-        request = make_request(f"r{i}", [7] * length, max_tokens=max_tokens)
+        speculation = ResolvedSpeculation("trie", most, branch_length)
+        request = make_request(f"r{i}", [7] * length, max_tokens=max_tokens, speculation=speculation)
         request.num_computed_tokens = computed
         requests.append(request)
-        flat += [computed, rows, length, length + max_tokens, room, most, branch_length]
+        counts.append(rows)
+        if room >= 0:
+            rooms[i] = room + 1
         # The bonus token comes on top: of max_tokens all but one may be drafted, and of the context all but one place.
         row_depth = MAX_MODEL_LEN - length - 1
         depth, budget = min(max_tokens - 1, row_depth), min(share, room, most)
         draft = (budget, min(depth, branch_length), row_depth) if depth > 0 and budget > 0 else (0, 0, 0)
         expected.append(ScheduledRequest(request, rows, computed + rows == length, *draft))
-    names = [request.request_id for request in requests]
-    return lay_plan(requests, names, flat, [], 50, share, MAX_MODEL_LEN), expected
+    names, table = [request.request_id for request in requests], RequestTable()
+    for request in requests:
+        table.add(request)
+    slots = integers([request.slot for request in requests])
+    draftable = integers([*rooms]), integers([*rooms.values()])
+    bounds, planned_of = (share, MAX_MODEL_LEN), (table.rows, slots, integers(counts))
+    return lay_plan(requests, names, planned_of, draftable, [], 50, bounds), expected
+
+
+def integers(numbers: list[int]) -> np.ndarray:
+    return np.array(numbers, np.int64)
 
 
 def load_of(scheduled: list[ScheduledRequest]) -> StepLoad:
@@ -82,8 +95,3 @@ def test_drafts_add_their_rows_and_what_these_attend_to(drawn: list[tuple[tuple[
         before.context_tokens,
         before.attended_tokens + attended,
     )
-
-
-def test_a_plan_takes_as_many_facts_as_there_are_requests() -> None:
-    with pytest.raises(ValueError, match="reshape"):
-        lay_plan([make_request("a", [1])], ["a"], [0, 1, 1], [], 1, 1, MAX_MODEL_LEN)

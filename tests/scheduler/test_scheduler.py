@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -169,7 +170,7 @@ class Traffic:
         self.allocator.commit(request.request_id, range(rows + accepted))
         request.num_computed_tokens += rows + accepted
         if is_sampled:
-            request.token_ids += [7] * (accepted + 1)
+            request.append([7] * (accepted + 1))
         assert request.num_output_tokens <= request.sampling.max_tokens, "more than the client asked for"
         assert len(request.token_ids) <= self.max_model_len
         if request.num_output_tokens == request.sampling.max_tokens:
@@ -450,9 +451,14 @@ def test_whoever_is_not_drafted_leaves_the_rows_to_the_others() -> None:
     while not drafted.num_output_tokens or not undrafted.num_output_tokens or not never.num_output_tokens:
         traffic.step(0.0)
     traffic.scheduler.finish(prompt)
-    asked: list[Request] = []
-    plan = traffic.scheduler.schedule(0.0, lambda requests: asked.extend(requests) or [r is drafted for r in requests])  # type: ignore[func-returns-value]
-    assert asked == [drafted, undrafted]
+    asked: list[int] = []
+
+    def are_drafted(slots: np.ndarray) -> np.ndarray:
+        asked.extend(slots.tolist())
+        return slots == drafted.slot
+
+    plan = traffic.scheduler.schedule(0.0, are_drafted)
+    assert asked == [drafted.slot, undrafted.slot]
     assert {s.request.request_id: s.max_draft_tokens for s in each_scheduled(plan)} == {"r0": 61, "r1": 0, "r2": 0}
     assert [s.is_decoding for s in each_scheduled(plan)] == [True] * 3
 
@@ -578,7 +584,7 @@ def test_who_has_room_only_because_he_shares_memory_is_bounded_as_well() -> None
     for item in each_scheduled(scheduler.schedule()):
         allocator.commit("a", range(item.num_scheduled_tokens))
         source.num_computed_tokens = 250
-        source.token_ids.append(7)
+        source.append([7])
     scheduler.add(late)
     assert allocator.free_tokens < late.num_pending_tokens
     decoding, prompt = each_scheduled(scheduler.schedule())
@@ -678,7 +684,7 @@ def test_who_fits_only_beside_a_request_that_it_begins_like_is_let_in_when_that_
         for item in each_scheduled(scheduler.schedule()):
             allocator.commit(item.request.request_id, range(item.num_scheduled_tokens))
             item.request.num_computed_tokens += item.num_scheduled_tokens
-            item.request.token_ids += [7] * item.is_sampled
+            item.request.append([7] * item.is_sampled)
     assert late in scheduler.running
     assert late.num_cached_tokens == 59
     assert source in scheduler.running

@@ -1,4 +1,4 @@
-"""A small client of the service, for the command line and the demo."""
+"""A small gRPC client for the command line and the demo."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RemoteError(BatchserveError):
-    """The server answered with a non-OK status; `code` is its gRPC name, `reason` that of its ErrorInfo, if any."""
+    """A non-OK status from the server. `code` is its gRPC name, `reason` the ErrorInfo's reason ("" without one)."""
 
     def __init__(self, code: str, reason: str, message: str) -> None:
         self.code = code
@@ -30,10 +30,10 @@ class RemoteError(BatchserveError):
 
 
 class GenerationClient:
-    """One channel to one server; an async context manager. Every method raises RemoteError for a non-OK status."""
+    """A channel to one server; an async context manager. Every method raises RemoteError for a non-OK status."""
 
     def __init__(self, target: str) -> None:
-        # An http_proxy in the environment would otherwise carry even loopback connections.
+        # Otherwise gRPC uses the environment's http_proxy even for loopback connections.
         self._channel = grpc.aio.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)])
         self._stub: Any = generation_pb2_grpc.GenerationServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
@@ -47,7 +47,7 @@ class GenerationClient:
         await self._channel.close(None)
 
     async def wait_until_serving(self) -> None:
-        """Returns once something listens there and the service's health is SERVING; bound it with asyncio.timeout."""
+        """Waits until the server listens and its health is SERVING. Bound the wait with asyncio.timeout."""
         call = self._health.Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME), wait_for_ready=True)
         try:
             async for answer in call:
@@ -60,7 +60,7 @@ class GenerationClient:
         raise RemoteError("UNAVAILABLE", "", "the health watch ended before the service was serving")
 
     async def model_info(self) -> pb.GetModelInfoResponse:
-        """What the server serves."""
+        """Returns the server's description of its model."""
         try:
             info: pb.GetModelInfoResponse = await self._stub.GetModelInfo(pb.GetModelInfoRequest())
         except grpc.aio.AioRpcError as error:
@@ -68,7 +68,7 @@ class GenerationClient:
         return info
 
     async def generate(self, request: pb.GenerateRequest, timeout_s: float | None = None) -> pb.GenerateResponse:
-        """One answer, whole."""
+        """Returns the complete answer."""
         try:
             response: pb.GenerateResponse = await self._stub.Generate(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
@@ -78,7 +78,7 @@ class GenerationClient:
     async def stream(
         self, request: pb.GenerateRequest, timeout_s: float | None = None
     ) -> AsyncGenerator[pb.StreamGenerateResponse, None]:
-        """The events of one answer; closing the generator cancels the call."""
+        """Yields the events of one answer. Closing the generator cancels the call."""
         call = self._stub.StreamGenerate(request, timeout=timeout_s)
         try:
             async for message in call:

@@ -1,6 +1,6 @@
-"""Protocol messages <-> domain types. Whatever the wire can say and the domain cannot is refused here, never dropped.
+"""Converts between protocol messages and domain types. Values without a domain equivalent are refused, never dropped.
 
-Bounds that a `SamplingParams` can check by itself are checked there; bounds that need the model are the engine's.
+`SamplingParams` checks the bounds that it can check by itself. The engine checks the bounds that need the model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
 }
-# The path in a GenerateRequest of each argument that has another name in Python.
+# Python argument names and their paths in a GenerateRequest, where the two differ.
 _PATHS = {
     "deadline_s": "grpc-timeout",
     "temperature": "sampling_params.temperature",
@@ -63,7 +63,7 @@ _FINISH_REASONS_BACK = {theirs: mine for mine, theirs in _FINISH_REASONS.items()
 
 
 class GenerateArguments(NamedTuple):
-    """A validated GenerateRequest, as `AsyncEngine.stream` and `generate` take it."""
+    """A validated GenerateRequest as arguments of `AsyncEngine.stream` and `generate`."""
 
     prompt: str | Sequence[int]
     params: SamplingParams
@@ -74,7 +74,7 @@ class GenerateArguments(NamedTuple):
 
 
 def from_generate_request(request: pb.GenerateRequest, max_model_len: int) -> GenerateArguments:
-    """The request in domain types; raises InvalidRequestError, for `with_path`."""
+    """Converts a request to domain types. Raises InvalidRequestError, to be passed to `with_path`."""
     _check_counts(request, max_model_len)
     return GenerateArguments(
         prompt=_prompt(request),
@@ -87,7 +87,7 @@ def from_generate_request(request: pb.GenerateRequest, max_model_len: int) -> Ge
 
 
 def _check_counts(request: pb.GenerateRequest, max_model_len: int) -> None:
-    """Before anything copies a message or looks at each of its items: 16 MB hold millions of them."""
+    """Checks item counts before any code copies or visits the items: 16 MB can hold millions of them."""
     stop, references = request.stop, request.references
     if len(references) > MAX_REFERENCES:
         bound = f"at most {MAX_REFERENCES}"
@@ -105,35 +105,35 @@ def _check_counts(request: pb.GenerateRequest, max_model_len: int) -> None:
 
 
 def check_num_prompt_tokens(num_tokens: int, max_model_len: int) -> None:
-    """Raises InvalidRequestError for `token_ids` that do not fit the context."""
+    """Raises InvalidRequestError if `token_ids` do not fit the context."""
     if num_tokens >= max_model_len:
         bound = f"at most {max_model_len - 1} tokens (max_model_len - 1)"
         raise InvalidRequestError("PROMPT_TOO_LONG", "token_ids", f"{num_tokens} tokens", bound)
 
 
 def check_num_reference_tokens(num_tokens: int) -> None:
-    """Raises InvalidRequestError for references of too many token ids together."""
+    """Raises InvalidRequestError if the references have too many token ids in total."""
     if num_tokens > MAX_REFERENCE_TOKENS:
         raise references_too_long(f"{num_tokens} tokens", f"{MAX_REFERENCE_TOKENS} tokens")
 
 
 def references_too_long(value: str, most: str) -> InvalidRequestError:
-    """The error of references that are too long together."""
+    """Returns the error for references whose total length is too large."""
     return InvalidRequestError("REFERENCES_TOO_LONG", "references", value, f"at most {most} together")
 
 
 def unknown_field(path: str, number: int, wire_type: int, message: str) -> InvalidRequestError:
-    """The error of a field that a message does not have in this version; `path` goes before the number."""
+    """Returns the error for a field that this version of the message lacks. `path` precedes the field number."""
     bound = f"unset: {message} has no such field in this server's version"
     return InvalidRequestError("UNKNOWN_FIELD", f"{path}#{number}", f"<wire type {wire_type}>", bound)
 
 
 def refuse_unknown_fields(message: Message) -> None:
-    """Raise InvalidRequestError for the first field, at any depth, that this version of the protocol does not have.
+    """Raises InvalidRequestError for the first field, at any depth, that this version of the protocol does not have.
 
-    Protobuf keeps unknown fields silently: a parameter of a newer client would be ignored and its answer be wrong.
-    A known field with the wrong wire type counts as unknown too. Nothing here looks at each of them: 16 MB hold
-    millions.
+    Protobuf keeps unknown fields silently: a newer client's parameter would be ignored and the answer would be wrong.
+    A known field with the wrong wire type counts as unknown too. The fields are not visited one by one, because 16 MB
+    can hold millions.
     """
     known = type(message)()
     known.CopyFrom(message)
@@ -161,7 +161,7 @@ def _refuse_first_unknown(message: Message, path: str) -> None:
 
 
 def _varint(data: bytes) -> int:
-    """The number that the bytes begin with: seven bits each, the lowest first, up to one without the highest bit."""
+    """Decodes the leading varint: seven bits per byte, lowest first, up to a byte without the highest bit."""
     value = 0
     for place, byte in enumerate(data):
         value |= (byte & 127) << 7 * place
@@ -173,10 +173,9 @@ def _varint(data: bytes) -> int:
 def to_generate_request(
     prompt: str | Sequence[int], params: SamplingParams, speculation: SpeculationParams, priority: int = 0
 ) -> pb.GenerateRequest:
-    """The request of a client, without an id and a model; the inverse of `from_generate_request`, but for the wire's
-    32-bit floats.
+    """Builds a request without an id and a model. The inverse of `from_generate_request`, except for 32-bit floats.
 
-    Raises InvalidRequestError for a priority out of its bounds, and a count that the wire has no room for.
+    Raises InvalidRequestError for a priority out of bounds and for a count that does not fit into the wire's 32 bits.
     """
     for name, value in (
         ("top_k", params.top_k),
@@ -216,9 +215,9 @@ def to_generate_request(
 
 
 def with_path(error: InvalidRequestError, request: Message) -> InvalidRequestError:
-    """The same error in the message's terms: its field is a path there, not the name of an argument in Python.
+    """Returns the same error with its field as a path in the message, instead of a Python argument name.
 
-    What was found in the message itself has its path already.
+    Errors found in the message itself already have a path.
     """
     name, bracket, index = error.field.partition("[")
     path, index = _PATHS.get(name, name), bracket + index
@@ -265,7 +264,7 @@ def _sampling_params(request: pb.GenerateRequest) -> SamplingParams:
 
 def _speculation(request: pb.GenerateRequest) -> SpeculationParams:
     options = request.speculation
-    # proto3 enums are open: a number without a name arrives as it is.
+    # proto3 enums are open: an unknown number arrives unchanged.
     if options.mode not in pb.SpeculationOptions.Mode.values():
         names = ", ".join(pb.SpeculationOptions.Mode.keys())
         raise InvalidRequestError("UNKNOWN_ENUM_VALUE", "speculation.mode", int(options.mode), f"one of {names}")
@@ -294,7 +293,7 @@ def _references(request: pb.GenerateRequest) -> tuple[str | tuple[int, ...], ...
 
 
 def to_stream_responses(event: Started | Delta) -> Iterator[pb.StreamGenerateResponse]:
-    """The messages of one engine event: the last Delta is a `delta`, if it carries anything, and a `finished`."""
+    """Yields the messages of one engine event. The last Delta gives a `delta`, unless empty, and a `finished`."""
     if isinstance(event, Started):
         started = pb.Started(request_id=event.request_id, prompt_tokens=event.prompt_tokens)
         yield pb.StreamGenerateResponse(started=started)
@@ -311,9 +310,9 @@ def to_stream_responses(event: Started | Delta) -> Iterator[pb.StreamGenerateRes
 
 
 def from_stream_response(message: pb.StreamGenerateResponse) -> Started | Delta:
-    """A client's view of one message; the `finished` is a Delta without tokens.
+    """Converts a message to an engine event. A `finished` becomes a Delta without tokens.
 
-    A finish reason of a newer server, which this client has no name for, becomes None.
+    A newer server's finish reason that this client does not know becomes None.
     """
     if message.WhichOneof("event") == "started":
         return Started(message.started.request_id, message.started.prompt_tokens)
@@ -340,7 +339,7 @@ def from_stream_response(message: pb.StreamGenerateResponse) -> Started | Delta:
 
 
 def to_generate_response(output: RequestOutput) -> pb.GenerateResponse:
-    """The whole answer."""
+    """Converts a complete answer."""
     return pb.GenerateResponse(
         request_id=output.request_id,
         text=output.text,
@@ -352,7 +351,7 @@ def to_generate_response(output: RequestOutput) -> pb.GenerateResponse:
 
 
 def to_model_info(info: ModelInfo, version: str) -> pb.GetModelInfoResponse:
-    """What is being served, by this version of the package."""
+    """Converts the description of the served model. version: of this package."""
     return pb.GetModelInfoResponse(
         model=info.name,
         architecture=info.architecture,

@@ -1,4 +1,4 @@
-"""The gRPC service: each call is one request of the engine, and ends with it."""
+"""The gRPC service. Each generation call runs one engine request and ends with it."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
 
     from batchserve.engine.async_engine import AsyncEngine
 
-# The server may hear of a cancellation a little later than of its client's next call with the same id: it takes a few
-# threads' turns, which take longer on a busy machine. So turns are counted, not seconds.
+# A cancellation may reach the server slightly later than the client's next call with the same request id. It passes
+# through several threads, which takes longer on a busy machine, so the server counts turns, not seconds.
 CANCEL_TURNS, CANCEL_TURN_S = 6, 0.002
 SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
 SERVICE_NAME: str = SERVICE.full_name
 
 
 class GenerationServicer:
-    """Every method of the contract (protos/batchserve/v1/generation.proto).
+    """Implements every method of protos/batchserve/v1/generation.proto.
 
-    Answers with UNAVAILABLE until `open` and from `close` on. Every method writes its answer, as a stream does: of one
-    that it returned nobody could tell whether the client takes it.
+    Answers UNAVAILABLE before `open` and from `close` on. Unary methods write their answer as well, because the server
+    cannot tell whether the client reads an answer that a method returns.
     """
 
     def __init__(self, version: str, unread: UnreadBounds) -> None:
@@ -57,29 +57,29 @@ class GenerationServicer:
         self._unread = unread
         self._engine: AsyncEngine | None = None
         self._refusal = "the server is warming up"
-        self.num_calls = 0  # that have come, answered or not
+        self.num_calls = 0  # received, answered or not
         self.failed_calls = Counter[str]()  # by reason
         self._num_open = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
     def open(self, engine: AsyncEngine) -> None:
-        """From now on requests go to this engine."""
+        """Sends requests to this engine from now on."""
         self._engine = engine
 
     def close(self, reason: str) -> None:
-        """From now on requests are refused; those in flight go on."""
+        """Refuses requests from now on. Those in flight continue."""
         self._engine = None
         self._refusal = reason
 
     async def wait_idle(self) -> None:
-        """Returns once no call is being answered: the engine may be done before a slow client has read it all."""
+        """Waits until no call is in progress. The engine may finish before a slow client has read its answer."""
         await self._is_idle.wait()
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, pb.GenerateResponse]
     ) -> None:
-        """One answer, whole. Cancelling the call cancels this task, which aborts the request."""
+        """Answers with the complete output. Cancelling the call cancels this task, which aborts the request."""
         async with self._answering(context, request, "Generate") as call:
             engine, arguments = await self._accepted(request, call.record)
             output = await engine.generate(**arguments._asdict(), deadline_s=context.time_remaining())
@@ -89,10 +89,10 @@ class GenerationServicer:
     async def StreamGenerate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, pb.StreamGenerateResponse]
     ) -> None:
-        """One answer as it is made.
+        """Streams an answer as it is generated.
 
-        Writes instead of yielding: a cancelled call then raises inside this coroutine, so that `aclosing` frees the
-        request at once. An async generator left suspended at a yield would wait for the garbage collector.
+        It writes messages instead of yielding them. A cancelled call then raises inside this coroutine, and `aclosing`
+        frees the request at once. An async generator suspended at a yield would wait for the garbage collector.
         """
         async with self._answering(context, request, "StreamGenerate") as call:
             engine, arguments = await self._accepted(request, call.record)
@@ -114,7 +114,7 @@ class GenerationServicer:
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, pb.GetModelInfoResponse]
     ) -> None:
-        """What is being served."""
+        """Answers with the description of the served model."""
         async with self._answering(context, request, "GetModelInfo") as call:
             call.record.level = logging.DEBUG
             info = self._opened().info
@@ -123,11 +123,11 @@ class GenerationServicer:
             await call.write(to_model_info(info, self._version))
 
     def max_model_len(self) -> int:
-        """The longest that a request may be. Raises UnavailableError."""
+        """Returns the engine's max_model_len. Raises UnavailableError."""
         return self._opened().info.max_model_len
 
     async def _accepted(self, request: pb.GenerateRequest, record: CallRecord) -> tuple[AsyncEngine, GenerateArguments]:
-        """The engine to ask, and what to ask it, once no call that was cancelled has the request's id any more."""
+        """Returns the engine and its arguments. First waits briefly for a cancelled call to release the request id."""
         record.asked(request.request_id)
         engine = self._opened()
         arguments = from_generate_request(request, engine.info.max_model_len)
@@ -146,7 +146,7 @@ class GenerationServicer:
     async def _answering(
         self, context: grpc.aio.ServicerContext[Any, Any], request: Message, method: str
     ) -> AsyncIterator[Call]:
-        """One call: counted while it lasts, logged, and ended with the status of whatever is raised inside."""
+        """Counts and logs one call. An error raised inside ends the call with the error's status."""
         self._num_open += 1
         self.num_calls += 1
         self._is_idle.clear()
@@ -170,7 +170,7 @@ class GenerationServicer:
 
 @dataclass(slots=True)
 class Call:
-    """A call that is being answered."""
+    """A call in progress."""
 
     context: grpc.aio.ServicerContext[Any, Any]
     record: CallRecord
@@ -178,11 +178,11 @@ class Call:
     _has_begun: bool = False
 
     async def write(self, message: Message) -> None:
-        """Send a message. Raises UnreadAnswerError if the client does not take it, or leaves too much unread."""
+        """Sends a message. Raises UnreadAnswerError if the client does not read it, or leaves too much unread."""
         try:
             if not self._has_begun:
-                # By itself: gRPC could send no status later where the first message had been given up together with
-                # it. It waits as well, for a client that does not read its connection at all.
+                # Sent separately: if this metadata were given up together with the first message, gRPC could send no
+                # status later. This write also blocks if the client does not read its connection at all.
                 await self.backlog.write(self.context.send_initial_metadata(()))
                 self._has_begun = True
             await self.backlog.write(self.context.write(message))

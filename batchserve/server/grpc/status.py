@@ -1,4 +1,4 @@
-"""Domain errors -> google.rpc.Status. The only place that knows which error has which code."""
+"""Maps domain errors to google.rpc.Status. No other module knows which error has which code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 DOMAIN = "batchserve"
 INTERNAL = "INTERNAL"
-# Statuses travel in HTTP/2 trailers, which peers bound to 8 KiB by default; past it the whole status is lost.
+# A status is sent in HTTP/2 trailers, which peers limit to 8 KiB by default. A larger status is lost entirely.
 MAX_MESSAGE_CHARS = 1000
 MAX_METADATA_CHARS = 200
 STATUS_TIMEOUT_S = 2.0
@@ -57,14 +57,14 @@ _CODES: dict[type[BatchserveError], int] = {
 
 
 def to_status(error: Exception) -> status_pb2.Status:
-    """The rich status of an error: always an ErrorInfo, and a BadRequest or a RetryInfo where it helps the client.
+    """Returns the rich status of an error: an ErrorInfo, plus a BadRequest or a RetryInfo where it helps the client.
 
-    An error that is not the package's own says nothing of itself on the wire.
+    The status of an error from outside this package reveals nothing about the error.
     """
     if not isinstance(error, BatchserveError):
         info = _error_info(INTERNAL)
         return _status(code_pb2.INTERNAL, "internal error; the server's log has the details", info)
-    # Only the first line: what follows it could be a trace that an engine fault carries along.
+    # Only the first line: the rest could be the stack trace of an engine fault.
     message = (str(error).splitlines() or [error.reason])[0][:MAX_MESSAGE_CHARS]
     details: list[Message] = []
     if isinstance(error, InvalidRequestError):
@@ -85,12 +85,11 @@ def to_status(error: Exception) -> status_pb2.Status:
 async def abort(
     context: grpc.aio.ServicerContext[Any, Any], error: Exception, counts: Counter[str], record: CallRecord
 ) -> NoReturn:
-    """End the call with the error's status, counted by its reason; what is not the package's own is logged with its
-    trace.
+    """Ends the call with the error's status and counts the error's reason.
 
-    Raises CancelledError if there is nobody left to tell: gRPC's own InternalError says that the call is over, be it
-    that its client has gone or that its deadline has passed, before `context` does. The same where the client does not
-    take the status for STATUS_TIMEOUT_S: gRPC has it, and sends it when the client reads on.
+    Logs errors from outside this package with their trace. Raises CancelledError if the call is already over: gRPC's
+    InternalError reports before `context` that the client has gone or the deadline has passed. Also raises it if the
+    client does not read the status within STATUS_TIMEOUT_S. gRPC then sends the status when the client reads again.
     """
     if context.cancelled() or isinstance(error, grpc.aio.InternalError):
         raise asyncio.CancelledError from error
@@ -109,15 +108,15 @@ async def abort(
 
 
 def is_worth_logging(record: logging.LogRecord) -> bool:
-    """A filter for gRPC's own logger: False for calls that nobody is to be told of any more, and for bytes that are no
-    message of health or reflection: any caller could fill the log.
+    """Filters gRPC's own logger. False for records of calls that are over, and of malformed messages.
 
-    They were over before gRPC itself could send their last status, as where a deadline passes just then, or had no end
-    of their own until the server stopped: health's Watch, reflection. That is nobody's error, but gRPC logs it as one,
-    with a trace; `abort` sees only what is raised inside of a handler of ours.
+    Any caller could fill the log with malformed health and reflection messages. A call is over if it ended before gRPC
+    could send its last status, for example because the deadline passed at that moment, or if it only ends when the
+    server stops (health's Watch, reflection). Neither is an error, but gRPC logs it as one, with a trace. `abort` sees
+    only what is raised inside our own handlers.
     """
     kind = record.exc_info[0] if record.exc_info else None
-    # Of the first kind gRPC exports the base only.
+    # Compared by name: gRPC exports only the base class of ExecuteBatchError.
     is_over = kind is not None and (
         kind.__name__ == "ExecuteBatchError" or issubclass(kind, (asyncio.CancelledError, DecodeError))
     )

@@ -1,8 +1,8 @@
-"""Reads the protocol's messages: a missing or malformed one gets INVALID_ARGUMENT with details, and the sizes in a
-large one are checked before it is parsed. Other services' messages are refused where they are large.
+"""Reads and checks request messages before the handlers get them.
 
-For bytes that do not parse gRPC would say a bare UNKNOWN; a call without any message it would never end, neither a
-half-closed one nor one that stays open, which has its own deadline here.
+A missing or malformed message gets INVALID_ARGUMENT with details. The sizes in a large message are checked before it is
+parsed. Large messages to other services are refused. gRPC itself would answer bytes that do not parse with a bare
+UNKNOWN. It would never end a call without a message, whether half-closed or open. An open one has a deadline here.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 
 MESSAGE_TIMEOUT_S = 30.0
-# Of a message whose ids are counted on the loop: more in a thread, which NumPy lets run beside it.
+# The ids of a larger message are counted in a thread. NumPy lets the event loop run meanwhile.
 MAX_BYTES_ON_LOOP = 1 << 20
-MAX_OTHER_BYTES = 4 << 10  # of health's and reflection's messages, which hold a name each
+MAX_OTHER_BYTES = 4 << 10  # for health and reflection messages, which hold one name each
 
 
 class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
     """Guards the methods of one service, whose requests are single messages and whose handlers write their answers.
 
-    Of all other services it refuses large messages, which their handlers parse on the loop whatever is in them.
+    For other services it refuses large messages, because their handlers parse any message on the event loop.
     """
 
     def __init__(self, service: ServiceDescriptor, servicer: GenerationServicer) -> None:
@@ -52,7 +52,7 @@ class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[t
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """The method's handler, guarded."""
+        """Returns the method's handler with the checks around it."""
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return handler  # type: ignore[return-value]  # a method that nobody has
@@ -66,7 +66,7 @@ class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[t
         return guarded  # type: ignore[no-any-return]
 
     def _bounded(self, handler: Any, method: str) -> grpc.RpcMethodHandler[Any, Any]:
-        """The handler of another service, which is given no large or malformed message."""
+        """Wraps a handler of another service to refuse large and malformed messages."""
         parse = handler.request_deserializer
 
         def parsed(data: bytes) -> Message | InvalidRequestError:
@@ -79,7 +79,7 @@ class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[t
                 return malformed()
 
         async def sound(message: Message | InvalidRequestError, context: Any) -> Message:
-            if isinstance(message, InvalidRequestError):  # what `parsed` raised would become a bare UNKNOWN
+            if isinstance(message, InvalidRequestError):  # raised in `parsed` it would become a bare UNKNOWN
                 await self._refuse(context, method, message)
             return message
 
@@ -106,7 +106,7 @@ class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[t
             try:
                 data = await self._checked(context, name)
                 message = parse(data)
-                if len(data) <= SMALL_MESSAGE_BYTES:  # of a larger one every field has been looked at
+                if len(data) <= SMALL_MESSAGE_BYTES:  # check_sizes has seen every field of a larger one
                     refuse_unknown_fields(message)
             except DecodeError:
                 await self._refuse(context, name, malformed())
@@ -117,11 +117,11 @@ class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[t
         return wrapped
 
     async def _checked(self, context: grpc.aio.ServicerContext[Any, Any], name: str) -> bytes:
-        """The bytes of the call's message, which do not take long to parse."""
+        """Reads the call's message. Returns its bytes, which are known to be fast to parse."""
         try:
             async with asyncio.timeout(MESSAGE_TIMEOUT_S):  # Python 3.11's wait_for may lose a cancellation
                 data: Any = await context.read()
-        except TimeoutError:  # nothing else would ever end it
+        except TimeoutError:  # nothing else would end the call
             what = f"the call's message was not there, or not all of it, after {MESSAGE_TIMEOUT_S:g} s"
             raise DeadlineExceededError(what) from None
         if data is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in the stubs

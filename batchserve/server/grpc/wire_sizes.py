@@ -1,7 +1,7 @@
-"""Sizes and counts of a large message, read from its bytes before it is parsed.
+"""Checks sizes and counts in the bytes of a large message before it is parsed.
 
-Protobuf takes up to a tenth of a second for a megabyte of tiny fields, and holds the interpreter meanwhile: no stream
-would go on. What passes here is parsed in about the time that it takes to copy it.
+Protobuf takes up to a tenth of a second per megabyte of tiny fields. It holds the interpreter lock meanwhile, which
+would stall every stream. A message that passes these checks is parsed in about the time that it takes to copy it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from batchserve.types import MAX_REFERENCE_CHARS, MAX_REFERENCES, MAX_STOP_STRIN
 if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor
 
-SMALL_MESSAGE_BYTES = 16 << 10  # parsed within a millisecond whatever is in it
-MAX_FIELDS = 512  # of a message, nested ones included; packed ids count as one
-MAX_FIELD_BYTES = 64 << 10  # of a text that has no bound of its own here
-MAX_TEXT_BYTES_PER_TOKEN = 32  # texts have 3 to 15; single tokens are longer where they are runs of spaces
+SMALL_MESSAGE_BYTES = 16 << 10  # parsed within a millisecond, whatever it contains
+MAX_FIELDS = 512  # per message, nested messages included; packed ids count as one field
+MAX_FIELD_BYTES = 64 << 10  # for a text field without a bound of its own here
+MAX_TEXT_BYTES_PER_TOKEN = 32  # text has 3 to 15; single tokens that are runs of spaces have more
 MAX_CHAR_BYTES = 4
 MAX_VARINT_BYTES = 10
 COUNTED_AT_ONCE = 64 << 10
@@ -44,34 +44,34 @@ FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
 
 
 def check_sizes(data: bytes, message: Descriptor, max_model_len: int) -> None:
-    """Raises InvalidRequestError for a message whose parsing would take long, or that has unknown or broken fields.
+    """Raises InvalidRequestError for a message that is slow to parse, or that has unknown or malformed fields.
 
-    Small ones pass: whoever gets the parsed message checks the same.
+    Small messages pass unchecked: the same checks are made on the parsed message.
     """
     if len(data) > SMALL_MESSAGE_BYTES:
         try:
             _Sizes(data, max_model_len).add(message, "", 0, len(data))
-        except IndexError:  # it ends in the middle of a number
+        except IndexError:  # the data ends in the middle of a varint
             raise malformed() from None
 
 
 def malformed() -> InvalidRequestError:
-    """The error of bytes that are no message."""
+    """Returns the error for bytes that do not parse as a message."""
     bound = "bytes that parse as the method's request message"
     return InvalidRequestError("MALFORMED_MESSAGE", "request", "<bytes>", bound)
 
 
 class _Sizes:
-    """The sums over what has been read of one message."""
+    """Running totals of the fields of one message."""
 
     def __init__(self, data: bytes, max_model_len: int) -> None:
         self._data = data
         self._max_model_len = max_model_len
         self._num_fields = 0
-        self._totals = Counter[str]()  # token ids, or bytes of text, by path
+        self._totals = Counter[str]()  # token ids, or bytes of text, by field path
 
     def add(self, message: Descriptor, path: str, at: int, end: int) -> None:
-        """Read the fields of a message that lies in data[at:end]."""
+        """Counts and checks the fields of the message in data[at:end]."""
         while at < end:
             tag, at = self._varint(at)
             number, wire_type = tag >> 3, tag & 7
@@ -134,7 +134,7 @@ class _Sizes:
             raise _too_many(path, f"more than {MAX_FIELDS}")
 
     def _varint(self, at: int) -> tuple[int, int]:
-        """(the number that begins there, where it ends)."""
+        """Returns (the varint that starts at this offset, the offset of its end)."""
         value = 0
         for place in range(MAX_VARINT_BYTES):
             byte = self._data[at + place]
@@ -145,7 +145,7 @@ class _Sizes:
 
 
 def _is_expected(field: FieldDescriptor, wire_type: int) -> bool:
-    """Whether a field may come in this wire type; a repeated number may come packed."""
+    """True if the field may have this wire type. Repeated numbers may be packed."""
     if field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_MESSAGE):
         return wire_type == SIZED
     fixed = {FieldDescriptor.TYPE_FLOAT: FIXED32, FieldDescriptor.TYPE_DOUBLE: FIXED64}
@@ -153,9 +153,9 @@ def _is_expected(field: FieldDescriptor, wire_type: int) -> bool:
 
 
 def _num_varints(data: bytes, at: int, end: int) -> int:
-    """How many numbers data[at:end] holds: each has one byte without the highest bit."""
+    """Returns the number of varints in data[at:end]. Each has one byte without the highest bit."""
     count = 0
-    for start in range(at, end, COUNTED_AT_ONCE):  # what is compared stays in the processor's cache
+    for start in range(at, end, COUNTED_AT_ONCE):  # each piece stays in the CPU cache
         piece = np.frombuffer(data, np.uint8, min(COUNTED_AT_ONCE, end - start), start)
         count += int(np.count_nonzero(piece < 128))
     return count

@@ -1,0 +1,88 @@
+"""The table of requests in flight: one row of numbers each, which compiled code reads and writes by slot."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from batchserve.request import Request
+
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
+
+ROW = np.dtype(
+    [
+        ("generation", np.int64),  # rises each time the slot is given to a request
+        ("num_tokens", np.int64),  # prompt and answer so far
+        ("num_computed", np.int64),  # how many of them have K/V
+        ("last_token", np.int64),
+        ("max_total", np.int64),  # the most tokens that there will be
+        ("max_draft_tokens", np.int64),  # in a step
+        ("branch_length", np.int64),
+        ("plain_until", np.int64),  # no drafts before there are so many tokens
+        ("num_draft_tokens", np.int64),  # verified so far
+        ("num_accepted_draft_tokens", np.int64),
+        ("end_tokens", np.int64),  # the address of an int64 array [num_end_tokens]
+        ("num_end_tokens", np.int64),
+    ],
+    align=True,
+)
+FIRST_SIZE = 16
+
+
+def new_row() -> np.void:
+    """A row of zeros that belongs to no table."""
+    row: np.void = np.zeros(1, ROW)[0]
+    return row
+
+
+class RequestTable:
+    """Slots and their rows. A request keeps its slot from `add` to `remove`; its position in a batch may change.
+
+    rows: structured array [size] of ROW. It is replaced when the table grows, which only `add` does.
+    """
+
+    def __init__(self) -> None:
+        self.rows = np.zeros(0, ROW)
+        self._requests: list[Request | None] = []  # by slot
+        self._free: list[int] = []
+
+    def add(self, request: Request) -> None:
+        """Give a request a slot, and move its row into the table."""
+        if not self._free:
+            self._grow()
+        slot = self._free.pop()
+        generation = int(self.rows["generation"][slot]) + 1
+        self.rows[slot] = request.row
+        request.row = self.rows[slot]
+        request.row["generation"] = generation
+        request.slot, self._requests[slot] = slot, request
+
+    def _grow(self) -> None:
+        size = len(self.rows)
+        added = max(size, FIRST_SIZE)
+        self.rows = np.concatenate((self.rows, np.zeros(added, ROW)))
+        self._requests += [None] * added
+        self._free = list(range(size + added - 1, size - 1, -1))
+        for slot, request in enumerate(self._requests):
+            if request is not None:
+                request.row = self.rows[slot]
+
+    def remove(self, request: Request) -> None:
+        """Free a request's slot. The request keeps a copy of its row."""
+        slot, request.slot, request.row = request.slot, -1, request.row.copy()
+        self._requests[slot] = None
+        self._free.append(slot)
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError if a row disagrees with its request, or a slot is neither used nor free."""
+        used = [slot for slot, request in enumerate(self._requests) if request is not None]
+        if sorted([*used, *self._free]) != list(range(len(self.rows))):
+            raise RuntimeError(f"slots {used} are used and {sorted(self._free)} are free of {len(self.rows)}")
+        for slot in used:
+            request, row = self._requests[slot], self.rows[slot]
+            assert request is not None
+            known = len(request.token_ids), request.token_ids[-1]
+            if request.slot != slot or known != (int(row["num_tokens"]), int(row["last_token"])):
+                raise RuntimeError(f"request {request.request_id!r} and its row {slot} disagree: {known}, {row}")
