@@ -8,7 +8,7 @@ from dataclasses import InitVar, dataclass, field
 
 import numpy as np
 
-from batchserve.request_table import new_row
+from batchserve.request_table import RequestTable
 from batchserve.types import FinishReason, Timing, Usage
 
 TENANT = "default"  # there is no authentication: all callers are one
@@ -113,9 +113,8 @@ _LEGAL = {
 class Request:
     """State of one request. The scheduler and the engine core change it; nobody else does.
 
-    token_ids: the prompt, then the answer so far, at most max_total_tokens. row: the numbers that compiled code reads
-    (request_table.ROW); a row of the engine's RequestTable while the request is in flight, and slot is its number
-    there (-1: it is in none). Times are seconds of the engine's clock.
+    token_ids: the prompt, then the answer so far, at most max_total_tokens. table and slot: where its numbers are that
+    compiled code reads, while it is in flight. Times are seconds of the engine's clock.
     """
 
     request_id: str
@@ -129,9 +128,8 @@ class Request:
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     max_total_tokens: int = field(init=False)
-    row: np.void = field(init=False, repr=False)
+    table: RequestTable | None = field(init=False, repr=False, default=None)
     slot: int = field(init=False, default=-1)
-    _end_tokens: np.ndarray = field(init=False, repr=False)  # row["end_tokens"] is its address
     prefix_scope: DraftScope | None = None  # whose cached K/V it may begin with, and leaves its own to; None: nobody's
     num_cached_tokens: int = 0  # of the prompt, whose K/V was there
     num_published_tokens: int = 0  # whose text is out
@@ -143,18 +141,29 @@ class Request:
     first_token_s: float | None = None
     last_token_s: float | None = None
     finish_reason: FinishReason | None = None
+    _end_tokens: np.ndarray = field(init=False, repr=False)  # whose address is in the table
+    _num_computed: int = 0  # this and the next two: while it is in no table
+    _num_draft: int = 0
+    _num_accepted: int = 0
 
     def __post_init__(self, prompt_token_ids: list[int]) -> None:
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_total_tokens = self.num_prompt_tokens + self.sampling.max_tokens
         self._end_tokens = np.array([*self.sampling.end_token_ids], np.int64)
-        self.row = row = new_row()
-        row["num_tokens"], row["last_token"] = self.num_prompt_tokens, prompt_token_ids[-1] if prompt_token_ids else -1
-        row["max_total"] = self.max_total_tokens
-        row["max_draft_tokens"] = self.speculation.max_draft_tokens
-        row["branch_length"] = self.speculation.branch_length
-        row["end_tokens"], row["num_end_tokens"] = self._end_tokens.ctypes.data, len(self._end_tokens)
+
+    def numbers(self) -> tuple[float, ...]:
+        """The fields of request_table.ROW, but for the generation."""
+        allowed, ends = self.speculation, self._end_tokens
+        tokens = len(self.token_ids), self.num_prompt_tokens, self._num_computed, self.token_ids[-1]
+        drafts = self.max_total_tokens, allowed.max_draft_tokens, allowed.branch_length, 0
+        return *tokens, *drafts, self._num_draft, self._num_accepted, ends.ctypes.data, len(ends), self.arrival_s, False
+
+    def leave_table(self) -> None:
+        """Keep what the table knows: the slot will be another request's."""
+        self._num_computed = self.num_computed_tokens
+        self._num_draft, self._num_accepted = self.num_draft_tokens, self.num_accepted_draft_tokens
+        self.table, self.slot = None, -1
 
     @property
     def num_output_tokens(self) -> int:
@@ -163,11 +172,14 @@ class Request:
     @property
     def num_computed_tokens(self) -> int:
         """Tokens with K/V. While the request runs at least one token has none."""
-        return int(self.row["num_computed"])
+        return self._num_computed if self.table is None else self.table.num_computed.item(self.slot)
 
     @num_computed_tokens.setter
     def num_computed_tokens(self, count: int) -> None:
-        self.row["num_computed"] = count
+        if self.table is None:
+            self._num_computed = count
+        else:
+            self.table.num_computed[self.slot] = count
 
     @property
     def num_pending_tokens(self) -> int:
@@ -176,16 +188,25 @@ class Request:
 
     @property
     def num_draft_tokens(self) -> int:
-        return int(self.row["num_draft_tokens"])
+        return self._num_draft if self.table is None else self.table.num_draft_tokens.item(self.slot)
 
     @property
     def num_accepted_draft_tokens(self) -> int:
-        return int(self.row["num_accepted_draft_tokens"])
+        return self._num_accepted if self.table is None else self.table.num_accepted_draft_tokens.item(self.slot)
 
     def append(self, token_ids: list[int]) -> None:
         """Add tokens to the answer."""
         self.token_ids += token_ids
-        self.row["num_tokens"], self.row["last_token"] = len(self.token_ids), self.token_ids[-1]
+        if self.table is not None:
+            row = self.table.rows[self.slot]
+            row["num_tokens"], row["last_token"] = len(self.token_ids), self.token_ids[-1]
+
+    def stop(self, num_surplus: int) -> None:
+        """A stop string ended the answer, and so many accepted draft tokens came after it."""
+        assert self.table is not None
+        self.table.num_accepted_draft_tokens[self.slot] -= num_surplus
+        self.table.rows["is_over"][self.slot] = True
+        self.finish_reason = FinishReason.STOP
 
     @property
     def is_finished(self) -> bool:
@@ -199,7 +220,8 @@ class Request:
 
     def pause_drafts(self) -> None:
         """Go on without drafts for a while: those of the last step gave numbers that say nothing."""
-        self.row["plain_until"] = len(self.token_ids) + self.next_pause
+        assert self.table is not None
+        self.table.rows["plain_until"][self.slot] = len(self.token_ids) + self.next_pause
         self.next_pause *= 2
 
     def usage(self, completion_tokens: int) -> Usage:

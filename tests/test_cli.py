@@ -392,14 +392,14 @@ def _to_a_full_disk(*arguments: str) -> tuple[int, str] | None:
 async def test_generate_prints_what_a_local_engine_or_a_server_answers(own_signals, monkeypatch, capsys, tmp_path):
     quoted, asked = tmp_path / "quoted.txt", []
     quoted.write_text("zwei Zeilen:\r\näöü", encoding="utf-8", newline="")
-    make_request = InputProcessor.make_request
+    new_request = InputProcessor.new_request
 
     def recording(*arguments, **options):
-        request = make_request(*arguments, **options)
+        request = new_request(*arguments, **options)
         asked.append((request.priority, [list(reference) for reference in request.speculation.references]))
         return request
 
-    monkeypatch.setattr(InputProcessor, "make_request", recording)
+    monkeypatch.setattr(InputProcessor, "new_request", recording)
     message = "Convert this record to JSON.\nname: alpha\ncount: 7"
     flags = ["--max-tokens", "12", "--temperature", "0"]
     here = ["--dtype", "float32"]

@@ -106,7 +106,7 @@ def test_the_error_can_be_sent_to_another_process() -> None:
 PROGRAM = textwrap.dedent("""
     import asyncio, os, sys, threading
     from batchserve.config import DraftConfig, EngineConfig
-    from batchserve.engine import measure_steps
+    from batchserve.startup import measure_steps
     from batchserve.engine.async_engine import AsyncEngine
     from batchserve.types import SamplingParams
 

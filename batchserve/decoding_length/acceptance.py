@@ -7,7 +7,7 @@ budget which cuts a draft does not blind the estimate that it cuts by.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -80,12 +80,13 @@ class Given(NamedTuple):
         slots, tokens = (np.concatenate([each[field] for each in steps]) for field in (0, 2))
         return cls(slots, np.concatenate((*starts, ends[-1:])), tokens)
 
-    def at(self, slot: int) -> list[int]:
-        """The tokens of one slot's request."""
-        tokens: list[int] = []
-        for place in np.flatnonzero(self.slots == slot).tolist():
-            tokens += self.token_ids[self.starts[place] : self.starts[place + 1]].tolist()
-        return tokens
+    def by_slot(self) -> dict[int, list[int]]:
+        """The tokens of each slot, of all steps."""
+        found: dict[int, list[int]] = {}
+        starts, tokens = self.starts.tolist(), self.token_ids.tolist()
+        for slot, (start, end) in zip(self.slots.tolist(), pairwise(starts), strict=True):
+            found.setdefault(slot, []).extend(tokens[start:end])
+        return found
 
 
 class _Books:

@@ -260,9 +260,10 @@ class AdaptiveDrafting(DraftPolicy):
             note_steps(self._standing, given.slots, given.starts, step_s, stretch)
         for _, each in steps:
             self.acceptance.arrive(each)
-        for slot, probe in self._probes.items():
-            if probe.is_watching:
-                probe.arrive(given.at(slot))
+        if any(probe.is_watching for probe in self._probes.values()):
+            tokens = given.by_slot()
+            for slot, probe in self._probes.items():
+                probe.arrive(tokens.get(slot, ()))
 
     def _learn_times(self, outcome: StepOutcome, num_tokens: int, num_steps: int) -> float:
         """How many times as long the step was as without drafts; there were num_steps like it.

@@ -88,7 +88,7 @@ class DraftPolicy(Protocol):
         return
 
     def begin_step(self, load: StepLoad, alone: StepLoad, num_asked: int) -> bool:
-        """Returns whether to draft in a step that is `load` without drafts; `alone` is the load of its decoding rows."""
+        """Returns whether to draft in a step with this load without drafts; `alone`: that of its decoding rows."""
         return True
 
     def bound(self, slots: IntArray, bounds: IntArray, max_rows: int) -> FloatArray:

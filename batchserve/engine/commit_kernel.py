@@ -12,62 +12,70 @@ from batchserve.request_table import ROW
 from batchserve.sampling.sampler import NO_TOKEN
 from batchserve.sampling.verify import NOT_SAMPLED
 
-GOES_ON, STOPPED, FULL, OVERFLOWED, LEFT_OUT = range(5)
-# Columns of what commit_tokens says of each request: the rows whose K/V is kept; whether these are its first rows; the
-# tokens that its answer gets; the accepted drafts among them; and how it goes on: it does; it ended with an end token;
-# with its last token; the logits after its last token say nothing; or it was not looked at.
-NUM_KEPT, IS_IN_PLACE, NUM_GIVEN, NUM_ACCEPTED, STATUS, NUM_COLUMNS = range(6)
+# How a request goes on after a step: it does; its answer ended with an end token; it is as long as it may be; nothing
+# was sampled; the logits after its last token say nothing; its answer had ended before.
+GOES_ON, STOPPED, FULL, PREFILLING, OVERFLOWED, LEFT_OUT = range(6)
+# Columns of what commit_tokens finds for each request: the rows whose K/V is kept; whether these are its first rows;
+# where its tokens begin; how many its answer gets; the accepted drafts among them; its verified drafts; whether its
+# first token is among them; and how it goes on.
+NUM_KEPT, IS_IN_PLACE, START, NUM_GIVEN, NUM_ACCEPTED, NUM_DRAFTED, IS_FIRST, STATUS, NUM_COLUMNS = range(9)
 
 
 @njit(cache=True, nogil=True)
-def commit_tokens(table, slots, is_over, batch, verified, found, given):  # type: ignore[no-untyped-def]
+def commit_tokens(table, slots, batch, verified, now_s, found, waited_s, given):  # type: ignore[no-untyped-def]
     """Append each request's verified tokens to its row of the table, up to its end, and count what it has computed.
 
-    slots int64, is_over bool [num_requests]: those that have ended already are left out. batch: num_pending and
-    num_verified of RaggedBatch; verified: the arrays of StepTokens. Fills found [num_requests, NUM_COLUMNS].
+    slots int64 [num_requests]. batch: spans.rows, num_pending and num_verified of RaggedBatch; verified: the arrays of
+    StepTokens. Fills found int64 [num_requests, NUM_COLUMNS], and waited_s float64 [num_requests]: the seconds since
+    the request's last token, or since it came.
 
     given: int64 arrays slots, starts, token_ids; filled as decoding_length.acceptance.Given with the tokens of decoding
-    requests, the end token included. Returns the number of these requests.
+    requests, the end token included. Returns their number, that of draft rows, and whether all kept rows are in place.
     """
-    (num_pending, num_verified), (num_accepted, starts, token_ids, rows) = batch, verified
+    (spans, num_pending, num_verified), (num_accepted, starts, token_ids, rows) = batch, verified
     given_slots, given_starts, given_ids = given
-    num_decoding, num_given_ids = 0, 0
+    num_decoding, num_given_ids, num_draft_rows, is_in_place = 0, 0, 0, True
     given_starts[0] = 0
     for i in range(len(slots)):
-        found[i, :] = 0
-        if is_over[i]:
-            found[i, STATUS] = LEFT_OUT
-            continue
         row, start, accepted = table[slots[i]], starts[i], num_accepted[i]
-        found[i, NUM_KEPT], found[i, IS_IN_PLACE] = num_pending[i], True
+        found[i, :], waited_s[i] = 0, 0.0
+        found[i, IS_IN_PLACE], found[i, START] = True, start
+        if row.is_over:
+            found[i, STATUS], is_in_place = LEFT_OUT, False
+            continue
         if accepted == NOT_SAMPLED:
+            found[i, NUM_KEPT], found[i, STATUS] = num_pending[i], PREFILLING
             row.num_computed += num_pending[i]
             continue
         if token_ids[start + accepted] == NO_TOKEN:
-            found[i, NUM_KEPT], found[i, STATUS] = 0, OVERFLOWED
+            found[i, STATUS], found[i, NUM_DRAFTED] = OVERFLOWED, spans[i, 1] - num_pending[i]
             continue
-        found[i, NUM_KEPT] += accepted
-        found[i, IS_IN_PLACE] = accepted == 0 or rows[start + accepted - 1] == num_pending[i] + accepted - 1
-        row.num_computed += num_pending[i] + accepted
+        num_draft_rows += spans[i, 1] - num_pending[i]
+        num_kept = num_pending[i] + accepted
+        found[i, NUM_KEPT], found[i, NUM_DRAFTED] = num_kept, num_verified[i]
+        found[i, IS_IN_PLACE] = accepted == 0 or rows[start + accepted - 1] == num_kept - 1
+        is_in_place = is_in_place and found[i, IS_IN_PLACE]
+        row.num_computed += num_kept
         row.num_draft_tokens += num_verified[i]
         ends = carray(as_pointer(row.end_tokens), row.num_end_tokens, np.int64)
         room = row.max_total - row.num_tokens
-        count, came = min(accepted + 1, room), min(accepted + 1, room)
-        if count >= room:
-            found[i, STATUS] = FULL
+        count = came = min(accepted + 1, room)
+        status = FULL if count >= room else GOES_ON
         for k in range(count):
             is_end = False
             for end in ends:
                 is_end = is_end or end == token_ids[start + k]
             if is_end:
-                count, came, found[i, STATUS] = k, k + 1, STOPPED
+                count, came, status = k, k + 1, STOPPED
                 break
         # Drafts that were accepted after the answer's end helped nobody.
-        found[i, NUM_GIVEN], found[i, NUM_ACCEPTED] = count, min(accepted, count)
+        found[i, NUM_GIVEN], found[i, NUM_ACCEPTED], found[i, STATUS] = count, min(accepted, count), status
         row.num_accepted_draft_tokens += min(accepted, count)
-        row.num_tokens += count
+        waited_s[i] = now_s - row.last_token_s
         if count > 0:
-            row.last_token = token_ids[start + count - 1]
+            found[i, IS_FIRST] = row.num_tokens == row.num_prompt
+            row.num_tokens += count
+            row.last_token, row.last_token_s = token_ids[start + count - 1], now_s
         if num_pending[i] == 1:
             for k in range(came):
                 given_ids[num_given_ids + k] = token_ids[start + k]
@@ -75,19 +83,12 @@ def commit_tokens(table, slots, is_over, batch, verified, found, given):  # type
             given_slots[num_decoding] = slots[i]
             num_decoding += 1
             given_starts[num_decoding] = num_given_ids
-    return num_decoding
+    return num_decoding, num_draft_rows, is_in_place
 
 
 def compile_kernels() -> None:
     """Compile commit_tokens, or load it from the cache on disk."""
     one, numbers = np.zeros(1, np.int64), np.zeros(2, np.int64)
-    batch, verified = (one, one), (one - 1, one, one, one)
-    commit_tokens(
-        np.zeros(1, ROW),
-        one,
-        np.zeros(1, np.bool_),
-        batch,
-        verified,
-        np.zeros((1, NUM_COLUMNS), np.int64),
-        (one, numbers, one),
-    )
+    batch, verified = (np.zeros((1, 3), np.int64), one, one), (one - 1, one, one, one)
+    found, given = np.zeros((1, NUM_COLUMNS), np.int64), (one, numbers, one)
+    commit_tokens(np.zeros(1, ROW), one, batch, verified, 0.0, found, np.zeros(1), given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import compress, pairwise
 from typing import TYPE_CHECKING, TypeVar
 
@@ -34,16 +35,13 @@ PLAIN_STEP = "the step's requests go on without drafts"
 LATE_STEPS = 4  # whoever was not asked for more of them is told what has happened since in one piece
 
 
-# What the drafter of each request has been told, by slot.
-PROGRESS = np.dtype(
-    [
-        ("is_started", np.bool_),  # it has draft state
-        ("num_told", np.int64),  # of all of its tokens
-        ("num_shared", np.int64),  # of those that the client was given; what its scope forgot stays untold
-        ("step", np.int64),  # in which that was
-    ],
-    align=True,
-)
+@dataclass(slots=True)
+class _Progress:
+    """How far a request's drafter has been told of it."""
+
+    num_told: int = 0  # of all of its tokens
+    num_shared: int = 0  # of those that the client was given; what its scope has forgotten is not shared again
+    step: int = 0  # in which that was
 
 
 class DraftStage:
@@ -68,7 +66,8 @@ class DraftStage:
         self._policy_contained = self.faults.contained("draft policy", PLAIN_STEP)
         self._allocator = allocator
         self._clock = clock
-        self._progress = np.zeros(0, PROGRESS)  # by slot
+        self._is_started = np.zeros(0, np.bool_)  # by slot: it has draft state
+        self._progress: dict[str, _Progress] = {}  # of all requests in flight
         self._started: dict[str, Request] = {}  # requests that have draft state
         self._unstarted: dict[str, Request] = {}  # the others that are in flight and may have drafts
         self._num_steps = 0
@@ -84,9 +83,9 @@ class DraftStage:
 
     def add(self, request: Request) -> None:
         """A request is in flight. It has a slot until `end`."""
-        if request.slot >= len(self._progress):
-            self._progress = np.concatenate((self._progress, np.zeros(request.slot + 16, PROGRESS)))
-        self._progress[request.slot] = 0
+        if request.slot >= len(self._is_started):
+            self._is_started = np.pad(self._is_started, (0, request.slot + 16))
+        self._progress[request.request_id] = _Progress()
         if request.speculation.max_draft_tokens > 0:
             self._unstarted[request.request_id] = request
 
@@ -104,8 +103,8 @@ class DraftStage:
         began_s = self._clock()
         requests, request_ids = _at(plan.requests, places), _at(plan.request_ids, places)
         slots = plan.slots[places]
-        if not self._tell(requests, slots):
-            is_left = self._progress["is_started"][slots]
+        if not self._tell(requests):
+            is_left = self._is_started[slots]
             if not is_left.any():
                 return DraftForest.empty(num_trees)
             places, slots = places[is_left], slots[is_left]
@@ -156,7 +155,7 @@ class DraftStage:
     def are_asked(self, slots: IntArray) -> BoolArray:
         """Returns whose drafters are to be called in this step, of these decoding requests. Called once a step."""
         with self._policy_contained:
-            is_started: BoolArray = self._progress["is_started"][slots]
+            is_started: BoolArray = self._is_started[slots]
             return is_started & self.policy.are_asked(slots)
         return np.zeros(len(slots), np.bool_)
 
@@ -182,31 +181,29 @@ class DraftStage:
     def _leave(self, request_id: str) -> Request:
         """The request has no draft state any more."""
         request = self._started.pop(request_id)
-        self._progress["is_started"][request.slot] = False
+        self._is_started[request.slot] = False
         self.policy.end(request.slot)
         return request
 
-    def _tell(self, requests: Sequence[Request], slots: IntArray) -> bool:
+    def _tell(self, requests: Sequence[Request]) -> bool:
         """Tell the drafter what it has missed. A drafter that is not asked is not told either, which costs nothing.
 
         Returns False if that failed: then the requests concerned have no draft state any more, some only for now.
         """
-        progress = self._progress[slots]
         accepted: dict[str, list[int]] = {}
         late: dict[str, list[int]] = {}
         shared: dict[str, list[int]] = {}  # what clients were given: that may reach other requests
-        each = zip(requests, progress["num_told"].tolist(), progress["num_shared"].tolist(), strict=True)
-        is_late = (self._num_steps - progress["step"] > LATE_STEPS).tolist()
-        for (request, num_told, num_shared), is_one_late in zip(each, is_late, strict=True):
-            if num_told < len(request.token_ids):
-                (late if is_one_late else accepted)[request.request_id] = request.token_ids[num_told:]
-            if num_shared < request.num_given_tokens:
-                begin = request.num_prompt_tokens
-                shared[request.request_id] = request.token_ids[begin + num_shared : begin + request.num_given_tokens]
-        progress["num_told"] = [len(request.token_ids) for request in requests]
-        progress["num_shared"] = np.maximum(progress["num_shared"], [request.num_given_tokens for request in requests])
-        progress["step"] = self._num_steps
-        self._progress[slots] = progress
+        for request in requests:
+            name, token_ids, progress = request.request_id, request.token_ids, self._progress[request.request_id]
+            if progress.num_told < len(token_ids):
+                is_late = self._num_steps - progress.step > LATE_STEPS
+                (late if is_late else accepted)[name] = token_ids[progress.num_told :]
+                progress.num_told = len(token_ids)
+            if progress.num_shared < request.num_given_tokens:
+                begin, last = request.num_prompt_tokens, request.num_given_tokens
+                shared[name] = token_ids[begin + progress.num_shared : begin + last]
+                progress.num_shared = last
+            progress.step = self._num_steps
         lost, failed = set[str](), self._guarded.failed
         for method, tokens in (("accept_all", accepted), ("catch_up", late), ("share_all", shared)):
             if lost or failed:
@@ -227,10 +224,10 @@ class DraftStage:
             return
         self._started[request.request_id] = request
         self.policy.start(request.slot, name or self.drafter.name, request.speculation.tpot_target_s)
-        progress = self._progress[request.slot]
-        # It is told of the answer before it is asked; it is late if that is long. num_shared stays as it is.
-        progress["is_started"], progress["num_told"] = True, request.num_prompt_tokens
-        progress["step"] = self._num_steps + 1 - request.num_output_tokens
+        self._is_started[request.slot] = True
+        progress = self._progress[request.request_id]
+        # It is told of the answer before it is asked, and counts as late if that is long.
+        progress.num_told, progress.step = request.num_prompt_tokens, self._num_steps + 1 - request.num_output_tokens
 
     def observe(self, request_id: str, token_ids: Sequence[int]) -> None:
         """The argmax of a request's rows that were not verified."""
@@ -271,21 +268,23 @@ class DraftStage:
         is_started = name in self._started
         with self._policy_contained:
             if is_started:
-                if self._num_steps - int(self._progress["step"][slot]) > LATE_STEPS:  # nobody will draft from this text
-                    self._progress["num_told"][slot] = len(request.token_ids)
-                self._tell([request], np.array([slot]))
+                progress = self._progress[name]
+                if self._num_steps - progress.step > LATE_STEPS:  # nobody will draft from this text
+                    progress.num_told = len(request.token_ids)
+                self._tell([request])
             self.policy.end(slot)
         if is_started or name in self._guarded.failed:
             self._started.pop(name, None)
             self._guarded.end(name)
         self._unstarted.pop(name, None)
-        self._progress["is_started"][slot] = False
+        self._progress.pop(name, None)
+        self._is_started[slot] = False
 
     def clear_scope(self, scope: DraftScope, in_flight: Iterable[Request]) -> None:
         """Forget the text of the scope's requests until now, also of those in flight, told or not."""
         for request in in_flight:
             if request.speculation.draft_scope == scope:
-                self._progress["num_shared"][request.slot] = request.num_published_tokens
+                self._progress[request.request_id].num_shared = request.num_published_tokens
         self.drafter.clear_scope(scope)
 
 

@@ -15,12 +15,14 @@ import numpy as np
 
 from batchserve.decoding_length.acceptance import Given
 from batchserve.engine.commit_kernel import (
+    FULL,
     GOES_ON,
     IS_IN_PLACE,
     LEFT_OUT,
     NUM_COLUMNS,
     NUM_KEPT,
     OVERFLOWED,
+    START,
     STATUS,
     STOPPED,
     commit_tokens,
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from batchserve.draft.forest import DraftForest
     from batchserve.engine.drafting import DraftStage
     from batchserve.metrics import EngineMetrics
-    from batchserve.request import DraftScope
+    from batchserve.request import DraftScope, ResolvedSampling
     from batchserve.runner.model_runner import ModelRunner
     from batchserve.sampling.verify import StepTokens
     from batchserve.scheduler.plan import SchedulerOutput
@@ -299,12 +301,13 @@ class EngineCore:
             self._begun(request)
         heads = plan.columns[:, : IS_SAMPLED + 1]
         if plan.is_all_decoding:
-            pending: Any = self.scheduler.table.rows["last_token"][plan.slots]
+            pending: Any = self.scheduler.table.last_token[plan.slots]
+            samplings: list[ResolvedSampling | None] = [request.sampling for request in plan.requests]
         else:
             parts = zip(plan.requests, heads.tolist(), strict=True)
             pending = [*chain.from_iterable(r.token_ids[start : start + count] for r, (start, count, _) in parts)]
-        is_sampled = plan.columns[:, IS_SAMPLED].tolist()
-        samplings = [r.sampling if sampled else None for r, sampled in zip(plan.requests, is_sampled, strict=True)]
+            is_sampled = plan.columns[:, IS_SAMPLED].tolist()
+            samplings = [r.sampling if sampled else None for r, sampled in zip(plan.requests, is_sampled, strict=True)]
         return flatten(plan.request_ids, samplings, heads, pending, drafts)
 
     def _begun(self, request: Request) -> None:
@@ -316,50 +319,57 @@ class EngineCore:
     def _commit(self, plan: SchedulerOutput, batch: RaggedBatch, verified: StepTokens) -> tuple[Given, int]:
         """Keep the K/V of accepted paths, append tokens, end what is complete: all that the next step depends on.
 
-        Returns the tokens of the decoding requests, and the number of draft rows.
+        Returns the tokens of the decoding requests, and the number of their draft rows.
         """
         now_s, count = self._clock(), len(plan.requests)
-        # A stop string may have been found while the step was under way.
-        is_over = np.array([request.finish_reason is not None for request in plan.requests], np.bool_)
         found, given = np.empty((count, NUM_COLUMNS), np.int64), np.empty((2, count + 1), np.int64)
-        tokens = np.empty(len(verified.token_ids), np.int64)
-        arrays = verified.num_accepted, verified.starts, verified.token_ids, verified.rows
-        counts = batch.num_pending, batch.num_verified
-        table = self.scheduler.table.rows
-        num_decoding = commit_tokens(table, plan.slots, is_over, counts, arrays, found, (*given, tokens))
-        columns = found.tolist()
-        self._keep(plan.request_ids, columns, batch, verified)
-        all_tokens, starts, drafted = verified.token_ids.tolist(), verified.starts.tolist(), batch.num_verified.tolist()
-        is_sampled = plan.columns[:, IS_SAMPLED].tolist()
-        for place, (request, (_, _, num_given, num_accepted, status)) in enumerate(
-            zip(plan.requests, columns, strict=True)
-        ):
-            if status == OVERFLOWED:
-                self._overflow(request, batch.spans.rows[place, 1] > batch.num_pending[place])
-            elif status != LEFT_OUT and is_sampled[place]:
-                own = all_tokens[starts[place] : starts[place] + num_given]
-                self._append(request, own, (drafted[place], num_accepted), status, now_s)
-                if place in verified.unverified_token_ids and status == GOES_ON:
-                    self.drafts.observe(request.request_id, verified.unverified_token_ids[place])
-        num_draft_rows = (batch.spans.rows[:, 1] - batch.num_pending)[found[:, STATUS] < OVERFLOWED].sum()
-        starts_of = given[1, : num_decoding + 1]
-        return Given(given[0, :num_decoding], starts_of, tokens[: starts_of[-1]]), int(num_draft_rows)
-
-    def _keep(self, names: list[str], columns: list[list[int]], batch: RaggedBatch, verified: StepTokens) -> None:
-        """Commit the K/V of pending rows and accepted drafts."""
+        waited_s, tokens = np.empty(count), np.empty(len(verified.token_ids), np.int64)
+        num_decoding, num_draft_rows, is_in_place = commit_tokens(
+            self.scheduler.table.rows,
+            plan.slots,
+            (batch.spans.rows, batch.num_pending, batch.num_verified),
+            (verified.num_accepted, verified.starts, verified.token_ids, verified.rows),
+            now_s,
+            found,
+            waited_s,
+            (given[0], given[1], tokens),
+        )
+        columns, all_tokens, unpublished = found.tolist(), verified.token_ids.tolist(), self._unpublished
         kept: dict[str, Sequence[int]] = {
-            name: range(column[NUM_KEPT])
-            for name, column in zip(names, columns, strict=True)
-            if column[STATUS] != LEFT_OUT
+            name: range(column[NUM_KEPT]) for name, column in zip(plan.request_ids, columns, strict=True)
         }
-        for place, (name, column) in enumerate(zip(names, columns, strict=True)):
-            if column[NUM_KEPT] and not column[IS_IN_PLACE]:
-                start, count = int(verified.starts[place]), int(verified.num_accepted[place])
-                kept[name] = [*range(batch.num_pending[place]), *verified.rows[start : start + count].tolist()]
-        self.runner.backend.allocator.commit_all(kept)
+        self.runner.backend.allocator.commit_all(kept if is_in_place else _moved(kept, columns, batch, verified))
+        for request, (_, _, start, num_given, num_accepted, num_drafted, is_first, status) in zip(
+            plan.requests, columns, strict=True
+        ):
+            if status <= FULL:
+                own = all_tokens[start : start + num_given]
+                request.token_ids += own
+                unpublished.append((request, own, num_accepted))
+                if own:  # an end alone is no token
+                    request.last_token_s = now_s
+                    if is_first:
+                        request.first_token_s = now_s
+            if status == OVERFLOWED:
+                self._overflow(request, has_drafts=num_drafted > 0)
+            elif status in (STOPPED, FULL):
+                request.finish_reason = FinishReason.STOP if status == STOPPED else FinishReason.LENGTH
+                self.scheduler.finish(request)
+        for place, unverified in verified.unverified_token_ids.items():
+            if columns[place][STATUS] == GOES_ON:
+                self.drafts.observe(plan.request_ids[place], unverified)
+        self._verified = [
+            (drafted, accepted, num_given, bool(is_first), waited)
+            for (_, _, _, num_given, accepted, drafted, is_first, status), waited in zip(
+                columns, waited_s.tolist(), strict=True
+            )
+            if status <= FULL
+        ]
+        end = given[1, num_decoding]
+        return Given(given[0, :num_decoding], given[1, : num_decoding + 1], tokens[:end]), num_draft_rows
 
     def _overflow(self, request: Request, has_drafts: bool) -> None:
-        """The logits behind the request's last token say nothing."""
+        """The logits after the request's last token say nothing."""
         if has_drafts:
             # A draft's K/V may have spoilt the other rows: kernels multiply by zero what a row does not see.
             request.pause_drafts()
@@ -368,27 +378,6 @@ class EngineCore:
         else:
             request.prefix_scope = None  # nobody shall begin with its K/V
             self._failed[request] = _no_logits(request)
-
-    def _append(
-        self, request: Request, token_ids: list[int], counts: tuple[int, int], status: int, now_s: float
-    ) -> None:
-        """Give the request its new tokens, and end it if its answer is complete.
-
-        The tokens are in its row already. counts: its verified draft tokens, and the accepted ones among token_ids.
-        """
-        since_s, is_first = request.last_token_s, request.last_token_s is None
-        if since_s is None:
-            since_s = request.arrival_s
-        if token_ids:  # an end alone is no token
-            request.last_token_s = now_s
-            if is_first:
-                request.first_token_s = now_s
-        request.token_ids += token_ids
-        self._unpublished.append((request, token_ids, counts[1]))
-        if status != GOES_ON:
-            request.finish_reason = FinishReason.STOP if status == STOPPED else FinishReason.LENGTH
-            self.scheduler.finish(request)
-        self._verified.append((*counts, len(token_ids), is_first, now_s - since_s))
 
     def _publish(self) -> None:
         """Text, stop strings and messages of the step before; on a GPU while the next forward runs."""
@@ -405,8 +394,7 @@ class EngineCore:
                 self._failed[request] = self._no_text(request, error)
                 continue
             if piece.is_stopped:
-                request.finish_reason = FinishReason.STOP
-                request.row["num_accepted_draft_tokens"] -= max(0, num_accepted - len(piece.token_ids))
+                request.stop(max(0, num_accepted - len(piece.token_ids)))
             request.num_published_tokens += len(piece.token_ids)
             if request.finish_reason is not None or not request.is_whole:
                 num_given += request.num_published_tokens - request.num_given_tokens
@@ -462,6 +450,20 @@ class EngineCore:
         self._names.remove(request.request_id)
         self.drafts.end(request)
         self.scheduler.forget(request)
+
+
+def _moved(
+    kept: dict[str, Sequence[int]], columns: list[list[int]], batch: RaggedBatch, verified: StepTokens
+) -> dict[str, Sequence[int]]:
+    """The rows to keep, where some accepted drafts are not the first ones or some requests have ended already."""
+    moved: dict[str, Sequence[int]] = {}
+    for place, (name, column) in enumerate(zip(kept, columns, strict=True)):
+        if column[STATUS] != LEFT_OUT:
+            moved[name] = kept[name]
+        if not column[IS_IN_PLACE]:
+            start, count = column[START], int(verified.num_accepted[place])
+            moved[name] = [*range(batch.num_pending[place]), *verified.rows[start : start + count].tolist()]
+    return moved
 
 
 def _expiry(request: Request) -> DeadlineExceededError:

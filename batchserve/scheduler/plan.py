@@ -1,6 +1,6 @@
 """The plan of one step: which requests run, with how many rows, and what each may draft, in a few arrays."""
 
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -60,6 +60,15 @@ class SchedulerOutput:
         attended = load.attended_tokens + _count_attended(self.columns, places, starts)
         counts = load.num_rows + rows, load.num_logit_rows + rows, load.num_requests
         return StepLoad(*counts, load.context_tokens, attended)
+
+
+@njit(cache=True, nogil=True)
+def all_decode(table, slots):  # type: ignore[no-untyped-def]
+    """True if each of these requests has one token without K/V."""
+    for slot in slots:  # noqa: SIM110 - compiled code has no generators
+        if table[slot].num_tokens - table[slot].num_computed != 1:
+            return False
+    return True
 
 
 @njit(cache=True, nogil=True)
@@ -145,6 +154,7 @@ def lay_plan(
 def compile_kernels() -> None:
     """Compile the plan's kernels, or load them from the cache on disk."""
     table, none = np.zeros(1, ROW), np.zeros(0, np.int64)
+    all_decode(table, none)
     find_draftable(table, none, none, none)
     plan = lay_plan([], [], (table, none, none), (none, none), [], 0, (0, 1))
     plan.load_with(none, np.zeros(1, np.int64))

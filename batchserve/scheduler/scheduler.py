@@ -9,7 +9,7 @@ import numpy as np
 from batchserve.kv.sharing import best_source
 from batchserve.request import Request, RequestStatus
 from batchserve.request_table import RequestTable
-from batchserve.scheduler.plan import SchedulerOutput, find_draftable, lay_plan
+from batchserve.scheduler.plan import SchedulerOutput, all_decode, find_draftable, lay_plan
 from batchserve.scheduler.policy import prompt_rank, rank
 from batchserve.scheduler.prompt_room import PromptRoom, StepBound
 from batchserve.scheduler.waiting import WaitingQueue
@@ -127,8 +127,7 @@ class Scheduler:
 
     def _all_decode(self) -> bool:
         """True if every running request has one token without K/V, and memory for it."""
-        rows = self.table.rows[self._running_slots]
-        if not (rows["num_tokens"] - rows["num_computed"] == 1).all():
+        if not all_decode(self.table.rows, self._running_slots):
             return False
         return self._allocator.reserve_all(self._running_ids, [1] * len(self.running))
 

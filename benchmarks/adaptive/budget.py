@@ -23,8 +23,9 @@ import numpy as np
 
 from batchserve.config import EngineConfig
 from batchserve.decoding_length import adaptive as choosing
+from batchserve.decoding_length.acceptance import Given
 from batchserve.decoding_length.adaptive import AdaptiveDrafting
-from batchserve.decoding_length.policy import StepOutcome
+from batchserve.decoding_length.policy import Drafted, StepOutcome
 from batchserve.decoding_length.standing import compile_kernels
 from batchserve.decoding_length.step_time import StepLoad, StepTimeModel, StepTimeTable
 from batchserve.draft.base import DraftTree
@@ -46,8 +47,7 @@ CACHES_BYTES = 64 << 20
 class Bidder(NamedTuple):
     """One decoding request."""
 
-    request_id: str
-    num_computed_tokens: int
+    slot: int
     token_ids: list[int]
 
 
@@ -103,9 +103,10 @@ def measure(table: StepTimeTable, steps: int, between: Callable[[], object], see
     confidences = [rng.uniform(0.3, 0.95) for _ in range(REQUESTS)]
     trees = [grown_tree(rng, CANDIDATES, confidences[i % REQUESTS]) for i in range(TREES)]
     adaptive = AdaptiveDrafting(StepTimeModel(table), EngineConfig().draft_inflation)
-    names = [f"bench-{i}" for i in range(REQUESTS)]
-    for name in names:
-        adaptive.start(name, "mixture")
+    slots = np.arange(REQUESTS)
+    for slot in slots.tolist():
+        adaptive.start(slot, "mixture")
+    bidders: Any = [Bidder(slot, [0]) for slot in slots.tolist()]
     seconds: dict[str, list[float]] = {"choose_drafts": [], "choose": [], "step_done": []}
     rows: list[int] = []
     size = REQUESTS * CANDIDATES
@@ -122,24 +123,24 @@ def measure(table: StepTimeTable, steps: int, between: Callable[[], object], see
     choose, learn = timed("choose", adaptive.choose), timed("step_done", adaptive.step_done)
     with mock.patch.object(choosing, "choose_drafts", timed("choose_drafts", choosing.choose_drafts)):
         for number in range(WARM_UP + steps):
-            contexts = [rng.randint(*CONTEXTS) for _ in names]
+            contexts = [rng.randint(*CONTEXTS) for _ in bidders]
             load = StepLoad(REQUESTS, REQUESTS, REQUESTS, sum(contexts), sum(contexts))
             # Every REQUESTS-th tree has the same confidence: a request's drafts are of one kind.
             offered = [trees[i + REQUESTS * rng.randrange(TREES // REQUESTS)] for i in range(REQUESTS)]
-            bidders = [Bidder(name, context, [0]) for name, context in zip(names, contexts, strict=True)]
             adaptive.begin_step(load, load, REQUESTS)
             between()
-            keep = choose(DraftForest.of(offered), names, bidders, 4096)
+            drafted = Drafted(bidders, slots, slots, slots, np.array(contexts))
+            keep = choose(DraftForest.of(offered), drafted, 4096)
             chosen = np.split(keep, range(CANDIDATES, size, CANDIDATES))
             given = {
-                name: accepted(tree, mine, truth_of(rng, tree))
-                for name, tree, mine in zip(names, offered, chosen, strict=True)
+                slot: accepted(tree, mine, truth_of(rng, tree))
+                for slot, (tree, mine) in enumerate(zip(offered, chosen, strict=True))
             }
             counts = [int(mine.sum()) for mine in chosen]
             more, seen = sum(counts), int(np.dot(counts, contexts))
             full = StepLoad(REQUESTS + more, REQUESTS + more, REQUESTS, sum(contexts), sum(contexts) + seen)
             step_s = model.predict(full) * rng.lognormvariate(0.0, MACHINE_NOISE)
-            learn(StepOutcome(load, load, full, step_s, step_s, num_asked=REQUESTS), given)
+            learn(StepOutcome(load, load, full, step_s, step_s, num_asked=REQUESTS), Given.of(given))
             rows.append(more)
             if number + 1 == WARM_UP:
                 for times in (*seconds.values(), rows):

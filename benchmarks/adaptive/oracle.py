@@ -17,9 +17,9 @@ from batchserve.draft.base import DraftTree
 from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS
 
 if TYPE_CHECKING:
-    from batchserve.decoding_length.acceptance import FloatArray, IntArray
+    from batchserve.decoding_length.acceptance import FloatArray, Given, IntArray
     from batchserve.decoding_length.draft_budget import Market
-    from batchserve.decoding_length.policy import BoolArray
+    from batchserve.decoding_length.policy import BoolArray, Drafted
     from batchserve.draft.forest import DraftForest
     from batchserve.request import Request
 
@@ -29,12 +29,12 @@ Bundle = tuple[float, list[int]]  # tokens, and the nodes that are run for them
 class AsksAll(AdaptiveDrafting):
     """Every drafter, in every step, for all that it has."""
 
-    def are_asked(self, request_ids: Sequence[str]) -> list[bool]:
-        return [True] * len(request_ids)
+    def are_asked(self, slots: IntArray) -> BoolArray:
+        return np.ones(len(slots), np.bool_)
 
-    def bound(self, request_ids: Sequence[str], bounds: IntArray, max_rows: int) -> FloatArray:
+    def bound(self, slots: IntArray, bounds: IntArray, max_rows: int) -> FloatArray:
         np.minimum(bounds[:, 0], MOST_DRAFT_TOKENS, out=bounds[:, 0])
-        return np.zeros(len(request_ids))
+        return np.zeros(len(slots))
 
 
 class Oracle(AsksAll):
@@ -53,29 +53,26 @@ class Oracle(AsksAll):
         self._price = price
         self._is_paying_for_misses = is_paying_for_misses
 
-    def start(self, request_id: str, drafter: str, tpot_target_s: float | None = None) -> None:
+    def start(self, slot: int, drafter: str, tpot_target_s: float | None = None) -> None:
         """Nothing to learn."""
 
-    def end(self, request_id: str) -> None:
+    def end(self, slot: int) -> None:
         """Nothing to forget."""
 
-    def choose(
-        self, forest: DraftForest, request_ids: Sequence[str], decoding: Sequence[Request], max_rows: int
-    ) -> BoolArray:
-        trees = dict(zip(request_ids, forest.trees(), strict=True))
+    def choose(self, forest: DraftForest, drafted: Drafted, max_rows: int) -> BoolArray:
         offers = []
-        for each in decoding:
-            if tree := trees.get(each.request_id):
+        for each, tree in zip(drafted.requests, forest.trees(), strict=True):
+            if tree:
                 path = accepted_path(tree, self._forced[each.request_id], len(each.token_ids))
                 bundles = in_order(tree, path) if self._is_paying_for_misses else [(1, [node]) for node in path]
                 offers.append((each, bundles))
         chosen = buy(self.step_time, self._market, self._price, offers, max_rows)
         keep = np.zeros(len(forest.token_ids), np.bool_)
-        for request_id, start in zip(request_ids, forest.starts.tolist(), strict=False):
-            keep[[start + node for node in chosen.get(request_id, ())]] = True
+        for each, start in zip(drafted.requests, forest.starts.tolist(), strict=False):
+            keep[[start + node for node in chosen.get(each.request_id, ())]] = True
         return keep
 
-    def step_done(self, outcome: StepOutcome, token_ids: Mapping[str, Sequence[int]]) -> None:
+    def step_done(self, outcome: StepOutcome, given: Given) -> None:
         """Nothing to learn."""
 
 
@@ -109,18 +106,14 @@ class KnownOdds(AsksAll):
         self._beside_s = beside_s
         self._rng = random.Random(0)
 
-    def choose(
-        self, forest: DraftForest, request_ids: Sequence[str], decoding: Sequence[Request], max_rows: int
-    ) -> BoolArray:
-        keep = super().choose(forest, request_ids, decoding, max_rows)
-        slots = self._slots_of(request_ids)
-        calibrated = self.acceptance.calibrate(forest, slots, np.arange(len(slots)))
-        by_name = {each.request_id: each for each in decoding}
+    def choose(self, forest: DraftForest, drafted: Drafted, max_rows: int) -> BoolArray:
+        keep = super().choose(forest, drafted, max_rows)
+        calibrated = self.acceptance.calibrate(forest, drafted.slots, np.arange(len(drafted.slots)))
         drawn: list[tuple[Request, list[int]]] = []
         likely: list[tuple[Request, list[Bundle]]] = []
         known: list[tuple[Request, list[Bundle]]] = []
-        for request_id, tree, start in zip(request_ids, forest.trees(), forest.starts.tolist(), strict=False):
-            each, nodes = by_name[request_id], slice(start, start + len(tree))
+        for each, tree, start in zip(drafted.requests, forest.trees(), forest.starts.tolist(), strict=False):
+            nodes = slice(start, start + len(tree))
             path = draw(tree, calibrated.results[1][nodes], self._rng)
             drawn.append((each, path))
             known.append((each, in_order(tree, path)))
@@ -129,7 +122,7 @@ class KnownOdds(AsksAll):
             likely.append((each, [(odds[i], [i]) for i in sorted(range(len(odds)), key=lambda i: -odds[i])]))
         for tally, price, offers in zip((self.foresight, self.hindsight), self._prices, (likely, known), strict=True):
             chosen = buy(self._truth, self._market, price, offers, max_rows)
-            self._count(tally, chosen, drawn, len(decoding))
+            self._count(tally, chosen, drawn, len(drafted.all_slots))
         return keep
 
     def _count(

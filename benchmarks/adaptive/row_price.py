@@ -86,9 +86,9 @@ class TriedDrafting(AdaptiveDrafting):
             self.lengths.append(self._block[len(self.lengths) % len(LENGTHS)])
         return is_asked
 
-    def bound(self, request_ids: Any, bounds: Any, max_rows: int) -> Any:
+    def bound(self, slots: Any, bounds: Any, max_rows: int) -> Any:
         asked = bounds[:, 0].copy()
-        least = super().bound(request_ids, bounds, max_rows)
+        least = super().bound(slots, bounds, max_rows)
         if self.model.is_trial:
             bounds[:, 0], least = np.minimum(asked, max(1, self.lengths[-1])), np.zeros(len(least))
         return least

@@ -384,13 +384,13 @@ async def test_cancelled_while_its_prompt_is_tokenised(rig: Rig, monkeypatch: py
 
 async def test_long_references_are_tokenised_beside_the_loop(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[threading.Thread] = []
-    right = rig.built.processor.make_request
+    right = rig.built.processor.new_request
 
     def recording(*arguments: Any) -> Request:
         threads.append(threading.current_thread())
         return right(*arguments)
 
-    monkeypatch.setattr(rig.built.processor, "make_request", recording)
+    monkeypatch.setattr(rig.built.processor, "new_request", recording)
     for length in (10, INLINE_SIZE + 1):
         await collect(rig, speculation=SpeculationParams(references=[[5] * length]))
     assert [thread is threading.main_thread() for thread in threads] == [True, False]

@@ -13,10 +13,10 @@ from batchserve.engine.engine_loop import EngineLoop
 from batchserve.engine.messages import Add, ClearScope, Done, End, Events, Failed, Reply
 from batchserve.engine.output_collector import OutputCollector
 from batchserve.errors import EngineFaultError
-from batchserve.request import DraftScope, Request
+from batchserve.request import DraftScope, NewRequest, ResolvedSpeculation
 from batchserve.types import Delta
 from tests.engine.scripted import ScriptedEngine, scripted_engine
-from tests.factories import make_request
+from tests.factories import make_sampling
 
 pytestmark = pytest.mark.faults
 NAMES = ("a", "bad", "c")
@@ -44,13 +44,12 @@ class Rig:
     def _close(self) -> None:
         self.is_closed = True
 
-    def add(self, name: str, ticket: int, *, is_whole: bool = False) -> Request:
+    def add(self, name: str, ticket: int, *, is_whole: bool = False) -> None:
         prompt = [ord(c) for c in "prompt"]
         self.engine.runner.scripts[name] = prompt + [ord(c) for c in name * 60]
-        request = make_request(name, prompt, max_tokens=20)
-        request.is_whole = is_whole
+        sampling = make_sampling(max_tokens=20)
+        request = NewRequest(name, prompt, sampling, ResolvedSpeculation(), 0.0, is_whole=is_whole)
         self.loop.inbox.put(Add(ticket, request))
-        return request
 
     def run(self) -> None:
         """As long as there is work; then as a program ends it."""

@@ -34,7 +34,7 @@ UNDER_A_LIMIT = """
 import resource, sys, time
 from pathlib import Path
 from batchserve.config import EngineConfig
-from batchserve.engine import measure_steps
+from batchserve.startup import measure_steps
 from batchserve.startup.build import build_engine
 from batchserve.types import SamplingParams, SpeculationParams
 

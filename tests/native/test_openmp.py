@@ -65,7 +65,7 @@ def test_threads_change_no_bit(monkeypatch, two_threads, dtype):
 SERVED = """
 import sys
 from batchserve import LLM, SamplingParams
-from batchserve.engine import measure_steps
+from batchserve.startup import measure_steps
 measure_steps.MOST_SECONDS = 0.0
 llm = LLM(sys.argv[1], dtype="float32", num_threads=2, kv_cache_memory=1 << 20, decoding_length=0)
 prompts = [[5, 6, 7, 8], [*range(3, 40)]]

@@ -31,7 +31,7 @@ def test_they_are_zeros_that_can_be_written(shape: int | tuple[int, ...], dtype:
 @pytest.mark.faults
 def test_pages_are_memory_only_while_they_are_used() -> None:
     """In a process of its own: other tests' memory may go meanwhile."""
-    code = "from tests.test_pages import check_that_pages_go; check_that_pages_go()"
+    code = "from tests.native.test_pages import check_that_pages_go; check_that_pages_go()"
     root = Path(__file__).resolve().parents[2]
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=120)
 

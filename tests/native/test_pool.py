@@ -142,7 +142,7 @@ ENDS: dict[str, str] = {
 @pytest.mark.faults
 @pytest.mark.parametrize("how", ENDS)
 def test_workers_end_before_the_interpreter(how: str):
-    code = f"from batchserve import pool; pool.team(9); {ENDS[how]}"
+    code = f"from batchserve.native import pool; pool.team(9); {ENDS[how]}"
     done: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == {"at the end": 0, "by an error": 1, "by exit": 3}[how]
     assert "Fatal" not in done.stderr
