@@ -1,6 +1,7 @@
 # make demo   set up and show speculation on against off, on a real server with the bundled model
 # make demo MODEL=smollm2   the same with SmolLM2-135M-Instruct, which tools.real_model fetches; or MODEL=FOLDER
-# make test   set up and run every check and test
+# make test   set up and run the checks and the quick tests: some minutes
+# make test-all   all tests
 # make load   set up and load a real server with Locust, speculation on against off
 # make check  the checks and tests in the environment that is there
 # make setup  only the virtual environment, with all tools
@@ -10,7 +11,7 @@ VENV ?= .venv
 MODEL = bundled
 export PYTHON VENV
 
-.PHONY: help setup demo test check load clean
+.PHONY: help setup demo test test-all check load clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -31,6 +32,9 @@ demo: $(VENV)/.serves
 	$(VENV)/bin/python -m batchserve.cli demo --model "$$model"
 
 test: setup
+	@scripts/check -m "not slow and not extended"
+
+test-all: setup
 	@scripts/check
 
 check:

@@ -22,7 +22,7 @@ from batchserve.bench import add_bench_parser
 from batchserve.config import DTYPES, PRIVATE_SCOPE, DraftConfig, EngineConfig, ServerConfig
 from batchserve.errors import BatchserveError, ConfigError, InvalidRequestError
 from batchserve.files import parse_recorded
-from batchserve.free_memory import described_want
+from batchserve.free_memory import describe_out_of_memory
 from batchserve.generate_command import add_generate_flags, run_generate
 from batchserve.hosts import is_loopback
 from batchserve.logs import configure_logging, log_format
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _end_without_memory(error: Exception) -> int:
     """If the error is for lack of memory, prints one line and returns exit status 1. Raises any other error."""
-    message = described_want("to run", error)
+    message = describe_out_of_memory("to run", error)
     if message is None:
         raise error
     print(f"batchserve: {message}", file=sys.stderr)

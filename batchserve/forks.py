@@ -15,16 +15,16 @@ def _first_maker() -> int:
     return os.getpid()
 
 
-def check_no_fork_of_a_maker() -> None:
+def check_not_forked() -> None:
     """Raises ForkedProcessError in a fork of a process that has made an engine. Called before an engine is made.
 
     The fork has the records of that process's compute threads (OpenMP's) without the threads.
     """
-    Maker("engine", _first_maker()).check()
+    OwnerProcess("engine", _first_maker()).check()
 
 
 @dataclass(frozen=True, slots=True)
-class Maker:
+class OwnerProcess:
     """The process in which something was made."""
 
     what: str

@@ -23,17 +23,17 @@ def free_memory_bytes(root: Path = Path("/")) -> int | None:
 
 
 @contextmanager
-def memory_errors_named(what: str) -> Iterator[None]:
+def name_memory_errors(what: str) -> Iterator[None]:
     """Turns errors for lack of memory into a ConfigError with the purpose, the bytes asked for and what is free."""
     try:
         yield
     except Exception as error:
-        if (message := described_want(what, error)) is None:
+        if (message := describe_out_of_memory(what, error)) is None:
             raise
         raise ConfigError(message) from error
 
 
-def described_want(what: str, error: BaseException) -> str | None:
+def describe_out_of_memory(what: str, error: BaseException) -> str | None:
     """Returns one line if the error is for lack of memory, else None."""
     free = free_memory_bytes()
     is_low = free is not None and free < LOW_BYTES

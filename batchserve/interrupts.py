@@ -24,7 +24,7 @@ def interrupts_end_the_process() -> Iterator[None]:
 
 
 @contextmanager
-def interrupts_held() -> Iterator[Callable[[], None]]:
+def delay_interrupts() -> Iterator[Callable[[], None]]:
     """Delays Ctrl-C to the end of the block, or until the block calls the yielded function.
 
     Only the main thread is interrupted. Nothing is delayed in other threads, if Ctrl-C is ignored, or if the handler is

@@ -15,8 +15,8 @@ from batchserve.config import EngineConfig
 from batchserve.engine.engine_core import Event
 from batchserve.engine.output_collector import OutputCollector
 from batchserve.errors import BatchserveError, InvalidRequestError, invalid
-from batchserve.forks import Maker
-from batchserve.interrupts import interrupts_held
+from batchserve.forks import OwnerProcess
+from batchserve.interrupts import delay_interrupts
 from batchserve.option_checks import expanded_path
 from batchserve.startup.build import build_engine
 from batchserve.types import Delta, ModelInfo, RequestOutput, SamplingParams, SpeculationParams
@@ -42,7 +42,7 @@ class LLM:
         self._core, self._processor, self._info = self._built.core, self._built.processor, self._built.info
         self._num_requests = 0
         self._turn = threading.Lock()
-        self._maker = Maker("LLM")
+        self._maker = OwnerProcess("LLM")
 
     @property
     def info(self) -> ModelInfo:
@@ -73,7 +73,7 @@ class LLM:
         errors: list[Exception] = []
         self._core.runner.bind_thread()
         # A step that is cut short would leave the engine's state wrong for good.
-        with interrupts_held() as let_interrupts_in, _progress_bar(len(requests), show_progress) as advance:
+        with delay_interrupts() as let_interrupts_in, _progress_bar(len(requests), show_progress) as advance:
 
             def collect(events: list[Event]) -> None:
                 for request, event in events:
@@ -109,7 +109,7 @@ class LLM:
         self._maker.check()
         scope = self._processor.resolve_scope(SpeculationParams(draft_scope=draft_scope).draft_scope)
         if scope is not None:
-            with self._turn, interrupts_held():
+            with self._turn, delay_interrupts():
                 self._core.clear_draft_scope(scope)
 
     def save_drafts(self, path: str | os.PathLike[str]) -> None:

@@ -20,7 +20,7 @@ import torch  # isort: skip
 
 from batchserve.attention import cpu
 from batchserve.attention.base import AttentionParams, LayerShape, Span, Spans
-from batchserve.attention.cpu import CpuBackend, takes_matrices
+from batchserve.attention.cpu import CpuBackend, supports_amx
 from batchserve.attention.tiles import LANES
 from batchserve.kv.slab import SlabAllocator
 
@@ -49,7 +49,7 @@ def contender(
     num_heads, num_kv_heads = heads
     allocator = SlabAllocator([LayerShape(num_kv_heads, dim, dim)], dtype, requests * (context + rows + 64))
     has_kernel = kind != "sdpa"
-    with mock.patch.object(cpu, "takes_matrices", return_value=kind == "matrices"):
+    with mock.patch.object(cpu, "supports_amx", return_value=kind == "matrices"):
         backend = CpuBackend(allocator, num_heads, has_kernel=has_kernel, is_native=has_kernel)
     spans = []
     is_chain = rows == 1 or rows > MOST_DRAFTS
@@ -81,7 +81,7 @@ def main() -> None:
         parser.error(f"argument --window: {args.window}: must be at least 0")
     dtype = getattr(torch, args.dtype)
     kinds = ["sdpa", "kernel"]
-    if takes_matrices([LayerShape(1, args.head_dim, args.head_dim)], dtype):
+    if supports_amx([LayerShape(1, args.head_dim, args.head_dim)], dtype):
         kinds.append("matrices")
     rows = []
     for name, heads in HEADS.items():

@@ -22,6 +22,26 @@ import torch  # noqa: E402
 torch.set_num_threads(1)  # tiny layers, and often a busy machine: barriers between threads would cost the most
 
 
+# Files whose tests take most of the time. A newcomer's `make test` leaves them out, `make test-all` and CI do not.
+EXTENDED = (
+    "attention/test_flashinfer.py attention/test_tiles.py attention/test_triton.py bench/test_command.py benchmarks "
+    "demo equivalence/test_adaptive.py equivalence/test_batch_invariant.py equivalence/test_coverage.py "
+    "equivalence/test_greedy.py equivalence/test_jacobi.py equivalence/test_prefix_cache.py gpu load_tests "
+    "program/test_families.py program/test_product.py runner/test_compiled.py runner/test_cuda_graphs.py "
+    "runner/test_gpu_modules.py runner/test_hub.py runner/test_other_device.py sampling/test_device.py "
+    "server/test_process.py server/test_request_log.py test_load_smoke.py training tune"
+).split()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    root = Path(__file__).parent
+    for item in items:
+        path = item.path.relative_to(root)
+        if any(path.is_relative_to(each) for each in EXTENDED):
+            item.add_marker(pytest.mark.extended)
+
+
 class _Folders(dict[str, Path]):
     """Makes a model when it is first asked for."""
 

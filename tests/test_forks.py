@@ -121,7 +121,7 @@ PROGRAM = textwrap.dedent("""
             engine = await AsyncEngine.start(config, own_process=own_process)
             await engine.generate(list(range(5, 20)), SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
             if own_process:
-                print(engine._back._process.pid, flush=True)
+                print(engine._host._process.pid, flush=True)
             if how == "killed":
                 os.kill(os.getpid(), 9)
             raise ZeroDivisionError(how)

@@ -55,12 +55,12 @@ def has_matrix_instructions(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and bool(has_amx)
 
 
-def takes_matrices(layers: Sequence[LayerShape], dtype: torch.dtype) -> bool:
+def supports_amx(layers: Sequence[LayerShape], dtype: torch.dtype) -> bool:
     """Returns whether compiled kernels can use matrix instructions. On some processors only oneDNN can."""
     from batchserve.attention import matrix_code
 
     is_whole = all(shape.key_dim % matrix_code.PAIRS == 0 for shape in layers)
-    return dtype == torch.bfloat16 and is_whole and matrix_code.has_matrices()
+    return dtype == torch.bfloat16 and is_whole and matrix_code.can_use_amx()
 
 
 def _small_queries(dtype: torch.dtype) -> int:
@@ -89,8 +89,8 @@ class CpuBackend:
         self.allocator = allocator
         self.name = "cpu"
         self._group = num_heads // allocator.fewest_kv_heads  # of the layer where it is largest
-        self._takes_matrices = has_kernel and takes_matrices(allocator.layers, allocator.dtype)
-        takes_all = is_native or has_sinks or self._takes_matrices
+        self._supports_amx = has_kernel and supports_amx(allocator.layers, allocator.dtype)
+        takes_all = is_native or has_sinks or self._supports_amx
         most_queries = ANY_QUERIES if takes_all else _small_queries(allocator.dtype)
         self._limits = SMALL_ROWS, SMALL_SPAN, most_queries
         self._has_kernel = has_kernel
@@ -130,7 +130,7 @@ class CpuBackend:
             self._capacities = np.empty(2 * len(spans), np.int64)
             self._planes = np.empty((allocator.num_layers, 2 * len(spans), 2), np.int64)
         num_kv_heads = allocator.num_kv_heads
-        part_rows = max(1, PART_QUERIES // self._group) if self._takes_matrices else PART_ROWS
+        part_rows = max(1, PART_QUERIES // self._group) if self._supports_amx else PART_ROWS
         shares = (part_rows, MOST_PARTS, TURNS, ALONE, num_threads, self._group, num_kv_heads)
         arrays = (spans.rows, spans.parents, self._planes, self._capacities)
         return bool(begin_jobs(jobs, allocator.slabs(spans.request_ids), *arrays, shares))
@@ -194,7 +194,7 @@ class CpuBackend:
         """Returns PART_ROWS, HEADS_AT_ONCE and STORES for the job of the small spans."""
         if small is None:
             return 0, 1, False
-        rows_at_once = max(1, PART_QUERIES * num_kv_heads // num_heads) if self._takes_matrices else PART_ROWS
+        rows_at_once = max(1, PART_QUERIES * num_kv_heads // num_heads) if self._supports_amx else PART_ROWS
         part_rows = max(rows_at_once, -(-small.most_rows // MOST_PARTS))
         heads_at_once = max(1, num_kv_heads * small.num_spans // (TURNS * small.num_threads))
         return part_rows, heads_at_once, small is everything and small.most_rows <= part_rows
@@ -202,7 +202,7 @@ class CpuBackend:
     def _attend_loop(self) -> CFunc[Any]:
         from batchserve.attention import matrix_kernel, path_kernel
 
-        if self._takes_matrices:
+        if self._supports_amx:
             return matrix_kernel.attend_loop()
         return path_kernel.attend_loop(_element(self.allocator.dtype))
 

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from batchserve.attention.cuda_toolkit import name_toolkit
-from batchserve.attention.flashinfer_front import least_key_block, own_rows_first
+from batchserve.attention.flashinfer_front import least_key_block, new_rows_first
 from batchserve.attention.flashinfer_mask import packed_mask
 from batchserve.attention.flashinfer_variant import variant_arguments, variant_run_arguments
 from batchserve.attention.step_buffer import BufferRing
@@ -108,7 +108,7 @@ class FlashInferKernel(TreeKernel):
 
     def order(self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor) -> None:
         if self._has_rows_first:
-            kv_indices.copy_(own_rows_first(qo_indptr, kv_indptr, kv_indices))
+            kv_indices.copy_(new_rows_first(qo_indptr, kv_indptr, kv_indices))
 
     def run(
         self,
@@ -159,7 +159,7 @@ class FlashInferKernel(TreeKernel):
         elif not (kind.is_causal or is_variant):
             packed, offsets = packed_mask(metadata, kind.sliding_window)
         if is_variant and self._has_rows_first:
-            ordered = own_rows_first(metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices)
+            ordered = new_rows_first(metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices)
             metadata = dataclasses.replace(metadata, kv_indices=ordered)
         arguments_of_plan = self._plan_arguments(kind, metadata, packed)
         target.wait_for_copy()

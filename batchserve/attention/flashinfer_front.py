@@ -10,7 +10,7 @@ import torch
 LEAST_KEY_BLOCK = 64  # without a GPU to query: that of an A100, H100 or H200, for head_dim up to 128
 
 
-def own_rows_first(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor) -> torch.Tensor:
+def new_rows_first(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor) -> torch.Tensor:
     """Returns TreeMetadata.kv_indices with each request's own rows before its context. Does not wait for the device."""
     places = torch.arange(len(kv_indices), dtype=kv_indptr.dtype, device=kv_indices.device)
     request = torch.searchsorted(kv_indptr[1:], places, right=True).clamp_(max=len(kv_indptr) - 2)

@@ -46,7 +46,7 @@ def compiles_matrices() -> bool:
 
 
 @functools.cache
-def has_matrices() -> bool:
+def can_use_amx() -> bool:
     """Returns whether Numba compiles matrix instructions and Linux, which must be asked, lets this process use them."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
@@ -152,7 +152,7 @@ def clear_row(typing_context, target, place):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def stand(typing_context, lanes, queries):  # type: ignore[no-untyped-def]
+def transpose_queries(typing_context, lanes, queries):  # type: ignore[no-untyped-def]
     """Sets queries[:, :TILE] to the transposed lanes, bfloat16 as uint16 [TILE, dim]."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
@@ -323,7 +323,7 @@ _load_sums, _store_sums = _move("tileloadd64"), _move("tilestored64")
 
 
 @njit(nogil=True, cache=True)
-def weigh(weights, first, values, start, stop, tail, num_tail, sums):  # type: ignore[no-untyped-def]
+def weighted_sum(weights, first, values, start, stop, tail, num_tail, sums):  # type: ignore[no-untyped-def]
     """Sets sums[first + i] = weights[.., first + i] . (values[start:stop], then tail[:num_tail]), all whole tiles.
 
     Writes TILE sums. sums: float32 [2 * TILE, dim padded to AT_ONCE tiles], in the order that `give` expects.
@@ -336,7 +336,7 @@ def weigh(weights, first, values, start, stop, tail, num_tail, sums):  # type: i
 
 
 @njit(nogil=True, cache=True)
-def weigh_more(weights, first, count, at, tail, num_tail, sums, spare):  # type: ignore[no-untyped-def]
+def accumulate_weighted_sum(weights, first, count, at, tail, num_tail, sums, spare):  # type: ignore[no-untyped-def]
     """Adds weights[.., at:] . tail[:num_tail] to sums[first : first + count]. spare: as sums, TILE of them."""
     for column in range(0, tail.shape[1], AT_ONCE * TILE):
         _load_sums(sums, first, column)
@@ -348,7 +348,7 @@ def weigh_more(weights, first, count, at, tail, num_tail, sums, spare):  # type:
 
 
 @intrinsic
-def give(typing_context, sums, lane, factor, out, row):  # type: ignore[no-untyped-def]
+def store_output(typing_context, sums, lane, factor, out, row):  # type: ignore[no-untyped-def]
     """Sets out[row] = factor * sums[lane], bfloat16 as uint16, with even and odd columns interleaved."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]

@@ -22,7 +22,7 @@ from numba import carray, types
 from batchserve.attention import matrix_code as matrix
 from batchserve.attention import tiles
 from batchserve.attention.matrix_code import AT_ONCE, ROW_BYTES, TILE
-from batchserve.attention.path_kernel import ancestors, soften
+from batchserve.attention.path_kernel import ancestors, softmax_weights
 from batchserve.attention.span_job import (
     DIM,
     GROUP,
@@ -126,7 +126,7 @@ def _work_at(at, dim, longest, most_rows):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _soften(scores, lane, num_keys, num_hidden, until, softcap, sink, weights):  # type: ignore[no-untyped-def]
+def _softmax_weights(scores, lane, num_keys, num_hidden, until, softcap, sink, weights):  # type: ignore[no-untyped-def]
     """Turns a query's num_keys scores into weights. The query does not see the first num_hidden keys.
 
     Returns the factor for the sums of these weights.
@@ -135,7 +135,7 @@ def _soften(scores, lane, num_keys, num_hidden, until, softcap, sink, weights): 
         tiles.cap_in_place(scores, lane, num_keys, softcap)
     for i in range(num_hidden):
         scores[lane, i] = -np.inf
-    inverse = soften(scores, lane, num_keys, sink)
+    inverse = softmax_weights(scores, lane, num_keys, sink)
     matrix.to_weights(scores, lane, num_keys, until, weights[0], weights[1])
     return inverse
 
@@ -161,7 +161,7 @@ def _attend_chain(planes, heads, context, count, window, scales, work):  # type:
         own_end = context + work.rows[lane] + 1
         num_hidden = _first_seen(own_end, window) - begin
         what = (lane, own_end - begin, num_hidden, until - begin, scales[1], work.sinks[lane])
-        work.inverse[lane] = _soften(work.scores, *what, work.weights)
+        work.inverse[lane] = _softmax_weights(work.scores, *what, work.weights)
     for head in range(heads[0], heads[1]):
         values = planes[1][head]
         for place in range(shared, end):
@@ -169,7 +169,7 @@ def _attend_chain(planes, heads, context, count, window, scales, work):  # type:
         for i in range(end - shared, until - shared):
             matrix.clear_row(work.tail, i)
         lane, tail = (head - heads[0]) * count, (work.tail, until - shared)
-        matrix.weigh(work.weights, lane, values, begin, shared, *tail, work.sums)
+        matrix.weighted_sum(work.weights, lane, values, begin, shared, *tail, work.sums)
 
 
 @njit(nogil=True, cache=True)
@@ -218,16 +218,16 @@ def _attend_tree(planes, heads, context, count, window, start, parents, scales, 
             num_keys = shared - begin + num_own
             for each in range(lane, until):
                 what = (each, num_keys, first - begin, _whole(num_keys), scales[1], work.sinks[each])
-                work.inverse[each] = _soften(work.scores, *what, work.weights)
+                work.inverse[each] = _softmax_weights(work.scores, *what, work.weights)
             lane = until
     for head in range(heads[0], heads[1]):
         values, at, lane = planes[1][head], (head - heads[0]) * count, (head - heads[0]) * count
-        matrix.weigh(work.weights, lane, values, begin, shared, work.tail, 0, work.sums)
+        matrix.weighted_sum(work.weights, lane, values, begin, shared, work.tail, 0, work.sums)
         for i in range(num_rows):
             until = at + work.ends[i]
             num_own = _copy_tail(values, shared, context, work.paths[i], work.depths[i], work.tail)
             rest = (shared - begin, work.tail, _whole(num_own))
-            matrix.weigh_more(work.weights, lane, until - lane, *rest, work.sums, work.spare_sums)
+            matrix.accumulate_weighted_sum(work.weights, lane, until - lane, *rest, work.sums, work.spare_sums)
             lane = until
 
 
@@ -246,13 +246,13 @@ def _attend_block(query, planes, heads, span, chain, items, group, parents, out,
             work.rows[lane], work.heads[lane] = row, own
             work.sinks[lane] = sinks[own] if len(sinks) else -np.inf
             matrix.copy_row(vector(query, start + row, own, out.shape[2], out.dtype), 0, work.lanes, lane)
-    matrix.stand(work.lanes, work.queries)
+    matrix.transpose_queries(work.lanes, work.queries)
     if work.rows[count - 1] < chain:
         _attend_chain(planes, heads, context, count, window, scales, work)
     else:
         _attend_tree(planes, heads, context, count, window, start, parents, scales, work)
     for lane in range((heads[1] - heads[0]) * count):
-        matrix.give(work.sums, lane, work.inverse[lane], out[start + work.rows[lane]], work.heads[lane])
+        matrix.store_output(work.sums, lane, work.inverse[lane], out[start + work.rows[lane]], work.heads[lane])
 
 
 @njit(nogil=True, cache=True)

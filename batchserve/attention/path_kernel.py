@@ -90,7 +90,7 @@ def _places(j, first, in_context, path, depth):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def soften(scores, lane, num_keys, sink):  # type: ignore[no-untyped-def]
+def softmax_weights(scores, lane, num_keys, sink):  # type: ignore[no-untyped-def]
     """Turns a query's scores into exponentials, followed by zeros up to a multiple of four; returns 1 / their sum.
 
     sink: a logit that takes some of the probability and adds no value, -inf if there is none.
@@ -128,7 +128,7 @@ def _attend_block(count, planes, context, first, paths, depths, work, softcap, s
             tiles.score_one(queries, lane, keys, places, scores, j)
         if softcap > 0:
             tiles.cap_in_place(scores, lane, num_keys, softcap)
-        inverse[lane] = soften(scores, lane, num_keys, sinks[lane])
+        inverse[lane] = softmax_weights(scores, lane, num_keys, sinks[lane])
     tiles.add_weighted(sums, count, values, first, first + whole, scores)
     for j in range(whole, shared, 4):
         tiles.add_four(sums, 0, values, _places(j, first, in_context, paths[0], depths[0]), scores, j)
@@ -167,7 +167,7 @@ def _attend_head(query, planes, span, part, head, group, parents, out, window, s
             _attend_block(count, planes, context, first, paths, depths, block, scales[1], lane_sinks)
             for lane in range(count):
                 item = at + lane
-                tiles.gather_back(
+                tiles.deinterleave_output(
                     sums[lane], inverse[lane], parts, out[start + item // group, head * group + item % group]
                 )
 

@@ -4,7 +4,7 @@ A compiler's vectoriser may sum a loop in another order if fewer queries share a
 (vector_code.py). A query has the same sums in a tile of one query and of four, so results do not depend on what else is
 in the batch. A key is read and widened once for a whole tile.
 
-Queries and sums are float32 in an order of their own (`spread`, `gather_back`), padded with zeros to `padded`.
+Queries and sums are float32 in an order of their own (`spread`, `deinterleave_output`), padded with zeros to `padded`.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -50,7 +50,7 @@ def spread(vector, scale, parts, lane):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def gather_back(lane, scale, parts, vector):  # type: ignore[no-untyped-def]
+def deinterleave_output(lane, scale, parts, vector):  # type: ignore[no-untyped-def]
     """Sets vector [dim] = scale * lane [padded]."""
     for i in range(vector.shape[0]):
         vector[i] = narrow(lane[_order(i, parts)] * scale, vector[i])
@@ -73,7 +73,7 @@ def _emit_scores(
                     builder.store(code.multiply_add(builder, query, vectors[key][part], so_far), total)
 
     code.for_each_chunk(builder, keys, places, body)
-    found, owners = code.sums_of_all(builder, [builder.load(total, typ=FLOATS) for total in sums])
+    found, owners = code.horizontal_sums(builder, [builder.load(total, typ=FLOATS) for total in sums])
     for lane, row in enumerate(lanes):
         mine = range(lane * LANES, (lane + 1) * LANES)
         at = next(number for number, owned in enumerate(owners) if lane * LANES in owned)

@@ -247,9 +247,9 @@ def attend_tiles(
         place = place * num_splits
         # The first split marks the splits that no program computes as empty.
         other = tl.arange(0, MAX_SPLITS)[None, :]
-        is_nobodys = is_item[:, None] & (other >= tl.where(split == 0, splits, num_splits)) & (other < num_splits)
+        is_empty_split = is_item[:, None] & (other >= tl.where(split == 0, splits, num_splits)) & (other < num_splits)
         nothing = tl.full([BLOCK_M, MAX_SPLITS], float("-inf"), tl.float32)
-        tl.store(partial_lse + place[:, None] + other, nothing, mask=is_nobodys)
+        tl.store(partial_lse + place[:, None] + other, nothing, mask=is_empty_split)
         place += split
         has_keys = begin < end  # otherwise a sink does not count either: the merge reads no result of weight 0
         lse = tl.where(has_keys, highest + tl.log2(total), float("-inf"))

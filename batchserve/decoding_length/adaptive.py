@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from batchserve.decoding_length.acceptance import AcceptanceModel, Given
+from batchserve.decoding_length.accounts import ACCOUNT, NEW_ACCOUNT, bound_queries, choose_drafts, grown, note_steps
 from batchserve.decoding_length.draft_budget import DraftOffer, Market
 from batchserve.decoding_length.draft_time import DraftTime
 from batchserve.decoding_length.jacobi_window import JacobiWindow
@@ -20,7 +21,6 @@ from batchserve.decoding_length.plain_steps import PlainSteps
 from batchserve.decoding_length.policy import DraftPolicy, step_time_gauges
 from batchserve.decoding_length.price import MOST_SURPRISE, SpeedUp
 from batchserve.decoding_length.probing import LONG_WAIT, PATIENCE, WATCHED, Probe
-from batchserve.decoding_length.standing import STANDING, UNKNOWN, bound_queries, choose_drafts, grown, note_steps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,7 +68,7 @@ class AdaptiveDrafting(DraftPolicy):
         self._max_inflation = max_inflation
         self._max_step_s = max_step_s
         self._speed_up = SpeedUp()
-        self._standing = np.zeros(0, STANDING)  # by slot, like the next two
+        self._accounts = np.zeros(0, ACCOUNT)  # by slot, like the next two
         self._is_known = np.zeros(0, np.bool_)
         self._drafters: dict[int, str] = {}
         self._probes: dict[int, Probe] = {}  # of requests whose drafter has failed them lately
@@ -86,7 +86,7 @@ class AdaptiveDrafting(DraftPolicy):
         self.acceptance.close(slot)  # it may have been known as one without drafts
         self.acceptance.start(slot, drafter)
         if tpot_target_s is not None:
-            self._standing["tpot_target_s"][slot] = tpot_target_s
+            self._accounts["tpot_target_s"][slot] = tpot_target_s
         self._drafters[slot] = drafter
         # While drafts have not paid for anyone lately, a new request has to show at once that it is different.
         if given_up := self._given_up.get(drafter, 0):
@@ -98,10 +98,10 @@ class AdaptiveDrafting(DraftPolicy):
         if len(slots) and slots.max() >= len(self._is_known):
             more = int(slots.max()) + 16
             self._is_known = np.pad(self._is_known, (0, more))
-            self._standing = grown(self._standing, len(self._is_known))
+            self._accounts = grown(self._accounts, len(self._is_known))
         if not self._is_known[slots].all():
             for slot in slots[~self._is_known[slots]].tolist():
-                self._is_known[slot], self._standing[slot] = True, UNKNOWN
+                self._is_known[slot], self._accounts[slot] = True, NEW_ACCOUNT
                 self.acceptance.start(slot, drafter)
 
     def end(self, slot: int) -> None:
@@ -154,7 +154,7 @@ class AdaptiveDrafting(DraftPolicy):
         least = np.empty(len(slots))
         worth_a_row = MARGIN * self._market.price * self._market.row_s
         worth = worth_a_row, float(max_rows)
-        bound_queries(self._standing, self.acceptance.records, slots, worth, bounds, least)
+        bound_queries(self._accounts, self.acceptance.records, slots, worth, bounds, least)
         return least
 
     def choose(self, forest: DraftForest, drafted: Drafted, max_rows: int) -> BoolArray:
@@ -165,7 +165,7 @@ class AdaptiveDrafting(DraftPolicy):
         chosen, is_paying = np.zeros(len(offer.items.owners), np.bool_), np.zeros(len(drafted.all_slots), np.bool_)
         draft_s = self._draft_time.predict(len(places))
         prices = tuple(market.load), market.terms(max_rows), (market.alone_s, draft_s)
-        who = self._standing, drafted.all_slots, places, drafted.contexts
+        who = self._accounts, drafted.all_slots, places, drafted.contexts
         choose_drafts(*who, tuple(offer.items), self.step_time.arrays, prices, chosen, is_paying)
         self._note(drafted.requests, is_paying[places].tolist())
         return chosen if offer.nodes is None else self._unbundled(offer, offer.nodes, chosen)
@@ -220,7 +220,7 @@ class AdaptiveDrafting(DraftPolicy):
             if not len(rows):
                 continue
             window = self._windows.setdefault(slot, JacobiWindow())
-            self._standing["has_window"][slot] = 1
+            self._accounts["has_window"][slot] = 1
             if window.probe.is_due():
                 found.append((place, window, rows))
         return found
@@ -257,7 +257,7 @@ class AdaptiveDrafting(DraftPolicy):
             self._meet(given.slots)
             # If there are several steps, none has drafts or prompts, and the stretch is that of all.
             step_s = sum(outcome.step_s for outcome, _ in steps) / len(steps)
-            note_steps(self._standing, given.slots, given.starts, step_s, stretch)
+            note_steps(self._accounts, given.slots, given.starts, step_s, stretch)
         for _, each in steps:
             self.acceptance.arrive(each)
         if any(probe.is_watching for probe in self._probes.values()):

@@ -187,7 +187,7 @@ def _count(books, book, column, prob, is_hit, memory):  # type: ignore[no-untype
 
 
 @njit(cache=True, nogil=True)
-def quote(table, load, alone):  # type: ignore[no-untyped-def]
+def price_step(table, load, alone):  # type: ignore[no-untyped-def]
     """Seconds of a step without drafts, of its decoding rows alone, and of one more row: draft_budget.Market.open."""
     without_s, alone_s = seconds_at(table, load, 0.0, 0.0), seconds_at(table, alone, 0.0, 0.0)
     num_rows, num_logit_rows, num_requests, context, attended = load
@@ -306,6 +306,6 @@ def compile_kernels() -> None:
     offered = (trees, starts, indices, indices - 1, links, results)
     score_trees(*offered, indices, starts, indices, indices, records, books)
     table, load = (one, one, zeros, np.zeros(NUM_SLOPES)), (1, 1, 1, 0, 0)
-    quote(table, load, load)
+    price_step(table, load, load)
     offer, bidders, market = (indices, one, starts[1:]), (indices, np.ones((3, 1))), (1.0, 1.0, 1.0, 1, 0.0, 1.0, 1.0)
     buy(offer, bidders, table, load, market, np.zeros(1, np.bool_))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from batchserve.decoding_length.budget_kernels import quote
+from batchserve.decoding_length.budget_kernels import price_step
 
 if TYPE_CHECKING:
     from batchserve.decoding_length.step_time import StepLoad, StepTimeModel
@@ -61,7 +61,7 @@ class Market(NamedTuple):
 
         speed_up: how much faster than without drafts tokens come (price.py); max_inflation: longest_s over alone_s.
         """
-        without_s, alone_s, row_s, least_row_s = quote(step_time.arrays, tuple(load), tuple(alone))
+        without_s, alone_s, row_s, least_row_s = price_step(step_time.arrays, tuple(load), tuple(alone))
         price, longest_s = speed_up * alone.num_requests / alone_s, max_inflation * alone_s
         return cls(load, without_s, alone_s, price, row_s, least_row_s, longest_s, never_longer_s)
 

@@ -27,7 +27,7 @@ from batchserve.draft.mixture_batch import (
     begin_request,
     grow_all,
     grow_loop,
-    scope_card,
+    scope_addresses,
 )
 from batchserve.draft.mixture_batch import compile_kernels as compile_kernels
 from batchserve.draft.mixture_kernels import (
@@ -82,7 +82,7 @@ class _Scope:
     def begin(self, index: TextIndex, experience: _Experience) -> None:
         """Go on with these, and forget what it had."""
         self.index, self.experience, self.common = index, experience, make_common()
-        self.card[:] = scope_card(index, self.common, experience.weights, experience.seen)
+        self.card[:] = scope_addresses(index, self.common, experience.weights, experience.seen)
 
     @property
     def nbytes(self) -> int:
@@ -163,7 +163,7 @@ class MixtureDrafter(Drafter):
         for text in texts:
             own.separate()
             own.append(text)
-        own.begin_answer()
+        own.mark_answer_start()
         # What may be refused comes before anything is taken.
         noise_bin = noise_bin_of(request.temperature if self._is_using_noise else 0.0, NUM_WEIGHTS)
         position, seed = len(request.prompt_token_ids), np.uint64(request.seed)

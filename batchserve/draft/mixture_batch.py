@@ -36,7 +36,7 @@ from batchserve.native.addresses import as_pointer, claim, run_loop
 from batchserve.native.jit import cfunc, njit
 from batchserve.native.pool import ONE_THREAD
 
-REQUEST = np.dtype(  # own, scope and root are addresses: of TextIndex.address, a scope_card and a NODE
+REQUEST = np.dtype(  # own, scope and root are addresses: of TextIndex.address, a scope_addresses and a NODE
     [
         ("own", np.int64),
         ("scope", np.int64),
@@ -56,7 +56,7 @@ TABLE, SLOTS, SIZES, LEAST, NODES, SCRATCHES, STARTS, COUNTS, LINKS, PROBS = ran
 NEXT, NEXT_THREAD, JOB_SIZE = range(17, 20)
 
 
-def scope_card(
+def scope_addresses(
     index: TextIndex, common: tuple[np.ndarray, ...], weights: np.ndarray, seen: np.ndarray
 ) -> tuple[int, ...]:
     """Returns the addresses of a scope's arrays; as int64 [6], this is what REQUEST's `scope` points to."""
@@ -237,7 +237,7 @@ def compile_kernels() -> None:
     root, nodes, scratch = np.zeros(1, NODE), np.zeros((1, 2), NODE), np.zeros(1, SCRATCH)
     found, room = np.zeros(ROOM, OCCURRENCE), np.zeros(2 * ROOM, OCCURRENCE)
     scratch["room"] = room.ctypes.data
-    card = np.array(scope_card(index, common, weights, seen))
+    card = np.array(scope_addresses(index, common, weights, seen))
     table, slots, starts = np.zeros(1, REQUEST), np.zeros(1, np.int64), np.array([0, 1])
     noise_bin, seed = noise_bin_of(1.0, NUM_WEIGHTS), np.uint64(0)
     begin_request(table, 0, index.address, card, root, found, 5, noise_bin, seed)

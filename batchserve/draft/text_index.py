@@ -252,7 +252,7 @@ class TextIndex:
         if self.run:
             self.append((SEPARATOR,))
 
-    def begin_answer(self) -> None:
+    def mark_answer_start(self) -> None:
         """Marks the next token as the start of the answer to the open text. A context may span both, but no occurrence
         continues from one into the other: after a copy of the whole prompt, the answer's beginning is not drafted. Only
         for a text that is never overwritten.

@@ -27,7 +27,7 @@ from batchserve.errors import (
     UnavailableError,
     UnknownModelError,
 )
-from batchserve.forks import Maker
+from batchserve.forks import OwnerProcess
 from batchserve.logs import adopt_library_loggers
 from batchserve.types import Delta, ModelInfo, RequestOutput, SamplingParams, SpeculationParams, Started
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
     from batchserve.config import EngineConfig
-    from batchserve.engine.back import Back
-    from batchserve.engine.unread import Backlog
+    from batchserve.engine.backpressure import Backlog
+    from batchserve.engine.host import EngineHost
     from batchserve.metrics import MetricsSource
     from batchserve.startup.build import BuiltEngine
 
@@ -51,13 +51,13 @@ class AsyncEngine:
 
     def __init__(self, engine: BuiltEngine | EngineProcess, config: EngineConfig) -> None:
         """A built engine runs in a thread next to the loop."""
-        self._back: Back
+        self._host: EngineHost
         if isinstance(engine, EngineProcess):
-            self._back = engine
+            self._host = engine
         else:
-            self._back = EngineThread(engine, config.draft.draft_cache)
-        self._processor, self._info = self._back.processor, self._back.info
-        self._maker = Maker("AsyncEngine")
+            self._host = EngineThread(engine, config.draft.draft_cache)
+        self._processor, self._info = self._host.processor, self._host.info
+        self._maker = OwnerProcess("AsyncEngine")
         self._loop = asyncio.get_running_loop()
         self._places = config.max_num_seqs, config.max_waiting
         self._tickets = itertools.count()
@@ -68,7 +68,7 @@ class AsyncEngine:
         self._is_empty = asyncio.Event()
         self._is_empty.set()
         self._has_failed = asyncio.Event()
-        self._back.start(self._on_reply)
+        self._host.start(self._on_reply)
 
     @classmethod
     async def start(
@@ -97,7 +97,7 @@ class AsyncEngine:
 
     @property
     def metrics(self) -> MetricsSource:
-        return self._back.metrics
+        return self._host.metrics
 
     @property
     def num_in_flight(self) -> int:
@@ -145,16 +145,16 @@ class AsyncEngine:
             raise InvalidRequestError("INVALID_REQUEST_ID", "request_id", request_id, "a string")
         deadline_s = _seconds(deadline_s)
         request_id = request_id or uuid.uuid4().hex
-        self._check_door(request_id, model)
+        self._check_admission(request_id, model)
         stream = self._open(request_id)  # before the first await, so that no other request gets this id
         try:
             if deadline_s is not None and deadline_s <= 0:
                 raise DeadlineExceededError("deadline passed before the request was queued")
             deadline_s = None if deadline_s is None else arrival_s + deadline_s
             size = _size(prompt)
-            token_ids = await _beside_loop(size, self._processor.tokenize, prompt)
+            token_ids = await _run_off_loop(size, self._processor.tokenize, prompt)
             references = speculation.references if isinstance(speculation, SpeculationParams) else ()
-            request = await _beside_loop(
+            request = await _run_off_loop(
                 sum(map(len, references)),
                 self._processor.new_request,
                 request_id,
@@ -169,7 +169,7 @@ class AsyncEngine:
             if self._closed is not None:
                 raise self._closed.with_traceback(None)
             stream.is_handed_over, stream.backlog = True, backlog
-            self._back.send(Add(stream.ticket, request))
+            self._host.send(Add(stream.ticket, request))
             yield Started(request_id, len(token_ids), list(token_ids))
             while True:
                 event = await stream.events.get()
@@ -235,9 +235,9 @@ class AsyncEngine:
             return
         await self._ask(lambda ticket: ClearScope(ticket, scope))
 
-    def share_nothing_unless_chosen(self) -> None:
+    def isolate_default_scope(self) -> None:
         """Makes requests without a draft scope share nothing from now on, unless the configuration names a scope."""
-        self._processor = self._processor.sharing_nothing_unless_chosen()
+        self._processor = self._processor.with_isolated_default_scope()
 
     async def ping(self) -> None:
         """Waits until the engine takes a message, which it does between steps. Raises what new requests raise."""
@@ -250,7 +250,7 @@ class AsyncEngine:
         """Sends a message and waits until the engine has handled it."""
         ticket, done = next(self._tickets), self._loop.create_future()
         self._asked[ticket] = done
-        self._back.send(message_with(ticket))
+        self._host.send(message_with(ticket))
         try:
             await done
         finally:
@@ -265,14 +265,14 @@ class AsyncEngine:
         self._closed = UnavailableError("the server is shutting down")
         for stream in self._streams.values():
             stream.events.put_nowait(self._closed)
-        self._back.send(End())
-        await asyncio.to_thread(self._back.join)
+        self._host.send(End())
+        await asyncio.to_thread(self._host.join)
         self._end_asked(self._closed)
 
     def kill(self) -> None:
         """Kills an engine that runs in its own process. Its draft cache is not saved."""
         self._maker.check()
-        self._back.kill()
+        self._host.kill()
 
     def _check_loop(self) -> None:
         """Raises an error on another loop or in a forked process, where no answer would ever arrive."""
@@ -280,7 +280,7 @@ class AsyncEngine:
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("an AsyncEngine belongs to the asyncio loop that it was started on")
 
-    def _check_door(self, request_id: str, model: str) -> None:
+    def _check_admission(self, request_id: str, model: str) -> None:
         self._check_loop()
         if self._closed is not None:
             raise self._closed.with_traceback(None)
@@ -308,7 +308,7 @@ class AsyncEngine:
         if stream.ticket in self._streams:
             self._close(stream)
             if stream.is_handed_over:
-                self._back.send(Abort(stream.ticket))
+                self._host.send(Abort(stream.ticket))
 
     def _on_reply(self, reply: Reply) -> None:
         """Called in a thread of the engine."""
@@ -386,7 +386,7 @@ def _size(prompt: object) -> int:
     return 0
 
 
-async def _beside_loop(size: int, call: Callable[..., _T], *arguments: object) -> _T:
+async def _run_off_loop(size: int, call: Callable[..., _T], *arguments: object) -> _T:
     """Returns the call's result. Calls in a thread if the input is so large that the call would block the loop."""
     if size > INLINE_SIZE:
         return await asyncio.to_thread(call, *arguments)

@@ -35,7 +35,7 @@ from batchserve.errors import (
     NonFiniteLogitsError,
     OutOfMemoryError,
 )
-from batchserve.free_memory import described_want
+from batchserve.free_memory import describe_out_of_memory
 from batchserve.metrics import Verification
 from batchserve.request import Request
 from batchserve.runner.ragged_batch import RaggedBatch, flatten
@@ -215,7 +215,7 @@ class EngineCore:
         try:
             return call()
         except (RuntimeError, MemoryError) as error:
-            want = described_want(f"for a step of {num_rows} rows", error)
+            want = describe_out_of_memory(f"for a step of {num_rows} rows", error)
             if want is None:
                 raise
             self._want = want

@@ -1,4 +1,4 @@
-"""Runs the engine loop in a separate process. This is the front end's side; engine/child.py is the other side.
+"""Runs the engine loop in a separate process. This is the front end's side; engine_subprocess.py is the other.
 
 A Python interpreter runs one thread at a time. In the front end's process, every step would wait for the work of its
 streams (docs/performance.md, "The engine's own process").
@@ -48,12 +48,12 @@ READING_TIMEOUT_S = 5.0
 JOIN_TIMEOUT_S = 120.0  # must cover a last step and saving a large draft cache
 # The system kills a process that exceeds the memory. C code that gets no memory may crash or abort.
 MEMORY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
-CHILD = "from batchserve.engine.child import main; main()"
+CHILD = "from batchserve.engine.engine_subprocess import main; main()"
 logger = logging.getLogger(__name__)
 
 
 class EngineProcess:
-    """A Back over a pipe to the engine's process. The engine ends with this process, however this process ends."""
+    """An EngineHost over a pipe to the engine's process. The engine ends with this process, however that ends."""
 
     def __init__(self, config: EngineConfig, on_progress: Callable[[str], None] | None = None) -> None:
         """Starts the process and waits for its engine. Raises what build_engine does; EngineFaultError if it died."""

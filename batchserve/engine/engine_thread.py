@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineThread:
-    """A Back in a thread next to the asyncio loop."""
+    """An EngineHost in a thread next to the asyncio loop."""
 
     def __init__(self, built: BuiltEngine, draft_cache: str | None) -> None:
         self.processor, self.info, self.metrics = built.processor, built.info, built.core.metrics

@@ -70,7 +70,7 @@ class InputProcessor:
         self._has_prefix_cache = config.prefix_cache
         self._longest_token_chars = _longest_token(facts.tokenizer)
 
-    def sharing_nothing_unless_chosen(self) -> InputProcessor:
+    def with_isolated_default_scope(self) -> InputProcessor:
         """Returns a copy for callers that must not see each other's data. Requests that name no scope share nothing,
         unless the configuration names a scope for them.
         """

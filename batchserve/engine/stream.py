@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from batchserve.engine.unread import Backlog
+    from batchserve.engine.backpressure import Backlog
     from batchserve.errors import BatchserveError
     from batchserve.types import Delta
 

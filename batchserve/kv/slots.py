@@ -127,7 +127,7 @@ class SlotAllocator:
     def _make_room(self, num_tokens: int) -> None:
         """Drops prefixes, least recently used first, until num_tokens slots are free."""
         while self._numbers[NUM_FREE] < num_tokens:
-            self._let_go(self._prefixes.drop(next(iter(self._prefixes))))
+            self._release_prefix_slots(self._prefixes.drop(next(iter(self._prefixes))))
 
     def commit(self, request_id: str, rows: Sequence[int]) -> None:
         self.commit_all({request_id: rows})
@@ -168,7 +168,7 @@ class SlotAllocator:
             new, gone = self._prefixes.add(scope, token_ids[:count], self.slots(request_id)[:count])
             self._prefix_refs[new] += 1
             for slots in gone:
-                self._let_go(slots)
+                self._release_prefix_slots(slots)
         self.release(request_id)
 
     def match_prefix(
@@ -200,12 +200,12 @@ class SlotAllocator:
 
     def forget_prefixes(self, scope: Hashable) -> None:
         for slots in self._prefixes.drop_scope(scope):
-            self._let_go(slots)
+            self._release_prefix_slots(slots)
 
     def give_way(self) -> None:
         pass  # slots are allocated once
 
-    def _let_go(self, slots: np.ndarray) -> None:
+    def _release_prefix_slots(self, slots: np.ndarray) -> None:
         """Drops a prefix's references to its slots, and frees those that are unused now."""
         refs = self._prefix_refs[slots] - 1
         self._prefix_refs[slots] = refs

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray, types
 
-from batchserve.forks import Maker
+from batchserve.forks import OwnerProcess
 from batchserve.native.addresses import call_loop
 from batchserve.native.atomics import (
     SPINS,
@@ -164,7 +164,7 @@ class ThreadPool:
     """Worker threads that are started on demand and end with `close`."""
 
     def __init__(self) -> None:
-        self._maker = Maker("pool of threads")
+        self._maker = OwnerProcess("pool of threads")
         self._state = np.zeros(WORKERS + MOST_WORKERS * WORKER + 8, np.int64)
         self._state = self._state[-(self._state.ctypes.data // 8) % 8 :]  # aligned to a cache line
         self._state[YIELD], self._state[SLEEP] = yield_address(), sleep_function()

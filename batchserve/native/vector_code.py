@@ -148,7 +148,7 @@ def for_each_chunk(
         body(whole, fetched(whole, lambda address: _load_first(builder, address, rest)))
 
 
-def sums_of_all(builder: Builder, vectors: list[Value]) -> tuple[list[Value], list[list[int]]]:
+def horizontal_sums(builder: Builder, vectors: list[Value]) -> tuple[list[Value], list[list[int]]]:
     """Returns vectors of the element sums of the given vectors, and for each place, the number of the vector it sums.
 
     Each round adds the upper half of each group to its lower half, for two vectors at once. Every sum is added up in

@@ -63,7 +63,7 @@ def _to_shares(x, count):  # type: ignore[no-untyped-def]
 def _route(op, x, weights, experts):  # type: ignore[no-untyped-def]
     """Writes one row's k experts, highest score first, and their weights. Ties go to the first expert. Changes x."""
     count, k, kind = op[COLUMNS], op[GROUPS], op[FUNCTION]
-    if kind & Routing.SHARES_OF_ALL:
+    if kind & Routing.SOFTMAX_ALL:
         _to_shares(x, count)
     for j in range(k):
         best = -1
@@ -74,10 +74,10 @@ def _route(op, x, weights, experts):  # type: ignore[no-untyped-def]
             if not is_taken and (best < 0 or x[expert] > x[best]):
                 best = expert
         experts[j], weights[j] = best, x[best]
-    if kind & Routing.SHARES_OF_CHOSEN:
+    if kind & Routing.SOFTMAX_TOP_K:
         _to_shares(weights, k)
     factor = op.view(np.float32)[2 * FACTORS]
-    if kind & Routing.ADDS_UP_TO_ONE:
+    if kind & Routing.NORMALIZE_TOP_K:
         total = np.float32(0.0)
         for j in range(k):
             total += weights[j]

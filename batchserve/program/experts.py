@@ -21,7 +21,7 @@ IMPLEMENTATION = "batchserve_program"
 
 
 @contextmanager
-def noted_experts(model: torch.nn.Module, note: Callable[[Call], None]) -> Iterator[None]:
+def record_experts(model: torch.nn.Module, note: Callable[[Call], None]) -> Iterator[None]:
     """Records the calls of the model's experts instead of computing them."""
     modules = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
     if not modules:

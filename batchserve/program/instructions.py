@@ -62,9 +62,9 @@ class Function(IntEnum):
 class Routing(IntEnum):
     """Bits that say how expert scores become weights."""
 
-    SHARES_OF_ALL = 1  # softmax over all experts, before the best are chosen
-    SHARES_OF_CHOSEN = 2  # softmax over the chosen experts
-    ADDS_UP_TO_ONE = 4
+    SOFTMAX_ALL = 1  # softmax over all experts, before the best are chosen
+    SOFTMAX_TOP_K = 2  # softmax over the chosen experts
+    NORMALIZE_TOP_K = 4
     GIVEN = 8  # expert weights and numbers have been computed before
 
 
@@ -78,10 +78,10 @@ class Binary(IntEnum):
 
 # Fields of an instruction. X and Y are read, OUT is written. BY_X, BY_Y and BY_OUT: bytes between rows.
 (
-    OP, MEETS, NEXT, IS_KEPT,  # IS_KEPT: for the rows whose logits are needed, otherwise for all
+    OP, NEEDS_BARRIER, NEXT, IS_KEPT,  # IS_KEPT: for the rows whose logits are needed, otherwise for all
     X, BY_X, X_PRIVATE,  # X_PRIVATE: bytes between the threads' own copies if there are few rows; 0: no copies
     Y, BY_Y,
-    OUT, BY_OUT, OUT_PRIVATE, OUT_IS_HALF,  # OUT_IS_HALF: bfloat16, otherwise float32
+    OUT, BY_OUT, OUT_PRIVATE, OUT_IS_BF16,  # OUT_IS_BF16: bfloat16, otherwise float32
     COLUMNS,
     WEIGHT, BY_BLOCK, IN_WORD, WEIGHT_2, BIAS, BIAS_2,
     FUNCTION, BINARY, ADDS,  # ADDS: the result is added to OUT

@@ -12,6 +12,7 @@ from numba import carray, types
 from batchserve.native.addresses import as_pointer, call_loop, claim
 from batchserve.native.jit import cfunc, njit
 from batchserve.program import expert_operations, product, row_operations
+from batchserve.program.barrier import wait_for_all
 from batchserve.program.instructions import (
     BY_SCRATCH,
     FEW_ROWS,
@@ -21,7 +22,7 @@ from batchserve.program.instructions import (
     JOB,
     KEPT,
     LOOP,
-    MEETS,
+    NEEDS_BARRIER,
     NEXT,
     NUM_INSTRUCTIONS,
     NUM_KEPT,
@@ -36,7 +37,6 @@ from batchserve.program.instructions import (
     THREAD,
     Op,
 )
-from batchserve.program.meeting import meet
 
 if TYPE_CHECKING:
     from numba.core.ccallback import CFunc
@@ -55,8 +55,8 @@ def run_loop() -> CFunc[Any]:
         meeting = 1 if step[NUM_ROWS] <= FEW_ROWS else 2
         for i in range(step[NUM_INSTRUCTIONS]):
             op = instructions[i]
-            if op[MEETS] & meeting:
-                meet(step)
+            if op[NEEDS_BARRIER] & meeting:
+                wait_for_all(step)
             num_rows = step[NUM_KEPT] if op[IS_KEPT] != 0 else step[NUM_ROWS]
             if op[PER_ROW] > 0:
                 num_rows *= op[PER_ROW]

@@ -14,7 +14,7 @@ from batchserve.program.graph import row_dim
 from batchserve.program.heads import groups_of, turned
 from batchserve.program.instructions import Binary, Function, Norm, Op
 from batchserve.program.lower_experts import ExpertLowering
-from batchserve.program.program import Attention, Buffer, Instruction, Program, assign_slots, find_meetings
+from batchserve.program.program import Attention, Buffer, Instruction, Program, assign_slots, place_barriers
 from batchserve.program.tape import NUM_ROWS, UnsuitableModelError
 from batchserve.program.torch_calls import Operand, TorchCall, check_row_by_row
 
@@ -25,10 +25,10 @@ BINARIES = {"add": Binary.ADD, "sub": Binary.SUBTRACT, "mul": Binary.MULTIPLY, "
 
 
 class Lowering:
-    """Lowers a graph. is_half: attention is in bfloat16. multiplies_halves: bfloat16 weights multiply bfloat16 rows."""
+    """Lowers a graph. is_bf16: attention is in bfloat16. has_bf16_product: bfloat16 weights multiply bfloat16 rows."""
 
-    def __init__(self, graph: Graph, *, is_half: bool, multiplies_halves: bool) -> None:
-        self._graph, self._is_half, self._multiplies_halves = graph, is_half, multiplies_halves
+    def __init__(self, graph: Graph, *, is_bf16: bool, has_bf16_product: bool) -> None:
+        self._graph, self._is_half, self._multiplies_halves = graph, is_bf16, has_bf16_product
         self._fusion = Fusion(graph)
         self._users, self._fused = self._fusion.users, self._fusion.fused
         self._places: dict[int, tuple[Buffer, int]] = {}
@@ -60,7 +60,7 @@ class Lowering:
             raise UnsuitableModelError("its head does not run on chosen rows")
         self._places[last[0].number][0].is_logits = True
         assign_slots(self.program)
-        find_meetings(self.program)
+        place_barriers(self.program)
         return self.program
 
     def _emit(self, node: Node) -> None:
@@ -126,7 +126,7 @@ class Lowering:
         if node.op in ("position", "rotary") and node.number not in self._places:
             getattr(self, f"_emit_{node.op}")(node)
         buffer, start = self._places[node.number]
-        if buffer.is_half:
+        if buffer.is_bf16:
             if node.number not in self._floats:
                 copied = self._floats[node.number] = self.buffer(node, buffer.width, is_private=self._is_private(node))
                 fields = {at.FUNCTION: Norm.COPY, at.COLUMNS: buffer.width, at.GROUPS: 1}
@@ -146,11 +146,11 @@ class Lowering:
         size = columns.elements.size
         buffer = self._places[node.number][0] if node.number in self._places else None
         # A kernel reads the last cache line of each row to its end, so the rest of it must be zeros.
-        if buffer is not None and buffer.is_half and buffer.width == size and (size % 32 == 0 or not buffer.is_dense):
+        if buffer is not None and buffer.is_bf16 and buffer.width == size and (size % 32 == 0 or not buffer.is_dense):
             return buffer, 0
         if (node, first, size) not in self._halves:
             place = self.place(columns, "a product")
-            out = self.buffer(node, size, is_half=True, is_private=self._is_private(node))
+            out = self.buffer(node, size, is_bf16=True, is_private=self._is_private(node))
             self._halves[node, first, size] = out
             fields = {at.FUNCTION: Norm.ROUND, at.COLUMNS: size, at.GROUPS: 1}
             self.add(Op.NORM, node, out, x=place, fields=fields)
@@ -214,7 +214,7 @@ class Lowering:
     def _emit_product(self, node: Node) -> None:
         users = self._users[node.number]
         is_operand = self._is_half and bool(users) and all(user.op == "attend" for user in users)
-        out = self.buffer(node, is_half=is_operand)
+        out = self.buffer(node, is_bf16=is_operand)
         self._multiply(node, [node], out)
         self._places[node.number] = out, 0
 
@@ -263,7 +263,7 @@ class Lowering:
         if chain[-1].op == "embedding":
             self._embed(node, chain[-1], node.facts["factor"])
             return True
-        out = self.buffer(node, is_half=self._is_multiplied(node))
+        out = self.buffer(node, is_bf16=self._is_multiplied(node))
         self._multiply(node, chain, out)
         self._places[node.number] = out, 0
         return True
@@ -285,7 +285,7 @@ class Lowering:
 
     def _emit_norm(self, node: Node) -> None:
         x = self.place(node.inputs[0], "a norm")
-        out = self.buffer(node, is_private=self._is_private(node), is_half=self._is_multiplied(node))
+        out = self.buffer(node, is_private=self._is_private(node), is_bf16=self._is_multiplied(node))
         facts = node.facts
         dim = facts["dim"]
         weight = torch.ones(dim) if facts["weight"] is None else facts["weight"].detach().float()
@@ -348,7 +348,7 @@ class Lowering:
             at.FACTORS: at.two_floats(1.0),
             at.FUNCTION: FUNCTIONS[function],
         }
-        operands, out = self._operands(gate, weights[0]), self.buffer(node, is_half=self._is_multiplied(node))
+        operands, out = self._operands(gate, weights[0]), self.buffer(node, is_bf16=self._is_multiplied(node))
         self.add(Op.PRODUCT, node, out, **operands, weights=weights, biases=biases, fields=fields)
         self._places[node.number] = out, 0
 
@@ -357,7 +357,7 @@ class Lowering:
         (num_heads, dim), num_kv_heads = node.inputs[0].shape, node.inputs[1].shape[0]
         if node.inputs[1].shape != node.inputs[2].shape or node.inputs[1].shape[1] != dim:
             raise UnsuitableModelError("keys and values of different lengths")
-        out, layer = self.buffer(node, is_half=self._is_half, is_dense=True), node.facts["layer"]
+        out, layer = self.buffer(node, is_bf16=self._is_half, is_dense=True), node.facts["layer"]
         attention = Attention(layer, node.facts["params"], operands, out, num_heads, num_kv_heads, dim)
         if layer in self.program.attention:
             raise UnsuitableModelError(f"layer {layer} attends twice")
@@ -374,10 +374,10 @@ class Lowering:
             raise UnsuitableModelError("heads that do not lie evenly")
         source, first, by_group = groups
         (num_heads, dim), buffer_place = columns.shape, self._places.get(source.number)
-        if rotary is None and buffer_place is not None and by_group == dim and buffer_place[0].is_half == self._is_half:
+        if rotary is None and buffer_place is not None and by_group == dim and buffer_place[0].is_bf16 == self._is_half:
             return buffer_place[0], buffer_place[1] + first
         place = self.place(self._graph.columns_of(source), "heads")
-        out = self.buffer(node, num_heads * dim, is_half=self._is_half)
+        out = self.buffer(node, num_heads * dim, is_bf16=self._is_half)
         self._rotate(node, (place[0], place[1] + first), out, {at.COLUMNS: dim, at.BY_GROUP: by_group}, rotary)
         return out, 0
 

@@ -42,8 +42,8 @@ class ExpertLowering:
         if key not in self._gathered:
             lowering, groups = self._lowering, self.groups(node, index)
             place = lowering.factor(x, node.facts["weight"])
-            out = lowering.buffer(node, x.elements.size, is_half=place[0].is_half)
-            fields = {at.COLUMNS: -(-place[0].width // 2) if out.is_half else x.elements.size, at.PER_ROW: 0}
+            out = lowering.buffer(node, x.elements.size, is_bf16=place[0].is_bf16)
+            fields = {at.COLUMNS: -(-place[0].width // 2) if out.is_bf16 else x.elements.size, at.PER_ROW: 0}
             lowering.add(Op.GATHER, node, out, x=place, y=(groups, 0), fields=fields | {at.GROUPS: k})
             self._gathered[key] = out
         return self._gathered[key], 0

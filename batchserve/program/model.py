@@ -13,15 +13,15 @@ from batchserve.attention import span_job
 from batchserve.attention.matrix_code import TILE
 from batchserve.native import openmp, pages, pool
 from batchserve.program import instructions as at
-from batchserve.program.experts import noted_experts
+from batchserve.program.experts import record_experts
 from batchserve.program.graph import Graph
 from batchserve.program.instructions import Kernel, Op, assemble, two_floats
 from batchserve.program.interpreter import begin_step, run_loop
 from batchserve.program.lower import Lowering
 from batchserve.program.packing import PackedWeight, pack
 from batchserve.program.patterns import simplify
-from batchserve.program.product import HALVES, SCRATCH_BYTES, columns_at_once, kernel_of, num_words
-from batchserve.program.rotary import noted_rotary
+from batchserve.program.product import BF16_KERNEL, SCRATCH_BYTES, columns_at_once, kernel_of, num_words
+from batchserve.program.rotary import record_rotary
 from batchserve.program.tables import PositionTables
 from batchserve.program.tape import UnsuitableModelError, record, tensors_in
 from batchserve.program.torch_calls import TorchCall
@@ -54,8 +54,8 @@ class NativeModel:
         self.backend: CpuBackend | None = None
         self._loops = 0, 0  # the backend's loops that store and that attend
         self._is_half = dtype == torch.bfloat16
-        multiplies_halves = HALVES != Kernel.WIDENED
-        self._program = Lowering(graph, is_half=self._is_half, multiplies_halves=multiplies_halves).run()
+        has_bf16_product = BF16_KERNEL != Kernel.WIDENED
+        self._program = Lowering(graph, is_bf16=self._is_half, has_bf16_product=has_bf16_product).run()
         self._tables = PositionTables(graph, max_model_len)
         self._packed: dict[tuple[Any, ...], PackedWeight] = {}
         self._constants: list[torch.Tensor] = []  # kept alive, as instructions have their addresses
@@ -143,12 +143,12 @@ class NativeModel:
     def _view(self, buffer: Buffer) -> torch.Tensor:
         """Returns a buffer's rows in this step, [num_rows, width]. The buffer must not have a row for each pair."""
         num_rows = int(self._step[at.NUM_KEPT] if buffer.is_kept else self._step[at.NUM_ROWS])
-        memory, dtype = self._memory[buffer.slot], torch.bfloat16 if buffer.is_half else torch.float32
+        memory, dtype = self._memory[buffer.slot], torch.bfloat16 if buffer.is_bf16 else torch.float32
         start = self._at((buffer, 0)) - memory.ctypes.data
         rows = torch.from_numpy(memory[start : start + num_rows * buffer.by_row]).view(dtype)
         return rows.view(num_rows, -1)[:, : buffer.width]
 
-    def serve_at_most(self, max_model_len: int) -> None:
+    def limit_model_len(self, max_model_len: int) -> None:
         """Limits positions to below max_model_len, which may be less than the model was recorded with."""
         self._tables.limit(max_model_len)
 
@@ -164,7 +164,7 @@ class NativeModel:
                 parameter.data = parameter.new_empty(0)
 
     @contextmanager
-    def windows_at_most(self, length: int) -> Iterator[None]:
+    def limit_windows(self, length: int) -> Iterator[None]:
         """Limits attention windows to `length`, for a probe whose prompt is shorter than the windows."""
         self._reserve(LEAST_CAPACITY, self._threads.given(torch.get_num_threads()))  # writes the windows
         windows = self._jobs[:, :, span_job.WINDOW].copy()
@@ -183,7 +183,7 @@ class NativeModel:
     def _encode(self, place: int, each: Instruction) -> dict[int, int]:
         """Returns the fields of an instruction that do not depend on memory."""
         fields = dict(each.fields)
-        fields[at.MEETS] = each.meets
+        fields[at.NEEDS_BARRIER] = each.needs_barrier
         if each.op == Op.PRODUCT:
             packed = [self._pack(weight) for weight in each.weights]
             fields[at.WEIGHT], fields[at.BY_BLOCK] = packed[0].words.ctypes.data, packed[0].block_bytes
@@ -263,7 +263,7 @@ class NativeModel:
 
     def _at(self, place: tuple[Buffer, int]) -> int:
         buffer, column = place
-        return _line(self._memory[buffer.slot].ctypes.data) + column * (2 if buffer.is_half else 4)
+        return _line(self._memory[buffer.slot].ctypes.data) + column * (2 if buffer.is_bf16 else 4)
 
     def _address(self, row: np.ndarray, each: Instruction) -> None:
         if each.x is not None:
@@ -273,7 +273,7 @@ class NativeModel:
         if each.y is not None:
             row[at.Y], row[at.BY_Y] = self._at(each.y), each.y[0].by_row
         out = each.out
-        row[at.OUT], row[at.OUT_IS_HALF] = self._at((out, 0)), int(out.is_half)
+        row[at.OUT], row[at.OUT_IS_BF16] = self._at((out, 0)), int(out.is_bf16)
         row[at.BY_OUT] = 4 * self._vocab_size if out is self._logits_buffer else out.by_row
         row[at.OUT_PRIVATE] = at.FEW_ROWS * out.by_row if out.is_private else 0
 
@@ -288,7 +288,7 @@ class NativeModel:
 @contextmanager
 def _noted(model: PreTrainedModel, note: Callable[[Call], None]) -> Iterator[None]:
     """Records a model's experts and some rotary modules as single calls on its tape."""
-    with noted_experts(model, note), noted_rotary(model, note):
+    with record_experts(model, note), record_rotary(model, note):
         yield
 
 

@@ -19,7 +19,7 @@ def floats_at(address, count):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def halves_at(address, count):  # type: ignore[no-untyped-def]
+def bf16_at(address, count):  # type: ignore[no-untyped-def]
     """Returns an array of bfloat16 bits."""
     return carray(as_pointer(address), count, np.uint16)
 

@@ -34,7 +34,7 @@ from batchserve.program.instructions import (
     NEXT,
     NUM_WORDS,
     OUT,
-    OUT_IS_HALF,
+    OUT_IS_BF16,
     PER_ROW,
     ROW_CHUNK,
     WEIGHT,
@@ -46,7 +46,7 @@ from batchserve.program.instructions import (
     Y,
 )
 from batchserve.program.packing import BLOCK, PackedWeight
-from batchserve.program.pieces import floats_at, halves_at, numbers_at, words_at
+from batchserve.program.pieces import bf16_at, floats_at, numbers_at, words_at
 from batchserve.program.product_code import BLOCKS_AT_ONCE, ROWS_AT_ONCE, multiply
 
 PANEL, TILE_PANEL = BLOCKS_AT_ONCE * BLOCK, tile_code.BLOCKS_AT_ONCE * BLOCK
@@ -110,14 +110,14 @@ def _in_tiles(num_blocks, num_rows, x, by_x, weight, by_block, num_words, sums):
 
 
 # The kernel for bfloat16 weights on this machine. PAIRS and TILES take bfloat16 rows.
-HALVES = Kernel.TILES if compiles_matrices() else Kernel.PAIRS if multiplies_pairs() else Kernel.WIDENED
+BF16_KERNEL = Kernel.TILES if compiles_matrices() else Kernel.PAIRS if multiplies_pairs() else Kernel.WIDENED
 _FLOATS = _of_kernel(Kernel.FLOATS)
-_HALVES = _in_tiles if HALVES == Kernel.TILES else _of_kernel(HALVES)
+_HALVES = _in_tiles if BF16_KERNEL == Kernel.TILES else _of_kernel(BF16_KERNEL)
 
 
 def kernel_of(dtype: torch.dtype) -> Kernel:
     """Returns the kernel for weights of a type on this machine."""
-    return Kernel.FLOATS if dtype == torch.float32 else HALVES
+    return Kernel.FLOATS if dtype == torch.float32 else BF16_KERNEL
 
 
 def num_words(packed: PackedWeight, kernel: Kernel) -> int:
@@ -214,8 +214,8 @@ def _finish(op, expert, first, count, num_rows, row, sums, gated):  # type: igno
             for j in range(count):
                 values[j] *= cap
         out = op[OUT] + (row + i) * op[BY_OUT]
-        if op[OUT_IS_HALF] != 0:
-            halves = halves_at(out + 2 * first, count)
+        if op[OUT_IS_BF16] != 0:
+            halves = bf16_at(out + 2 * first, count)
             for j in range(count):
                 halves[j] = narrow(values[j], UINT16)
         else:

@@ -33,7 +33,7 @@ class Buffer:
     """
 
     width: int
-    is_half: bool = False
+    is_bf16: bool = False
     is_kept: bool = False
     is_private: bool = False
     is_logits: bool = False
@@ -44,7 +44,7 @@ class Buffer:
     @property
     def by_row(self) -> int:
         """Bytes from row to row: whole cache lines, unless is_dense."""
-        size = self.width * (2 if self.is_half else 4)
+        size = self.width * (2 if self.is_bf16 else 4)
         return size if self.is_dense else -(-size // 64) * 64
 
     @property
@@ -52,7 +52,7 @@ class Buffer:
         """Buffers of the same kind may share memory. The padding after each row is always zero: a product reads it and
         multiplies it by zeros, so it must be finite.
         """
-        row_bytes = self.width * (2 if self.is_half else 4)
+        row_bytes = self.width * (2 if self.is_bf16 else 4)
         return Kind(self.by_row, row_bytes, self.is_kept, self.is_private, self.per_row)
 
 
@@ -72,7 +72,7 @@ class Instruction:
     fields: dict[int, int] = field(default_factory=dict)
     layer: int = -1
     torch_call: TorchCall | None = None
-    meets: int = 0  # bits: 1 for few rows, 2 for many
+    needs_barrier: int = 0  # bits: 1 for few rows, 2 for many
 
     def reads(self) -> list[Buffer]:
         """Returns the buffers of X and Y, or those that torch reads. Attention's operands are in Program.attention."""
@@ -138,7 +138,7 @@ def assign_slots(program: Program) -> None:
             free[buffer.kind].append(buffer.slot)
 
 
-def find_meetings(program: Program) -> None:
+def place_barriers(program: Program) -> None:
     """Makes threads meet before they read what another may still write, or write what another may still read.
 
     With few rows, each thread has its own copy of a private norm.
@@ -153,7 +153,7 @@ def find_meetings(program: Program) -> None:
             else:
                 reads = {buffer.slot for buffer in instruction.reads()}
             if reads & written or out in read | written:
-                instruction.meets |= bit
+                instruction.needs_barrier |= bit
                 written.clear()
                 read.clear()
             is_own = is_few and instruction.out.is_private

@@ -29,7 +29,7 @@ def length_dependent(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 @contextmanager
-def noted_rotary(model: torch.nn.Module, note: Callable[[Call], None]) -> Iterator[None]:
+def record_rotary(model: torch.nn.Module, note: Callable[[Call], None]) -> Iterator[None]:
     """Records the calls of such modules, but not the operators that they call."""
     modules = length_dependent(model)
     before = [module.__dict__.get("forward") for module in modules]

@@ -37,7 +37,7 @@ def _known(index: Columns, weights: Columns) -> Route | None:
     kind, scores = 0, chosen.inputs[0]
     shares = _whole(scores)
     if shares is not None and shares.op == "softmax":
-        kind, scores = Routing.SHARES_OF_ALL, shares.inputs[0]
+        kind, scores = Routing.SOFTMAX_ALL, shares.inputs[0]
         nodes.append(shares)
     factor, weight = 1.0, _whole(weights)
     if weight is not None and weight.op == "scale":
@@ -45,13 +45,13 @@ def _known(index: Columns, weights: Columns) -> Route | None:
         factor, weight = weight.facts["factor"], _whole(weight.inputs[0])
     if weight is not None and weight.op == "softmax":
         nodes.append(weight)
-        kind, weight = kind | Routing.SHARES_OF_CHOSEN, _whole(weight.inputs[0])
+        kind, weight = kind | Routing.SOFTMAX_TOP_K, _whole(weight.inputs[0])
     elif weight is not None and weight.op == "binary" and weight.facts["function"] == "div" and len(weight.inputs) == 2:
         total = weight.inputs[1].node()
         if total is None or total.op != "sum" or not total.inputs[0].same(weight.inputs[0]):
             return None
         nodes += [weight, total]
-        kind, weight = kind | Routing.ADDS_UP_TO_ONE, _whole(weight.inputs[0])
+        kind, weight = kind | Routing.NORMALIZE_TOP_K, _whole(weight.inputs[0])
     if weight is None or weight.op != "topk_value" or not weight.inputs[0].same(chosen.inputs[0]):
         return None
     return Route(scores, None, kind, factor, chosen.width, (chosen, weight, *nodes))

@@ -25,7 +25,7 @@ from batchserve.program.instructions import (
     IS_INTERLEAVED,
     KEPT,
     OUT,
-    OUT_IS_HALF,
+    OUT_IS_BF16,
     OUT_PRIVATE,
     POSITIONS,
     ROTATED,
@@ -38,7 +38,7 @@ from batchserve.program.instructions import (
     Y,
 )
 from batchserve.program.packing import BLOCK
-from batchserve.program.pieces import claim_rows, floats_at, halves_at, numbers_at
+from batchserve.program.pieces import bf16_at, claim_rows, floats_at, numbers_at
 from batchserve.program.product import activate
 
 HALF = np.uint16(0)
@@ -54,10 +54,10 @@ def _copy(source, target):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _store(source, address, is_half):  # type: ignore[no-untyped-def]
-    """Stores float32 at an address, rounded to bfloat16 if is_half."""
-    if is_half:
-        halves = halves_at(address, source.shape[0])
+def _store(source, address, is_bf16):  # type: ignore[no-untyped-def]
+    """Stores float32 at an address, rounded to bfloat16 if is_bf16."""
+    if is_bf16:
+        halves = bf16_at(address, source.shape[0])
         for j in range(source.shape[0]):
             halves[j] = narrow(source[j], HALF)
     else:
@@ -74,12 +74,12 @@ def _look_up(op, row, number):  # type: ignore[no-untyped-def]
         words = op[WEIGHT] + number // BLOCK * op[BY_BLOCK] + number % BLOCK * 4
         if in_word == 2:
             for j in range(count):
-                out[j] = widen(halves_at(words + j // 2 * 4 * BLOCK + j % 2 * 2, 1)[0]) * factor
+                out[j] = widen(bf16_at(words + j // 2 * 4 * BLOCK + j % 2 * 2, 1)[0]) * factor
         else:
             for j in range(count):
                 out[j] = floats_at(words + j * 4 * BLOCK, 1)[0] * factor
     elif in_word == 2:
-        halves = halves_at(op[TABLE] + number * op[BY_TABLE], count)
+        halves = bf16_at(op[TABLE] + number * op[BY_TABLE], count)
         for j in range(count):
             out[j] = widen(halves[j]) * factor
     else:
@@ -132,7 +132,7 @@ def _sum_of_squares(x, mean):  # type: ignore[no-untyped-def]
 def _normalise(op, x_at, out_at):  # type: ignore[no-untyped-def]
     """Normalises a row in groups of COLUMNS, or converts it from or to bfloat16."""
     if op[FUNCTION] == Norm.COPY:
-        widened, copied = halves_at(x_at, op[COLUMNS]), floats_at(out_at, op[COLUMNS])
+        widened, copied = bf16_at(x_at, op[COLUMNS]), floats_at(out_at, op[COLUMNS])
         for j in range(op[COLUMNS]):
             copied[j] = widen(widened[j])
         return
@@ -145,8 +145,8 @@ def _normalise(op, x_at, out_at):  # type: ignore[no-untyped-def]
         x = floats_at(x_at + 4 * group * count, count)
         mean = _sum(x) / np.float32(count) if op[FUNCTION] == Norm.LAYER else np.float32(0.0)
         scale = np.float32(1.0) / np.sqrt(_sum_of_squares(x, mean) / np.float32(count) + epsilon)
-        if op[OUT_IS_HALF] != 0:
-            halves = halves_at(out_at + 2 * group * count, count)
+        if op[OUT_IS_BF16] != 0:
+            halves = bf16_at(out_at + 2 * group * count, count)
             for j in range(count):
                 halves[j] = narrow((x[j] - mean) * scale * weight[j] + bias[j], HALF)
         else:
@@ -197,8 +197,8 @@ def rotate(op, step, num_rows, scratch):  # type: ignore[no-untyped-def]
                 _copy(x, room)
                 if half > 0:
                     _rotate(x, cosine, sine, half, op[IS_INTERLEAVED] != 0, room)
-                is_half = op[OUT_IS_HALF] != 0
-                _store(room, op[OUT] + row * op[BY_OUT] + (2 if is_half else 4) * group * count, is_half)
+                is_bf16 = op[OUT_IS_BF16] != 0
+                _store(room, op[OUT] + row * op[BY_OUT] + (2 if is_bf16 else 4) * group * count, is_bf16)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -235,4 +235,4 @@ def elementwise(op, num_rows, scratch):  # type: ignore[no-untyped-def]
             elif op[BINARY] == Binary.MULTIPLY:
                 for j in range(count):
                     room[j] *= number
-            _store(room, op[OUT] + row * op[BY_OUT], op[OUT_IS_HALF] != 0)
+            _store(room, op[OUT] + row * op[BY_OUT], op[OUT_IS_BF16] != 0)

@@ -12,7 +12,7 @@ import torch
 
 from batchserve.gpu.linears import DTYPES, RowLinear, Shape
 from batchserve.gpu.norms import RowNorm
-from batchserve.runner.siblings import has_hooks
+from batchserve.runner.fused_linears import has_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

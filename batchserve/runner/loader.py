@@ -24,7 +24,8 @@ from batchserve.errors import BatchserveError, ConfigError, UnsupportedModelErro
 from batchserve.native import openmp
 from batchserve.runner import native_linear
 from batchserve.runner.checkpoint import TensorInfo, read_config, read_tensors
-from batchserve.runner.end_tokens import with_tokenizer_ends
+from batchserve.runner.eos_tokens import add_tokenizer_eos_ids
+from batchserve.runner.fused_linears import fuse_linears, plain_product, trial_fusion, watch_inputs
 from batchserve.runner.generation_defaults import (
     check_readable,
     eos_token_ids,
@@ -34,8 +35,8 @@ from batchserve.runner.generation_defaults import (
 from batchserve.runner.loading_report import (
     check_report,
     drop_towers,
-    tell_left_out,
-    warnings_held,
+    log_skipped_weights,
+    suppress_warnings,
 )
 from batchserve.runner.model_folder import resolve_model
 from batchserve.runner.model_kind import auto_class, check_dtypes, check_numbers, check_unquantised
@@ -43,7 +44,6 @@ from batchserve.runner.native import native_model
 from batchserve.runner.native_linear import NativeLinear, Workspace, swap_linears
 from batchserve.runner.probe import ModelProbe
 from batchserve.runner.rope import LONGEST_MODEL_LEN, ServedLength, check_rope_config, context_limit
-from batchserve.runner.siblings import join_siblings, on_trial, plain_product, watch_inputs
 from batchserve.runner.tokenizer import check_vocabulary, load_tokenizer
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from batchserve.attention.base import LayerShape
     from batchserve.config import EngineConfig
     from batchserve.program.model import NativeModel
-    from batchserve.runner.siblings import Siblings
+    from batchserve.runner.fused_linears import FusedLinears
 
 logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
@@ -87,11 +87,11 @@ class LoadedModel:
     native: NativeModel | None = None  # runs the steps in place of the model's modules
     num_parameters: int = 0
 
-    def serve_at_most(self, max_model_len: int) -> None:
+    def limit_model_len(self, max_model_len: int) -> None:
         """Limits the length of requests, in tokens. Memory may hold less than the model's own limit."""
         self.served_length.longest = max_model_len
         if self.native is not None:
-            self.native.serve_at_most(max_model_len)
+            self.native.limit_model_len(max_model_len)
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
@@ -154,16 +154,16 @@ def load_model(config: EngineConfig, say: Callable[[str], None] = lambda message
     is_packed = native is None and has_cpu_backend(config, device) and dtype in native_linear.DTYPES
     if native is None:
         workspace = Workspace()
-        join_siblings(_find_siblings(model, probe), partial(NativeLinear, workspace) if is_packed else plain_product)
+        fuse_linears(_find_siblings(model, probe), partial(NativeLinear, workspace) if is_packed else plain_product)
         if is_packed:
             swap_linears(model, workspace)
         probe.check_swapped()
-        probe.check_beside_others()
+        probe.check_mixed_batch()
     tokenizer = load_tokenizer(source, config)
     check_vocabulary(tokenizer, vocab_size, config)
     ends = eos_token_ids(model.generation_config.eos_token_id, text_config, vocab_size)
     if config.tokenizer_end_tokens:
-        ends = with_tokenizer_ends(ends, tokenizer, vocab_size)
+        ends = add_tokenizer_eos_ids(ends, tokenizer, vocab_size)
     sampling = sampling_defaults(model.generation_config)
     warn_of_unapplied(model.generation_config, max_model_len)
     return LoadedModel(
@@ -188,7 +188,7 @@ def load_model(config: EngineConfig, say: Callable[[str], None] = lambda message
     )
 
 
-def _find_siblings(model: PreTrainedModel, probe: ModelProbe) -> Siblings:
+def _find_siblings(model: PreTrainedModel, probe: ModelProbe) -> FusedLinears:
     """Finds linears that can be one product, and probes the result before the original weights are given up."""
     try:
         with watch_inputs(model) as watch:
@@ -196,7 +196,7 @@ def _find_siblings(model: PreTrainedModel, probe: ModelProbe) -> Siblings:
         siblings = watch.siblings(model)
         if not siblings:
             return []
-        with on_trial(siblings):
+        with trial_fusion(siblings):
             probe.check_swapped()
     except UnsupportedModelError as error:
         logger.info("linears of the same input stay apart: %s", error)
@@ -217,7 +217,7 @@ def _load_weights(source: str, dtype: torch.dtype, config: EngineConfig) -> PreT
     check_rope_config(folder)
     kind = None
     try:
-        with warnings_held() as held:
+        with suppress_warnings() as held:
             check_unquantised(described_as, folder, named)
             read = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
             kind = str(read.model_type)
@@ -243,7 +243,7 @@ def _load_weights(source: str, dtype: torch.dtype, config: EngineConfig) -> PreT
         raise ConfigError(f"{named}: cannot be loaded: {said}") from error
     # transformers only warns, and goes on with random weights or without some of the files' tensors.
     check_numbers(model, tensors, named)
-    tell_left_out(model, check_report(model, report, described_as, tensors, named), tensors)
+    log_skipped_weights(model, check_report(model, report, described_as, tensors, named), tensors)
     drop_towers(model)
     for each in (model.config, model.config.get_text_config()):
         each.return_dict = True  # the model may set it otherwise; outputs are read by name here

@@ -29,7 +29,7 @@ NUM_PREDICTION_LAYERS = re.compile(r"num\w*(nextn|mtp)|(nextn|mtp)\w*num")
 
 
 @contextmanager
-def warnings_held() -> Iterator[list[str]]:
+def suppress_warnings() -> Iterator[list[str]]:
     """Holds back the long warnings that transformers logs while loading, and yields them as a list."""
     held: list[str] = []
 
@@ -91,7 +91,7 @@ def check_report(
     return sorted(allowed)
 
 
-def tell_left_out(model: PreTrainedModel, left_out: list[str], names: Collection[str]) -> None:
+def log_skipped_weights(model: PreTrainedModel, left_out: list[str], names: Collection[str]) -> None:
     """Logs what is not loaded, in one line. names: the files' tensors, as far as they are known."""
     declared = (*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *ALWAYS_IGNORED)
     loaded = set(model.state_dict())

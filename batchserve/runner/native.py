@@ -11,14 +11,14 @@ import torch
 
 from batchserve.attention.base import Span, Spans
 from batchserve.attention.cpu import CpuBackend, kernel_supports
-from batchserve.attention.matrix_code import has_matrices
+from batchserve.attention.matrix_code import can_use_amx
 from batchserve.config import MiB
 from batchserve.errors import is_out_of_memory
 from batchserve.free_memory import free_memory_bytes
 from batchserve.kv.slab import EXTENT, SlabAllocator
 from batchserve.program.instructions import FEW_ROWS, Kernel
 from batchserve.program.model import NativeModel
-from batchserve.program.product import HALVES
+from batchserve.program.product import BF16_KERNEL
 from batchserve.program.tape import UnsuitableModelError
 from batchserve.runner.forward import logits_of
 from batchserve.runner.probe import SMALL_WINDOW
@@ -69,7 +69,7 @@ def native_model(
 
 def _reason_for_modules(model: PreTrainedModel) -> str:
     """Returns why steps run the modules, or an empty string if a program is made."""
-    if model.dtype == torch.bfloat16 and HALVES == Kernel.TILES and not has_matrices():
+    if model.dtype == torch.bfloat16 and BF16_KERNEL == Kernel.TILES and not can_use_amx():
         return "the system does not let this process use the processor's tiles"
     needed = sum(parameter.nbytes for parameter in model.parameters())
     free = free_memory_bytes()
@@ -89,7 +89,7 @@ class _Trial:
     def answers(self, ids: Sequence[int], far: int) -> torch.Tensor:
         """Returns the logits of consecutive rows. far: the position of the other request's row."""
         found, context = [], 0
-        with self._native.windows_at_most(SMALL_WINDOW):
+        with self._native.limit_windows(SMALL_WINDOW):
             for size in (1, 2, FEW_ROWS - 1, len(ids)):
                 rows = ids[context : context + size]
                 if rows:

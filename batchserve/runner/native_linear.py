@@ -74,7 +74,7 @@ class NativeLinear(torch.nn.Module):
             at.NUM_WORDS: num_words(self._packed, kernel), at.FACTORS: two_floats(1.0),
             at.WEIGHT: self._packed.words.ctypes.data, at.BY_BLOCK: self._packed.block_bytes,
             at.BIAS: 0 if self._bias is None else self._bias.data_ptr(),
-            at.OUT_IS_HALF: int(weight.dtype == torch.bfloat16),
+            at.OUT_IS_BF16: int(weight.dtype == torch.bfloat16),
             at.BY_OUT: self.out_features * weight.element_size(),
         }])  # fmt: skip
         self._step = np.zeros(at.STEP_SIZE, np.int64)

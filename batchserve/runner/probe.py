@@ -10,7 +10,7 @@ import torch
 
 from batchserve.attention.interface import ATTENTION_NAME, STEP_ARGUMENT, ShapeProbe
 from batchserve.errors import UnsupportedModelError
-from batchserve.runner.loading_report import warnings_held
+from batchserve.runner.loading_report import suppress_warnings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -82,7 +82,7 @@ class ModelProbe:
                 f"{str(model.dtype).removeprefix('torch.')} is too narrow for its numbers"
             )
         self._check_causal()
-        with warnings_held():  # about the configurations of towers that are left out
+        with suppress_warnings():  # about the configurations of towers that are left out
             model.set_attn_implementation(ATTENTION_NAME)
 
     def _check_causal(self) -> None:
@@ -118,7 +118,7 @@ class ModelProbe:
             logits = self._logits(self._ids, self._positions, ShapeProbe())
         self._compare(logits, "with other modules", "a module that was swapped wrongly")
 
-    def check_beside_others(self) -> None:
+    def check_mixed_batch(self) -> None:
         """Checks the prompt's rows next to rows of another request, which are at the end of the context.
 
         Every fourth row is the other request's, including the first and the last. This finds models that count rows

@@ -72,7 +72,7 @@ def _widen(address, kind, row):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _token_behind(address, kind, position, row, param, seed):  # type: ignore[no-untyped-def]
+def _sample_at(address, kind, position, row, param, seed):  # type: ignore[no-untyped-def]
     """Returns sampler.sample_row of the logits at an address."""
     if _widen(address, kind, row):
         return NO_TOKEN
@@ -90,14 +90,14 @@ def _walk(i, rows, logits, row, param, seed, walked):  # type: ignore[no-untyped
     start, size, at, depth = spans[i, 0], spans[i, 1], num_pending[i] - 1, 0
     first_at, position = address + (first_logit[i] - at) * row_bytes, spans[i, 2] + num_pending[i]
     known = carray(as_pointer(recorded[i, 0]), recorded[i, 1], np.int64)
-    drawn = _token_behind(first_at + at * row_bytes, kind, position, row, param, seed)
+    drawn = _sample_at(first_at + at * row_bytes, kind, position, row, param, seed)
     token = known[position] if position < len(known) else drawn
     walked[1, start] = token
     for node in range(at + 1, size):
         if parents[start + node] != at or token_ids[start + node] != token or not is_verified[start + node]:
             continue
         here = position + depth + 1
-        drawn = _token_behind(first_at + node * row_bytes, kind, here, row, param, seed)
+        drawn = _sample_at(first_at + node * row_bytes, kind, here, row, param, seed)
         after = known[here] if here < len(known) else drawn
         if after == NO_TOKEN:
             break

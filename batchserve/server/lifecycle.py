@@ -14,7 +14,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from batchserve.engine.unread import UnreadBounds
+from batchserve.engine.backpressure import BackpressureLimits
 from batchserve.errors import ConfigError, EngineFaultError
 from batchserve.hosts import is_loopback
 from batchserve.server.grpc.servicer import SERVICE, SERVICE_NAME, GenerationServicer
@@ -54,7 +54,9 @@ class GenerationServer:
         self._engine: AsyncEngine | None = None
         self._metrics: MetricsEndpoint | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._servicer = GenerationServicer(version, UnreadBounds(config.max_unread_deltas, config.unread_timeout_s))
+        self._servicer = GenerationServicer(
+            version, BackpressureLimits(config.max_unread_deltas, config.unread_timeout_s)
+        )
         logging.getLogger(GRPC_LOGGER).addFilter(is_worth_logging)
         self._health = _Health()
         self._grpc = grpc.aio.server(
@@ -89,7 +91,7 @@ class GenerationServer:
         """
         self._engine = engine
         if not is_loopback(self._config.host):
-            engine.share_nothing_unless_chosen()
+            engine.isolate_default_scope()
         if self._metrics is not None:
             self._metrics.show(engine.metrics)
         self._servicer.open(engine)

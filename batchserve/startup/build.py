@@ -14,7 +14,7 @@ import transformers
 from batchserve.attention.cpu import CpuBackend
 from batchserve.attention.paged import PagedBackend
 from batchserve.config import EngineConfig, MiB
-from batchserve.decoding_length import budget_kernels, standing, time_kernels
+from batchserve.decoding_length import accounts, budget_kernels, time_kernels
 from batchserve.decoding_length.adaptive import AdaptiveDrafting
 from batchserve.decoding_length.policy import DraftPolicy, FixedDrafting
 from batchserve.decoding_length.step_time import StepTimeModel
@@ -28,8 +28,8 @@ from batchserve.engine.drafting import DraftStage
 from batchserve.engine.engine_core import EngineCore
 from batchserve.engine.input_processor import InputProcessor, ModelFacts
 from batchserve.errors import ConfigError
-from batchserve.forks import check_no_fork_of_a_maker
-from batchserve.free_memory import check_weights_fit, memory_errors_named
+from batchserve.forks import check_not_forked
+from batchserve.free_memory import check_weights_fit, name_memory_errors
 from batchserve.gpu.linears import ROW_COUNTS
 from batchserve.metrics import EngineMetrics
 from batchserve.native import pool
@@ -44,8 +44,8 @@ from batchserve.scheduler.scheduler import Scheduler
 from batchserve.startup.backend import build_backend
 from batchserve.startup.choose_threads import ThreadWatch, check_threads, choose_threads
 from batchserve.startup.kv_memory import Progress
-from batchserve.startup.make_faster import make_faster
 from batchserve.startup.measure_steps import measured_table, time_decoding
+from batchserve.startup.optimize import optimize_model
 from batchserve.types import ModelInfo
 from batchserve.version import __version__
 
@@ -86,7 +86,7 @@ def build_engine(
     """
     kernels = KernelLoader(in_background=is_serving)
     try:
-        with memory_errors_named(f"to serve {config.model!r}"):
+        with name_memory_errors(f"to serve {config.model!r}"):
             say = on_progress or (lambda message: None)
             return _build_engine(config, say, drafter, clock, kernels, is_serving=is_serving)
     except BaseException:
@@ -107,14 +107,14 @@ def _build_engine(
     choose_instruction_set(config.instruction_set)
     config.draft.cache_path()
     drafters = create_drafters(config, LARGEST_MODEL)
-    check_no_fork_of_a_maker()
+    check_not_forked()
     if drafter is None and (config.wait_for_drafter or not is_serving):
         kernels.begin(drafter_modules(drafters[_default_drafter(config)], _shared_modules(config)))
     say(f"loading {config.model}")
     check_weights_fit(config.model, weight_bytes(config))
     loaded = load_model(config, say)
     backend, max_model_len = build_backend(config, loaded, say)
-    loaded.serve_at_most(max_model_len)
+    loaded.limit_model_len(max_model_len)
     num_parameters = loaded.num_parameters
     limits = draft_limits(config, num_parameters)
     processor = InputProcessor(ModelFacts.of(loaded), max_model_len, config, limits)
@@ -124,7 +124,7 @@ def _build_engine(
     if config.num_threads and loaded.device.type != "cpu":
         runner.num_threads = config.num_threads
         runner.bind_thread()  # compiled programs are for so many threads
-    made_faster = make_faster(config, loaded, runner, say)
+    made_faster = optimize_model(config, loaded, runner, say)
     _capture_graphs(config, loaded, runner, max_model_len, made_faster, say)
     if runner.graphs is not None:
         most = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
@@ -304,7 +304,7 @@ def _default_drafter(config: EngineConfig) -> str:
 
 def _shared_modules(config: EngineConfig) -> list[str]:
     """Modules whose kernels are needed for the drafts of any drafter."""
-    return [forest.__name__, (standing if config.is_adaptive else budget_kernels).__name__]
+    return [forest.__name__, (accounts if config.is_adaptive else budget_kernels).__name__]
 
 
 def _build_drafter(

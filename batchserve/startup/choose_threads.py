@@ -10,8 +10,8 @@ import torch
 
 from batchserve.errors import is_out_of_memory
 from batchserve.runner.probe import compare_logits
-from batchserve.startup.make_faster import trial_logits
 from batchserve.startup.measure_steps import time_decoding
+from batchserve.startup.optimize import trial_logits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

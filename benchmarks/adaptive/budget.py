@@ -24,9 +24,9 @@ import numpy as np
 from batchserve.config import EngineConfig
 from batchserve.decoding_length import adaptive as choosing
 from batchserve.decoding_length.acceptance import Given
+from batchserve.decoding_length.accounts import compile_kernels
 from batchserve.decoding_length.adaptive import AdaptiveDrafting
 from batchserve.decoding_length.policy import Drafted, StepOutcome
-from batchserve.decoding_length.standing import compile_kernels
 from batchserve.decoding_length.step_time import StepLoad, StepTimeModel, StepTimeTable
 from batchserve.draft.base import DraftTree
 from batchserve.draft.forest import DraftForest

@@ -207,7 +207,7 @@ def accepted_path(tree: DraftTree, recorded: Sequence[int], start: int) -> list[
 def draw(tree: DraftTree, edges: Sequence[float], rng: random.Random) -> list[int]:
     """A path through the tree; edges: the probability of each node behind its parent.
 
-    Siblings exclude each other: where their edges sum to more than one, they share it.
+    FusedLinears exclude each other: where their edges sum to more than one, they share it.
     """
     path: list[int] = []
     node = -1

@@ -41,7 +41,7 @@ from batchserve.attention.flashinfer import (
     FlashInferKernel,
     load_wrapper,
 )
-from batchserve.attention.flashinfer_front import LEAST_KEY_BLOCK, least_key_block, own_rows_first
+from batchserve.attention.flashinfer_front import LEAST_KEY_BLOCK, least_key_block, new_rows_first
 from batchserve.attention.flashinfer_mask import packed_mask
 from batchserve.attention.flashinfer_variant import (
     FRONT_SCALARS,
@@ -284,7 +284,7 @@ def test_a_requests_own_rows_are_put_before_its_context(seed: int) -> None:
     PagedBackend(LAYERS, torch.bfloat16, CPU, kernel, allocator).begin(spans)
     metadata = kernel.planned[0]
     behind = torch.cat([metadata.kv_indices, torch.full((7,), 99, dtype=torch.int32)])  # a graph's buffer is longer
-    found = own_rows_first(metadata.qo_indptr, metadata.kv_indptr, behind)
+    found = new_rows_first(metadata.qo_indptr, metadata.kv_indptr, behind)
     expected = [
         metadata.kv_indices[begin:end][front_places(rows, end - begin)]
         for begin, end, rows in zip(

@@ -11,11 +11,11 @@ from numba import njit
 
 from batchserve.attention import matrix_code
 from batchserve.attention.base import LayerShape
-from batchserve.attention.cpu import takes_matrices
+from batchserve.attention.cpu import supports_amx
 from batchserve.attention.matrix_code import AT_ONCE, PAIRS, TILE
 from batchserve.kv.slab import EXTENT
 
-needs_matrices = pytest.mark.skipif(not matrix_code.has_matrices(), reason="this processor multiplies no matrices")
+needs_matrices = pytest.mark.skipif(not matrix_code.can_use_amx(), reason="this processor multiplies no matrices")
 COUNT = 112  # keys: whole tiles, some of them AT_ONCE
 
 
@@ -26,10 +26,12 @@ def run(queries, first, count, keys, values, scores, weights, sums, out):  # typ
     matrix_code.score(queries, first, count, keys, 0, len(keys), scores, 0, spare, np.float32(0.5))
     for lane in range(first, first + count):
         matrix_code.to_weights(scores, lane, len(keys) - 3, len(keys), weights[0], weights[1])
-    matrix_code.weigh(weights, first, values, 0, TILE, values[TILE:], TILE, sums)
-    matrix_code.weigh_more(weights, first, count, 2 * TILE, values[2 * TILE :], len(values) - 2 * TILE, sums, more)
+    matrix_code.weighted_sum(weights, first, values, 0, TILE, values[TILE:], TILE, sums)
+    matrix_code.accumulate_weighted_sum(
+        weights, first, count, 2 * TILE, values[2 * TILE :], len(values) - 2 * TILE, sums, more
+    )
     for lane in range(first, first + count):
-        matrix_code.give(sums, lane, np.float32(2), out, lane)
+        matrix_code.store_output(sums, lane, np.float32(2), out, lane)
     matrix_code.end_tiles()
 
 
@@ -69,7 +71,7 @@ def test_scores_and_sums_are_numpys_and_bitwise_equal_in_any_lane(dim: int) -> N
 @njit
 def give_all(sums, out):  # type: ignore[no-untyped-def]
     for lane in range(len(out)):
-        matrix_code.give(sums, lane, np.float32(1), out, lane)
+        matrix_code.store_output(sums, lane, np.float32(1), out, lane)
 
 
 @pytest.mark.skipif(matrix_code.code.WIDTH != TILE, reason="vectors are shorter than a tile's rows")
@@ -89,7 +91,7 @@ def test_outputs_are_rounded_as_torch_rounds() -> None:
 
 @njit
 def turn(lanes, queries, target):  # type: ignore[no-untyped-def]
-    matrix_code.stand(lanes, queries)
+    matrix_code.transpose_queries(lanes, queries)
     matrix_code.copy_row(lanes, 3, target, 1)
     matrix_code.clear_row(target, 0)
 
@@ -106,12 +108,12 @@ def test_lanes_stand_as_queries_and_rows_are_copied_and_cleared() -> None:
 
 def test_they_are_taken_for_whole_rows_of_bfloat16_only() -> None:
     fit, odd = LayerShape(2, 96, 96), LayerShape(2, 80, 80)
-    with mock.patch.object(matrix_code, "has_matrices", return_value=True):
-        assert takes_matrices([fit, fit], torch.bfloat16)
-        assert not takes_matrices([fit, odd], torch.bfloat16)
-        assert not takes_matrices([fit], torch.float32)
-    with mock.patch.object(matrix_code, "has_matrices", return_value=False):
-        assert not takes_matrices([fit], torch.bfloat16)
+    with mock.patch.object(matrix_code, "can_use_amx", return_value=True):
+        assert supports_amx([fit, fit], torch.bfloat16)
+        assert not supports_amx([fit, odd], torch.bfloat16)
+        assert not supports_amx([fit], torch.float32)
+    with mock.patch.object(matrix_code, "can_use_amx", return_value=False):
+        assert not supports_amx([fit], torch.bfloat16)
 
 
 def test_a_slab_ends_with_a_whole_tile() -> None:

@@ -42,7 +42,7 @@ def run_tiles(queries, count, start, stop, keys, scale, scores, out):  # type: i
         tiles.score(lanes, count, keys, start, stop, scores[first : first + count])
         tiles.add_weighted(sums, count, keys, start, stop, scores[first : first + count])
         for lane in range(count):
-            tiles.gather_back(sums[lane], np.float32(2), parts, out[first + lane])
+            tiles.deinterleave_output(sums[lane], np.float32(2), parts, out[first + lane])
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.float32])

@@ -11,11 +11,8 @@ import numpy as np
 import pytest
 
 from batchserve.decoding_length.acceptance import Given
-from batchserve.decoding_length.adaptive import MOST_UNLEARNED
-from batchserve.decoding_length.budget_kernels import EVEN_STEPS
-from batchserve.decoding_length.policy import StepOutcome
-from batchserve.decoding_length.probing import LONG_WAIT, LONGEST_WAIT, PATIENCE
-from batchserve.decoding_length.standing import (
+from batchserve.decoding_length.accounts import (
+    ACCOUNT,
     CHEAP_ROW,
     FEW_NODES,
     GRACE_STEPS,
@@ -23,12 +20,15 @@ from batchserve.decoding_length.standing import (
     MAX_LOSS,
     MORE_NODES,
     MOST_URGENCY,
-    STANDING,
     bound_queries,
+    drop_unprofitable,
     grown,
     note_steps,
-    settle,
 )
+from batchserve.decoding_length.adaptive import MOST_UNLEARNED
+from batchserve.decoding_length.budget_kernels import EVEN_STEPS
+from batchserve.decoding_length.policy import StepOutcome
+from batchserve.decoding_length.probing import LONG_WAIT, LONGEST_WAIT, PATIENCE
 from batchserve.decoding_length.step_time import StepLoad, StepTimeModel, StepTimeTable
 from tests.scheduler.machine import CHEAP, CHEAP_PROMPTS, DEAR, RICH, ROW_S, STEP_S, Machine, Step, Text
 
@@ -101,14 +101,14 @@ def test_whoever_can_use_more_drafts_has_them_in_the_second_step() -> None:
 )
 def test_what_is_asked_for_follows_what_was_bought(least: float, asked: list[int]) -> None:
     """Eight nodes in the first step, none in the second: at once where rows are cheap, slowly where they are dear."""
-    standing, slots, found = grown(np.zeros(0, STANDING), 1), np.zeros(1, np.int64), []
+    accounts, slots, found = grown(np.zeros(0, ACCOUNT), 1), np.zeros(1, np.int64), []
     for gain in (0.9, 0.0, 0.0):
         bounds = np.full((1, 3), 1 << 40)
-        bound_queries(standing, np.zeros((1, 3)), slots, (least, 1e6), bounds, np.zeros(1))
+        bound_queries(accounts, np.zeros((1, 3)), slots, (least, 1e6), bounds, np.zeros(1))
         found.append(bounds[0, 0])
         bought, one = np.ones(8, np.bool_), np.ones(8, np.int64)
         offer, bounds_of_it = (0 * one, gain * one, one), (0.1, math.inf, math.inf)
-        settle(standing, slots, slots, offer, bounds_of_it, bought, np.zeros(1, np.bool_))
+        drop_unprofitable(accounts, slots, slots, offer, bounds_of_it, bought, np.zeros(1, np.bool_))
     assert found == asked
 
 
@@ -117,14 +117,14 @@ def test_what_is_asked_for_follows_what_was_bought(least: float, asked: list[int
 )
 def test_no_more_is_asked_for_than_the_step_can_run_but_for_a_few_of_each(max_rows: int, asked: list[int]) -> None:
     """What is found beyond that takes the drafter's time for nothing; a window is asked for whole."""
-    standing, slots = grown(np.zeros(0, STANDING), 4), np.arange(4)
-    standing["most_chosen"] = 1000.0
-    standing["has_window"][3] = 1
+    accounts, slots = grown(np.zeros(0, ACCOUNT), 4), np.arange(4)
+    accounts["most_chosen"] = 1000.0
+    accounts["has_window"][3] = 1
     bounds = np.array([[60, 9, 9], [150, 9, 9], [300, 9, 9], [0, 9, 9]])
-    bound_queries(standing, np.zeros((4, 3)), slots, (0.0, float(max_rows)), bounds, np.zeros(4))
+    bound_queries(accounts, np.zeros((4, 3)), slots, (0.0, float(max_rows)), bounds, np.zeros(4))
     assert bounds[:3, 0].tolist() == asked
     bounds = np.array([[60, 9, 9], [150, 9, 9], [300, 9, 9], [40, 9, 9]])
-    bound_queries(standing, np.zeros((4, 3)), slots, (0.0, max_rows + 40.0), bounds, np.zeros(4))
+    bound_queries(accounts, np.zeros((4, 3)), slots, (0.0, max_rows + 40.0), bounds, np.zeros(4))
     assert bounds[:, 0].tolist() == [*asked, 40]
 
 
@@ -159,7 +159,7 @@ def test_where_all_miss_their_target_none_is_made_slower_by_it(count: int) -> No
 @pytest.mark.parametrize(("target_s", "is_missed"), [(0.020, False), (0.005, True)])
 def test_time_per_token_is_that_of_all_tokens(target_s: float, is_missed: bool) -> None:
     """Of steps that give 1, 1, 1 and 9 tokens most are slow ones, but most tokens are not of them."""
-    table = grown(np.zeros(0, STANDING), 1)
+    table = grown(np.zeros(0, ACCOUNT), 1)
     table["tpot_target_s"] = target_s
     for num_tokens in (1, 1, 1, 9) * 50:
         note_steps(table, np.zeros(1, np.int64), np.array([0, num_tokens]), 0.030, 1.0)
@@ -168,14 +168,14 @@ def test_time_per_token_is_that_of_all_tokens(target_s: float, is_missed: bool) 
 
 @pytest.mark.parametrize("target_s", [0.020, 0.040])
 def test_steps_that_are_noted_together_count_as_if_each_were_by_itself(target_s: float) -> None:
-    tables, slots = [grown(np.zeros(0, STANDING), 2) for _ in range(2)], np.arange(2)
+    tables, slots = [grown(np.zeros(0, ACCOUNT), 2) for _ in range(2)], np.arange(2)
     for table in tables:
         table["tpot_target_s"] = target_s
         note_steps(table, slots, np.array([0, 3, 4]), 0.020, 1.5)
     for _ in range(5):
         note_steps(tables[0], slots, np.array([0, 1, 2]), 0.030, 1.0)
     note_steps(tables[1], np.tile(slots, 5), np.arange(11), 0.030, 1.0)
-    for name in STANDING.names or ():
+    for name in ACCOUNT.names or ():
         assert tables[0][name] == pytest.approx(tables[1][name], rel=0.05), name
     assert tables[0]["num_steps"].tolist() == [6, 6]
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from batchserve.decoding_length.accounts import GRACE_STEPS, MAX_LOSS
 from batchserve.decoding_length.plain_steps import FEWEST, MOST, MOVED, PlainSteps
-from batchserve.decoding_length.standing import GRACE_STEPS, MAX_LOSS
 from batchserve.decoding_length.step_time import StepLoad, StepTimeModel, StepTimeTable
 from tests.scheduler.machine import Machine, Text
 

@@ -97,7 +97,7 @@ def test_context_only_tokens_are_not_found_but_extend_matches() -> None:
 def test_nothing_goes_on_into_an_answer_and_contexts_reach_back_over_its_beginning() -> None:
     index = TextIndex(1 << 30, capacity=8)
     index.append([5, 1, 2, 3])
-    index.begin_answer()
+    index.mark_answer_start()
     index.append([4, 6, 3, 4, 7])
     assert occurrences(index, [2, 3], 0) == [(1, 1)]  # behind the answer's own 3, not behind the prompt's
     assert occurrences(index, [3, 4], 0) == [(0, 2), (3, 2)]

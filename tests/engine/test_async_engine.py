@@ -370,7 +370,7 @@ async def test_cancelled_while_its_prompt_is_tokenised(rig: Rig, monkeypatch: py
         raise AssertionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(async_engine, "_beside_loop", slow)
+        patch.setattr(async_engine, "_run_off_loop", slow)
         task = asyncio.create_task(collect(rig, "a", LONG))
         await begun.wait()
         with pytest.raises(DuplicateRequestError):

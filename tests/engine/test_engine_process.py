@@ -39,8 +39,8 @@ def make_config(tiny_model: dict[str, Path], **changes: object) -> EngineConfig:
 
 
 def process_of(engine: AsyncEngine) -> EngineProcess:
-    assert isinstance(engine._back, EngineProcess)
-    return engine._back
+    assert isinstance(engine._host, EngineProcess)
+    return engine._host
 
 
 def assert_signals_are_caught(pid: int) -> None:

@@ -15,7 +15,7 @@ import pytest
 from batchserve.config import EngineConfig
 from batchserve.engine.engine_core import EngineCore, Event
 from batchserve.errors import BatchserveError, ConfigError, OutOfMemoryError, is_out_of_memory
-from batchserve.free_memory import described_want
+from batchserve.free_memory import describe_out_of_memory
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.startup.build import build_engine
 from batchserve.types import SamplingParams, SpeculationParams
@@ -202,6 +202,6 @@ def test_errors_for_want_of_memory_are_known_and_others_are_not(error: Exception
     wrapped.__cause__ = error
     assert is_out_of_memory(error)
     assert is_out_of_memory(wrapped)
-    assert described_want("to serve", error)
-    assert described_want("to serve", ValueError("memory")) is None
-    assert described_want("to serve", RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
+    assert describe_out_of_memory("to serve", error)
+    assert describe_out_of_memory("to serve", ValueError("memory")) is None
+    assert describe_out_of_memory("to serve", RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None

@@ -81,7 +81,7 @@ def install() -> None:
 
     stand_ins: dict[Any, dict[str, Any]] = {
         vector_code: {"features": features, "multiply_pairs": multiply_pairs},
-        matrix_code: {"call": call, "has_matrices": lambda: EMULATED == "TILES"},
+        matrix_code: {"call": call, "can_use_amx": lambda: EMULATED == "TILES"},
     }
     for module, functions in stand_ins.items():
         for name, function in functions.items():

@@ -16,13 +16,13 @@ from batchserve.native.vector_code import WIDTH
 from batchserve.program import instructions as at
 from batchserve.program.instructions import Function, Kernel, assemble, two_floats
 from batchserve.program.packing import pack
-from batchserve.program.product import HALVES, SCRATCH_BYTES, columns_at_once, product
+from batchserve.program.product import BF16_KERNEL, SCRATCH_BYTES, columns_at_once, product
 
 KERNELS = [
     pytest.param(
         kernel,
         marks=pytest.mark.skipif(
-            kernel not in (Kernel.FLOATS, HALVES), reason=f"this processor does not multiply in {kernel.name}"
+            kernel not in (Kernel.FLOATS, BF16_KERNEL), reason=f"this processor does not multiply in {kernel.name}"
         ),
         id=kernel.name,
     )
@@ -167,7 +167,7 @@ def test_a_number_that_is_not_finite_stays_in_its_row() -> None:
 def test_products_by_instructions_that_this_processor_may_lack(kernel: Kernel, tmp_path: Path) -> None:
     """All of the above once more, where these instructions are emulated."""
     environment = {**os.environ, "EMULATED_KERNEL": kernel.name, "NUMBA_CACHE_DIR": str(tmp_path)}
-    if kernel == HALVES:
+    if kernel == BF16_KERNEL:
         pytest.skip("it has them")
     tests = ["tests/program/test_product.py", "-k", f"{kernel.name} and (shapes or bits)"]
     options = ["-q", "-p", "tests.program.emulated_matrices", "-p", "no:cacheprovider", "--override-ini", "addopts="]

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from batchserve.errors import ConfigError
 from batchserve.runner.chat import chat_token_ids, turn_end
-from batchserve.runner.end_tokens import with_tokenizer_ends
+from batchserve.runner.eos_tokens import add_tokenizer_eos_ids
 
 pytestmark = pytest.mark.faults
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<end_of_turn>"]
@@ -110,13 +110,13 @@ def test_the_tokenizers_end_and_the_templates_end_of_turn_are_added(
     """Once, with a note; a turn that ends in plain text adds nothing."""
     tokenizer = tokenizer_with(template, eos_token="</s>")
     added = ids(tokenizer, *ends)
-    assert with_tokenizer_ends((7,), tokenizer, 300) == (7, *added)
+    assert add_tokenizer_eos_ids((7,), tokenizer, 300) == (7, *added)
     assert len(caplog.records) == 1
     assert all(f"{token_id} ({text}, " in caplog.text for token_id, text in zip(added, ends, strict=True))
     caplog.clear()
-    assert with_tokenizer_ends((7, *added), tokenizer, 300) == (7, *added)
-    assert with_tokenizer_ends((), tokenizer, 10) == ()  # ids that the model does not have
-    assert with_tokenizer_ends((7,), None, 300) == (7,)
+    assert add_tokenizer_eos_ids((7, *added), tokenizer, 300) == (7, *added)
+    assert add_tokenizer_eos_ids((), tokenizer, 10) == ()  # ids that the model does not have
+    assert add_tokenizer_eos_ids((7,), None, 300) == (7,)
     assert not caplog.records
 
 

@@ -29,7 +29,7 @@ from batchserve.runner.compiled import CompiledLayers, CompiledModel, repeated_l
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RaggedBatch, RequestRows, build_batch
 from batchserve.startup import build as build_module
-from batchserve.startup import make_faster as faster_module
+from batchserve.startup import optimize as faster_module
 from batchserve.startup.build import build_engine
 from tests.attention.test_mask import random_parents
 from tests.equivalence.harness import Coverage, build, random_jobs, run

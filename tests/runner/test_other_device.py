@@ -21,9 +21,9 @@ from batchserve.attention.paged import PagedBackend
 from batchserve.attention.tree_metadata import TreeKernel, TreeMetadata
 from batchserve.kv.slots import SlotAllocator
 from batchserve.runner.cuda_graphs import Replay, StepGraphs
+from batchserve.runner.fused_linears import fuse_linears, plain_product, watch_inputs
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RaggedBatch, RequestRows, build_batch
-from batchserve.runner.siblings import join_siblings, plain_product, watch_inputs
 from batchserve.runner.step_handle import QueuedStep
 from tests.factories import make_sampling
 from tests.tiny_models import SUPPORTED
@@ -81,7 +81,7 @@ def meta_runner(family: str) -> ModelRunner:
     step: dict[str, Any] = {interface.STEP_ARGUMENT: interface.ShapeProbe()}
     with watch_inputs(model) as watch:
         model(input_ids=ids, position_ids=ids, use_cache=False, **step)
-    join_siblings(watch.siblings(model), plain_product)
+    fuse_linears(watch.siblings(model), plain_product)
     return ModelRunner(SimpleNamespace(model=model, device=META, num_parameters=0, native=None), backend)  # type: ignore[arg-type]
 
 

@@ -82,7 +82,7 @@ class FakeEngine:
     def has_request(self, request_id: str) -> bool:
         return False
 
-    def share_nothing_unless_chosen(self) -> None:
+    def isolate_default_scope(self) -> None:
         self.shares_by_default = False
 
     async def ping(self) -> None:

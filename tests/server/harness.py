@@ -123,7 +123,7 @@ def ask(*token_ids: int, max_tokens: int | None = 8, **fields: Any) -> pb.Genera
 
 def core_of(engine: AsyncEngine) -> EngineCore:
     """What is behind an engine that runs in a thread."""
-    back = engine._back
+    back = engine._host
     assert isinstance(back, EngineThread)
     return back._loop._core
 

@@ -434,9 +434,9 @@ async def test_callers_of_other_machines_share_nothing_unless_a_scope_was_chosen
     engine: Any = FakeEngine()
 
     def restrict() -> None:
-        engine.processor = engine.processor.sharing_nothing_unless_chosen()
+        engine.processor = engine.processor.with_isolated_default_scope()
 
-    engine.processor, engine.share_nothing_unless_chosen = processor, restrict
+    engine.processor, engine.isolate_default_scope = processor, restrict
     async with serving(engine, ServerConfig(host=host, port=0)):
         assert (engine.processor.resolve_scope("") is not None) == shares
         assert engine.processor.resolve_scope("mine") is not None

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from batchserve.config import ServerConfig
-from batchserve.engine import unread
-from batchserve.engine.unread import Backlog, UnreadBounds
+from batchserve.engine import backpressure
+from batchserve.engine.backpressure import Backlog, BackpressureLimits
 from batchserve.types import RequestOutput
 from batchserve.v1 import generation_pb2 as pb
 from tests.server.conftest import Serve
@@ -102,8 +102,8 @@ async def test_a_stream_that_leaves_too_much_unread_is_ended_while_it_is_made(se
 
 
 async def test_of_all_streams_together_the_longest_is_ended(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(unread, "STREAMS_PER_BOUND", 2)
-    bounds = UnreadBounds(max_deltas=10, timeout_s=600)
+    monkeypatch.setattr(backpressure, "STREAMS_PER_BOUND", 2)
+    bounds = BackpressureLimits(max_deltas=10, timeout_s=600)
 
     async def stream(num_deltas: int) -> Backlog:
         with Backlog(bounds) as backlog:
@@ -126,9 +126,9 @@ async def test_of_all_streams_together_the_longest_is_ended(monkeypatch: pytest.
 
 
 async def test_who_is_waited_for_the_longest_makes_room_for_others(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(unread, "MAX_WRITING", 3)
-    monkeypatch.setattr(unread, "LEAST_WAIT_S", 0.0)
-    bounds = UnreadBounds(max_deltas=10, timeout_s=600)
+    monkeypatch.setattr(backpressure, "MAX_WRITING", 3)
+    monkeypatch.setattr(backpressure, "LEAST_WAIT_S", 0.0)
+    bounds = BackpressureLimits(max_deltas=10, timeout_s=600)
     calls = []
     for _ in range(8):
         calls.append(asyncio.create_task(Backlog(bounds).write(asyncio.Event().wait())))

@@ -9,7 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from batchserve.engine.unread import Backlog, UnreadBounds
+from batchserve.engine.backpressure import Backlog, BackpressureLimits
 from batchserve.errors import (
     EngineFaultError,
     InvalidRequestError,
@@ -52,7 +52,7 @@ class GenerationServicer:
     cannot tell whether the client reads an answer that a method returns.
     """
 
-    def __init__(self, version: str, unread: UnreadBounds) -> None:
+    def __init__(self, version: str, unread: BackpressureLimits) -> None:
         self._version = version
         self._unread = unread
         self._engine: AsyncEngine | None = None

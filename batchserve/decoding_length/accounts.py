@@ -30,7 +30,7 @@ MAX_LOSS, GRACE_STEPS = 0.04, 8.0
 # Whoever is as far behind as he may be has his tokens counted so many times more: what holds up all others is worth it.
 CATCHING_UP = 4.0
 
-STANDING = np.dtype(
+ACCOUNT = np.dtype(
     [
         ("tpot_target_s", np.float64),  # infinite: none
         ("urgency", np.float64),  # what one of its tokens counts
@@ -44,12 +44,12 @@ STANDING = np.dtype(
     ],
     align=True,
 )
-UNKNOWN = np.array((np.inf, 1.0, 0.0, 0.0, 0, 0.0, 0.0, 0.0, 0), STANDING)
+NEW_ACCOUNT = np.array((np.inf, 1.0, 0.0, 0.0, 0, 0.0, 0.0, 0.0, 0), ACCOUNT)
 
 
 def grown(table: np.ndarray, size: int) -> np.ndarray:
     """The table with room for `size` requests, of which nothing is known where it is new."""
-    return np.concatenate((table, np.full(max(0, size - len(table)), UNKNOWN)))
+    return np.concatenate((table, np.full(max(0, size - len(table)), NEW_ACCOUNT)))
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -111,7 +111,7 @@ def make_bids(table, slots, alone_s, spent_s, bids):  # type: ignore[no-untyped-
 
 
 @njit(cache=True, nogil=True)
-def settle(table, slots, places, offer, bounds, chosen, is_paying):  # type: ignore[no-untyped-def]
+def drop_unprofitable(table, slots, places, offer, bounds, chosen, is_paying):  # type: ignore[no-untyped-def]
     """Give back what is chosen for requests that gain too little by all of it.
 
     table, slots, places, offer: see choose_drafts. bounds: the tokens that a request must gain by more than, those that
@@ -157,7 +157,7 @@ def choose_drafts(table, slots, places, contexts, offer, step_time, prices, chos
     # Where one row more would have been too many, whoever has drafts that are worth theirs is not to blame.
     room = min(float(max_rows), (never_longer_s - (alone_s + prompts_s)) / row_s)
     bounds = max(LEAST_GAIN, price * draft_s / len(places)), price * row_s, room
-    settle(table, slots, places, offer, bounds, chosen, is_paying)
+    drop_unprofitable(table, slots, places, offer, bounds, chosen, is_paying)
 
 
 @njit(cache=True, nogil=True)
@@ -182,7 +182,7 @@ def note_steps(table, slots, token_starts, step_s, stretch):  # type: ignore[no-
 def compile_kernels() -> None:
     """Compile every kernel of the adaptive choice, those of budget_kernels too, or load them from the cache on disk."""
     budget_kernels.compile_kernels()
-    table, slots, one = grown(np.zeros(0, STANDING), 1), np.zeros(1, np.int64), np.ones(1)
+    table, slots, one = grown(np.zeros(0, ACCOUNT), 1), np.zeros(1, np.int64), np.ones(1)
     bound_queries(table, np.zeros((1, 3)), slots, (0.5, 1.0), np.ones((1, 3), np.int64), one.copy())
     flag, step_time = np.zeros(1, np.bool_), (one, one, np.zeros(1), np.zeros(NUM_SLOPES))
     prices = (1, 1, 1, 0, 0), (1.0, 1.0, 1.0, 1, 0.0, 1.0, 1.0), (1.0, 0.0)

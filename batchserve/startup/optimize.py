@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from batchserve.runner.model_runner import ModelRunner
 
 
-def make_faster(
+def optimize_model(
     config: EngineConfig, loaded: LoadedModel, runner: ModelRunner, say: Callable[[str], None]
 ) -> list[str]:
     """Applies the speed-ups, before CUDA graphs are captured. Returns their names, which identify measured step times.

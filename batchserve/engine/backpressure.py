@@ -15,7 +15,7 @@ MAX_WRITING = 1024  # writes that may wait at once; each holds some 100 KB whate
 LEAST_WAIT_S = 5.0  # before a client may be given up in favour of others
 
 
-class UnreadBounds:
+class BackpressureLimits:
     """The bounds on unread deltas of one server's streams. All methods are called on its asyncio loop."""
 
     def __init__(self, max_deltas: int, timeout_s: float) -> None:
@@ -29,7 +29,7 @@ class UnreadBounds:
 class Backlog:
     """The unread deltas of one stream. A context manager for the stream's lifetime."""
 
-    bounds: UnreadBounds
+    bounds: BackpressureLimits
     num_deltas: int = 0
     _limit: asyncio.Timeout | None = field(default=None, init=False)  # of the current write
 

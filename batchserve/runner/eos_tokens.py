@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def with_tokenizer_ends(
+def add_tokenizer_eos_ids(
     ends: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
 ) -> tuple[int, ...]:
     """Returns the end tokens with those of the tokenizer, without which an answer would run on after its end.

@@ -8,7 +8,7 @@ from batchserve.program.instructions import ARRIVED, GENERATION, NUM_THREADS, YI
 
 
 @njit(nogil=True, cache=True)
-def meet(step):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def wait_for_all(step):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """Returns once all threads of the step have called it. Each thread then sees what the others wrote before."""
     num_threads = step[NUM_THREADS]
     if num_threads == 1:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchserve.engine.messages import End, NotBuilt, Progress, Reading, ReadMetrics, Ready
 from batchserve.errors import BatchserveError
-from batchserve.free_memory import memory_errors_named
+from batchserve.free_memory import name_memory_errors
 from batchserve.logs import adopt_library_loggers, configure_logging
 from batchserve.native.threads import apply_thread_policy
 
@@ -69,7 +69,7 @@ def main() -> None:
     reader = threading.Thread(target=_read, args=(pipe, built), name="batchserve-messages", daemon=True)
     reader.start()  # now, because the front end may end while the model is being loaded
     try:
-        with memory_errors_named(f"to serve {config.model!r}"):
+        with name_memory_errors(f"to serve {config.model!r}"):
             loop = _build(config, pipe)
     except Exception as error:
         if not isinstance(error, BatchserveError):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from batchserve.types import ModelInfo
 
 
-class Back(Protocol):
+class EngineHost(Protocol):
     """A thread or a process that runs the engine loop."""
 
     @property

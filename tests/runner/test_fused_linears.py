@@ -14,9 +14,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from batchserve.config import EngineConfig
 from batchserve.runner import loader
+from batchserve.runner.fused_linears import FusedOutput, fuse_linears, plain_product, watch_inputs
 from batchserve.runner.loader import load_model
 from batchserve.runner.native_linear import DTYPES, NativeLinear, Workspace
-from batchserve.runner.siblings import Sibling, join_siblings, plain_product, watch_inputs
 
 
 class Block(nn.Module):
@@ -89,7 +89,7 @@ def test_each_gives_what_it_gave_alone_in_any_order(has_bias: bool, dtype: torch
     one, other = torch.randn(1, 5, 64).to(dtype), torch.randn(1, 9, 64).to(dtype)
     with torch.inference_mode():
         expected = {(name, len(x[0])): model[name](x) for name in model for x in (one, other)}
-        join_siblings([(model, ["q", "k", "v"])], product)
+        fuse_linears([(model, ["q", "k", "v"])], product)
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
         for x, name in ((one, "q"), (other, "q"), (one, "v"), (one, "k"), (one, "q"), (other, "k"), (other, "v")):
             given = model[name](x)
@@ -101,7 +101,7 @@ def test_each_gives_what_it_gave_alone_in_any_order(has_bias: bool, dtype: torch
 def test_a_row_has_the_same_bits_among_other_rows_and_nothing_is_kept_behind_the_last(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"gate": nn.Linear(64, 640, bias=False), "up": nn.Linear(64, 640, bias=False)}).to(dtype)
-    join_siblings([(model, ["gate", "up"])], partial(NativeLinear, Workspace()))
+    fuse_linears([(model, ["gate", "up"])], partial(NativeLinear, Workspace()))
     x = torch.randn(1, 32, 64).to(dtype)
     with torch.inference_mode():
         whole = [model[name](x) for name in model]
@@ -125,7 +125,9 @@ def test_models_are_loaded_with_joined_linears(
 ) -> None:
     options = {"dtype": "float32", "device": "cpu", "attention_backend": backend, "custom_kernels": False}
     config = EngineConfig(model=str(tiny_model[name]), **options)
-    found = {p.rsplit(".", 1)[-1] for p, module in load_model(config).model.named_modules() if type(module) is Sibling}
+    found = {
+        p.rsplit(".", 1)[-1] for p, module in load_model(config).model.named_modules() if type(module) is FusedOutput
+    }
     assert joined <= found
     assert bool(found) == bool(joined)
 
@@ -136,10 +138,10 @@ def test_weights_are_given_up_as_they_are_joined(tiny_model: dict[str, Path], mo
 
     def watching(siblings: Any, product: Any) -> None:
         first.extend(weakref.ref(getattr(parent, name)) for parent, names in siblings for name in names)
-        join_siblings(siblings, product)
+        fuse_linears(siblings, product)
         left.append(sum(linear() is not None for linear in first))
 
-    monkeypatch.setattr(loader, "join_siblings", watching)
+    monkeypatch.setattr(loader, "fuse_linears", watching)
     load_model(EngineConfig(model=str(tiny_model["llama"]), device="cpu", attention_backend="torch"))
     assert first
     assert left == [0]
@@ -163,5 +165,5 @@ def test_a_model_that_one_product_is_not_enough_for_is_left_as_it_is(
     caplog.set_level("INFO")
     config = EngineConfig(model=str(tiny_model["llama"]), device="cpu", attention_backend="torch")
     model = load_model(config).model
-    assert not any(type(module) is Sibling for module in model.modules())
+    assert not any(type(module) is FusedOutput for module in model.modules())
     assert "linears of the same input stay apart" in caplog.text

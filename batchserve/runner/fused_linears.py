@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     Product = Callable[[torch.Tensor, torch.Tensor | None], torch.nn.Module]
     # For each group: the parent, and the names of its children in call order.
-    Siblings = list[tuple[torch.nn.Module, list[str]]]
+    FusedLinears = list[tuple[torch.nn.Module, list[str]]]
 
 
 class InputWatch:
@@ -34,7 +34,7 @@ class InputWatch:
         x = arguments[0] if arguments else torch.empty(0)  # passed by keyword: has no siblings
         self._calls.append((linear, x, x._version))
 
-    def siblings(self, model: torch.nn.Module) -> Siblings:
+    def siblings(self, model: torch.nn.Module) -> FusedLinears:
         """Returns groups of linears called with the same tensor. Clears the record, so that weights can be freed."""
         num_calls = Counter(linear for linear, _, _ in self._calls)
         places = {each: (parent, name) for parent in model.modules() for name, each in parent.named_children()}
@@ -70,7 +70,7 @@ def has_hooks(module: torch.nn.Module) -> bool:
 
 
 @contextmanager
-def on_trial(siblings: Siblings) -> Iterator[None]:
+def trial_fusion(siblings: FusedLinears) -> Iterator[None]:
     """Swaps the linears inside the block as if they were one product. Each of them still multiplies by itself."""
     linears = [[getattr(parent, name) for name in names] for parent, names in siblings]
     try:
@@ -113,7 +113,7 @@ class _SharedProduct(torch.nn.Module):
         return cast("torch.Tensor", output)
 
 
-class Sibling(torch.nn.Module):
+class FusedOutput(torch.nn.Module):
     """Takes the place of a linear."""
 
     def __init__(self, shared: _SharedProduct, number: int) -> None:
@@ -139,7 +139,7 @@ def plain_product(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.M
 
 
 @torch.inference_mode()
-def join_siblings(siblings: Siblings, product: Product) -> None:
+def fuse_linears(siblings: FusedLinears, product: Product) -> None:
     """Swaps the siblings. product(weight [out_features, in_features], bias) makes the module that multiplies."""
     for parent, names in siblings:
         linears = [getattr(parent, name) for name in names]
@@ -150,4 +150,4 @@ def join_siblings(siblings: Siblings, product: Product) -> None:
 
 def _swap(parent: torch.nn.Module, names: list[str], shared: _SharedProduct) -> None:
     for number, name in enumerate(names):
-        setattr(parent, name, Sibling(shared, number))
+        setattr(parent, name, FusedOutput(shared, number))
