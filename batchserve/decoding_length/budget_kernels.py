@@ -138,7 +138,8 @@ def score_trees(  # type: ignore[no-untyped-def]
     num_probs, own = is_stale.shape[1], records.reshape(len(records), 3, 1)
     where = np.full(len(records), -1)
     for i in range(len(given)):
-        where[given[i]] = i
+        if given[i] < len(where):  # the others were never drafted
+            where[given[i]] = i
     num_open = 0
     for tree in range(len(slots)):
         at, slot, start, end = reached[tree], slots[tree], starts[tree], starts[tree + 1]

@@ -189,3 +189,12 @@ def test_calibration_error_is_that_of_the_edges_of_late() -> None:
     assert counts[-1] > TALLY_MEMORY / 2
     assert sum(kept.hits) == pytest.approx(counts[-1] / size), "what is forgotten takes its hits along"
     assert kept.num_scored[0] == 3 * TALLY_MEMORY, "the counters of edges are totals"
+
+
+def test_tokens_of_requests_that_were_never_drafted_change_nothing() -> None:
+    """Their slots may be beyond all that the model knows."""
+    model = AcceptanceModel()
+    slot = start(model, "a")
+    propose(model, slot, [1, 2], [-1, 0], [0.5, 0.25])
+    model.arrive(Given.of({slot + (1 << 20): [1, 2], slot: [1, 3]}))
+    assert scored(model) == ([1, 1, 0], [1, 0, 0])
