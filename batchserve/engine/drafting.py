@@ -296,7 +296,7 @@ def _at(items: list[T], places: IntArray) -> list[T]:
 def _among_decoding(plan: SchedulerOutput, requests: Sequence[Request], slots: IntArray, places: IntArray) -> Drafted:
     """The requests at these places of the plan, among those that decode."""
     if plan.is_all_decoding:
-        return Drafted(requests, slots, places, plan.slots, plan.columns[:, COMPUTED])
+        return Drafted(requests, slots, places, plan.slots, plan.columns[:, COMPUTED].copy())
     is_decoding = plan.is_decoding
     among = np.cumsum(is_decoding)[places] - 1
     return Drafted(requests, slots, among, plan.slots[is_decoding], plan.columns[is_decoding, COMPUTED])

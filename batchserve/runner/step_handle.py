@@ -107,9 +107,10 @@ def verify_batch(
         walk_greedy(np.array(greedy), where, sampler.greedy(), recorded, drafts, walked)
     if sampled:
         _walk_sampled(sampled, logits, Rows(*where, *drafts, recorded), walked)
-    starts = spans.rows[:, 0]
-    counts = walked[2, starts]
-    counts[batch.first_logit < 0] = NOT_SAMPLED
+    starts = spans.rows[:, 0].copy()  # in one piece, as kernels were compiled for it
+    counts = walked[2].take(starts)
+    if len(greedy) + len(sampled) < len(starts):
+        counts[batch.first_logit < 0] = NOT_SAMPLED
     verified = StepTokens(counts, starts, walked[1], walked[0])
     if 0 in batch.is_verified.tobytes():
         for place, (own, first) in enumerate(zip(batch.requests, batch.first_logit.tolist(), strict=True)):

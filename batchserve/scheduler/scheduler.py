@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 DRAFT_ROWS_RATE = 0.2
+NONE = np.zeros(0, np.int64)
 MOST_OVERTAKING = 32  # of those who wait are looked at for a short prompt, in a step
 
 
@@ -70,6 +71,7 @@ class Scheduler:
         self.running = running
         self._running_ids = [request.request_id for request in running]
         self._running_slots = np.array([request.slot for request in running], np.int64)
+        self._one_each = np.ones(len(running), np.int64)
 
     def add(self, request: Request) -> None:
         self.table.add(request)
@@ -113,8 +115,8 @@ class Scheduler:
         """
         self._now_s = now_s
         if not self.waiting and self._all_decode():
-            counts = np.ones(len(self.running), np.int64)
-            return self._with_drafts(self.running, self._running_ids, self._running_slots, counts, [], are_drafted)
+            all_of_them = self.running, self._running_ids, self._running_slots, self._one_each
+            return self._with_drafts(*all_of_them, [], are_drafted)
         preempted: list[Request] = []
         planned = self._plan_decoding(preempted)
         if self.waiting or len(planned) < len(self.running):
@@ -129,7 +131,7 @@ class Scheduler:
         """True if every running request has one token without K/V, and memory for it."""
         if not all_decode(self.table.rows, self._running_slots):
             return False
-        return self._allocator.reserve_all(self._running_ids, [1] * len(self.running))
+        return self._allocator.reserve_all(self._running_ids, [1] * len(self._running_ids))
 
     def _plan_prompts(self, planned: dict[str, int], preempted: list[Request]) -> None:
         """Chunks of the prompts that are being computed, and of those that are let in."""
@@ -308,12 +310,12 @@ class Scheduler:
         are_drafted: Callable[[IntArray], BoolArray],
     ) -> SchedulerOutput:
         table = self.table.rows
-        places = np.empty(len(slots), np.int64)
+        places, rooms = np.empty(len(slots), np.int64), NONE
         places = places[: find_draftable(table, slots, counts, places)]
         if len(places):
             places = places[are_drafted(slots[places])]
-        # Drafts take what memory is free.
-        rooms = np.array(self._allocator.reservable_tokens([names[place] for place in places.tolist()]), np.int64)
+            # Drafts take what memory is free.
+            rooms = np.array(self._allocator.reservable_tokens([names[place] for place in places.tolist()]), np.int64)
         rows_left = self._config.max_num_batched_tokens - int(counts.sum())
         # Where rows are chosen by their worth, each request may be offered all of them.
         share = rows_left if self._config.is_adaptive else rows_left // max(1, len(places))
