@@ -160,7 +160,7 @@ class DraftStage:
         return np.zeros(len(slots), np.bool_)
 
     def start(self, running: Sequence[Request]) -> None:
-        """Begin the draft state of running requests that decode, if their drafter is ready. Called before each step."""
+        """Begin the draft state of a step's decoding requests, if their drafter is ready. Called once a step."""
         with self._policy_contained:
             self._drop_failed()
             if self._unstarted:

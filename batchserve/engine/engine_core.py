@@ -171,8 +171,9 @@ class EngineCore:
         self._look_at_threads(is_idle=False)
         self._expire()
         began_s = self._clock()
-        self.drafts.start(self.scheduler.running)
-        plan = self.scheduler.schedule(began_s, self.drafts.are_asked)
+        selected = self.scheduler.select(began_s)
+        self.drafts.start(selected.requests)
+        plan = self.scheduler.lay_out(selected, self.drafts.are_asked)
         with self._counting:
             self.metrics.preempted(len(plan.preempted))
         self.drafts.preempted(plan.preempted)

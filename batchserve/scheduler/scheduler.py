@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,19 @@ MOST_OVERTAKING = 32  # of those who wait are looked at for a short prompt, in a
 def everybody(slots: IntArray) -> BoolArray:
     """All of them are drafted."""
     return np.ones(len(slots), np.bool_)
+
+
+class Selected(NamedTuple):
+    """The requests of one step, before its drafts are planned.
+
+    slots, counts int64 [num_requests]: slots in the RequestTable, and the tokens that the step computes.
+    """
+
+    requests: list[Request]
+    request_ids: list[str]
+    slots: IntArray
+    counts: IntArray
+    preempted: list[Request]
 
 
 class Scheduler:
@@ -108,15 +121,14 @@ class Scheduler:
         yield from self.waiting
 
     def schedule(self, now_s: float = 0.0, are_drafted: Callable[[IntArray], BoolArray] = everybody) -> SchedulerOutput:
-        """Plan one step: a row for every decoding request, prefill chunks, then drafts with what is left.
+        """Plan one step: `select`, then `lay_out`."""
+        return self.lay_out(self.select(now_s), are_drafted)
 
-        are_drafted is called once a step with the slots of the requests that may have drafts; it returns which of them
-        are to have any.
-        """
+    def select(self, now_s: float = 0.0) -> Selected:
+        """Choose who runs in a step: a row for every decoding request, then chunks of prompts with what is left."""
         self._now_s = now_s
         if not self.waiting and self._all_decode():
-            all_of_them = self.running, self._running_ids, self._running_slots, self._one_each
-            return self._with_drafts(*all_of_them, [], are_drafted)
+            return Selected(self.running, self._running_ids, self._running_slots, self._one_each, [])
         preempted: list[Request] = []
         planned = self._plan_decoding(preempted)
         if self.waiting or len(planned) < len(self.running):
@@ -124,8 +136,8 @@ class Scheduler:
         # A request planned above may have been preempted by an older one after that.
         running = [r for r in self.running if r.request_id in planned]
         names, slots = [request.request_id for request in running], [request.slot for request in running]
-        counts = np.array([planned[name] for name in names], np.int64)
-        return self._with_drafts(running, names, np.array(slots, np.int64), counts, preempted, are_drafted)
+        counts = [planned[name] for name in names]
+        return Selected(running, names, np.array(slots, np.int64), np.array(counts, np.int64), preempted)
 
     def _all_decode(self) -> bool:
         """True if every running request has one token without K/V, and memory for it."""
@@ -300,15 +312,13 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         self._set_running([each for each in self.running if each is not request])
 
-    def _with_drafts(
-        self,
-        running: list[Request],
-        names: list[str],
-        slots: IntArray,
-        counts: IntArray,
-        preempted: list[Request],
-        are_drafted: Callable[[IntArray], BoolArray],
-    ) -> SchedulerOutput:
+    def lay_out(self, selected: Selected, are_drafted: Callable[[IntArray], BoolArray]) -> SchedulerOutput:
+        """Plan the drafts of the selected requests.
+
+        are_drafted is called at most once, with the slots of the requests that may have drafts. It returns which of
+        them are to have any.
+        """
+        running, names, slots, counts, preempted = selected
         table = self.table.rows
         places, rooms = np.empty(len(slots), np.int64), NONE
         places = places[: find_draftable(table, slots, counts, places)]
