@@ -11,22 +11,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
-from batchserve.decoding_length.acceptance import Given
-from batchserve.engine.commit_kernel import (
-    FULL,
-    GOES_ON,
-    IS_IN_PLACE,
-    LEFT_OUT,
-    NUM_COLUMNS,
-    NUM_KEPT,
-    OVERFLOWED,
-    START,
-    STATUS,
-    STOPPED,
-    commit_tokens,
-)
+from batchserve.engine.commit import FULL, GOES_ON, OVERFLOWED, STATUS, STOPPED, commit_step
 from batchserve.engine.detokenizer import Decoder, IncrementalDetokenizer, special_texts, token_texts
 from batchserve.errors import (
     BatchserveError,
@@ -45,6 +30,7 @@ from batchserve.types import Delta, FinishReason
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from batchserve.decoding_length.acceptance import Given
     from batchserve.draft.base import Drafter
     from batchserve.draft.forest import DraftForest
     from batchserve.engine.drafting import DraftStage
@@ -322,52 +308,30 @@ class EngineCore:
 
         Returns the tokens of the decoding requests, and the number of their draft rows.
         """
-        now_s, count = self._clock(), len(plan.requests)
-        found, given = np.empty((count, NUM_COLUMNS), np.int64), np.empty((2, count + 1), np.int64)
-        waited_s, tokens = np.empty(count), np.empty(len(verified.token_ids), np.int64)
-        num_decoding, num_draft_rows, is_in_place = commit_tokens(
-            self.scheduler.table.rows,
-            plan.slots,
-            (batch.spans.rows, batch.num_pending, batch.num_verified),
-            (verified.num_accepted, verified.starts, verified.token_ids, verified.rows),
-            now_s,
-            found,
-            waited_s,
-            (given[0], given[1], tokens),
-        )
-        columns, all_tokens, unpublished = found.tolist(), verified.token_ids.tolist(), self._unpublished
-        kept: dict[str, Sequence[int]] = {
-            name: range(column[NUM_KEPT]) for name, column in zip(plan.request_ids, columns, strict=True)
-        }
-        self.runner.backend.allocator.commit_all(kept if is_in_place else _moved(kept, columns, batch, verified))
-        for request, (_, _, start, num_given, num_accepted, num_drafted, is_first, status) in zip(
-            plan.requests, columns, strict=True
-        ):
+        now_s = self._clock()
+        done = commit_step(self.scheduler.table.rows, plan, batch, verified, now_s)
+        self.runner.backend.allocator.commit_all(done.kept)
+        all_tokens = verified.token_ids.tolist()
+        each = zip(plan.requests, done.columns, done.waited_s, strict=True)
+        for request, (_, _, start, num_given, num_accepted, num_drafted, is_first, status), waited_s in each:
             if status <= FULL:
                 own = all_tokens[start : start + num_given]
                 request.token_ids += own
-                unpublished.append((request, own, num_accepted))
+                self._unpublished.append((request, own, num_accepted))
+                self._verified.append((num_drafted, num_accepted, num_given, bool(is_first), waited_s))
                 if own:  # an end alone is no token
                     request.last_token_s = now_s
                     if is_first:
                         request.first_token_s = now_s
-            if status == OVERFLOWED:
+                if status != GOES_ON:
+                    request.finish_reason = FinishReason.STOP if status == STOPPED else FinishReason.LENGTH
+                    self.scheduler.finish(request)
+            elif status == OVERFLOWED:
                 self._overflow(request, has_drafts=num_drafted > 0)
-            elif status in (STOPPED, FULL):
-                request.finish_reason = FinishReason.STOP if status == STOPPED else FinishReason.LENGTH
-                self.scheduler.finish(request)
         for place, unverified in verified.unverified_token_ids.items():
-            if columns[place][STATUS] == GOES_ON:
+            if done.columns[place][STATUS] == GOES_ON:
                 self.drafts.observe(plan.request_ids[place], unverified)
-        self._verified = [
-            (drafted, accepted, num_given, bool(is_first), waited)
-            for (_, _, _, num_given, accepted, drafted, is_first, status), waited in zip(
-                columns, waited_s.tolist(), strict=True
-            )
-            if status <= FULL
-        ]
-        end = given[1, num_decoding]
-        return Given(given[0, :num_decoding], given[1, : num_decoding + 1], tokens[:end]), num_draft_rows
+        return done.given, done.num_draft_rows
 
     def _overflow(self, request: Request, has_drafts: bool) -> None:
         """The logits after the request's last token say nothing."""
@@ -451,20 +415,6 @@ class EngineCore:
         self._names.remove(request.request_id)
         self.drafts.end(request)
         self.scheduler.forget(request)
-
-
-def _moved(
-    kept: dict[str, Sequence[int]], columns: list[list[int]], batch: RaggedBatch, verified: StepTokens
-) -> dict[str, Sequence[int]]:
-    """The rows to keep, where some accepted drafts are not the first ones or some requests have ended already."""
-    moved: dict[str, Sequence[int]] = {}
-    for place, (name, column) in enumerate(zip(kept, columns, strict=True)):
-        if column[STATUS] != LEFT_OUT:
-            moved[name] = kept[name]
-        if not column[IS_IN_PLACE]:
-            start, count = column[START], int(verified.num_accepted[place])
-            moved[name] = [*range(batch.num_pending[place]), *verified.rows[start : start + count].tolist()]
-    return moved
 
 
 def _expiry(request: Request) -> DeadlineExceededError:

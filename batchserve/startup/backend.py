@@ -10,7 +10,7 @@ from batchserve.attention.cpu import CpuBackend, compile_kernels, kernel_support
 from batchserve.attention.paged import PagedBackend
 from batchserve.attention.torch_paged import TorchKernel
 from batchserve.config import EngineConfig, MiB
-from batchserve.engine import commit_kernel
+from batchserve.engine import commit
 from batchserve.errors import ConfigError
 from batchserve.free_memory import free_memory_bytes
 from batchserve.kernel_overlap import can_overlap
@@ -43,7 +43,7 @@ GPU_KERNELS = ("triton", "flashinfer", "torch")  # fastest first (docs/gpu.md)
 COMMON_PARTS = (
     Part("row layout", 1.0, row_layout.compile_kernels),
     Part("plan", 0.8, plan.compile_kernels),
-    Part("commit", 1.0, commit_kernel.compile_kernels),
+    Part("commit", 1.0, commit.compile_kernels),
     Part("pool", 0.5, pool.compile_kernels),
     Part("argmax", 1.6, argmax_kernel.compile_kernels),
     Part("draws", 12.6, draw_kernel.compile_kernels),

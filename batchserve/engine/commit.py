@@ -1,28 +1,38 @@
-"""The compiled part of a commit: what a step's verified tokens make of all requests' rows in the table."""
+"""Commits a step's verified tokens to the table of requests: one compiled call for all requests."""
 
-# ruff: noqa: ANN001, ANN201
+# ruff: noqa: ANN001, ANN202
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numba import carray
 
+from batchserve.decoding_length.acceptance import Given
 from batchserve.native.addresses import as_pointer
 from batchserve.native.jit import njit
 from batchserve.request_table import ROW
 from batchserve.sampling.sampler import NO_TOKEN
 from batchserve.sampling.verify import NOT_SAMPLED
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batchserve.runner.ragged_batch import RaggedBatch
+    from batchserve.sampling.verify import StepTokens
+    from batchserve.scheduler.plan import SchedulerOutput
+
 # How a request goes on after a step: it does; its answer ended with an end token; it is as long as it may be; nothing
 # was sampled; the logits after its last token say nothing; its answer had ended before.
 GOES_ON, STOPPED, FULL, PREFILLING, OVERFLOWED, LEFT_OUT = range(6)
-# Columns of what commit_tokens finds for each request: the rows whose K/V is kept; whether these are its first rows;
+# Columns of what _commit_tokens finds for each request: the rows whose K/V is kept; whether these are its first rows;
 # where its tokens begin; how many its answer gets; the accepted drafts among them; its verified drafts; whether its
 # first token is among them; and how it goes on.
 NUM_KEPT, IS_IN_PLACE, START, NUM_GIVEN, NUM_ACCEPTED, NUM_DRAFTED, IS_FIRST, STATUS, NUM_COLUMNS = range(9)
 
 
 @njit(cache=True, nogil=True)
-def commit_tokens(table, slots, batch, verified, now_s, found, waited_s, given):  # type: ignore[no-untyped-def]
+def _commit_tokens(table, slots, batch, verified, now_s, found, waited_s, given):  # type: ignore[no-untyped-def]
     """Append each request's verified tokens to its row of the table, up to its end, and count what it has computed.
 
     slots int64 [num_requests]. batch: spans.rows, num_pending and num_verified of RaggedBatch; verified: the arrays of
@@ -86,9 +96,63 @@ def commit_tokens(table, slots, batch, verified, now_s, found, waited_s, given):
     return num_decoding, num_draft_rows, is_in_place
 
 
+class Committed(NamedTuple):
+    """The outcome of a step for its requests.
+
+    columns: the rows of _commit_tokens' `found`. kept: the rows whose K/V is kept, for KVAllocator.commit_all.
+    given: the tokens of the decoding requests.
+    """
+
+    columns: list[list[int]]
+    waited_s: list[float]
+    kept: dict[str, Sequence[int]]
+    given: Given
+    num_draft_rows: int
+
+
+def commit_step(
+    table: np.ndarray, plan: SchedulerOutput, batch: RaggedBatch, verified: StepTokens, now_s: float
+) -> Committed:
+    """Bring the requests' rows of the table up to date after a step. table: RequestTable.rows."""
+    count = len(plan.requests)
+    found, given, waited_s = (
+        np.empty((count, NUM_COLUMNS), np.int64),
+        np.empty((2, count + 1), np.int64),
+        np.empty(count),
+    )
+    slots, starts, tokens = given[0], given[1], np.empty(len(verified.token_ids), np.int64)
+    rows = batch.spans.rows, batch.num_pending, batch.num_verified
+    arrays = verified.num_accepted, verified.starts, verified.token_ids, verified.rows
+    num_decoding, num_draft_rows, is_in_place = _commit_tokens(
+        table, plan.slots, rows, arrays, now_s, found, waited_s, (slots, starts, tokens)
+    )
+    columns = found.tolist()
+    kept: dict[str, Sequence[int]] = {
+        name: range(column[NUM_KEPT]) for name, column in zip(plan.request_ids, columns, strict=True)
+    }
+    if not is_in_place:
+        kept = _moved(kept, columns, batch, verified)
+    own = Given(slots[:num_decoding], starts[: num_decoding + 1], tokens[: starts[num_decoding]])
+    return Committed(columns, waited_s.tolist(), kept, own, num_draft_rows)
+
+
+def _moved(
+    kept: dict[str, Sequence[int]], columns: list[list[int]], batch: RaggedBatch, verified: StepTokens
+) -> dict[str, Sequence[int]]:
+    """The rows to keep, where some accepted drafts are not the first ones or some requests have ended already."""
+    moved: dict[str, Sequence[int]] = {}
+    for place, (name, column) in enumerate(zip(kept, columns, strict=True)):
+        if column[STATUS] != LEFT_OUT:
+            moved[name] = kept[name]
+        if not column[IS_IN_PLACE]:
+            start, count = column[START], int(verified.num_accepted[place])
+            moved[name] = [*range(batch.num_pending[place]), *verified.rows[start : start + count].tolist()]
+    return moved
+
+
 def compile_kernels() -> None:
-    """Compile commit_tokens, or load it from the cache on disk."""
+    """Compile _commit_tokens, or load it from the cache on disk."""
     one, numbers = np.zeros(1, np.int64), np.zeros(2, np.int64)
     batch, verified = (np.zeros((1, 3), np.int64), one, one), (one - 1, one, one, one)
     found, given = np.zeros((1, NUM_COLUMNS), np.int64), (one, numbers, one)
-    commit_tokens(np.zeros(1, ROW), one, batch, verified, 0.0, found, np.zeros(1), given)
+    _commit_tokens(np.zeros(1, ROW), one, batch, verified, 0.0, found, np.zeros(1), given)
