@@ -158,7 +158,7 @@ class AdaptiveDrafting(DraftPolicy):
         return least
 
     def choose(self, forest: DraftForest, drafted: Drafted, max_rows: int) -> BoolArray:
-        """Which nodes are worth their rows."""
+        """Returns the nodes that are worth their rows."""
         self._meet(drafted.all_slots)
         market, places = self._market, drafted.places
         offer = self._offer(forest, drafted)
@@ -197,7 +197,7 @@ class AdaptiveDrafting(DraftPolicy):
             self._given_up.pop(self._drafters[request.slot], None)
 
     def _offer(self, forest: DraftForest, drafted: Drafted) -> _Offer:
-        """What the trees offer; remembers them, to be scored."""
+        """Returns the items that the trees offer, and keeps the trees to be scored."""
         nodes, verified, bundles = None, forest.verified(), []
         if verified is not forest:
             bundles, nodes = self._windows_of(forest, drafted), np.flatnonzero(forest.is_verified)
@@ -293,7 +293,7 @@ class AdaptiveDrafting(DraftPolicy):
         return 1.0 + (predicted_s - without_s + usual_s) / decoding_s
 
     def _is_apart(self, outcome: StepOutcome) -> bool:
-        """Whether it is the first without drafts and prompts behind many with drafts."""
+        """True for the first step without drafts and prompts after many with drafts."""
         is_drafted = outcome.load != outcome.without
         if not is_drafted and outcome.without != outcome.decoding:
             return False

@@ -1,4 +1,4 @@
-"""Who decides what is drafted in a step: a decoding length of a fixed number, or an adaptive one (adaptive.py)."""
+"""The policies that decide what is drafted in a step: a fixed decoding length, or an adaptive one (adaptive.py)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Drafted(NamedTuple):
 
 @dataclass(slots=True)
 class StepOutcome:
-    """What a step was and took: its load without drafts, that of its decoding rows alone, and what was run.
+    """One step's loads and times: its load without drafts, that of its decoding rows alone, and the load that was run.
 
     step_s: from its beginning to its commit; forward_s: the part of it from launch to tokens; draft_s: that in which
     the drafters of num_asked requests were told and asked, and drafts chosen.
@@ -52,7 +52,7 @@ class StepOutcome:
 
     @property
     def host_s(self) -> float:
-        """What is on no drafter's account, and on no row's."""
+        """The host's time without drafting and without the forward."""
         return self.step_s - self.draft_s - self.forward_s
 
 
@@ -103,7 +103,7 @@ class DraftPolicy(Protocol):
         ...
 
     def refused(self, slot: int) -> None:
-        """What was chosen for the request in this step is not run: there is no memory for it."""
+        """The nodes chosen for the request are not run in this step: there is no memory for them."""
         return
 
     def step_done(self, outcome: StepOutcome, given: Given) -> None:
@@ -115,7 +115,7 @@ class DraftPolicy(Protocol):
 
 
 def step_time_gauges(step_time: StepTimeModel, predicted_s: float, step_s: float) -> dict[str, float]:
-    """What was predicted of a step that took step_s, and what predictions go by."""
+    """The gauges of a step that took step_s: its predicted time, and the factors that predictions use."""
     return {
         "predicted_step_seconds": predicted_s,
         "actual_step_seconds": step_s,

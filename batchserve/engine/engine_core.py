@@ -2,8 +2,8 @@
 
 Synchronous and deterministic: it has no clock of its own, and no asyncio.
 
-Longer than 400 lines: all of it reads and changes the same state of the requests in flight, and would have to be handed
-that state in every part. One table of these requests is what will take it apart (docs/PLAN.md).
+Longer than 400 lines: what is here ends requests, in six ways (finished, stopped, aborted, expired, failed, without
+memory), and all of them change the same books. Commit is in commit.py, drafting in drafting.py (docs/PLAN.md).
 """
 
 from __future__ import annotations
