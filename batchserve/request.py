@@ -209,6 +209,11 @@ class Request:
         self.finish_reason = FinishReason.STOP
 
     @property
+    def is_read_along(self) -> bool:
+        """Whether its text is made step by step: for its client, or to find stop strings."""
+        return not self.is_whole or bool(self.sampling.stop)
+
+    @property
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 

@@ -284,7 +284,9 @@ class DraftStage:
         """Forget the text of the scope's requests until now, also of those in flight, told or not."""
         for request in in_flight:
             if request.speculation.draft_scope == scope:
-                self._progress[request.request_id].num_shared = request.num_published_tokens
+                is_read = request.is_read_along
+                num_tokens = request.num_published_tokens if is_read else request.num_output_tokens
+                self._progress[request.request_id].num_shared = num_tokens
         self.drafter.clear_scope(scope)
 
 

@@ -8,11 +8,13 @@ memory), and all of them change the same books. Commit is in commit.py, drafting
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from batchserve.engine.commit import FULL, GOES_ON, OVERFLOWED, STATUS, STOPPED, commit_step
+from batchserve.engine.commit import FULL, GOES_ON, NUM_KEPT, OVERFLOWED, STATUS, STOPPED, commit_step
 from batchserve.engine.detokenizer import Decoder, IncrementalDetokenizer, special_texts, token_texts
+from batchserve.engine.output_collector import OutputCollector
 from batchserve.errors import (
     BatchserveError,
     DeadlineExceededError,
@@ -21,7 +23,6 @@ from batchserve.errors import (
     OutOfMemoryError,
 )
 from batchserve.free_memory import describe_out_of_memory
-from batchserve.metrics import Verification
 from batchserve.request import Request
 from batchserve.runner.ragged_batch import RaggedBatch, flatten
 from batchserve.scheduler.plan import IS_SAMPLED
@@ -30,9 +31,9 @@ from batchserve.types import Delta, FinishReason
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from batchserve.decoding_length.acceptance import Given
     from batchserve.draft.base import Drafter
     from batchserve.draft.forest import DraftForest
+    from batchserve.engine.commit import Committed
     from batchserve.engine.drafting import DraftStage
     from batchserve.metrics import EngineMetrics
     from batchserve.request import DraftScope, ResolvedSampling
@@ -46,8 +47,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MOST_RELIEFS = 64  # of a step that has no memory, before one of its requests is ended
 DEADLINE_SLACK_S = 0.05  # by which a front may take a request back before the deadline that it has told
-# What one step added to a request, waiting to be published: tokens, and how many of them were drafts.
-_Commit = tuple[Request, list[int], int]
+# A request that a step added tokens to, waiting for them to be published, and how many of these were drafts.
+_Commit = tuple[Request, int]
 Event = tuple[Request, Delta | BatchserveError]
 
 
@@ -85,7 +86,7 @@ class EngineCore:
         self._detokenizers: dict[Request, IncrementalDetokenizer] = {}  # of all requests in flight
         self._names: set[str] = set()  # theirs
         self._unpublished: list[_Commit] = []
-        self._verified: list[Verification] = []  # in the step under way
+        self._held: dict[Request, OutputCollector] = {}  # what is published of those whose client gets it at the end
         self._stopped: list[Request] = []  # by a stop string, while their next step is under way
         self._failed: dict[Request, BatchserveError] = {}  # in the step under way
         self.threads: ThreadWatch | None = None  # where their number may change
@@ -135,7 +136,6 @@ class EngineCore:
         for request in requests:
             self._end(request)
         self._unpublished.clear()
-        self._verified.clear()
         self._stopped.clear()
         self._failed.clear()
         return requests
@@ -190,12 +190,12 @@ class EngineCore:
         num_drafted, forward_s = len(drafts.token_ids), self._clock() - started_s
         if not self.runner.is_paged:  # a CPU publishes or runs the forward, a GPU's forward runs meanwhile
             forward_s -= published_s - launched_s
-        given, num_draft_rows = self._commit(plan, batch, results)
-        self.drafts.step_done(given, self._clock() - began_s, forward_s)
+        done = self._commit(plan, batch, results)
+        self.drafts.step_done(done.given, self._clock() - began_s, forward_s)
         self.scheduler.step_done(num_drafted)
         with self._counting:
-            self.metrics.step_done(batch.num_rows, num_draft_rows, len(given.slots), forward_s, self._verified)
-        self._verified.clear()
+            counts = batch.num_rows, done.num_draft_rows, len(done.given.slots)
+            self.metrics.step_done(*counts, forward_s, done.verified)
 
     def _unless_out_of_memory(self, call: Callable[[], T], num_rows: int) -> T | None:
         """What the call returns; None where the system has no memory for a step of so many rows."""
@@ -250,7 +250,7 @@ class EngineCore:
         if known != self._names:
             raise RuntimeError(f"requests in flight {sorted(known)}, names {sorted(self._names)}")
         queued = {r.request_id for r in self.scheduler.requests()}
-        unpublished = {request.request_id for request, _, _ in self._unpublished}
+        unpublished = {request.request_id for request, _ in self._unpublished}
         if not queued <= known or known - queued - unpublished:
             raise RuntimeError(f"requests in flight {sorted(known)}, scheduled {sorted(queued)}")
 
@@ -303,35 +303,34 @@ class EngineCore:
         with self._counting:
             self.metrics.begun(request.num_prompt_tokens, request.num_cached_tokens if is_looked_for else None)
 
-    def _commit(self, plan: SchedulerOutput, batch: RaggedBatch, verified: StepTokens) -> tuple[Given, int]:
-        """Keep the K/V of accepted paths, append tokens, end what is complete: all that the next step depends on.
-
-        Returns the tokens of the decoding requests, and the number of their draft rows.
-        """
+    def _commit(self, plan: SchedulerOutput, batch: RaggedBatch, verified: StepTokens) -> Committed:
+        """Keep the K/V of accepted paths, append tokens, end what is complete: all that the next step depends on."""
         now_s = self._clock()
         done = commit_step(self.scheduler.table.rows, plan, batch, verified, now_s)
-        self.runner.backend.allocator.commit_all(done.kept)
+        self.runner.backend.allocator.commit_all(
+            plan.request_ids, [each[NUM_KEPT] for each in done.columns], done.moved
+        )
         all_tokens = verified.token_ids.tolist()
-        each = zip(plan.requests, done.columns, done.waited_s, strict=True)
-        for request, (_, _, start, num_given, num_accepted, num_drafted, is_first, status), waited_s in each:
+        for request, (_, _, start, num_given, num_accepted, has_drafts, is_first, status) in zip(
+            plan.requests, done.columns, strict=True
+        ):
             if status <= FULL:
-                own = all_tokens[start : start + num_given]
-                request.token_ids += own
-                self._unpublished.append((request, own, num_accepted))
-                self._verified.append((num_drafted, num_accepted, num_given, bool(is_first), waited_s))
-                if own:  # an end alone is no token
+                request.token_ids += all_tokens[start : start + num_given]
+                if num_given:  # an end alone is no token
                     request.last_token_s = now_s
                     if is_first:
                         request.first_token_s = now_s
                 if status != GOES_ON:
                     request.finish_reason = FinishReason.STOP if status == STOPPED else FinishReason.LENGTH
                     self.scheduler.finish(request)
+                if status != GOES_ON or request.is_read_along:
+                    self._unpublished.append((request, num_accepted))
             elif status == OVERFLOWED:
-                self._overflow(request, has_drafts=num_drafted > 0)
+                self._overflow(request, has_drafts=bool(has_drafts))
         for place, unverified in verified.unverified_token_ids.items():
             if done.columns[place][STATUS] == GOES_ON:
                 self.drafts.observe(plan.request_ids[place], unverified)
-        return done.given, done.num_draft_rows
+        return done
 
     def _overflow(self, request: Request, has_drafts: bool) -> None:
         """The logits after the request's last token say nothing."""
@@ -349,36 +348,48 @@ class EngineCore:
         commits, self._unpublished = self._unpublished, []
         events: list[Event] = []
         num_given = 0
-        for request, token_ids, num_accepted in commits:
+        for request, num_accepted in commits:
             detokenizer = self._detokenizers.get(request)
             if detokenizer is None:  # aborted since
                 continue
+            token_ids = request.token_ids[request.num_prompt_tokens + request.num_published_tokens :]
             try:
                 piece = detokenizer.feed(token_ids, is_last=request.finish_reason is not None)
+                if piece.is_stopped:
+                    request.stop(max(0, num_accepted - len(piece.token_ids)))
+                delta = self._due(request, Delta(request.request_id, piece.text, piece.token_ids))
             except Exception as error:
                 self._failed[request] = self._no_text(request, error)
                 continue
-            if piece.is_stopped:
-                request.stop(max(0, num_accepted - len(piece.token_ids)))
             request.num_published_tokens += len(piece.token_ids)
-            if request.finish_reason is not None or not request.is_whole:
-                num_given += request.num_published_tokens - request.num_given_tokens
-                request.num_given_tokens = request.num_published_tokens
-            if request.finish_reason is None:
-                events.append((request, Delta(request.request_id, piece.text, piece.token_ids)))
-            else:
-                events.append((request, self._last_delta(request, piece.text, piece.token_ids)))
+            if delta is None:
+                continue
+            num_given += request.num_published_tokens - request.num_given_tokens
+            request.num_given_tokens = request.num_published_tokens
+            if request.finish_reason is not None:
+                delta = self._last_delta(request, delta)
+            events.append((request, delta))
         if events:
             with self._counting:
                 self.metrics.given(num_given)
             self.emit(events)
+
+    def _due(self, request: Request, delta: Delta) -> Delta | None:
+        """Returns what the client is given now: a request with is_whole gets a single delta, at its end."""
+        if not request.is_whole:
+            return delta
+        held = self._held.setdefault(request, OutputCollector([]))
+        held.add(delta)
+        has_ended = request.finish_reason is not None
+        return held.whole() if has_ended else None
 
     def _no_text(self, request: Request, error: Exception) -> EngineFaultError:
         """What a request ends with whose text cannot be made."""
         self.metrics.faults.note("detokenizer", error, "the request has failed")
         return EngineFaultError(f"request_id = {request.request_id!r}: the text of the answer cannot be made")
 
-    def _last_delta(self, request: Request, text: str, token_ids: list[int]) -> Delta:
+    def _last_delta(self, request: Request, delta: Delta) -> Delta:
+        """Returns the delta as the last one of a request, which ends."""
         usage = request.usage(request.num_published_tokens)
         timing = request.timing(self._clock())
         with self._counting:
@@ -387,7 +398,7 @@ class EngineCore:
             self._end(request)
         else:
             self._stopped.append(request)
-        return Delta(request.request_id, text, token_ids, request.finish_reason, usage, timing)
+        return replace(delta, finish_reason=request.finish_reason, usage=usage, timing=timing)
 
     def _expire(self) -> None:
         now_s = self._clock()
@@ -412,6 +423,7 @@ class EngineCore:
         if not request.is_finished:
             self.scheduler.finish(request)
         del self._detokenizers[request]
+        self._held.pop(request, None)
         self._names.remove(request.request_id)
         self.drafts.end(request)
         self.scheduler.forget(request)

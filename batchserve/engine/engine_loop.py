@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchserve.engine.messages import Abort, Add, ClearScope, Done, End, Events, Failed, Message, Reply
-from batchserve.engine.output_collector import OutputCollector
 from batchserve.errors import BatchserveError, EngineFaultError
 from batchserve.native.pages import HeapTrimmer
 from batchserve.types import Delta
@@ -39,7 +38,6 @@ class EngineLoop:
         self._send = send
         self._tickets: dict[Request, int] = {}  # of all requests in flight
         self._requests: dict[int, Request] = {}  # the inverse of _tickets
-        self._held: dict[int, OutputCollector] = {}  # deltas so far of requests with is_whole
         self._lost: list[Request] = []  # their events cannot be sent; aborted after the current step
         self._is_ending = False
         self._is_sound = True
@@ -85,8 +83,6 @@ class EngineLoop:
             request = message.request.begin()
             self._tickets[request] = message.ticket
             self._requests[message.ticket] = request
-            if request.is_whole:
-                self._held[message.ticket] = OutputCollector([])
             self._core.add(request)
         elif isinstance(message, Abort):
             self._abort(message.ticket)
@@ -124,9 +120,7 @@ class EngineLoop:
             self._core.abort(request)
 
     def _forget(self, request: Request) -> None:
-        ticket = self._tickets.pop(request)
-        del self._requests[ticket]
-        self._held.pop(ticket, None)
+        del self._requests[self._tickets.pop(request)]
 
     def _emit(self, events: list[Event]) -> None:
         """Sends events to the clients. A request whose event cannot be sent is ended. The others are not affected."""
@@ -135,23 +129,10 @@ class EngineLoop:
             ticket = self._tickets.get(request)
             if ticket is None:  # lost in the current step
                 continue
-            try:
-                told += self._told(ticket, request, event)
-            except Exception as error:
-                told.append(self._lose(ticket, request, error))
+            if isinstance(event, BatchserveError) or event.finish_reason is not None:
+                self._forget(request)
+            told.append((ticket, event))
         self._send_events(told)
-
-    def _told(self, ticket: int, request: Request, event: Delta | BatchserveError) -> list[_TicketEvent]:
-        """Returns the events to send now. A request with is_whole gets a single Delta, at its end."""
-        is_last, held = isinstance(event, BatchserveError), self._held.get(ticket)
-        if isinstance(event, Delta):
-            is_last = event.finish_reason is not None
-            if held is not None:
-                held.add(event)
-                event = held.whole() if is_last else event
-        if is_last:
-            self._forget(request)
-        return [(ticket, event)] if is_last or held is None else []
 
     def _send_events(self, told: list[_TicketEvent]) -> None:
         """Sends the events in one message. If that fails, sends them one by one: a single event may be the cause."""
@@ -182,7 +163,6 @@ class EngineLoop:
                 self.metrics.unfinished(num_failed=len(self._requests))
             self._tickets.clear()
             self._requests.clear()
-            self._held.clear()
             self._lost.clear()
             self._core.abort_all()
             self._core.check_integrity()

@@ -46,8 +46,8 @@ class KVAllocator(Protocol):
         the one before.
         """
 
-    def commit_all(self, rows: Mapping[str, Sequence[int]]) -> None:
-        """commit() of several requests, by id, at once."""
+    def commit_all(self, request_ids: Sequence[str], counts: Sequence[int], moved: Mapping[str, Sequence[int]]) -> None:
+        """commit() of several requests at once: the first counts[i] rows, or else those in `moved`, as many."""
 
     def match_prefix(
         self, request_id: str, scope: Hashable, token_ids: Sequence[int], source_id: str = "", num_shared: int = 0

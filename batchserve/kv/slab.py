@@ -169,21 +169,27 @@ class SlabAllocator:
         slab.addresses_at = slab.addresses.ctypes.data
 
     def commit(self, request_id: str, rows: Sequence[int]) -> None:
-        self.commit_all({request_id: rows})
+        self.commit_all([request_id], [len(rows)], {request_id: rows})
 
-    def commit_all(self, rows: Mapping[str, Sequence[int]]) -> None:
-        slabs, moved, places = [self._slabs[each] for each in rows], [], []
-        for slab, (request_id, kept) in zip(slabs, rows.items(), strict=True):
-            if len(kept) and kept[-1] != len(kept) - 1:  # they ascend: where the last one is in its place, all are
-                if slab.num_committed + kept[-1] >= slab.capacity:  # compiled code would not notice
-                    raise IndexError(f"rows of {request_id!r}: {kept[-1]} was not reserved")
-                moved.append(kept)
-                places.append((slab.addresses_at, slab.capacity, slab.num_committed))
+    def commit_all(self, request_ids: Sequence[str], counts: Sequence[int], moved: Mapping[str, Sequence[int]]) -> None:
         if moved:
-            starts = np.array([0, *accumulate(map(len, moved))])
-            move_rows(np.array(places), self._plane_sizes, starts, np.array([*chain.from_iterable(moved)]))
-        for slab, kept in zip(slabs, rows.values(), strict=True):
-            slab.num_committed += len(kept)
+            self._move(moved)
+        slabs = self._slabs
+        for request_id, count in zip(request_ids, counts, strict=True):
+            slabs[request_id].num_committed += count
+
+    def _move(self, moved: Mapping[str, Sequence[int]]) -> None:
+        """Move rows to where the next committed tokens are."""
+        places = []
+        for request_id, rows in moved.items():
+            slab = self._slabs[request_id]
+            if len(rows) and slab.num_committed + rows[-1] >= slab.capacity:  # compiled code would not notice
+                raise IndexError(f"rows of {request_id!r}: {rows[-1]} was not reserved")
+            places.append((slab.addresses_at, slab.capacity, slab.num_committed))
+        starts = np.array([0, *accumulate(map(len, moved.values()))])
+        move_rows(
+            np.array(places), self._plane_sizes, starts, np.array([*chain.from_iterable(moved.values())], np.int64)
+        )
 
     def touch(self, request_id: str) -> None:
         for stack in self._slabs[request_id].stacks:

@@ -130,17 +130,17 @@ class SlotAllocator:
             self._release_prefix_slots(self._prefixes.drop(next(iter(self._prefixes))))
 
     def commit(self, request_id: str, rows: Sequence[int]) -> None:
-        self.commit_all({request_id: rows})
+        self.commit_all([request_id], [len(rows)], {request_id: rows})
 
-    def commit_all(self, rows: Mapping[str, Sequence[int]]) -> None:
-        request_ids = list(rows)
-        starts = np.array([0, *accumulate(map(len, rows.values()))])
-        kept = np.array([*chain.from_iterable(rows.values())], np.int64)
+    def commit_all(self, request_ids: Sequence[str], counts: Sequence[int], moved: Mapping[str, Sequence[int]]) -> None:
+        rows = [moved.get(name, range(count)) for name, count in zip(request_ids, counts, strict=True)]
+        starts = np.array([0, *accumulate(map(len, rows))])
+        kept = np.array([*chain.from_iterable(rows)], np.int64)
         books = (self._books, self._table, self._free, self._request_refs, self._numbers)
         wrong = commit_rows(*books, self._rows_of(request_ids), starts, kept)
         if wrong < len(request_ids):
-            name = request_ids[wrong]
-            raise IndexError(f"rows of {name!r}: {list(rows[name])} do not ascend, or are not all reserved")
+            name = f"rows of {request_ids[wrong]!r}"
+            raise IndexError(f"{name}: {[*rows[wrong]]} do not ascend, or are not all reserved")
 
     def _push(self, slots: np.ndarray) -> None:
         num_free = self._numbers[NUM_FREE]

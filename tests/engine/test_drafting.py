@@ -171,7 +171,7 @@ def test_gaps_between_tokens_and_times_of_requests_are_counted() -> None:
     engine.runner.launch = timed_launch  # type: ignore[method-assign]
     add(engine, "a", ANSWER, max_tokens=9)  # 1 of the prompt's step, then 4 and 4
     engine.run()
-    histograms = engine.core.metrics.histograms
+    histograms = engine.core.metrics.reading().histograms
     itl, ttft, tpot = (
         histograms[name]
         for name in ("inter_token_latency_seconds", "time_to_first_token_seconds", "time_per_output_token_seconds")

@@ -44,10 +44,10 @@ class Rig:
     def _close(self) -> None:
         self.is_closed = True
 
-    def add(self, name: str, ticket: int, *, is_whole: bool = False) -> None:
+    def add(self, name: str, ticket: int, *, is_whole: bool = False, stop: tuple[str, ...] = ()) -> None:
         prompt = [ord(c) for c in "prompt"]
         self.engine.runner.scripts[name] = prompt + [ord(c) for c in name * 60]
-        sampling = make_sampling(max_tokens=20)
+        sampling = make_sampling(max_tokens=20, stop=stop)
         request = NewRequest(name, prompt, sampling, ResolvedSpeculation(), 0.0, is_whole=is_whole)
         self.loop.inbox.put(Add(ticket, request))
 
@@ -105,11 +105,11 @@ def test_an_answer_that_cannot_be_put_together_ends_its_request_alone(monkeypatc
     monkeypatch.setattr(OutputCollector, "add", failing)
     rig = Rig()
     for ticket, name in enumerate(NAMES):
-        rig.add(name, ticket, is_whole=True)
+        rig.add(name, ticket, is_whole=True, stop=("never",))
     rig.run()
     assert (rig.text(0), rig.text(2)) == ("a" * 20, "c" * 20)
     assert [type(each) for each in rig.events(1)] == [EngineFaultError]
-    assert rig.loop.metrics.reading().faults == {"stream": 1}
+    assert rig.loop.metrics.reading().faults == {"detokenizer": 1}
 
 
 def test_a_scope_that_cannot_be_forgotten_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

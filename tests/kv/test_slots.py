@@ -296,6 +296,6 @@ def test_rows_that_were_not_reserved_or_do_not_ascend_are_refused_and_nothing_ch
     allocator.reserve("b", 3)
     before = [allocator.slots(name).tolist() for name in "ab"]
     with pytest.raises(IndexError, match="rows of 'b'"):
-        allocator.commit_all({"a": [1, 2], "b": rows})
+        allocator.commit_all("ab", [2, len(rows)], {"a": [1, 2], "b": rows})
     assert [allocator.slots(name).tolist() for name in "ab"] == before
     allocator.check_integrity({"a", "b"})

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -29,8 +30,8 @@ from batchserve.metrics import (
     GAUGES,
     HISTOGRAMS,
     LOAD,
+    VERIFIED,
     Acceptance,
-    Verification,
 )
 from batchserve.server import lifecycle, metrics_endpoint
 from batchserve.server.grpc.servicer import SERVICE_NAME
@@ -299,7 +300,7 @@ async def test_metrics_endpoint():
     metrics.begun(9, None)
     metrics.unfinished(num_aborted=1, num_failed=4)
     # Drafted, accepted, given, whether these are the first, seconds since the tokens before.
-    verified: list[Verification] = [(3, 1, 2, True, 0.7), (3, 1, 2, False, 0.008), (3, 0, 1, False, 7.0)]
+    verified = np.array([(3, 1, 2, True, 0.7), (3, 1, 2, False, 0.008), (3, 0, 1, False, 7.0)], VERIFIED)
     metrics.step_done(num_rows=14, num_draft_rows=10, num_decoding=4, forward_s=0.25, verified=verified)
     metrics.adaptive = lambda: {
         "price_tokens_per_second": 80.0,
