@@ -71,7 +71,7 @@ class LLM:
     def _run(self, requests: list[Request], show_progress: bool) -> list[RequestOutput]:
         collectors = {r.request_id: OutputCollector(r.token_ids[:]) for r in requests}
         errors: list[Exception] = []
-        self._core.runner.bind_thread()
+        self._core.executor.bind_thread()
         # A step that is cut short would leave the engine's state wrong for good.
         with delay_interrupts() as let_interrupts_in, _progress_bar(len(requests), show_progress) as advance:
 

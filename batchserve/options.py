@@ -69,155 +69,158 @@ class Option:
 
 ENGINE_OPTIONS = {
     "model": Option("a local folder, a Hugging Face hub id, or 'bundled'"),
-    "dtype": Option("what weights and K/V are computed in; auto: the fastest that this machine has", DTYPES),
+    "dtype": Option("the type of weights and K/V; auto: the fastest on this machine", DTYPES),
     "device": Option("where the model runs; auto: a CUDA device if there is one", DEVICES),
     "attention_backend": Option(
-        "what computes attention; auto: on a CPU its own kernels, on a GPU the first of triton, flashinfer and torch "
-        "that is installed and can serve the model; torch is slow, the reference of the others",
+        "the attention kernels; auto: compiled kernels on a CPU, on a GPU the first of triton, flashinfer and torch "
+        "that is installed and can serve the model; torch is slow, a reference for the others",
         ATTENTION_BACKENDS,
     ),
     "flashinfer_mask": Option(
-        "how FlashInfer is told of draft trees; custom: by its own mask of rows by keys, tree: by a variant of its "
-        "kernel that reads a bit for each ancestor (compiled at the first start), front: by the same over keys that "
-        "begin with a step's own rows, about which alone it is asked then (not measured yet)",
+        "how FlashInfer masks draft trees; custom: its own mask of rows by keys; tree: a variant of its kernel that "
+        "reads one bit per ancestor, compiled at the first start; front: the same, but only over a step's own rows",
         FLASHINFER_MASKS,
     ),
-    "drafter": Option("where the draft tokens come from of requests that do not choose themselves", DRAFTERS),
+    "drafter": Option("the drafter of requests that do not choose one", DRAFTERS),
     "adaptive": Option(
-        "choose in every step which draft tokens are worth the time of their rows; off: run all that are drafted",
+        "choose in every step which draft tokens are worth their time; off: run all of them",
         is_on_off=True,
     ),
     "decoding_length": Option(
-        "so many draft tokens of each request in every step, not adaptive; 0 turns speculation off for all",
-        default_text="as many as pay; with --adaptive off the drafter's own: mixture and trie 8, reference "
+        "a fixed number of draft tokens per request and step, not adaptive; 0 turns speculation off for all requests",
+        default_text="adaptive; with --adaptive off it depends on the drafter: mixture and trie 8, reference "
         "--reference-copy-length, jacobi (W+G)(N-1)",
     ),
     "max_itl_inflation": Option(
-        "drafts, and all prompts together that are computed beside them, stretch the steps of running requests to at "
-        "most so many times their length (drafts: unless nobody loses by it); at least 1",
-        default_text=f"drafts {ITL_INFLATION}; prompts {PROMPT_INFLATION:g}, or beside --max-itl-ms that alone",
+        "how many times as long drafts may make a step, unless no request loses by it, and how many times as long the "
+        "prompts in a step may make it; at least 1",
+        default_text=f"drafts {ITL_INFLATION}; prompts {PROMPT_INFLATION:g}, or no limit with --max-itl-ms",
     ),
     "max_itl_ms": Option(
-        "the longest step beside running requests that prompts and drafts may make, in milliseconds",
-        default_text="as --max-itl-inflation says",
+        "the longest step, in milliseconds, that prompts and drafts may make while requests are running",
+        default_text="see --max-itl-inflation",
     ),
     "max_priority_wait_s": Option(
-        "a request that came so long ago, in seconds, waiting or running, comes before all that came later"
+        "seconds after which a request, waiting or running, takes precedence over all later ones of any priority"
     ),
     "tpot_target_ms": Option(
-        "prefer the drafts of requests whose time per output token is above this, in milliseconds; a request may name "
-        "its own",
+        "prefer the drafts of requests whose time per output token is above this, in milliseconds; a request may set "
+        "its own target",
         default_text="none",
     ),
     "branch_length": Option(
-        "the most draft tokens in one line of descent",
+        "the most draft tokens in one branch of a draft tree",
         default_text="the drafter's own: mixture 64, trie 12, reference --reference-copy-length, jacobi N-1",
     ),
     "default_draft_scope": Option(
-        "the draft scope of requests that name none: they draft from each other's answers and begin with each other's "
-        f"K/V, and timing tells a caller what others have asked and were answered; '{PRIVATE_SCOPE}' shares nothing. "
-        "There is no authentication: all callers are one tenant, and who knows a scope's name can join it",
-        default_text=f"'default'; of serve on a --host that is not loopback '{PRIVATE_SCOPE}'",
+        "the draft scope of requests that name none. Requests of a scope draft from each other's answers and share "
+        f"K/V, so timing may tell a caller what others have asked; '{PRIVATE_SCOPE}' shares nothing. "
+        "There is no authentication: all callers are one tenant, and anyone who knows a scope's name can join it",
+        default_text=f"'default'; '{PRIVATE_SCOPE}' if serve's --host is not loopback",
     ),
     "wait_for_drafter": Option(
-        "do not serve before drafts are ready; otherwise requests go without while the first start ever compiles them"
+        "serve only once drafts are ready; otherwise requests have none while the first start compiles their kernels"
     ),
     "max_num_seqs": Option("the most requests that run at once"),
-    "max_num_batched_tokens": Option("the most rows of one step: prefill chunks, drafts and plain rows together"),
+    "max_num_batched_tokens": Option("the most rows of a step: prefill chunks, drafts and plain rows together"),
     "prefill_chunk_size": Option("the most prompt tokens of one request in one step", default_text="the step's bound"),
     "prefix_cache": Option(
-        "prompts of one draft scope that begin alike share K/V, also with ended requests until their memory is needed"
+        "share the K/V of common prefixes between requests of a draft scope; K/V of ended requests is kept until its "
+        "memory is needed"
     ),
-    "max_waiting": Option("the most requests in flight beside --max-num-seqs; further ones get RESOURCE_EXHAUSTED"),
+    "max_waiting": Option(
+        "the most requests that wait, in addition to --max-num-seqs; further ones get RESOURCE_EXHAUSTED"
+    ),
     "max_model_len": Option(
-        "the most tokens of prompt and answer together", default_text="the model's own, or what the K/V memory holds"
+        "the most tokens of prompt and answer together",
+        default_text="the model's maximum, or less if the K/V memory holds less",
     ),
     "kv_cache_memory": Option(
         "memory for K/V, such as 2GiB or 512MiB",
         is_size=True,
-        default_text="a quarter of what is free at start, or less; on a GPU as --gpu-memory-utilization says",
+        default_text="at most a quarter of what is free at start; on a GPU see --gpu-memory-utilization",
     ),
-    "gpu_memory_utilization": Option(
-        "the share of a GPU's memory that weights, the largest step and K/V take together"
-    ),
-    "enforce_eager": Option("launch every kernel of every step by itself, without CUDA graphs"),
-    "max_graph_rows": Option("steps of up to so many rows are CUDA graphs on a GPU; larger ones are eager"),
+    "gpu_memory_utilization": Option("the share of a GPU's memory for weights, the largest step and K/V together"),
+    "enforce_eager": Option("launch every kernel separately, without CUDA graphs"),
+    "max_graph_rows": Option("the most rows of a step that runs as a CUDA graph; larger steps are eager"),
     "compile_model": Option(
-        "have torch.compile fuse the model's small operations, on a GPU with CUDA graphs; layers: one program for all "
-        "layers of a kind, some seconds at start; whole: one for all of it, longer the more layers there are; auto: "
-        "layers, or off where the model cannot be compiled",
+        "on a GPU with CUDA graphs, let torch.compile fuse the model's small operations; layers: one program for all "
+        "layers of a kind, some seconds at start; whole: one program for the model, longer with more layers; auto: "
+        "layers, or off if the model cannot be compiled",
         COMPILE_MODES,
     ),
     "custom_kernels": Option(
-        "on a CPU, steps as one native program where the model can have one, otherwise the model's own modules; on a "
-        "GPU with CUDA graphs, norms and linears of few rows by kernels of our own, where linears are measured to be "
+        "on a CPU, run steps as one native program if the model allows it; off: always run the model's modules. On a "
+        "GPU with CUDA graphs, use batchserve's kernels for norms, and for linears of few rows where they measure "
         "faster, which takes some seconds at start",
         is_on_off=True,
     ),
     "kernel_overlap": Option(
-        "let kernels begin while those before them end, on GPUs that can (Hopper and later)", is_on_off=True
+        "let kernels begin while the ones before them end, on Hopper and later GPUs", is_on_off=True
     ),
     "num_threads": Option(
-        "compute threads on a CPU; beside a GPU those that drafts are made on",
-        default_text="what measures fastest at start; beside a GPU torch's own number, at most 8",
+        "compute threads on a CPU; with a GPU, threads for drafting",
+        default_text="the fastest number at start; with a GPU torch's number, at most 8",
     ),
     "instruction_set": Option(
-        "the processor's instructions that compiled kernels use on a CPU, for a comparison or to rule one out",
+        "the instruction set of compiled kernels on a CPU, to compare or to rule one out",
         INSTRUCTION_SETS,
     ),
-    "batch_invariant": Option("answers that are bitwise the same in any batch, at a price in speed"),
-    "tokenizer_end_tokens": Option(
-        "end answers also at the tokenizer's end-of-sequence token and at the token that ends a turn in the chat "
-        "template, where the model's own configuration does not name them"
+    "batch_invariant": Option(
+        "refuse models whose answers could depend on what else is in the batch (docs/program.md)"
     ),
-    "trust_remote_code": Option("run modelling code that comes with the model"),
-    "cache_dir": Option("where measured step times are kept", default_text="batchserve in the user's cache folder"),
+    "tokenizer_end_tokens": Option(
+        "also end answers at the tokenizer's end-of-sequence token and at the token that ends a turn in the chat "
+        "template, even if the model's configuration does not name them"
+    ),
+    "trust_remote_code": Option("run modelling code that comes with the model folder"),
+    "cache_dir": Option("the folder for measured step times", default_text="batchserve in the user's cache folder"),
     "served_model_name": Option("the name that requests may give", default_text="the value of --model"),
 }
 DRAFT_OPTIONS = {
-    "trie_mode": Option("trie: how branches are put into one draft", TRIE_MODES),
+    "trie_mode": Option("trie: how branches are combined into one draft", TRIE_MODES),
     "trie_capacity": Option("trie: the most nodes of one tree", default_text="16 x the decoding length"),
-    "trie_prompt_weight": Option("trie: how much more a prompt's branch counts", default_text="4"),
+    "trie_prompt_weight": Option("trie: the weight of a branch from the prompt", default_text="4"),
     "trie_min_retrieved_tokens": Option(
-        "trie: with so many tokens found, shorter matches are not looked up", default_text="twice the decoding length"
+        "trie: once this many tokens are found, shorter matches are not looked up",
+        default_text="twice the decoding length",
     ),
     "reference_min_match": Option("reference: the shortest match that is copied from, 1 to 32 tokens"),
     "reference_copy_length": Option(
-        "reference: how many tokens are copied", default_text="16, or the decoding length if that is more"
+        "reference: how many tokens are copied", default_text="16, or the decoding length if it is larger"
     ),
-    "jacobi_window": Option("jacobi: W, the window's width", default_text="15, 10 or 7 by the model's size"),
+    "jacobi_window": Option("jacobi: W, the width of the window", default_text="15, 10 or 7 by the model's size"),
     "jacobi_ngram": Option("jacobi: N, tokens of an n-gram; the window has N-1 levels"),
     "jacobi_guesses": Option("jacobi: G, the most n-grams verified in one step", default_text="W"),
     "max_scope_bytes": Option("memory for the shared texts of one draft scope, such as 64MiB", is_size=True),
     "max_draft_bytes": Option(
-        "the same for all scopes of all drafters, of which the default one has twice another's part", is_size=True
+        "the same for all scopes and drafters; the default drafter gets twice as much as any other", is_size=True
     ),
     "draft_cache": Option(
-        "a file that shared drafts are loaded from at start and saved to at the end; batchserve warm-drafts makes one",
+        "a file to load shared drafts from at start and to save them to at the end; batchserve warm-drafts makes one",
         default_text="none",
     ),
 }
 SERVER_OPTIONS = {
     "host": Option("the address to listen on; there is no authentication and no encryption"),
-    "port": Option("the port to listen on; 0 picks a free one, which is printed"),
+    "port": Option("the port to listen on; 0 picks a free one and prints it"),
     "max_receive_bytes": Option("the largest message that is accepted, such as 16MiB", is_size=True),
-    "drain_timeout_s": Option("how long SIGTERM waits for the requests in flight, in seconds"),
-    "stall_timeout_s": Option("a step that takes more seconds makes health say NOT_SERVING, until it ends"),
+    "drain_timeout_s": Option("seconds that SIGTERM waits for the requests in flight"),
+    "stall_timeout_s": Option("seconds after which a step that has not ended makes health report NOT_SERVING"),
     "unread_timeout_s": Option(
-        "how long a message waits for its client to take it, in seconds, before the call is ended with "
-        "RESOURCE_EXHAUSTED"
+        "seconds that a message waits for its client to read it before the call ends with RESOURCE_EXHAUSTED"
     ),
     "max_unread_deltas": Option(
-        "the most deltas of one stream that its client may leave unread meanwhile; of all streams 64 times as many"
+        "the most deltas that a client may leave unread in a stream; 64 times as many in all streams together"
     ),
-    "has_reflection": Option("answer gRPC reflection, so that tools find the service's methods by themselves"),
-    "has_engine_process": Option("run the engine in a process of its own, where streams do not hold up its steps"),
+    "has_reflection": Option("answer gRPC reflection, so that tools can discover the service's methods"),
+    "has_engine_process": Option("run the engine in a process of its own, so that streams do not delay its steps"),
     "metrics_port": Option(
         "serve Prometheus metrics (/metrics) and the server's health (/healthz) over HTTP on this port of --host",
         default_text="off",
     ),
-    "log_level": Option("log from this level on; info has a line for each request", LOG_LEVELS),
-    "log_format": Option("how each line of the log looks; json: one JSON object a line", LOG_FORMATS),
+    "log_level": Option("the least severe level to log; info has a line for each request", LOG_LEVELS),
+    "log_format": Option("the format of log lines; json: one JSON object per line", LOG_FORMATS),
 }
 _KINDS: dict[Any, type] = {
     **{int: int, float: float, str: str},

@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 import math
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from batchserve.config import DRAFTERS, SCOPE_NAME_BOUND, is_scope_name, is_utf8
 from batchserve.errors import InvalidRequestError, invalid
@@ -181,6 +181,33 @@ class SpeculationParams:
         if not isinstance(self.draft_scope, str) or (self.draft_scope and not is_scope_name(self.draft_scope)):
             raise InvalidRequestError("INVALID_DRAFT_SCOPE", "draft_scope", self.draft_scope, SCOPE_NAME_BOUND)
         object.__setattr__(self, "references", _references(self.references))
+
+
+class CallOptions(TypedDict, total=False):
+    """The fields of GenerateCall that may be left out, for methods that take them as keyword arguments."""
+
+    request_id: str
+    model: str
+    speculation: SpeculationParams | None
+    deadline_s: float | None
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """One generation, as a client asks for it. Checked when it is submitted.
+
+    prompt: text or token ids. params, speculation: None is the defaults. request_id: must not be in flight; empty draws
+    one. model: empty, or the served model's name. deadline_s: from now. priority: -1000..1000, higher comes first.
+    """
+
+    prompt: str | Sequence[int]
+    params: SamplingParams | None = None
+    request_id: str = ""
+    model: str = ""
+    speculation: SpeculationParams | None = None
+    deadline_s: float | None = None
+    priority: int = 0
 
 
 def _references(values: object) -> tuple[str | tuple[int, ...], ...]:

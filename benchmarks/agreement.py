@@ -45,7 +45,7 @@ def main() -> None:
     for ids in texts(folder, args.tokens):
         expected = greedy(exact, ids)
         agree["eager"] += int((greedy(eager, ids) == expected).sum())
-        agree["native program"] += int((logits_of(built.core.runner, ids).argmax(-1) == expected).sum())
+        agree["native program"] += int((logits_of(built.core.executor, ids).argmax(-1) == expected).sum())
         total += len(ids)
     shares = {way: round(count / total, 5) for way, count in agree.items()}
     facts = {"model": args.model, "tokens": total, "execution": built.info.execution,

@@ -203,7 +203,7 @@ def main() -> None:
                 save(random_model(name), Path(source))
             # Contenders repeat their prompts: with shared drafts one would be told the answers by another.
             llm = _llm(source, dtype=args.dtype)
-            threads = llm._core.runner.num_threads  # what was chosen at start, where noise may decide
+            threads = llm._core.executor.num_threads  # what was chosen at start, where noise may decide
             fixed = _llm(source, dtype=args.dtype, num_threads=threads, decoding_length=max(LENGTHS))
             dtype = getattr(torch, llm.info.dtype)
             model = AutoModelForCausalLM.from_pretrained(resolve_model(source), dtype=dtype).eval()

@@ -89,7 +89,7 @@ def run(engine: BuiltEngine, setting: Setting, prompts: list[str], max_tokens: i
             steps += not is_first
             tokens += len(event.token_ids) + has_eos - is_first
 
-    launch = core.runner.launch
+    launch = core.executor.launch
 
     def counting(batch: Any) -> Any:
         nonlocal rows
@@ -97,7 +97,7 @@ def run(engine: BuiltEngine, setting: Setting, prompts: list[str], max_tokens: i
         return launch(batch)
 
     core.emit = collect
-    core.runner.launch = counting  # type: ignore[method-assign]
+    core.executor.launch = counting  # type: ignore[method-assign]
     try:
         for i, prompt in enumerate(prompts):
             params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
@@ -106,7 +106,7 @@ def run(engine: BuiltEngine, setting: Setting, prompts: list[str], max_tokens: i
         while core.has_work:
             core.step()
     finally:
-        core.runner.launch = launch  # type: ignore[method-assign]
+        core.executor.launch = launch  # type: ignore[method-assign]
     row = {
         "window": setting.window,
         "ngram": setting.ngram,

@@ -98,7 +98,7 @@ def start(source: str, dtype: str, threads: int, is_native: bool) -> ModelRunner
         max_num_seqs=64,
         kv_cache_memory=1 << 30,
     )
-    return build_engine(config).core.runner
+    return build_engine(config).core.executor
 
 
 def decoding(rows: int) -> list[tuple[str, int, int]]:

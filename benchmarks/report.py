@@ -45,19 +45,14 @@ def batch_table(model: str) -> str:
             [
                 size,
                 *(middle(kind["tokens_per_s"]) for kind in kinds),
-                *(middle(kind["step_ms"], 1) for kind in kinds),
                 f"{kinds[2]['acceptance_length']:.2f}",
                 between(cell["off_over_transformers"]),
                 between(cell["on_over_off"]),
-                between(cell["on_over_transformers"]),
                 f"{between(cell['on_over_best_length'])} [{cell['best_length']}]",
             ]
         )
-    head = ["requests", "transformers tokens/s", "off", "on", "transformers step ms", "off", "on"]
-    return table(
-        [*head, "acceptance length", "off / transformers", "on / off", "on / transformers", "on / best length [it]"],
-        rows,
-    )
+    head = ["requests", "transformers tokens/s", "off", "on", "acceptance length"]
+    return table([*head, "off / transformers", "on / off", "on / best length [it]"], rows)
 
 
 def machines(*names: str) -> str:

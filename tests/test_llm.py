@@ -37,7 +37,7 @@ def llm() -> Iterator[LLM]:
     core = llm._core
     core.check_integrity()
     assert not core.has_work
-    assert core.runner.backend.allocator.free_tokens == core.runner.backend.allocator.total_tokens
+    assert core.executor.allocator.free_tokens == core.executor.allocator.total_tokens
 
 
 def generate(llm: LLM, prompts: object, params: object = GREEDY, **options: object) -> list[RequestOutput]:
@@ -401,7 +401,7 @@ def test_more_prompts_than_fit_at_once_are_all_answered(llm: LLM) -> None:
 def test_an_interrupted_call_leaves_nothing_for_the_next(
     llm: LLM, answers: list[RequestOutput], monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    runner = llm._core.runner
+    runner = llm._core.executor
     right, calls = runner.forward, 0
 
     def failing(batch):  # type: ignore[no-untyped-def]

@@ -23,29 +23,8 @@ from batchserve.attention import matrix_code as matrix
 from batchserve.attention import tiles
 from batchserve.attention.matrix_code import AT_ONCE, ROW_BYTES, TILE
 from batchserve.attention.path_kernel import ancestors, softmax_weights
-from batchserve.attention.span_job import (
-    DIM,
-    GROUP,
-    HEADS_AT_ONCE,
-    JOB_SIZE,
-    LONGEST,
-    MOST_ROWS,
-    NEXT,
-    NUM_HEADS,
-    NUM_SPANS,
-    NUM_TOKENS,
-    OUT,
-    PART_ROWS,
-    SCALES,
-    SINKS,
-    STORES,
-    WINDOW,
-    arrays_of,
-    planes_of,
-    store_heads,
-    vector,
-)
-from batchserve.native.addresses import as_pointer, claim
+from batchserve.attention.span_job import NEXT_AT, SPAN_JOB, arrays_of, planes_of, store_heads, vector
+from batchserve.native.addresses import as_pointer, claim, record_at
 from batchserve.native.jit import cfunc, njit
 
 if TYPE_CHECKING:
@@ -277,28 +256,28 @@ def _attend_part(query, planes, heads, span, part, group, parents, out, window, 
 
 @functools.cache
 def attend_loop() -> CFunc[Any]:
-    """Returns path_kernel.attend_loop for bfloat16 (uint16). DIM must be a multiple of PAIRS.
+    """Returns path_kernel.attend_loop for bfloat16 (uint16). dim must be a multiple of PAIRS.
 
     A block holds the queries of as many of a thread's K/V heads as fit.
     """
     dtype = np.dtype(np.uint16)
 
-    @cfunc(types.void(types.CPointer(types.int64)), nopython=True, cache=True)
+    @cfunc(types.void(types.int64), nopython=True, cache=True)
     def loop(job_address):  # type: ignore[no-untyped-def]
-        job = carray(job_address, JOB_SIZE)
+        job = record_at(job_address, SPAN_JOB)
         spans, parents, query, key, value = arrays_of(job)
-        num_heads, dim, num_spans, part_rows = job[NUM_HEADS], job[DIM], job[NUM_SPANS], job[PART_ROWS]
-        num_kv_heads, at_once = num_heads // job[GROUP], job[HEADS_AT_ONCE]
-        out = carray(as_pointer(job[OUT]), (job[NUM_TOKENS], num_heads, dim), dtype)
-        sinks = carray(as_pointer(job[SINKS]), num_heads if job[SINKS] != 0 else 0, np.float32)
-        scales = carray(as_pointer(job.ctypes.data + SCALES * job.itemsize), 2, np.float32)
-        size = (dim, job[LONGEST], job[MOST_ROWS])
+        num_heads, dim, num_spans, part_rows = job.num_heads, job.dim, job.num_spans, job.part_rows
+        num_kv_heads, at_once = num_heads // job.group, job.heads_at_once
+        out = carray(as_pointer(job.out), (job.num_tokens, num_heads, dim), dtype)
+        sinks = carray(as_pointer(job.sinks), num_heads if job.sinks != 0 else 0, np.float32)
+        scales = (job.scale, job.softcap)
+        size = (dim, job.longest, job.most_rows)
         memory = np.empty(_work_at(0, *size)[1] + ROW_BYTES, np.uint8)
         work, _ = _work_at(_next(memory.ctypes.data - 1, memory[:1]), *size)
         matrix.begin_tiles()
-        num_parts, num_groups = (job[MOST_ROWS] + part_rows - 1) // part_rows, (num_kv_heads + at_once - 1) // at_once
+        num_parts, num_groups = (job.most_rows + part_rows - 1) // part_rows, (num_kv_heads + at_once - 1) // at_once
         while True:
-            unit = claim(job.ctypes.data + NEXT * job.itemsize)
+            unit = claim(job_address + NEXT_AT)
             if unit >= num_spans * num_groups * num_parts:
                 break
             s, head = unit // num_parts // num_groups, unit // num_parts % num_groups * at_once
@@ -307,10 +286,10 @@ def attend_loop() -> CFunc[Any]:
                 continue
             planes, span = planes_of(job, s, dtype), (spans[s, 0], spans[s, 1], spans[s, 2])
             heads = (head, min(head + at_once, num_kv_heads))
-            if job[STORES] != 0:
+            if job.stores != 0:
                 store_heads(planes, heads, span, key, value)
             part = (first_row, min(first_row + part_rows, span[1]))
-            what = (part, job[GROUP], parents, out, job[WINDOW], scales, sinks, work)
+            what = (part, job.group, parents, out, job.window, scales, sinks, work)
             _attend_part(query, planes, heads, span, *what)
         matrix.end_tiles()
         memory[0] = 0  # kept alive until here

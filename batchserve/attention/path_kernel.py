@@ -17,29 +17,9 @@ import numpy as np
 from numba import carray, types
 
 from batchserve.attention import tiles
-from batchserve.attention.span_job import (
-    DIM,
-    GROUP,
-    JOB_SIZE,
-    LONGEST,
-    MOST_ROWS,
-    NEXT,
-    NUM_HEADS,
-    NUM_SPANS,
-    NUM_TOKENS,
-    OUT,
-    PART_ROWS,
-    SCALES,
-    SINKS,
-    STORES,
-    WINDOW,
-    arrays_of,
-    planes_of,
-    store_heads,
-    vector,
-)
+from batchserve.attention.span_job import NEXT_AT, SPAN_JOB, arrays_of, planes_of, store_heads, vector
 from batchserve.attention.tiles import LANES
-from batchserve.native.addresses import as_pointer, claim
+from batchserve.native.addresses import as_pointer, claim, record_at
 from batchserve.native.jit import cfunc, njit
 from batchserve.native.vector_code import WIDTH
 
@@ -176,39 +156,39 @@ def _attend_head(query, planes, span, part, head, group, parents, out, window, s
 def attend_loop(element: str) -> CFunc[Any]:
     """Returns the loop over all (span, K/V head, part of its rows), compiled for "uint16" (bfloat16) or "float32".
 
-    It takes the address of a job (span_job.py) and writes the spans' rows of OUT. K and V must have the same dim.
+    It takes the address of a job (span_job.py) and writes the spans' rows of `out`. K and V must have the same dim.
     """
     dtype = np.dtype(element)
     parts = 4 // dtype.itemsize
 
-    @cfunc(types.void(types.CPointer(types.int64)), nopython=True, cache=True)
+    @cfunc(types.void(types.int64), nopython=True, cache=True)
     def loop(job_address):  # type: ignore[no-untyped-def]
-        job = carray(job_address, JOB_SIZE)
+        job = record_at(job_address, SPAN_JOB)
         spans, parents, query, key, value = arrays_of(job)
-        dim, group, longest, num_heads = job[DIM], job[GROUP], job[LONGEST], job[NUM_HEADS]
+        dim, group, longest, num_heads = job.dim, job.group, job.longest, job.num_heads
         num_kv_heads = num_heads // group
-        out = carray(as_pointer(job[OUT]), (job[NUM_TOKENS], num_heads, dim), dtype)
-        sinks = carray(as_pointer(job[SINKS]), num_heads if job[SINKS] != 0 else 0, np.float32)
-        scales = job.view(np.float32)[2 * SCALES : 2 * SCALES + 2]
+        out = carray(as_pointer(job.out), (job.num_tokens, num_heads, dim), dtype)
+        sinks = carray(as_pointer(job.sinks), num_heads if job.sinks != 0 else 0, np.float32)
+        scales = (job.scale, job.softcap)
         size = tiles.padded(dim, parts)
         lanes = (np.zeros((LANES, size), np.float32), np.zeros((LANES, size), np.float32))
         block = (lanes[0], lanes[1], np.zeros((LANES, longest + 1 + WIDTH), np.float32), np.zeros(LANES, np.float32))
-        paths, lane_sinks = np.zeros((LANES, job[MOST_ROWS]), np.int64), np.zeros(LANES, np.float32)
+        paths, lane_sinks = np.zeros((LANES, job.most_rows), np.int64), np.zeros(LANES, np.float32)
         work = (paths, np.zeros(LANES, np.int64), lane_sinks, block)
-        num_parts = (job[MOST_ROWS] + job[PART_ROWS] - 1) // job[PART_ROWS]
+        num_parts = (job.most_rows + job.part_rows - 1) // job.part_rows
         while True:
-            unit = claim(job.ctypes.data + NEXT * job.itemsize)
-            if unit >= job[NUM_SPANS] * num_kv_heads * num_parts:
+            unit = claim(job_address + NEXT_AT)
+            if unit >= job.num_spans * num_kv_heads * num_parts:
                 break
             s, head = unit // num_parts // num_kv_heads, unit // num_parts % num_kv_heads
-            first_row = unit % num_parts * job[PART_ROWS]
+            first_row = unit % num_parts * job.part_rows
             if first_row >= spans[s, 1]:
                 continue
             planes, span = planes_of(job, s, dtype), (spans[s, 0], spans[s, 1], spans[s, 2])
-            if job[STORES] != 0:
+            if job.stores != 0:
                 store_heads(planes, (head, head + 1), span, key, value)
-            own, part = (planes[0][head], planes[1][head]), (first_row, min(first_row + job[PART_ROWS], span[1]))
-            _attend_head(query, own, span, part, head, group, parents, out, job[WINDOW], scales, sinks, work, parts)
+            own, part = (planes[0][head], planes[1][head]), (first_row, min(first_row + job.part_rows, span[1]))
+            _attend_head(query, own, span, part, head, group, parents, out, job.window, scales, sinks, work, parts)
 
     compiled: CFunc[Any] = loop
     return compiled

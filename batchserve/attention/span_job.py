@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numba import carray, types
 
 from batchserve.native import openmp
-from batchserve.native.addresses import as_pointer, claim
+from batchserve.native.addresses import as_pointer, claim, offset, record_at
 from batchserve.native.jit import cfunc, njit
 
 if TYPE_CHECKING:
@@ -28,21 +27,40 @@ if TYPE_CHECKING:
 
     States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k and v, each [1, heads, num_tokens, dim]
 
-# A job is an int64 array. It begins with the step: its numbers of rows and spans, then addresses of CAPACITIES int64
-# [num_spans], SPANS int64 [num_spans, 3] (row start, rows, context length) and PARENTS int32 [num_tokens] (counted
-# inside the span). LONGEST: the most keys of a row. MOST_ROWS: the most rows of a span.
-NUM_TOKENS, NUM_SPANS, CAPACITIES, SPANS, PARENTS, LONGEST, MOST_ROWS = range(7)
-# The layer follows: ADDRESSES int64 [num_spans, 2] of the K and V planes, [num_kv_heads, capacity, dim]; OUT
-# [num_tokens, num_heads, dim]; SINKS float32 [num_heads] (0: none); GROUP: query heads per K/V head; WINDOW (0: none).
-# SCALES holds two float32 in one int64: scale and softcap (0: none).
-LAYER = 7
-ADDRESSES, OUT, SINKS, NUM_HEADS, DIM, GROUP, WINDOW, SCALES = range(LAYER, 15)
-# q, k and v: the address of [num_tokens, heads, dim], and the strides in bytes between tokens and between heads.
-QUERY, KEY, VALUE = 15, 18, 21
-# Threads with the same job share it. A unit of work is at most PART_ROWS of a span's rows over HEADS_AT_ONCE K/V heads
-# (1 except in matrix_kernel). STORES: whether the attention loop stores K and V first. NEXT: the first unclaimed unit,
-# initially 0.
-PART_ROWS, HEADS_AT_ONCE, STORES, NEXT, JOB_SIZE = range(24, 29)
+STATES = (np.int64, (3,))  # the address of [num_tokens, heads, dim], and the bytes between tokens and between heads
+SPAN_JOB = np.dtype(
+    [
+        # The step; the next three are addresses.
+        ("num_tokens", np.int64),
+        ("num_spans", np.int64),
+        ("capacities", np.int64),  # int64 [num_spans]
+        ("spans", np.int64),  # int64 [num_spans, 3]: row start, rows, context length
+        ("parents", np.int64),  # int32 [num_tokens], counted inside the span
+        ("longest", np.int64),  # the most keys of a row
+        ("most_rows", np.int64),  # of a span
+        # The layer; the next three are addresses.
+        ("planes", np.int64),  # int64 [num_spans, 2]: of the K and V planes, [num_kv_heads, capacity, dim]
+        ("out", np.int64),  # [num_tokens, num_heads, dim]
+        ("sinks", np.int64),  # float32 [num_heads]; 0: none
+        ("num_heads", np.int64),
+        ("dim", np.int64),
+        ("group", np.int64),  # query heads per K/V head
+        ("window", np.int64),  # 0: none
+        ("scale", np.float32),
+        ("softcap", np.float32),  # 0: none
+        ("query", *STATES),
+        ("key", *STATES),
+        ("value", *STATES),
+        # Threads with the same job share it. A unit of work is at most part_rows of a span's rows over heads_at_once
+        # K/V heads (1 except in matrix_kernel).
+        ("part_rows", np.int64),
+        ("heads_at_once", np.int64),
+        ("stores", np.int64),  # whether the attention loop stores K and V first
+        ("next", np.int64),  # the first unclaimed unit, initially 0
+    ]
+)
+NEXT_AT = offset(SPAN_JOB, "next")
+LAYER = [name for name in SPAN_JOB.names or () if offset(SPAN_JOB, name) >= offset(SPAN_JOB, "planes")]
 
 
 @njit(nogil=True, cache=True)
@@ -69,7 +87,7 @@ def gather_spans(slabs, spans, group, num_kv_heads, limits, addresses, capacitie
 
 @njit(nogil=True, cache=True)
 def begin_jobs(jobs, slabs, spans, parents, planes, capacities, shares):  # type: ignore[no-untyped-def]
-    """Writes a step's spans into the jobs of a native program, [num_layers, 2, JOB_SIZE].
+    """Writes a step's spans into the jobs of a native program, SPAN_JOB [num_layers, 2].
 
     Of a layer's two jobs one stores K and V and one attends. Returns whether the latter stores K and V itself.
     slabs: SlabAllocator.slabs(). spans, parents: those of base.Spans. planes int64 [num_layers, num_spans or more, 2]
@@ -92,21 +110,21 @@ def begin_jobs(jobs, slabs, spans, parents, planes, capacities, shares):  # type
     for layer in range(planes.shape[0]):
         for part in range(2):
             job = jobs[layer, part]
-            job[NUM_TOKENS], job[NUM_SPANS] = len(parents), len(spans)
-            job[CAPACITIES], job[SPANS], job[PARENTS] = capacities.ctypes.data, spans.ctypes.data, parents.ctypes.data
-            job[LONGEST], job[MOST_ROWS] = longest, most_rows
-            job[ADDRESSES] = planes.ctypes.data + layer * planes.strides[0]
-            job[PART_ROWS], job[HEADS_AT_ONCE], job[STORES], job[NEXT] = part_rows, heads_at_once, stores, 0
+            job.num_tokens, job.num_spans = len(parents), len(spans)
+            job.capacities, job.spans, job.parents = capacities.ctypes.data, spans.ctypes.data, parents.ctypes.data
+            job.longest, job.most_rows = longest, most_rows
+            job.planes = planes.ctypes.data + layer * planes.strides[0]
+            job.part_rows, job.heads_at_once, job.stores, job.next = part_rows, heads_at_once, stores, 0
     return stores
 
 
 @njit(nogil=True, cache=True)
 def arrays_of(job):  # type: ignore[no-untyped-def]
     """Returns (spans, parents, q, k, v); `vector` takes the last three."""
-    spans = carray(as_pointer(job[SPANS]), (job[NUM_SPANS], 3), np.int64)
-    parents = carray(as_pointer(job[PARENTS]), job[NUM_TOKENS], np.int32)
-    query, key = (job[QUERY], job[QUERY + 1], job[QUERY + 2]), (job[KEY], job[KEY + 1], job[KEY + 2])
-    return spans, parents, query, key, (job[VALUE], job[VALUE + 1], job[VALUE + 2])
+    spans = carray(as_pointer(job.spans), (job.num_spans, 3), np.int64)
+    parents = carray(as_pointer(job.parents), job.num_tokens, np.int32)
+    query, key = (job.query[0], job.query[1], job.query[2]), (job.key[0], job.key[1], job.key[2])
+    return spans, parents, query, key, (job.value[0], job.value[1], job.value[2])
 
 
 @njit(nogil=True, cache=True)
@@ -119,9 +137,9 @@ def vector(states, token, head, dim, dtype):  # type: ignore[no-untyped-def]
 @njit(nogil=True, cache=True)
 def planes_of(job, s, dtype):  # type: ignore[no-untyped-def]
     """Returns the K and V planes of span s, [num_kv_heads, capacity, dim]."""
-    addresses = carray(as_pointer(job[ADDRESSES]), (job[NUM_SPANS], 2), np.int64)
-    capacities = carray(as_pointer(job[CAPACITIES]), job[NUM_SPANS], np.int64)
-    shape = (job[NUM_HEADS] // job[GROUP], capacities[s], job[DIM])
+    addresses = carray(as_pointer(job.planes), (job.num_spans, 2), np.int64)
+    capacities = carray(as_pointer(job.capacities), job.num_spans, np.int64)
+    shape = (job.num_heads // job.group, capacities[s], job.dim)
     return carray(as_pointer(addresses[s, 0]), shape, dtype), carray(as_pointer(addresses[s, 1]), shape, dtype)
 
 
@@ -144,14 +162,14 @@ def store_loop(element: str) -> CFunc[Any]:
     """Returns the compiled loop that only stores K and V of all spans. element: "uint16" (bfloat16) or "float32"."""
     dtype = np.dtype(element)
 
-    @cfunc(types.void(types.CPointer(types.int64)), nopython=True, cache=True)
+    @cfunc(types.void(types.int64), nopython=True, cache=True)
     def loop(job_address):  # type: ignore[no-untyped-def]
-        job = carray(job_address, JOB_SIZE)
+        job = record_at(job_address, SPAN_JOB)
         spans, _, _, key, value = arrays_of(job)
-        num_kv_heads = job[NUM_HEADS] // job[GROUP]
+        num_kv_heads = job.num_heads // job.group
         while True:
-            unit = claim(job.ctypes.data + NEXT * job.itemsize)
-            if unit >= job[NUM_SPANS] * num_kv_heads:
+            unit = claim(job_address + NEXT_AT)
+            if unit >= job.num_spans * num_kv_heads:
                 break
             s, head = unit // num_kv_heads, unit % num_kv_heads
             span = (spans[s, 0], spans[s, 1], spans[s, 2])
@@ -189,12 +207,13 @@ class SpanJob:
     def __init__(self, spans: SpanArrays, num_threads: int) -> None:
         self.num_spans, self.most_rows, self.num_threads = len(spans.rows), int(spans.rows[:, 1].max()), num_threads
         self._spans = spans  # kept alive: the job holds addresses of its arrays
-        self._addresses_at, self._by_layer = spans.addresses.ctypes.data, spans.addresses.strides[0]
-        self._job = np.zeros(JOB_SIZE, np.int64)
-        self._job_at = self._job.ctypes.data
-        arrays = [each.ctypes.data for each in (spans.capacities, spans.rows, spans.parents)]
-        longest = int((spans.rows[:, 1] + spans.rows[:, 2]).max())
-        self._job[:LAYER] = len(spans.parents), self.num_spans, *arrays, longest, self.most_rows
+        self._planes_at, self._by_layer = spans.addresses.ctypes.data, spans.addresses.strides[0]
+        self._jobs = np.zeros(1, SPAN_JOB)
+        job = self._jobs[0]
+        job["num_tokens"], job["num_spans"], job["most_rows"] = len(spans.parents), self.num_spans, self.most_rows
+        job["longest"] = (spans.rows[:, 1] + spans.rows[:, 2]).max()
+        for name, array in (("capacities", spans.capacities), ("spans", spans.rows), ("parents", spans.parents)):
+            job[name] = array.ctypes.data
 
     def run(
         self,
@@ -205,28 +224,16 @@ class SpanJob:
         params: AttentionParams,
         shares: tuple[int, int, bool],
     ) -> None:
-        """Runs a loop for one layer. shares: PART_ROWS, HEADS_AT_ONCE, STORES."""
+        """Runs a loop for one layer. shares: part_rows, heads_at_once and stores of SPAN_JOB."""
         rows = [each if each.stride(3) == 1 else each.contiguous() for each in states]  # copies must live until the end
         size = out.itemsize
         where = [(each.data_ptr(), size * each.stride(2), size * each.stride(1)) for each in rows]
         sinks = None if params.sinks is None else params.sinks.detach().float().contiguous()
         (num_heads, dim), num_kv_heads = out.shape[1:], states[1].shape[1]
-        self._job[LAYER:] = (
-            self._addresses_at + layer * self._by_layer,
-            out.data_ptr(),
-            0 if sinks is None else sinks.data_ptr(),
-            *(num_heads, dim, num_heads // num_kv_heads, params.sliding_window or 0),
-            _two_floats(params.scaling, params.softcap or 0.0),
-            *chain.from_iterable(where),
-            *shares,
-            0,
-        )
-        openmp.run(cast("int", loop.address), self._job_at, self.num_threads)
-        if self._job[NEXT] == 0:  # compiled code cannot raise: a thread without working memory claims nothing
+        addresses = self._planes_at + layer * self._by_layer, out.data_ptr(), 0 if sinks is None else sinks.data_ptr()
+        shape = num_heads, dim, num_heads // num_kv_heads, params.sliding_window or 0
+        scales = params.scaling, params.softcap or 0.0
+        self._jobs[LAYER] = np.array((*addresses, *shape, *scales, *where, *shares, 0), self._jobs[LAYER].dtype)
+        openmp.run(cast("int", loop.address), self._jobs.ctypes.data, self.num_threads)
+        if self._jobs["next"][0] == 0:  # compiled code cannot raise: a thread without working memory claims nothing
             raise MemoryError("attention: there is no memory to work in")
-
-
-@functools.lru_cache(maxsize=256)
-def _two_floats(one: float, other: float) -> int:
-    """Packs two float32 into one int64."""
-    return int(np.array([one, other], np.float32).view(np.int64)[0])

@@ -20,7 +20,7 @@ from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, DraftTree
 from batchserve.draft.draft_cache import SavedScope, read_scopes, write_scopes
 from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.draft.mixture_batch import (
-    JOB_SIZE,
+    GROW_JOB,
     NUM_WEIGHTS,
     REQUEST,
     accept_all,
@@ -138,7 +138,7 @@ class MixtureDrafter(Drafter):
         self._found: tuple[list[str], np.ndarray] = [], np.zeros(0, np.int64)  # whose slots were asked for last
         self._is_verified = np.zeros(0, np.bool_)
         self._team = ONE_THREAD
-        self._job = np.zeros(JOB_SIZE, np.int64)
+        self._job = np.zeros(1, GROW_JOB)
         self._make_nodes(1)
 
     def use_threads(self, team: Team) -> None:

@@ -32,7 +32,7 @@ from batchserve.draft.mixture_learning import accept_tokens
 from batchserve.draft.mixture_noise import noise_bin_of
 from batchserve.draft.mixture_reading import follow_chains, open_chains
 from batchserve.draft.text_index import FILLED, MIN_CAPACITY, NUM_ORDERS, TextIndex, source_at
-from batchserve.native.addresses import as_pointer, claim, run_loop
+from batchserve.native.addresses import as_pointer, claim, offset, record_at, run_loop
 from batchserve.native.jit import cfunc, njit
 from batchserve.native.pool import ONE_THREAD
 
@@ -50,10 +50,31 @@ REQUEST = np.dtype(  # own, scope and root are addresses: of TextIndex.address, 
     align=True,
 )
 NUM_WEIGHTS = len(initial_weights())
-# Fields of grow_loop's job, an int64 array: sizes, and addresses of arrays.
-NUM_REQUESTS, AT_ONCE, TABLE_SIZE, NUM_THREADS, MOST_NODES, NUM_LINKS, BRANCH_LENGTH = range(7)
-TABLE, SLOTS, SIZES, LEAST, NODES, SCRATCHES, STARTS, COUNTS, LINKS, PROBS = range(7, 17)
-NEXT, NEXT_THREAD, JOB_SIZE = range(17, 20)
+GROW_JOB = np.dtype(  # of grow_loop
+    [
+        ("num_requests", np.int64),
+        ("at_once", np.int64),  # requests that a thread takes at once
+        ("table_size", np.int64),
+        ("num_threads", np.int64),  # that there is work memory for
+        ("most_nodes", np.int64),  # of a tree
+        ("num_links", np.int64),
+        ("branch_length", np.int64),
+        # Addresses of arrays; see grow_all.
+        ("table", np.int64),
+        ("slots", np.int64),
+        ("sizes", np.int64),
+        ("least", np.int64),
+        ("nodes", np.int64),
+        ("scratches", np.int64),
+        ("starts", np.int64),
+        ("counts", np.int64),
+        ("links", np.int64),
+        ("probs", np.int64),
+        ("next", np.int64),  # the first piece of at_once requests that no thread has begun, initially 0
+        ("next_thread", np.int64),  # the first work memory that no thread has, initially 0
+    ]
+)
+NEXT_AT, NEXT_THREAD_AT = offset(GROW_JOB, "next"), offset(GROW_JOB, "next_thread")
 
 
 def scope_addresses(
@@ -130,35 +151,35 @@ def _grow_some(table, slots, bounds, branch_length, work, starts, counts, links,
 @functools.cache
 def grow_loop() -> Any:
     """Returns the compiled loop over a step's requests. Threads that are given the same job share it: each takes its
-    own work memory (NEXT_THREAD), and then repeatedly the next AT_ONCE requests that no thread has begun (NEXT). Both
-    counters start at 0. A thread for which there is no work memory does nothing.
+    own work memory, and then repeatedly the next requests that no thread has begun. A thread for which there is no work
+    memory does nothing.
     """
 
-    @cfunc(types.void(types.CPointer(types.int64)), nopython=True, cache=True)
+    @cfunc(types.void(types.int64), nopython=True, cache=True)
     def loop(job_address):  # type: ignore[no-untyped-def]
-        job = carray(job_address, JOB_SIZE)
-        count, num_threads, most, size = job[NUM_REQUESTS], job[NUM_THREADS], job[MOST_NODES], job[NUM_LINKS]
-        table = carray(as_pointer(job[TABLE]), job[TABLE_SIZE], REQUEST)
-        slots = carray(as_pointer(job[SLOTS]), count, np.int64)
-        sizes = carray(as_pointer(job[SIZES]), (count, 3), np.int64)
-        least = carray(as_pointer(job[LEAST]), count, np.float64)
-        nodes = carray(as_pointer(job[NODES]), (num_threads, most), NODE)
-        scratches = carray(as_pointer(job[SCRATCHES]), num_threads, SCRATCH)
-        starts = carray(as_pointer(job[STARTS]), count, np.int64)
-        counts = carray(as_pointer(job[COUNTS]), count, np.int64)
-        links = carray(as_pointer(job[LINKS]), (3, size), np.int64)
-        probs = carray(as_pointer(job[PROBS]), size, np.float64)
-        me = claim(job.ctypes.data + NEXT_THREAD * job.itemsize)
+        job = record_at(job_address, GROW_JOB)
+        count, num_threads, at_once = job.num_requests, job.num_threads, job.at_once
+        table = carray(as_pointer(job.table), job.table_size, REQUEST)
+        slots = carray(as_pointer(job.slots), count, np.int64)
+        sizes = carray(as_pointer(job.sizes), (count, 3), np.int64)
+        least = carray(as_pointer(job.least), count, np.float64)
+        nodes = carray(as_pointer(job.nodes), (num_threads, job.most_nodes), NODE)
+        scratches = carray(as_pointer(job.scratches), num_threads, SCRATCH)
+        starts = carray(as_pointer(job.starts), count, np.int64)
+        counts = carray(as_pointer(job.counts), count, np.int64)
+        links = carray(as_pointer(job.links), (3, job.num_links), np.int64)
+        probs = carray(as_pointer(job.probs), job.num_links, np.float64)
+        me = claim(job_address + NEXT_THREAD_AT)
         if me >= num_threads:
             return
         work = (nodes[me], scratches[me : me + 1])
         while True:
-            first = claim(job.ctypes.data + NEXT * job.itemsize) * job[AT_ONCE]
+            first = claim(job_address + NEXT_AT) * at_once
             if first >= count:
                 break
-            some = slice(first, min(first + job[AT_ONCE], count))
+            some = slice(first, min(first + at_once, count))
             bounds = (sizes[some], least[some])
-            _grow_some(table, slots[some], bounds, job[BRANCH_LENGTH], work, starts[some], counts[some], links, probs)
+            _grow_some(table, slots[some], bounds, job.branch_length, work, starts[some], counts[some], links, probs)
 
     return loop
 
@@ -168,28 +189,29 @@ def grow_all(table, slots, bounds, branch_length, work, memory, trees, loop, tea
     """Grows the trees of the requests at `slots` of the table, and stores their nodes one tree after another.
 
     See mixture_growth.grow. bounds: those of DraftQueries and its min_probs. work: every thread's nodes [num_threads,
-    most nodes of a tree] and scratch [num_threads]. memory: job [JOB_SIZE] and counts [num_requests]. trees, which are
+    most nodes of a tree] and scratch [num_threads]. memory: GROW_JOB [1] and counts [num_requests]. trees, which are
     filled: starts [num_requests + 1], with 0 at first, links [3, most nodes of all trees] and probs. loop: grow_loop's
     address. team: (start, size, pool) of a Team, which may have more threads than there is work memory for.
     """
-    (sizes, least), (nodes, scratches), (job, counts), (starts, links, probs) = bounds, work, memory, trees
+    (sizes, least), (nodes, scratches), (jobs, counts), (starts, links, probs) = bounds, work, memory, trees
     num_threads = len(scratches)
     for i in range(len(slots)):
         starts[i + 1] = starts[i] + max(0, sizes[i, 0])
-    job[NUM_REQUESTS], job[NUM_THREADS], job[TABLE_SIZE] = len(slots), num_threads, len(table)
+    job = jobs[0]
+    job.num_requests, job.num_threads, job.table_size = len(slots), num_threads, len(table)
     # Prefetching is faster for many requests at once, but threads should finish at the same time.
-    job[AT_ONCE] = len(slots) if num_threads == 1 else max(1, len(slots) // (2 * num_threads))
-    job[MOST_NODES], job[NUM_LINKS], job[BRANCH_LENGTH] = nodes.shape[1], links.shape[1], branch_length
-    job[TABLE], job[SLOTS], job[SIZES], job[LEAST] = (
+    job.at_once = len(slots) if num_threads == 1 else max(1, len(slots) // (2 * num_threads))
+    job.most_nodes, job.num_links, job.branch_length = nodes.shape[1], links.shape[1], branch_length
+    job.table, job.slots, job.sizes, job.least = (
         table.ctypes.data,
         slots.ctypes.data,
         sizes.ctypes.data,
         least.ctypes.data,
     )
-    job[NODES], job[SCRATCHES], job[STARTS] = nodes.ctypes.data, scratches.ctypes.data, starts.ctypes.data
-    job[COUNTS], job[LINKS], job[PROBS] = counts.ctypes.data, links.ctypes.data, probs.ctypes.data
-    job[NEXT], job[NEXT_THREAD] = 0, 0
-    run_loop(team, loop, job.ctypes.data)
+    job.nodes, job.scratches, job.starts = nodes.ctypes.data, scratches.ctypes.data, starts.ctypes.data
+    job.counts, job.links, job.probs = counts.ctypes.data, links.ctypes.data, probs.ctypes.data
+    job.next, job.next_thread = 0, 0
+    run_loop(team, loop, jobs.ctypes.data)
     end = 0
     for i in range(len(slots)):
         begin = starts[i]
@@ -243,5 +265,5 @@ def compile_kernels() -> None:
     begin_request(table, 0, index.address, card, root, found, 5, noise_bin, seed)
     accept_all(table, slots, starts, tokens[:1], 1, 0, nodes[0], scratch)
     bounds, trees = (np.array([[2, 2, 2]]), np.zeros(1)), (starts, np.zeros((3, 2), np.int64), np.zeros(2))
-    memory = np.zeros(JOB_SIZE, np.int64), np.zeros(1, np.int64)
+    memory = np.zeros(1, GROW_JOB), np.zeros(1, np.int64)
     grow_all(table, slots, bounds, 2, (nodes, scratch), memory, trees, grow_loop().address, tuple(ONE_THREAD))

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Sized
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, Unpack
 
 from batchserve.engine.engine_process import EngineProcess
 from batchserve.engine.engine_thread import EngineThread
@@ -29,7 +29,7 @@ from batchserve.errors import (
 )
 from batchserve.forks import OwnerProcess
 from batchserve.logs import adopt_library_loggers
-from batchserve.types import Delta, ModelInfo, RequestOutput, SamplingParams, SpeculationParams, Started
+from batchserve.types import Delta, GenerateCall, ModelInfo, RequestOutput, SamplingParams, SpeculationParams, Started
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from batchserve.engine.host import EngineHost
     from batchserve.metrics import MetricsSource
     from batchserve.startup.build import BuiltEngine
+    from batchserve.types import CallOptions
 
 _T = TypeVar("_T")
 INLINE_SIZE = 4096  # characters or token ids; shorter prompts are processed on the loop, a thread would take longer
@@ -108,62 +109,61 @@ class AsyncEngine:
         return request_id in self._ids
 
     def stream(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
-        *,
-        request_id: str = "",
-        model: str = "",
-        speculation: SpeculationParams | None = None,
-        deadline_s: float | None = None,
-        priority: int = 0,
-        backlog: Backlog | None = None,
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Unpack[CallOptions]
     ) -> AsyncGenerator[Started | Delta, None]:
-        """Yields one Started, then Deltas. The last Delta has finish_reason, usage and timing set.
+        """Yields one Started, then Deltas. The last Delta has finish_reason, usage and timing set. See GenerateCall.
 
-        deadline_s: from now. priority: -1000..1000, higher comes first. backlog: counts Deltas that are not taken yet.
         Raises a BatchserveError at any point. Closing the generator (aclose(), or cancelling the task that iterates
         it) aborts the request within one step; use contextlib.aclosing.
         """
-        return self._events(prompt, params, request_id, model, speculation, deadline_s, priority, backlog)
+        return self.events(GenerateCall(prompt, params, **options))
 
-    async def _events(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams | None,
-        request_id: str,
-        model: str,
-        speculation: SpeculationParams | None,
-        deadline_s: float | None,
-        priority: int,
-        backlog: Backlog | None = None,
-        is_whole: bool = False,
+    async def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Unpack[CallOptions]
+    ) -> RequestOutput:
+        """Like stream(), but returns the complete output. Cancelling the awaiting task aborts the request."""
+        return await self.answer(GenerateCall(prompt, params, **options))
+
+    async def answer(self, call: GenerateCall) -> RequestOutput:
+        """Implements generate()."""
+        async with aclosing(self.events(call, is_whole=True)) as events:
+            collector = OutputCollector([])
+            async for event in events:
+                if isinstance(event, Started):
+                    collector = OutputCollector(event.prompt_token_ids)
+                else:
+                    collector.add(event)
+        return collector.output()
+
+    async def events(
+        self, call: GenerateCall, *, backlog: Backlog | None = None, is_whole: bool = False
     ) -> AsyncGenerator[Started | Delta, None]:
-        """Implements stream(). is_whole: one Delta with everything, so that no step has to wake the client's task."""
+        """Implements stream(). backlog: counts Deltas that are not taken yet. is_whole: one Delta with everything, so
+        that no step has to wake the client's task.
+        """
         arrival_s = time.monotonic()
-        if not isinstance(request_id, str):
-            raise InvalidRequestError("INVALID_REQUEST_ID", "request_id", request_id, "a string")
-        deadline_s = _seconds(deadline_s)
-        request_id = request_id or uuid.uuid4().hex
-        self._check_admission(request_id, model)
+        if not isinstance(call.request_id, str):
+            raise InvalidRequestError("INVALID_REQUEST_ID", "request_id", call.request_id, "a string")
+        deadline_s = _seconds(call.deadline_s)
+        request_id = call.request_id or uuid.uuid4().hex
+        self._check_admission(request_id, call.model)
         stream = self._open(request_id)  # before the first await, so that no other request gets this id
         try:
             if deadline_s is not None and deadline_s <= 0:
                 raise DeadlineExceededError("deadline passed before the request was queued")
             deadline_s = None if deadline_s is None else arrival_s + deadline_s
-            size = _size(prompt)
-            token_ids = await _run_off_loop(size, self._processor.tokenize, prompt)
-            references = speculation.references if isinstance(speculation, SpeculationParams) else ()
+            token_ids = await _run_off_loop(_size(call.prompt), self._processor.tokenize, call.prompt)
+            references = call.speculation.references if isinstance(call.speculation, SpeculationParams) else ()
             request = await _run_off_loop(
                 sum(map(len, references)),
                 self._processor.new_request,
                 request_id,
                 token_ids,
-                SamplingParams() if params is None else params,
-                SpeculationParams() if speculation is None else speculation,
+                SamplingParams() if call.params is None else call.params,
+                SpeculationParams() if call.speculation is None else call.speculation,
                 arrival_s,
                 deadline_s,
-                priority,
+                call.priority,
                 is_whole,
             )
             if self._closed is not None:
@@ -182,28 +182,6 @@ class AsyncEngine:
                     return
         finally:
             self._forget(stream)
-
-    async def generate(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
-        *,
-        request_id: str = "",
-        model: str = "",
-        speculation: SpeculationParams | None = None,
-        deadline_s: float | None = None,
-        priority: int = 0,
-    ) -> RequestOutput:
-        """Like stream(), but returns the complete output. Cancelling the awaiting task aborts the request."""
-        given = (prompt, params, request_id, model, speculation, deadline_s, priority)
-        async with aclosing(self._events(*given, is_whole=True)) as events:
-            collector = OutputCollector([])
-            async for event in events:
-                if isinstance(event, Started):
-                    collector = OutputCollector(event.prompt_token_ids)
-                else:
-                    collector.add(event)
-        return collector.output()
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuses requests with UnavailableError, also those still being tokenised. Waits for the others to end.

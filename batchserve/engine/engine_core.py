@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from batchserve.draft.forest import DraftForest
     from batchserve.engine.commit import Committed
     from batchserve.engine.drafting import DraftStage
+    from batchserve.engine.executor import Executor
     from batchserve.metrics import EngineMetrics
     from batchserve.request import DraftScope, ResolvedSampling
-    from batchserve.runner.model_runner import ModelRunner
     from batchserve.sampling.verify import StepTokens
     from batchserve.scheduler.plan import SchedulerOutput
     from batchserve.scheduler.scheduler import Scheduler
@@ -64,14 +64,14 @@ class EngineCore:
         self,
         scheduler: Scheduler,
         drafts: DraftStage,
-        runner: ModelRunner,
+        executor: Executor,
         decoder: Decoder | None,
         metrics: EngineMetrics,
         clock: Callable[[], float],
     ) -> None:
         self.scheduler = scheduler
         self.drafts = drafts
-        self.runner = runner
+        self.executor = executor
         self.metrics = metrics
         self._counting = metrics.contained
         metrics.draft_faults = lambda: self.drafts.faults.counts
@@ -178,7 +178,7 @@ class EngineCore:
         drafts = self.drafts.propose(plan)
         batch = self._build(plan, drafts)
         started_s = self._clock()
-        handle = self._unless_out_of_memory(lambda: self.runner.launch(batch), batch.num_rows)
+        handle = self._unless_out_of_memory(lambda: self.executor.launch(batch), batch.num_rows)
         launched_s = self._clock()
         self._publish()
         published_s = self._clock()
@@ -188,7 +188,7 @@ class EngineCore:
             return
         self._num_failed_steps = 0
         num_drafted, forward_s = len(drafts.token_ids), self._clock() - started_s
-        if not self.runner.is_paged:  # a CPU publishes or runs the forward, a GPU's forward runs meanwhile
+        if handle is not None and not handle.is_running:  # else it ran while the step before was published
             forward_s -= published_s - launched_s
         done = self._commit(plan, batch, results)
         self.drafts.step_done(done.given, self._clock() - began_s, forward_s)
@@ -224,7 +224,7 @@ class EngineCore:
             if going_on:
                 _, request = max(going_on, key=lambda each: each[0])
                 self._end_without_memory(request, self._want)
-        self.runner.backend.allocator.give_way()
+        self.executor.allocator.give_way()
 
     def _end_without_memory(self, request: Request, want: str) -> None:
         where = f"request_id = {request.request_id!r}, after {request.num_output_tokens} tokens"
@@ -244,7 +244,7 @@ class EngineCore:
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if memory, requests and drafts disagree."""
-        self.runner.backend.allocator.check_integrity({r.request_id for r in self.scheduler.running})
+        self.executor.allocator.check_integrity({r.request_id for r in self.scheduler.running})
         self.scheduler.table.check_integrity()
         known = {request.request_id for request in self._detokenizers}
         if known != self._names:
@@ -256,7 +256,7 @@ class EngineCore:
 
     def _load(self) -> dict[str, float]:
         """metrics.LOAD; any thread may ask."""
-        allocator, scheduler = self.runner.backend.allocator, self.scheduler
+        allocator, scheduler = self.executor.allocator, self.scheduler
         return {
             "requests_running": len(scheduler.running),
             "requests_waiting": len(scheduler.waiting),
@@ -271,7 +271,7 @@ class EngineCore:
         came before, too, is nobody else's any more. Raises EngineFaultError where a drafter cannot forget:
         all else is forgotten then.
         """
-        self.runner.backend.allocator.forget_prefixes(scope)
+        self.executor.allocator.forget_prefixes(scope)
         for request in self._detokenizers:
             if request.prefix_scope == scope:
                 request.prefix_scope = None
@@ -307,9 +307,7 @@ class EngineCore:
         """Keep the K/V of accepted paths, append tokens, end what is complete: all that the next step depends on."""
         now_s = self._clock()
         done = commit_step(self.scheduler.table.rows, plan, batch, verified, now_s)
-        self.runner.backend.allocator.commit_all(
-            plan.request_ids, [each[NUM_KEPT] for each in done.columns], done.moved
-        )
+        self.executor.allocator.commit_all(plan.request_ids, [each[NUM_KEPT] for each in done.columns], done.moved)
         all_tokens = verified.token_ids.tolist()
         for request, (_, _, start, num_given, num_accepted, has_drafts, is_first, status) in zip(
             plan.requests, done.columns, strict=True

@@ -47,7 +47,7 @@ class EngineLoop:
     def run(self) -> None:
         """Handles messages and runs steps until End or a fatal failure. Then saves the draft cache unless it failed."""
         try:
-            self._core.runner.bind_thread()
+            self._core.executor.bind_thread()
             while self._goes_on():
                 pass
         finally:
@@ -166,7 +166,7 @@ class EngineLoop:
             self._lost.clear()
             self._core.abort_all()
             self._core.check_integrity()
-            self._core.runner.check_device()
+            self._core.executor.check_device()
         except Exception:
             logger.exception("the engine cannot be brought back to a consistent state")
             is_consistent = False

@@ -6,10 +6,13 @@ The code that stores an address owns the array and updates the address when it r
 # ruff: noqa: ANN001, ANN201, ANN202
 from __future__ import annotations
 
+import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from batchserve.native.jit import njit
 
 
 @intrinsic
@@ -20,6 +23,18 @@ def as_pointer(typing_context, address):  # type: ignore[no-untyped-def]
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
 
     return types.voidptr(address), codegen
+
+
+@njit(nogil=True, inline="always")
+def record_at(address, dtype):  # type: ignore[no-untyped-def]
+    """Returns the record of a structured dtype at an address."""
+    return carray(as_pointer(address), 1, dtype)[0]
+
+
+def offset(dtype: np.dtype, field: str) -> int:
+    """Returns where a field begins in a record, in bytes."""
+    assert dtype.fields is not None
+    return dtype.fields[field][1]
 
 
 @intrinsic

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from batchserve.attention import span_job
 from batchserve.attention.matrix_code import TILE
+from batchserve.attention.span_job import SPAN_JOB
 from batchserve.native import openmp, pages, pool
 from batchserve.program import instructions as at
 from batchserve.program.experts import record_experts
 from batchserve.program.graph import Graph
-from batchserve.program.instructions import Kernel, Op, assemble, two_floats
+from batchserve.program.instructions import Kernel, Op, assemble
 from batchserve.program.interpreter import begin_step, run_loop
 from batchserve.program.lower import Lowering
 from batchserve.program.packing import PackedWeight, pack
@@ -82,7 +82,7 @@ class NativeModel:
         self._threads = openmp if self.torch_operators else pool  # torch's own threads if torch runs operators
         self._layers = [self._program.attention[layer] for layer in sorted(self._program.attention)]
         # For each layer, a job that stores K and V, if that has to come first, and a job that attends.
-        self._jobs = np.zeros((len(self._layers), 2, span_job.JOB_SIZE), np.int64)
+        self._jobs = np.zeros((len(self._layers), 2), SPAN_JOB)
         attends = [place for place, each in enumerate(self._program.instructions) if each.op == Op.ATTEND]
         self._stores, self._attends = np.array(attends[::2], np.int64), np.array(attends[1::2], np.int64)
         self._table_fields: list[tuple[int, int, int]] = []  # instruction, field, table
@@ -120,7 +120,7 @@ class NativeModel:
                     segment.run(self._view)
             else:
                 self._run(segment)
-        if not self._jobs[:, 1, span_job.NEXT].all():
+        if not self._jobs["next"][:, 1].all():
             raise MemoryError("attention: there is no memory to work in")
         return logits
 
@@ -167,12 +167,12 @@ class NativeModel:
     def limit_windows(self, length: int) -> Iterator[None]:
         """Limits attention windows to `length`, for a probe whose prompt is shorter than the windows."""
         self._reserve(LEAST_CAPACITY, self._threads.given(torch.get_num_threads()))  # writes the windows
-        windows = self._jobs[:, :, span_job.WINDOW].copy()
-        self._jobs[:, :, span_job.WINDOW] = np.minimum(windows, length)
+        windows = self._jobs["window"].copy()
+        self._jobs["window"] = np.minimum(windows, length)
         try:
             yield
         finally:
-            self._jobs[:, :, span_job.WINDOW] = windows
+            self._jobs["window"] = windows
 
     def _pack(self, weight: torch.Tensor) -> PackedWeight:
         key = weight.data_ptr(), weight.shape, weight.stride()
@@ -222,13 +222,13 @@ class NativeModel:
 
     def _job(self, layer: int, part: int) -> int:
         place = next(i for i, each in enumerate(self._layers) if each.layer == layer)
-        attention, job = self._layers[place], self._jobs[place, part]
+        attention, job = self._layers[place], self._jobs[place, part : part + 1]
         params = attention.params
         if params.sinks is not None:
-            job[span_job.SINKS] = self._constant(params.sinks)
-        job[span_job.NUM_HEADS], job[span_job.DIM] = attention.num_heads, attention.dim
-        job[span_job.GROUP] = attention.num_heads // attention.num_kv_heads
-        job[span_job.SCALES] = two_floats(params.scaling, params.softcap or 0.0)
+            job["sinks"] = self._constant(params.sinks)
+        job["num_heads"], job["dim"] = attention.num_heads, attention.dim
+        job["group"] = attention.num_heads // attention.num_kv_heads
+        job["scale"], job["softcap"] = params.scaling, params.softcap or 0.0
         return int(job.ctypes.data)
 
     def _reserve(self, num_rows: int, num_threads: int) -> None:
@@ -279,10 +279,10 @@ class NativeModel:
 
     def _address_attention(self, attention: Attention, job: np.ndarray) -> None:
         size = 2 if self._is_half else 4
-        job[span_job.OUT] = self._at((attention.out, 0))
-        job[span_job.WINDOW] = attention.params.sliding_window or 0
-        for field, place in zip((span_job.QUERY, span_job.KEY, span_job.VALUE), attention.operands, strict=True):
-            job[field : field + 3] = self._at(place), place[0].by_row, attention.dim * size
+        job["out"] = self._at((attention.out, 0))
+        job["window"] = attention.params.sliding_window or 0
+        for field, place in zip(("query", "key", "value"), attention.operands, strict=True):
+            job[field] = self._at(place), place[0].by_row, attention.dim * size
 
 
 @contextmanager

@@ -12,13 +12,15 @@ from batchserve.attention.paged import PagedBackend
 from batchserve.attention.step_buffer import upload
 from batchserve.native import openmp
 from batchserve.runner.forward import logits_of
-from batchserve.runner.step_handle import QueuedStep, StepHandle, verify_batch
+from batchserve.runner.step_handle import QueuedStep, verify_batch
 from batchserve.sampling.argmax_kernel import best_tokens
 from batchserve.sampling.device import DeviceSampler
 from batchserve.sampling.recordings import Recordings
 
 if TYPE_CHECKING:
     from batchserve.attention.base import AttentionBackend, Spans
+    from batchserve.engine.executor import StepHandle
+    from batchserve.kv.allocator import KVAllocator
     from batchserve.runner.compiled import CompiledLayers, CompiledModel
     from batchserve.runner.cuda_graphs import StepGraphs
     from batchserve.runner.loader import LoadedModel
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 class LazyStep:
     """StepHandle of the CPU's own path: the forward runs in wait()."""
+
+    is_running = False
 
     def __init__(self, runner: ModelRunner, batch: RaggedBatch) -> None:
         self._runner = runner
@@ -63,6 +67,10 @@ class ModelRunner:
         if loaded.native is not None:
             assert isinstance(backend, CpuBackend)
             loaded.native.use_backend(backend)
+
+    @property
+    def allocator(self) -> KVAllocator:
+        return self.backend.allocator
 
     @property
     def is_paged(self) -> bool:

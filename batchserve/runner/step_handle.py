@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,13 +29,6 @@ ALONE = 1 << 17  # logits, at least, that one thread has sampled from before ano
 KINDS = {torch.float32: IS_FLOAT, torch.bfloat16: IS_BFLOAT}
 
 
-class StepHandle(Protocol):
-    """A launched step."""
-
-    def wait(self) -> StepTokens:
-        """The verified tokens of every request of the batch. To be called once."""
-
-
 class QueuedStep:
     """StepHandle of the GPU path: forward, sampling and tree walk are queued, and a copy of the tokens behind them.
 
@@ -43,6 +36,8 @@ class QueuedStep:
     of requests that the device could not decide, the host reads their rows. tokens: DeviceSampler.sample's; None:
     nothing is sampled.
     """
+
+    is_running = True
 
     def __init__(
         self,

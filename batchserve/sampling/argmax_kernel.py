@@ -15,13 +15,24 @@ import torch
 from numba import carray, types
 
 from batchserve.native import pool
-from batchserve.native.addresses import as_pointer, claim
+from batchserve.native.addresses import as_pointer, claim, offset, record_at
 from batchserve.native.jit import cfunc, njit
 
 BLOCK = 1024  # logits per block; a first pass only finds out which block has the greatest
 SHARED_LOGITS = 1 << 16  # one thread reads fewer logits faster than several threads do
-# Fields of best_loop's job, an int64 array: sizes, and addresses of arrays.
-NUM_ROWS, VOCAB_SIZE, INFINITY, BITS, BEST, IS_FINITE, NEXT, JOB_SIZE = range(8)
+BEST_JOB = np.dtype(  # of best_loop
+    [
+        ("num_rows", np.int64),
+        ("vocab_size", np.int64),
+        ("infinity", np.int64),  # its bits
+        # Addresses, of int16 [num_rows, vocab_size], int64 [num_rows] and bool [num_rows].
+        ("bits", np.int64),
+        ("best", np.int64),
+        ("is_finite", np.int64),
+        ("next", np.int64),  # the first row that no thread has begun, initially 0
+    ]
+)
+NEXT_AT = offset(BEST_JOB, "next")
 INFINITY_BITS = {torch.bfloat16: np.int16(0x7F80), torch.float16: np.int16(0x7C00)}
 
 
@@ -72,19 +83,17 @@ def _best_of(row, infinity):  # type: ignore[no-untyped-def]
 
 @functools.cache
 def best_loop() -> Any:
-    """Returns the compiled loop over rows. Threads that are given the same job share it: NEXT, 0 at first, is the next
-    row that no thread has begun.
-    """
+    """Returns the compiled loop over rows. Threads that are given the same job share it."""
 
-    @cfunc(types.void(types.CPointer(types.int64)), nopython=True, cache=True)
+    @cfunc(types.void(types.int64), nopython=True, cache=True)
     def loop(job_address):  # type: ignore[no-untyped-def]
-        job = carray(job_address, JOB_SIZE)
-        count, infinity = job[NUM_ROWS], np.int16(job[INFINITY])
-        bits = carray(as_pointer(job[BITS]), (count, job[VOCAB_SIZE]), np.int16)
-        best = carray(as_pointer(job[BEST]), count, np.int64)
-        is_finite = carray(as_pointer(job[IS_FINITE]), count, np.bool_)
+        job = record_at(job_address, BEST_JOB)
+        count, infinity = job.num_rows, np.int16(job.infinity)
+        bits = carray(as_pointer(job.bits), (count, job.vocab_size), np.int16)
+        best = carray(as_pointer(job.best), count, np.int64)
+        is_finite = carray(as_pointer(job.is_finite), count, np.bool_)
         while True:
-            i = claim(job.ctypes.data + NEXT * job.itemsize)
+            i = claim(job_address + NEXT_AT)
             if i >= count:
                 break
             best[i], is_finite[i] = _best_of(bits[i], infinity)
@@ -104,7 +113,7 @@ def best_tokens(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     bits, (num_rows, vocab_size) = logits.contiguous(), logits.shape
     best, is_finite = np.empty(num_rows, np.int64), np.empty(num_rows, np.bool_)
     arrays = bits.data_ptr(), best.ctypes.data, is_finite.ctypes.data
-    job = np.array([num_rows, vocab_size, infinity, *arrays, 0], np.int64)
+    job = np.array((num_rows, vocab_size, infinity, *arrays, 0), BEST_JOB)
     is_shared = num_rows * vocab_size > SHARED_LOGITS
     pool.run(best_loop().address, job.ctypes.data, torch.get_num_threads() if is_shared else 1)
     return best, is_finite

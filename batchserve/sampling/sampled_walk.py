@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numba import carray, types
 
-from batchserve.native.addresses import as_pointer, claim
+from batchserve.native.addresses import as_pointer, claim, offset, record_at
 from batchserve.native.jit import cfunc, njit
 from batchserve.sampling.draw_kernel import LOWEST_TEMPERATURE, block_tops, draw_allowed, stream_key
 from batchserve.sampling.sampler import NO_TOKEN
@@ -23,10 +23,33 @@ if TYPE_CHECKING:
     from batchserve.request import ResolvedSampling
 
 IS_FLOAT, IS_BFLOAT = range(2)  # dtypes of logits: float32 and bfloat16
-# Fields of walk_loop's job, an int64 array: sizes, and addresses of arrays.
-NUM_WALKS, NUM_ROWS, NUM_REQUESTS, NUM_INPUTS, LOGITS, ROW_BYTES, KIND, VOCAB_SIZE = range(8)
-WHO, SPANS, PENDING, FIRST_LOGIT, PARAMS, SEEDS, RECORDED, TOKEN_IDS, PARENTS, IS_VERIFIED, WALKED = range(8, 19)
-NEXT, JOB_SIZE = range(19, 21)
+WALK_JOB = np.dtype(  # of walk_loop
+    [
+        ("num_walks", np.int64),
+        ("num_rows", np.int64),
+        ("num_requests", np.int64),
+        ("num_inputs", np.int64),
+        ("logits", np.int64),  # this and the next three: see Logits
+        ("row_bytes", np.int64),
+        ("kind", np.int64),
+        ("vocab_size", np.int64),
+        # Addresses: of the requests' places int64 [num_walks], of temperature, top_k and top_p float64 [num_walks, 3],
+        # and of seeds uint64 [num_walks]; then of the arrays of Rows; then of what is found, int64 [3, num_rows].
+        ("places", np.int64),
+        ("params", np.int64),
+        ("seeds", np.int64),
+        ("spans", np.int64),
+        ("num_pending", np.int64),
+        ("first_logit", np.int64),
+        ("token_ids", np.int64),
+        ("parents", np.int64),
+        ("is_verified", np.int64),
+        ("recorded", np.int64),
+        ("walked", np.int64),
+        ("next", np.int64),  # the first walk that no thread has begun, initially 0
+    ]
+)
+NEXT_AT = offset(WALK_JOB, "next")
 
 
 class Rows(NamedTuple):
@@ -109,33 +132,31 @@ def _walk(i, rows, logits, row, param, seed, walked):  # type: ignore[no-untyped
 
 @functools.cache
 def walk_loop() -> Any:
-    """Returns the compiled loop over sampled requests. Threads that are given the same job share it: NEXT, 0 at first,
-    is the next walk that no thread has begun.
-    """
+    """Returns the compiled loop over sampled requests. Threads that are given the same job share it."""
 
-    @cfunc(types.void(types.CPointer(types.int64)), nopython=True, cache=True)
+    @cfunc(types.void(types.int64), nopython=True, cache=True)
     def loop(job_address):  # type: ignore[no-untyped-def]
-        job = carray(job_address, JOB_SIZE)
-        count, num_rows, num_requests = job[NUM_WALKS], job[NUM_ROWS], job[NUM_REQUESTS]
-        who = carray(as_pointer(job[WHO]), count, np.int64)
-        params = carray(as_pointer(job[PARAMS]), (count, 3), np.float64)
-        seeds = carray(as_pointer(job[SEEDS]), count, np.uint64)
+        job = record_at(job_address, WALK_JOB)
+        count, num_rows, num_requests = job.num_walks, job.num_rows, job.num_requests
+        places = carray(as_pointer(job.places), count, np.int64)
+        params = carray(as_pointer(job.params), (count, 3), np.float64)
+        seeds = carray(as_pointer(job.seeds), count, np.uint64)
         rows = (
-            carray(as_pointer(job[SPANS]), (num_requests, 3), np.int64),
-            carray(as_pointer(job[PENDING]), num_requests, np.int64),
-            carray(as_pointer(job[FIRST_LOGIT]), num_requests, np.int64),
-            carray(as_pointer(job[TOKEN_IDS]), job[NUM_INPUTS], np.int64),
-            carray(as_pointer(job[PARENTS]), num_rows, np.int32),
-            carray(as_pointer(job[IS_VERIFIED]), num_rows, np.bool_),
-            carray(as_pointer(job[RECORDED]), (num_requests, 2), np.int64),
+            carray(as_pointer(job.spans), (num_requests, 3), np.int64),
+            carray(as_pointer(job.num_pending), num_requests, np.int64),
+            carray(as_pointer(job.first_logit), num_requests, np.int64),
+            carray(as_pointer(job.token_ids), job.num_inputs, np.int64),
+            carray(as_pointer(job.parents), num_rows, np.int32),
+            carray(as_pointer(job.is_verified), num_rows, np.bool_),
+            carray(as_pointer(job.recorded), (num_requests, 2), np.int64),
         )
-        walked = carray(as_pointer(job[WALKED]), (3, num_rows), np.int64)
-        logits, row = (job[LOGITS], job[ROW_BYTES], job[KIND]), np.empty(job[VOCAB_SIZE], np.float32)
+        walked = carray(as_pointer(job.walked), (3, num_rows), np.int64)
+        logits, row = (job.logits, job.row_bytes, job.kind), np.empty(job.vocab_size, np.float32)
         while True:
-            w = claim(job.ctypes.data + NEXT * job.itemsize)
+            w = claim(job_address + NEXT_AT)
             if w >= count:
                 break
-            _walk(who[w], rows, logits, row, params[w], seeds[w], walked)
+            _walk(places[w], rows, logits, row, params[w], seeds[w], walked)
 
     return loop
 
@@ -144,14 +165,19 @@ class SampledWalks:
     """The walks of one step. `address` is that of a job for walk_loop, whose arrays live as long as this object."""
 
     def __init__(
-        self, who: Sequence[int], samplings: Sequence[ResolvedSampling], rows: Rows, logits: Logits, walked: np.ndarray
+        self,
+        places: Sequence[int],
+        samplings: Sequence[ResolvedSampling],
+        rows: Rows,
+        logits: Logits,
+        walked: np.ndarray,
     ) -> None:
-        """who: the requests' places in the batch; samplings: their parameters; walked: see walk_kernel.walk_greedy."""
+        """places: the requests' places in the batch. walked: see walk_kernel.walk_greedy."""
         each = [(max(s.temperature, LOWEST_TEMPERATURE), s.top_k, s.top_p) for s in samplings]
         params, seeds = np.array(each, np.float64), np.array([s.seed for s in samplings], np.uint64)
-        self._arrays = (np.array(who, np.int64), *rows[:3], params, seeds, rows.recorded, *rows[3:6], walked)
-        sizes = len(who), walked.shape[1], len(rows.spans), len(rows.token_ids)
-        self._job = np.array([*sizes, *logits, *(array.ctypes.data for array in self._arrays), 0], np.int64)
+        self._arrays = (np.array(places, np.int64), params, seeds, *rows, walked)
+        sizes = len(places), walked.shape[1], len(rows.spans), len(rows.token_ids)
+        self._job = np.array((*sizes, *logits, *(array.ctypes.data for array in self._arrays), 0), WALK_JOB)
         self.address = self._job.ctypes.data
 
 

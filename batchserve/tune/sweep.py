@@ -155,7 +155,7 @@ def sweep_threads(
     adaptive = built.core.drafts.policy
     if not isinstance(adaptive, AdaptiveDrafting) or config.num_threads is None:
         raise RuntimeError("the sweep needs an adaptive engine and a number of threads")
-    allocator = built.core.runner.backend.allocator
+    allocator = built.core.executor.allocator
     kv_cache_bytes = allocator.total_tokens * allocator.bytes_per_token
     if all(times.num_threads != config.num_threads for times in results.step_times):
         results.step_times.append(StepTimes(config.num_threads, adaptive.step_time.table, kv_cache_bytes))
@@ -220,7 +220,7 @@ async def _sweep(
         each_once = [*itertools.product(sizes, modes)]
         order = itertools.chain.from_iterable(each_once[:: -1 if number % 2 else 1] for number in rounds)
         for number, (max_num_seqs, is_adaptive) in enumerate(order):
-            setting = Setting(built.core.runner.num_threads, max_num_seqs, is_adaptive)
+            setting = Setting(built.core.executor.num_threads, max_num_seqs, is_adaptive)
             # Each setting has its own scope, so none gains from the answers of another.
             scope = PRIVATE_SCOPE if config.default_draft_scope == PRIVATE_SCOPE else f"{SCOPE}-{number}"
             await engine.clear_draft_scope(f"{SCOPE}-{number - 1}")

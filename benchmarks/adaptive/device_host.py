@@ -94,11 +94,11 @@ def watched(bench: Lab, parts: Parts, *, is_gap_split: bool) -> Iterator[None]:
     into overhead's parts.
     """
     core = bench.engine.core
-    launch, publish = parts.timed("launch", core.runner.launch), parts.timed("publish", core._publish)
+    launch, publish = parts.timed("launch", core.executor.launch), parts.timed("publish", core._publish)
     device, reading = parts.timed("device", made_up), parts.timed("reading", DeviceSampler.to_verified)
     with (
         mock.patch.object(core, "_publish", publish),
-        mock.patch.object(core.runner, "launch", launch),
+        mock.patch.object(core.executor, "launch", launch),
         instrumented(bench, parts, is_host_split=is_gap_split),
         mock.patch.object(sys.modules[__name__], "made_up", device),
         mock.patch.object(DeviceSampler, "to_verified", lambda *arguments: reading(*arguments)),

@@ -179,7 +179,7 @@ class Driver:
         for flight in flights[most:]:
             _note(flight, run)
             self.core.abort(flight.request)
-            del self.core.runner.forced[flight.request.request_id]
+            del self.core.executor.forced[flight.request.request_id]
         return flights[:most]
 
     def _begin(self, contender: Contender) -> None:
@@ -191,7 +191,7 @@ class Driver:
     def clear(self) -> None:
         """Drop what is under way."""
         self.core.abort_all()
-        self.core.runner.forced.clear()
+        self.core.executor.forced.clear()
         self.core.check_integrity()
 
     def join(self, record: ReplayRecord, contender: Contender, given: int = 1, num_tokens: int | None = None) -> Flight:
@@ -208,13 +208,13 @@ class Driver:
         request.token_ids += answer[:given]
         request.num_computed_tokens = len(request.token_ids) - 1
         self._fill(name, request.num_computed_tokens)
-        self.core.runner.forced[name] = record.prompt_token_ids + answer
+        self.core.executor.forced[name] = record.prompt_token_ids + answer
         self.core.add(request)
         return Flight(request, given)
 
     def _fill(self, name: str, num_tokens: int) -> None:
         """K/V that attention takes as long to read as any other."""
-        backend = self.core.runner.backend
+        backend = self.core.executor.backend
         if not backend.allocator.reserve(name, num_tokens + 1):
             free = backend.allocator.free_tokens
             raise ConfigError(f"K/V memory: {free} tokens are free, must be {num_tokens + 1} for one more request")
@@ -255,7 +255,7 @@ class Driver:
         """Those that go on."""
         for flight in flights:
             if flight.request.is_finished:
-                del self.core.runner.forced[flight.request.request_id]
+                del self.core.executor.forced[flight.request.request_id]
         return [flight for flight in flights if not flight.request.is_finished]
 
 

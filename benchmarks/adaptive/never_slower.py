@@ -70,7 +70,7 @@ def random_records(vocab_size: int, seed: int = 0) -> list[ReplayRecord]:
 def measure(bench: Lab, model: str, options: Options) -> dict[str, Any]:
     records = random_records(bench.engine.info.vocab_size)
     drafters: dict[str, Drafter] = {
-        "hostile drafter": HostileDrafter(bench.engine.core.runner.forced),
+        "hostile drafter": HostileDrafter(bench.engine.core.executor.forced),
         "random text": new_drafter(options.drafter),
     }
     found: dict[str, Any] = {}

@@ -98,8 +98,8 @@ def instrumented(bench: Lab, parts: Parts, *, is_host_split: bool) -> Iterator[N
     """Times what is no host work, and the parts of what is, if it is to be split."""
     core = bench.engine.core
     places: list[tuple[Any, str, str]] = [
-        (core.runner, "forward", "forward"),
-        (core.runner.forced, "places", "recordings"),
+        (core.executor, "forward", "forward"),
+        (core.executor.forced, "places", "recordings"),
     ]
     with ExitStack() as stack:
         for owner, attribute, name in places + (host_parts(core) if is_host_split else []):
@@ -158,7 +158,7 @@ def without_forward(bench: Lab, pass_time: Callable[[], None]) -> Iterator[None]
         pass_time()
         return torch.zeros(len(batch.logit_rows), 2)
 
-    with mock.patch.object(bench.engine.core.runner, "forward", forward):
+    with mock.patch.object(bench.engine.core.executor, "forward", forward):
         yield
 
 

@@ -71,6 +71,8 @@ class _Handle:
     runner: SimulatedRunner
     batch: RaggedBatch
 
+    is_running = False
+
     def wait(self) -> StepTokens:
         self.runner.clock.advance(self.runner.truth.predict(load_of(self.batch)))
         return StepTokens.of([_walk(rows, self.runner.forced[rows.request_id]) for rows in self.batch.requests])
@@ -143,7 +145,7 @@ class Simulation:
         """The best run of an Oracle; its price of time is the rate that it reached in the round before."""
         best = driver.run(self.records, load, fixed(0))
         for _ in range(CEILING_ROUNDS):
-            oracle = Oracle(self.table, driver.core.runner.forced, best.tokens_per_s, is_paying_for_misses)
+            oracle = Oracle(self.table, driver.core.executor.forced, best.tokens_per_s, is_paying_for_misses)
             run = driver.run(self.records, load, Contender("oracle", MOST_DRAFT_TOKENS, oracle))
             best = max(best, run, key=lambda run: run.tokens_per_s)
         return best

@@ -170,10 +170,10 @@ class Lab:
         assert isinstance(engine.core.drafts.policy, AdaptiveDrafting)
         self.table: StepTimeTable = engine.core.drafts.policy.step_time.table
         self.driver = Driver(engine.core, time.perf_counter)
-        engine.core.runner.bind_thread()
+        engine.core.executor.bind_thread()
 
     def use(self, drafter: Drafter, warm: Sequence[ReplayRecord] = ()) -> None:
-        drafter.use_threads(pool.team(self.engine.core.runner.num_threads))
+        drafter.use_threads(pool.team(self.engine.core.executor.num_threads))
         self.engine.core.drafts.drafter = WarmDrafter(drafter, warm)
 
     def adaptive(self) -> Contender:
@@ -190,9 +190,9 @@ class Lab:
     def about(self) -> dict[str, Any]:
         model = StepTimeModel(self.table)
         return {
-            "parameters": self.engine.core.runner.num_parameters,
+            "parameters": self.engine.core.executor.num_parameters,
             "dtype": self.engine.info.dtype,
-            "threads": self.engine.core.runner.num_threads,
+            "threads": self.engine.core.executor.num_threads,
             "critical_length": model.critical_length(),
             "table": asdict(self.table),
         }

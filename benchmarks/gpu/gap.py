@@ -181,8 +181,8 @@ class Probe:
         self._waits: list[float] = []
         self._stages: dict[str, list[float]] = {}
         self._ended_s: float | None = None  # of a step in which all streams decoded
-        self._launch = engine.core.runner.launch
-        engine.core.runner.launch = self._timed_launch  # type: ignore[method-assign]
+        self._launch = engine.core.executor.launch
+        engine.core.executor.launch = self._timed_launch  # type: ignore[method-assign]
         for owner_name, name in self.STAGES:
             owner = engine.core if owner_name is None else getattr(engine.core, owner_name)
             if hasattr(owner, name):  # the core's own stages are private, and may be called otherwise one day

@@ -147,7 +147,7 @@ def past_probe(found: dict[str, Any]) -> Iterator[None]:
 
 def num_graphs(engine: BuiltEngine) -> int:
     """Buckets that were captured; 0: all steps are eager."""
-    graphs = engine.core.runner.graphs
+    graphs = engine.core.executor.graphs
     return 0 if graphs is None else len(graphs.buckets)
 
 
@@ -156,7 +156,7 @@ def check_graphs(engine: BuiltEngine, is_eager: bool, said: Sequence[str] = ()) 
 
     said: what the engine said at its start, which has the reason.
     """
-    backend = engine.core.runner.backend
+    backend = engine.core.executor.backend
     can_be = isinstance(backend, PagedBackend) and backend.device.type == "cuda" and backend.kernel.can_be_captured
     if can_be and not is_eager and not num_graphs(engine):
         reasons = [text for text in said if text.startswith("all steps are eager")]

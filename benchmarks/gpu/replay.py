@@ -59,7 +59,7 @@ class PagedDriver(Driver):
         return run
 
     def _fill(self, name: str, num_tokens: int) -> None:
-        allocator = self.core.runner.backend.allocator
+        allocator = self.core.executor.allocator
         if not allocator.reserve(name, num_tokens + 1):
             raise RuntimeError(f"no K/V memory for a context of {num_tokens} tokens")
         allocator.commit(name, range(num_tokens))
@@ -78,8 +78,8 @@ class ReplayBench:
         self.core = self.engine.core
         self._table = self.core.drafts.policy.step_time.table
         self.driver = PagedDriver(self.core, time.perf_counter, kit.beat)
-        fill_caches(self.core.runner)
-        self.core.runner.bind_thread()
+        fill_caches(self.core.executor)
+        self.core.executor.bind_thread()
 
     def adaptive(self) -> Contender:
         """One that knows nothing but the measured step times."""

@@ -53,7 +53,7 @@ class StepBench:
         model = random_llama(kit, shape)
         self._kit, self._bandwidth, self._weight_bytes = kit, bandwidth, weight_bytes(model)
         self.engine = engine_on(kit, model, shape, **options)
-        self._core, self.runner = self.engine.core, self.engine.core.runner
+        self._core, self.runner = self.engine.core, self.engine.core.executor
         self.runner.bind_thread()
         fill_caches(self.runner)
         self._bytes_per_token = self.runner.backend.allocator.bytes_per_token

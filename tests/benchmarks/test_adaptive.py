@@ -108,7 +108,7 @@ def test_what_is_published_before_a_forward_makes_no_row_dearer(
 ) -> None:
     """On a CPU the forward waits for it."""
     driver, contender = simulation.driver(), simulation.adaptive()
-    core, clock, publish_s = driver.core, driver.core.runner.clock, 2e-3
+    core, clock, publish_s = driver.core, driver.core.executor.clock, 2e-3
     publish = core._publish
     monkeypatch.setattr(core, "_publish", lambda: (clock.advance(publish_s), publish()))
     driver.run(simulation.records, [(4, 400)], contender)
@@ -128,7 +128,7 @@ def test_the_load_is_held(simulation: Simulation, is_cut: bool) -> None:
     assert set(sizes) == {1, 3, 5} | (set() if is_cut else {2})  # from three to one requests leave one by one
     assert run.requests_steps == sum(sizes)
     assert not driver.core.has_work
-    assert driver.core.runner.forced == {}
+    assert driver.core.executor.forced == {}
 
 
 class Unverified(Guesses):
@@ -161,7 +161,7 @@ def test_parts_of_answers_are_the_same_for_every_contender(simulation: Simulatio
     assert fast.seconds == pytest.approx(sum(16 / rate for rate in fast.request_rates) / size)
     assert fast.all_tokens >= fast.tokens
     assert not driver.core.has_work
-    assert driver.core.runner.forced == {}
+    assert driver.core.executor.forced == {}
 
 
 def test_a_row_s_price_is_seen_to_be_right_or_wrong(simulation: Simulation) -> None:
@@ -305,7 +305,7 @@ def test_who_knows_odds_or_outcomes_asks_everybody_in_every_step() -> None:
     driver, load = simulation.driver(), [(4, 400)]
     run = driver.run(records, load, simulation.adaptive())
     assert drafter.num_queries < 0.5 * run.requests_steps
-    oracle = Oracle(TABLE, driver.core.runner.forced, 50.0, is_paying_for_misses=False)
+    oracle = Oracle(TABLE, driver.core.executor.forced, 50.0, is_paying_for_misses=False)
     odds = KnownOdds(TABLE, 1.25, (50.0, 50.0), 0.0)
     for chooser in (oracle, odds):
         drafter.num_queries = 0
@@ -330,7 +330,7 @@ def test_a_drafter_that_is_never_right_is_soon_left_alone(size: int) -> None:
     records = random_records(VOCAB)
     simulation = Simulation(TABLE, NullDrafter(), [], records)
     driver = simulation.driver()
-    hostile = HostileDrafter(driver.core.runner.forced)
+    hostile = HostileDrafter(driver.core.executor.forced)
     driver.core.drafts.drafter = hostile
     run = driver.run(records, [(size, size * 160)], simulation.adaptive())
     assert sum(run.step_draft_rows[:32]) > 0  # it was given a chance

@@ -262,7 +262,7 @@ def test_eager_steps_do_not_pass_for_graphs(tmp_path: Path):
     engine = engine_on(kit, random_llama(kit, shape_names(kit)[0]), "tiny")
     assert num_graphs(engine) == 0
     check_graphs(engine, is_eager=False)  # on a CPU there are none
-    backend = engine.core.runner.backend
+    backend = engine.core.executor.backend
     assert isinstance(backend, PagedBackend)
     backend.device = torch.device("cuda")
     backend.kernel.can_be_captured = True

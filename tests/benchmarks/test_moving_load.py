@@ -31,7 +31,7 @@ def test_where_the_load_falls_the_youngest_are_dropped(simulation: Simulation, m
 
     def noting(request: Request) -> None:
         dropped.append(request.request_id)
-        kept.append(next(iter(core.runner.forced)))
+        kept.append(next(iter(core.executor.forced)))
         abort(request)
 
     monkeypatch.setattr(core, "abort", noting)

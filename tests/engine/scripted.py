@@ -42,6 +42,8 @@ class _Handle:
     batch: RaggedBatch
     runner: ScriptedRunner
 
+    is_running = False
+
     def wait(self) -> StepTokens:
         if self.runner.error is not None:
             error, self.runner.error = self.runner.error, None
@@ -153,7 +155,7 @@ class ScriptedEngine:
         self.assert_clean()
 
     def assert_clean(self) -> None:
-        allocator = self.core.runner.backend.allocator
+        allocator = self.core.executor.allocator
         assert not self.core.has_work
         self.core.check_integrity()
         assert allocator.free_tokens == allocator.total_tokens

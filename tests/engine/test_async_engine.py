@@ -119,7 +119,7 @@ async def rig(built: BuiltEngine, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
 
 
 def assert_clean(built: BuiltEngine) -> None:
-    core, allocator = built.core, built.core.runner.backend.allocator
+    core, allocator = built.core, built.core.executor.allocator
     core.check_integrity()
     assert not core.has_work
     assert not core._detokenizers
@@ -332,7 +332,7 @@ async def test_a_cancelled_client_frees_its_memory_within_one_step(rig: Rig, ste
         await rig.gate.arrival()
         rig.gate.let_one_through()
     await rig.gate.arrival()  # the engine stands before its next step
-    allocator = rig.built.core.runner.backend.allocator
+    allocator = rig.built.core.executor.allocator
     assert (allocator.free_tokens < allocator.total_tokens) == (steps > 0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -685,7 +685,7 @@ async def test_a_fault_ends_those_in_flight_and_the_engine_serves_on(
     for _ in range(at_step):
         rig.gate.let_one_through()
         await rig.gate.arrival()
-    runner = rig.built.core.runner
+    runner = rig.built.core.executor
     right, calls = runner.forward, 0
 
     def faulty(batch: Any) -> Any:

@@ -32,14 +32,14 @@ def adaptive_engine() -> ScriptedEngine:
     core, measured = engine.core, StepTimeModel(TABLE)
     assert engine.drafter is not None
     adaptive = AdaptiveDrafting(StepTimeModel(TABLE), 1.25)
-    core.drafts = DraftStage(engine.drafter, adaptive, core.runner.backend.allocator, lambda: engine.now_s)
-    launch = core.runner.launch
+    core.drafts = DraftStage(engine.drafter, adaptive, core.executor.allocator, lambda: engine.now_s)
+    launch = core.executor.launch
 
     def timed_launch(batch: Any) -> Any:
         engine.now_s += SLOWNESS * measured.predict(StepLoad(batch.num_rows, batch.num_rows, len(batch.requests)))
         return launch(batch)
 
-    core.runner.launch = timed_launch  # type: ignore[method-assign]
+    core.executor.launch = timed_launch  # type: ignore[method-assign]
     return engine
 
 
@@ -85,7 +85,7 @@ def test_drafts_of_a_fixed_length_are_counted_by_drafter_and_depth() -> None:
 def test_a_fixed_length_shows_how_well_steps_are_predicted() -> None:
     engine = scripted_engine(is_drafting=True, decoding_length=4)
     core = engine.core
-    allocator, step_time = core.runner.backend.allocator, StepTimeModel(TABLE)
+    allocator, step_time = core.executor.allocator, StepTimeModel(TABLE)
     core.drafts = DraftStage(core.drafter, FixedDrafting(step_time), allocator, lambda: engine.now_s)
     add(engine, "a", ANSWER, max_tokens=60)
     engine.run()

@@ -281,7 +281,7 @@ def test_an_abort_says_nothing_more_and_frees_everything_at_once(engine: Scripte
     said = len(engine.deltas("a"))
     engine.core.abort(request)
     engine.core.abort(request)  # harmless
-    allocator = engine.core.runner.backend.allocator
+    allocator = engine.core.executor.allocator
     assert allocator.free_tokens == allocator.total_tokens
     engine.run()
     assert len(engine.deltas("a")) == said

@@ -27,8 +27,8 @@ class Rig:
 
     def __init__(self, send: Callable[[Reply], None] | None = None, draft_cache: str | None = None) -> None:
         self.engine: ScriptedEngine = scripted_engine(is_drafting=True)
-        self.engine.core.runner.bind_thread = lambda: None  # type: ignore[method-assign]
-        self.engine.core.runner.check_device = lambda: None  # type: ignore[method-assign]
+        self.engine.core.executor.bind_thread = lambda: None  # type: ignore[method-assign]
+        self.engine.core.executor.check_device = lambda: None  # type: ignore[method-assign]
         self.said: list[Reply] = []
         self.saved: list[Path] = []
         self.is_closed = False

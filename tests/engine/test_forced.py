@@ -69,8 +69,8 @@ def test_the_recorded_answer_comes_out(
         drafter = SCRIPTED[name](VOCAB_SIZE, 5, truth)
     length = 0 if name == "none" else NODES
     engine = build(tiny_model["llama"], drafter, decoding_length=length, max_num_seqs=seqs, prefill_chunk_size=chunk)
-    assert engine.core.runner.forced == {}
-    engine.core.runner.forced.update(forced_of(records))
+    assert engine.core.executor.forced == {}
+    engine.core.executor.forced.update(forced_of(records))
     coverage = Coverage()
     answers = run(engine, jobs_of(records, temperature=temperature, seed=1), coverage)
     assert [answers[i].token_ids for i in range(len(records))] == [r.response_token_ids for r in records]
@@ -89,7 +89,7 @@ def test_as_many_drafts_are_accepted_as_in_a_replay(tiny_model: dict[str, Path],
     # Whole prompts: where the last chunk is one token, its step has drafts, too, which a replay does not count.
     whole: dict[str, object] = {"decoding_length": NODES, "max_num_seqs": streams, "max_itl_inflation": 1e9}
     engine = build(tiny_model["llama"], UnsharedTrie(decoding_length=NODES), **whole)
-    engine.core.runner.forced.update(forced_of(records))
+    engine.core.executor.forced.update(forced_of(records))
     coverage = Coverage()
     run(engine, jobs_of(records, temperature=0.0), coverage)
     # A response's first token comes from its prefill: a replay does not count it.
@@ -101,10 +101,10 @@ def test_as_many_drafts_are_accepted_as_in_a_replay(tiny_model: dict[str, Path],
 def test_behind_the_recording_the_model_goes_on(tiny_model: dict[str, Path]) -> None:
     engine = build(tiny_model["llama"])
     prompt, recorded = [5, 6, 7], [40, 41, 42]
-    engine.core.runner.forced["0"] = prompt + recorded
+    engine.core.executor.forced["0"] = prompt + recorded
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     forced = run(engine, [Job(prompt, params)], Coverage())[0].token_ids
-    engine.core.runner.forced.clear()
+    engine.core.executor.forced.clear()
     free = run(
         engine, [Job(prompt + recorded, SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True))], Coverage()
     )

@@ -31,19 +31,19 @@ class Steps:
     def __init__(self, *, is_drafting: bool = False, **options: Any) -> None:
         self.engine = engine = scripted_engine(is_drafting=is_drafting, **options)
         core, config, truth = engine.core, engine.config, StepTimeModel(TABLE)
-        allocator = core.runner.backend.allocator
+        allocator = core.executor.allocator
         core.scheduler = Scheduler(config, allocator, MAX_MODEL_LEN, StepTimeModel(TABLE))
         adaptive = AdaptiveDrafting(StepTimeModel(TABLE), config.draft_inflation, config.max_step_s)
         core.drafts = DraftStage(core.drafter, adaptive, allocator, lambda: engine.now_s)
         self.seconds: list[float] = []
-        launch = core.runner.launch
+        launch = core.executor.launch
 
         def timed_launch(batch: RaggedBatch) -> Any:
             self.seconds.append(truth.predict(load_of(batch)))
             engine.now_s += self.seconds[-1]
             return launch(batch)
 
-        core.runner.launch = timed_launch  # type: ignore[method-assign]
+        core.executor.launch = timed_launch  # type: ignore[method-assign]
 
     def decoding(self, count: int) -> ScriptedEngine:
         """So many requests that are answering, and of which nothing is drafted; what came before is forgotten."""
@@ -189,7 +189,7 @@ def test_step_times_are_corrected_without_the_adaptive_choice_too() -> None:
     engine, core = steps.engine, steps.engine.core
     too_low = StepTimeModel(StepTimeTable((1, 512), (0.005, 0.03055), per_attended_token=2.5e-7))
     policy = FixedDrafting(too_low)
-    core.drafts = DraftStage(core.drafter, policy, core.runner.backend.allocator, lambda: engine.now_s)
+    core.drafts = DraftStage(core.drafter, policy, core.executor.allocator, lambda: engine.now_s)
     steps.decoding(3)
     for _ in range(30):
         engine.step()

@@ -160,7 +160,7 @@ def test_a_step_without_memory_ends_only_the_request_with_most_of_its_rows(
     built = build(tiny_model["llama"], prefix_cache=False)
     sizes = [12, 300, 20, 5]
     expected = answers(built.core, built.processor, sizes)
-    runner: ModelRunner = built.core.runner
+    runner: ModelRunner = built.core.executor
     monkeypatch.setattr(runner, "launch", _Scarce(runner.launch, 200))
     found = answers(built.core, built.processor, sizes)
     failed = found.pop("1")
@@ -176,7 +176,7 @@ def test_a_step_is_tried_again_without_what_is_cached(
     tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = build(tiny_model["llama"], prefix_cache=True)
-    allocator, runner = built.core.runner.backend.allocator, built.core.runner
+    allocator, runner = built.core.executor.allocator, built.core.executor
     expected = answers(built.core, built.processor, [40, 50])
     assert allocator.cached_tokens > 0
     launch = runner.launch

@@ -115,7 +115,7 @@ def run(engine: BuiltEngine, jobs: list[Job], coverage: Coverage, *, speculate: 
             core.check_integrity()
             step += 1
             assert step < 20_000, "the traffic does not end"
-    assert core.runner.backend.allocator.free_tokens == core.runner.backend.allocator.total_tokens
+    assert core.executor.allocator.free_tokens == core.executor.allocator.total_tokens
     for i, request in requests.items():
         answers[i].sampling = request.sampling
         coverage.preemptions += request.num_preemptions

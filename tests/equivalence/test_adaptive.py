@@ -41,7 +41,7 @@ def test_tokens_are_the_same_whatever_is_chosen(family: str, name: str, tiny_mod
     expected = expected_answers(plain, jobs)
     for job in jobs:
         job.speculation = random_speculation(rng, job) if name == "mixed" else SpeculationParams()
-    kv_bytes = build(folder).core.runner.backend.allocator.bytes_per_token
+    kv_bytes = build(folder).core.executor.allocator.bytes_per_token
     engine = build(
         folder,
         make_drafter(name, 7, jobs, expected),
@@ -153,7 +153,7 @@ def _rows_by_step(
     """(draft rows, all rows) of each decoding step, and how often the drafter had been asked before each."""
     steps: list[tuple[int, int]] = []
     asked: list[int] = []
-    launch = engine.core.runner.launch
+    launch = engine.core.executor.launch
 
     def watching(batch):  # type: ignore[no-untyped-def]
         if all(rows.num_pending == 1 for rows in batch.requests):
@@ -161,6 +161,6 @@ def _rows_by_step(
             asked.append(getattr(drafter, "num_asked", 0))
         return launch(batch)
 
-    engine.core.runner.launch = watching  # type: ignore[method-assign]
+    engine.core.executor.launch = watching  # type: ignore[method-assign]
     run(engine, jobs, Coverage())
     return steps, asked

@@ -54,7 +54,7 @@ def check_family(folder: Path, seed: int, num_jobs: int, drafters: tuple[str, ..
     plain, coverage = PlainPath(folder), Coverage()
     jobs = random_jobs(rng, num_jobs, VOCAB_SIZE)
     expected = expected_answers(plain, jobs)
-    kv_bytes = build(folder).core.runner.backend.allocator.bytes_per_token
+    kv_bytes = build(folder).core.executor.allocator.bytes_per_token
     for name in drafters:
         for job in jobs:
             job.speculation = random_speculation(rng, job) if name == "mixed" else SpeculationParams()

@@ -41,7 +41,7 @@ def check_greedy(folder: Path, seed: int, num_jobs: int) -> Coverage:
     plain, coverage = PlainPath(folder), Coverage()
     jobs = random_jobs(rng, num_jobs, VOCAB_SIZE, max_tokens=40)
     expected = expected_answers(plain, jobs)
-    kv_bytes = build(folder).core.runner.backend.allocator.bytes_per_token
+    kv_bytes = build(folder).core.executor.allocator.bytes_per_token
     for shape, prompt_ngrams, is_tight in (((3, 4, 2), False, True), ((7, 5), True, False), ((4, 3, 4), True, True)):
         for job in jobs:
             job.leave = job.arrival + rng.randint(1, 30) if rng.random() < 0.15 else None

@@ -33,7 +33,7 @@ def broken(model: Path, token_id: int, drafter: Drafter | None = None) -> BuiltE
     """An engine for which nothing is finite behind this token; broken once it has been probed and accepted."""
     engine = build(model, drafter, kv_cache_memory=1 << 24)
     with torch.no_grad():
-        engine.core.runner._model.get_input_embeddings().weight[token_id] = float("nan")
+        engine.core.executor._model.get_input_embeddings().weight[token_id] = float("nan")
     return engine
 
 
@@ -63,7 +63,7 @@ def answer(
     while engine.core.has_work:
         engine.core.step()
         engine.core.check_integrity()
-        allocator = engine.core.runner.backend.allocator
+        allocator = engine.core.executor.allocator
         if isinstance(allocator, SlotAllocator):  # whose commit gives back what drafts took, also behind an overflow
             needed = [max(r.num_prompt_tokens, r.num_computed_tokens) for r in engine.core.scheduler.running]
             assert allocator.total_tokens - allocator.free_tokens <= sum(needed)
@@ -102,7 +102,7 @@ def test_what_comes_before_is_given_the_same_with_drafts_and_without(
     for drafter, speculation in ((None, OFF), (oracle, TEAM)):
         engine = broken(tiny_model["llama"], token, drafter)
         assert answer(engine, prompts, speculation) == [(text, NonFiniteLogitsError)] * 6
-        allocator = engine.core.runner.backend.allocator
+        allocator = engine.core.executor.allocator
         assert allocator.free_tokens == allocator.total_tokens
         assert allocator.cached_tokens == 0, "nobody shall begin with such K/V"
         assert answer(engine, prompts, speculation, max_tokens=len(text)) == [(text, FinishReason.LENGTH)] * 6

@@ -48,7 +48,7 @@ def sharing_jobs(seed: int) -> list[Job]:
 
 
 def make_engine(model: Path, *, room: int = ROOM, **options: Any) -> BuiltEngine:
-    per_token = build(model).core.runner.backend.allocator.bytes_per_token
+    per_token = build(model).core.executor.allocator.bytes_per_token
     # However slow the machine is, nobody has waited so long that he comes before others.
     fixed = {"max_model_len": 400, "kv_cache_memory": room * per_token, "max_priority_wait_s": 3600.0}
     return build(model, **{**fixed, **options})
@@ -129,7 +129,7 @@ def test_who_begins_like_one_that_is_running_takes_over_what_it_has_computed(
     computed = 1 if chunk is None else 18  # steps, of the first prompt
     jobs = [greedy(base[: 120 - 10 * i] + tail, 40, arrival=computed * (i > 0)) for i, tail in enumerate(tails)]
     engine = make_engine(tiny_model[family], prefill_chunk_size=chunk, decoding_length=1)
-    allocator, forks = engine.core.runner.backend.allocator, []
+    allocator, forks = engine.core.executor.allocator, []
     fork = allocator.fork
     monkeypatch.setattr(allocator, "fork", lambda *args: forks.append(args) or fork(*args))
     answers = run(engine, jobs, coverage)
@@ -155,7 +155,7 @@ def test_the_next_turn_of_a_conversation_begins_behind_the_answer(family: str, t
 
 def test_no_other_scope_ever_hits_and_a_private_request_leaves_nothing(tiny_model: dict[str, Path]) -> None:
     engine = make_engine(tiny_model["llama"])
-    allocator = engine.core.runner.backend.allocator
+    allocator = engine.core.executor.allocator
     prompt = texts(7, 100)[0]
     for _ in range(2):
         assert cached(ask(engine, prompt, "request")) == 0
@@ -209,7 +209,7 @@ def test_without_the_cache_nothing_is_kept(tiny_model: dict[str, Path]) -> None:
     engine = make_engine(tiny_model["llama"], prefix_cache=False)
     prompt = texts(7, 100)[0]
     assert [cached(ask(engine, prompt)) for _ in range(2)] == [0, 0]
-    assert engine.core.runner.backend.allocator.cached_tokens == 0
+    assert engine.core.executor.allocator.cached_tokens == 0
     assert engine.core.metrics.snapshot()["prefix_queried_tokens_total"] == 0
 
 

@@ -73,7 +73,7 @@ def test_a_family_is_native_but_for_named_operators(family: str, tmp_path: Path)
 
 
 def test_what_torch_computes_is_right_in_steps_of_any_size(tmp_path: Path) -> None:
-    runner, tokens = build(save("arcee", SIZES, tmp_path), dtype="float32", num_threads=1).core.runner, ids()
+    runner, tokens = build(save("arcee", SIZES, tmp_path), dtype="float32", num_threads=1).core.executor, ids()
     assert runner._native is not None
     whole = answer(runner, tokens, [len(tokens)])
     for sizes in ([1] * len(tokens), [7, 16, 22]):
@@ -82,7 +82,7 @@ def test_what_torch_computes_is_right_in_steps_of_any_size(tmp_path: Path) -> No
 
 def test_experts_with_more_rows_than_a_tile_have(tmp_path: Path) -> None:
     """Of 300 rows and two of four experts each has some 150."""
-    runner = build(save_tiny_model("mixtral", tmp_path / "model"), dtype="float32", num_threads=1).core.runner
+    runner = build(save_tiny_model("mixtral", tmp_path / "model"), dtype="float32", num_threads=1).core.executor
     tokens = torch.randint(3, 128, (300,), generator=torch.Generator().manual_seed(3)).tolist()
     assert runner._native is not None
     whole = answer(runner, tokens, [300])

@@ -59,7 +59,7 @@ def test_a_family_is_native_and_right_and_has_the_same_bits_in_any_steps(
     family: str, dtype: str, tiny_model: dict[str, Path]
 ) -> None:
     built = build(tiny_model[family], dtype=dtype, num_threads=1)
-    runner, tokens = built.core.runner, ids()
+    runner, tokens = built.core.executor, ids()
     assert runner._native is not None
     whole = answer(runner, tokens, [NUM_TOKENS])
     for sizes in ([1] * NUM_TOKENS, [7, 16, 22], [17, 3, 25]):
@@ -75,7 +75,7 @@ def test_a_family_is_native_and_right_and_has_the_same_bits_in_any_steps(
 def test_of_likeliest_tokens_the_first_counts_and_none_where_logits_are_no_numbers(
     tiny_model: dict[str, Path],
 ) -> None:
-    runner, tokens = build(tiny_model["llama"], dtype="float32", num_threads=1).core.runner, ids()
+    runner, tokens = build(tiny_model["llama"], dtype="float32", num_threads=1).core.executor, ids()
     native = runner._native
     assert native is not None
     right = answer(runner, tokens, [NUM_TOKENS])  # the last step's
@@ -94,7 +94,7 @@ def test_of_likeliest_tokens_the_first_counts_and_none_where_logits_are_no_numbe
 @pytest.mark.parametrize("family", ["qwen3", "mixtral"])
 def test_two_threads_give_the_bits_of_one(family: str, tiny_model: dict[str, Path]) -> None:
     tokens = ids()
-    one, two = (build(tiny_model[family], dtype="bfloat16", num_threads=count).core.runner for count in (1, 2))
+    one, two = (build(tiny_model[family], dtype="bfloat16", num_threads=count).core.executor for count in (1, 2))
     for sizes in ([NUM_TOKENS], [5, 1, 1, 16, 22]):
         assert torch.equal(answer(one, tokens, sizes), answer(two, tokens, sizes))
 

@@ -78,7 +78,7 @@ def written(backend: PagedBackend) -> list[torch.Tensor]:
 def test_no_graph_breaks_and_no_recompiles_over_ragged_steps(
     two_layers: dict[str, Path], name: str, compile_: type[CompiledModel | CompiledLayers]
 ) -> None:
-    plain, runner = (build(two_layers[name], attention_backend="torch", drafter="none").core.runner for _ in range(2))
+    plain, runner = (build(two_layers[name], attention_backend="torch", drafter="none").core.executor for _ in range(2))
     assert isinstance(plain.backend, PagedBackend)
     assert isinstance(runner.backend, PagedBackend)
     for cache in chain.from_iterable([*plain.backend.caches, *runner.backend.caches]):
@@ -118,7 +118,7 @@ def test_layers_that_are_alike_share_a_program_of_torchs_own_compiler(
         return module.forward
 
     monkeypatch.setattr(compile_fx, "compile_fx", compile_)
-    runner = build(two_layers["llama"], attention_backend="torch", drafter="none").core.runner
+    runner = build(two_layers["llama"], attention_backend="torch", drafter="none").core.executor
     assert isinstance(runner.backend, PagedBackend)
     reset()
     runner.compiled = CompiledLayers(runner._model, runner.backend, overlaps=True)
@@ -133,7 +133,7 @@ def test_layers_that_are_alike_share_a_program_of_torchs_own_compiler(
 
 def test_the_operator_says_what_it_writes_to_and_what_comes_out(two_layers: dict[str, Path]) -> None:
     """torch's own checks of an operator: its schema, and its shapes without data against those with."""
-    runner = build(two_layers["llama"], attention_backend="torch", drafter="none").core.runner
+    runner = build(two_layers["llama"], attention_backend="torch", drafter="none").core.executor
     assert isinstance(runner.backend, PagedBackend)
     opaque = OpaqueAttention(runner.backend)
     batch = ragged_batch(random.Random(1), runner, 9)
@@ -175,7 +175,7 @@ def test_graphs_of_the_compiled_model_give_the_same_answers_and_nothing_is_compi
             faster_module, "compare_logits", lambda *args: (trials.append(counter.frame_count), compare(*args))
         )
         engine = build(two_layers["llama"], compile_model=way, **options, **threads)
-        kind = type(engine.core.runner.compiled).__name__
+        kind = type(engine.core.executor.compiled).__name__
         assert kind == COMPILED.get(way, "CompiledLayers")
         compiled = run(engine, jobs, Coverage())
     assert len(trials) == len((1, 4, 16, 32, 48))
@@ -210,9 +210,9 @@ def test_an_engine_with_our_own_linears_and_norms_gives_the_same_answers(
         patch.setattr(RowNorm, "forward", norm)
         reset()
         engine = build(two_layers["llama"], **options)
-        kinds = Counter(type(module).__name__ for module in engine.core.runner._model.modules())
+        kinds = Counter(type(module).__name__ for module in engine.core.executor._model.modules())
         swapped = run(engine, jobs, Coverage())
-    layers = len(engine.core.runner.compiled._layers)
+    layers = len(engine.core.executor.compiled._layers)
     assert (kinds["RowLinear"], kinds["RowNorm"], kinds["Linear"]) == (4 * layers + 1, 2 * layers + 1, 0)
     assert set(residuals) == {2}  # behind attention and behind the MLP
     plain = run(build(two_layers["llama"], custom_kernels=False, **options), jobs, Coverage())
@@ -236,7 +236,7 @@ def test_a_model_that_cannot_be_compiled_is_not(
     options = {"attention_backend": "torch", "max_num_seqs": 4, "max_num_batched_tokens": 16}
     said: list[str] = []
     config = EngineConfig(model=str(two_layers["llama"]), device="cpu", **options)
-    runner = build_engine(config, said.append).core.runner
+    runner = build_engine(config, said.append).core.executor
     assert runner.compiled is None
     assert runner.graphs is not None
     assert all(layer._compiled_call_impl is None for layer in repeated_layers(runner._model))
@@ -280,7 +280,7 @@ def test_a_model_that_our_own_kernels_do_not_serve_keeps_its_modules(
         with pytest.raises(torch.AcceleratorError):
             build_engine(config, said.append)
         return
-    model = build_engine(config, said.append).core.runner._model
+    model = build_engine(config, said.append).core.executor._model
     assert not any(type(module).__name__ in ("RowLinear", "RowNorm") for module in model.modules())
     why = "no C compiler is installed" if fault == "compiler" else "answers differently with our own"
     assert any(line.startswith("without linears and norms of our own: ") and why in line for line in said)

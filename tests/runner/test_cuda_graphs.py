@@ -193,7 +193,7 @@ def test_every_step_that_fits_is_a_graph_and_answers_stay_the_same(
     built, capturer = built_as_graphs(
         monkeypatch, tiny_model["llama"], drafter, max_graph_rows=max_graph_rows, **options
     )
-    graphs = built.core.runner.graphs
+    graphs = built.core.executor.graphs
     assert graphs is not None
     assert graphs.sizes[-1] == min(max_graph_rows, 80)
     expected, launches = 0, 0
@@ -218,7 +218,7 @@ def test_a_step_takes_the_smallest_graph_with_room_for_it(
     built, _ = built_as_graphs(
         monkeypatch, tiny_model["llama"], max_num_seqs=2, max_num_batched_tokens=40, max_graph_rows=32
     )
-    graphs, allocator = built.core.runner.graphs, built.core.runner.backend.allocator
+    graphs, allocator = built.core.executor.graphs, built.core.executor.allocator
     assert graphs is not None
     used: list[int] = []
     for bucket, graph in graphs._graphs.items():
@@ -246,7 +246,7 @@ def launch(graphs: StepGraphs, allocator: Any, counts: list[int]) -> list[Any] |
 def test_two_kinds_of_buckets_over_one_engine_say_the_same(tiny_model: dict[str, Path]) -> None:
     """As benchmarks/gpu compares them: one dimension with all requests in every graph, and two dimensions."""
     built = build(tiny_model["llama"], attention_backend="torch", max_num_seqs=4, max_num_batched_tokens=40)
-    runner = built.core.runner
+    runner = built.core.executor
     options: dict[str, Any] = {"max_rows": 24, "max_num_seqs": 4, "max_model_len": 8, "say": lambda text: None}
     fixed, fitting = (
         StepGraphs(runner.backend, runner.run_model, RerunCapturer(), **options, request_sizes=sizes)
@@ -292,7 +292,7 @@ def test_a_table_that_grows_behind_the_graphs_makes_steps_eager(
     # Short requests, of which a step of so many rows could have more than are ever let in.
     options: dict[str, Any] = {"max_model_len": 24, "max_num_batched_tokens": 400, "max_graph_rows": 16}
     built, capturer = built_as_graphs(monkeypatch, tiny_model["llama"], max_num_seqs=3, **options)
-    runner = built.core.runner
+    runner = built.core.executor
     assert runner.backend.allocator.table_shape[0] == 6
     allocator = runner.backend.allocator
     captured = allocator.table_shape
@@ -338,7 +338,7 @@ def test_no_garbage_is_collected_while_steps_are_captured(
             return super().capture(run)
 
     monkeypatch.setattr(build_module, "choose_capturer", lambda config, device, kernel: Watching())
-    assert build(tiny_model["llama"], None, attention_backend="torch").core.runner.graphs is not None
+    assert build(tiny_model["llama"], None, attention_backend="torch").core.executor.graphs is not None
     assert was_enabled
     assert not any(was_enabled)
     assert gc.isenabled()
@@ -411,6 +411,6 @@ def test_a_model_that_cannot_be_captured_is_served_eagerly_and_says_so(
         model=str(tiny_model["llama"]), attention_backend="torch", device="cpu", dtype="float32", drafter="none"
     )
     built = build_module.build_engine(config, says.append)
-    assert built.core.runner.graphs is None
+    assert built.core.executor.graphs is None
     assert any("all steps are eager: LlamaForCausalLM cannot be captured: called a" in said for said in says)
-    assert built.core.runner.backend.allocator.free_tokens == built.core.runner.backend.allocator.total_tokens
+    assert built.core.executor.allocator.free_tokens == built.core.executor.allocator.total_tokens

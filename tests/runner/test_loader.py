@@ -306,4 +306,4 @@ def test_memory_that_cannot_hold_what_was_asked_for_is_a_configuration_error(
 def test_the_context_shrinks_to_the_memory_where_nobody_said_how_long_it_must_be(tiny_model: dict[str, Path]) -> None:
     """So that no admitted request can fail for lack of memory."""
     built = build_engine(config(tiny_model["llama"], kv_cache_memory=200 * 768))
-    assert built.info.max_model_len == built.core.runner.backend.allocator.total_tokens == 192
+    assert built.info.max_model_len == built.core.executor.allocator.total_tokens == 192

@@ -72,7 +72,7 @@ def test_recorded_answers_come_out_of_the_gpu_path(tiny_model: dict[str, Path], 
     rng = random.Random(5)
     recorded = [[rng.randrange(3, VOCAB_SIZE) for _ in range(30)] for _ in range(4)]
     built = build(tiny_model["llama"], RandomTreeDrafter(VOCAB_SIZE, 5), attention_backend="torch", max_num_seqs=3)
-    built.core.runner.forced.update({str(i): text for i, text in enumerate(recorded)})
+    built.core.executor.forced.update({str(i): text for i, text in enumerate(recorded)})
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=20, ignore_eos=True)
     answers = run(built, [Job(text[:10], params) for text in recorded], Coverage())
     assert [answers[i].token_ids for i in range(4)] == [text[10:] for text in recorded]
@@ -82,7 +82,7 @@ def test_a_step_that_samples_nothing_is_waited_for_too(
     tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or its time would be that of the next one."""
-    runner = build(tiny_model["llama"], attention_backend="torch", drafter="none").core.runner
+    runner = build(tiny_model["llama"], attention_backend="torch", drafter="none").core.executor
     waited: list[int] = []
     wait = HostCopy.wait
     monkeypatch.setattr(HostCopy, "wait", lambda self: (waited.append(1), wait(self))[1])
@@ -96,7 +96,7 @@ def test_on_the_gpu_path_the_forward_runs_at_launch_and_on_the_cpus_own_when_wai
     tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for backend, expected in (("torch", ["forward", "launched"]), ("cpu", ["launched", "forward"])):
-        runner = build(tiny_model["llama"], attention_backend=backend, drafter="none").core.runner
+        runner = build(tiny_model["llama"], attention_backend=backend, drafter="none").core.executor
         log: list[str] = []
         forward = runner.forward
         monkeypatch.setattr(runner, "forward", lambda batch, f=forward, log=log: (log.append("forward"), f(batch))[1])

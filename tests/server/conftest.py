@@ -92,7 +92,7 @@ def assert_nothing_leaked(engine: AsyncEngine) -> None:
     """After shutdown: no request, no K/V memory in use, and the books agree."""
     core = core_of(engine)
     core.check_integrity()
-    allocator = core.runner.backend.allocator
+    allocator = core.executor.allocator
     assert not core.has_work
     assert allocator.free_tokens == allocator.total_tokens
     assert engine.num_in_flight == 0

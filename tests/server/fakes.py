@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
+from dataclasses import fields
 from typing import Any
 
 from batchserve.errors import UnavailableError
 from batchserve.metrics import EngineMetrics
-from batchserve.types import Delta, FinishReason, ModelInfo, RequestOutput, Started, Timing, Usage
+from batchserve.types import Delta, FinishReason, GenerateCall, ModelInfo, RequestOutput, Started, Timing, Usage
 
 INFO = ModelInfo(
     name="fake",
@@ -42,8 +43,9 @@ class FakeEngine:
         self.is_shut_down = asyncio.Event()
         self.has_failed = asyncio.Event()
 
-    async def stream(self, prompt: str | Sequence[int], params: Any = None, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        self.arguments = {"prompt": prompt, "params": params, **kwargs}
+    async def events(self, call: GenerateCall, **options: Any) -> AsyncGenerator[Any, None]:
+        prompt = call.prompt
+        self.arguments = {field.name: getattr(call, field.name) for field in fields(call)} | options
         self.num_in_flight += 1
         self.is_empty.clear()
         try:
@@ -67,9 +69,9 @@ class FakeEngine:
             if self.num_in_flight == 0:
                 self.is_empty.set()
 
-    async def generate(self, prompt: str | Sequence[int], params: Any = None, **kwargs: Any) -> RequestOutput:
-        events = [event async for event in self.stream(prompt, params, **kwargs)]
-        last = events[-1]
+    async def answer(self, call: GenerateCall) -> RequestOutput:
+        events = [event async for event in self.events(call)]
+        last, prompt = events[-1], call.prompt
         return RequestOutput("fake-id", list(prompt), "ab", [1, 2], last.finish_reason, last.usage, last.timing)
 
     async def drain(self, timeout_s: float) -> bool:

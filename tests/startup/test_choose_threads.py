@@ -125,7 +125,7 @@ def test_an_engine_goes_on_with_the_threads_that_are_chosen_again(
     now_s = 0.0
     monkeypatch.setattr(build_module, "choose_threads", lambda *given: 1)  # as on a busy machine
     built = build(tiny_model["llama"], clock=lambda: now_s, adaptive=True, decoding_length=None)
-    core, runner = built.core, built.core.runner
+    core, runner = built.core, built.core.executor
     monkeypatch.setattr(build_module, "time_decoding", lambda *given: 0.02 / runner.num_threads)
 
     def answer(name: str) -> list[int]:

@@ -126,7 +126,7 @@ def test_the_profiling_step_fetches_no_logits(tiny_model: dict[str, Path], monke
 def test_the_gpu_path_on_a_cpu_is_chosen_by_name_and_runs_the_model_as_it_is(tiny_model: dict[str, Path]) -> None:
     says: list[str] = []
     built = build_engine(paged(tiny_model["llama"], kv_cache_memory=200 * PER_TOKEN), says.append)
-    paged_backend = built.core.runner.backend
+    paged_backend = built.core.executor.backend
     assert isinstance(paged_backend, PagedBackend)
     assert isinstance(paged_backend.allocator, SlotAllocator)
     assert paged_backend.allocator.total_tokens == 199, "one slot is the dummy"
@@ -156,13 +156,13 @@ def test_more_memory_than_is_free_is_refused(
     options: dict[str, Any] = {"model": str(tiny_model["llama"]), "dtype": "float32", "attention_backend": name}
     with pytest.raises(ConfigError, match=f"kv_cache_memory = {2 * free} bytes: must be at most {free} bytes"):
         build_engine(EngineConfig(kv_cache_memory=2 * free, **options))
-    allocator = build_engine(EngineConfig(kv_cache_memory=free, **options)).core.runner.backend.allocator
+    allocator = build_engine(EngineConfig(kv_cache_memory=free, **options)).core.executor.allocator
     assert allocator.total_tokens >= 4095
     without_cache = {"kv_cache_memory": 2 * free, "prefix_cache": False, "max_num_seqs": 1, "max_model_len": 64}
     build_engine(EngineConfig(**without_cache, **options))  # uses little of it
     monkeypatch.setattr(backend, "free_memory_bytes", lambda: None)  # as on systems that do not say
     for given, num_tokens in ((2 * free, 8191), (None, 4096)):
-        allocator = build_engine(EngineConfig(kv_cache_memory=given, **options)).core.runner.backend.allocator
+        allocator = build_engine(EngineConfig(kv_cache_memory=given, **options)).core.executor.allocator
         assert allocator.total_tokens >= num_tokens
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -17,6 +17,7 @@ from batchserve.types import (
     MAX_STOP_STRINGS,
     Delta,
     FinishReason,
+    GenerateCall,
     SamplingParams,
     SpeculationParams,
     Started,
@@ -62,26 +63,18 @@ _PATHS = {
 _FINISH_REASONS_BACK = {theirs: mine for mine, theirs in _FINISH_REASONS.items()}
 
 
-class GenerateArguments(NamedTuple):
-    """A validated GenerateRequest as arguments of `AsyncEngine.stream` and `generate`."""
-
-    prompt: str | Sequence[int]
-    params: SamplingParams
-    request_id: str
-    model: str
-    speculation: SpeculationParams
-    priority: int
-
-
-def from_generate_request(request: pb.GenerateRequest, max_model_len: int) -> GenerateArguments:
+def from_generate_request(
+    request: pb.GenerateRequest, max_model_len: int, deadline_s: float | None = None
+) -> GenerateCall:
     """Converts a request to domain types. Raises InvalidRequestError, to be passed to `with_path`."""
     _check_counts(request, max_model_len)
-    return GenerateArguments(
+    return GenerateCall(
         prompt=_prompt(request),
         params=_sampling_params(request),
         request_id=_request_id(request),
         model=request.model,
         speculation=_speculation(request),
+        deadline_s=deadline_s,
         priority=check_priority(request.priority),
     )
 

@@ -18,7 +18,6 @@ from batchserve.errors import (
     UnreadAnswerError,
 )
 from batchserve.server.grpc.convert import (
-    GenerateArguments,
     from_generate_request,
     to_generate_response,
     to_model_info,
@@ -27,7 +26,7 @@ from batchserve.server.grpc.convert import (
 )
 from batchserve.server.grpc.status import abort
 from batchserve.server.request_log import CallRecord
-from batchserve.types import Started
+from batchserve.types import GenerateCall, Started
 from batchserve.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -81,8 +80,8 @@ class GenerationServicer:
     ) -> None:
         """Answers with the complete output. Cancelling the call cancels this task, which aborts the request."""
         async with self._answering(context, request, "Generate") as call:
-            engine, arguments = await self._accepted(request, call.record)
-            output = await engine.generate(**arguments._asdict(), deadline_s=context.time_remaining())
+            engine, asked = await self._accepted(request, call)
+            output = await engine.answer(asked)
             call.record.finished(output)
             await call.write(to_generate_response(output))
 
@@ -95,11 +94,9 @@ class GenerationServicer:
         frees the request at once. An async generator suspended at a yield would wait for the garbage collector.
         """
         async with self._answering(context, request, "StreamGenerate") as call:
-            engine, arguments = await self._accepted(request, call.record)
-            deadline_s = context.time_remaining()
-            events = engine.stream(**arguments._asdict(), deadline_s=deadline_s, backlog=call.backlog)
+            engine, asked = await self._accepted(request, call)
             is_finished = False
-            async with aclosing(events):
+            async with aclosing(engine.events(asked, backlog=call.backlog)) as events:
                 async for event in events:
                     if isinstance(event, Started):
                         call.record.started(event)
@@ -126,16 +123,16 @@ class GenerationServicer:
         """Returns the engine's max_model_len. Raises UnavailableError."""
         return self._opened().info.max_model_len
 
-    async def _accepted(self, request: pb.GenerateRequest, record: CallRecord) -> tuple[AsyncEngine, GenerateArguments]:
-        """Returns the engine and its arguments. First waits briefly for a cancelled call to release the request id."""
-        record.asked(request.request_id)
+    async def _accepted(self, request: pb.GenerateRequest, call: Call) -> tuple[AsyncEngine, GenerateCall]:
+        """Returns the engine and what to ask it. First waits briefly for a cancelled call to release the request id."""
+        call.record.asked(request.request_id)
         engine = self._opened()
-        arguments = from_generate_request(request, engine.info.max_model_len)
+        asked = from_generate_request(request, engine.info.max_model_len, call.context.time_remaining())
         for _ in range(CANCEL_TURNS):
             if not engine.has_request(request.request_id):
                 break
             await asyncio.sleep(CANCEL_TURN_S)
-        return engine, arguments
+        return engine, asked
 
     def _opened(self) -> AsyncEngine:
         if self._engine is None:

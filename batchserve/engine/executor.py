@@ -1,0 +1,43 @@
+"""What computes the steps of an engine core."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from batchserve.kv.allocator import KVAllocator
+    from batchserve.runner.ragged_batch import RaggedBatch
+    from batchserve.sampling.verify import StepTokens
+
+
+class StepHandle(Protocol):
+    """A launched step."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it is computed while the host does other things, or only in wait()."""
+
+    def wait(self) -> StepTokens:
+        """Returns the verified tokens of every request of the batch. Call it once."""
+
+
+class Executor(Protocol):
+    """Computes ragged batches: all that an engine core knows of models and devices.
+
+    ModelRunner is the executor of one process. Only the thread that called bind_thread() may launch steps.
+    """
+
+    num_threads: int  # of the host, that steps compute on
+
+    @property
+    def allocator(self) -> KVAllocator:
+        """The K/V memory that its steps use."""
+
+    def bind_thread(self) -> None:
+        """Gives the calling thread its compute threads and its device."""
+
+    def launch(self, batch: RaggedBatch) -> StepHandle:
+        """Starts a step. Only one may be in progress. Raises RuntimeError or MemoryError if memory is out."""
+
+    def check_device(self) -> None:
+        """Raises RuntimeError if the device takes no more work."""
