@@ -11,7 +11,7 @@ from pathlib import Path
 from batchserve.errors import ConfigError
 from batchserve.native.instruction_set import AUTO, INSTRUCTION_SETS
 from batchserve.option_checks import (
-    MOST_BYTES,
+    MAX_BYTES,
     at_least,
     expanded_path,
     is_model_path,
@@ -39,8 +39,8 @@ ITL_INFLATION = 1.25  # how far others' drafts may stretch a running request's s
 PROMPT_INFLATION = 2.0
 MAX_RECEIVE_BYTES = (1 << 31) - 1  # gRPC stores it in an int
 MiB = 1 << 20
-MOST_BRANCH_LENGTH = 4096  # tokens; the trie walks as many windows for each token that it is given
-MOST_MIN_MATCH = 32  # tokens; no drafter compares more of a context (draft/text_index.py)
+MAX_BRANCH_LENGTH = 4096  # tokens; the trie walks as many windows for each token that it is given
+MAX_MIN_MATCH = 32  # tokens; no drafter compares more of a context (draft/text_index.py)
 MAX_THREADS = 4 * (os.cpu_count() or 1)  # OpenMP ends the process if it cannot start as many as asked for
 
 
@@ -84,9 +84,9 @@ class DraftConfig:
                 at_least(name, getattr(self, name), 1)
         at_least("reference_min_match", self.reference_min_match, 1)
         for name in ("max_scope_bytes", "max_draft_bytes"):
-            at_least(name, getattr(self, name), 1, MOST_BYTES)
-        if self.reference_min_match > MOST_MIN_MATCH:
-            raise ConfigError(f"reference_min_match = {self.reference_min_match}: must be at most {MOST_MIN_MATCH}")
+            at_least(name, getattr(self, name), 1, MAX_BYTES)
+        if self.reference_min_match > MAX_MIN_MATCH:
+            raise ConfigError(f"reference_min_match = {self.reference_min_match}: must be at most {MAX_MIN_MATCH}")
         at_least("jacobi_ngram", self.jacobi_ngram, 2)
         weight = self.trie_prompt_weight
         if weight is not None:
@@ -234,12 +234,12 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_graph_rows"):
             at_least(name, getattr(self, name), 1)
         if self.branch_length is not None:
-            at_least("branch_length", self.branch_length, 1, MOST_BRANCH_LENGTH)
+            at_least("branch_length", self.branch_length, 1, MAX_BRANCH_LENGTH)
         for name in ("prefill_chunk_size", "max_model_len", "num_threads"):
             if getattr(self, name) is not None:
                 at_least(name, getattr(self, name), 1)
         if self.kv_cache_memory is not None:
-            at_least("kv_cache_memory", self.kv_cache_memory, 1, MOST_BYTES)
+            at_least("kv_cache_memory", self.kv_cache_memory, 1, MAX_BYTES)
         if self.num_threads is not None and self.num_threads > MAX_THREADS:
             raise ConfigError(f"num_threads = {self.num_threads}: must be at most {MAX_THREADS}, 4 for each processor")
         if not isinstance(self.draft, DraftConfig):

@@ -7,7 +7,7 @@ import sys
 
 from batchserve.errors import ConfigError, shortened
 
-MOST_TOKENS, MOST_BYTES = (1 << 31) - 1, 1 << 60  # of anything counted: compiled code adds up in 64 bits
+MAX_TOKENS, MAX_BYTES = (1 << 31) - 1, 1 << 60  # of anything counted: compiled code adds up in 64 bits
 
 
 def is_model_path(model: str) -> bool:
@@ -32,7 +32,7 @@ def path_text(name: str, value: object) -> str:
     return text
 
 
-def at_least(name: str, value: object, bound: int, most: int = MOST_TOKENS) -> None:
+def at_least(name: str, value: object, bound: int, most: int = MAX_TOKENS) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{name} = {value!r}: must be an integer")
     if value < bound:

@@ -32,7 +32,7 @@ CASES = [
 ]
 HEADS = {"bundled": (4, 2), "90m": (12, 4), "430m": (16, 16), "llama-3-8b": (32, 8), "gpt-oss-20b": (64, 8)}
 WITH_SINKS = ("gpt-oss-20b",)  # which SDPA has not: there the reference's arithmetic stands in for it
-MOST_DRAFTS = 64  # rows: so many and fewer are trees, in which each row has two behind it; more are prompts
+MAX_DRAFTS = 64  # rows: so many and fewer are trees, in which each row has two behind it; more are prompts
 
 
 def contender(
@@ -52,7 +52,7 @@ def contender(
     with mock.patch.object(cpu, "supports_amx", return_value=kind == "matrices"):
         backend = CpuBackend(allocator, num_heads, has_kernel=has_kernel, is_native=has_kernel)
     spans = []
-    is_chain = rows == 1 or rows > MOST_DRAFTS
+    is_chain = rows == 1 or rows > MAX_DRAFTS
     behind = np.arange(-1, rows - 1, dtype=np.int32)
     parents = behind if is_chain else behind // 2
     positions = context + (np.arange(rows) if is_chain else np.log2(np.arange(1, rows + 1)).astype(np.int64))

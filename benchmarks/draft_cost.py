@@ -29,7 +29,7 @@ from benchmarks.common import find_sets, refusing_bad_input, write_results
 
 REQUESTS, NODES, STEPS = 16, 16, 200
 STREAMED = 2_000_000
-FEWEST_TOKENS = STREAMED // 1000  # of all answers: token ids of more copies would not fit
+MIN_TOKENS = STREAMED // 1000  # of all answers: token ids of more copies would not fit
 BOUNDS = (4, 16, 64, 1024)
 
 
@@ -124,8 +124,8 @@ def main() -> None:
     sets = [read_answers(path, encode) for path in find_sets(args.folder).values()]
     everything = [record for records in sets for record in records]
     total = sum(len(record.response_token_ids) for record in everything)
-    if total < FEWEST_TOKENS:
-        raise ConfigError(f"{args.folder}: its answers have {total} tokens together; must be at least {FEWEST_TOKENS}")
+    if total < MIN_TOKENS:
+        raise ConfigError(f"{args.folder}: its answers have {total} tokens together; must be at least {MIN_TOKENS}")
     random.Random(0).shuffle(everything)
     results: dict[str, Any] = {}
     for name in names:

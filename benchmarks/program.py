@@ -26,7 +26,7 @@ from tools.widen_model import random_model, save
 
 ROWS, PROMPTS, CONTEXT = (1, 4, 16, 32, 64), (128, 512, 2000), 160
 STEPS, PROMPT_STEPS = 30, 5
-MOST_TOKENS = 64 * (CONTEXT + 64)
+MAX_TOKENS = 64 * (CONTEXT + 64)
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from batchserve.draft.base import DraftQuery, DraftTree
 from batchserve.draft.reference import ReferenceDrafter
 from benchmarks.common import RESULTS, environment, refusing_bad_input
 
-LEAST_MATCHES = (1, 2, 3)
+MIN_MATCHES = (1, 2, 3)
 COPY_LENGTHS = (4, 6, 8, 10, 12, 14, 16, 18)
 RARE_SHARE = 0.2
 NEAR_DUPLICATE = 0.3
@@ -47,7 +47,7 @@ class CountingDrafter(ReferenceDrafter):
 
 def figures(records: list[ReplayRecord]) -> list[dict[str, Any]]:
     rows = []
-    for least in LEAST_MATCHES:
+    for least in MIN_MATCHES:
         for length in COPY_LENGTHS:
             drafter = CountingDrafter(least, length, similar=0)
             stats = simulate(records, drafter, length)

@@ -62,7 +62,7 @@ def short_measurements() -> Iterator[None]:
     from batchserve.startup import measure_steps
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure_steps, "MOST_SECONDS", 0.5)
+        patch.setattr(measure_steps, "MAX_SECONDS", 0.5)
         yield
 
 

@@ -13,10 +13,10 @@ import pytest
 from batchserve.bench.tokenizer import load_encoder
 from batchserve.cli import _add_warm_flags
 from batchserve.config import (
+    MAX_BRANCH_LENGTH,
+    MAX_MIN_MATCH,
     MAX_SCOPE_CHARS,
     MAX_THREADS,
-    MOST_BRANCH_LENGTH,
-    MOST_MIN_MATCH,
     DraftConfig,
     EngineConfig,
     ServerConfig,
@@ -24,7 +24,7 @@ from batchserve.config import (
 from batchserve.errors import ConfigError
 from batchserve.files import parse_path
 from batchserve.generate_command import _reference_text
-from batchserve.option_checks import MOST_TOKENS
+from batchserve.option_checks import MAX_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_the_bounds_themselves_are_inside(options: dict[str, Any]) -> None:
         {"trie_prompt_weight": 10**400},
         {"trie_min_retrieved_tokens": 0},
         {"reference_min_match": 0},
-        {"reference_min_match": MOST_MIN_MATCH + 1},
+        {"reference_min_match": MAX_MIN_MATCH + 1},
         {"reference_copy_length": 0},
         {"jacobi_window": 0},
         {"jacobi_ngram": 1},
@@ -209,17 +209,17 @@ def test_configurations_are_frozen() -> None:
 
 
 @pytest.mark.parametrize("name", ["prefill_chunk_size", "max_num_batched_tokens", "max_waiting", "max_model_len"])
-@pytest.mark.parametrize("value", [MOST_TOKENS + 1, 1 << 63, 10**40])
+@pytest.mark.parametrize("value", [MAX_TOKENS + 1, 1 << 63, 10**40])
 def test_numbers_that_compiled_code_cannot_hold_are_refused(name: str, value: int):
-    assert getattr(EngineConfig(**{name: MOST_TOKENS}), name) == MOST_TOKENS
-    with pytest.raises(ConfigError, match=f"{name} = {value}: must be at most {MOST_TOKENS}"):
+    assert getattr(EngineConfig(**{name: MAX_TOKENS}), name) == MAX_TOKENS
+    with pytest.raises(ConfigError, match=f"{name} = {value}: must be at most {MAX_TOKENS}"):
         EngineConfig(**{name: value})
 
 
 def test_a_branch_is_no_longer_than_a_drafter_can_follow_for_each_token() -> None:
-    assert EngineConfig(branch_length=MOST_BRANCH_LENGTH).branch_length == MOST_BRANCH_LENGTH
-    with pytest.raises(ConfigError, match=f"branch_length = {MOST_BRANCH_LENGTH + 1}: must be at most"):
-        EngineConfig(branch_length=MOST_BRANCH_LENGTH + 1)
+    assert EngineConfig(branch_length=MAX_BRANCH_LENGTH).branch_length == MAX_BRANCH_LENGTH
+    with pytest.raises(ConfigError, match=f"branch_length = {MAX_BRANCH_LENGTH + 1}: must be at most"):
+        EngineConfig(branch_length=MAX_BRANCH_LENGTH + 1)
 
 
 @pytest.mark.parametrize("name", ["trie_capacity", "trie_min_retrieved_tokens", "jacobi_ngram", "max_scope_bytes"])

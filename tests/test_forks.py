@@ -110,7 +110,7 @@ PROGRAM = textwrap.dedent("""
     from batchserve.engine.async_engine import AsyncEngine
     from batchserve.types import SamplingParams
 
-    measure_steps.MOST_SECONDS = 0.0
+    measure_steps.MAX_SECONDS = 0.0
 
     def main():
         model, cache, how, own_process = sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4] == "True"

@@ -39,7 +39,7 @@ SMALL_ROWS, SMALL_SPAN = 32, 10_000
 ALONE = 1_000  # work that one thread finishes before a second one has started
 # Rows of a span in one unit of work: more are no faster, and leave threads idle if heads are few. The matrix kernel
 # fills a block with queries of one K/V head or several. Each thread should get TURNS units.
-PART_ROWS, MOST_PARTS, PART_QUERIES, TURNS = 8, 16, 16, 8
+PART_ROWS, MAX_PARTS, PART_QUERIES, TURNS = 8, 16, 16, 8
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -88,11 +88,11 @@ class CpuBackend:
     ) -> None:
         self.allocator = allocator
         self.name = "cpu"
-        self._group = num_heads // allocator.fewest_kv_heads  # of the layer where it is largest
+        self._group = num_heads // allocator.min_kv_heads  # of the layer where it is largest
         self._supports_amx = has_kernel and supports_amx(allocator.layers, allocator.dtype)
         takes_all = is_native or has_sinks or self._supports_amx
-        most_queries = ANY_QUERIES if takes_all else _small_queries(allocator.dtype)
-        self._limits = SMALL_ROWS, SMALL_SPAN, most_queries
+        max_queries = ANY_QUERIES if takes_all else _small_queries(allocator.dtype)
+        self._limits = SMALL_ROWS, SMALL_SPAN, max_queries
         self._has_kernel = has_kernel
         self._shapes = [(s.num_kv_heads, s.key_dim, s.num_kv_heads, s.value_dim) for s in allocator.layers]
         self._num_rows = 0
@@ -131,7 +131,7 @@ class CpuBackend:
             self._planes = np.empty((allocator.num_layers, 2 * len(spans), 2), np.int64)
         num_kv_heads = allocator.num_kv_heads
         part_rows = max(1, PART_QUERIES // self._group) if self._supports_amx else PART_ROWS
-        shares = (part_rows, MOST_PARTS, TURNS, ALONE, num_threads, self._group, num_kv_heads)
+        shares = (part_rows, MAX_PARTS, TURNS, ALONE, num_threads, self._group, num_kv_heads)
         arrays = (spans.rows, spans.parents, self._planes, self._capacities)
         return bool(begin_jobs(jobs, allocator.slabs(spans.request_ids), *arrays, shares))
 
@@ -195,7 +195,7 @@ class CpuBackend:
         if small is None:
             return 0, 1, False
         rows_at_once = max(1, PART_QUERIES * num_kv_heads // num_heads) if self._supports_amx else PART_ROWS
-        part_rows = max(rows_at_once, -(-small.most_rows // MOST_PARTS))
+        part_rows = max(rows_at_once, -(-small.most_rows // MAX_PARTS))
         heads_at_once = max(1, num_kv_heads * small.num_spans // (TURNS * small.num_threads))
         return part_rows, heads_at_once, small is everything and small.most_rows <= part_rows
 

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from batchserve.attention.cuda_toolkit import name_toolkit
-from batchserve.attention.flashinfer_front import least_key_block, new_rows_first
+from batchserve.attention.flashinfer_front import min_key_block, new_rows_first
 from batchserve.attention.flashinfer_mask import packed_mask
 from batchserve.attention.flashinfer_variant import variant_arguments, variant_run_arguments
 from batchserve.attention.step_buffer import BufferRing
@@ -35,7 +35,7 @@ PAGE_SIZE = 1
 # A graph's query tile is fixed by the most rows of a single request. FlashInfer takes them to be all rows minus one for
 # each other request, so the tile is smallest with as many requests as rows. Trees of 4 to 8 rows take half to a third
 # of the time with it (docs/gpu.md). Prompts, which larger graphs are for, want larger tiles.
-MOST_SMALL_TILES = 256
+MAX_SMALL_TILES = 256
 QUERY_TILE = 3  # index of cta_tile_q in the result of a plan, FlashInfer's PrefillPlanInfo
 
 # jit_args (None: a stock module), float workspace, options of CUDA graphs -> BatchPrefillWithPagedKVCacheWrapper
@@ -70,7 +70,7 @@ class FlashInferKernel(TreeKernel):
     """
 
     can_be_captured = True
-    most_rows_as_requests = MOST_SMALL_TILES
+    most_rows_as_requests = MAX_SMALL_TILES
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class FlashInferKernel(TreeKernel):
         self.name = f"flashinfer_{mask}"
         self._has_variant = mask in ("tree", "front")
         self._has_rows_first = mask == "front"
-        blocks = [least_key_block(layer.key_dim, device) for layer in layers] if self._has_rows_first else [0]
-        self._most_front_rows = min(blocks)  # per request; with more, the variant is asked about every key
+        blocks = [min_key_block(layer.key_dim, device) for layer in layers] if self._has_rows_first else [0]
+        self._max_front_rows = min(blocks)  # per request; with more, the variant is asked about every key
         self._dtype = dtype
         self._device = device
         self._make_wrapper = make_wrapper or load_wrapper()
@@ -130,8 +130,7 @@ class FlashInferKernel(TreeKernel):
             scaling=None if is_variant else params.scaling,
             sliding_window=None if is_variant else params.sliding_window,
             softcap=params.softcap,
-            is_asked_all=is_variant
-            and (params.sliding_window is not None or metadata.max_rows > self._most_front_rows),
+            is_asked_all=is_variant and (params.sliding_window is not None or metadata.max_rows > self._max_front_rows),
         )
         if metadata.bucket is not None:
             wrapper = self._graph_wrapper(metadata.bucket, kind, metadata, is_variant)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-LEAST_KEY_BLOCK = 64  # without a GPU to query: that of an A100, H100 or H200, for head_dim up to 128
+MIN_KEY_BLOCK = 64  # without a GPU to query: that of an A100, H100 or H200, for head_dim up to 128
 
 
 def new_rows_first(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor) -> torch.Tensor:
@@ -19,13 +19,13 @@ def new_rows_first(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices:
     return kv_indices[moved.clamp_(0, max(len(kv_indices) - 1, 0))]
 
 
-def least_key_block(head_dim: int, device: torch.device) -> int:
+def min_key_block(head_dim: int, device: torch.device) -> int:
     """Returns the fewest keys that any of FlashInfer's 16-bit FA2 kernels attends to at once on this device.
 
     Follows its dispatch by shared memory (prefill.cuh, BatchPrefillWithPagedKVCacheDispatched). 0: unknown.
     """
     if device.type != "cuda":
-        return LEAST_KEY_BLOCK
+        return MIN_KEY_BLOCK
     properties = torch.cuda.get_device_properties(device)
     of_sm = getattr(properties, "shared_memory_per_multiprocessor", 0)
     of_block = getattr(properties, "shared_memory_per_block_optin", 0)

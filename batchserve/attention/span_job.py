@@ -71,7 +71,7 @@ def gather_spans(slabs, spans, group, num_kv_heads, limits, addresses, capacitie
     and its work (tiles of up to four queries times keys), or by its queries per K/V head (rows times `group`). Returns
     the total work of the small spans.
     """
-    most_rows, most_work, most_queries = limits
+    most_rows, max_work, max_queries = limits
     total = 0
     for s in range(len(spans)):
         rows, keys = spans[s, 1], spans[s, 1] + spans[s, 2]
@@ -80,7 +80,7 @@ def gather_spans(slabs, spans, group, num_kv_heads, limits, addresses, capacitie
             addresses[layer, s, 0], addresses[layer, s, 1] = own[layer, 0], own[layer, 1]
         capacities[s] = slabs[s, 1]
         work = (rows * group + 3) // 4 * num_kv_heads * keys
-        is_small[s] = (rows <= most_rows and work <= most_work) or rows * group <= most_queries
+        is_small[s] = (rows <= most_rows and work <= max_work) or rows * group <= max_queries
         total += work if is_small[s] else 0
     return total
 
@@ -94,7 +94,7 @@ def begin_jobs(jobs, slabs, spans, parents, planes, capacities, shares):  # type
     and capacities [num_spans or more] are filled. shares: (fewest rows of a span in a unit; most parts of a span; units
     per thread to aim for; work that one thread does alone; threads; query heads per K/V head; K/V heads).
     """
-    part_rows, most_parts, turns, alone, num_threads, group, num_kv_heads = shares
+    part_rows, max_parts, turns, alone, num_threads, group, num_kv_heads = shares
     longest = most_rows = work = 0
     for s in range(len(spans)):
         rows, keys = spans[s, 1], spans[s, 1] + spans[s, 2]
@@ -104,7 +104,7 @@ def begin_jobs(jobs, slabs, spans, parents, planes, capacities, shares):  # type
         capacities[s] = slabs[s, 1]
         for layer in range(planes.shape[0]):
             planes[layer, s, 0], planes[layer, s, 1] = own[layer, 0], own[layer, 1]
-    part_rows = max(part_rows, (most_rows + most_parts - 1) // most_parts)
+    part_rows = max(part_rows, (most_rows + max_parts - 1) // max_parts)
     heads_at_once = max(1, num_kv_heads * len(spans) // (turns * (num_threads if work > alone else 1)))
     stores = most_rows <= part_rows
     for layer in range(planes.shape[0]):

@@ -75,14 +75,14 @@ def choose_splits(num_programs: int, max_keys: int, num_sms: int) -> int:
     return 1 << max(wanted, 1).bit_length() - 1
 
 
-def most_programs(num_rows: int, group: int, num_requests: int, block_m: int, num_splits: int, most_work: int) -> int:
+def max_programs(num_rows: int, group: int, num_requests: int, block_m: int, num_splits: int, max_work: int) -> int:
     """Returns the most programs per K/V head with work in any step of this many rows (with padding) and requests."""
     # Every request, and the padding, may fill only one item of its last tile.
-    most_tiles = (num_rows * group + min(num_requests + 1, num_rows) * (block_m - 1)) // block_m
+    max_tiles = (num_rows * group + min(num_requests + 1, num_rows) * (block_m - 1)) // block_m
     if num_splits == 1:
-        return most_tiles
-    # All tiles together have at most most_work splits, or one each if they are more. Padding tiles are not split.
-    return max(most_tiles, min(most_work, most_tiles * num_splits) + -(-num_rows * group // block_m))
+        return max_tiles
+    # All tiles together have at most max_work splits, or one each if they are more. Padding tiles are not split.
+    return max(max_tiles, min(max_work, max_tiles * num_splits) + -(-num_rows * group // block_m))
 
 
 def padded(dim: int) -> int:
@@ -215,8 +215,8 @@ class TritonTreeKernel(TreeKernel):
             scale, softcap = 2 * scale / params.softcap, params.softcap * LOG2E
         # At least num_requests + 1, a power of two. Never fewer than before, or a step would wait for a compiler.
         self._lanes = max(self._lanes, 1 << num_requests.bit_length())
-        most_work = PROGRAMS_PER_SM * self._num_sms // num_kv_heads
-        num_work = most_programs(num_rows, group, num_requests, tile.block_m, num_splits, most_work)
+        max_work = PROGRAMS_PER_SM * self._num_sms // num_kv_heads
+        num_work = max_programs(num_rows, group, num_requests, tile.block_m, num_splits, max_work)
         triton_kernels.attend_tiles[num_work, num_kv_heads](
             query,
             key_cache,
@@ -234,7 +234,7 @@ class TritonTreeKernel(TreeKernel):
             num_requests,
             num_words,
             params.sliding_window or 0,
-            most_work,
+            max_work,
             num_splits,
             scale,
             softcap,

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 # Arguments that change from step to step. Kernels must not be specialised for their values.
-VARYING = ("num_rows", "num_requests", "num_words", "window", "most_work", "num_splits")
+VARYING = ("num_rows", "num_requests", "num_words", "window", "max_work", "num_splits")
 
 
 @triton.jit
@@ -57,13 +57,13 @@ def store_states(
 
 @triton.jit
 def _find_work(
-    qo_indptr, num_rows, num_requests, work, most_work, num_splits,
+    qo_indptr, num_rows, num_requests, work, max_work, num_splits,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Returns (request, its first row, its rows, first item, split, splits); request > num_requests: there is no work.
 
     Every request's items have tiles of their own. Rows after the last request's count as a request without keys, so
-    that padding is written, as zeros. Tiles with keys are split as long as there are at most most_work splits in all.
+    that padding is written, as zeros. Tiles with keys are split as long as there are at most max_work splits in all.
     This runs on the device and not on the host, so only qo_indptr changes between replays. Work is numbered
     consecutively, split by split: otherwise programs without work would take the place of programs with work.
     """
@@ -73,7 +73,7 @@ def _find_work(
     rows = tl.where(lane < num_requests, end - begin, tl.where(lane == num_requests, num_rows - begin, 0))
     tiles = (rows * GROUP + BLOCK_M - 1) // BLOCK_M
     num_tiles = tl.sum(tl.where(lane < num_requests, tiles, 0), 0)
-    splits = tl.minimum(tl.maximum(most_work // tl.maximum(num_tiles, 1), 1), num_splits)
+    splits = tl.minimum(tl.maximum(max_work // tl.maximum(num_tiles, 1), 1), num_splits)
     is_split = work < num_tiles * splits
     tile = tl.where(is_split, work // splits, num_tiles + work - num_tiles * splits)
     tile_end = tl.cumsum(tiles, 0)
@@ -152,7 +152,7 @@ def _attend_block(
 def attend_tiles(
     query, key_cache, value_cache, out, partial, partial_lse, sinks,
     qo_indptr, kv_indptr, kv_indices, ancestors, positions,
-    num_rows, num_requests, num_words, window, most_work, num_splits, scale, softcap,
+    num_rows, num_requests, num_words, window, max_work, num_splits, scale, softcap,
     query_row_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride,
     GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -170,7 +170,7 @@ def attend_tiles(
     """
     kv_head = tl.program_id(1)
     request, first_row, rows, first_item, split, splits = _find_work(
-        qo_indptr, num_rows, num_requests, tl.program_id(0), most_work, num_splits, GROUP, BLOCK_M, LANES
+        qo_indptr, num_rows, num_requests, tl.program_id(0), max_work, num_splits, GROUP, BLOCK_M, LANES
     )
     if request > num_requests:
         return  # the next kernel does not wait for programs that have exited

@@ -18,11 +18,11 @@ from batchserve.native.jit import njit
 # What is asked for: some nodes, and a multiple of what is bought lately. Where rows are cheap, worth running at a lower
 # probability than CHEAP_ROW, that is more from the start, and rises at once: most answers are short. Where they are
 # dear whoever believes a long chain that is wrong takes rows from all others.
-FEW_NODES, GROWTH, MOST_NODES = 8, 3.0, 1 << 20
+FEW_NODES, GROWTH, MAX_NODES = 8, 3.0, 1 << 20
 MORE_NODES, CHEAP_ROW = 16, 0.1
 CHOSEN_RATE = 0.2
-LEAST_GAIN = 0.1  # expected tokens: fewer are not worth asking for, let alone their rows
-MOST_URGENCY, URGENCY_UP, URGENCY_DOWN = 16.0, 1.05, 0.98
+MIN_GAIN = 0.1  # expected tokens: fewer are not worth asking for, let alone their rows
+MAX_URGENCY, URGENCY_UP, URGENCY_DOWN = 16.0, 1.05, 0.98
 TPOT_RATE = 0.1
 # What a request may lose to the drafts of others: so much of its steps, and so many steps. Less than the second costs
 # everybody some of what drafts gain, as every request is new once.
@@ -66,7 +66,7 @@ def _weight(request):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def bound_queries(table, records, slots, worth, bounds, least_probs):  # type: ignore[no-untyped-def]
+def bound_queries(table, records, slots, worth, bounds, min_probs):  # type: ignore[no-untyped-def]
     """Lower bounds[:, 0], the most nodes to ask for, and fill the least path probability, as it is claimed.
 
     For the requests at `slots`; records: see budget_kernels.own_shift; worth: the calibrated probability that is worth
@@ -79,13 +79,13 @@ def bound_queries(table, records, slots, worth, bounds, least_probs):  # type: i
         if least < CHEAP_ROW:
             most = int(MORE_NODES + GROWTH * request.most_chosen)
         if request.has_window:
-            most = MOST_NODES
+            most = MAX_NODES
         bounds[i, 0] = min(bounds[i, 0], most)
         if request.has_window:
             max_rows -= bounds[i, 0]
         else:
             asked += bounds[i, 0]
-        least_probs[i] = min(0.5, least / _weight(request) * math.exp(-max(0.0, shift)))
+        min_probs[i] = min(0.5, least / _weight(request) * math.exp(-max(0.0, shift)))
     share = max(0.0, max_rows) / max(1, asked)
     for i in range(len(slots)):
         if share < 1.0 and not table[slots[i]].has_window:
@@ -119,7 +119,7 @@ def drop_unprofitable(table, slots, places, offer, bounds, chosen, is_paying):  
     were chosen. Of a full step, the drafter of whoever would gain enough by rows that bring enough pays, and that few
     of them were chosen says nothing.
     """
-    (owners, gains, rows), (least_gain, worth_a_row, room) = offer, bounds
+    (owners, gains, rows), (min_gain, worth_a_row, room) = offer, bounds
     expected, count, wanted = np.zeros(len(slots)), np.zeros(len(slots)), np.zeros(len(slots))
     for i in range(len(owners)):
         if chosen[i]:
@@ -131,9 +131,9 @@ def drop_unprofitable(table, slots, places, offer, bounds, chosen, is_paying):  
                 wanted[owners[i]] += gains[i]
     for place in places:
         request = table[slots[place]]
-        is_paying[place] = expected[place] > least_gain
+        is_paying[place] = expected[place] > min_gain
         bought = count[place] if is_paying[place] else 0.0
-        if wanted[place] > least_gain:
+        if wanted[place] > min_gain:
             is_paying[place], bought = True, max(count[place], request.num_chosen)
         request.num_chosen += CHOSEN_RATE * (bought - request.num_chosen)
         request.most_chosen = max(bought, request.most_chosen + CHOSEN_RATE * (bought - request.most_chosen))
@@ -156,7 +156,7 @@ def choose_drafts(table, slots, places, contexts, offer, step_time, prices, chos
     buy(offer, (contexts, bids), step_time, load, market, chosen)
     # Where one row more would have been too many, whoever has drafts that are worth theirs is not to blame.
     room = min(float(max_rows), (never_longer_s - (alone_s + prompts_s)) / row_s)
-    bounds = max(LEAST_GAIN, price * draft_s / len(places)), price * row_s, room
+    bounds = max(MIN_GAIN, price * draft_s / len(places)), price * row_s, room
     drop_unprofitable(table, slots, places, offer, bounds, chosen, is_paying)
 
 
@@ -176,7 +176,7 @@ def note_steps(table, slots, token_starts, step_s, stretch):  # type: ignore[no-
         if request.tpot_target_s < np.inf:
             is_late = request.step_s > request.tpot_target_s * max(1.0, request.step_tokens)
             change = URGENCY_UP if is_late else URGENCY_DOWN
-            request.urgency = max(1.0, min(MOST_URGENCY, request.urgency * change))
+            request.urgency = max(1.0, min(MAX_URGENCY, request.urgency * change))
 
 
 def compile_kernels() -> None:

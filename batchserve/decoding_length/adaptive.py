@@ -19,7 +19,7 @@ from batchserve.decoding_length.draft_time import DraftTime
 from batchserve.decoding_length.jacobi_window import JacobiWindow
 from batchserve.decoding_length.plain_steps import PlainSteps
 from batchserve.decoding_length.policy import DraftPolicy, step_time_gauges
-from batchserve.decoding_length.price import MOST_SURPRISE, SpeedUp
+from batchserve.decoding_length.price import MAX_SURPRISE, SpeedUp
 from batchserve.decoding_length.probing import LONG_WAIT, PATIENCE, WATCHED, Probe
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MARGIN = 0.8  # nodes this much less likely than what is worth a row are still proposed: odds are learned from them
 UNDRAFTED = "none"
-MOST_UNLEARNED = 8  # steps without drafts
+MAX_UNLEARNED = 8  # steps without drafts
 HOPELESS = 8  # steps in which requests gave up on a drafter since it last paid: from then on new ones wait at once
 
 
@@ -146,8 +146,8 @@ class AdaptiveDrafting(DraftPolicy):
         self._last_price = market.price
         if load == alone and self._plain_steps.is_due(alone.num_requests, self.step_time.factor):
             return False
-        least_s = market.without_s + market.row_s
-        return least_s <= self._max_step_s and self._draft_time.is_tried(num_asked, is_too_long=room_s < least_s)
+        min_s = market.without_s + market.row_s
+        return min_s <= self._max_step_s and self._draft_time.is_tried(num_asked, is_too_long=room_s < min_s)
 
     def bound(self, slots: IntArray, bounds: IntArray, max_rows: int) -> FloatArray:
         """Neither bound limits what is worth its row; both leave some room for odds to be learned."""
@@ -234,7 +234,7 @@ class AdaptiveDrafting(DraftPolicy):
         if has_prompt:
             self._learn()  # from those before, which are of another kind
         self._unlearned.append((outcome, given))
-        if outcome.num_asked or has_prompt or self.acceptance.is_any_open or len(self._unlearned) == MOST_UNLEARNED:
+        if outcome.num_asked or has_prompt or self.acceptance.is_any_open or len(self._unlearned) == MAX_UNLEARNED:
             self._learn()
 
     def gauges(self) -> dict[str, float]:
@@ -285,7 +285,7 @@ class AdaptiveDrafting(DraftPolicy):
             draft_s = self._draft_time.observe(outcome.num_asked, outcome.draft_s, decoding_s)
             usual_s = self._draft_time.predict(outcome.num_asked)
         if num_tokens:
-            surprise = min(MOST_SURPRISE, max(1.0 / MOST_SURPRISE, sum(times) / predicted_s))
+            surprise = min(MAX_SURPRISE, max(1.0 / MAX_SURPRISE, sum(times) / predicted_s))
             decode_s = max(decoding_s, predicted_s - (without_s - decoding_s)) * surprise + draft_s
             for _ in range(num_steps):
                 self._speed_up.observe(outcome.decoding.num_requests, num_tokens, decode_s, decoding_s)

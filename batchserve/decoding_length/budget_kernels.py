@@ -11,7 +11,7 @@ from batchserve.decoding_length import time_kernels
 from batchserve.decoding_length.time_kernels import ATTENDED, LOG_FACTOR, NUM_SLOPES, seconds_at
 from batchserve.native.jit import njit
 
-LEAST_PROB, MOST_PROB = 1e-4, 0.995  # nothing is certain
+MIN_PROB, MAX_PROB = 1e-4, 0.995  # nothing is certain
 PRIOR, REQUEST_PRIOR = 2.0, 6.0  # edges, of a drafter's claim, and of a request
 CHANCE = 0.5  # what is so many variances off what was expected is half believed
 MEMORY, REQUEST_MEMORY = 1000.0, 64.0  # edges that are remembered of a drafter's claim, and of a request
@@ -20,13 +20,13 @@ CLOSED = -2  # of a tree that the truth has left
 # Whoever is less behind than so many steps without drafts counts as even. Everybody is new once, and in a large batch
 # there is always one who has not been drafted well yet: all others would wait for him.
 EVEN_STEPS = 4.0
-LEAST_ROW_COST = 0.0003  # of a step without drafts: no row is quite free, whatever a flat table says
+MIN_ROW_COST = 0.0003  # of a step without drafts: no row is quite free, whatever a flat table says
 SPAN = 16  # draft rows whose mean is what one costs
 
 
 @njit(cache=True, nogil=True)
 def log_odds(prob):  # type: ignore[no-untyped-def]
-    bounded = min(MOST_PROB, max(LEAST_PROB, prob))
+    bounded = min(MAX_PROB, max(MIN_PROB, prob))
     return math.log(bounded / (1.0 - bounded))
 
 
@@ -75,7 +75,7 @@ def own_shift(record):  # type: ignore[no-untyped-def]
     count, expected, hits = record[0], record[1], record[2]
     if count == 0.0:
         return 0.0
-    mean = min(MOST_PROB, max(LEAST_PROB, expected / count))
+    mean = min(MAX_PROB, max(MIN_PROB, expected / count))
     shift = log_odds((hits + REQUEST_PRIOR * mean) / (count + REQUEST_PRIOR)) - log_odds(mean)
     return evident(count, mean, hits) * shift
 
@@ -193,8 +193,8 @@ def price_step(table, load, alone):  # type: ignore[no-untyped-def]
     without_s, alone_s = seconds_at(table, load, 0.0, 0.0), seconds_at(table, alone, 0.0, 0.0)
     num_rows, num_logit_rows, num_requests, context, attended = load
     more = (num_rows + SPAN, num_logit_rows + SPAN, num_requests, context, attended)
-    least_row_s = LEAST_ROW_COST * alone_s
-    return without_s, alone_s, max((seconds_at(table, more, 0.0, 0.0) - without_s) / SPAN, least_row_s), least_row_s
+    min_row_s = MIN_ROW_COST * alone_s
+    return without_s, alone_s, max((seconds_at(table, more, 0.0, 0.0) - without_s) / SPAN, min_row_s), min_row_s
 
 
 @njit(cache=True, nogil=True)
@@ -246,7 +246,7 @@ def _best_prefix(what, bidders, table, load, market, is_leaving_out, is_left_out
     order, owners, gains, rows, values = what
     contexts, bids = bidders
     ahead_s, grace_s = bids[1], bids[2]
-    price, _, least_row_s, max_rows, prompts_s, longest_s, never_longer_s = market
+    price, _, min_row_s, max_rows, prompts_s, longest_s, never_longer_s = market
     num_requests = len(contexts)
     without_s = seconds_at(table, load, 0.0, 0.0)
     given = np.ones(num_requests)
@@ -264,7 +264,7 @@ def _best_prefix(what, bidders, table, load, market, is_leaving_out, is_left_out
         given[owner] += gains[item]
         worth += values[item]
         # Where the table is flat a row still costs a little.
-        step_s = max(seconds_at(table, load, num_rows, attended), without_s + least_row_s * num_rows)
+        step_s = max(seconds_at(table, load, num_rows, attended), without_s + min_row_s * num_rows)
         # Prompts make no draft unfair: what counts is what the step would take without them.
         decode_s, alone_s = step_s - prompts_s, without_s - prompts_s
         is_fair, is_good_for_all = True, True

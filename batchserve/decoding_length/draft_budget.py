@@ -33,7 +33,7 @@ class Market(NamedTuple):
 
     load: the step without drafts, which takes without_s, and alone_s without prompts, too. price: lambda, what a second
     brings otherwise, in tokens.
-    row_s: what one more row costs, its context apart, and least_row_s what it costs at least: its sampling, its mask,
+    row_s: what one more row costs, its context apart, and min_row_s what it costs at least: its sampling, its mask,
     its K/V. Beside what prompts take the step may become longest_s long, more where nobody falls behind by it
     (more than EVEN_STEPS); never longer than never_longer_s, prompts included.
     """
@@ -43,7 +43,7 @@ class Market(NamedTuple):
     alone_s: float
     price: float
     row_s: float
-    least_row_s: float
+    min_row_s: float
     longest_s: float
     never_longer_s: float = math.inf
 
@@ -61,12 +61,12 @@ class Market(NamedTuple):
 
         speed_up: how much faster than without drafts tokens come (price.py); max_inflation: longest_s over alone_s.
         """
-        without_s, alone_s, row_s, least_row_s = price_step(step_time.arrays, tuple(load), tuple(alone))
+        without_s, alone_s, row_s, min_row_s = price_step(step_time.arrays, tuple(load), tuple(alone))
         price, longest_s = speed_up * alone.num_requests / alone_s, max_inflation * alone_s
-        return cls(load, without_s, alone_s, price, row_s, least_row_s, longest_s, never_longer_s)
+        return cls(load, without_s, alone_s, price, row_s, min_row_s, longest_s, never_longer_s)
 
     def terms(self, max_rows: int) -> tuple[float, ...]:
         """What budget_kernels.buy takes of it, in a step that has room for so many draft rows."""
         prompts_s = self.without_s - self.alone_s
-        costs = self.price, self.row_s, self.least_row_s, max_rows
+        costs = self.price, self.row_s, self.min_row_s, max_rows
         return *costs, prompts_s, self.longest_s, self.never_longer_s

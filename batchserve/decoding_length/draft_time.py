@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchserve.decoding_length.price import MOST_SURPRISE
+from batchserve.decoding_length.price import MAX_SURPRISE
 
 RATE = 0.1
 FIRST_SHARE = 0.125  # of a step; the first time may be a pause, too, and is believed up to that
@@ -32,7 +32,7 @@ class DraftTime:
         """Asking so many took so long, beside a step of step_s; returns what counts of it: a pause not whole."""
         size = num_asked.bit_length()
         usual_s, count = self._seconds.get(size, 0.0), self._counts.get(size, 0) + 1
-        seconds = min(seconds, MOST_SURPRISE * usual_s if usual_s else FIRST_SHARE * step_s)
+        seconds = min(seconds, MAX_SURPRISE * usual_s if usual_s else FIRST_SHARE * step_s)
         self._seconds[size] = usual_s + max(RATE, 1.0 / count) * (seconds - usual_s)
         self._counts[size] = count
         return seconds

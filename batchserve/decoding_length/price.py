@@ -6,7 +6,7 @@ import math
 
 KEPT = math.exp(-1.0 / 200.0)  # of what is known, in a step: some 200 are remembered
 PRIOR = 4.0  # steps that a new size of batch is believed to gain nothing
-MOST_SURPRISE = 2.0  # a step further off its prediction counts as if it were so far off
+MAX_SURPRISE = 2.0  # a step further off its prediction counts as if it were so far off
 
 
 class SpeedUp:

@@ -24,7 +24,7 @@ from batchserve.decoding_length.time_kernels import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MOST_ROWS = 1 << 31  # of a table
+MAX_ROWS = 1 << 31  # of a table
 CRITICAL_RATIO = 1.25  # up to here rows count as free (Lookahead, KDD'24, definition 2 and its figure 1)
 
 
@@ -63,8 +63,8 @@ class StepTimeTable:
             raise ValueError(f"a step time for each number of rows: got {len(self.rows)} and {len(self.seconds)}")
         if any(type(rows) is not int for rows in self.rows):
             raise ValueError(f"numbers of rows must be integers: got {self.rows}")
-        if list(self.rows) != sorted(set(self.rows)) or self.rows[0] < 1 or self.rows[-1] > MOST_ROWS:
-            raise ValueError(f"numbers of rows must rise from 1 to {MOST_ROWS} at most: got {self.rows}")
+        if list(self.rows) != sorted(set(self.rows)) or self.rows[0] < 1 or self.rows[-1] > MAX_ROWS:
+            raise ValueError(f"numbers of rows must rise from 1 to {MAX_ROWS} at most: got {self.rows}")
         if not all(math.isfinite(number) and number >= 0 for number in numbers) or min(self.seconds) <= 0:
             raise ValueError(f"step times must be finite and positive: got {numbers}")
 

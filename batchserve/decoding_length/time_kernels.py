@@ -18,8 +18,8 @@ OUTLIER = math.log(1.3)
 NOISE, FACTOR_CHANGE, FACTOR_FIRST = 0.06**2, 0.03**2, 0.3**2
 SHAPE_FIRST, SHAPE_CHANGE = 0.08**2, 0.0003**2
 SHAPE_REACH = 4.0  # doublings of rows over which what is wrong with the shape is alike
-MOST_CORRECTION = math.log(4.0)
-MOST_RISE = 0.1  # of a forward: by so much more than itself the host's time is believed to have grown at once, at most
+MAX_CORRECTION = math.log(4.0)
+MAX_RISE = 0.1  # of a forward: by so much more than itself the host's time is believed to have grown at once, at most
 # Of a table's slopes: seconds for one more request, row through the head, K/V entry read, pair of row and entry; the
 # log of the factor; and seconds of the host, which no rows make more.
 REQUEST, LOGIT_ROW, CONTEXT, ATTENDED, LOG_FACTOR, HOST = range(6)
@@ -83,7 +83,7 @@ def learn_step(table, covariance, load, without, decoding, forward_s, host_s, wh
     if not (0.0 < forward_s < math.inf and abs(host_s) < math.inf):
         return known
     error = math.log(forward_s / (predicted_s - slopes[HOST]))
-    most_rise_s = MOST_RISE * (known[2] - slopes[HOST])  # of decoding: a long prompt's step may start many requests
+    max_rise_s = MAX_RISE * (known[2] - slopes[HOST])  # of decoding: a long prompt's step may start many requests
     if abs(error) > OUTLIER and not is_apart:
         for _ in range(num_steps):
             moved = FAST_RATE * max(-OUTLIER, min(OUTLIER, error))
@@ -91,7 +91,7 @@ def learn_step(table, covariance, load, without, decoding, forward_s, host_s, wh
             error -= moved
         return known
     for _ in range(num_steps):
-        slopes[HOST] += FAST_RATE * min(max(0.0, host_s) - slopes[HOST], slopes[HOST] + most_rise_s)
+        slopes[HOST] += FAST_RATE * min(max(0.0, host_s) - slopes[HOST], slopes[HOST] + max_rise_s)
     error = max(-OUTLIER, min(OUTLIER, error))
     _share_error(knots, shape, slopes, covariance, load[0], error, num_steps)
     return known
@@ -114,7 +114,7 @@ def _share_error(knots, shape, slopes, covariance, num_rows, error, num_steps): 
     variance = known_with[count] + (1.0 - share) * known_with[low] + share * known_with[high] + NOISE / num_steps
     for i in range(count):
         change = error * known_with[i] / variance
-        shape[i] = max(-MOST_CORRECTION, min(MOST_CORRECTION, shape[i] + change))
+        shape[i] = max(-MAX_CORRECTION, min(MAX_CORRECTION, shape[i] + change))
     slopes[LOG_FACTOR] += error * known_with[count] / variance
     for i in range(count + 1):
         for j in range(count + 1):

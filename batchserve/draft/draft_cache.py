@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 FORMAT, VERSION = "batchserve-drafts", 1
-MOST_HEADER_BYTES = 16 << 20  # room for the names of thousands of scopes
+MAX_HEADER_BYTES = 16 << 20  # room for the names of thousands of scopes
 MOST_SEEN = 1 << 40  # no server reaches this, and the sum over all weights does not overflow
 # Exceptions that NumPy, zipfile and json raise for contents that they did not write.
 UNREADABLE = (
@@ -71,7 +71,7 @@ def read_scopes(path: Path, fingerprint: str, vocab_size: int, most_bytes: int) 
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             if any(member.compress_type != zipfile.ZIP_STORED for member in arrays.zip.infolist()):
                 raise ValueError("compressed, so there is no telling how large it is")
-            if arrays.zip.getinfo("header.npy").file_size > MOST_HEADER_BYTES:
+            if arrays.zip.getinfo("header.npy").file_size > MAX_HEADER_BYTES:
                 raise ValueError("a header of that size takes many times as much when it is read")
             header = json.loads(arrays["header"].tobytes())
             if header["format"] != FORMAT or header["version"] != VERSION:

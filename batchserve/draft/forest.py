@@ -56,7 +56,7 @@ def _is_sound(starts, token_ids, parents, probs, is_verified, bounds, vocab_size
             parent = parents[node]
             if not -1 <= parent < node - start or not 0 <= token_ids[node] < vocab_size:
                 return False
-            if not 0.0 <= probs[node] <= MOST_CLAIMED:  # not of NaN either
+            if not 0.0 <= probs[node] <= MAX_CLAIMED:  # not of NaN either
                 return False
             depths[node] = 1 if parent < 0 else depths[start + parent] + 1
             if depths[node] > bounds[tree, 1 if is_verified[node] else 2]:
@@ -82,7 +82,7 @@ def _spread(starts, places, spread_starts):  # type: ignore[no-untyped-def]
 
 
 ANY_TOKEN = 1 << 31
-MOST_CLAIMED = 1.001  # of products of probabilities, which are rounded
+MAX_CLAIMED = 1.001  # of products of probabilities, which are rounded
 _NO_NODES = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.bool_)
 
 

@@ -96,11 +96,11 @@ class JacobiDrafter(Drafter):
         self._has_prompt_ngrams = prompt_ngrams
         self._max_ngrams = max_ngrams
         self._requests: dict[str, _RequestState] = {}
-        most_nodes = self._guesses * self._levels
+        max_nodes = self._guesses * self._levels
         most_rows = max(h * (self._first_columns + 1 - h) for h in range(1, ngram))
-        self._nodes = np.empty((6, most_nodes + 1), np.int32)
-        self._weights = np.empty(most_nodes, np.float64)
-        size = most_nodes + most_rows
+        self._nodes = np.empty((6, max_nodes + 1), np.int32)
+        self._weights = np.empty(max_nodes, np.float64)
+        size = max_nodes + most_rows
         integers = np.empty((2, size), np.int32)
         self._tree = (integers[0], integers[1], np.empty(size, np.float64), np.empty(size, np.bool_))
 

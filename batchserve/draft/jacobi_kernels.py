@@ -119,15 +119,15 @@ def roll_window(pool, guesses, window, following, recent, accepted):  # type: ig
     """
     tokens, is_true, shape = window
     levels, height, computed = tokens.shape[0], shape[HEIGHT], shape[COMPUTED]
-    most_columns = tokens.shape[1] + 1
-    width = most_columns - height
+    max_columns = tokens.shape[1] + 1
+    width = max_columns - height
     is_full = height == levels
     if is_full:
         _collect(pool, guesses, window, following)
     drop = 1 if is_full else 0
     grown = height if is_full or computed == 0 else height + 1
     # Every source is right of or below its target, so this works in place.
-    for j in range(most_columns - grown):
+    for j in range(max_columns - grown):
         at, old = j + accepted.shape[0] - drop, j + accepted.shape[0]
         for level in range(grown):
             if at < computed and level + drop == height:

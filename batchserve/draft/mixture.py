@@ -55,9 +55,9 @@ SCOPE_BYTES = 16 << 10  # what a scope is counted for beside its text: weights, 
 MIN_SCOPE_BYTES = MIN_CAPACITY * BYTES_PER_TOKEN + SCOPE_BYTES
 REQUEST_BYTES = NODE.itemsize + ROOM * OCCURRENCE.itemsize  # what a request takes beside its text
 LATE_LEARNED = 2  # tokens
-MOST_THREADS = 8
+MAX_THREADS = 8
 SHARED_NODES = 400  # to wake threads for fewer takes about as long as they save
-LEAST_GROWTH = 2  # by less than such a part of what it has no scope grows, nor are others dropped for it
+MIN_GROWTH = 2  # by less than such a part of what it has no scope grows, nor are others dropped for it
 UNBOUNDED = 1 << 40  # a request's own text is bounded by its context
 
 
@@ -147,7 +147,7 @@ class MixtureDrafter(Drafter):
 
     def _make_nodes(self, count: int) -> None:
         """Work memory of each thread's largest tree; what is not used of it is address space only."""
-        size = max(1, min(self._team.size, MOST_THREADS))
+        size = max(1, min(self._team.size, MAX_THREADS))
         self._nodes, self._scratch = np.zeros((size, count), NODE), np.zeros(size, SCRATCH)
         self._room = np.empty((size, count * ROOM), OCCURRENCE)
         self._scratch["room"] = self._room.ctypes.data + self._room.strides[0] * np.arange(size)
@@ -227,13 +227,13 @@ class MixtureDrafter(Drafter):
         """All of it is text to draft from; weights are learned from the last few tokens only, for that takes longer."""
         self._accept(token_ids, LATE_LEARNED)
 
-    def _accept(self, token_ids: Mapping[str, Sequence[int]], most_learned: int) -> None:
+    def _accept(self, token_ids: Mapping[str, Sequence[int]], max_learned: int) -> None:
         slots = self._slots(token_ids)
         starts = np.array([0, *accumulate(map(len, token_ids.values()))])
         tokens = np.array(list(chain.from_iterable(token_ids.values())), np.int32)
         learned, request_ids = 0, list(token_ids)
         while learned < len(slots):
-            rest = (most_learned, learned, self._own_nodes, self._scratch)
+            rest = (max_learned, learned, self._own_nodes, self._scratch)
             learned = accept_all(self._table, slots, starts, tokens, *rest)
             if learned < len(slots):
                 name = request_ids[learned]
@@ -277,7 +277,7 @@ class MixtureDrafter(Drafter):
             return
         others = sum(each.counted_bytes for each in self._scopes.values() if each.num_requests and each is not scope)
         most = (self._max_total_bytes - others - SCOPE_BYTES) // BYTES_PER_TOKEN  # without those that nobody uses
-        if most < index.capacity + index.capacity // LEAST_GROWTH:
+        if most < index.capacity + index.capacity // MIN_GROWTH:
             index.max_tokens = index.capacity
             return
         index.max_tokens = min(self._max_scope_tokens, most)

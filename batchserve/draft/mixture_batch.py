@@ -56,7 +56,7 @@ GROW_JOB = np.dtype(  # of grow_loop
         ("at_once", np.int64),  # requests that a thread takes at once
         ("table_size", np.int64),
         ("num_threads", np.int64),  # that there is work memory for
-        ("most_nodes", np.int64),  # of a tree
+        ("max_nodes", np.int64),  # of a tree
         ("num_links", np.int64),
         ("branch_length", np.int64),
         # Addresses of arrays; see grow_all.
@@ -163,7 +163,7 @@ def grow_loop() -> Any:
         slots = carray(as_pointer(job.slots), count, np.int64)
         sizes = carray(as_pointer(job.sizes), (count, 3), np.int64)
         least = carray(as_pointer(job.least), count, np.float64)
-        nodes = carray(as_pointer(job.nodes), (num_threads, job.most_nodes), NODE)
+        nodes = carray(as_pointer(job.nodes), (num_threads, job.max_nodes), NODE)
         scratches = carray(as_pointer(job.scratches), num_threads, SCRATCH)
         starts = carray(as_pointer(job.starts), count, np.int64)
         counts = carray(as_pointer(job.counts), count, np.int64)
@@ -201,7 +201,7 @@ def grow_all(table, slots, bounds, branch_length, work, memory, trees, loop, tea
     job.num_requests, job.num_threads, job.table_size = len(slots), num_threads, len(table)
     # Prefetching is faster for many requests at once, but threads should finish at the same time.
     job.at_once = len(slots) if num_threads == 1 else max(1, len(slots) // (2 * num_threads))
-    job.most_nodes, job.num_links, job.branch_length = nodes.shape[1], links.shape[1], branch_length
+    job.max_nodes, job.num_links, job.branch_length = nodes.shape[1], links.shape[1], branch_length
     job.table, job.slots, job.sizes, job.least = (
         table.ctypes.data,
         slots.ctypes.data,
@@ -225,7 +225,7 @@ def grow_all(table, slots, bounds, branch_length, work, memory, trees, loop, tea
 
 
 @njit(cache=True, nogil=True)
-def accept_all(table, slots, starts, token_ids, most_learned, first, nodes, scratch):  # type: ignore[no-untyped-def]
+def accept_all(table, slots, starts, token_ids, max_learned, first, nodes, scratch):  # type: ignore[no-untyped-def]
     """Learns the tokens starts[i] to starts[i + 1] of the requests at `slots`, from request `first` on.
 
     Returns the first request whose text has no room for its tokens, or the number of requests if there is none; see
@@ -240,7 +240,7 @@ def accept_all(table, slots, starts, token_ids, most_learned, first, nodes, scra
         noise = (request.noise_bin, request.seed, request.next_position)
         is_root_known = request.is_root_known != 0
         what = (own, scope, tokens, request.num_output, noise, weights, seen, root, is_root_known)
-        accept_tokens(*what, nodes, scratch, most_learned)
+        accept_tokens(*what, nodes, scratch, max_learned)
         if len(tokens):
             request.is_root_known = 0
         request.num_output += len(tokens)

@@ -7,8 +7,8 @@ import numpy as np
 
 from batchserve.draft.mixture_kernels import (
     BYTES,
-    FEWEST_VISITS,
     MAX_OCCURRENCES,
+    MIN_VISITS,
     OWN,
     PATH,
     SCOPE,
@@ -30,7 +30,7 @@ from batchserve.sampling.draw_kernel import stream_key
 MIN_PROB = 1e-4  # a less likely node is not worth its row on any machine
 # Numbers of occurrences to look at. The root gets many, once per tree, because it decides most. Other nodes get fewer,
 # as their latest occurrences say more, and as they take most of the time.
-MOST_VISITS, FEWEST_NODE_VISITS, MOST_NODE_VISITS = 256, 16, 64
+MAX_VISITS, MIN_NODE_VISITS, MAX_NODE_VISITS = 256, 16, 64
 CUT, NOISY_CUT = 0.4, 0.02  # experts are asked until they leave less than this part of the probability a node needs
 CANDIDATE = np.dtype([("prob", np.float64), ("parent", np.int64), ("token", np.int64)])
 
@@ -38,7 +38,7 @@ CANDIDATE = np.dtype([("prob", np.float64), ("parent", np.int64), ("token", np.i
 @njit(cache=True, nogil=True, inline="always")
 def root_visits(max_tokens):  # type: ignore[no-untyped-def]
     """Returns how many occurrences of each context to look at for the root of a tree of max_tokens nodes."""
-    return min(MOST_VISITS, max(FEWEST_VISITS, 8 * max_tokens))
+    return min(MAX_VISITS, max(MIN_VISITS, 8 * max_tokens))
 
 
 @njit(cache=True, nogil=True)
@@ -121,7 +121,7 @@ def grow(own, scope, common, num_output, noise, bounds, weights, root, nodes, sc
     room = work.room
     tree_tokens, tree_parents, tree_depths = links[0], links[1], links[2]
     visits = root_visits(max_tokens)
-    node_visits = min(MOST_NODE_VISITS, max(FEWEST_NODE_VISITS, max_tokens))
+    node_visits = min(MAX_NODE_VISITS, max(MIN_NODE_VISITS, max_tokens))
     count, num_waiting, node, path_prob, depth = 0, 0, -1, 1.0, 0
     read_recent(own, num_output, work.recent)
     while True:

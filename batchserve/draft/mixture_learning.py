@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from batchserve.draft.mixture_kernels import (
-    FEWEST_VISITS,
     MAX_SHARE,
     MIN_SHARE,
+    MIN_VISITS,
     OWN,
     SCOPE,
     begin,
@@ -30,9 +30,9 @@ RIPE, ONE_IN = 8192, 32
 
 @njit(cache=True, nogil=True)
 def accept_tokens(  # type: ignore[no-untyped-def]
-    own, scope, token_ids, num_output, noise, weights, seen, root, is_root_known, nodes, scratch, most_learned
+    own, scope, token_ids, num_output, noise, weights, seen, root, is_root_known, nodes, scratch, max_learned
 ):
-    """Appends token_ids (int32) to the own text, and learns weights from some of the last most_learned of them.
+    """Appends token_ids (int32) to the own text, and learns weights from some of the last max_learned of them.
 
     The last num_output tokens of the own text are the answer. root: NODE [1]. If is_root_known, it holds what a draft
     found for the current end of the text, so the first token is learned from the evidence that it was drafted by. Work
@@ -42,13 +42,13 @@ def accept_tokens(  # type: ignore[no-untyped-def]
     node, work = root[0], scratch[0]
     is_ripe, count = is_root_known and seen.sum() >= RIPE, token_ids.shape[0]
     for i in range(count):
-        if i >= count - most_learned and (i == 0 or not is_ripe or (num_output + i) % ONE_IN == 0):
+        if i >= count - max_learned and (i == 0 or not is_ripe or (num_output + i) % ONE_IN == 0):
             if i > 0 or not is_root_known:
                 node = nodes[0]
                 node.at[OWN] = work.room
                 read_recent(own, num_output + i, work.recent)
-                find_at_root(own, FEWEST_VISITS, node, OWN, work)
-                find_at_root(scope, FEWEST_VISITS, node, SCOPE, work)
+                find_at_root(own, MIN_VISITS, node, OWN, work)
+                find_at_root(scope, MIN_VISITS, node, SCOPE, work)
             _learn(token_ids[i], weights, seen, node, work)
             if noise_bin >= 0:
                 key = stream_key(seed, position + i)

@@ -143,7 +143,7 @@ def match_length(text, meta, end, recent):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def find_occurrences(  # type: ignore[no-untyped-def]
-    text, prev, head, meta, recent, order, longest, most_visits, slots, lengths, count
+    text, prev, head, meta, recent, order, longest, max_visits, slots, lengths, count
 ):
     """Adds occurrences of the last ORDERS[order] tokens, latest first, to slots and lengths [size] from `count` on.
 
@@ -158,7 +158,7 @@ def find_occurrences(  # type: ignore[no-untyped-def]
         key = hash_step(key, recent[i])
     end = head[bucket_of(key, head, meta), order] - 1
     last_age = -1
-    for _ in range(most_visits):
+    for _ in range(max_visits):
         if end < 0 or count == slots.shape[0]:
             break
         age = meta[NEWEST] - end

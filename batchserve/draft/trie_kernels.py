@@ -18,7 +18,7 @@ TOKEN, COUNT, PARENT, CHILD, NEXT, PREV, LINK, BIRTH = range(8)
 SIZE, HAND = COUNT, BIRTH
 NODE_WIDTH = 8
 FREED, NEVER = -1, -(1 << 31)  # the parent and the birth of a free row
-MOST_COUNT = (1 << 31) - 1
+MAX_COUNT = (1 << 31) - 1
 # Fields of a header: rows ever used, the first free row, the table's mask, the number of nodes, the tree to sweep next,
 # and the last birth. Births count down to the lowest and start at -1 again, so none is mistaken for a token.
 USED, FREE, MASK, NUM_NODES, SWEPT, LAST_BIRTH = range(6)
@@ -214,7 +214,7 @@ def insert_branches(nodes, buckets, header, cursors, num_before, token_ids, capa
                 continue
             child = find_child(nodes, buckets, header, node, token)
             if child != 0:
-                nodes[child, COUNT] += nodes[child, COUNT] < MOST_COUNT
+                nodes[child, COUNT] += nodes[child, COUNT] < MAX_COUNT
             else:
                 child = _add(nodes, buckets, header, top, node, token, cursors, capacity, max_rows)
             cursors[window, 0] = child

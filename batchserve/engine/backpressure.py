@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 STREAMS_PER_BOUND = 64  # bound on all streams together, in multiples of the bound on one
 MAX_WRITING = 1024  # writes that may wait at once; each holds some 100 KB whatever its answer is
-LEAST_WAIT_S = 5.0  # before a client may be given up in favour of others
+MIN_WAIT_S = 5.0  # before a client may be given up in favour of others
 
 
 class BackpressureLimits:
@@ -62,7 +62,7 @@ class Backlog:
         writing, now_s = self.bounds.writing, time.monotonic()
         if len(writing) >= MAX_WRITING:
             longest = next(iter(writing))
-            if now_s - writing[longest] > LEAST_WAIT_S:
+            if now_s - writing[longest] > MIN_WAIT_S:
                 longest._give_up()
         writing[self] = now_s
         try:

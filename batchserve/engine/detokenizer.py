@@ -22,7 +22,7 @@ MAX_PENDING = 16  # tokens without text that are decoded again with every new on
 TAILS = (8, 7, 6, 5)
 # Numbers of last prompt tokens to decode with the answer: more if these have no text or start within a character.
 PROMPT_TAILS = (*range(4, 13), 24, 64)
-MOST_TORN = 3  # the most tokens of an incomplete character
+MAX_TORN = 3  # the most tokens of an incomplete character
 
 
 class Decoder(Protocol):
@@ -138,7 +138,7 @@ class IncrementalDetokenizer:
         for size in PROMPT_TAILS:
             tail = list(prompt[-size:])
             is_whole = len(tail) == len(prompt)
-            for num_read in range(len(tail), max(0, len(tail) - MOST_TORN) - 1, -1):
+            for num_read in range(len(tail), max(0, len(tail) - MAX_TORN) - 1, -1):
                 before = self._decode(tail[:num_read])
                 if REPLACEMENT not in before and (before or (is_whole and num_read < len(tail))):
                     self._token_ids, self._read = tail, num_read

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-MOST_RELIEFS = 64  # of a step that has no memory, before one of its requests is ended
+MAX_RELIEFS = 64  # of a step that has no memory, before one of its requests is ended
 DEADLINE_SLACK_S = 0.05  # by which a front may take a request back before the deadline that it has told
 # A request that a step added tokens to, waiting for them to be published, and how many of these were drafts.
 _Commit = tuple[Request, int]
@@ -214,7 +214,7 @@ class EngineCore:
         """
         self._num_failed_steps += 1
         self.drafts.preempted(plan.requests)
-        if 1 < self._num_failed_steps <= MOST_RELIEFS and len(self.scheduler.running) > 1:
+        if 1 < self._num_failed_steps <= MAX_RELIEFS and len(self.scheduler.running) > 1:
             self.drafts.preempted([self.scheduler.preempt_last()])
             with self._counting:
                 self.metrics.preempted(1)

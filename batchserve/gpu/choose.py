@@ -16,12 +16,12 @@ from batchserve.gpu.norms import rms_norm
 
 logger = logging.getLogger(__name__)
 
-MOST_WEIGHTS = 16  # of one shape, to time a product over; in a large model they exceed the caches together
+MAX_WEIGHTS = 16  # of one shape, to time a product over; in a large model they exceed the caches together
 TIMINGS = 3
 ENOUGH_FASTER = 0.98  # of torch's time; otherwise torch's product stays
-MOST_ERROR = 1e-2  # relative to the norm of a row of torch's product; rounding to bfloat16 is about 3e-3 of it
+MAX_ERROR = 1e-2  # relative to the norm of a row of torch's product; rounding to bfloat16 is about 3e-3 of it
 # Square products that keep the device busy until all timed work is queued: their size, initial and maximum number.
-FILL_FEATURES, FILL_PRODUCTS, MOST_FILLERS = 4096, 10, 80
+FILL_FEATURES, FILL_PRODUCTS, MAX_FILLERS = 4096, 10, 80
 
 Product = Callable[[torch.Tensor], torch.Tensor]  # takes the weights
 Timer = Callable[[Product, Sequence[torch.Tensor]], float]
@@ -52,7 +52,7 @@ class CudaTimer:
                 rms_norm(self._filler[0], self._scale, 1.0, self._overlaps)
                 product(weight)
             end.record()
-            if begin.query() and self._num_fillers < MOST_FILLERS:  # the device was idle, and idle time was measured
+            if begin.query() and self._num_fillers < MAX_FILLERS:  # the device was idle, and idle time was measured
                 self._num_fillers *= 2
                 continue
             end.synchronize()
@@ -83,7 +83,7 @@ def choose_products(
                 torch.randn(count, features, device=weights[0].device).to(shape.dtype)
                 for features in (shape.in_features, shape.out_features)
             )
-            trial = _Trial(x, weights[:MOST_WEIGHTS], residual, shape.out_features == added_to, timer)
+            trial = _Trial(x, weights[:MAX_WEIGHTS], residual, shape.out_features == added_to, timer)
             candidates = variants(shape, count, overlaps=choices.overlaps)
             chosen.append(trial.best(candidates, partial(run, overlaps=choices.overlaps)))
         choices.set(shape, tuple(chosen))
@@ -105,8 +105,8 @@ class _Trial:
     def best(self, candidates: Sequence[Variant], run: Callable[..., torch.Tensor]) -> Variant | None:
         """Returns the fastest candidate, as timed by run(variant, x, weight, bias, residual); None: torch's product."""
         added, best = self.residual if self.is_added_to else None, None
-        least_s = self.timer(lambda weight: self._torch_product(weight, added), self.weights)
-        timed, least_s = {"torch": least_s}, ENOUGH_FASTER * least_s
+        min_s = self.timer(lambda weight: self._torch_product(weight, added), self.weights)
+        timed, min_s = {"torch": min_s}, ENOUGH_FASTER * min_s
         for variant in candidates:
 
             def product(weight: torch.Tensor, variant: Variant = variant) -> torch.Tensor:
@@ -122,8 +122,8 @@ class _Trial:
             if not is_right:
                 continue
             took_s = timed[str(variant)] = self.timer(product, self.weights)
-            if took_s < least_s:
-                least_s, best = took_s, variant
+            if took_s < min_s:
+                min_s, best = took_s, variant
         logger.info("%d rows, us: %s", len(self.x), {name: round(1e6 * took_s, 1) for name, took_s in timed.items()})
         if best is None:
             return None
@@ -137,4 +137,4 @@ class _Trial:
     def _is_right(self, found: torch.Tensor, added: torch.Tensor | None) -> bool:
         """Returns whether every row of the product by the first weights is correct up to rounding."""
         expected = self._torch_product(self.weights[0], added).float()
-        return bool(((found.float() - expected).norm(dim=1) <= MOST_ERROR * expected.norm(dim=1)).all())
+        return bool(((found.float() - expected).norm(dim=1) <= MAX_ERROR * expected.norm(dim=1)).all())

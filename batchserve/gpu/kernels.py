@@ -46,12 +46,12 @@ def _fetch(places):
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_few(
     x, weight, bias, residual, out, num_rows, out_features, in_features, row_stride,
-    MOST_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
+    MAX_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
     HAS_REST: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of out_features,): out [num_rows, out_features] = x [num_rows, in_features] @ weight.T, by vectors.
 
-    Then bias [out_features] and residual, of out's shape, are added. num_rows is at most MOST_ROWS, which is 1 or 4.
+    Then bias [out_features] and residual, of out's shape, are added. num_rows is at most MAX_ROWS, which is 1 or 4.
     in_features is at least BLOCK_K; HAS_REST: it is no multiple of BLOCK_K. Each row has its own variable for sums,
     because Triton would move an array of them between threads for every block.
     """
@@ -68,7 +68,7 @@ def multiply_few(
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     sums = block * tl.load(x + lane).to(tl.float32)[None, :]
-    if MOST_ROWS > 1:
+    if MAX_ROWS > 1:
         sums1 = block * tl.load(x1 + lane).to(tl.float32)[None, :]
         sums2 = block * tl.load(x2 + lane).to(tl.float32)[None, :]
         sums3 = block * tl.load(x3 + lane).to(tl.float32)[None, :]
@@ -76,7 +76,7 @@ def multiply_few(
     for start in tl.range(BLOCK_K, whole, BLOCK_K, loop_unroll_factor=UNROLL):
         block = tl.load(weights + start + lane[None, :], eviction_policy="evict_first").to(tl.float32)
         sums += block * tl.load(x + start + lane).to(tl.float32)[None, :]
-        if MOST_ROWS > 1:
+        if MAX_ROWS > 1:
             sums1 += block * tl.load(x1 + start + lane).to(tl.float32)[None, :]
             sums2 += block * tl.load(x2 + start + lane).to(tl.float32)[None, :]
             sums3 += block * tl.load(x3 + start + lane).to(tl.float32)[None, :]
@@ -85,7 +85,7 @@ def multiply_few(
         is_in = rest < in_features
         block = tl.load(weights + rest[None, :], mask=is_in[None, :], other=0.0).to(tl.float32)
         sums += block * tl.load(x + rest, mask=is_in, other=0.0).to(tl.float32)[None, :]
-        if MOST_ROWS > 1:
+        if MAX_ROWS > 1:
             sums1 += block * tl.load(x1 + rest, mask=is_in, other=0.0).to(tl.float32)[None, :]
             sums2 += block * tl.load(x2 + rest, mask=is_in, other=0.0).to(tl.float32)[None, :]
             sums3 += block * tl.load(x3 + rest, mask=is_in, other=0.0).to(tl.float32)[None, :]
@@ -93,7 +93,7 @@ def multiply_few(
     if HAS_BIAS:
         added = tl.load(bias + feature).to(tl.float32)
     _store_row(sums, added, 0, num_rows, place, residual, out, out_features, HAS_RESIDUAL)
-    if MOST_ROWS > 1:
+    if MAX_ROWS > 1:
         _store_row(sums1, added, 1, num_rows, place, residual, out, out_features, HAS_RESIDUAL)
         _store_row(sums2, added, 2, num_rows, place, residual, out, out_features, HAS_RESIDUAL)
         _store_row(sums3, added, 3, num_rows, place, residual, out, out_features, HAS_RESIDUAL)
@@ -102,10 +102,10 @@ def multiply_few(
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_rows(
     x, weight, bias, residual, out, num_rows, out_features, in_features, row_stride,
-    MOST_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, IS_FETCHED: tl.constexpr,
+    MAX_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, IS_FETCHED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Like multiply_few, with tensor cores. MOST_ROWS is a power of two, in_features a multiple of BLOCK_K.
+    """Like multiply_few, with tensor cores. MAX_ROWS is a power of two, in_features a multiple of BLOCK_K.
 
     The weights are the left factor: tensor cores take at least 16 or 64 rows of the left factor, and 8 columns of the
     right. Loading a first block of weights before the wait would cost shared memory that the loop's blocks need.
@@ -113,7 +113,7 @@ def multiply_rows(
     """
     place = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     feature = tl.minimum(place, out_features - 1)  # unused ones repeat the last
-    row = tl.arange(0, MOST_ROWS)
+    row = tl.arange(0, MAX_ROWS)
     lane = tl.arange(0, BLOCK_K)
     weights = weight + feature.to(tl.int64)[:, None] * in_features
     # Unused rows are not loaded: all programs would ask for the cache lines of the row that they repeat.
@@ -125,7 +125,7 @@ def multiply_rows(
             _fetch(weights + first + (tl.arange(0, BLOCK_K // 64) * 64)[None, :])
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
-    sums = tl.zeros([BLOCK_N, MOST_ROWS], tl.float32)
+    sums = tl.zeros([BLOCK_N, MAX_ROWS], tl.float32)
     for done in range(0, in_features, BLOCK_K):
         start = first + done
         start = tl.where(start < in_features, start, start - in_features)

@@ -19,8 +19,8 @@ from batchserve.kernel_overlap import launch_options
 
 DTYPES = (torch.bfloat16, torch.float16)
 ROW_COUNTS = (1, 4, 16, 32, 64)  # each serves numbers of rows above the previous one, up to itself
-MOST_VECTOR_ROWS = 4
-LEAST_MATRIX_ROWS = 16  # the fewest that tensor cores are given
+MAX_VECTOR_ROWS = 4
+MIN_MATRIX_ROWS = 16  # the fewest that tensor cores are given
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def variants(shape: Shape, count: int, *, overlaps: bool) -> list[Variant]:
     """Returns the variants worth a trial that can multiply up to `count` rows, one of ROW_COUNTS."""
     if shape.dtype not in DTYPES:
         return []
-    vectors = [each for each in BY_VECTORS if count <= MOST_VECTOR_ROWS and each.block_k <= shape.in_features]
+    vectors = [each for each in BY_VECTORS if count <= MAX_VECTOR_ROWS and each.block_k <= shape.in_features]
     matrices = [each for each in BY_MATRICES if count > 1 and shape.in_features % each.block_k == 0]
     return vectors + [each for each in matrices if overlaps or not each.is_fetched]
 
@@ -130,11 +130,11 @@ def multiply(
     grid = (-(-out_features // variant.block_n),)
     if variant.by_vectors:
         loop = {"UNROLL": variant.num_stages, "HAS_REST": in_features % variant.block_k != 0}
-        kernels.multiply_few[grid](*tensors, *numbers, MOST_ROWS=most_rows, **loop, **constants)
+        kernels.multiply_few[grid](*tensors, *numbers, MAX_ROWS=most_rows, **loop, **constants)
     else:
         loop = {"IS_FETCHED": variant.is_fetched, "num_stages": variant.num_stages}
-        least = max(most_rows, LEAST_MATRIX_ROWS)
-        kernels.multiply_rows[grid](*tensors, *numbers, MOST_ROWS=least, **loop, **constants)
+        least = max(most_rows, MIN_MATRIX_ROWS)
+        kernels.multiply_rows[grid](*tensors, *numbers, MAX_ROWS=least, **loop, **constants)
     return out
 
 

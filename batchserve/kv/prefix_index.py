@@ -11,8 +11,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
 
-MOST_ENTRIES = 4096  # bounds host memory (a copy of each entry's tokens) and time
-FEWEST_TOKENS = 16  # a shorter prefix is computed as quickly as it is found
+MAX_ENTRIES = 4096  # bounds host memory (a copy of each entry's tokens) and time
+MIN_TOKENS = 16  # a shorter prefix is computed as quickly as it is found
 TOKEN = np.dtype(np.int32)
 
 
@@ -35,12 +35,12 @@ class PrefixIndex:
         return iter(self._entries)
 
     def add(self, scope: Hashable, token_ids: Sequence[int]) -> tuple[int, list[int]]:
-        """Adds an entry. Returns its handle, and those it has replaced: its prefixes, and any above MOST_ENTRIES."""
+        """Adds an entry. Returns its handle, and those it has replaced: its prefixes, and any above MAX_ENTRIES."""
         text = np.array(token_ids, TOKEN).tobytes()
         gone = self._prefixes_of(scope, text)
         for handle in gone:
             self.remove(handle)
-        while len(self) >= MOST_ENTRIES:
+        while len(self) >= MAX_ENTRIES:
             gone.append(next(iter(self)))
             self.remove(gone[-1])
         self._next_handle += 1
@@ -62,14 +62,14 @@ class PrefixIndex:
         return found
 
     def match(self, scope: Hashable, token_ids: Sequence[int]) -> tuple[int, int]:
-        """Returns (handle, length) of the entry with the longest common prefix; (0, 0) below FEWEST_TOKENS."""
+        """Returns (handle, length) of the entry with the longest common prefix; (0, 0) below MIN_TOKENS."""
         text, texts = np.array(token_ids, TOKEN).tobytes(), self._sorted.get(scope, [])
         place = bisect_left(texts, (text,))
         best, length = 0, 0
         for known, handle in texts[max(0, place - 1) : place + 1]:
             if (found := _common_length(known, text)) > length:
                 best, length = handle, found
-        return (best, length) if length >= FEWEST_TOKENS else (0, 0)
+        return (best, length) if length >= MIN_TOKENS else (0, 0)
 
     def use(self, handle: int) -> None:
         """Marks the entry as the most recently used. Handle 0 is ignored."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from batchserve.kv.prefix_index import FEWEST_TOKENS, MOST_ENTRIES, common_length
+from batchserve.kv.prefix_index import MAX_ENTRIES, MIN_TOKENS, common_length
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
@@ -54,9 +54,9 @@ class PrefixTree:
         return iter(self._nodes)
 
     def match(self, scope: Hashable, token_ids: Sequence[int]) -> np.ndarray:
-        """Returns the slots of the longest prefix of these tokens that is kept; none for fewer than FEWEST_TOKENS."""
+        """Returns the slots of the longest prefix of these tokens that is kept; none for fewer than MIN_TOKENS."""
         path, length = self._find(scope, np.array(token_ids, np.int32))
-        if length < FEWEST_TOKENS:
+        if length < MIN_TOKENS:
             return np.zeros(0, np.int32)
         self._use(path)
         return np.concatenate([node.slots for node in path])[:length]
@@ -80,7 +80,7 @@ class PrefixTree:
             path.append(node)
         self._use(path)
         gone = []
-        while len(self) > MOST_ENTRIES:
+        while len(self) > MAX_ENTRIES:
             gone.append(self.drop(next(iter(self))))
         return new, gone
 

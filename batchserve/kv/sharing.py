@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batchserve.kv.prefix_index import FEWEST_TOKENS
+from batchserve.kv.prefix_index import MIN_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -17,9 +17,9 @@ BLOCK = 256  # tokens that are compared at once
 def best_source(request: Request, running: Iterable[Request]) -> tuple[str, int]:
     """Returns (id, tokens) of the running request in the same scope that has computed most of this request's prefix.
 
-    ("", 0) if none shares FEWEST_TOKENS. At least one token is left to be computed, as its logits are needed.
+    ("", 0) if none shares MIN_TOKENS. At least one token is left to be computed, as its logits are needed.
     """
-    best, most = "", FEWEST_TOKENS - 1
+    best, most = "", MIN_TOKENS - 1
     for other in running:
         end = min(other.num_computed_tokens, len(request.token_ids) - 1)
         if end > most and other.prefix_scope == request.prefix_scope:

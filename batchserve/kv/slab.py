@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from batchserve.errors import is_out_of_memory
-from batchserve.kv.prefix_index import FEWEST_TOKENS, PrefixIndex
+from batchserve.kv.prefix_index import MIN_TOKENS, PrefixIndex
 from batchserve.kv.row_moves import UNIT, move_rows
 from batchserve.native import pages
 
@@ -78,7 +78,7 @@ class SlabAllocator:
         self.num_layers = len(layers)
         self.bytes_per_token = bytes_per_token(layers, dtype)
         self.num_kv_heads = max(layer.num_kv_heads for layer in layers)
-        self.fewest_kv_heads = min(layer.num_kv_heads for layer in layers)
+        self.min_kv_heads = min(layer.num_kv_heads for layer in layers)
 
     @property
     def total_tokens(self) -> int:
@@ -209,7 +209,7 @@ class SlabAllocator:
     def retire(self, request_id: str, scope: Hashable, token_ids: Sequence[int]) -> None:
         slab = self._slabs[request_id]
         count = min(len(token_ids), slab.num_committed)
-        if count < FEWEST_TOKENS:
+        if count < MIN_TOKENS:
             self.release(request_id)
             return
         del self._slabs[request_id]

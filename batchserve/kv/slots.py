@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from batchserve.kv.prefix_index import FEWEST_TOKENS
+from batchserve.kv.prefix_index import MIN_TOKENS
 from batchserve.kv.prefix_tree import PrefixTree
 from batchserve.kv.slot_kernels import (
     COMMITTED,
@@ -164,7 +164,7 @@ class SlotAllocator:
 
     def retire(self, request_id: str, scope: Hashable, token_ids: Sequence[int]) -> None:
         count = min(len(token_ids), int(self._books[self._rows[request_id], COMMITTED]))
-        if count >= FEWEST_TOKENS:
+        if count >= MIN_TOKENS:
             new, gone = self._prefixes.add(scope, token_ids[:count], self.slots(request_id)[:count])
             self._prefix_refs[new] += 1
             for slots in gone:

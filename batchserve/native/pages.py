@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 
 TRIM_S = 60.0
-FEWEST_BYTES = 1 << 16  # smaller arrays go on the heap: most of their last page would be wasted
+MIN_BYTES = 1 << 16  # smaller arrays go on the heap: most of their last page would be wasted
 
 
 def zeros(shape: int | tuple[int, ...], dtype: Any) -> np.ndarray:
     """Like np.zeros, but pages that are never written take no memory. Raises MemoryError."""
     shape = (shape,) if isinstance(shape, int) else shape
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    if size < FEWEST_BYTES:
+    if size < MIN_BYTES:
         return np.zeros(shape, dtype)
     try:
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -43,7 +43,7 @@ WORKERS, WORKER = 40, 8
 ASLEEP = 0
 WANTED_BITS = 16
 ENDED = -1  # the last TURN, which ends the workers
-MOST_WORKERS = 1023
+MAX_WORKERS = 1023
 AWAKE_SPINS = 20_000  # about a millisecond, longer than the time between two steps
 _LOOP = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _START = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
@@ -165,7 +165,7 @@ class ThreadPool:
 
     def __init__(self) -> None:
         self._maker = OwnerProcess("pool of threads")
-        self._state = np.zeros(WORKERS + MOST_WORKERS * WORKER + 8, np.int64)
+        self._state = np.zeros(WORKERS + MAX_WORKERS * WORKER + 8, np.int64)
         self._state = self._state[-(self._state.ctypes.data // 8) % 8 :]  # aligned to a cache line
         self._state[YIELD], self._state[SLEEP] = yield_address(), sleep_function()
         self._threads: list[threading.Thread] = []
@@ -226,7 +226,7 @@ def _pool() -> ThreadPool:
 
 def given(wanted: int) -> int:
     """Returns the number of threads that a loop gets if it asks for `wanted`: one if the system is not POSIX."""
-    return min(wanted, MOST_WORKERS + 1) if os.name == "posix" else 1
+    return min(wanted, MAX_WORKERS + 1) if os.name == "posix" else 1
 
 
 def team(size: int) -> Team:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from batchserve.program.program import Attention, Buffer, Instruction, Program
     from batchserve.program.tape import Call, Forward
 
-LEAST_CAPACITY = 64  # rows
+MIN_CAPACITY = 64  # rows
 
 
 class NativeModel:
@@ -166,7 +166,7 @@ class NativeModel:
     @contextmanager
     def limit_windows(self, length: int) -> Iterator[None]:
         """Limits attention windows to `length`, for a probe whose prompt is shorter than the windows."""
-        self._reserve(LEAST_CAPACITY, self._threads.given(torch.get_num_threads()))  # writes the windows
+        self._reserve(MIN_CAPACITY, self._threads.given(torch.get_num_threads()))  # writes the windows
         windows = self._jobs["window"].copy()
         self._jobs["window"] = np.minimum(windows, length)
         try:
@@ -236,7 +236,7 @@ class NativeModel:
         if num_rows <= self._capacity and num_threads == self._num_threads:
             return
         if num_rows > self._capacity:
-            self._capacity = max(LEAST_CAPACITY, 1 << (num_rows - 1).bit_length())
+            self._capacity = max(MIN_CAPACITY, 1 << (num_rows - 1).bit_length())
         self._num_threads = num_threads
         self._greatest = np.empty((self._num_parts, self._capacity), np.float32)
         head = self._rows[self._logits_by]

@@ -20,7 +20,7 @@ WEIGHT_SUFFIXES = frozenset(
     ".bin .ckpt .gguf .ggml .h5 .incomplete .msgpack .onnx .ot .part .pt .pth .safetensors".split()
 )
 EXPECTED = f"expected {CONFIG_NAME}, {SAFE_WEIGHTS_NAME} (or shards and their index) and the tokenizer's files"
-MOST_NAMES = 4
+MAX_NAMES = 4
 EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(.*)")
 
 
@@ -121,8 +121,8 @@ def _what_is_there(folder: Path) -> str:
 
 
 def _listed(names: list[str]) -> str:
-    rest = len(names) - MOST_NAMES
-    return ", ".join(names[:MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+    rest = len(names) - MAX_NAMES
+    return ", ".join(names[:MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _weight_files(folder: Path, config: dict[str, Any], named: str) -> list[Path]:
@@ -146,7 +146,7 @@ def _weight_files(folder: Path, config: dict[str, Any], named: str) -> list[Path
         raise ConfigError(f"{named}: {file.name} has no weight_map of tensors to files")
     shards = sorted(set(weight_map.values()))
     if absent := [shard for shard in shards if not (folder / shard).is_file()]:
-        unfinished = sorted(each.name for each in islice(folder.rglob("*.incomplete"), MOST_NAMES))
+        unfinished = sorted(each.name for each in islice(folder.rglob("*.incomplete"), MAX_NAMES))
         raise ConfigError(
             f"{named}: {file.name} names {len(shards)} files, of which {len(absent)} are absent: {_listed(absent)}"
             f"{f' ({_listed(unfinished)} is there)' if unfinished else ''}: finish the download"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from batchserve.attention.paged import PagedBackend
 
-MOST_PROGRAMS = 128  # per function: each kind of layer needs some. torch's own limit, 8, is meant to stop runaways
+MAX_PROGRAMS = 128  # per function: each kind of layer needs some. torch's own limit, 8, is meant to stop runaways
 
 
 class CompiledModel:
@@ -106,6 +106,6 @@ def _any_number_of_rows() -> Iterator[None]:
     symbols: Any = torch.fx.experimental._config
     with (
         symbols.patch(use_duck_shape=False, backed_size_oblivious=True),
-        torch._dynamo.config.patch(recompile_limit=MOST_PROGRAMS),
+        torch._dynamo.config.patch(recompile_limit=MAX_PROGRAMS),
     ):
         yield

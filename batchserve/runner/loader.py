@@ -61,7 +61,7 @@ CUDA_BUILD_WITHOUT_GPU = (
     "takes a fourth of the space with PyTorch's CPU build (README.md, 'Use')"
 )
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MOST_CHARS = 1000  # of a library's message about a model
+MAX_CHARS = 1000  # of a library's message about a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +237,7 @@ def _load_weights(source: str, dtype: torch.dtype, config: EngineConfig) -> PreT
     except BatchserveError:
         raise
     except Exception as error:  # third-party files can fail in any way
-        said = " ".join((described(error), *held[-1:]))[:MOST_CHARS]
+        said = " ".join((described(error), *held[-1:]))[:MAX_CHARS]
         if kind is not None:
             raise UnsupportedModelError(f"{named} ({kind}): cannot be loaded: {said}") from error
         raise ConfigError(f"{named}: cannot be loaded: {said}") from error

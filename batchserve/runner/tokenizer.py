@@ -46,7 +46,7 @@ GENERIC = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "PreTrained
 VOCABULARIES = (TOKENIZER, *MODEL_FILES, TEKKEN, "vocab.json", "vocab.txt", "*.tiktoken")
 # Files that are read in addition to a vocabulary.
 COMPANIONS = ("added_tokens.json", "chat_template*.jinja", "additional_chat_templates")
-MOST_UNMADE = 0.1  # of tokens with several letters: some vocabularies have special tokens that are not marked
+MAX_UNMADE = 0.1  # of tokens with several letters: some vocabularies have special tokens that are not marked
 TEKKEN_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}
 
 
@@ -301,7 +301,7 @@ def _check_merges(loaded: PreTrainedTokenizerBase, folder: Path) -> None:
     lines = (folder / "merges.txt").read_text(encoding="utf-8", errors="replace").splitlines()
     made = {line.replace(" ", "") for line in lines}
     num_unmade = sum(token not in made for token in long)
-    if num_unmade > MOST_UNMADE * len(long):
+    if num_unmade > MAX_UNMADE * len(long):
         raise ConfigError(
             f"{folder}: merges.txt makes {len(long) - num_unmade} of the {len(long)} tokens of vocab.json that have to "
             "be made: it is not complete; download it again"

@@ -19,10 +19,10 @@ NEGLIGIBLE_NATS = 30.0
 # Dividing by less than this may overflow. Two different float32 logits are far apart long before that.
 LOWEST_TEMPERATURE = 1e-200
 BLOCK = 64  # logits per block; block_tops keeps the greatest of each
-FEWEST_SORTED, MOST_SORTED = 16, 128  # how many of the greatest logits to search for a nucleus first
+MIN_SORTED, MAX_SORTED = 16, 128  # how many of the greatest logits to search for a nucleus first
 BINS = 4096  # of logits, if that search fails
 SLACK = 4.0  # draws of 2^32 allowed for the rounding of an exponential
-MOST_NOISE = HIGHEST_NOISE + 0.001  # a token this far below the best score loses, whatever its draw is
+MAX_NOISE = HIGHEST_NOISE + 0.001  # a token this far below the best score loses, whatever its draw is
 LOG2_E, LN_2_HIGH, LN_2_LOW = math.log2(math.e), 6.93147180369123816490e-01, 1.90821492927058770002e-10
 TAYLOR = tuple(1.0 / math.factorial(n) for n in range(14))
 _GOLDEN = np.uint64(GOLDEN)
@@ -221,9 +221,9 @@ def least_of_nucleus(logits, tops, temperature, least, top_p):  # type: ignore[n
     ones whose mass is top_p of the total. Searches among ever more of the greatest, then among all.
     """
     reached, top = top_p * mass(logits, tops, temperature, least), np.float64(tops.max()) / temperature
-    number = FEWEST_SORTED
+    number = MIN_SORTED
     # For more than there are blocks, _likeliest would return all logits.
-    while number <= min(MOST_SORTED, tops.shape[0]):
+    while number <= min(MAX_SORTED, tops.shape[0]):
         ordered, total = np.sort(_processed(_likeliest(logits, tops, number), temperature, least)), 0.0
         for i in range(ordered.shape[0] - 1, -1, -1):
             total += math.exp(ordered[i] - top)
@@ -246,7 +246,7 @@ def draw_token(logits, tops, temperature, least, key):  # type: ignore[no-untype
     for turn in range(-1, tops.shape[0]):
         b = likeliest if turn < 0 else turn
         highest = np.float64(tops[b]) / temperature
-        if turn == likeliest or highest < least or highest < best - MOST_NOISE:
+        if turn == likeliest or highest < least or highest < best - MAX_NOISE:
             continue
         # Noise is g or more with probability 1 - exp(-exp(-g)) < exp(-g), so only this part of all draws may win.
         fewest = 2.0**32 * (1.0 - math.exp(min(0.0, highest - best))) - SLACK

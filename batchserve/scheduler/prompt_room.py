@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from batchserve.decoding_length.step_time import StepTimeModel
     from batchserve.request import Request
 
-LEAST_CHUNK = 4  # rows: prompts go on, whatever the bound
+MIN_CHUNK = 4  # rows: prompts go on, whatever the bound
 CHUNK_STEP = 4
 
 
@@ -51,7 +51,7 @@ class PromptRoom:
     """The rows of one step that prompts may take, handed out one prompt after the other.
 
     Rows behind a long context take longer, be it cached or computed: so each prompt is given what fits beside those
-    before it. Never less than LEAST_CHUNK in all, and never more than max_rows.
+    before it. Never less than MIN_CHUNK in all, and never more than max_rows.
     """
 
     def __init__(self, max_rows: int, bound: StepBound | None = None) -> None:
@@ -61,7 +61,7 @@ class PromptRoom:
 
     def rows_for(self, num_tokens: int, context_len: int) -> int:
         """How many of a prompt's next tokens a step takes; context_len of it are computed or cached."""
-        most, least = self._max_rows - self._taken.num_rows, max(0, LEAST_CHUNK - self._taken.num_rows)
+        most, least = self._max_rows - self._taken.num_rows, max(0, MIN_CHUNK - self._taken.num_rows)
         bound, wanted = self._bound, min(num_tokens, most)
         if bound is None or wanted <= least:
             return wanted

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 DRAFT_ROWS_RATE = 0.2
 NONE = np.zeros(0, np.int64)
-MOST_OVERTAKING = 32  # of those who wait are looked at for a short prompt, in a step
+MAX_OVERTAKING = 32  # of those who wait are looked at for a short prompt, in a step
 
 
 def everybody(slots: IntArray) -> BoolArray:
@@ -247,7 +247,7 @@ class Scheduler:
             return first
         if self._config.max_num_seqs - len(self.running) < 2:
             return None
-        behind = self.waiting.foremost(self._now_s, MOST_OVERTAKING)[1:]
+        behind = self.waiting.foremost(self._now_s, MAX_OVERTAKING)[1:]
         found = next((request for request in behind if self._prompt_rank(request) < rank), None)
         num_tokens = first.num_pending_tokens + (0 if found is None else found.num_pending_tokens)
         return found if num_tokens <= self._allocator.free_tokens else None

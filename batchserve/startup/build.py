@@ -51,7 +51,7 @@ from batchserve.version import __version__
 
 # A server has an event loop to run beside its steps, and often its clients, too.
 THREAD_GAIN, SERVING_GAIN = 1.1, 1.3
-MOST_THREADS = 8  # that share a draft beside a GPU
+MAX_THREADS = 8  # that share a draft beside a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +130,9 @@ def _build_engine(
         most = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
         _warm_up_beyond(runner, runner.graphs.sizes[-1], most, max_model_len)
     kernels.wait_for_begun()  # nothing is measured beside it
-    most_threads, least_gain = torch.get_num_threads(), SERVING_GAIN if is_serving else THREAD_GAIN
+    max_threads, min_gain = torch.get_num_threads(), SERVING_GAIN if is_serving else THREAD_GAIN
     if loaded.device.type == "cpu":
-        runner.num_threads = config.num_threads or choose_threads(
-            runner, config.max_num_seqs, max_model_len, least_gain
-        )
+        runner.num_threads = config.num_threads or choose_threads(runner, config.max_num_seqs, max_model_len, min_gain)
     runner.bind_thread()
     if config.num_threads is not None and runner.num_threads < config.num_threads:
         say(
@@ -150,10 +148,10 @@ def _build_engine(
     # Beside a GPU nobody else uses the processor's threads: they sleep, and to wake all of them takes too long.
     is_on_cpu = loaded.device.type == "cpu"
     drafts = DraftStage(used_drafter, _draft_policy(config, step_time), backend.allocator, clock, loaded.vocab_size)
-    drafts.use_threads(pool.team(runner.num_threads if is_on_cpu else min(runner.num_threads, MOST_THREADS)))
+    drafts.use_threads(pool.team(runner.num_threads if is_on_cpu else min(runner.num_threads, MAX_THREADS)))
     core = EngineCore(scheduler, drafts, runner, decoder_of(loaded.tokenizer), EngineMetrics(), clock)
     # Bits may depend on the number of threads.
-    if is_on_cpu and config.num_threads is None and most_threads > 1:
+    if is_on_cpu and config.num_threads is None and max_threads > 1:
 
         def changed(ratio: float) -> None:
             step_time.rescale(ratio)
@@ -162,7 +160,7 @@ def _build_engine(
         def time_step() -> float:
             return time_decoding(runner, config.max_num_seqs, 1)  # without contexts, which would need more memory
 
-        core.threads = ThreadWatch(runner, most_threads, least_gain, time_step, changed, clock)
+        core.threads = ThreadWatch(runner, max_threads, min_gain, time_step, changed, clock)
     info = ModelInfo(
         name=loaded.name,
         architecture=type(loaded.model).__name__,

@@ -25,11 +25,11 @@ SLOW_FORWARD_S, LARGE_FORWARD_S = 0.5, 2.0  # seconds; a pause does not make two
 # Later trials: first interval, longest interval (it doubles), and extra wait between steps if there was no lull.
 LOOK_AGAIN_S, SELDOM_S, PATIENCE_S = 30.0, 300.0, 30.0
 LOOKS = 5
-LEAST_GAIN_OF_FEWER = 1.1
+MIN_GAIN_OF_FEWER = 1.1
 
 
-def choose_threads(runner: ModelRunner, max_num_seqs: int, max_model_len: int, least_gain: float) -> int:
-    """Returns the fastest number of compute threads for a decoding step. Twice as many must be least_gain times faster.
+def choose_threads(runner: ModelRunner, max_num_seqs: int, max_model_len: int, min_gain: float) -> int:
+    """Returns the fastest number of compute threads for a decoding step. Twice as many must be min_gain times faster.
 
     Small layers do not repay the barrier between threads, and a busy neighbour makes it a hundred times more expensive.
     A core left free serves the event loop. The candidates take turns, so that a pause of the machine does not decide,
@@ -61,7 +61,7 @@ def choose_threads(runner: ModelRunner, max_num_seqs: int, max_model_len: int, l
     best, best_s = most, math.inf
     for count in filter(seconds.get, counts):
         typical_s = sorted(seconds[count])[len(seconds[count]) // 4]
-        if typical_s < best_s * least_gain:
+        if typical_s < best_s * min_gain:
             best, best_s = count, min(typical_s, best_s)
     return best
 
@@ -71,19 +71,19 @@ class ThreadWatch:
     have been busy at start, or become busy. The thread that runs the steps makes all calls.
 
     time_step: returns the seconds of a trial step on the runner's threads. changed: called with the new step time,
-    relative to the old one, after the number of threads has changed. least_gain: as in choose_threads.
+    relative to the old one, after the number of threads has changed. min_gain: as in choose_threads.
     """
 
     def __init__(
         self,
         runner: ModelRunner,
         most: int,
-        least_gain: float,
+        min_gain: float,
         time_step: Callable[[], float],
         changed: Callable[[float], None],
         clock: Callable[[], float],
     ) -> None:
-        self._runner, self._most, self._least_gain = runner, most, least_gain
+        self._runner, self._most, self._min_gain = runner, most, min_gain
         self._time_step, self._changed, self._clock = time_step, changed, clock
         self._every_s, self._is_up_next = LOOK_AGAIN_S, True
         self._due_s = clock() + self._every_s
@@ -100,7 +100,7 @@ class ThreadWatch:
         up, down = before * 2, before // 2
         is_up = down < 1 or (up <= self._most and self._is_up_next)
         self._is_up_next = not is_up
-        other, gain = (up, self._least_gain) if is_up else (down, LEAST_GAIN_OF_FEWER)
+        other, gain = (up, self._min_gain) if is_up else (down, MIN_GAIN_OF_FEWER)
         self._every_s = min(2 * self._every_s, SELDOM_S)
         ratio = 1.0
         try:

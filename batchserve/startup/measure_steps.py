@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from batchserve.runner.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
-MOST_SECONDS = 4.0  # for all rounds together; a round that has begun is finished
-FEWEST_ROUNDS, MOST_ROUNDS = 2, 9
+MAX_SECONDS = 4.0  # for all rounds together; a round that has begun is finished
+MIN_ROUNDS, MAX_ROUNDS = 2, 9
 SAID_EVERY_S = 2.0
 LONG_STEP_S = 0.5  # longer steps are extrapolated; steps that may take twice as long are not tried
 CONTEXT, SHORT_CONTEXT = 1024, 256
@@ -180,7 +180,7 @@ def _time_all(
         with nullcontext(names) if case.context else _requests(runner, case) as with_names:
             seconds = _time(runner, case, with_names)
             # In use, steps follow others of their kind. The first run finds the caches as a long prompt left them.
-            is_enough = case.is_prefill or now - started > MOST_SECONDS
+            is_enough = case.is_prefill or now - started > MAX_SECONDS
             return seconds if is_enough else min(seconds, _time(runner, case, with_names))
 
     samples = {case: [sample(case)] for case in probes}
@@ -196,8 +196,8 @@ def _time_all(
         if samples[case][0] > LONG_STEP_S:
             break
         of_a_row_s = samples[case][0] / sum(case.rows)
-    for number in range(1, MOST_ROUNDS):
-        if number >= FEWEST_ROUNDS and time.perf_counter() - started > MOST_SECONDS:
+    for number in range(1, MAX_ROUNDS):
+        if number >= MIN_ROUNDS and time.perf_counter() - started > MAX_SECONDS:
             break
         for case, times in samples.items():
             times.append(sample(case))

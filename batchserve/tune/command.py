@@ -96,7 +96,7 @@ def _make_folder(out: Path) -> None:
 
 def read_workload(options: TuneOptions) -> list[WorkloadRequest]:
     """Reads and checks the requests of the workload. Raises ConfigError."""
-    requests = load_workload(options.workload, _counter(options.config), options.most_requests)
+    requests = load_workload(options.workload, _counter(options.config), options.max_requests)
     least = options.num_requests or max(options.max_num_seqs)
     if len(requests) < least:
         name = "requests" if options.num_requests else "max_num_seqs"

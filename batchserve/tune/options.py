@@ -66,7 +66,7 @@ class TuneOptions:
         return self.threads or ()
 
     @property
-    def most_requests(self) -> int:
+    def max_requests(self) -> int:
         return self.num_requests or REQUESTS_PER_SEQ * max(self.max_num_seqs)
 
     @property

@@ -41,7 +41,7 @@ from benchmarks.common import refusing_bad_input
 SIZE, STEPS = 16, 200
 RECORDED = "gsm_qwen2_7b"
 FORWARD_S = 5e-3
-MOST_ROWS = 512  # of a graph, and of a step: none is eager
+MAX_ROWS = 512  # of a graph, and of a step: none is eager
 
 
 class IdleCapturer:
@@ -145,7 +145,7 @@ def main() -> None:
     started_s = time.perf_counter()
     options = read_options(__doc__, (RECORDED,))
     (workload,) = recorded_sets(options)
-    changes = {"attention_backend": "torch", "dtype": "float32", "max_num_batched_tokens": MOST_ROWS}
+    changes = {"attention_backend": "torch", "dtype": "float32", "max_num_batched_tokens": MAX_ROWS}
     with pretended(), lab("90m", num_threads=1, **changes) as bench:
         drafter = new_drafter(options.drafter)
         bench.use(drafter, workload.warm)

@@ -17,7 +17,7 @@ from benchmarks.report_adaptive import pooled_tenths
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 FEWEST = 20  # edges of a tenth that is drawn
-MOST_ROWS = 256
+MAX_ROWS = 256
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def _reliability(axes: Any, models: dict[str, Any]) -> None:
 def _step_time(axes: Any, models: dict[str, Any]) -> None:
     for model, found in models.items():
         rows, seconds = found["table"]["rows"], found["table"]["seconds"]
-        shown = [(r, s * 1e3) for r, s in zip(rows, seconds, strict=True) if r <= MOST_ROWS]
+        shown = [(r, s * 1e3) for r, s in zip(rows, seconds, strict=True) if r <= MAX_ROWS]
         (line,) = axes.plot(*zip(*shown, strict=True), marker="o", markersize=3, linewidth=1, label=model)
         axes.axvline(found["critical_length"], color=line.get_color(), linestyle=":", linewidth=1)
     axes.set_xscale("log", base=2)

@@ -22,7 +22,7 @@ from batchserve.errors import BatchserveError, ConfigError
 from batchserve.request import Request, ResolvedSampling, ResolvedSpeculation
 from benchmarks.adaptive.warm_drafter import WarmDrafter
 
-MOST_DRAFT_TOKENS = 64
+MAX_DRAFT_TOKENS = 64
 BRANCH_LENGTH = 32
 CONFIDENCE = 0.9
 CONTROL = "off again"

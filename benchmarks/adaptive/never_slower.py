@@ -26,7 +26,7 @@ MODELS = ("bundled", "90m")
 PAIRS = {"bundled": 60, "90m": 20}  # the first one's runs are shorter, so noise counts for more in each
 PROMPT_TOKENS, ANSWER_TOKENS, NUM_RECORDS = 64, 256, 64
 TOKENS_EACH = {"bundled": 64, "90m": 48}
-LEAST_TOKEN = 3
+MIN_TOKEN = 3
 LEARNED_STEPS = 32  # of an engine that has met neither the drafter nor the text; behind them, drafts should be few
 
 
@@ -62,7 +62,7 @@ def random_records(vocab_size: int, seed: int = 0) -> list[ReplayRecord]:
     rng = random.Random(seed)
 
     def tokens(number: int) -> list[int]:
-        return [rng.randrange(LEAST_TOKEN, vocab_size) for _ in range(number)]
+        return [rng.randrange(MIN_TOKEN, vocab_size) for _ in range(number)]
 
     return [ReplayRecord(tokens(PROMPT_TOKENS), tokens(ANSWER_TOKENS), []) for _ in range(NUM_RECORDS)]
 

@@ -14,7 +14,7 @@ from batchserve.decoding_length.policy import StepOutcome
 from batchserve.decoding_length.step_time import StepTimeModel, StepTimeTable
 from batchserve.decoding_length.time_kernels import seconds_at
 from batchserve.draft.base import DraftTree
-from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS
+from benchmarks.adaptive.driver import MAX_DRAFT_TOKENS
 
 if TYPE_CHECKING:
     from batchserve.decoding_length.acceptance import FloatArray, Given, IntArray
@@ -33,7 +33,7 @@ class AsksAll(AdaptiveDrafting):
         return np.ones(len(slots), np.bool_)
 
     def bound(self, slots: IntArray, bounds: IntArray, max_rows: int) -> FloatArray:
-        np.minimum(bounds[:, 0], MOST_DRAFT_TOKENS, out=bounds[:, 0])
+        np.minimum(bounds[:, 0], MAX_DRAFT_TOKENS, out=bounds[:, 0])
         return np.zeros(len(slots))
 
 

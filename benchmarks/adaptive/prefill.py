@@ -26,7 +26,7 @@ from batchserve.config import PROMPT_INFLATION, EngineConfig
 from batchserve.decoding_length.adaptive import AdaptiveDrafting
 from batchserve.errors import ConfigError
 from batchserve.request import Request, ResolvedSampling
-from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS, Contender, Flight, Run, median_interval
+from benchmarks.adaptive.driver import MAX_DRAFT_TOKENS, Contender, Flight, Run, median_interval
 from benchmarks.adaptive.workloads import (
     Lab,
     Options,
@@ -40,9 +40,9 @@ from benchmarks.adaptive.workloads import (
 )
 from benchmarks.common import refusing_bad_input, spread
 
-RUNNING, PROMPT_TOKENS, MOST_ROWS = 8, 2000, 2304
+RUNNING, PROMPT_TOKENS, MAX_ROWS = 8, 2000, 2304
 ROUNDS, BEFORE, QUIET_STEPS = 10, 12, 180
-LEAST_ANSWER = 1200  # tokens; of which a request may have half when it begins
+MIN_ANSWER = 1200  # tokens; of which a request may have half when it begins
 RECORDED = "gsm_qwen2_7b"
 UNBOUNDED = 1e6
 
@@ -74,7 +74,7 @@ def without_end(records: Sequence[ReplayRecord]) -> list[ReplayRecord]:
         tokens: list[int] = []
         for other in (*records[place:], *records[:place]):
             tokens += other.response_token_ids
-            if len(tokens) >= LEAST_ANSWER:
+            if len(tokens) >= MIN_ANSWER:
                 break
         long.append(dataclasses.replace(record, response_token_ids=tokens))
     return long
@@ -88,7 +88,7 @@ class Scene:
         core = bench.engine.core
         # As in any engine, drafts and prompts go by the same step times.
         drafting = AdaptiveDrafting(core.scheduler._step_time, EngineConfig().draft_inflation)
-        self._contender = Contender("adaptive", MOST_DRAFT_TOKENS, drafting)
+        self._contender = Contender("adaptive", MAX_DRAFT_TOKENS, drafting)
         self._source = cycle(without_end(workload.records))
         self._rng, self._ids = random.Random(0), count()
         self._vocab_size = bench.engine.info.vocab_size
@@ -175,9 +175,9 @@ def main() -> None:
     options = read_options(__doc__, (RECORDED,))
     (workload,) = recorded_sets(options)
     total = sum(len(record.response_token_ids) for record in workload.records)
-    if total < LEAST_ANSWER:
-        raise ConfigError(f"{workload.name}: the measured answers have {total} tokens; must be at least {LEAST_ANSWER}")
-    with lab("90m", max_num_batched_tokens=MOST_ROWS) as bench:
+    if total < MIN_ANSWER:
+        raise ConfigError(f"{workload.name}: the measured answers have {total} tokens; must be at least {MIN_ANSWER}")
+    with lab("90m", max_num_batched_tokens=MAX_ROWS) as bench:
         bench.use(new_drafter(options.drafter), workload.warm)
         results = measure(Scene(bench, workload), options)
         write(options, "prefill", {"running": RUNNING, "model": bench.about(), **results}, started_s)

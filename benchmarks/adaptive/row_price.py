@@ -24,7 +24,7 @@ from batchserve.config import EngineConfig
 from batchserve.decoding_length.adaptive import AdaptiveDrafting
 from batchserve.decoding_length.step_time import StepLoad, StepTimeModel, StepTimeTable
 from batchserve.draft.forest import DraftForest
-from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS, Contender, Driver, median_interval
+from benchmarks.adaptive.driver import MAX_DRAFT_TOKENS, Contender, Driver, median_interval
 from benchmarks.adaptive.workloads import Options, lab, new_drafter, own_text, read_options, recorded_sets, say, write
 from benchmarks.common import refusing_bad_input
 
@@ -108,7 +108,7 @@ def measure(
     model = WatchedModel(table)
     drafting = TriedDrafting(model)
     learning, blocks = (1, 2) if options.is_quick else (LEARNING_BLOCKS, BLOCKS)
-    contender = Contender("adaptive", MOST_DRAFT_TOKENS, drafting)
+    contender = Contender("adaptive", MAX_DRAFT_TOKENS, drafting)
     num_trials = (learning + blocks) * len(LENGTHS)
     while len(model.trials) < num_trials:
         driver.run(records, [(size, size * 100)], contender, seed=len(model.trials))

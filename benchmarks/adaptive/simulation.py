@@ -34,7 +34,7 @@ from batchserve.runner.ragged_batch import RaggedBatch, RequestRows
 from batchserve.sampling.verify import StepTokens, VerifiedTokens, walk_tree
 from batchserve.scheduler.plan import SchedulerOutput
 from batchserve.scheduler.scheduler import Scheduler
-from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS, Contender, Driver, Run, fixed
+from benchmarks.adaptive.driver import MAX_DRAFT_TOKENS, Contender, Driver, Run, fixed
 from benchmarks.adaptive.oracle import KnownOdds, Oracle
 from benchmarks.adaptive.warm_drafter import WarmDrafter
 from benchmarks.adaptive.workloads import Options, new_drafter, recorded_sets, say, write
@@ -45,7 +45,7 @@ from benchmarks.common import RESULTS
 # divides into what one request takes and all do is not measured. A test holds both against its results.
 HOST_S = 0.55e-3
 DRAFT_S, DRAFT_EACH_S = 0.40e-3, 17e-6  # of any drafts, and of each request's
-MOST_REQUESTS = 32
+MAX_REQUESTS = 32
 CEILING_ROUNDS = 2
 
 
@@ -128,9 +128,9 @@ class Simulation:
 
     def driver(self) -> Driver:
         clock = Clock()
-        config = EngineConfig(max_num_seqs=MOST_REQUESTS, max_num_batched_tokens=4096)
-        longest = max(len(r.prompt_token_ids) + len(r.response_token_ids) for r in self.records) + MOST_DRAFT_TOKENS
-        allocator = SlabAllocator([LayerShape(1, 1, 1)], torch.float32, MOST_REQUESTS * (longest + 128))
+        config = EngineConfig(max_num_seqs=MAX_REQUESTS, max_num_batched_tokens=4096)
+        longest = max(len(r.prompt_token_ids) + len(r.response_token_ids) for r in self.records) + MAX_DRAFT_TOKENS
+        allocator = SlabAllocator([LayerShape(1, 1, 1)], torch.float32, MAX_REQUESTS * (longest + 128))
         runner = SimulatedRunner(CpuBackend(allocator, 1, has_kernel=False), self.table, clock)
         scheduler = Scheduler(config, allocator, longest)
         drafter = WarmDrafter(self.drafter, self.warm, lambda number: clock.advance(draft_s(number)))
@@ -139,14 +139,14 @@ class Simulation:
 
     def adaptive(self) -> Contender:
         inflation = EngineConfig().draft_inflation
-        return Contender("adaptive", MOST_DRAFT_TOKENS, AdaptiveDrafting(StepTimeModel(self.table), inflation))
+        return Contender("adaptive", MAX_DRAFT_TOKENS, AdaptiveDrafting(StepTimeModel(self.table), inflation))
 
     def ceiling(self, driver: Driver, load: Sequence[tuple[int, int]], *, is_paying_for_misses: bool) -> Run:
         """The best run of an Oracle; its price of time is the rate that it reached in the round before."""
         best = driver.run(self.records, load, fixed(0))
         for _ in range(CEILING_ROUNDS):
             oracle = Oracle(self.table, driver.core.executor.forced, best.tokens_per_s, is_paying_for_misses)
-            run = driver.run(self.records, load, Contender("oracle", MOST_DRAFT_TOKENS, oracle))
+            run = driver.run(self.records, load, Contender("oracle", MAX_DRAFT_TOKENS, oracle))
             best = max(best, run, key=lambda run: run.tokens_per_s)
         return best
 
@@ -157,7 +157,7 @@ class Simulation:
         for _ in range(CEILING_ROUNDS + 1):
             beside_s = HOST_S + draft_s(size)
             odds = KnownOdds(self.table, EngineConfig().draft_inflation, prices, beside_s)
-            driver.run(self.records, load, Contender("known odds", MOST_DRAFT_TOKENS, odds))
+            driver.run(self.records, load, Contender("known odds", MAX_DRAFT_TOKENS, odds))
             prices = odds.foresight.rate, odds.hindsight.rate
         return odds
 

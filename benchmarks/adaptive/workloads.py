@@ -27,21 +27,21 @@ from batchserve.native import pool
 from batchserve.runner.model_folder import resolve_model
 from batchserve.startup.build import BuiltEngine, build_engine
 from batchserve.types import SamplingParams, SpeculationParams
-from benchmarks.adaptive.driver import MOST_DRAFT_TOKENS, Contender, Driver
+from benchmarks.adaptive.driver import MAX_DRAFT_TOKENS, Contender, Driver
 from benchmarks.adaptive.warm_drafter import WarmDrafter
 from benchmarks.common import RESULTS, chat_prompts, find_sets, write_results
 from tools.widen_model import MAX_POSITIONS, deepen_folder, random_model, save
 
 WARM_SHARE = 0.6
-FEWEST_RECORDS = 2  # to measure: one may warm up
+MIN_RECORDS = 2  # to measure: one may warm up
 VOCAB_SIZE = 32_000  # of the replay tokenizer
 SHAPES = {"90m": "about 90M", "430m": "about 430M"}
 DEEPENED = 21  # times the bundled model's layers: about 90M parameters
 OWN_TEXT = "bundled"
 OWN_ANSWERS, OWN_TOKENS = 120, 200
-MOST_REQUESTS = 16
+MAX_REQUESTS = 16
 # A run is so long that speculation off takes about RUN_S, within these bounds on tokens of each request.
-RUN_S, FEWEST_TOKENS, MOST_TOKENS = 0.7, 20, 64
+RUN_S, MIN_TOKENS, MAX_TOKENS = 0.7, 20, 64
 PAIRS = 10
 
 
@@ -129,10 +129,10 @@ def recorded(options: Options, name: str) -> Workload:
     warm, records = split_warm(records, WARM_SHARE) if len(records) > 1 else ([], records)
     answered = [record for record in records if record.prompt_token_ids and len(record.response_token_ids) > 1]
     measured = [each for each in answered if len(each.prompt_token_ids) + len(each.response_token_ids) <= MAX_POSITIONS]
-    if len(measured) < FEWEST_RECORDS:
+    if len(measured) < MIN_RECORDS:
         raise ConfigError(
             f"{path}: behind the first {len(warm)} records, {len(measured)} have a prompt and an answer of two tokens, "
-            f"and at most {MAX_POSITIONS} in all; must be at least {FEWEST_RECORDS}"
+            f"and at most {MAX_POSITIONS} in all; must be at least {MIN_RECORDS}"
         )
     if num_long := len(answered) - len(measured):
         say(f"{path}: {num_long} of {len(answered)} records are left out: of more than {MAX_POSITIONS} tokens")
@@ -147,7 +147,7 @@ def recorded_sets(options: Options) -> list[Workload]:
 def own_text(options: Options) -> Workload:
     """The bundled model's own answers to held-out prompts of its tasks, greedy."""
     say(f"{OWN_TEXT}: answers of the model itself")
-    llm = LLM(max_num_seqs=MOST_REQUESTS, drafter="none")
+    llm = LLM(max_num_seqs=MAX_REQUESTS, drafter="none")
     prompts = chat_prompts(30 if options.is_quick else OWN_ANSWERS, seed=11)
     params = SamplingParams(temperature=0.0, max_tokens=OWN_TOKENS)
     outputs = llm.generate(prompts, params, speculation=SpeculationParams(False), show_progress=False)
@@ -157,7 +157,7 @@ def own_text(options: Options) -> Workload:
 
 def new_drafter(name: str) -> Drafter:
     """A drafter whose kernels are compiled."""
-    drafter = create_drafter(name, EngineConfig(decoding_length=MOST_DRAFT_TOKENS), 0)
+    drafter = create_drafter(name, EngineConfig(decoding_length=MAX_DRAFT_TOKENS), 0)
     KernelLoader(in_background=False).prepare(type(drafter).__module__)
     return drafter
 
@@ -179,13 +179,13 @@ class Lab:
     def adaptive(self) -> Contender:
         """One that knows nothing but the table."""
         inflation = EngineConfig().draft_inflation
-        return Contender("adaptive", MOST_DRAFT_TOKENS, AdaptiveDrafting(StepTimeModel(self.table), inflation))
+        return Contender("adaptive", MAX_DRAFT_TOKENS, AdaptiveDrafting(StepTimeModel(self.table), inflation))
 
     def tokens_each(self, size: int, workload: Workload, options: Options) -> int:
         """Of so many requests at once, for about RUN_S of plain decoding."""
         mean = sum(len(record.prompt_token_ids) for record in workload.records) // len(workload.records)
         step_s = StepTimeModel(self.table).predict(StepLoad(size, size, size, size * mean, size * mean))
-        return 8 if options.is_quick else max(FEWEST_TOKENS, min(MOST_TOKENS, round(RUN_S / step_s)))
+        return 8 if options.is_quick else max(MIN_TOKENS, min(MAX_TOKENS, round(RUN_S / step_s)))
 
     def about(self) -> dict[str, Any]:
         model = StepTimeModel(self.table)
@@ -211,6 +211,6 @@ def lab(model: str, **changes: Any) -> Iterator[Lab]:
             else:
                 save(random_model(model, VOCAB_SIZE), Path(source))
         # Measured here and now: what an earlier run has measured may have been another machine's moment.
-        defaults = {"cache_dir": folder, "drafter": "none", "max_num_seqs": MOST_REQUESTS}
+        defaults = {"cache_dir": folder, "drafter": "none", "max_num_seqs": MAX_REQUESTS}
         config = EngineConfig(model=source, **{**defaults, **changes})  # type: ignore[arg-type]
         yield Lab(build_engine(config, say, drafter=NullDrafter(), clock=time.perf_counter))

@@ -21,7 +21,7 @@ from batchserve.bench.tokenizer import BUNDLED, MISTRAL_V1, load_encoder
 # The paper's own case first; the last is a chat of several turns.
 SETS = ("llma_rag", "gsm_qwen2_7b", "mbpp_gpt4", "crux_qwen25_7b", "selfrefine_yelp")
 EXCERPTS = ("gsm_qwen2_7b", "crux_qwen25_7b", "gsm8k_gpt3_175b")  # of which the package has a few records
-MOST_RECORDS = 400  # of one set
+MAX_RECORDS = 400  # of one set
 
 
 def set_names(folder: Path | None) -> tuple[str, ...]:
@@ -36,7 +36,7 @@ def load(folder: Path | None, name: str) -> list[ReplayRecord]:
     """
     if folder is None:
         excerpts = Path(str(resources.files("batchserve"))) / "data" / "replay"
-        return _answered(load_records(excerpts / f"{name}.jsonl", load_encoder(BUNDLED), MOST_RECORDS))
+        return _answered(load_records(excerpts / f"{name}.jsonl", load_encoder(BUNDLED), MAX_RECORDS))
     ready = folder / f"{name}.tokens.json"
     if ready.exists():
         records = [ReplayRecord(**fields) for fields in json.loads(ready.read_text())]
@@ -44,7 +44,7 @@ def load(folder: Path | None, name: str) -> list[ReplayRecord]:
         found = sorted(folder.glob(f"{name}.*jsonl"))
         if not found:
             raise FileNotFoundError(f"{folder}: has no set {name}")
-        records = load_records(found[0], load_encoder(MISTRAL_V1), MOST_RECORDS)
+        records = load_records(found[0], load_encoder(MISTRAL_V1), MAX_RECORDS)
     return _answered(records)
 
 

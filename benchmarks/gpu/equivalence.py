@@ -79,7 +79,7 @@ def run(kit: Kit, report: Report) -> None:
         compiles=[f"{BUNDLED}/bfloat16/{backend}{way}" for backend in KERNELS for way in (*compiled, "/whole")]
     )
     _compare_all(kit, report, BUNDLED, dtypes[0], {"": Way()})
-    _compare_all(kit, report, BUNDLED, dtypes[0], compiled, most_backends=1)
+    _compare_all(kit, report, BUNDLED, dtypes[0], compiled, max_backends=1)
     for dtype in dtypes[1:]:
         _compare_all(kit, report, BUNDLED, dtype, {"": Way()})
     _compare_all(kit, report, BUNDLED, dtypes[0], WAYS)
@@ -97,13 +97,13 @@ def _compare_all(
     model: str,
     dtype: torch.dtype,
     ways: Mapping[str, Way],
-    most_backends: int | None = None,
+    max_backends: int | None = None,
 ) -> None:
     """Every backend that can serve the model, or the first of them, in each of these ways."""
     place = f"{model}/{str(dtype).removeprefix('torch.')}"
     cells: dict[str, Way] = {}
     for name, way in ways.items():
-        for backend, options in [*backends(kit, model, dtype).items()][:most_backends]:
+        for backend, options in [*backends(kit, model, dtype).items()][:max_backends]:
             cells[f"{place}/{backend}{name}"] = dataclasses.replace(way, options={**options, **way.options})
             report.on(backend, f"{place}/{backend}{name}")
     if not report.wants(*cells):

@@ -24,7 +24,7 @@ FAULTS = ("CUDA error", "device-side assert", "illegal memory access", "illegal 
           "unspecified launch")  # fmt: skip
 # A capture that has failed leaves torch's allocator believing that it is under way: what comes next is done elsewhere.
 FAILED_CAPTURES = ("graph capture", "capturing")
-MOST_ERROR_CHARS, MOST_CHARS_OF_ONE = 2000, 300
+MAX_ERROR_CHARS, MAX_CHARS_OF_ONE = 2000, 300
 # A part begins nothing new behind this share of its time: what is under way must end before it is stopped.
 SOFT_SHARE = 0.85
 WARMING_S = 0.7  # until an idle device runs at full speed
@@ -97,7 +97,7 @@ def tolerated(error: Exception) -> str:
     """What to say of a contender that failed, for the others to go on; raises what they could not go on after."""
     if is_fault(error):
         raise error
-    return f"{type(error).__name__}: {error}"[:MOST_CHARS_OF_ONE]
+    return f"{type(error).__name__}: {error}"[:MAX_CHARS_OF_ONE]
 
 
 class Report:
@@ -189,7 +189,7 @@ class Report:
         try:
             return make()
         except Exception as error:  # whatever it is belongs to this cell; the next ones are to be run
-            self._fail(name, "".join(traceback.format_exception(error))[-MOST_ERROR_CHARS:])
+            self._fail(name, "".join(traceback.format_exception(error))[-MAX_ERROR_CHARS:])
             if is_fault(error):
                 self.cells[name]["is_fault"] = True
                 raise DeviceFaultError(str(error)) from error

@@ -31,10 +31,10 @@ from benchmarks.gpu.step_bench import StepBench
 KERNELS = "profile"
 CONTEXT = 1024
 PROFILED = ((1, 1), (1, 16), (16, 1), (16, 4))  # requests, and rows of each
-MOST_REQUESTS, MOST_ROWS = max(size for size, _ in PROFILED), max(size * rows for size, rows in PROFILED)
+MAX_REQUESTS, MAX_ROWS = max(size for size, _ in PROFILED), max(size * rows for size, rows in PROFILED)
 WARM_STEPS, STEPS, TIMED_STEPS = 3, 4, 40
-MOST_SECONDS = 90.0  # of a process that profiles, its engine's start included
-MOST_KERNELS, MOST_CHARS = 24, 100
+MAX_SECONDS = 90.0  # of a process that profiles, its engine's start included
+MAX_KERNELS, MAX_CHARS = 24, 100
 # Each with what it calls: what is in several counts in all of them.
 STAGES: dict[str, tuple[Any, str]] = {
     "fill": (StepGraphs, "_fill"),
@@ -59,8 +59,8 @@ def _elsewhere(kit: Kit, shape: str) -> dict[str, Any]:
     process.start()
     theirs.close()  # else its end would not be seen
     try:
-        if not ours.poll(MOST_SECONDS):
-            raise RuntimeError(f"no profile after {MOST_SECONDS:.0f} s")
+        if not ours.poll(MAX_SECONDS):
+            raise RuntimeError(f"no profile after {MAX_SECONDS:.0f} s")
         found: dict[str, Any] = ours.recv()
     except EOFError:
         # Not in its own words: a fault of its device is none of this process's.
@@ -83,7 +83,7 @@ def stages(kit: Kit, bench: StepBench, requests: int, rows: int) -> dict[str, An
 
 def kernels(kit: Kit, shape: str) -> dict[str, Any]:
     """Microseconds of the device in such steps, by kernel, means."""
-    options = {"max_num_seqs": MOST_REQUESTS, "max_model_len": 2 * CONTEXT, "max_graph_rows": MOST_ROWS}
+    options = {"max_num_seqs": MAX_REQUESTS, "max_model_len": 2 * CONTEXT, "max_graph_rows": MAX_ROWS}
     bench = StepBench(kit, shape, 1.0, {**options, **backend_options(kit, 128)})
     found: dict[str, Any] = {**bench.ran_on(), "steps": {}}
     for requests, rows in kit.pick(PROFILED, PROFILED[:1]):
@@ -171,7 +171,7 @@ def _kernels(kit: Kit, step: Callable[[], Any]) -> dict[str, Any]:
         "kernels": round(sum(count for count, _ in times.values())),
         "kernels_us": round(sum(us for _, us in times.values()), 1),
         "by_kernel": [
-            {"name": name[:MOST_CHARS], "count": round(count, 2), "us": round(us, 1)}
-            for name, (count, us) in ordered[:MOST_KERNELS]
+            {"name": name[:MAX_CHARS], "count": round(count, 2), "us": round(us, 1)}
+            for name, (count, us) in ordered[:MAX_KERNELS]
         ],
     }

@@ -18,7 +18,7 @@ from batchserve.decoding_length.step_time import StepTimeModel
 from batchserve.engine.engine_core import EngineCore
 from benchmarks.adaptive.driver import (
     BRANCH_LENGTH,
-    MOST_DRAFT_TOKENS,
+    MAX_DRAFT_TOKENS,
     Contender,
     Driver,
     Run,
@@ -84,14 +84,14 @@ class ReplayBench:
     def adaptive(self) -> Contender:
         """One that knows nothing but the measured step times."""
         drafting = AdaptiveDrafting(StepTimeModel(self._table), EngineConfig().draft_inflation)
-        return Contender("adaptive", MOST_DRAFT_TOKENS, drafting)
+        return Contender("adaptive", MAX_DRAFT_TOKENS, drafting)
 
     def measure(
         self, name: str, size: int, keep: Callable[[dict[str, Any]], None], *, with_fixed: bool
     ) -> dict[str, Any]:
         """Every contender's figures; those of the rounds until now are kept behind each."""
         warm, records = split_warm(answers.load(self._kit.replay, name), WARM_SHARE)
-        room = LONGEST - MOST_DRAFT_TOKENS - BRANCH_LENGTH
+        room = LONGEST - MAX_DRAFT_TOKENS - BRANCH_LENGTH
         records = [r for r in records if len(r.prompt_token_ids) + len(r.response_token_ids) < room]
         self.core.drafts.drafter = WarmDrafter(new_drafter("mixture"), warm)
         contenders = [fixed(0), self.adaptive(), *(fixed(length) for length in FIXED if with_fixed)]

@@ -45,9 +45,9 @@ apply_thread_policy()
 
 MODULES = {"transformers": "baseline"}  # where the file has another name than the part
 COMPILE_SHARE = 0.4  # of the time
-MOST_STARTS = 6  # of one part: each start after a fault of the device skips the cell at fault
+MAX_STARTS = 6  # of one part: each start after a fault of the device skips the cell at fault
 HANG_S = 40.0  # without a sign of life of a cell: engines give one for each graph that they capture, cells for each run
-MOST_HANGS = 2  # of one part, whose time is given to it again, out of all that is left
+MAX_HANGS = 2  # of one part, whose time is given to it again, out of all that is left
 POLL_S = 0.5
 KILL_S = 20.0  # until a process that was killed is given up: the driver may never let it go
 DEVICE_LOST = 77
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in PRELOAD:
         importlib.import_module(name)
     if args.dry_run:  # what steps take is of no use then
-        importlib.import_module("batchserve.startup.measure_steps").MOST_SECONDS = 0.0
+        importlib.import_module("batchserve.startup.measure_steps").MAX_SECONDS = 0.0
     _end_kernels(compilers, COMPILE_SHARE * (end_s - time.monotonic()))
     with tempfile.TemporaryDirectory(prefix="gpu-kit-") as scratch:
         from benchmarks.gpu.kit import Kit
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _say(f"{name}: at most {limit_s:.0f} s")
             path = args.out / f"{name}.json"
             _begin(path, is_resumed=args.resume)
-            _run_part(start, name, kit, path, limit_s, min(left, limit_s + MOST_HANGS * HANG_S))
+            _run_part(start, name, kit, path, limit_s, min(left, limit_s + MAX_HANGS * HANG_S))
             _summarise(args.out)
     _say(f"{time.monotonic() - started_s:.0f} s; {args.out}/summary.txt:\n{(args.out / 'summary.txt').read_text()}")
     return 0
@@ -235,12 +235,12 @@ def _begin(path: Path, *, is_resumed: bool) -> None:
         path.write_text(json.dumps(data, indent=1) + "\n")
 
 
-def _run_part(context: Any, name: str, kit: Any, path: Path, limit_s: float, most_s: float) -> None:
-    """Start it until it is through, at most for limit_s; the time that it hung is given to it again, up to most_s."""
+def _run_part(context: Any, name: str, kit: Any, path: Path, limit_s: float, max_s: float) -> None:
+    """Start it until it is through, at most for limit_s; the time that it hung is given to it again, up to max_s."""
     from benchmarks.gpu.kit import SOFT_SHARE
 
     begun_s = time.monotonic()
-    for _ in range(MOST_STARTS):
+    for _ in range(MAX_STARTS):
         left = limit_s - (time.monotonic() - begun_s)
         fit = _fit(kit, name, path.parent)
         process = context.Process(target=_part, args=(name, fit, path, time.monotonic() + SOFT_SHARE * left))
@@ -257,11 +257,11 @@ def _run_part(context: Any, name: str, kit: Any, path: Path, limit_s: float, mos
             return
         if is_hung:
             _note_hang(path, f"hung: no sign of life for {HANG_S:.0f} s")
-            limit_s = min(limit_s + HANG_S, most_s)
+            limit_s = min(limit_s + HANG_S, max_s)
         _say(f"{name}: {'it hung' if is_hung else f'exit status {status}'}")
         if status == 1 or time.monotonic() - begun_s > SOFT_SHARE * limit_s:
             return  # an error of the part itself, which is in its file
-    _note_end(path, f"the device failed {MOST_STARTS} times")
+    _note_end(path, f"the device failed {MAX_STARTS} times")
 
 
 def _hangs(process: Any, path: Path, beat: Path, left_s: float) -> bool:

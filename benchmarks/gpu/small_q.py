@@ -33,7 +33,7 @@ LARGE_PAGE = 16
 FEW = 4  # cells: both shapes with one request and with many, at the first context
 MAX_NUM_SEQS = 32  # as in the other parts
 CACHE_BYTES = 256 << 20  # several times what a device keeps of its memory at hand
-FEWEST_CALLS = 4
+MIN_CALLS = 4
 
 
 def run(kit: Kit, report: Report, bandwidth: float, most: int | None = None) -> None:
@@ -222,7 +222,7 @@ def call_us(
     def attend() -> torch.Tensor:
         return kernel.run(query, *next(layers), metadata, params)
 
-    return kernel_ms(kit, attend, repeats=max(FEWEST_CALLS, len(caches))) * 1e3
+    return kernel_ms(kit, attend, repeats=max(MIN_CALLS, len(caches))) * 1e3
 
 
 def query_tile(kernel: Any) -> int | None:

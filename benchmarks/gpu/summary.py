@@ -13,9 +13,9 @@ from benchmarks.gpu.verdict import has_no_graphs, unfit
 
 Data = dict[str, Any]
 # What issue and design ask for; each line of a summary that has a bound says whether it was kept.
-MOST_OVER_ROOFLINE, LEAST_GRAPHS_OVER_EAGER, MOST_TREE_OVER_CAUSAL = 1.25, 1.5, 1.15
-LEAST_OVER_GENERATE = {"1": 5.36, "2": 4.20, "4": 3.40}
-LEAST_SHARE_OF_BOUND, LEAST_OVER_OFF = 0.9, {"32": 1.0}
+MAX_OVER_ROOFLINE, MIN_GRAPHS_OVER_EAGER, MAX_TREE_OVER_CAUSAL = 1.25, 1.5, 1.15
+MIN_OVER_GENERATE = {"1": 5.36, "2": 4.20, "4": 3.40}
+MIN_SHARE_OF_BOUND, MIN_OVER_OFF = 0.9, {"32": 1.0}
 BUDGET_MS = 0.3  # from commit to launch
 
 
@@ -152,7 +152,7 @@ def _step_time(data: Data) -> list[str]:
         few = [ratio for rows, ratio in zip(cell["rows"], cell["over_roofline"], strict=True) if rows <= 16]
         text = f"{name}{_on(cell)}: {cell['ms'][0]} ms at {cell['rows'][0]} rows, {cell['critical_rows']} rows in 1.25x"
         if few:
-            is_kept = max(few) <= MOST_OVER_ROOFLINE
+            is_kept = max(few) <= MAX_OVER_ROOFLINE
             text += f"; to 16 rows {max(few)}x the roofline of {cell['roofline_ms']} ms ({_mark(is_kept)})"
         lines.append(text)
     return (
@@ -217,7 +217,7 @@ def _graphs(cells: dict[str, Data]) -> list[str]:
         if mode == "eager" and other is not None:
             ratio = cell["ms"][0] / other["ms"][0]
             text = f"{name}: graphs are {ratio:.2f}x as fast at {cell['rows'][0]} rows"
-            lines.append(f"{text} ({_mark(ratio >= LEAST_GRAPHS_OVER_EAGER)})" if cell["rows"][0] == 1 else text)
+            lines.append(f"{text} ({_mark(ratio >= MIN_GRAPHS_OVER_EAGER)})" if cell["rows"][0] == 1 else text)
     return lines
 
 
@@ -275,7 +275,7 @@ def _tree_over_causal(cells: dict[str, Data]) -> list[str]:
                 continue
             most = max(ratios.values())
             # Of what has failed in part nothing is kept.
-            is_kept = most <= MOST_TREE_OVER_CAUSAL and kernel not in cell.get("failed", {})
+            is_kept = most <= MAX_TREE_OVER_CAUSAL and kernel not in cell.get("failed", {})
             lines.append(f"{name}, {kernel}: trees at most {most:.2f}x causal ({_mark(is_kept)})")
     return lines
 
@@ -292,9 +292,9 @@ def _replay(data: Data, baseline: Data | None) -> list[str]:
             text += f"K {found['draft_rows_per_step']}, {ratio:.2f}x off"
             if each == "adaptive":
                 share = ratio / found["acceptance_over_cost"]
-                text += f", {share:.0%} of acceptance over cost ({_mark(share >= LEAST_SHARE_OF_BOUND)})"
-                if size in LEAST_OVER_OFF:
-                    text += f", never below off ({_mark(ratio >= LEAST_OVER_OFF[size])})"
+                text += f", {share:.0%} of acceptance over cost ({_mark(share >= MIN_SHARE_OF_BOUND)})"
+                if size in MIN_OVER_OFF:
+                    text += f", never below off ({_mark(ratio >= MIN_OVER_OFF[size])})"
                 if "llma_rag" in name:
                     text += _over_generate(found["tokens_per_s"], size, baseline)
             lines.append(text)
@@ -310,8 +310,8 @@ def _over_generate(tokens_per_s: float, size: str, baseline: Data | None) -> str
             continue
         ratio = tokens_per_s / cell["tokens_per_s"]
         text += f", {ratio:.2f}x {kind}"
-        if kind == "generate" and size in LEAST_OVER_GENERATE:
-            text += f" ({_mark(ratio >= LEAST_OVER_GENERATE[size])})"
+        if kind == "generate" and size in MIN_OVER_GENERATE:
+            text += f" ({_mark(ratio >= MIN_OVER_GENERATE[size])})"
     return text
 
 

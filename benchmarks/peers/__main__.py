@@ -24,7 +24,7 @@ from typing import Any
 from batchserve.errors import BatchserveError
 from benchmarks.common import environment, write_results
 from benchmarks.peers import environments
-from benchmarks.peers.contenders import MOST_BATCHED_TOKENS, MOST_TOKENS, Contender, command, lineup
+from benchmarks.peers.contenders import MAX_BATCHED_TOKENS, MAX_TOKENS, Contender, command, lineup
 from benchmarks.peers.environments import PEERS, PeerError
 from benchmarks.peers.measure import Plan, lines, measure, memory, start, summary
 from benchmarks.peers.models import MODELS, model_folder, prompts
@@ -32,7 +32,7 @@ from benchmarks.peers.models import MODELS, model_folder, prompts
 SEED = 7
 QUICK_S, LONG_S = 540.0, 7200.0  # no round begins later; the rest of the ten minutes is for the last round and the end
 STARTS_SHARE = 0.6  # of a model's time: no engine is started later
-LEAST_S = 60.0  # for a model: one that would have less is left out
+MIN_S = 60.0  # for a model: one that would have less is left out
 REQUESTS, QUICK_REQUESTS = (1, 2, 4, 8, 16), (1, 4, 16)
 ROUNDS, QUICK_ROUNDS = 7, 3
 DEFAULT_MODELS, QUICK_MODELS = ("bundled", "90m"), ("bundled",)
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
         "is_quick": args.quick,
         "rounds": plan.rounds,
         "max_tokens": plan.max_tokens,
-        "most_batched_tokens": MOST_BATCHED_TOKENS,
+        "most_batched_tokens": MAX_BATCHED_TOKENS,
         "peers": versions(lineup(peers)),
         "models": {},
     }
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> None:
     models = args.models or (QUICK_MODELS if args.quick else DEFAULT_MODELS)
     for i, name in enumerate(models):
         now_s = time.monotonic()
-        if end_s - now_s < LEAST_S:
+        if end_s - now_s < MIN_S:
             say(f"{name}: left out: time is up")
             continue
         deadline_s = now_s + (end_s - now_s) / (len(models) - i)
@@ -141,8 +141,8 @@ def main() -> int:
         for option, values in (("--requests", args.requests or []), ("--rounds", [args.rounds or 1])):
             if any(value < 1 for value in values):
                 parser().error(f"{option} {' '.join(map(str, values))}: must be at least 1")
-        if not 1 <= args.tokens <= MOST_TOKENS // 2:
-            parser().error(f"--tokens {args.tokens}: must be in 1 to {MOST_TOKENS // 2}")
+        if not 1 <= args.tokens <= MAX_TOKENS // 2:
+            parser().error(f"--tokens {args.tokens}: must be in 1 to {MAX_TOKENS // 2}")
         run(args)
     except BatchserveError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -15,8 +15,8 @@ from benchmarks.peers.worker import Command
 OWN = "batchserve"
 IN_PROCESS, SERVED = "in process", "served"
 WAYS = {"openvino": IN_PROCESS, "vllm": SERVED, "llamacpp": SERVED}
-MOST_TOKENS = 1024  # of prompt and answer together
-MOST_BATCHED_TOKENS = 2560  # rows of one step: 16 prompts of 128 and some; OpenVINO's own default is 256
+MAX_TOKENS = 1024  # of prompt and answer together
+MAX_BATCHED_TOKENS = 2560  # rows of one step: 16 prompts of 128 and some; OpenVINO's own default is 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ def lineup(peers: Sequence[str]) -> list[Contender]:
     return own + theirs
 
 
-def command(contender: Contender, model: str, folder: Path, most_requests: int) -> Command:
+def command(contender: Contender, model: str, folder: Path, max_requests: int) -> Command:
     """How its process is started. Makes the model's export where there is none yet."""
-    sizes = {"most_requests": most_requests, "most_batched_tokens": MOST_BATCHED_TOKENS}
+    sizes = {"max_requests": max_requests, "most_batched_tokens": MAX_BATCHED_TOKENS}
     if contender.engine == OWN:
         module = "worker_batchserve" if contender.way == IN_PROCESS else "worker_grpc"
         return Command(contender.worker, module, {"model": str(folder), **sizes})
@@ -56,22 +56,22 @@ def command(contender: Contender, model: str, folder: Path, most_requests: int) 
         load |= {"model": str(openvino_export(model, folder)), **sizes}
         return Command(contender.worker, "worker_openvino", load, environments.python_of("openvino"))
     if contender.engine == "vllm":
-        load |= {"command": _vllm(folder, contender.drafts, most_requests), "environment": vllm_environment()}
+        load |= {"command": _vllm(folder, contender.drafts, max_requests), "environment": vllm_environment()}
     else:
         load |= {
-            "command": _llamacpp(gguf_export(model, folder), contender.drafts, most_requests),
+            "command": _llamacpp(gguf_export(model, folder), contender.drafts, max_requests),
             "environment": {},
         }
     return Command(contender.worker, "worker_http", load)
 
 
-def _vllm(folder: Path, drafts: bool, most_requests: int) -> list[str]:
+def _vllm(folder: Path, drafts: bool, max_requests: int) -> list[str]:
     """Its command `vllm serve` looks for a package named vllm, which this build is not."""
     return [
         *(str(environments.python_of("vllm")), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)),
         *("--host", "127.0.0.1", "--port", "{port}", "--dtype", "bfloat16"),
-        *("--max-model-len", str(MOST_TOKENS), "--max-num-seqs", str(most_requests)),
-        *("--max-num-batched-tokens", str(MOST_BATCHED_TOKENS), "--no-enable-prefix-caching"),
+        *("--max-model-len", str(MAX_TOKENS), "--max-num-seqs", str(max_requests)),
+        *("--max-num-batched-tokens", str(MAX_BATCHED_TOKENS), "--no-enable-prefix-caching"),
         *(("--speculative-config", '{"method": "suffix"}') if drafts else ()),
     ]
 
@@ -86,12 +86,12 @@ def vllm_environment() -> dict[str, str]:
     return {**found, "LD_PRELOAD": ":".join(preloaded)}
 
 
-def _llamacpp(file: Path, drafts: bool, most_requests: int) -> list[str]:
+def _llamacpp(file: Path, drafts: bool, max_requests: int) -> list[str]:
     threads = str(len(os.sched_getaffinity(0)))
     return [
         *(str(environments.llamacpp_server()), "--model", str(file), "--host", "127.0.0.1", "--port", "{port}"),
-        *("--parallel", str(most_requests), "--ctx-size", str(MOST_TOKENS * most_requests)),
-        *("--threads", threads, "--threads-batch", threads, "--batch-size", str(MOST_BATCHED_TOKENS)),
+        *("--parallel", str(max_requests), "--ctx-size", str(MAX_TOKENS * max_requests)),
+        *("--threads", threads, "--threads-batch", threads, "--batch-size", str(MAX_BATCHED_TOKENS)),
         *("--cache-ram", "0"),
         *(("--spec-type", "ngram-mod") if drafts else ()),
     ]

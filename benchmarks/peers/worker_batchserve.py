@@ -37,7 +37,7 @@ def load(message: dict[str, Any]) -> Iterator[OwnEngine]:
     yield OwnEngine(
         LLM(
             message["model"],
-            max_num_seqs=message["most_requests"],
+            max_num_seqs=message["max_requests"],
             max_num_batched_tokens=message["most_batched_tokens"],
             prefix_cache=False,
             # All cores, as the others have, however busy the machine is while these are loaded.

@@ -52,7 +52,7 @@ class OwnServer:
 def load(message: dict[str, Any]) -> Iterator[OwnServer]:
     options = (
         *("--model", message["model"], "--wait-for-drafter", "--no-prefix-cache"),
-        *("--max-num-seqs", str(message["most_requests"])),
+        *("--max-num-seqs", str(message["max_requests"])),
         *("--max-num-batched-tokens", str(message["most_batched_tokens"])),
         *("--num-threads", str(available_cores())),  # as the others, however busy the machine is while these are loaded
     )

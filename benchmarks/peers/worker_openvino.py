@@ -23,9 +23,9 @@ DRAFT_TOKENS, NGRAM = 5, 3
 class Pipeline:
     """A pipeline and its options."""
 
-    def __init__(self, folder: str, most_requests: int, most_batched_tokens: int, drafts: bool) -> None:
+    def __init__(self, folder: str, max_requests: int, most_batched_tokens: int, drafts: bool) -> None:
         scheduler = genai.SchedulerConfig()
-        scheduler.max_num_seqs = most_requests
+        scheduler.max_num_seqs = max_requests
         scheduler.max_num_batched_tokens = most_batched_tokens
         scheduler.cache_size = 1  # GiB
         properties: dict[str, Any] = {"prompt_lookup": True} if drafts else {}
@@ -49,7 +49,7 @@ class Pipeline:
 
 @contextmanager
 def load(message: dict[str, Any]) -> Iterator[Pipeline]:
-    yield Pipeline(message["model"], message["most_requests"], message["most_batched_tokens"], message["drafts"])
+    yield Pipeline(message["model"], message["max_requests"], message["most_batched_tokens"], message["drafts"])
 
 
 if __name__ == "__main__":

@@ -217,7 +217,7 @@ def test_bits_do_not_depend_on_how_a_spans_rows_are_shared_out(dtype: torch.dtyp
         if not kernel_supports(case.shapes, dtype):
             continue
         for size in (1, 3, 8, 1000):
-            with mock.patch.multiple(cpu, PART_ROWS=size, PART_QUERIES=size, TURNS=1000 // size, MOST_PARTS=100):
+            with mock.patch.multiple(cpu, PART_ROWS=size, PART_QUERIES=size, TURNS=1000 // size, MAX_PARTS=100):
                 outputs.append(run_case(case, "native"))
         assert all(torch.equal(a, b) for other in outputs[1:] for a, b in zip(outputs[0], other, strict=True))
 

@@ -41,7 +41,7 @@ from batchserve.attention.flashinfer import (
     FlashInferKernel,
     load_wrapper,
 )
-from batchserve.attention.flashinfer_front import LEAST_KEY_BLOCK, least_key_block, new_rows_first
+from batchserve.attention.flashinfer_front import MIN_KEY_BLOCK, min_key_block, new_rows_first
 from batchserve.attention.flashinfer_mask import packed_mask
 from batchserve.attention.flashinfer_variant import (
     FRONT_SCALARS,
@@ -185,7 +185,7 @@ def told(qo_len: int, kv_len: int, query_tile: int, group: int, tile: int) -> tu
 
 
 def asked_about(
-    qo_len: int, kv_len: int, query_tile: int, group: int, chunk: int = CHUNK, block: int = LEAST_KEY_BLOCK
+    qo_len: int, kv_len: int, query_tile: int, group: int, chunk: int = CHUNK, block: int = MIN_KEY_BLOCK
 ) -> torch.Tensor:
     """Which rows FlashInfer's kernel asks its variant about which keys for, if it has no mask (prefill.cuh).
 
@@ -315,7 +315,7 @@ def test_how_many_keys_a_kernel_attends_to_at_once_follows_from_shared_memory(
         shared_memory_per_multiprocessor=of_sm << 10, shared_memory_per_block_optin=of_block << 10
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert {dim: least_key_block(dim, torch.device("cuda")) for dim in blocks} == blocks
+    assert {dim: min_key_block(dim, torch.device("cuda")) for dim in blocks} == blocks
 
 
 def literal_variant(

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 
 from batchserve.attention.base import AttentionParams, LayerShape
 from batchserve.attention.tree_metadata import TreeMetadata, ancestor_bits
-from batchserve.attention.triton import Tile, TritonTreeKernel, choose_splits, choose_tile, most_programs
+from batchserve.attention.triton import Tile, TritonTreeKernel, choose_splits, choose_tile, max_programs
 from batchserve.errors import ConfigError
 from tests.attention.test_mask import ancestors, random_parents
 from tests.factories import examples
@@ -477,22 +477,22 @@ def test_steps_of_fewer_requests_than_there_were_compile_nothing(gpu: FakeGPU) -
     group=st.integers(1, 8),
     block_m=st.sampled_from([16, 32, 64]),
     num_splits=st.sampled_from([1, 2, 4, 16]),
-    most_work=st.integers(1, 80),
+    max_work=st.integers(1, 80),
 )
 def test_there_are_programs_for_all_work(
-    rows: list[int], num_padding: int, group: int, block_m: int, num_splits: int, most_work: int
+    rows: list[int], num_padding: int, group: int, block_m: int, num_splits: int, max_work: int
 ) -> None:
     tiles, padding = sum(-(-n * group // block_m) for n in rows), -(-num_padding * group // block_m)
-    # The most splits of each tile that are most_work together, if there are that few tiles.
-    splits = max(n for n in range(1, num_splits + 1) if n == 1 or n * tiles <= most_work)
-    enough = most_programs(sum(rows) + num_padding, group, len(rows), block_m, num_splits, most_work)
+    # The most splits of each tile that are max_work together, if there are that few tiles.
+    splits = max(n for n in range(1, num_splits + 1) if n == 1 or n * tiles <= max_work)
+    enough = max_programs(sum(rows) + num_padding, group, len(rows), block_m, num_splits, max_work)
     assert tiles * splits + padding <= enough
     assert num_splits > 1 or enough <= tiles + padding + min(len(rows) + 1, sum(rows) + num_padding)
 
 
 def test_hardly_any_program_has_nothing_to_do() -> None:
     """Of steps of 16 rows, of 16 requests or of one, of a model with 32 K/V heads on a GPU of 132 multiprocessors."""
-    assert most_programs(16, 1, 16, 16, 16, 4 * 132 // 32) == 17
+    assert max_programs(16, 1, 16, 16, 16, 4 * 132 // 32) == 17
 
 
 def test_rows_alone_choose_tile_and_splits() -> None:

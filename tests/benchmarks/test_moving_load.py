@@ -14,7 +14,7 @@ from benchmarks.adaptive.driver import fixed
 from benchmarks.adaptive.never_slower import random_records
 from benchmarks.adaptive.regret import LENGTHS, WALL_TRACE, trace_on_wall
 from benchmarks.adaptive.simulation import Simulation
-from benchmarks.adaptive.workloads import MOST_REQUESTS, Lab, Options, Workload, new_drafter
+from benchmarks.adaptive.workloads import MAX_REQUESTS, Lab, Options, Workload, new_drafter
 
 TABLE = StepTimeTable((4, 16, 64), (0.019, 0.028, 0.065))
 
@@ -44,7 +44,7 @@ def test_adaptive_is_held_against_the_length_that_is_best_of_the_same_trace(
     simulation: Simulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the report shows it beside the sizes that do not move."""
-    assert max(WALL_TRACE) == MOST_REQUESTS
+    assert max(WALL_TRACE) == MAX_REQUESTS
     bench = cast(Lab, SimpleNamespace(driver=simulation.driver(), adaptive=simulation.adaptive))
     workload = Workload("text", [], simulation.records)
     options = Options(None, True, "reference", "")

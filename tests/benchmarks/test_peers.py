@@ -95,7 +95,7 @@ def test_the_protocol_with_batchserve() -> None:
     """A real engine in a process of its own: the same answers with and without drafts, and nothing is left."""
     load = {
         "model": "bundled",
-        "most_requests": 2,
+        "max_requests": 2,
         "most_batched_tokens": 256,
         "options": {"dtype": "float32", "num_threads": 1, "adaptive": False},
     }

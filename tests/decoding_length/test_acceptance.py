@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchserve.decoding_length.acceptance import AcceptanceModel, Given
-from batchserve.decoding_length.budget_kernels import MOST_PROB, TALLY_MEMORY
+from batchserve.decoding_length.budget_kernels import MAX_PROB, TALLY_MEMORY
 from batchserve.draft.base import DraftTree
 from batchserve.draft.forest import DraftForest
 from tests.factories import examples
@@ -85,7 +85,7 @@ def test_a_tree_whose_parents_do_not_come_first_is_refused(parents: list[int]) -
 def test_a_claim_is_believed_until_something_is_known() -> None:
     model = AcceptanceModel()
     assert calibrated(model, start(model, "a"), [-1, 0], [0.8, 0.4]) == pytest.approx([0.8, 0.4])
-    assert calibrated(model, start(model, "a"), [-1], [1.0]) == pytest.approx([MOST_PROB])
+    assert calibrated(model, start(model, "a"), [-1], [1.0]) == pytest.approx([MAX_PROB])
 
 
 @pytest.mark.parametrize("truth", [0.2, 0.5, 0.95])

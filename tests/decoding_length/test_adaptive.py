@@ -16,16 +16,16 @@ from batchserve.decoding_length.accounts import (
     CHEAP_ROW,
     FEW_NODES,
     GRACE_STEPS,
-    LEAST_GAIN,
     MAX_LOSS,
+    MAX_URGENCY,
+    MIN_GAIN,
     MORE_NODES,
-    MOST_URGENCY,
     bound_queries,
     drop_unprofitable,
     grown,
     note_steps,
 )
-from batchserve.decoding_length.adaptive import MOST_UNLEARNED
+from batchserve.decoding_length.adaptive import MAX_UNLEARNED
 from batchserve.decoding_length.budget_kernels import EVEN_STEPS
 from batchserve.decoding_length.policy import StepOutcome
 from batchserve.decoding_length.probing import LONG_WAIT, LONGEST_WAIT, PATIENCE
@@ -192,7 +192,7 @@ def test_what_cannot_be_met_is_not_bought_at_any_price() -> None:
     """A target far out of reach does not make rows worth running that are hardly ever right."""
     text = Text("a", hit=0.5, depth=40, tpot_target_s=1e-6)
     late = Machine([text], DEAR).steps(300)[200:]
-    worth = STEP_S / ROW_S * MOST_URGENCY  # a row is worth running if it is right once in so many times
+    worth = STEP_S / ROW_S * MAX_URGENCY  # a row is worth running if it is right once in so many times
     assert 1 <= mean_rows(late, "a") <= math.log2(worth) + 1
 
 
@@ -467,7 +467,7 @@ def test_where_rows_are_free_unlikely_ones_are_run_too(count: int, least: float)
 
 def test_what_is_expected_to_gain_next_to_nothing_is_not_run_however_cheap() -> None:
     """Calibration begins with what a drafter claims: that is what decides in the first step."""
-    for claim, is_run in ((0.9 * LEAST_GAIN, False), (2.0 * LEAST_GAIN, True)):
+    for claim, is_run in ((0.9 * MIN_GAIN, False), (2.0 * MIN_GAIN, True)):
         step = Machine([Text("a", claim=claim, depth=1)], CHEAP).step()
         assert bool(step.rows) == is_run
 
@@ -532,7 +532,7 @@ def test_where_nobody_gains_newcomers_are_first_asked_together() -> None:
 
 def test_steps_without_drafts_are_learned_from_a_little_later() -> None:
     machine = Machine([Text("a", depth=0), Text("b", depth=0)], DEAR)
-    machine.steps(MOST_UNLEARNED - 1, slowness=2.0)
+    machine.steps(MAX_UNLEARNED - 1, slowness=2.0)
     assert machine.adaptive.step_time.factor == 1.0
     machine.step(slowness=2.0)
     assert machine.adaptive.step_time.factor > 1.5

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchserve.decoding_length.budget_kernels import EVEN_STEPS, LEAST_ROW_COST, buy
+from batchserve.decoding_length.budget_kernels import EVEN_STEPS, MIN_ROW_COST, buy
 from batchserve.decoding_length.draft_budget import DraftOffer, Market
 from batchserve.decoding_length.step_time import StepLoad, StepTimeModel, StepTimeTable
 from tests.factories import examples
@@ -166,7 +166,7 @@ def test_at_constant_costs_it_buys_what_brute_force_finds_best(
 def test_a_flat_table_still_has_a_row_cost() -> None:
     flat = StepTimeModel(StepTimeTable((4, 64), (0.01, 0.01)))
     price = 1.0 / 0.01
-    assert choose(offer([2 * LEAST_ROW_COST, LEAST_ROW_COST / 2]), bidders(1), price, model=flat) == [0]
+    assert choose(offer([2 * MIN_ROW_COST, MIN_ROW_COST / 2]), bidders(1), price, model=flat) == [0]
 
 
 def test_nothing_offered_nothing_bought() -> None:
@@ -212,7 +212,7 @@ def test_it_buys_what_brute_force_finds_best(
 
     def worth(nodes: tuple[int, ...]) -> float:
         seconds = model.predict(StepLoad(count + len(nodes), count + len(nodes), count))
-        seconds = max(seconds, without_s * (1 + LEAST_ROW_COST * len(nodes)))
+        seconds = max(seconds, without_s * (1 + MIN_ROW_COST * len(nodes)))
         gains = what.gains[list(nodes)] * who.bids[0][what.owners[list(nodes)]]
         return float(gains.sum()) - price * (seconds - without_s)
 
@@ -259,7 +259,7 @@ class _Bounded(NamedTuple):
         owners, (load, alone_s) = self.what.owners[nodes], (self.market.load, self.market.alone_s)
         more, attended = len(nodes), int(self.who.contexts[owners].sum())
         step = StepLoad(load[0] + more, load[1] + more, load[2], load[3], load[4] + attended)
-        step_s = max(self.model.predict(step), alone_s + more * self.market.least_row_s)
+        step_s = max(self.model.predict(step), alone_s + more * self.market.min_row_s)
         urgency, ahead_s, grace_s = self.who.bids
         tokens = 1.0 + np.bincount(owners, self.what.gains[nodes], len(urgency))
         gained_s = tokens * alone_s - step_s

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from batchserve.decoding_length.draft_time import FIRST_SHARE, LONGEST_WAIT, DraftTime
-from batchserve.decoding_length.price import MOST_SURPRISE
+from batchserve.decoding_length.price import MAX_SURPRISE
 
 STEP_S = 1.0
 
@@ -37,8 +37,8 @@ def test_a_pause_counts_as_a_bounded_time() -> None:
     time = DraftTime()
     assert time.observe(4, 5.0, STEP_S) == FIRST_SHARE * STEP_S
     usual_s = time.predict(4)
-    assert time.observe(4, 5.0, STEP_S) == MOST_SURPRISE * usual_s
-    assert time.predict(4) <= MOST_SURPRISE * usual_s
+    assert time.observe(4, 5.0, STEP_S) == MAX_SURPRISE * usual_s
+    assert time.predict(4) <= MAX_SURPRISE * usual_s
 
 
 def test_what_is_too_long_is_tried_ever_more_rarely() -> None:

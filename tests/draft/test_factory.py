@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from batchserve.config import DRAFTERS, MOST_MIN_MATCH, DraftConfig, EngineConfig, MiB
+from batchserve.config import DRAFTERS, MAX_MIN_MATCH, DraftConfig, EngineConfig, MiB
 from batchserve.draft.base import Drafter, DraftQuery, DraftRequest, NullDrafter
 from batchserve.draft.factory import SHARING, create_drafters, draft_limits, jacobi_shape
 from batchserve.draft.kernels import KernelLoader
@@ -15,7 +15,7 @@ from batchserve.draft.mixture import MIN_SCOPE_BYTES
 from batchserve.draft.router import RoutingDrafter
 from batchserve.draft.text_index import MAX_MATCH
 from batchserve.errors import ConfigError
-from batchserve.option_checks import MOST_TOKENS
+from batchserve.option_checks import MAX_TOKENS
 from batchserve.request import DraftScope
 
 
@@ -41,7 +41,7 @@ def test_ngrams_too_long_for_a_step_are_refused(billions: int, longest: int) -> 
         return create_drafters(EngineConfig(draft=DraftConfig(jacobi_ngram=ngram)), billions * 10**9)
 
     assert create(longest)
-    for ngram in (longest + 1, 10**6, MOST_TOKENS):
+    for ngram in (longest + 1, 10**6, MAX_TOKENS):
         with pytest.raises(ConfigError, match=f"jacobi_ngram = {ngram}: must be for at most 1023 draft tokens"):
             create(ngram)
 
@@ -63,7 +63,7 @@ def test_limits_are_each_drafters_own_unless_they_are_configured() -> None:
 
 
 def test_the_longest_match_that_may_be_asked_for_is_the_longest_that_is_compared() -> None:
-    assert MOST_MIN_MATCH == MAX_MATCH
+    assert MAX_MIN_MATCH == MAX_MATCH
     assert create_drafters(EngineConfig(draft=DraftConfig(reference_min_match=MAX_MATCH)), 0)["reference"] is not None
 
 

@@ -499,7 +499,7 @@ def test_a_header_that_would_take_many_times_its_size_to_read_is_not_read(
 ) -> None:
     path = tmp_path / "drafts"
     warmed().save(path, "fingerprint")
-    monkeypatch.setattr(draft_cache, "MOST_HEADER_BYTES", 100)
+    monkeypatch.setattr(draft_cache, "MAX_HEADER_BYTES", 100)
     monkeypatch.setattr(json, "loads", lambda text: pytest.fail("read"))
     with pytest.raises(ConfigError, match="damaged"):
         MixtureDrafter().load(path, "fingerprint", VOCAB_SIZE)

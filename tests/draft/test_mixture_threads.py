@@ -12,7 +12,7 @@ from batchserve.draft import mixture
 from batchserve.draft.base import Drafter, DraftRequest
 from batchserve.draft.forest import DraftForest, DraftQueries
 from batchserve.draft.kernels import KernelLoader
-from batchserve.draft.mixture import MOST_THREADS, MixtureDrafter
+from batchserve.draft.mixture import MAX_THREADS, MixtureDrafter
 from batchserve.draft.router import RoutingDrafter
 from batchserve.native import pool
 from batchserve.native.pool import ONE_THREAD
@@ -69,7 +69,7 @@ def run(drafter: Drafter, seed: int) -> list[DraftForest]:
     return forests
 
 
-@pytest.mark.parametrize("size", [2, 3, MOST_THREADS + 5])
+@pytest.mark.parametrize("size", [2, 3, MAX_THREADS + 5])
 def test_threads_change_no_draft(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(mixture, "SHARED_NODES", 0)
     counted, num_nodes = CountedTeam(size), 0

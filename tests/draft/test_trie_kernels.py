@@ -224,6 +224,6 @@ def test_counts_end_at_the_most_that_there_is() -> None:
     trie = _SharedTrie()
     insert(trie, [[5, 6]], 2)
     (row,) = [row for path, row in walk(trie) if path == (5, 6)]
-    trie.nodes[row, COUNT] = trie_kernels.MOST_COUNT - 2
+    trie.nodes[row, COUNT] = trie_kernels.MAX_COUNT - 2
     insert(trie, [[5, 6] * 5], 2)
-    assert counts(trie)[5, 6] == trie_kernels.MOST_COUNT
+    assert counts(trie)[5, 6] == trie_kernels.MAX_COUNT

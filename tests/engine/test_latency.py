@@ -13,7 +13,7 @@ from batchserve.decoding_length.policy import FixedDrafting
 from batchserve.decoding_length.step_time import StepLoad, StepTimeModel, StepTimeTable
 from batchserve.engine.drafting import DraftStage
 from batchserve.runner.ragged_batch import RaggedBatch
-from batchserve.scheduler.prompt_room import CHUNK_STEP, LEAST_CHUNK
+from batchserve.scheduler.prompt_room import CHUNK_STEP, MIN_CHUNK
 from batchserve.scheduler.scheduler import Scheduler
 from batchserve.types import SpeculationParams
 from tests.engine.scripted import MAX_MODEL_LEN, ScriptedEngine, add, scripted_engine
@@ -142,7 +142,7 @@ def test_a_prompt_goes_on_whatever_the_bound(options: dict[str, float]) -> None:
     add(engine, "prompt", "answer", prompt=PROMPT, max_tokens=2, speculation=OFF)
     engine.run()
     assert engine.text("prompt") == "an"
-    assert {rows for rows, _ in steps.chunks()[:-1]} == {LEAST_CHUNK}
+    assert {rows for rows, _ in steps.chunks()[:-1]} == {MIN_CHUNK}
 
 
 @pytest.mark.parametrize("max_itl_ms", [12.0, 16.0])

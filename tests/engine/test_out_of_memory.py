@@ -38,7 +38,7 @@ from batchserve.startup import measure_steps
 from batchserve.startup.build import build_engine
 from batchserve.types import SamplingParams, SpeculationParams
 
-measure_steps.MOST_SECONDS = 0.0
+measure_steps.MAX_SECONDS = 0.0
 built = build_engine(EngineConfig(sys.argv[1], dtype="float32", num_threads=1, kv_cache_memory=300 << 20,
                                   prefix_cache=False, decoding_length=0, max_num_seqs=8,
                                   max_num_batched_tokens=256))

@@ -11,7 +11,7 @@ import torch
 
 from batchserve.engine.engine_core import Event
 from batchserve.errors import BatchserveError
-from batchserve.kv.prefix_index import FEWEST_TOKENS
+from batchserve.kv.prefix_index import MIN_TOKENS
 from batchserve.request import TENANT, DraftScope, Request
 from batchserve.runner import model_runner
 from batchserve.startup.build import BuiltEngine
@@ -81,7 +81,7 @@ def test_one_after_the_other_each_hits_the_longest_beginning_there_is(
         found, wanted = cached(answer), job.prompt[:-1]
         # Of an answer's last token there may be K/V or not.
         least, most = (max((common_length(wanted, text[:end]) for text in known), default=0) for end in (-1, None))
-        assert least <= found <= most if least >= FEWEST_TOKENS else found in (0, most)
+        assert least <= found <= most if least >= MIN_TOKENS else found in (0, most)
         known.append(job.prompt + answer.token_ids)
         total += found
     assert total > 4 * 100

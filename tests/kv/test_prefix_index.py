@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchserve.kv import prefix_index
-from batchserve.kv.prefix_index import FEWEST_TOKENS, PrefixIndex
+from batchserve.kv.prefix_index import MIN_TOKENS, PrefixIndex
 from tests.factories import common_length, examples
 
 TAIL = [255, 256, 1, 65536, 2**31 - 1]  # as bytes some begin alike
-texts = st.tuples(st.integers(FEWEST_TOKENS - 2, FEWEST_TOKENS + 2), st.lists(st.sampled_from(TAIL), max_size=5)).map(
+texts = st.tuples(st.integers(MIN_TOKENS - 2, MIN_TOKENS + 2), st.lists(st.sampled_from(TAIL), max_size=5)).map(
     lambda drawn: [7] * drawn[0] + drawn[1]
 )
 
@@ -31,7 +31,7 @@ def test_it_finds_what_comparing_with_everything_finds(what: list[tuple[str, lis
             lengths = {handle: common_length(own, text) for handle, (owner, own) in known.items() if owner == scope}
             longest = max(lengths.values(), default=0)
             handle, length = index.match(scope, text)
-            assert length == (longest if longest >= FEWEST_TOKENS else 0)
+            assert length == (longest if longest >= MIN_TOKENS else 0)
             assert lengths.get(handle, 0) == length
             index.use(handle)
             if handle:
@@ -48,7 +48,7 @@ def test_it_finds_what_comparing_with_everything_finds(what: list[tuple[str, lis
 
 
 def test_of_too_many_the_least_recently_used_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_index, "MOST_ENTRIES", 3)
+    monkeypatch.setattr(prefix_index, "MAX_ENTRIES", 3)
     index = PrefixIndex()
     first, second, third = (index.add("s", [number] * 20)[0] for number in range(3))
     index.use(first)

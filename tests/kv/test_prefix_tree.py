@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchserve.kv import prefix_tree
-from batchserve.kv.prefix_index import FEWEST_TOKENS
+from batchserve.kv.prefix_index import MIN_TOKENS
 from batchserve.kv.prefix_tree import PrefixNode, PrefixTree
 from tests.factories import common_length, examples
 
-TEXTS = st.tuples(st.integers(FEWEST_TOKENS - 2, FEWEST_TOKENS + 2), st.lists(st.integers(0, 3), max_size=6)).map(
+TEXTS = st.tuples(st.integers(MIN_TOKENS - 2, MIN_TOKENS + 2), st.lists(st.integers(0, 3), max_size=6)).map(
     lambda drawn: [7] * drawn[0] + drawn[1]
 )
 ACTIONS = st.sampled_from(["add", "add", "match", "drop", "drop scope"])
@@ -47,7 +47,7 @@ def test_it_finds_what_comparing_with_everything_finds(what: list[tuple[str, lis
             same = [(common_length(own, text), slots) for owner, own, slots in paths(tree) if owner == scope]
             longest = max((length for length, _ in same), default=0)
             found = tree.match(scope, text).tolist()
-            assert len(found) == (longest if longest >= FEWEST_TOKENS else 0)
+            assert len(found) == (longest if longest >= MIN_TOKENS else 0)
             assert not found or (longest, found) in [(length, slots[:length]) for length, slots in same]
         elif action == "drop scope":
             gone = {slot for slots in tree.drop_scope(scope) for slot in slots.tolist()}
@@ -94,7 +94,7 @@ def test_a_conversation_and_what_nobody_shares_any_more_are_one_piece() -> None:
 
 
 def test_of_too_many_the_least_recently_used_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_tree, "MOST_ENTRIES", 3)
+    monkeypatch.setattr(prefix_tree, "MAX_ENTRIES", 3)
     tree = PrefixTree()
     for number in range(3):
         assert add(tree, [number] * 20, 100 * number) == []

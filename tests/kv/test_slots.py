@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from batchserve.kv.prefix_index import FEWEST_TOKENS
+from batchserve.kv.prefix_index import MIN_TOKENS
 from batchserve.kv.slot_kernels import DUMMY_SLOT, NUM_FREE, NUM_OWNED
 from batchserve.kv.slots import SlotAllocator
 from tests.factories import examples
@@ -249,7 +249,7 @@ def test_a_request_is_never_given_more_than_its_row_of_the_table_holds() -> None
 
 def test_too_little_is_not_kept() -> None:
     allocator = make()
-    keep(allocator, "a", list(range(FEWEST_TOKENS - 1)))
+    keep(allocator, "a", list(range(MIN_TOKENS - 1)))
     assert (allocator.free_tokens, allocator.cached_tokens) == (100, 0)
 
 

@@ -40,13 +40,13 @@ class CountingEngine(FakeEngine):
     def __init__(self) -> None:
         super().__init__()
         self.prompts: list[Any] = []
-        self.most_in_flight = 0
+        self.max_in_flight = 0
         self.go_on.set()
 
     async def stream(self, prompt: Any, params: Any = None, **kwargs: Any) -> AsyncGenerator[Any, None]:
         self.prompts.append(prompt)
         async for event in super().stream(prompt, params, **kwargs):
-            self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
+            self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
             await asyncio.sleep(STEP_S)
             yield event
 
@@ -97,7 +97,7 @@ async def test_locusts_options_are_honoured_and_a_call_counts_once(served: Any, 
     status, output = await run_locust(*flags)
     assert status == 0, output
     assert counted(Path(file)) == (len(served.engine.prompts), 0)
-    assert served.engine.most_in_flight == 3
+    assert served.engine.max_in_flight == 3
     assert "time to first token in ms: p50" in output
     assert "inter-token latency in ms: p50" in output
 
@@ -121,7 +121,7 @@ async def test_workers_share_the_work(served: Any, tmp_path: Path):
     assert len(prompts) - 4 <= num_requests <= len(prompts)
     assert num_requests > 4
     assert num_failures == 0
-    assert served.engine.most_in_flight == 4
+    assert served.engine.max_in_flight == 4
     assert len(set(prompts)) == len(prompts), "no two workers ask the same"
 
 
@@ -130,7 +130,7 @@ async def test_a_shape_of_the_users_own(served: Any, tmp_path: Path):
     shape.write_text(SHAPE)
     status, output = await run_locust("--host", f"http://{served.address}/", file=f"{LOCUSTFILE},{shape}")
     assert status == 0, output
-    assert served.engine.most_in_flight == 2
+    assert served.engine.max_in_flight == 2
 
 
 async def test_the_fields_of_the_web_ui(served: Any):
@@ -162,7 +162,7 @@ async def test_the_fields_of_the_web_ui(served: Any):
         process.terminate()
         output, _ = await asyncio.wait_for(process.communicate(), 30)
     assert process.returncode == 0, output
-    assert served.engine.most_in_flight == 2
+    assert served.engine.max_in_flight == 2
     assert stats["stats"][0]["num_requests"] == len(served.engine.prompts)
 
 

@@ -66,7 +66,7 @@ SERVED = """
 import sys
 from batchserve import LLM, SamplingParams
 from batchserve.startup import measure_steps
-measure_steps.MOST_SECONDS = 0.0
+measure_steps.MAX_SECONDS = 0.0
 llm = LLM(sys.argv[1], dtype="float32", num_threads=2, kv_cache_memory=1 << 20, decoding_length=0)
 prompts = [[5, 6, 7, 8], [*range(3, 40)]]
 print([output.token_ids for output in llm.generate(prompts, SamplingParams(0.0, max_tokens=12, ignore_eos=True))])

@@ -38,7 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def _rough_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here depends on them, and each start would measure for seconds."""
-    monkeypatch.setattr(measure_steps, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(measure_steps, "MAX_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ DEAR = StepTimeTable((1, 1024), (STEP_S, STEP_S + 1023 * ROW_S))  # at one reque
 CHEAP = StepTimeTable((1, 1024), (STEP_S, STEP_S + 1e-6))
 CHEAP_PROMPTS = StepTimeTable((1, 24, 1024), (STEP_S, STEP_S + 1e-6, 3 * STEP_S))
 RICH = 1e9
-MOST_ROWS = 1024
+MAX_ROWS = 1024
 UNSEEN = 1 << 20  # tokens from here on are in no text
 
 
@@ -151,7 +151,7 @@ class Machine:
         self,
         *,
         chunk: int = 0,
-        max_rows: int = MOST_ROWS,
+        max_rows: int = MAX_ROWS,
         slowness: float = 1.0,
         proposal_s: float = 0.0,
         asking_s: float = 0.0,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from batchserve.decoding_length.step_time import StepLoad, StepTimeModel, StepTimeTable
 from batchserve.request import Request
-from batchserve.scheduler.prompt_room import CHUNK_STEP, LEAST_CHUNK, PromptRoom, StepBound
+from batchserve.scheduler.prompt_room import CHUNK_STEP, MIN_CHUNK, PromptRoom, StepBound
 from tests.factories import examples, make_request
 
 TABLE = StepTimeTable((4, 64, 1024), (0.010, 0.016, 0.160), 0.0002, 0.00001, 1e-7, 1e-7)
@@ -88,14 +88,14 @@ def test_the_step_stays_within_its_bound_and_is_as_large_as_that_allows(
         given_rows.take(rows, behind)
         left -= rows
         chunks.append((rows, behind))
-        assert sum(rows for rows, _ in chunks) <= LEAST_CHUNK or fits(chunks)
-    assert sum(rows for rows, _ in chunks) >= min(LEAST_CHUNK, max_rows, sum(wanted for _, wanted in prompts))
+        assert sum(rows for rows, _ in chunks) <= MIN_CHUNK or fits(chunks)
+    assert sum(rows for rows, _ in chunks) >= min(MIN_CHUNK, max_rows, sum(wanted for _, wanted in prompts))
 
 
 def test_a_larger_inflation_gives_more_but_never_more_than_the_hard_bound() -> None:
     running = decoding(100, 100)
     little, more, much = (room(running, inflation=n).rows_for(1024, 0) for n in (1.25, 1.5, 3.0))
-    assert LEAST_CHUNK < little < more < much < 1024
+    assert MIN_CHUNK < little < more < much < 1024
     hard = [room(running, inflation=n, max_step_s=0.015).rows_for(1024, 0) for n in (1.25, 1.5, 3.0)]
     assert hard[0] == little
     assert hard[0] < hard[1] == hard[2] < much
@@ -104,7 +104,7 @@ def test_a_larger_inflation_gives_more_but_never_more_than_the_hard_bound() -> N
 def test_rows_behind_a_long_context_are_fewer_also_where_another_prompt_has_come_first() -> None:
     running = decoding(100, 100)
     first, alone = room(running, inflation=1.5), room(running, inflation=1.5)
-    assert LEAST_CHUNK < alone.rows_for(1024, 2000) < alone.rows_for(1024, 0)
+    assert MIN_CHUNK < alone.rows_for(1024, 2000) < alone.rows_for(1024, 0)
     first.take(12, 0)
     assert 0 < first.rows_for(1024, 2000) < alone.rows_for(1024, 2000)
     first.take(first.rows_for(1024, 0), 0)
@@ -114,8 +114,8 @@ def test_rows_behind_a_long_context_are_fewer_also_where_another_prompt_has_come
 @pytest.mark.parametrize("max_step_s", [math.inf, 0.001])
 def test_a_prompt_goes_on_whatever_the_bound_and_alone_it_has_none(max_step_s: float) -> None:
     narrow = room(decoding(100), inflation=1.0, max_step_s=max_step_s)
-    assert narrow.rows_for(1024, 3000) == LEAST_CHUNK
-    narrow.take(LEAST_CHUNK - 1, 3000)
+    assert narrow.rows_for(1024, 3000) == MIN_CHUNK
+    narrow.take(MIN_CHUNK - 1, 3000)
     assert narrow.rows_for(1024, 3000) == 1
     narrow.take(1, 3000)
     assert narrow.rows_for(1024, 0) == 0

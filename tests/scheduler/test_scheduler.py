@@ -18,7 +18,7 @@ from batchserve.kv.slots import SlotAllocator
 from batchserve.request import DraftScope, Request, RequestStatus
 from batchserve.scheduler.plan import SchedulerOutput
 from batchserve.scheduler.policy import rank
-from batchserve.scheduler.prompt_room import LEAST_CHUNK
+from batchserve.scheduler.prompt_room import MIN_CHUNK
 from batchserve.scheduler.scheduler import Scheduler
 from batchserve.types import SpeculationParams
 from tests.factories import examples, make_request, resolve_speculation
@@ -230,7 +230,7 @@ class Traffic:
         """Prompts stretch the step of those who decode no further than they may, whatever they have behind them."""
         decoding = [i for i in each_scheduled(plan) if i.request in self.decoding]
         prompts = [i for i in each_scheduled(plan) if i not in decoding]
-        if not decoding or sum(i.num_scheduled_tokens for i in prompts) <= LEAST_CHUNK:
+        if not decoding or sum(i.num_scheduled_tokens for i in prompts) <= MIN_CHUNK:
             return
         plain_s, step_s = (step_time.predict(load_of(items)) for items in (decoding, [*decoding, *prompts]))
         assert step_s <= plain_s * self.config.prompt_inflation * (1 + 1e-9)
@@ -568,7 +568,7 @@ def test_a_prompt_whose_beginning_is_cached_stretches_a_step_no_further_than_any
         for item in each_scheduled(traffic.step())[1:]:  # Traffic.check_length looks at the whole step
             first_rows.setdefault(item.request.request_id, item.num_scheduled_tokens)
     assert cached.num_cached_tokens == 3000
-    assert LEAST_CHUNK <= first_rows[cached.request_id] < first_rows[other.request_id] <= most_rows
+    assert MIN_CHUNK <= first_rows[cached.request_id] < first_rows[other.request_id] <= most_rows
 
 
 def test_who_has_room_only_because_he_shares_memory_is_bounded_as_well() -> None:
@@ -589,7 +589,7 @@ def test_who_has_room_only_because_he_shares_memory_is_bounded_as_well() -> None
     assert allocator.free_tokens < late.num_pending_tokens
     decoding, prompt = each_scheduled(scheduler.schedule())
     assert (decoding.request, prompt.request, late.num_cached_tokens) == (source, late, 150)
-    assert LEAST_CHUNK <= prompt.num_scheduled_tokens <= 10
+    assert MIN_CHUNK <= prompt.num_scheduled_tokens <= 10
 
 
 def sharing_traffic(memory: int = 4000) -> Traffic:

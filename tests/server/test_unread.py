@@ -127,7 +127,7 @@ async def test_of_all_streams_together_the_longest_is_ended(monkeypatch: pytest.
 
 async def test_who_is_waited_for_the_longest_makes_room_for_others(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(backpressure, "MAX_WRITING", 3)
-    monkeypatch.setattr(backpressure, "LEAST_WAIT_S", 0.0)
+    monkeypatch.setattr(backpressure, "MIN_WAIT_S", 0.0)
     bounds = BackpressureLimits(max_deltas=10, timeout_s=600)
     calls = []
     for _ in range(8):

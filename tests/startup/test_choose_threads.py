@@ -33,7 +33,7 @@ class Cores:
 
 
 @pytest.mark.parametrize(
-    ("cores", "chosen", "most_steps"),
+    ("cores", "chosen", "max_steps"),
     [
         (Cores({4: 0.010, 2: 0.015, 1: 0.020}), 4, 27),
         (Cores({4: 0.010, 2: 0.0105, 1: 0.020}), 2, 27),  # the second half gains a twentieth
@@ -52,12 +52,12 @@ class Cores:
     ],
 )
 def test_the_threads_that_are_worth_it_are_chosen(
-    monkeypatch: pytest.MonkeyPatch, cores: Cores, chosen: int, most_steps: int
+    monkeypatch: pytest.MonkeyPatch, cores: Cores, chosen: int, max_steps: int
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setattr(module, "time_decoding", cores.time_decoding)
     assert choose_threads(cores, 16, 512, 1.1) == chosen  # type: ignore[arg-type]
-    assert cores.num_steps <= most_steps
+    assert cores.num_steps <= max_steps
 
 
 @dataclass
