@@ -231,13 +231,13 @@ async def test_a_chat_is_put_into_the_template_of_the_servers_model(own_signals,
     other, asked = tmp_path / "other", []
     shutil.copytree(resolve_model("bundled"), other)
     (other / "chat_template.jinja").write_text("{{ messages[0].content }} and so on")
-    start = AsyncEngine.stream
+    start = AsyncEngine.events
 
-    def recording(self, prompt, *arguments, **options):
-        asked.append(prompt)
-        return start(self, prompt, *arguments, **options)
+    def recording(self, call, **options):
+        asked.append(call.prompt)
+        return start(self, call, **options)
 
-    monkeypatch.setattr(AsyncEngine, "stream", recording)
+    monkeypatch.setattr(AsyncEngine, "events", recording)
     sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "kv_cache_memory": 16 * MiB, "num_threads": 1}
     engine = EngineConfig(model=str(other), dtype="float32", drafter="none", **sizes)
     chat = ["generate", "--prompt", "hello", "--max-tokens", "1", "--chat", "--server"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import inspect
 import threading
 import traceback
 from collections.abc import AsyncIterator, Callable
@@ -34,7 +33,15 @@ from batchserve.errors import (
 )
 from batchserve.request import DraftScope, Request
 from batchserve.startup.build import BuiltEngine, build_engine
-from batchserve.types import Delta, FinishReason, SamplingParams, SpeculationParams, Started
+from batchserve.types import (
+    CallOptions,
+    Delta,
+    FinishReason,
+    GenerateCall,
+    SamplingParams,
+    SpeculationParams,
+    Started,
+)
 
 PROMPT = [5, 9, 17, 5, 9]
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
@@ -262,8 +269,8 @@ async def test_an_error_names_the_argument_that_the_caller_has(rig: Rig) -> None
         "deadline_s": "soon",
         "priority": 1001,
     }
-    names = list(inspect.signature(AsyncEngine.stream).parameters)[1:]
-    assert names == [*bad, "backlog"]  # which is the server's own
+    assert [field.name for field in dataclasses.fields(GenerateCall)] == [*bad]
+    assert set(CallOptions.__annotations__) == {*bad} - {"prompt", "params"}
     for name, value in bad.items():
         with pytest.raises((InvalidRequestError, UnknownModelError), match=rf"^{name}(\[1\])? = "):
             await anext(rig.engine.stream(**{"prompt": PROMPT, name: value}))
@@ -743,7 +750,7 @@ async def test_nobody_waits_for_the_check_of_the_books(rig: Rig, monkeypatch: py
     await rig.finishes()
 
 
-@pytest.mark.parametrize("broken", ["check_integrity", "abort_all", "runner.check_device"])
+@pytest.mark.parametrize("broken", ["check_integrity", "abort_all", "executor.check_device"])
 async def test_an_engine_that_cannot_recover_ends_everyone_too_and_refuses_the_next(
     built: BuiltEngine, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:

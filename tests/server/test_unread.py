@@ -13,7 +13,7 @@ import pytest
 from batchserve.config import ServerConfig
 from batchserve.engine import backpressure
 from batchserve.engine.backpressure import Backlog, BackpressureLimits
-from batchserve.types import RequestOutput
+from batchserve.types import GenerateCall, RequestOutput
 from batchserve.v1 import generation_pb2 as pb
 from tests.server.conftest import Serve
 from tests.server.fakes import FakeEngine
@@ -65,12 +65,12 @@ async def test_an_answer_that_nobody_reads_is_ended_after_its_time(method: str):
 
 async def test_calls_of_a_client_that_does_not_read_its_connection_are_ended(caplog: pytest.LogCaptureFixture):
     engine = answering()
-    long = await engine.generate([5])
+    long = await engine.answer(GenerateCall([5]))
 
-    async def generate(*_: Any, **__: Any) -> RequestOutput:
+    async def answer(call: GenerateCall) -> RequestOutput:
         return replace(long, text="a" * (1 << 20))
 
-    engine.generate = generate
+    engine.answer = answer
     async with serving(engine, ServerConfig(port=0, unread_timeout_s=0.5)) as served, unread_by(served, True) as client:
         counts = served.server._servicer.failed_calls
         for _ in range(20):  # they fill the socket, whose buffers grow to some megabytes

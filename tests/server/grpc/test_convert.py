@@ -26,6 +26,7 @@ from batchserve.types import (
     MAX_REQUEST_ID_CHARS,
     Delta,
     FinishReason,
+    GenerateCall,
     SamplingParams,
     SpeculationParams,
     Started,
@@ -79,14 +80,14 @@ def test_request_round_trip_keeps_every_field():
     request = to_generate_request([1, 2, 3], params, speculation, -7)
     request.request_id, request.model = "id", "m"
     parsed = from_generate_request(pb.GenerateRequest.FromString(request.SerializeToString()), MAX_MODEL_LEN)
-    assert parsed == ([1, 2, 3], params, "id", "m", speculation, -7)
+    assert parsed == GenerateCall([1, 2, 3], params, "id", "m", speculation, priority=-7)
     left = set(all_fields(pb.GenerateRequest.DESCRIPTOR)) - set(fields(request))
     assert left == {"batchserve.v1.GenerateRequest.text"}, "the other kind of prompt"
 
 
 def test_unset_differs_from_zero():
     unset = from_generate_request(pb.GenerateRequest(text="hi"), MAX_MODEL_LEN)
-    assert unset == ("hi", SamplingParams(), "", "", SpeculationParams(), 0)
+    assert unset == GenerateCall("hi", SamplingParams(), speculation=SpeculationParams())
     zero = pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams(temperature=0, top_k=0, seed=0))
     assert from_generate_request(zero, MAX_MODEL_LEN).params == SamplingParams(temperature=0, top_k=0, seed=0)
 
