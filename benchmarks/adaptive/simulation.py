@@ -112,8 +112,8 @@ class SimulatedCore(EngineCore):
     """A step takes HOST_S beside its forward and its drafts."""
 
     def _build(self, plan: SchedulerOutput, drafts: DraftForest) -> RaggedBatch:
-        assert isinstance(self.runner, SimulatedRunner)
-        self.runner.clock.advance(HOST_S)
+        assert isinstance(self.executor, SimulatedRunner)
+        self.executor.clock.advance(HOST_S)
         return super()._build(plan, drafts)
 
 
