@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from batchserve.types import GenerateCall
 from tests.server.fakes import FakeEngine
 from tests.server.harness import Served, serving
 
@@ -43,9 +44,9 @@ class CountingEngine(FakeEngine):
         self.max_in_flight = 0
         self.go_on.set()
 
-    async def stream(self, prompt: Any, params: Any = None, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        self.prompts.append(prompt)
-        async for event in super().stream(prompt, params, **kwargs):
+    async def events(self, call: GenerateCall, **options: Any) -> AsyncGenerator[Any, None]:
+        self.prompts.append(call.prompt)
+        async for event in super().events(call, **options):
             self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
             await asyncio.sleep(STEP_S)
             yield event
