@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> None:
         deadline_s = now_s + (end_s - now_s) / (len(models) - i)
         payload["models"][name] = measure_model(name, peers, plan, deadline_s)
         payload["took_s"] = round(time.monotonic() - started_s, 1)
-        say(str(write_results("peers_quick" if args.quick else "peers", payload)))
+        say(str(write_results(args.name or ("peers_quick" if args.quick else "peers"), payload)))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -122,6 +122,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--requests", nargs="+", type=int, help="numbers of requests at once (default: 1 2 4 8 16)")
     made.add_argument("--rounds", type=int, help=f"of each cell (default: {ROUNDS}; with --quick {QUICK_ROUNDS})")
     made.add_argument("--tokens", type=int, default=64, help="of each answer (default: 64)")
+    made.add_argument("--name", help="of the JSON in benchmarks/results (default: peers or peers_quick)")
     return made
 
 
