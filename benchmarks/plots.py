@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import peers_models
 from benchmarks.report_drafting import read
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
@@ -19,8 +20,7 @@ NAMES = {"openvino": "OpenVINO GenAI", "vllm": "vLLM (CPU)", "llamacpp": "llama.
 
 def peers(figure: Any) -> None:
     """Tokens per second beside the peers, each with the drafts that suit it best, served or in process."""
-    results = read("peers")
-    models = results["models"]
+    models = peers_models()
     figure.set_size_inches(3.6 * len(models), 3.4)
     for axes, (model, found) in zip(figure.subplots(1, len(models), squeeze=False)[0], models.items(), strict=True):
         cells = found["cells"]
