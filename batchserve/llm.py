@@ -136,7 +136,14 @@ class LLM:
         self._num_requests += 1
         request_id, token_ids = str(self._num_requests), self._processor.tokenize(prompt)
         return self._processor.make_request(
-            request_id, token_ids, params, drafting, time.monotonic(), priority=priority, is_whole=True
+            request_id,
+            token_ids,
+            params,
+            drafting,
+            time.monotonic(),
+            priority=priority,
+            is_whole=True,
+            is_sharing_early=True,
         )
 
 

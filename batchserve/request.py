@@ -62,7 +62,8 @@ class ResolvedSpeculation:
 class NewRequest:
     """A request as it is sent to the engine, with every bound checked. Times are seconds of the engine's clock.
 
-    is_whole: its client is given all of the answer at its end. prefix_scope: see Request.
+    is_whole: its client is given all of the answer at its end. is_sharing_early: others may draft from it before that,
+    because the same caller has asked for them. prefix_scope: see Request.
     """
 
     request_id: str
@@ -74,6 +75,7 @@ class NewRequest:
     priority: int = 0  # higher comes first
     prefix_scope: DraftScope | None = None
     is_whole: bool = False
+    is_sharing_early: bool = False
 
     def begin(self) -> Request:
         """The engine's state of this request."""
@@ -87,6 +89,7 @@ class NewRequest:
             self.priority,
             prefix_scope=self.prefix_scope,
             is_whole=self.is_whole,
+            is_sharing_early=self.is_sharing_early,
         )
 
 
@@ -134,7 +137,8 @@ class Request:
     num_cached_tokens: int = 0  # of the prompt, whose K/V was there
     num_published_tokens: int = 0  # whose text is out
     is_whole: bool = False  # its client is given all of it at its end
-    num_given_tokens: int = 0  # of those published
+    is_sharing_early: bool = False  # others may draft from it before that
+    num_given_tokens: int = 0  # that others may draft from
     num_preemptions: int = 0
     next_pause: int = FIRST_PAUSE  # of drafts, in tokens
     first_scheduled_s: float | None = None
@@ -207,6 +211,11 @@ class Request:
         self.table.num_accepted_draft_tokens[self.slot] -= num_surplus
         self.table.rows["is_over"][self.slot] = True
         self.finish_reason = FinishReason.STOP
+
+    def give(self, num_tokens: int) -> int:
+        """The answer's first tokens count as given to its client from now on; returns how many more these are."""
+        more, self.num_given_tokens = num_tokens - self.num_given_tokens, num_tokens
+        return more
 
     @property
     def is_read_along(self) -> bool:

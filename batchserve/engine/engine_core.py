@@ -321,7 +321,7 @@ class EngineCore:
                 if status != GOES_ON:
                     request.finish_reason = FinishReason.STOP if status == STOPPED else FinishReason.LENGTH
                     self.scheduler.finish(request)
-                if status != GOES_ON or request.is_read_along:
+                if status != GOES_ON or request.is_read_along or request.is_sharing_early:
                     self._unpublished.append((request, num_accepted))
             elif status == OVERFLOWED:
                 self._overflow(request, has_drafts=bool(has_drafts))
@@ -350,6 +350,9 @@ class EngineCore:
             detokenizer = self._detokenizers.get(request)
             if detokenizer is None:  # aborted since
                 continue
+            if request.finish_reason is None and not request.is_read_along:
+                num_given += request.give(request.num_output_tokens)
+                continue
             token_ids = request.token_ids[request.num_prompt_tokens + request.num_published_tokens :]
             try:
                 piece = detokenizer.feed(token_ids, is_last=request.finish_reason is not None)
@@ -360,16 +363,17 @@ class EngineCore:
                 self._failed[request] = self._no_text(request, error)
                 continue
             request.num_published_tokens += len(piece.token_ids)
+            if delta is not None or request.is_sharing_early:
+                num_given += request.give(request.num_published_tokens)
             if delta is None:
                 continue
-            num_given += request.num_published_tokens - request.num_given_tokens
-            request.num_given_tokens = request.num_published_tokens
             if request.finish_reason is not None:
                 delta = self._last_delta(request, delta)
             events.append((request, delta))
-        if events:
+        if num_given:
             with self._counting:
                 self.metrics.given(num_given)
+        if events:
             self.emit(events)
 
     def _due(self, request: Request, delta: Delta) -> Delta | None:

@@ -232,6 +232,7 @@ class InputProcessor:
         deadline_s: float | None = None,
         priority: int = 0,
         is_whole: bool = False,
+        is_sharing_early: bool = False,
     ) -> NewRequest:
         """Builds a request that is sure to fit. Raises InvalidRequestError. Long references are slow to tokenise."""
         if not isinstance(params, SamplingParams):
@@ -254,6 +255,7 @@ class InputProcessor:
             check_priority(priority),
             self.resolve_scope(speculation.draft_scope) if self._has_prefix_cache else None,
             is_whole,
+            is_sharing_early,
         )
 
     def make_request(self, *arguments: Any, **options: Any) -> Request:

@@ -619,6 +619,24 @@ def test_what_is_given_at_the_end_is_neither_shared_nor_counted_before(is_in_tim
     assert engine.core.metrics.snapshot()["completion_tokens_total"] == len(given)
 
 
+@pytest.mark.parametrize("stop", [(), ("never",)])
+def test_one_callers_answers_are_drafted_from_before_they_are_given(stop: tuple[str, ...]) -> None:
+    engine = scripted_engine(is_drafting=True, decoding_length=4)
+    assert engine.drafter is not None
+    request = add(engine, "a", "abcdefghijklmnop", max_tokens=16, stop=stop)
+    request.is_whole = request.is_sharing_early = True
+    for _ in range(3):
+        engine.step()
+    shared = len(engine.drafter.shared["a"])
+    assert 0 < shared <= request.num_output_tokens
+    assert engine.core.metrics.snapshot()["completion_tokens_total"] >= shared
+    assert engine.deltas("a") == []
+    engine.run()
+    assert bytes(engine.drafter.shared["a"]).decode() == engine.text("a") == "abcdefghijklmnop"
+    assert len(engine.deltas("a")) == 1
+    assert engine.core.metrics.snapshot()["completion_tokens_total"] == 16
+
+
 def test_a_request_that_its_front_takes_back_at_its_deadline_has_expired() -> None:
     engine = scripted_engine()
     late = add(engine, "late", "abcdef", deadline_s=2.0)
