@@ -89,16 +89,11 @@ def program_table() -> str:
     return table(["model", "plain read", *steps], rows)
 
 
-def peers_models() -> dict[str, Any]:
-    """All models that were measured beside the peers; the largest one in a run of its own."""
-    return {**read("peers")["models"], **read("peers_430m")["models"]}
-
-
 def peers_table() -> str:
     rows = [
         [model, str(cell["requests"]), name, middle(found["tokens_per_s"], 0),
          times(cell["batchserve_over"].get(name)), f"{found['same_answers']:.0%}"]
-        for model, part in peers_models().items()
+        for model, part in read("peers")["models"].items()
         for cell in part["cells"]
         for name, found in cell["contenders"].items()
     ]  # fmt: skip
@@ -106,7 +101,7 @@ def peers_table() -> str:
 
 
 def peers_memory_table() -> str:
-    models = peers_models()
+    models = read("peers")["models"]
     engines = list(dict.fromkeys(name for part in models.values() for name in part["resident_mb"]))
     rows = [[name, *(_megabytes(part["resident_mb"].get(name)) for part in models.values())] for name in engines]
     return table(["resident, MB", *models], rows)
@@ -234,7 +229,7 @@ TABLES = {
     "program machine": lambda: machines("program"),
     "peers": peers_table,
     "peers memory": peers_memory_table,
-    "peers machine": lambda: machines("peers", "peers_430m"),
+    "peers machine": lambda: machines("peers"),
     "attention": lambda: attention_table("attention", {"sdpa": "SDPA us", "kernel": "vectors us"}),
     "attention amx": lambda: attention_table(
         "attention_amx", {"sdpa": "SDPA us", "kernel": "vectors us", "matrices": "matrices us"}
