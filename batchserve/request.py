@@ -145,6 +145,7 @@ class Request:
     first_token_s: float | None = None
     last_token_s: float | None = None
     finish_reason: FinishReason | None = None
+    is_read_along: bool = field(init=False)  # text is made step by step: for its client, or to find stop strings
     _end_tokens: np.ndarray = field(init=False, repr=False)  # whose address is in the table
     _num_computed: int = 0  # this and the next two: while it is in no table
     _num_draft: int = 0
@@ -154,6 +155,7 @@ class Request:
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_total_tokens = self.num_prompt_tokens + self.sampling.max_tokens
+        self.is_read_along = not self.is_whole or bool(self.sampling.stop)
         self._end_tokens = np.array([*self.sampling.end_token_ids], np.int64)
 
     def numbers(self) -> tuple[float, ...]:
@@ -211,16 +213,6 @@ class Request:
         self.table.num_accepted_draft_tokens[self.slot] -= num_surplus
         self.table.rows["is_over"][self.slot] = True
         self.finish_reason = FinishReason.STOP
-
-    def give(self, num_tokens: int) -> int:
-        """The answer's first tokens count as given to its client from now on; returns how many more these are."""
-        more, self.num_given_tokens = num_tokens - self.num_given_tokens, num_tokens
-        return more
-
-    @property
-    def is_read_along(self) -> bool:
-        """Whether its text is made step by step: for its client, or to find stop strings."""
-        return not self.is_whole or bool(self.sampling.stop)
 
     @property
     def is_finished(self) -> bool:

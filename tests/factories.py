@@ -40,9 +40,13 @@ def make_request(
     *,
     speculation: ResolvedSpeculation | None = None,
     deadline_s: float | None = None,
+    is_whole: bool = False,
+    is_sharing_early: bool = False,
     **sampling: Any,
 ) -> Request:
-    return Request(request_id, prompt, make_sampling(**sampling), 0.0, speculation or ResolvedSpeculation(), deadline_s)
+    params, drafts = make_sampling(**sampling), speculation or ResolvedSpeculation()
+    given = {"is_whole": is_whole, "is_sharing_early": is_sharing_early}
+    return Request(request_id, prompt, params, 0.0, drafts, deadline_s, **given)
 
 
 def resolve_speculation(config: EngineConfig, params: SpeculationParams | None = None) -> ResolvedSpeculation:

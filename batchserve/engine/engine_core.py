@@ -350,21 +350,24 @@ class EngineCore:
             detokenizer = self._detokenizers.get(request)
             if detokenizer is None:  # aborted since
                 continue
-            if request.finish_reason is None and not request.is_read_along:
-                num_given += request.give(request.num_output_tokens)
+            if request.finish_reason is None and not request.is_read_along:  # it is sharing early
+                num_given += request.num_output_tokens - request.num_given_tokens
+                request.num_given_tokens = request.num_output_tokens
                 continue
             token_ids = request.token_ids[request.num_prompt_tokens + request.num_published_tokens :]
             try:
                 piece = detokenizer.feed(token_ids, is_last=request.finish_reason is not None)
                 if piece.is_stopped:
                     request.stop(max(0, num_accepted - len(piece.token_ids)))
-                delta = self._due(request, Delta(request.request_id, piece.text, piece.token_ids))
+                new = Delta(request.request_id, piece.text, piece.token_ids)
+                delta = self._whole(request, new) if request.is_whole else new
             except Exception as error:
                 self._failed[request] = self._no_text(request, error)
                 continue
             request.num_published_tokens += len(piece.token_ids)
             if delta is not None or request.is_sharing_early:
-                num_given += request.give(request.num_published_tokens)
+                num_given += request.num_published_tokens - request.num_given_tokens
+                request.num_given_tokens = request.num_published_tokens
             if delta is None:
                 continue
             if request.finish_reason is not None:
@@ -376,10 +379,8 @@ class EngineCore:
         if events:
             self.emit(events)
 
-    def _due(self, request: Request, delta: Delta) -> Delta | None:
-        """Returns what the client is given now: a request with is_whole gets a single delta, at its end."""
-        if not request.is_whole:
-            return delta
+    def _whole(self, request: Request, delta: Delta) -> Delta | None:
+        """Returns all deltas of a request with is_whole as one, at its end; before that None."""
         held = self._held.setdefault(request, OutputCollector([]))
         held.add(delta)
         has_ended = request.finish_reason is not None

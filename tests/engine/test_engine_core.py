@@ -605,8 +605,7 @@ def test_an_end_token_in_a_step_of_its_own_takes_no_part_in_times(answer: str) -
 def test_what_is_given_at_the_end_is_neither_shared_nor_counted_before(is_in_time: bool) -> None:
     engine = scripted_engine(is_drafting=True, decoding_length=4)
     assert engine.drafter is not None
-    request = add(engine, "a", "abcdefghijklmnop", max_tokens=16, deadline_s=1.0)
-    request.is_whole = True
+    request = add(engine, "a", "abcdefghijklmnop", max_tokens=16, deadline_s=1.0, is_whole=True)
     for _ in range(3):
         engine.step()
     assert request.num_output_tokens > 0
@@ -623,8 +622,8 @@ def test_what_is_given_at_the_end_is_neither_shared_nor_counted_before(is_in_tim
 def test_one_callers_answers_are_drafted_from_before_they_are_given(stop: tuple[str, ...]) -> None:
     engine = scripted_engine(is_drafting=True, decoding_length=4)
     assert engine.drafter is not None
-    request = add(engine, "a", "abcdefghijklmnop", max_tokens=16, stop=stop)
-    request.is_whole = request.is_sharing_early = True
+    options = {"is_whole": True, "is_sharing_early": True, "stop": stop}
+    request = add(engine, "a", "abcdefghijklmnop", max_tokens=16, **options)
     for _ in range(3):
         engine.step()
     shared = len(engine.drafter.shared["a"])
