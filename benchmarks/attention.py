@@ -32,7 +32,7 @@ CASES = [
 ]
 HEADS = {"bundled": (4, 2), "90m": (12, 4), "430m": (16, 16), "llama-3-8b": (32, 8), "gpt-oss-20b": (64, 8)}
 WITH_SINKS = ("gpt-oss-20b",)  # which SDPA has not: there the reference's arithmetic stands in for it
-MAX_DRAFTS = 64  # rows: so many and fewer are trees, in which each row has two behind it; more are prompts
+MAX_DRAFTS = 64  # rows: up to this many form a binary tree; more are a prompt
 
 
 def contender(

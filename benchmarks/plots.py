@@ -18,7 +18,7 @@ NAMES = {"openvino": "OpenVINO GenAI", "vllm": "vLLM (CPU)", "llamacpp": "llama.
 
 
 def peers(figure: Any) -> None:
-    """Tokens per second beside the peers, each with the drafts that suit it best, served or in process."""
+    """Tokens per second beside the peers; of each peer the better of with and without its drafts."""
     models = read("peers")["models"]
     figure.set_size_inches(3.6 * len(models), 3.4)
     for axes, (model, found) in zip(figure.subplots(1, len(models), squeeze=False)[0], models.items(), strict=True):

@@ -1,4 +1,4 @@
-"""What computes the steps of an engine core."""
+"""The contract between an engine core and whatever runs its steps."""
 
 from __future__ import annotations
 

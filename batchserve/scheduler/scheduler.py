@@ -237,9 +237,9 @@ class Scheduler:
             self._take(request, chunk, room, planned)
 
     def _overtaking(self, before: Request) -> Request | None:
-        """The first of those who wait whose prompt comes before that of `before`.
+        """Returns the first waiting request whose prompt comes before that of `before`.
 
-        Who is first of all is passed over only where that takes neither his seat nor (but for what is rounded up) his
+        The first request of all is passed over only if that takes neither its seat nor (apart from rounding up) its
         memory.
         """
         first, rank = self.waiting.first(self._now_s), self._prompt_rank(before)
@@ -247,8 +247,8 @@ class Scheduler:
             return first
         if self._config.max_num_seqs - len(self.running) < 2:
             return None
-        behind = self.waiting.foremost(self._now_s, MAX_OVERTAKING)[1:]
-        found = next((request for request in behind if self._prompt_rank(request) < rank), None)
+        later = self.waiting.foremost(self._now_s, MAX_OVERTAKING)[1:]
+        found = next((request for request in later if self._prompt_rank(request) < rank), None)
         num_tokens = first.num_pending_tokens + (0 if found is None else found.num_pending_tokens)
         return found if num_tokens <= self._allocator.free_tokens else None
 
