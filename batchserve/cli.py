@@ -1,4 +1,4 @@
-"""The command line: serve | generate | warm-drafts | bench | tune | demo.
+"""The command line: serve | generate | warm-drafts | bench | tune | demo | cache | doctor.
 
 Heavy imports are inside the commands, because the thread policy must be set before torch is imported.
 """
@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 from batchserve import __version__
 from batchserve.bench import add_bench_parser
-from batchserve.config import DTYPES, PRIVATE_SCOPE, DraftConfig, EngineConfig, ServerConfig
+from batchserve.cache_command import add_cache_parser
+from batchserve.config import DTYPES, PRIVATE_SCOPE, DraftConfig, EngineConfig, ServerConfig, default_cache_dir
 from batchserve.errors import BatchserveError, ConfigError, InvalidRequestError
 from batchserve.files import parse_recorded
 from batchserve.free_memory import describe_out_of_memory
@@ -141,6 +142,11 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--repeats", type=int, default=3, help="measured runs of each kind (default: 3)")
     demo.add_argument("--dtype", choices=DTYPES, default="auto", help="as for serve (default: auto)")
     demo.set_defaults(run=_demo)
+
+    add_cache_parser(commands)
+    doctor = commands.add_parser("doctor", help="the machine as batchserve sees it, and what it would choose")
+    doctor.add_argument("--cache-dir", default=default_cache_dir(), metavar="PATH", help="as for serve")
+    doctor.set_defaults(run=_doctor)
     return parser
 
 
@@ -234,6 +240,12 @@ def _tune(arguments: argparse.Namespace) -> int:
     largest = argparse.Namespace(**vars(arguments), max_num_seqs=max(1, *arguments.sizes))
     config: EngineConfig = make_config(EngineConfig, largest)
     return run_tune_command(arguments, config, given_flags(arguments))
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from batchserve.doctor import run_doctor
+
+    return run_doctor(arguments)
 
 
 def _demo(arguments: argparse.Namespace) -> int:

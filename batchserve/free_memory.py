@@ -10,6 +10,7 @@ from pathlib import Path
 
 from batchserve.config import MiB
 from batchserve.errors import ConfigError, is_out_of_memory
+from batchserve.native.control_groups import group_folders
 
 LOW_BYTES = 256 << 20  # with less, a library's failure without a reason is taken for lack of memory
 LIBRARY_BYTES = 640 << 20  # memory of a start besides weights and K/V, including kernels that are compiled
@@ -18,7 +19,7 @@ FAILURES = ("could not create", "could not execute", "error return without excep
 
 def free_memory_bytes(root: Path = Path("/")) -> int | None:
     """Returns the memory available without swapping; None if the system does not say. root: contains proc and sys."""
-    limits = [_of_machine(root), _of_process(root), *(_of_group(folder) for folder in _groups(root))]
+    limits = [_of_machine(root), _of_process(root), *(_of_group(folder) for folder in group_folders("memory", root))]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -74,24 +75,6 @@ def _of_process(root: Path) -> int | None:
         return max(0, int(words[3]) - int((root / "proc/self/statm").read_text().split()[0]) * PAGE)
     except (OSError, ValueError, StopIteration, IndexError):
         return None  # "unlimited" is not a number, either
-
-
-def _groups(root: Path) -> list[Path]:
-    """Returns the folders of this process's control group and of its ancestors, as each has a limit. Covers both
-    versions: in what Linux calls hybrid, memory is in the first.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    found: list[Path] = []
-    for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top, inside = root / "sys/fs/cgroup" / ("memory" if controllers else ""), path.strip("/")
-        own = top / inside if (top / inside).is_dir() else top  # in a namespace, the path may not exist
-        found += [own, *(folder for folder in own.parents if folder.is_relative_to(top))]
-    return found
 
 
 def _of_group(folder: Path) -> int | None:

@@ -7,6 +7,8 @@ import logging
 import re
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -84,6 +86,23 @@ def adopt_library_loggers() -> None:
             logger = logging.getLogger(name)
             logger.handlers.clear()
             logger.propagate = True
+
+
+@contextmanager
+def noted_warnings() -> Iterator[list[str]]:
+    """Yields a list that receives the messages of warnings that this package logs meanwhile."""
+    found: list[str] = []
+
+    class Noting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    handler, logger = Noting(logging.WARNING), logging.getLogger("batchserve")
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
 
 
 def _own_handlers() -> list[logging.Handler]:

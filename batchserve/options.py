@@ -174,7 +174,17 @@ ENGINE_OPTIONS = {
         "template, even if the model's configuration does not name them"
     ),
     "trust_remote_code": Option("run modelling code that comes with the model folder"),
-    "cache_dir": Option("the folder for measured step times", default_text="batchserve in the user's cache folder"),
+    "cache_dir": Option(
+        "the folder for measured step times and kept programs", default_text="batchserve in the user's cache folder"
+    ),
+    "max_kept_bytes": Option(
+        "the most disk space for models as native programs, from which later starts are fast; 0: keep and use none",
+        is_size=True,
+    ),
+    "share_weights": Option(
+        "let the engines of this machine share the memory of a kept program's weights, in pages of 4 KB; otherwise "
+        "each has its own, in huge pages, and is some per cent faster"
+    ),
     "served_model_name": Option("the name that requests may give", default_text="the value of --model"),
 }
 DRAFT_OPTIONS = {

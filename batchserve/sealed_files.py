@@ -25,23 +25,27 @@ def read_sealed(path: Path, label: str) -> bytes | None:
     Raises UntrustedFileError if the file is damaged, has another label, or could have been written by another user.
     """
     try:
-        # A symbolic link could lead anywhere, and opening a pipe would wait for ever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open_own(path) as file:
+            begin, content = file.read(len(MAGIC) + DIGEST_SIZE), file.read()
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise UntrustedFileError(f"cannot be read ({error.strerror})") from error
-    try:
-        _check_owner(os.fstat(descriptor))
-        with open(descriptor, "rb", closefd=False) as file:
-            begin, content = file.read(len(MAGIC) + DIGEST_SIZE), file.read()
     except (OSError, MemoryError) as error:
-        raise UntrustedFileError(f"cannot be read ({error})") from error
-    finally:
-        os.close(descriptor)
+        raise UntrustedFileError(f"cannot be read ({getattr(error, 'strerror', error)})") from error
     if begin != MAGIC + _digest(label, content):
         raise UntrustedFileError("is damaged (its digest is wrong)")
     return content
+
+
+def open_own(path: Path) -> BinaryIO:
+    """Opens a file for reading. Raises OSError, and UntrustedFileError if another user could have written it."""
+    # A symbolic link could lead anywhere, and opening a pipe would wait for ever.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check_owner(os.fstat(descriptor))
+        return open(descriptor, "rb", buffering=0)
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def write_sealed(path: Path, label: str, content: bytes) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.common import write_results
 
+import numpy as np  # isort: skip
 import torch  # isort: skip
 from transformers import AutoModelForCausalLM  # isort: skip
 
@@ -23,6 +24,7 @@ from batchserve.config import EngineConfig  # isort: skip
 from batchserve.files import bundled_sets
 from batchserve.request import GREEDY
 from batchserve.runner.model_runner import ModelRunner
+from batchserve.runner.native_runner import NativeRunner
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.runner.tokenizer import load_tokenizer
 from batchserve.startup.build import build_engine
@@ -45,7 +47,7 @@ def main() -> None:
     for ids in texts(folder, args.tokens):
         expected = greedy(exact, ids)
         agree["eager"] += int((greedy(eager, ids) == expected).sum())
-        agree["native program"] += int((logits_of(built.core.executor, ids).argmax(-1) == expected).sum())
+        agree["native program"] += int((logits_of(built.core.executor, ids).argmax(-1) == expected.numpy()).sum())
         total += len(ids)
     shares = {way: round(count / total, 5) for way, count in agree.items()}
     facts = {"model": args.model, "tokens": total, "execution": built.info.execution,
@@ -73,9 +75,9 @@ def greedy(model: Any, ids: list[int]) -> torch.Tensor:
     return tokens
 
 
-def logits_of(runner: ModelRunner, ids: list[int]) -> torch.Tensor:
+def logits_of(runner: NativeRunner | ModelRunner, ids: list[int]) -> np.ndarray:
     """Of every token, in one step."""
-    allocator, count = runner.backend.allocator, len(ids)
+    allocator, count = runner.allocator, len(ids)
     allocator.reserve("text", count)
     rows = RequestRows("text", 0, ids, [*range(-1, count - 1)], 1, GREEDY)
     logits = runner.forward(build_batch([rows]))

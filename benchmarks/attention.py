@@ -20,7 +20,8 @@ import torch  # isort: skip
 
 from batchserve.attention import cpu
 from batchserve.attention.base import AttentionParams, LayerShape, Span, Spans
-from batchserve.attention.cpu import CpuBackend, supports_amx
+from batchserve.attention.compiled import supports_amx
+from batchserve.attention.cpu import CpuBackend
 from batchserve.attention.tiles import LANES
 from batchserve.kv.slab import SlabAllocator
 
@@ -47,10 +48,12 @@ def contender(
     """One layer's attend() of one step, masks cached as between the layers of a step. window: 0 is none."""
     requests, rows, context = case
     num_heads, num_kv_heads = heads
-    allocator = SlabAllocator([LayerShape(num_kv_heads, dim, dim)], dtype, requests * (context + rows + 64))
+    allocator = SlabAllocator(
+        [LayerShape(num_kv_heads, dim, dim)], str(dtype).removeprefix("torch."), requests * (context + rows + 64)
+    )
     has_kernel = kind != "sdpa"
     with mock.patch.object(cpu, "supports_amx", return_value=kind == "matrices"):
-        backend = CpuBackend(allocator, num_heads, has_kernel=has_kernel, is_native=has_kernel)
+        backend = CpuBackend(allocator, num_heads, has_kernel=has_kernel, has_sinks=has_kernel)  # all spans, if any
     spans = []
     is_chain = rows == 1 or rows > MAX_DRAFTS
     behind = np.arange(-1, rows - 1, dtype=np.int32)
@@ -59,7 +62,7 @@ def contender(
     for i in range(requests):
         allocator.reserve(str(i), context + rows)
         for plane in allocator.planes(str(i), 0):
-            plane.normal_()
+            torch.from_numpy(plane).view(dtype).normal_()
         allocator.commit(str(i), range(context))
         spans.append(Span(str(i), i * rows, context, parents, positions, is_chain=is_chain))
     backend.begin(Spans.of(spans))
@@ -81,7 +84,7 @@ def main() -> None:
         parser.error(f"argument --window: {args.window}: must be at least 0")
     dtype = getattr(torch, args.dtype)
     kinds = ["sdpa", "kernel"]
-    if supports_amx([LayerShape(1, args.head_dim, args.head_dim)], dtype):
+    if supports_amx([LayerShape(1, args.head_dim, args.head_dim)], args.dtype):
         kinds.append("matrices")
     rows = []
     for name, heads in HEADS.items():

@@ -20,6 +20,7 @@ import torch  # isort: skip
 from batchserve.config import EngineConfig  # isort: skip
 from batchserve.request import GREEDY
 from batchserve.runner.model_runner import ModelRunner
+from batchserve.runner.native_runner import NativeRunner
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.startup.build import build_engine
 from tools.widen_model import random_model, save
@@ -51,7 +52,7 @@ def main() -> None:
 def compare(source: str, dtype: str, threads: int) -> dict[str, Any]:
     """{cell: milliseconds of the program and of the modules, and their ratio}."""
     runners = {way: start(source, dtype, threads, way == "program") for way in ("program", "modules")}
-    if runners["program"]._native is None:
+    if not isinstance(runners["program"], NativeRunner):
         raise SystemExit(f"{source} in {dtype} has no program here")
     cells = {f"{rows} rows": (decoding(rows), STEPS) for rows in ROWS}
     cells |= {f"prompt of {tokens}": ([("prompt", 0, tokens)], PROMPT_STEPS) for tokens in PROMPTS}
@@ -88,7 +89,7 @@ def read_ms(num_bytes: int, threads: int) -> list[float]:
     return taken
 
 
-def start(source: str, dtype: str, threads: int, is_native: bool) -> ModelRunner:
+def start(source: str, dtype: str, threads: int, is_native: bool) -> NativeRunner | ModelRunner:
     config = EngineConfig(
         source,
         dtype=dtype,
@@ -98,7 +99,9 @@ def start(source: str, dtype: str, threads: int, is_native: bool) -> ModelRunner
         max_num_seqs=64,
         kv_cache_memory=1 << 30,
     )
-    return build_engine(config).core.executor
+    runner = build_engine(config).core.executor
+    assert isinstance(runner, NativeRunner | ModelRunner)
+    return runner
 
 
 def decoding(rows: int) -> list[tuple[str, int, int]]:
@@ -106,9 +109,9 @@ def decoding(rows: int) -> list[tuple[str, int, int]]:
     return [(f"request {number}", CONTEXT, 1) for number in range(rows)]
 
 
-def forward_s(runner: ModelRunner, requests: list[tuple[str, int, int]]) -> float:
+def forward_s(runner: NativeRunner | ModelRunner, requests: list[tuple[str, int, int]]) -> float:
     """Seconds of one forward; K/V of the contexts are zeros."""
-    allocator, rows = runner.backend.allocator, []
+    allocator, rows = runner.allocator, []
     for name, context, count in requests:
         allocator.reserve(name, context + count)
         allocator.touch(name)

@@ -16,10 +16,12 @@ apply_thread_policy()
 os.environ.setdefault("BATCHSERVE_TESTS_CALLERS_CACHE", os.environ.get("XDG_CACHE_HOME", ""))
 _cache = tempfile.TemporaryDirectory(prefix="batchserve-tests-")
 os.environ["XDG_CACHE_HOME"] = _cache.name  # what the tests measure is nobody else's
+# Tiny layers, and often a busy machine: barriers between threads would cost the most.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
 
-torch.set_num_threads(1)  # tiny layers, and often a busy machine: barriers between threads would cost the most
+torch.set_num_threads(1)
 
 
 # Files whose tests take most of the time. A newcomer's `make test` leaves them out, `make test-all` and CI do not.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hypothesis import HealthCheck, settings
 
@@ -14,6 +14,9 @@ from batchserve.draft.factory import draft_limits
 from batchserve.engine.input_processor import InputProcessor, ModelFacts
 from batchserve.request import Request, ResolvedSampling, ResolvedSpeculation
 from batchserve.types import SpeculationParams
+
+if TYPE_CHECKING:
+    import torch
 
 
 def examples(count: int, **more: Any) -> settings:
@@ -71,3 +74,16 @@ def random_tree(rng: random.Random, num_nodes: int, vocab_size: int) -> DraftTre
             used.add((parent, token))
             tree.add(token, parent)
     return tree
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name under which batchserve knows it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def tensor_planes(allocator: Any, request_id: str, layer: int) -> list[torch.Tensor]:
+    """K and V of one layer as tensors over the allocator's memory."""
+    import torch  # which some processes never need
+
+    dtype = getattr(torch, allocator.dtype)
+    return [torch.from_numpy(plane).view(dtype) for plane in allocator.planes(request_id, layer)]

@@ -1,22 +1,33 @@
-"""Tree attention on a CPU, over one slab of K/V per request.
+"""Tree attention of modules on a CPU, over one slab of K/V per request.
 
-Compiled kernels serve many small spans in one call, with matrix instructions (matrix_kernel.py) or vector instructions
-(path_kernel.py). torch attends to one span at a time (sdpa.py), which is faster once a span has enough work to hide the
-cost of a call. A native program uses compiled kernels for every span: they reduce keys in position order, whatever else
-is in the batch. They also serve every span in bfloat16 on a processor with matrix instructions or vectors of 16 floats.
+Compiled kernels (compiled.py) serve many small spans in one call. torch attends to one span at a time (sdpa.py), which
+is faster once a span has enough work to hide the cost of a call. Compiled kernels also serve every span in bfloat16 on
+a processor with matrix instructions or vectors of 16 floats.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from itertools import compress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from batchserve.attention.base import AttentionParams, LayerShape, Span, Spans
+from batchserve.attention.compiled import (
+    ALONE,
+    ELEMENTS,
+    MAX_PARTS,
+    PART_QUERIES,
+    PART_ROWS,
+    TURNS,
+    attend_loop,
+    supports_amx,
+)
+from batchserve.attention.module_spans import SpanArrays, SpanJob, gather_spans
 from batchserve.attention.sdpa import attend_alone
-from batchserve.attention.span_job import SpanArrays, SpanJob, begin_jobs, gather_spans, store_loop
+from batchserve.attention.span_job import store_loop
 from batchserve.attention.torch_reference import store, stored
 from batchserve.kv.slab import SlabAllocator
 
@@ -25,45 +36,26 @@ if TYPE_CHECKING:
 
     from numba.core.ccallback import CFunc
 
-    from batchserve.attention.span_job import States
+    from batchserve.attention.module_spans import States
 
 # A span is cheaper in the compiled kernel up to these queries per K/V head, or up to these rows and this work
 # (gather_spans; benchmarks/attention.py). In bfloat16 SDPA is faster than vectors if only SDPA multiplies matrices. If
 # neither does, it is no faster than vectors of 16 for any measured span, within a few per cent. Nor is it in float32 on
 # an EPYC. On other processors a better library may make it faster for long chunks of prompts.
 ANY_QUERIES = 1 << 40
-SMALL_QUERIES = {torch.float32: 32, torch.bfloat16: 24}
-SMALL_QUERIES_WITH_AVX512 = {torch.float32: 256, torch.bfloat16: ANY_QUERIES}
+SMALL_QUERIES = {"float32": 32, "bfloat16": 24}
+SMALL_QUERIES_WITH_AVX512 = {"float32": 256, "bfloat16": ANY_QUERIES}
 SMALL_QUERIES_BESIDE_AMX = 10
 SMALL_ROWS, SMALL_SPAN = 32, 10_000
-ALONE = 1_000  # work that one thread finishes before a second one has started
-# Rows of a span in one unit of work: more are no faster, and leave threads idle if heads are few. The matrix kernel
-# fills a block with queries of one K/V head or several. Each thread should get TURNS units.
-PART_ROWS, MAX_PARTS, PART_QUERIES, TURNS = 8, 16, 16, 8
-KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def kernel_supports(layers: list[LayerShape], dtype: torch.dtype) -> bool:
-    """Returns whether the compiled kernel can serve these layers."""
-    is_whole = all(shape.key_dim * dtype.itemsize % 4 == 0 for shape in layers)
-    return dtype in KERNEL_DTYPES and is_whole and all(shape.key_dim == shape.value_dim for shape in layers)
-
-
-def has_matrix_instructions(dtype: torch.dtype) -> bool:
+def has_matrix_instructions(dtype: str) -> bool:
     """Returns whether oneDNN multiplies this dtype with matrix instructions: bfloat16 on AMX."""
     has_amx = hasattr(torch.cpu, "get_capabilities") and torch.cpu.get_capabilities().get("amx_bf16", False)
-    return dtype == torch.bfloat16 and bool(has_amx)
+    return dtype == "bfloat16" and bool(has_amx)
 
 
-def supports_amx(layers: Sequence[LayerShape], dtype: torch.dtype) -> bool:
-    """Returns whether compiled kernels can use matrix instructions. On some processors only oneDNN can."""
-    from batchserve.attention import matrix_code
-
-    is_whole = all(shape.key_dim % matrix_code.PAIRS == 0 for shape in layers)
-    return dtype == torch.bfloat16 and is_whole and matrix_code.can_use_amx()
-
-
-def _small_queries(dtype: torch.dtype) -> int:
+def _small_queries(dtype: str) -> int:
     if has_matrix_instructions(dtype):
         return SMALL_QUERIES_BESIDE_AMX
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -73,8 +65,8 @@ def _small_queries(dtype: torch.dtype) -> int:
 class CpuBackend:
     """Attends with compiled kernels and with torch's, over one allocator.
 
-    has_kernel: allowed only if kernel_supports(). is_native: a native program runs the kernels, which then serve every
-    span. has_sinks: some layer has sinks. torch's kernels have none, so the compiled ones are faster for every span.
+    has_kernel: allowed only if kernel_supports(). has_sinks: some layer has sinks. torch's kernels have none, so the
+    compiled ones are faster for every span.
     """
 
     def __init__(
@@ -84,13 +76,12 @@ class CpuBackend:
         *,
         has_kernel: bool = True,
         has_sinks: bool = False,
-        is_native: bool = False,
     ) -> None:
         self.allocator = allocator
         self.name = "cpu"
         self._group = num_heads // allocator.min_kv_heads  # of the layer where it is largest
         self._supports_amx = has_kernel and supports_amx(allocator.layers, allocator.dtype)
-        takes_all = is_native or has_sinks or self._supports_amx
+        takes_all = has_sinks or self._supports_amx
         max_queries = ANY_QUERIES if takes_all else _small_queries(allocator.dtype)
         self._limits = SMALL_ROWS, SMALL_SPAN, max_queries
         self._has_kernel = has_kernel
@@ -99,7 +90,6 @@ class CpuBackend:
         self._large: list[Span] = []
         self._all: SpanJob | None = None  # every span, if compiled code stores their K and V
         self._small: SpanJob | None = None
-        self._planes, self._capacities = np.empty((0, 0, 2), np.int64), np.empty(0, np.int64)
 
     def begin(self, spans: Spans) -> None:
         self._num_rows, self._large, self._all, self._small = len(spans.parents), [], None, None
@@ -123,27 +113,10 @@ class CpuBackend:
         work = gather_spans(slabs, spans.rows, *size, addresses, capacities, is_small)
         return SpanArrays(addresses, capacities, spans.rows, spans.parents, is_small, work)
 
-    def begin_jobs(self, spans: Spans, jobs: np.ndarray, num_threads: int) -> bool:
-        """Calls span_job.begin_jobs. Replaces begin() for a step that compiled code serves alone."""
-        allocator = self.allocator
-        if len(spans) > len(self._capacities):
-            self._capacities = np.empty(2 * len(spans), np.int64)
-            self._planes = np.empty((allocator.num_layers, 2 * len(spans), 2), np.int64)
-        num_kv_heads = allocator.num_kv_heads
-        part_rows = max(1, PART_QUERIES // self._group) if self._supports_amx else PART_ROWS
-        shares = (part_rows, MAX_PARTS, TURNS, ALONE, num_threads, self._group, num_kv_heads)
-        arrays = (spans.rows, spans.parents, self._planes, self._capacities)
-        return bool(begin_jobs(jobs, allocator.slabs(spans.request_ids), *arrays, shares))
-
-    def loops(self) -> tuple[int, int]:
-        """Returns the addresses of two compiled loops: the one that stores K and V, and the one that attends."""
-        store = store_loop(_element(self.allocator.dtype)).address
-        return cast("int", store), cast("int", self._attend_loop().address)
-
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        dtype, states = self.allocator.dtype, (query, key, value)
+        dtype, states = getattr(torch, self.allocator.dtype), (query, key, value)
         self._check(layer, *states)
         if any(each.dtype != dtype for each in states):
             states = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -177,6 +150,10 @@ class CpuBackend:
                 f"layer {layer}: q, k and v are {shapes} in a step of {self._num_rows} rows, not as at load"
             )
 
+    @cached_property
+    def _attend_loop(self) -> CFunc[Any]:
+        return attend_loop(self.allocator.dtype, has_tiles=self._supports_amx)
+
     def _run_kernels(
         self, everything: SpanJob, layer: int, states: States, out: torch.Tensor, params: AttentionParams
     ) -> None:
@@ -184,9 +161,9 @@ class CpuBackend:
         small = self._small
         part_rows, heads_at_once, stores = self._shares(everything, small, states[1].shape[1], out.shape[1])
         if not stores:
-            everything.run(store_loop(_element(self.allocator.dtype)), layer, states, out, params, (0, 1, False))
+            everything.run(store_loop(ELEMENTS[self.allocator.dtype]), layer, states, out, params, (0, 1, False))
         if small is not None:
-            small.run(self._attend_loop(), layer, states, out, params, (part_rows, heads_at_once, stores))
+            small.run(self._attend_loop, layer, states, out, params, (part_rows, heads_at_once, stores))
 
     def _shares(
         self, everything: SpanJob, small: SpanJob | None, num_kv_heads: int, num_heads: int
@@ -199,20 +176,8 @@ class CpuBackend:
         heads_at_once = max(1, num_kv_heads * small.num_spans // (TURNS * small.num_threads))
         return part_rows, heads_at_once, small is everything and small.most_rows <= part_rows
 
-    def _attend_loop(self) -> CFunc[Any]:
-        from batchserve.attention import matrix_kernel, path_kernel
 
-        if self._supports_amx:
-            return matrix_kernel.attend_loop()
-        return path_kernel.attend_loop(_element(self.allocator.dtype))
-
-
-def _element(dtype: torch.dtype) -> str:
-    """Returns the element type that compiled code uses for a dtype."""
-    return "uint16" if dtype == torch.bfloat16 else "float32"
-
-
-def compile_kernels(layers: Sequence[LayerShape], dtype: torch.dtype) -> None:
+def compile_kernels(layers: Sequence[LayerShape], dtype: str) -> None:
     """Compiles the kernels for such layers, or loads them from the disk cache, by running them on one token."""
     dim = layers[0].key_dim
     allocator = SlabAllocator([LayerShape(1, layer.key_dim, layer.key_dim) for layer in layers], dtype, 64)
@@ -220,6 +185,6 @@ def compile_kernels(layers: Sequence[LayerShape], dtype: torch.dtype) -> None:
     backend = CpuBackend(allocator, 1)
     none = np.array([-1], dtype=np.int32)
     backend.begin(Spans.of([Span("warm-up", 0, 0, none, np.zeros(1, dtype=np.int64), is_chain=True)]))
-    token = torch.ones(1, 1, 1, dim, dtype=dtype)
+    token = torch.ones(1, 1, 1, dim, dtype=getattr(torch, dtype))
     backend.attend(0, token, token, token, AttentionParams(scaling=1.0))
-    store_loop(_element(dtype))
+    store_loop(ELEMENTS[dtype])

@@ -44,6 +44,6 @@ def store(allocator: SlabAllocator, span: Span, layer: int, key: torch.Tensor, v
 
 def stored(allocator: SlabAllocator, span: Span, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the request's K and V up to the span's end, [num_kv_heads, s, dim]."""
-    keys, values = allocator.planes(span.request_id, layer)
-    end = span.context_len + span.num_rows
+    end, dtype = span.context_len + span.num_rows, getattr(torch, allocator.dtype)
+    keys, values = (torch.from_numpy(plane).view(dtype) for plane in allocator.planes(span.request_id, layer))
     return keys[:, :end], values[:, :end]

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
-from transformers import PreTrainedTokenizerFast as FastTokenizer
+
+from batchserve.runner.compiled_tokenizer import CompiledTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from transformers import PreTrainedTokenizerBase
+
+    from batchserve.runner.compiled_tokenizer import AnyTokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_PENDING = 16  # tokens without text that are decoded again with every new one
@@ -31,15 +34,13 @@ class Decoder(Protocol):
     def decode(self, token_ids: Any, skip_special_tokens: bool = ..., **options: Any) -> Any: ...
 
 
-def decoder_of(tokenizer: PreTrainedTokenizerBase | None) -> Decoder | None:
-    """Returns a decoder for the tokenizer: its compiled part, if the Python code around it would change nothing.
-
-    It is called twice for every piece of text, and the Python code takes four times as long. It never cleans up spaces,
-    because text that a client already has cannot be changed by later text.
+def decoder_of(tokenizer: AnyTokenizer | None) -> Decoder | None:
+    """Returns a decoder for the tokenizer. It never cleans up spaces, because text that a client already has cannot be
+    changed by later text.
     """
     if tokenizer is None:
         return None
-    if all(getattr(type(tokenizer), name) is getattr(FastTokenizer, name) for name in ("decode", "_decode")):
+    if isinstance(tokenizer, CompiledTokenizer):
         decoder: Decoder = tokenizer.backend_tokenizer
         return decoder
     return _Uncleaned(tokenizer) if tokenizer.clean_up_tokenization_spaces else tokenizer

@@ -7,7 +7,6 @@ streams (docs/performance.md, "The engine's own process").
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import logging
 import math
 import os
@@ -63,23 +62,22 @@ class EngineProcess:
         # A fork of this process would keep the pipe open and thus the engine alive.
         os.register_at_fork(after_in_child=partial(_close_pipe, weakref.ref(self)))
         try:
-            # The import takes seconds, so it runs while the engine is being built.
-            threading.Thread(target=importlib.import_module, args=("batchserve.runner.tokenizer",), daemon=True).start()
             ready = self._ask_for(config, on_progress or (lambda message: None))
-            from batchserve.runner.model_folder import resolve_model
-            from batchserve.runner.tokenizer import load_tokenizer
+            facts = ready.facts
+            if ready.info.has_tokenizer and facts.tokenizer is None:  # one with Python code of its own
+                from batchserve.runner.model_folder import resolve_model
+                from batchserve.runner.tokenizer import load_tokenizer
 
-            adopt_library_loggers()
-            tokenizer = load_tokenizer(resolve_model(config.model), config)
+                adopt_library_loggers()
+                tokenizer = load_tokenizer(resolve_model(config.model), config)
+                facts = dataclasses.replace(facts, tokenizer=tokenizer)
         except BaseException:
             self._process.kill()
             self._process.wait()
             self._pipe.close()
             raise
         self.info = ready.info
-        self.processor = InputProcessor(
-            dataclasses.replace(ready.facts, tokenizer=tokenizer), ready.info.max_model_len, config, ready.limits
-        )
+        self.processor = InputProcessor(facts, ready.info.max_model_len, config, ready.limits)
         self.metrics = RemoteMetrics(lambda: self._outbox.put(ReadMetrics()))
 
     def _ask_for(self, config: EngineConfig, on_progress: Callable[[str], None]) -> Ready:

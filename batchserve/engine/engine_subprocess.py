@@ -93,7 +93,7 @@ def _build(config: EngineConfig, pipe: Pipe) -> EngineLoop:
 
     adopt_library_loggers()
     built = build_engine(config, lambda message: pipe.send(Progress(message)), is_serving=True)
-    pipe.send(Ready(built.info, built.processor.facts.without_tokenizer(), built.processor.limits))
+    pipe.send(Ready(built.info, built.processor.facts.without_python_tokenizer(), built.processor.limits))
     return EngineLoop(built, config.draft.draft_cache, pipe.send)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from batchserve.kv.allocator import KVAllocator
     from batchserve.runner.ragged_batch import RaggedBatch
     from batchserve.sampling.verify import StepTokens
@@ -24,7 +26,7 @@ class StepHandle(Protocol):
 class Executor(Protocol):
     """Computes ragged batches: all that an engine core knows of models and devices.
 
-    ModelRunner is the executor of one process. Only the thread that called bind_thread() may launch steps.
+    NativeRunner and ModelRunner are those of one process. Only the thread that called bind_thread() may launch steps.
     """
 
     num_threads: int  # of the host, that steps compute on
@@ -32,6 +34,10 @@ class Executor(Protocol):
     @property
     def allocator(self) -> KVAllocator:
         """The K/V memory that its steps use."""
+
+    @property
+    def bucket_sizes(self) -> Sequence[int]:
+        """The numbers of rows that steps are padded to, ascending; empty if they are not."""
 
     def bind_thread(self) -> None:
         """Gives the calling thread its compute threads and its device."""

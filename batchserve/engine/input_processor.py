@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from batchserve.config import PRIVATE_SCOPE, EngineConfig, UnchosenScope
 from batchserve.errors import InvalidRequestError
 from batchserve.request import TENANT, DraftScope, NewRequest, Request, ResolvedSampling, ResolvedSpeculation
+from batchserve.runner.compiled_tokenizer import CompiledTokenizer
 from batchserve.types import (
     MAX_REFERENCE_TOKENS,
     MAX_REQUEST_ID_CHARS,
@@ -26,10 +27,9 @@ from batchserve.types import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from transformers import PreTrainedTokenizerBase
-
     from batchserve.draft.factory import DraftLimits
-    from batchserve.runner.loader import LoadedModel
+    from batchserve.runner.compiled_tokenizer import AnyTokenizer
+    from batchserve.runner.served_model import ServedModel
 
 HEAD_CHARS, CUT_TOKENS = 16, 64  # characters per context position; extra tokens that cutting the text there may cause
 
@@ -44,15 +44,16 @@ class ModelFacts:
     default_temperature: float
     default_top_k: int
     default_top_p: float
-    tokenizer: PreTrainedTokenizerBase | None = None
+    tokenizer: AnyTokenizer | None = None
 
     @classmethod
-    def of(cls, loaded: LoadedModel) -> ModelFacts:
-        return cls(**{each.name: getattr(loaded, each.name) for each in fields(cls)})
+    def of(cls, model: ServedModel, tokenizer: AnyTokenizer | None) -> ModelFacts:
+        names = [each.name for each in fields(cls) if each.name != "tokenizer"]
+        return cls(**{name: getattr(model, name) for name in names}, tokenizer=tokenizer)
 
-    def without_tokenizer(self) -> ModelFacts:
-        """Returns a copy that can be sent to another process."""
-        return replace(self, tokenizer=None)
+    def without_python_tokenizer(self) -> ModelFacts:
+        """Returns a copy that can be sent to another process: a tokenizer with Python code of its own cannot."""
+        return self if isinstance(self.tokenizer, CompiledTokenizer) else replace(self, tokenizer=None)
 
 
 class InputProcessor:
@@ -263,7 +264,7 @@ class InputProcessor:
         return self.new_request(*arguments, **options).begin()
 
 
-def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, model: str) -> str:
+def vocabulary_fingerprint(tokenizer: AnyTokenizer | None, vocab_size: int, model: str) -> str:
     """Returns a hash of vocab_size and every token's text and id; without a tokenizer, of vocab_size and the name."""
     tokens = model if tokenizer is None else sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps([vocab_size, tokens]).encode()).hexdigest()
@@ -287,7 +288,7 @@ def _integers(token_ids: Sequence[int]) -> list[int]:
         raise InvalidRequestError("INVALID_TOKEN_IDS", "prompt", token_ids, "integers") from None
 
 
-def _longest_token(tokenizer: PreTrainedTokenizerBase | None) -> int:
+def _longest_token(tokenizer: AnyTokenizer | None) -> int:
     if tokenizer is None:
         return 1
     return max((len(token) for token in tokenizer.get_vocab()), default=1)

@@ -1,7 +1,7 @@
 """K/V memory of the CPU path: one contiguous head-major slab per request, grown by extents.
 
 A slab holds, for every layer, K and V as planes [num_kv_heads, capacity, dim]; planes of equal shape are stacked in
-one tensor, so that growing a slab costs one operation a shape, not one a layer. Accepted rows of all requests move in
+one array, so that growing a slab costs one operation a shape, not one a layer. Accepted rows of all requests move in
 one compiled call.
 """
 
@@ -11,12 +11,12 @@ from itertools import accumulate, chain, starmap
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from batchserve.errors import is_out_of_memory
 from batchserve.kv.prefix_index import MIN_TOKENS, PrefixIndex
 from batchserve.kv.row_moves import UNIT, move_rows
 from batchserve.native import pages
+from batchserve.native.dtypes import HELD_AS, item_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -38,8 +38,8 @@ class _Slab:
     def __init__(self) -> None:
         self.capacity = 0
         self.num_committed = 0
-        self.stacks: list[torch.Tensor] = []  # [num_planes, num_kv_heads, capacity, dim]
-        self.planes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (K, V) of layers that were asked for
+        self.stacks: list[np.ndarray] = []  # [num_planes, num_kv_heads, capacity, dim]
+        self.planes: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # (K, V) of layers that were asked for
         self.addresses = np.zeros((0, 2), dtype=np.int64)  # of the planes, for compiled kernels
         self.addresses_at = 0  # where these are
 
@@ -58,7 +58,7 @@ class SlabAllocator:
     least recently used first. A hit copies what it takes over, and so does a fork.
     """
 
-    def __init__(self, layers: Sequence[LayerShape], dtype: torch.dtype, total_tokens: int) -> None:
+    def __init__(self, layers: Sequence[LayerShape], dtype: str, total_tokens: int) -> None:
         self.layers, self.dtype = tuple(layers), dtype
         self._budget = self._total = total_tokens // EXTENT * EXTENT
         self._owned = 0
@@ -72,7 +72,7 @@ class SlabAllocator:
         stack, place = np.moveaxis(self._plane_index, 2, 0)[..., None]
         np.put_along_axis(self._planes_in, 2 * stack, 1, 2)
         np.put_along_axis(self._planes_in, 2 * stack + 1, place, 2)
-        units = dtype.itemsize // UNIT.itemsize
+        units = item_bytes(dtype) // UNIT.itemsize
         sizes = [(s.num_kv_heads, dim * units) for s in layers for dim in (s.key_dim, s.value_dim)]
         self._plane_sizes = np.array(sizes, np.int64)  # heads and units of a token, as move_rows has them
         self.num_layers = len(layers)
@@ -157,14 +157,14 @@ class SlabAllocator:
     def _resize(self, slab: _Slab, capacity: int) -> None:
         kept = slab.num_committed
         # All of them or none: the system may have no memory for one.
-        resized = [_zeros((n, heads, capacity, dim), self.dtype) for n, heads, dim in self._stack_shapes]
+        resized = [pages.zeros((n, heads, capacity, dim), HELD_AS[self.dtype]) for n, heads, dim in self._stack_shapes]
         if kept:
             for new, old in zip(resized, slab.stacks, strict=True):
                 new[:, :, :kept] = old[:, :, :kept]
         slab.stacks, slab.capacity = resized, capacity
         slab.planes.clear()
         # Not asked of the planes one by one: a model may have hundreds, and a step waits for this.
-        where = [each for stack in slab.stacks for each in (stack.data_ptr(), stack.stride(0) * stack.itemsize)]
+        where = [each for stack in slab.stacks for each in (stack.ctypes.data, stack.strides[0])]
         slab.addresses = self._planes_in @ np.array(where, np.int64)
         slab.addresses_at = slab.addresses.ctypes.data
 
@@ -193,7 +193,7 @@ class SlabAllocator:
 
     def touch(self, request_id: str) -> None:
         for stack in self._slabs[request_id].stacks:
-            stack.zero_()
+            stack.fill(0)
 
     def release(self, request_id: str) -> None:
         slab = self._slabs.pop(request_id, None)
@@ -270,8 +270,8 @@ class SlabAllocator:
         self._prefixes.remove(handle)
         self._cached -= self._kept.pop(handle).capacity
 
-    def planes(self, request_id: str, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(K, V) of one layer, each [num_kv_heads, capacity, dim]."""
+    def planes(self, request_id: str, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """(K, V) of one layer, each [num_kv_heads, capacity, dim], as dtypes.HELD_AS."""
         slab = self._slabs[request_id]
         if layer not in slab.planes:
             (k_stack, k), (v_stack, v) = self._plane_index[layer].tolist()
@@ -289,7 +289,7 @@ class SlabAllocator:
         if set(self._slabs) != set(request_ids):
             raise RuntimeError(f"K/V is owned by {sorted(self._slabs)}, the requests are {sorted(request_ids)}")
         for name, slabs, booked in (("owned", self._slabs, self._owned), ("cached", self._kept, self._cached)):
-            held = sum(stack.numel() * stack.element_size() for slab in slabs.values() for stack in slab.stacks)
+            held = sum(stack.nbytes for slab in slabs.values() for stack in slab.stacks)
             if held != booked * self.bytes_per_token:
                 raise RuntimeError(f"{name} K/V slabs hold {held} bytes, the books say {booked * self.bytes_per_token}")
         if not 0 <= self._owned <= self._owned + self._cached <= self._total:
@@ -304,19 +304,14 @@ class SlabAllocator:
                 raise RuntimeError(f"{request_id!r} committed {slab.num_committed} of {slab.capacity} tokens")
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """In pages of its own: slabs have all sizes, and are kept for as long as there is room."""
-    return torch.from_numpy(pages.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
-
-
 def _rounded(num_tokens: int) -> int:
     """Tokens of as many extents as that takes."""
     return -(-num_tokens // EXTENT) * EXTENT
 
 
-def bytes_per_token(layers: Sequence[LayerShape], dtype: torch.dtype) -> int:
+def bytes_per_token(layers: Sequence[LayerShape], dtype: str) -> int:
     """Bytes of K and V that one token takes in all layers."""
-    return sum(layer.num_kv_heads * (layer.key_dim + layer.value_dim) for layer in layers) * dtype.itemsize
+    return sum(layer.num_kv_heads * (layer.key_dim + layer.value_dim) for layer in layers) * item_bytes(dtype)
 
 
 def _plan_stacks(

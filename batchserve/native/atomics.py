@@ -16,15 +16,20 @@ _NUMBER = ir.IntType(64)
 _IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 
-@intrinsic
-def add_one(typing_context, address):  # type: ignore[no-untyped-def]
-    """Increments the number at an address and returns its old value. Later callers see all writes made before."""
+def _changing(operation: str):  # type: ignore[no-untyped-def]
+    def change(typing_context, address):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            number = builder.inttoptr(arguments[0], _NUMBER.as_pointer())
+            return builder.atomic_rmw(operation, number, ir.Constant(_NUMBER, 1), "seq_cst")
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        number = builder.inttoptr(arguments[0], _NUMBER.as_pointer())
-        return builder.atomic_rmw("add", number, ir.Constant(_NUMBER, 1), "acq_rel")
+        return types.int64(address), codegen
 
-    return types.int64(address), codegen
+    return intrinsic(change)
+
+
+# These increment and decrement the number at an address and return its old value. Later callers see all writes made
+# before; sequentially consistent, like load_in_order.
+add_one, take_one = _changing("add"), _changing("sub")
 
 
 @intrinsic

@@ -19,6 +19,7 @@ from batchserve.native.jit import njit
 # The number of the futex system call; 0: there is none. It compares 32 bits: the lower half of our int64 numbers.
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
 FUTEX_WAIT, FUTEX_WAKE = 128, 129  # both private to the threads of one process
+EVERY = 0x7FFFFFFF  # sleepers
 NAP_US = 200
 _NUMBER = ir.IntType(64)
 
@@ -59,9 +60,9 @@ def sleep_while(address, value, function):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def wake(address, function):  # type: ignore[no-untyped-def]
-    """Wakes a thread that sleeps on the number at an address. Call it after changing the number."""
+    """Wakes the threads that sleep on the number at an address. Call it after changing the number."""
     if FUTEX:
-        _call_syscall(function, FUTEX, address, FUTEX_WAKE, 1)
+        _call_syscall(function, FUTEX, address, FUTEX_WAKE, EVERY)
 
 
 def sleep_function() -> int:

@@ -43,6 +43,14 @@ def level_of(features: Iterable[str]) -> str:
     return found
 
 
+def multiplies_bfloat16() -> bool:
+    """Returns whether bfloat16 is served by default on this processor: if it has what oneDNN needs, too."""
+    from llvmlite import binding
+
+    host = dict(binding.get_host_cpu_features())
+    return all(host.get(name, False) for name in ("avx512bw", "avx512vl", "avx512dq"))
+
+
 def choose_instruction_set(level: str) -> None:
     """Makes all kernels use one of INSTRUCTION_SETS.
 

@@ -229,6 +229,9 @@ def given(wanted: int) -> int:
     return min(wanted, MAX_WORKERS + 1) if os.name == "posix" else 1
 
 
+use_threads = given  # as openmp.use_threads: this pool keeps nothing for the calling thread
+
+
 def team(size: int) -> Team:
     """Returns a team of the process's threads, for compiled code that starts them itself."""
     return _pool().team(given(size))

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from batchserve.native.atomics import SPINS, add_one, call, load, pause, store
+from batchserve.native.atomics import add_one, exchange, load, load_in_order, pause, store, take_one
+from batchserve.native.futex import sleep_while, wake
 from batchserve.native.jit import njit
-from batchserve.program.instructions import ARRIVED, GENERATION, NUM_THREADS, YIELD
+from batchserve.program.instructions import ARRIVED, GENERATION, NUM_THREADS, SLEEP, SLEEPERS
+
+# Some tens of microseconds. Threads usually meet within a few. One that is waited for longer has lost its core to
+# another process: then the waiting thread's core is of more use to it.
+SPINS = 500
 
 
 @njit(nogil=True, cache=True)
@@ -17,12 +22,16 @@ def wait_for_all(step):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     generation = load(at + GENERATION * 8)
     if add_one(at + ARRIVED * 8) == num_threads - 1:
         store(at + ARRIVED * 8, 0)
-        store(at + GENERATION * 8, generation + 1)
+        # GENERATION is written before SLEEPERS is read here, and the other way round below: so one sees the other.
+        exchange(at + GENERATION * 8, generation + 1)
+        if load_in_order(at + SLEEPERS * 8) != 0:
+            wake(at + GENERATION * 8, step[SLEEP])
         return
-    spins = 0
-    while load(at + GENERATION * 8) == generation:
-        spins += 1
-        if spins < SPINS:
-            pause()
-        elif step[YIELD] != 0:
-            call(step[YIELD])
+    for _ in range(SPINS):
+        if load(at + GENERATION * 8) != generation:
+            return
+        pause()
+    add_one(at + SLEEPERS * 8)
+    while load_in_order(at + GENERATION * 8) == generation:
+        sleep_while(at + GENERATION * 8, generation, step[SLEEP])
+    take_one(at + SLEEPERS * 8)

@@ -98,9 +98,10 @@ class Binary(IntEnum):
 # Fields of the step: the number of rows and of those whose logits are needed, the addresses of int64 arrays that
 # describe them, and the threads' scratch memory. Numbers that threads change have a cache line each.
 (NUM_ROWS, NUM_KEPT, IDS, POSITIONS, KEPT, INSTRUCTIONS, NUM_INSTRUCTIONS, NUM_THREADS, SCRATCH, BY_SCRATCH,
- YIELD) = range(11)  # fmt: skip
-THREAD, ARRIVED, GENERATION, STEP_SIZE = 16, 24, 32, 40
+ SLEEP) = range(11)  # fmt: skip
+THREAD, ARRIVED, GENERATION, SLEEPERS, STEP_SIZE = 16, 24, 32, 40, 48
 
+BLOCK = 16  # columns of a block of packed weights (packing.py)
 FEW_ROWS = 16  # up to this many, each thread computes norms for itself, which is faster than waiting for others
 ROW_CHUNK = 64  # rows of a product that one thread takes at once
 K_CHUNK = 1024  # words of k: so much of the weights stays in a core's cache while ROW_CHUNK rows are computed

@@ -7,15 +7,17 @@ words. A run of 16 words of K is a tile of matrix instructions.
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-BLOCK = 16  # columns
+from batchserve.array_files import huge_pages
+from batchserve.native.dtypes import item_bytes
+from batchserve.program.instructions import BLOCK, Kernel
+from batchserve.program.product import kernel_of
+
 PACKED_AT_ONCE = 64  # blocks; packing all at once would hold a large weight in memory a third time
-HUGE_PAGE = 1 << 21
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +31,7 @@ class PackedWeight:
     words: np.ndarray
     num_columns: int
     num_inputs: int
-    dtype: torch.dtype
+    dtype: str
 
     @property
     def expert_bytes(self) -> int:
@@ -41,14 +43,16 @@ class PackedWeight:
         return int(self.words.strides[0])
 
     @property
-    def num_words(self) -> int:
-        """Words of K in a block, including padding."""
-        return int(self.words.shape[1])
+    def kernel(self) -> Kernel:
+        """The kernel that multiplies by it on this machine."""
+        return kernel_of(self.dtype)
 
     @property
-    def num_words_used(self) -> int:
-        """Words of K in a block that hold an input's weight."""
-        return -(-self.num_inputs // (4 // self.dtype.itemsize))
+    def num_words(self) -> int:
+        """Words of K that the kernel multiplies: whole tiles, or only what holds an input's weight."""
+        if self.kernel == Kernel.TILES:
+            return int(self.words.shape[1])
+        return -(-self.num_inputs // (4 // item_bytes(self.dtype)))
 
 
 def pack(weight: torch.Tensor) -> PackedWeight:
@@ -59,7 +63,8 @@ def pack(weight: torch.Tensor) -> PackedWeight:
     blocks, words = -(-num_columns // BLOCK), -(-num_inputs // in_word)
     if in_word == 2:
         words = -(-words // BLOCK) * BLOCK
-    packed = torch.from_numpy(_aligned((num_experts * blocks, words, BLOCK)))
+    shape = num_experts * blocks, words, BLOCK
+    packed = torch.from_numpy(huge_pages(4 * int(np.prod(shape))).view(np.int32).reshape(shape))
     places = ((number, first) for number in range(num_experts) for first in range(0, blocks, PACKED_AT_ONCE))
     for number, first in places:
         columns = experts[number, first * BLOCK : (first + PACKED_AT_ONCE) * BLOCK].detach()
@@ -69,18 +74,4 @@ def pack(weight: torch.Tensor) -> PackedWeight:
         piece = filled.view(torch.int32).view(count, BLOCK, words)
         start = number * blocks + first
         packed[start : start + count] = piece.transpose(1, 2)
-    return PackedWeight(packed.numpy(), num_columns, num_inputs, weight.dtype)
-
-
-def _aligned(shape: tuple[int, int, int]) -> np.ndarray:
-    """Allocates in huge pages if the system has them: a step reads all weights and looks up each of their pages."""
-    size = int(np.prod(shape)) * 4
-    try:
-        pages = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"{size} bytes of packed weights: {error.strerror}") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    memory = np.frombuffer(pages, np.uint8)
-    start = -memory.ctypes.data % HUGE_PAGE
-    return memory[start : start + size].view(np.int32).reshape(shape)
+    return PackedWeight(packed.numpy(), num_columns, num_inputs, str(weight.dtype).removeprefix("torch."))

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 
 from batchserve.attention.matrix_code import compiles_matrices
 from batchserve.native.addresses import claim
@@ -20,6 +19,7 @@ from batchserve.program.instructions import (
     BEST,
     BIAS,
     BIAS_2,
+    BLOCK,
     BY_BEST,
     BY_BLOCK,
     BY_EXPERT,
@@ -45,7 +45,6 @@ from batchserve.program.instructions import (
     X,
     Y,
 )
-from batchserve.program.packing import BLOCK, PackedWeight
 from batchserve.program.pieces import bf16_at, floats_at, numbers_at, words_at
 from batchserve.program.product_code import BLOCKS_AT_ONCE, ROWS_AT_ONCE, multiply
 
@@ -115,14 +114,9 @@ _FLOATS = _of_kernel(Kernel.FLOATS)
 _HALVES = _in_tiles if BF16_KERNEL == Kernel.TILES else _of_kernel(BF16_KERNEL)
 
 
-def kernel_of(dtype: torch.dtype) -> Kernel:
+def kernel_of(dtype: str) -> Kernel:
     """Returns the kernel for weights of a type on this machine."""
-    return Kernel.FLOATS if dtype == torch.float32 else BF16_KERNEL
-
-
-def num_words(packed: PackedWeight, kernel: Kernel) -> int:
-    """Returns the number of words of K that a kernel multiplies; TILES multiplies whole tiles."""
-    return packed.num_words if kernel == Kernel.TILES else packed.num_words_used
+    return Kernel.FLOATS if dtype == "float32" else BF16_KERNEL
 
 
 @njit(nogil=True, cache=True)

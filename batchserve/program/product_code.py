@@ -18,8 +18,7 @@ from numba.extending import intrinsic
 
 from batchserve.native import vector_code as code
 from batchserve.native.vector_code import FLOAT, FLOATS, WIDTH, WORD, WORDS, Builder, Value, index
-from batchserve.program.instructions import Kernel
-from batchserve.program.packing import BLOCK
+from batchserve.program.instructions import BLOCK, Kernel
 
 PARTS = BLOCK // WIDTH  # vectors per block
 # Sums use 24 of 32 vector registers, or 8 of 16, and leave the others to weights.

@@ -10,6 +10,7 @@ from batchserve.native.jit import njit
 from batchserve.program.instructions import (
     BIAS,
     BINARY,
+    BLOCK,
     BY_BLOCK,
     BY_GROUP,
     BY_OUT,
@@ -37,7 +38,6 @@ from batchserve.program.instructions import (
     X,
     Y,
 )
-from batchserve.program.packing import BLOCK
 from batchserve.program.pieces import bf16_at, claim_rows, floats_at, numbers_at
 from batchserve.program.product import activate
 

@@ -20,7 +20,7 @@ from batchserve.attention import matrix_code
 from batchserve.attention.matrix_code import ROW_BYTES, TILE, begin_tiles, register_number
 from batchserve.native.jit import njit
 from batchserve.native.vector_code import Builder, Value, index
-from batchserve.program.packing import BLOCK
+from batchserve.program.instructions import BLOCK
 from batchserve.program.product_code import prefetch
 
 BLOCKS_AT_ONCE = 4  # with one row tile; with two, half as many, and each tile of weights is used twice

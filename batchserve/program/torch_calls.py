@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from batchserve.program.program import Buffer
     from batchserve.program.tape import Call
 
-    View = Callable[[Buffer], torch.Tensor]
+    View = Callable[[Buffer], np.ndarray]
 
 SAMPLE = range(5, 12)  # rows that an operator is also tried on alone
 
@@ -33,7 +33,7 @@ class Operand:
 
     def value(self, view: View) -> torch.Tensor:
         """Returns the value in its own shape and type."""
-        views = [view(buffer) for buffer, _, _ in self.pieces]
+        views = [_tensor(view(buffer)) for buffer, _, _ in self.pieces]
         rows = torch.empty(len(views[0]), int(np.prod(self.shape)))
         for values, (_, columns, places) in zip(views, self.pieces, strict=True):
             rows[:, torch.from_numpy(places)] = values[:, torch.from_numpy(columns)].float()
@@ -51,14 +51,21 @@ class TorchCall:
     out: Buffer
     row_dims: tuple[int, ...]
 
+    @torch.inference_mode()
     def run(self, view: View) -> None:
-        """Computes the rows of the out buffer. view: returns a buffer's rows, [num_rows, width]."""
+        """Computes the rows of the out buffer. view: returns a buffer's rows, as NativeModel._view."""
         results = _results(self.call, {key: operand.value(view) for key, operand in self.operands.items()})
         parts = [
             each.movedim(dim, 0).reshape(each.shape[dim], -1).float()
             for each, dim in zip(results, self.row_dims, strict=True)
         ]
-        view(self.out)[:] = torch.cat(parts, dim=1)
+        _tensor(view(self.out))[:] = torch.cat(parts, dim=1)
+
+
+def _tensor(rows: np.ndarray) -> torch.Tensor:
+    """Returns a view of float32 rows, or of the bits of bfloat16 ones."""
+    found = torch.from_numpy(rows)
+    return found.view(torch.bfloat16) if rows.dtype == np.uint16 else found
 
 
 def _results(call: Call, values: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:

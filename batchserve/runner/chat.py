@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from batchserve.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from batchserve.runner.compiled_tokenizer import AnyTokenizer
 
 Content = str | list[dict[str, str]]
 MARKER, ANSWER = "batchserve-7f3a-asked", "batchserve-7f3a-said"  # strings that no template contains
 
 
-def chat_token_ids(text: str, tokenizer: PreTrainedTokenizerBase | None, model: str) -> list[int]:
+def chat_token_ids(text: str, tokenizer: AnyTokenizer | None, model: str) -> list[int]:
     """Returns the token ids of a prompt in the chat template. If returned as text, it would get a second BOS token.
 
     Some templates take the content as text, others only as a list of parts and silently drop text, so both are tried.
@@ -40,7 +40,7 @@ def chat_token_ids(text: str, tokenizer: PreTrainedTokenizerBase | None, model: 
     raise ConfigError(f"model = {model!r}: its chat template cannot be applied: {failure}")
 
 
-def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def turn_end(tokenizer: AnyTokenizer) -> int | None:
     """Returns the id of the added token that follows the assistant's text in the chat template, if there is one."""
     template = _only(tokenizer.chat_template)
     special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()} if template else {}
@@ -64,7 +64,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase, template: str | None, turns: list[dict[str, Any]], *, is_answered: bool = False
+    tokenizer: AnyTokenizer, template: str | None, turns: list[dict[str, Any]], *, is_answered: bool = False
 ) -> str:
     return str(
         tokenizer.apply_chat_template(
@@ -73,7 +73,7 @@ def _render(
     )
 
 
-def _template(tokenizer: PreTrainedTokenizerBase | None, model: str) -> str:
+def _template(tokenizer: AnyTokenizer | None, model: str) -> str:
     """Returns the tokenizer's chat template. Raises ConfigError with a remedy if there is none."""
     templates = None if tokenizer is None else tokenizer.chat_template
     found = _only(templates)

@@ -20,8 +20,8 @@ from batchserve.attention.paged import step_arrays
 from batchserve.attention.static_step import MAX_CHANGES, StaticStep
 from batchserve.attention.step_buffer import BufferRing, StepLayout, upload
 from batchserve.request import GREEDY
+from batchserve.runner.queued_step import QueuedStep
 from batchserve.runner.ragged_batch import RequestRows, build_batch
-from batchserve.runner.step_handle import QueuedStep
 from batchserve.sampling.device import DeviceSampler, SamplingKind
 from batchserve.sampling.recordings import Recordings
 

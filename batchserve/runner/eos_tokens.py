@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING
 from batchserve.runner.chat import turn_end
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from batchserve.runner.compiled_tokenizer import AnyTokenizer
 
 logger = logging.getLogger(__name__)
 
 
-def add_tokenizer_eos_ids(
-    ends: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
-) -> tuple[int, ...]:
+def add_tokenizer_eos_ids(ends: tuple[int, ...], tokenizer: AnyTokenizer | None, vocab_size: int) -> tuple[int, ...]:
     """Returns the end tokens with those of the tokenizer, without which an answer would run on after its end.
 
     They are its end-of-sequence token and the special token that ends a turn in its chat template. A warning names the

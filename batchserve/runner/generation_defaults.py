@@ -6,8 +6,6 @@ import json
 import logging
 from typing import TYPE_CHECKING
 
-from transformers.utils import GENERATION_CONFIG_NAME
-
 from batchserve.errors import ConfigError, InvalidRequestError
 from batchserve.types import SamplingParams
 
@@ -17,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 logger = logging.getLogger(__name__)
+GENERATION_CONFIG_NAME = "generation_config.json"
 APPLIED_OR_HARMLESS = frozenset(
     "temperature top_k top_p do_sample eos_token_id bos_token_id pad_token_id decoder_start_token_id "
     "transformers_version use_cache output_attentions output_hidden_states return_dict_in_generate "

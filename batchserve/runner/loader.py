@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, PreTrainedModel
 
 from batchserve.attention import interface
 from batchserve.errors import BatchserveError, ConfigError, UnsupportedModelError
 from batchserve.native import openmp
+from batchserve.native.cores import default_threads
+from batchserve.native.instruction_set import multiplies_bfloat16
 from batchserve.runner import native_linear
 from batchserve.runner.checkpoint import TensorInfo, read_config, read_tensors
 from batchserve.runner.eos_tokens import add_tokenizer_eos_ids
@@ -44,14 +42,15 @@ from batchserve.runner.native import native_model
 from batchserve.runner.native_linear import NativeLinear, Workspace, swap_linears
 from batchserve.runner.probe import ModelProbe
 from batchserve.runner.rope import LONGEST_MODEL_LEN, ServedLength, check_rope_config, context_limit
+from batchserve.runner.served_model import ServedModel
 from batchserve.runner.tokenizer import check_vocabulary, load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from batchserve.attention.base import LayerShape
     from batchserve.config import EngineConfig
     from batchserve.program.model import NativeModel
+    from batchserve.runner.compiled_tokenizer import AnyTokenizer
     from batchserve.runner.fused_linears import FusedLinears
 
 logger = logging.getLogger(__name__)
@@ -64,28 +63,20 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 MAX_CHARS = 1000  # of a library's message about a model
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model that passed the probe and is ready to run, with what the engine needs to know about it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel(ServedModel):
+    """A model that passed the probe and is ready to run."""
 
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
-    name: str
-    dtype: torch.dtype
-    layers: list[LayerShape]
-    num_heads: int  # query heads, the most of any layer
-    vocab_size: int
-    max_model_len: int
+    tokenizer: AnyTokenizer | None
     served_length: ServedLength
-    eos_token_ids: tuple[int, ...]
-    default_temperature: float
-    default_top_k: int
-    default_top_p: float
     has_packed_linears: bool
     device: torch.device = CPU
-    has_sinks: bool = False  # some layer has attention sinks
     native: NativeModel | None = None  # runs the steps in place of the model's modules
-    num_parameters: int = 0
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
 
     def limit_model_len(self, max_model_len: int) -> None:
         """Limits the length of requests, in tokens. Memory may hold less than the model's own limit."""
@@ -114,9 +105,7 @@ def resolve_dtype(dtype: str, device: torch.device = CPU) -> torch.dtype:
         return DTYPES[dtype]
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    capabilities = torch.backends.cpu.get_cpu_capability() if hasattr(torch.backends, "cpu") else ""
-    has_bf16 = "AVX512" in capabilities and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if has_bf16 else torch.float32
+    return torch.bfloat16 if multiplies_bfloat16() else torch.float32
 
 
 @torch.inference_mode()
@@ -133,7 +122,8 @@ def load_model(config: EngineConfig, say: Callable[[str], None] = lambda message
     if device.type == "cpu" and torch.version.cuda is not None and not torch.cuda.is_available():
         logger.warning(CUDA_BUILD_WITHOUT_GPU, torch.__version__)
     dtype = resolve_dtype(config.dtype, device)
-    openmp.use_threads(config.num_threads or torch.get_num_threads())
+    num_threads = config.num_threads or default_threads()
+    openmp.use_threads(num_threads)
     model = _load_weights(source, dtype, config)
     module: torch.nn.Module = model  # transformers' own to() is not annotated
     module.to(device)
@@ -150,7 +140,7 @@ def load_model(config: EngineConfig, say: Callable[[str], None] = lambda message
     vocab_size, num_parameters = int(text_config.vocab_size), count_parameters(model)
     native = None
     if has_cpu_backend(config, device) and config.custom_kernels:
-        native = native_model(model, probe, layers, served_length.longest, say)
+        native = native_model(model, probe, layers, served_length.longest, num_threads, say)
     is_packed = native is None and has_cpu_backend(config, device) and dtype in native_linear.DTYPES
     if native is None:
         workspace = Workspace()
@@ -170,7 +160,8 @@ def load_model(config: EngineConfig, say: Callable[[str], None] = lambda message
         model=model,
         tokenizer=tokenizer,
         name=config.served_model_name or config.model,
-        dtype=dtype,
+        architecture=type(model).__name__,
+        dtype=str(dtype).removeprefix("torch."),
         layers=layers,
         num_heads=probe.num_heads,
         vocab_size=vocab_size,
@@ -185,6 +176,7 @@ def load_model(config: EngineConfig, say: Callable[[str], None] = lambda message
         has_sinks=probe.has_sinks,
         native=native,
         num_parameters=num_parameters,
+        configuration=model.config.to_json_string(),
     )
 
 

@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from batchserve.attention.cpu import CpuBackend
 from batchserve.attention.paged import PagedBackend
 from batchserve.attention.step_buffer import upload
 from batchserve.native import openmp
 from batchserve.runner.forward import logits_of
-from batchserve.runner.step_handle import QueuedStep, verify_batch
+from batchserve.runner.queued_step import QueuedStep
+from batchserve.runner.step_handle import LazyStep
 from batchserve.sampling.argmax_kernel import best_tokens
 from batchserve.sampling.device import DeviceSampler
 from batchserve.sampling.recordings import Recordings
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from batchserve.attention.base import AttentionBackend, Spans
     from batchserve.engine.executor import StepHandle
     from batchserve.kv.allocator import KVAllocator
@@ -25,21 +27,6 @@ if TYPE_CHECKING:
     from batchserve.runner.cuda_graphs import StepGraphs
     from batchserve.runner.loader import LoadedModel
     from batchserve.runner.ragged_batch import RaggedBatch
-    from batchserve.sampling.verify import StepTokens
-
-
-class LazyStep:
-    """StepHandle of the CPU's own path: the forward runs in wait()."""
-
-    is_running = False
-
-    def __init__(self, runner: ModelRunner, batch: RaggedBatch) -> None:
-        self._runner = runner
-        self._batch = batch
-
-    def wait(self) -> StepTokens:
-        runner = self._runner
-        return verify_batch(self._batch, runner.forward(self._batch), runner.forced, runner.find_best)
 
 
 class ModelRunner:
@@ -62,15 +49,15 @@ class ModelRunner:
         self._device = loaded.device
         self.graphs: StepGraphs | None = None
         self.compiled: CompiledModel | CompiledLayers | None = None
-        self._native = loaded.native
-        self.find_best = best_tokens if loaded.native is None else loaded.native.best_tokens
-        if loaded.native is not None:
-            assert isinstance(backend, CpuBackend)
-            loaded.native.use_backend(backend)
+        self.find_best = best_tokens
 
     @property
     def allocator(self) -> KVAllocator:
         return self.backend.allocator
+
+    @property
+    def bucket_sizes(self) -> Sequence[int]:
+        return () if self.graphs is None else self.graphs.sizes
 
     @property
     def is_paged(self) -> bool:
@@ -100,7 +87,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _launch_eager(self, batch: RaggedBatch) -> QueuedStep:
-        logits, sampler = self.forward(batch), DeviceSampler(len(batch.request_ids))
+        logits, sampler = self._logits(batch), DeviceSampler(len(batch.request_ids))
         tokens = None
         if len(batch.logit_rows):
             metadata = sampler.build_metadata(batch, len(logits), self.forced)
@@ -108,15 +95,13 @@ class ModelRunner:
             tokens = sampler.sample(logits, blob, metadata.kind)
         return QueuedStep(batch, sampler, logits, tokens, self.forced)
 
-    def forward(self, batch: RaggedBatch) -> torch.Tensor:
-        """Logits [len(batch.logit_rows), vocab_size]; writes the K/V of every row."""
-        if self._native is None:
-            return self._forward_modules(batch)
-        rows = batch.input_ids, batch.position_ids, batch.logit_rows[: batch.num_logits]
-        return self._native.run(batch.spans, *rows)
-
     @torch.inference_mode()
-    def _forward_modules(self, batch: RaggedBatch) -> torch.Tensor:
+    def forward(self, batch: RaggedBatch) -> np.ndarray:
+        """Returns float32 logits [len(batch.logit_rows), vocab_size], and writes the K/V of every row."""
+        logits: np.ndarray = self._logits(batch).float().cpu().numpy()
+        return logits
+
+    def _logits(self, batch: RaggedBatch) -> torch.Tensor:
         # With nothing to sample the head still has to run on something: one row is the least it takes.
         keep = batch.logit_rows if len(batch.logit_rows) else np.zeros(1, dtype=np.int64)
         arrays = {"ids": batch.input_ids, "positions": batch.position_ids, "keep": keep}
@@ -127,9 +112,7 @@ class ModelRunner:
         return self.run(batch.spans, inputs["ids"], inputs["positions"], inputs["keep"])
 
     def run(self, spans: Spans, input_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        """Logits [len(keep), vocab_size] of the rows `keep` of a step; all int64."""
-        if self._native is not None:
-            return self._native.run(spans, input_ids.numpy(), positions.numpy(), keep.numpy())
+        """Returns logits [len(keep), vocab_size] of the rows `keep` of a step; all int64."""
         self.backend.begin(spans)
         return self.run_model(input_ids, positions, keep)
 

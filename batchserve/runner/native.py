@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from batchserve.attention.base import Span, Spans
-from batchserve.attention.cpu import CpuBackend, kernel_supports
+from batchserve.attention.compiled import CompiledAttention, kernel_supports
 from batchserve.attention.matrix_code import can_use_amx
 from batchserve.config import MiB
 from batchserve.errors import is_out_of_memory
 from batchserve.free_memory import free_memory_bytes
 from batchserve.kv.slab import EXTENT, SlabAllocator
 from batchserve.program.instructions import FEW_ROWS, Kernel
+from batchserve.program.link import LinkedModel
 from batchserve.program.model import NativeModel
 from batchserve.program.product import BF16_KERNEL
 from batchserve.program.tape import UnsuitableModelError
@@ -32,27 +33,34 @@ if TYPE_CHECKING:
     from batchserve.runner.probe import ModelProbe
 
 logger = logging.getLogger(__name__)
-DTYPES = (torch.float32, torch.bfloat16)
 NAME, OTHER = "probe", "other"
 
 
 def native_model(
-    model: PreTrainedModel, probe: ModelProbe, layers: list[LayerShape], longest: int, say: Callable[[str], None]
+    model: PreTrainedModel,
+    probe: ModelProbe,
+    layers: list[LayerShape],
+    longest: int,
+    num_threads: int,
+    say: Callable[[str], None],
 ) -> NativeModel | None:
     """Returns the native program, or None, with the reason in the log, if steps are to run the model's own modules.
 
     longest: the most tokens of a request. The model's weights are replaced by packed ones once the program has given
     the model's answers. Raises MemoryError.
     """
-    if model.dtype not in DTYPES or not kernel_supports(layers, model.dtype):
+    dtype = str(model.dtype).removeprefix("torch.")
+    if not kernel_supports(layers, dtype):
         return None
     if reason := _reason_for_modules(model):
         logger.info("steps run the model's modules, not a native program: %s", reason)
         return None
     say("preparing the native program (its kernels are compiled at the first start)")
     try:
-        native = NativeModel(model, partial(logits_of, model), model.dtype, probe.vocab_size, longest)
-        probe.check_program(_Trial(native, probe, layers).answers)
+        linked = LinkedModel(model, partial(logits_of, model), model.dtype, probe.vocab_size, longest)
+        native = NativeModel(linked.image, linked.tables)
+        native.use_threads(num_threads)
+        probe.check_program(_Trial(native, probe, layers, dtype).answers)
     except UnsuitableModelError as error:
         logger.info("steps run the model's modules, not a native program: %s", error)
         return None
@@ -61,8 +69,8 @@ def native_model(
             raise
         logger.warning("steps run the model's modules: a native program of it fails: %s", repr(error))
         return None
-    native.release_weights(model)
-    if names := native.torch_operators:
+    linked.release_weights(model)
+    if names := native.image.torch_operators:
         logger.info("a native program runs the model; between its parts torch computes: %s", ", ".join(names))
     return native
 
@@ -81,10 +89,10 @@ def _reason_for_modules(model: PreTrainedModel) -> str:
 class _Trial:
     """Runs steps of one row, of few rows and of many, each next to a row of another request."""
 
-    def __init__(self, native: NativeModel, probe: ModelProbe, layers: list[LayerShape]) -> None:
+    def __init__(self, native: NativeModel, probe: ModelProbe, layers: list[LayerShape], dtype: str) -> None:
         self._native = native
-        self._allocator = SlabAllocator(layers, probe.dtype, 2 * EXTENT)
-        native.use_backend(CpuBackend(self._allocator, probe.num_heads, has_sinks=probe.has_sinks, is_native=True))
+        self._allocator = SlabAllocator(layers, dtype, 2 * EXTENT)
+        native.use_attention(CompiledAttention(self._allocator, probe.num_heads))
 
     def answers(self, ids: Sequence[int], far: int) -> torch.Tensor:
         """Returns the logits of consecutive rows. far: the position of the other request's row."""
@@ -96,9 +104,9 @@ class _Trial:
                     found.append(self._step(rows, context, far))
                 context += len(rows)
         self._allocator.release(NAME)
-        return torch.cat(found)
+        return torch.from_numpy(np.concatenate(found))
 
-    def _step(self, ids: Sequence[int], context: int, far: int) -> torch.Tensor:
+    def _step(self, ids: Sequence[int], context: int, far: int) -> np.ndarray:
         count, allocator = len(ids), self._allocator
         if not (allocator.reserve(NAME, count) and allocator.reserve(OTHER, 1)):
             raise MemoryError("K/V of the probe's tokens")

@@ -13,12 +13,12 @@ from transformers.pytorch_utils import Conv1D
 
 from batchserve.attention.matrix_code import PAIRS, TILE
 from batchserve.native import openmp, pages
-from batchserve.native.atomics import yield_address
+from batchserve.native.futex import sleep_function
 from batchserve.program import instructions as at
 from batchserve.program.instructions import Kernel, Op, assemble, two_floats
 from batchserve.program.interpreter import run_loop
 from batchserve.program.packing import pack
-from batchserve.program.product import SCRATCH_BYTES, kernel_of, num_words
+from batchserve.program.product import SCRATCH_BYTES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,11 +67,11 @@ class NativeLinear(torch.nn.Module):
         self.bias = None if bias is None else WeightFacts(bias.dtype, bias.shape, bias.device)
         self._workspace, self._dtype = workspace, weight.dtype
         self._packed, self._bias = pack(weight), None if bias is None else bias.detach().float().contiguous()
-        kernel = kernel_of(weight.dtype)
+        kernel = self._packed.kernel
         self._x_dtype = torch.float32 if kernel in (Kernel.FLOATS, Kernel.WIDENED) else torch.bfloat16
         self._product = assemble([{
             at.OP: Op.PRODUCT, at.COLUMNS: self.out_features, at.KERNEL: kernel,
-            at.NUM_WORDS: num_words(self._packed, kernel), at.FACTORS: two_floats(1.0),
+            at.NUM_WORDS: self._packed.num_words, at.FACTORS: two_floats(1.0),
             at.WEIGHT: self._packed.words.ctypes.data, at.BY_BLOCK: self._packed.block_bytes,
             at.BIAS: 0 if self._bias is None else self._bias.data_ptr(),
             at.OUT_IS_BF16: int(weight.dtype == torch.bfloat16),
@@ -79,7 +79,7 @@ class NativeLinear(torch.nn.Module):
         }])  # fmt: skip
         self._step = np.zeros(at.STEP_SIZE, np.int64)
         self._step[at.INSTRUCTIONS], self._step[at.NUM_INSTRUCTIONS] = self._product.ctypes.data, 1
-        self._step[at.BY_SCRATCH], self._step[at.YIELD] = SCRATCH_BYTES, yield_address()
+        self._step[at.BY_SCRATCH], self._step[at.SLEEP] = SCRATCH_BYTES, sleep_function()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         num_rows, num_threads = x.numel() // self.in_features, openmp.given(torch.get_num_threads())

@@ -1,15 +1,14 @@
-"""A launched step: what it gives once it is through, and how its rows' trees are walked."""
+"""A launched step on a CPU, and how the trees of its requests are walked."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
 
 from batchserve.native import pool
 from batchserve.sampling.argmax_kernel import best_tokens
-from batchserve.sampling.sampled_walk import IS_BFLOAT, IS_FLOAT, Logits, Rows, SampledWalks, walk_loop
+from batchserve.sampling.sampled_walk import Rows, SampledWalks, walk_loop
 from batchserve.sampling.sampler import RowSampler
 from batchserve.sampling.verify import NOT_SAMPLED, StepTokens, VerifiedTokens, walk_tree
 from batchserve.sampling.walk_kernel import walk_greedy
@@ -19,79 +18,52 @@ if TYPE_CHECKING:
 
     from batchserve.request import ResolvedSampling
     from batchserve.runner.ragged_batch import RaggedBatch, RequestRows
-    from batchserve.sampling.device import DeviceSampler
     from batchserve.sampling.recordings import Recordings
     from batchserve.sampling.sampler import FindBest
 
 
 ALONE = 1 << 17  # logits, at least, that one thread has sampled from before another one has begun
-# Logits that compiled code reads; others are widened first.
-KINDS = {torch.float32: IS_FLOAT, torch.bfloat16: IS_BFLOAT}
 
 
-class QueuedStep:
-    """StepHandle of the GPU path: forward, sampling and tree walk are queued, and a copy of the tokens behind them.
+class StepRunner(Protocol):
+    """What a LazyStep needs of the executor that launched it."""
 
-    logits [at least len(batch.logit_rows), vocab_size] stay on the device, and as they are until wait() has returned:
-    of requests that the device could not decide, the host reads their rows. tokens: DeviceSampler.sample's; None:
-    nothing is sampled.
-    """
+    forced: Recordings
+    num_threads: int
 
-    is_running = True
+    @property
+    def find_best(self) -> FindBest:
+        """See RowSampler."""
 
-    def __init__(
-        self,
-        batch: RaggedBatch,
-        sampler: DeviceSampler,
-        logits: torch.Tensor,
-        tokens: torch.Tensor | None,
-        forced: Recordings,
-    ) -> None:
-        self._batch = batch
-        self._sampler = sampler
-        self._logits = logits
-        self._forced = forced
-        self._is_sampled = tokens is not None
-        # Where nothing is sampled it is still waited for: what the step took is learned from.
-        self._copy = HostCopy(_nothing(logits) if tokens is None else tokens)
+    def forward(self, batch: RaggedBatch) -> np.ndarray:
+        """Returns float32 logits [batch.num_logits, vocab_size], and writes the K/V of every row."""
+
+
+class LazyStep:
+    """StepHandle of a CPU: the forward runs in wait()."""
+
+    is_running = False
+
+    def __init__(self, runner: StepRunner, batch: RaggedBatch) -> None:
+        self._runner, self._batch = runner, batch
 
     def wait(self) -> StepTokens:
-        rows = self._copy.wait()
-        if not self._is_sampled:
-            return StepTokens.of([None] * len(self._batch.request_ids))
-        return StepTokens.of(self._sampler.to_verified(rows, self._batch, self._verify_on_host))
-
-    def _verify_on_host(self, index: int) -> VerifiedTokens:
-        rows, first = self._batch.requests[index], int(self._batch.first_logit[index])
-        logits = self._logits[first : first + 1 + rows.num_draft_tokens].cpu()
-        return verify_request(rows, RowSampler(logits), self._forced.get(rows.request_id, ()))
-
-
-def _nothing(logits: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.int32, device=logits.device)
-
-
-class HostCopy:
-    """A tensor on its way to the host: the copy is queued behind what computes it."""
-
-    def __init__(self, source: torch.Tensor) -> None:
-        self._host, self._event = source, None
-        if source.device.type == "cuda":
-            self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-            self._host.copy_(source, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def wait(self) -> np.ndarray:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._host.numpy()
+        runner = self._runner
+        logits = runner.forward(self._batch)
+        return verify_batch(self._batch, logits, runner.forced, runner.find_best, runner.num_threads)
 
 
 def verify_batch(
-    batch: RaggedBatch, logits: torch.Tensor, forced: Recordings, find_best: FindBest = best_tokens
+    batch: RaggedBatch,
+    logits: np.ndarray,
+    forced: Recordings,
+    find_best: FindBest = best_tokens,
+    num_threads: int = 1,
 ) -> StepTokens:
-    """Walk every request's tree; logits are of batch.logit_rows, forced is ModelRunner's, find_best RowSampler's."""
+    """Walks every request's tree. logits: float32, of batch.logit_rows. forced: ModelRunner's; find_best: RowSampler's.
+
+    Raises MemoryError.
+    """
     sampler, spans = RowSampler(logits, find_best), batch.spans
     greedy = [place for place, each in enumerate(batch.samplings) if each is not None and each.temperature == 0.0]
     sampled = {place: each for place, each in enumerate(batch.samplings) if each is not None and each.temperature > 0.0}
@@ -101,7 +73,7 @@ def verify_batch(
     if greedy:
         walk_greedy(np.array(greedy), where, sampler.greedy(), recorded, drafts, walked)
     if sampled:
-        _walk_sampled(sampled, logits, Rows(*where, *drafts, recorded), walked)
+        _walk_sampled(sampled, logits, Rows(*where, *drafts, recorded), walked, num_threads)
     starts = spans.rows[:, 0].copy()  # in one piece, as kernels were compiled for it
     counts = walked[2].take(starts)
     if len(greedy) + len(sampled) < len(starts):
@@ -114,21 +86,18 @@ def verify_batch(
     return verified
 
 
-def _walk_sampled(samplings: dict[int, ResolvedSampling], logits: torch.Tensor, rows: Rows, walked: np.ndarray) -> None:
-    """Of the requests at these places; on several threads where there is enough to be drawn from.
-
-    Raises MemoryError if there was none to work in.
-    """
-    known = (logits if logits.dtype in KINDS else logits.float()).contiguous()
-    place = Logits(known.data_ptr(), known.stride(0) * known.element_size(), KINDS[known.dtype], known.shape[1])
+def _walk_sampled(
+    samplings: dict[int, ResolvedSampling], logits: np.ndarray, rows: Rows, walked: np.ndarray, num_threads: int
+) -> None:
+    """Walks the trees of the requests at these places, on several threads if there is enough to sample from."""
     places = [*samplings]
-    walks = SampledWalks(places, [*samplings.values()], rows, place, walked)
+    walks = SampledWalks(places, [*samplings.values()], rows, np.ascontiguousarray(logits), walked)
     lengths, starts = walked[2], rows.spans[places, 0]
     lengths[starts] = -1  # compiled code cannot raise: whoever finds no memory writes none
-    is_shared = len(samplings) * known.shape[1] > ALONE
-    pool.run(walk_loop().address, walks.address, torch.get_num_threads() if is_shared else 1)
+    is_shared = len(samplings) * logits.shape[1] > ALONE
+    pool.run(walk_loop().address, walks.address, num_threads if is_shared else 1)
     if lengths[starts].min() < 0:
-        raise MemoryError(f"no memory to sample from {known.shape[1]} tokens")
+        raise MemoryError(f"no memory to sample from {logits.shape[1]} tokens")
 
 
 def _unverified(rows: RequestRows, sampler: RowSampler, first: int) -> tuple[int, ...]:

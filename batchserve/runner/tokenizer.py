@@ -15,7 +15,7 @@ import sys
 import tempfile
 import unicodedata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from tokenizers import Tokenizer
@@ -27,7 +27,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from batchserve.config import EngineConfig
 from batchserve.errors import BatchserveError, ConfigError, UnsupportedModelError, one_line, shortened
 from batchserve.runner import sentencepiece_model
+from batchserve.runner.compiled_tokenizer import compiled_of
 from batchserve.runner.sentencepiece_model import NotSentencePieceError, SentencePieceModel
+
+if TYPE_CHECKING:
+    from batchserve.runner.compiled_tokenizer import AnyTokenizer
 
 logger = logging.getLogger(__name__)
 PROBES = (
@@ -50,8 +54,10 @@ MAX_UNMADE = 0.1  # of tokens with several letters: some vocabularies have speci
 TEKKEN_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}
 
 
-def load_tokenizer(source: str, config: EngineConfig) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(source: str, config: EngineConfig) -> AnyTokenizer | None:
     """Returns None for a folder without a tokenizer: the model then takes only token ids.
+
+    Returns one of transformers' only if it has Python code of its own.
 
     Raises ConfigError, or UnsupportedModelError for a tokenizer whose text cannot be put together from pieces.
     """
@@ -71,7 +77,8 @@ def load_tokenizer(source: str, config: EngineConfig) -> PreTrainedTokenizerBase
     except Exception as error:
         raise ConfigError(f"model = {config.model!r}: its tokenizer {_failure(error, folder)}") from error
     loaded.model_max_length = sys.maxsize  # prompts are checked elsewhere, and references may be longer
-    return loaded
+    found: AnyTokenizer = compiled_of(loaded, PROBES)
+    return found
 
 
 def _failure(error: Exception, folder: Path) -> str:
@@ -81,7 +88,7 @@ def _failure(error: Exception, folder: Path) -> str:
     return f"cannot be loaded: {type(error).__name__}: {one_line(error)}"
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, config: EngineConfig) -> None:
+def check_vocabulary(tokenizer: AnyTokenizer | None, vocab_size: int, config: EngineConfig) -> None:
     """Raises ConfigError if plain text gets ids that the model does not have: the tokenizer is another model's."""
     if tokenizer is None:
         return

@@ -22,16 +22,14 @@ if TYPE_CHECKING:
 
     from batchserve.request import ResolvedSampling
 
-IS_FLOAT, IS_BFLOAT = range(2)  # dtypes of logits: float32 and bfloat16
 WALK_JOB = np.dtype(  # of walk_loop
     [
         ("num_walks", np.int64),
         ("num_rows", np.int64),
         ("num_requests", np.int64),
         ("num_inputs", np.int64),
-        ("logits", np.int64),  # this and the next three: see Logits
-        ("row_bytes", np.int64),
-        ("kind", np.int64),
+        ("logits", np.int64),  # the address of float32 [num_logits, vocab_size]
+        ("num_logits", np.int64),
         ("vocab_size", np.int64),
         # Addresses: of the requests' places int64 [num_walks], of temperature, top_k and top_p float64 [num_walks, 3],
         # and of seeds uint64 [num_walks]; then of the arrays of Rows; then of what is found, int64 [3, num_rows].
@@ -68,36 +66,13 @@ class Rows(NamedTuple):
     recorded: np.ndarray
 
 
-class Logits(NamedTuple):
-    """A step's logits in memory: the address of the first, bytes per row, IS_FLOAT or IS_BFLOAT, logits per row."""
-
-    address: int
-    row_bytes: int
-    kind: int
-    vocab_size: int
-
-
 @njit(cache=True, nogil=True)
-def _widen(address, kind, row):  # type: ignore[no-untyped-def]
-    """Reads the logits at an address into row, float32 [vocab_size]. True if one of them is NaN."""
-    size, num_nan = row.shape[0], 0
-    if kind == IS_FLOAT:
-        numbers = carray(as_pointer(address), size, np.float32)
-        for i in range(size):
-            row[i] = numbers[i]
-            num_nan += numbers[i] != numbers[i]
-        return num_nan > 0
-    bits, wide = carray(as_pointer(address), size, np.uint16), row.view(np.uint32)
-    for i in range(size):
-        wide[i] = np.uint32(bits[i]) << np.uint32(16)
-        num_nan += (bits[i] & 0x7FFF) > 0x7F80
-    return num_nan > 0
-
-
-@njit(cache=True, nogil=True)
-def _sample_at(address, kind, position, row, param, seed):  # type: ignore[no-untyped-def]
-    """Returns sampler.sample_row of the logits at an address."""
-    if _widen(address, kind, row):
+def _sample(row, position, param, seed):  # type: ignore[no-untyped-def]
+    """Compiled version of sampler.sample_row; row: float32 [vocab_size]."""
+    num_nan = 0
+    for i in range(row.shape[0]):
+        num_nan += row[i] != row[i]
+    if num_nan:
         return NO_TOKEN
     tops = block_tops(row)
     if not np.isfinite(tops.max()):
@@ -106,21 +81,20 @@ def _sample_at(address, kind, position, row, param, seed):  # type: ignore[no-un
 
 
 @njit(cache=True, nogil=True)
-def _walk(i, rows, logits, row, param, seed, walked):  # type: ignore[no-untyped-def]
+def _walk(i, rows, logits, param, seed, walked):  # type: ignore[no-untyped-def]
     """Walks the tree of one sampled request; see walk_kernel.walk_greedy."""
     spans, num_pending, first_logit, token_ids, parents, is_verified, recorded = rows
-    address, row_bytes, kind = logits
     start, size, at, depth = spans[i, 0], spans[i, 1], num_pending[i] - 1, 0
-    first_at, position = address + (first_logit[i] - at) * row_bytes, spans[i, 2] + num_pending[i]
+    first, position = first_logit[i] - at, spans[i, 2] + num_pending[i]
     known = carray(as_pointer(recorded[i, 0]), recorded[i, 1], np.int64)
-    drawn = _sample_at(first_at + at * row_bytes, kind, position, row, param, seed)
+    drawn = _sample(logits[first + at], position, param, seed)
     token = known[position] if position < len(known) else drawn
     walked[1, start] = token
     for node in range(at + 1, size):
         if parents[start + node] != at or token_ids[start + node] != token or not is_verified[start + node]:
             continue
         here = position + depth + 1
-        drawn = _sample_at(first_at + node * row_bytes, kind, here, row, param, seed)
+        drawn = _sample(logits[first + node], here, param, seed)
         after = known[here] if here < len(known) else drawn
         if after == NO_TOKEN:
             break
@@ -151,12 +125,12 @@ def walk_loop() -> Any:
             carray(as_pointer(job.recorded), (num_requests, 2), np.int64),
         )
         walked = carray(as_pointer(job.walked), (3, num_rows), np.int64)
-        logits, row = (job.logits, job.row_bytes, job.kind), np.empty(job.vocab_size, np.float32)
+        logits = carray(as_pointer(job.logits), (job.num_logits, job.vocab_size), np.float32)
         while True:
             w = claim(job_address + NEXT_AT)
             if w >= count:
                 break
-            _walk(places[w], rows, logits, row, params[w], seeds[w], walked)
+            _walk(places[w], rows, logits, params[w], seeds[w], walked)
 
     return loop
 
@@ -169,15 +143,16 @@ class SampledWalks:
         places: Sequence[int],
         samplings: Sequence[ResolvedSampling],
         rows: Rows,
-        logits: Logits,
+        logits: np.ndarray,
         walked: np.ndarray,
     ) -> None:
-        """places: the requests' places in the batch. walked: see walk_kernel.walk_greedy."""
+        """places: the requests' places in the batch. logits: float32, in one piece. walked: see walk_greedy."""
         each = [(max(s.temperature, LOWEST_TEMPERATURE), s.top_k, s.top_p) for s in samplings]
         params, seeds = np.array(each, np.float64), np.array([s.seed for s in samplings], np.uint64)
-        self._arrays = (np.array(places, np.int64), params, seeds, *rows, walked)
+        self._arrays = (np.array(places, np.int64), params, seeds, *rows, walked, logits)
         sizes = len(places), walked.shape[1], len(rows.spans), len(rows.token_ids)
-        self._job = np.array((*sizes, *logits, *(array.ctypes.data for array in self._arrays), 0), WALK_JOB)
+        addresses = [array.ctypes.data for array in self._arrays]
+        self._job = np.array((*sizes, addresses.pop(), *logits.shape, *addresses, 0), WALK_JOB)
         self.address = self._job.ctypes.data
 
 

@@ -13,11 +13,9 @@ from batchserve.sampling.noise import stream_key
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
-
     from batchserve.request import ResolvedSampling
 
-    FindBest = Callable[[torch.Tensor], tuple[np.ndarray, np.ndarray]]
+    FindBest = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 NO_TOKEN = -1  # the result of a row whose greatest logit is NaN or infinite
 
@@ -25,12 +23,12 @@ NO_TOKEN = -1  # the result of a row whose greatest logit is NaN or infinite
 class RowSampler:
     """Samples rows of one step's logits on demand, so sampled requests pay only for the rows that a walk reaches.
 
-    logits [num_rows, vocab_size], any float dtype. find_best: argmax_kernel.best_tokens, or a faster source of the same
-    results for these logits. A row's outcome depends on nothing but its logits, the sampling parameters and the
+    logits float32 [num_rows, vocab_size]. find_best: argmax_kernel.best_tokens, or a faster source of the same results
+    for these logits. A row's outcome depends on nothing but its logits, the sampling parameters and the
     position.
     """
 
-    def __init__(self, logits: torch.Tensor, find_best: FindBest = best_tokens) -> None:
+    def __init__(self, logits: np.ndarray, find_best: FindBest = best_tokens) -> None:
         self._logits, self._best_tokens = logits, find_best
         self._argmax = np.zeros(0, np.int64)
         self._greedy = self._argmax  # NO_TOKEN where the greatest logit is not finite
@@ -39,7 +37,7 @@ class RowSampler:
         """Returns the token at absolute `position`, given the row before it; NO_TOKEN if the logits have overflowed."""
         if sampling.temperature == 0.0:
             return int(self.greedy()[row])
-        return sample_row(self._logits[row].float().numpy(), position, sampling)
+        return sample_row(self._logits[row], position, sampling)
 
     def greedy(self) -> np.ndarray:
         """Returns int64 [num_rows]: token_at's token of every row at temperature 0."""

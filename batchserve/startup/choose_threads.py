@@ -6,18 +6,13 @@ import logging
 import math
 from typing import TYPE_CHECKING
 
-import torch
-
 from batchserve.errors import is_out_of_memory
-from batchserve.runner.probe import compare_logits
 from batchserve.startup.measure_steps import time_decoding
-from batchserve.startup.optimize import trial_logits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from batchserve.runner.loader import LoadedModel
-    from batchserve.runner.model_runner import ModelRunner
+    from batchserve.engine.executor import Executor
 
 logger = logging.getLogger(__name__)
 TRIALS = 9
@@ -28,14 +23,15 @@ LOOKS = 5
 MIN_GAIN_OF_FEWER = 1.1
 
 
-def choose_threads(runner: ModelRunner, max_num_seqs: int, max_model_len: int, min_gain: float) -> int:
-    """Returns the fastest number of compute threads for a decoding step. Twice as many must be min_gain times faster.
+def choose_threads(runner: Executor, max_num_seqs: int, max_model_len: int, min_gain: float) -> int:
+    """Returns the fastest number of compute threads for a decoding step, at most the runner's present number. Twice as
+    many must be min_gain times faster.
 
     Small layers do not repay the barrier between threads, and a busy neighbour makes it a hundred times more expensive.
     A core left free serves the event loop. The candidates take turns, so that a pause of the machine does not decide,
     and their lower quartiles are compared. A candidate with slow steps in two turns is dropped.
     """
-    most = torch.get_num_threads()
+    most = runner.num_threads
     counts = [most >> halvings for halvings in range(most.bit_length())]
     seconds: dict[int, list[float]] = {count: [] for count in counts}
 
@@ -76,7 +72,7 @@ class ThreadWatch:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: Executor,
         most: int,
         min_gain: float,
         time_step: Callable[[], float],
@@ -136,16 +132,3 @@ class ThreadWatch:
     def _use(self, count: int) -> None:
         self._runner.num_threads = count
         self._runner.bind_thread()
-
-
-def check_threads(loaded: LoadedModel, runner: ModelRunner) -> None:
-    """Raises UnsupportedModelError unless the model answers on the runner's compute threads as it does on one."""
-    chosen, logits = runner.num_threads, {}
-    for count in {1, chosen}:
-        runner.num_threads = count
-        runner.bind_thread()
-        logits[count] = trial_logits(loaded, runner, ())[0]
-    runner.num_threads = chosen
-    runner.bind_thread()
-    where, suspect = f"on {chosen} compute threads", "OpenMP's settings in the environment"
-    compare_logits(loaded.model, logits[chosen], logits[1], where, suspect)

@@ -1,83 +1,38 @@
-"""Sizes the K/V memory: what a budget holds, and on a GPU what weights and steps leave."""
+"""Sizes the K/V memory: how many tokens a budget holds, and how long a request may be."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
 
-import torch
-
-from batchserve.attention.paged import PagedBackend
 from batchserve.config import EngineConfig, MiB
 from batchserve.errors import ConfigError
 from batchserve.kv.slab import bytes_per_token
-from batchserve.kv.slots import SlotAllocator
-from batchserve.request import ResolvedSampling
-from batchserve.runner.loader import LoadedModel
-from batchserve.runner.model_runner import ModelRunner
-from batchserve.runner.ragged_batch import RequestRows, build_batch
-
-if TYPE_CHECKING:
-    from batchserve.attention.tree_metadata import TreeKernel
+from batchserve.runner.served_model import ServedModel
 
 KEPT = 2  # times what all sequences at full length take, if no size is given; half of it keeps ended requests
+SHARE_OF_FREE_MEMORY = 0.25
+UNKNOWN_BYTES = 4096 * MiB  # assumed to be free if the system does not say
 Progress = Callable[[str], None]
 
 
-class DeviceMemory(Protocol):
-    """A device's memory as torch's allocator and the driver see it, in bytes."""
-
-    def free_and_total(self) -> tuple[int, int]:
-        """Returns what the driver can still give, and the device's total. torch first gives back its cached blocks."""
-
-    def allocated(self) -> int:
-        """Returns the bytes that tensors hold now."""
-
-    def reserved(self) -> int:
-        """Returns the bytes that torch has taken from the driver."""
-
-    def reset_peak(self) -> None: ...
-
-    def peak(self) -> int:
-        """Returns the most bytes that tensors held since reset_peak()."""
-
-
-class CudaMemory:
-    """DeviceMemory of a CUDA device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def free_and_total(self) -> tuple[int, int]:
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self._device)
-        return free, total
-
-    def allocated(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
-
-    def reserved(self) -> int:
-        return torch.cuda.memory_reserved(self._device)
-
-    def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
-
-
 def kv_capacity(
-    config: EngineConfig, loaded: LoadedModel, budget: int, unit: int, draft_rows: int = 0, num_dummies: int = 0
+    config: EngineConfig,
+    model: ServedModel,
+    budget: int,
+    unit: int,
+    draft_rows: int = 0,
+    num_dummies: int = 0,
+    *,
+    is_on_cpu: bool = True,
 ) -> tuple[int, int]:
     """Returns (tokens of K/V, longest request) for a budget in bytes, in units of `unit` tokens. Raises ConfigError.
 
     draft_rows: tokens that can be used beyond all sequences' full length; num_dummies: tokens that no request gets.
     """
-    per_token = bytes_per_token(loaded.layers, loaded.dtype)
-    wanted_len = config.max_model_len or loaded.max_model_len
-    if wanted_len > loaded.max_model_len:
-        raise ConfigError(f"max_model_len = {wanted_len}: the model's own limit is {loaded.max_model_len}")
+    per_token = bytes_per_token(model.layers, model.dtype)
+    wanted_len = config.max_model_len or model.max_model_len
+    if wanted_len > model.max_model_len:
+        raise ConfigError(f"max_model_len = {wanted_len}: the model's own limit is {model.max_model_len}")
 
     def rounded(tokens: int) -> int:
         return -(-tokens // unit) * unit
@@ -87,13 +42,13 @@ def kv_capacity(
     total_tokens = budget // per_token // unit * unit - num_dummies
     if not config.prefix_cache:
         total_tokens = min(total_tokens, most)
-    elif config.kv_cache_memory is None and loaded.device.type != "cuda":  # other programs share the machine's memory
+    elif config.kv_cache_memory is None and is_on_cpu:  # other programs share the machine's memory
         total_tokens = min(total_tokens, KEPT * most)
     max_model_len = min(wanted_len, total_tokens)
     least = config.max_model_len or 2  # a token of the prompt and one of the answer
     if max_model_len < least:
         what = f"kv_cache_memory = {budget} bytes"
-        if config.kv_cache_memory is None and loaded.device.type == "cuda":
+        if config.kv_cache_memory is None and not is_on_cpu:
             what = f"gpu_memory_utilization = {config.gpu_memory_utilization}: K/V memory of {max(0, budget)} bytes"
         needed = rounded(least) + num_dummies
         raise ConfigError(
@@ -103,54 +58,22 @@ def kv_capacity(
     return total_tokens, max_model_len
 
 
-class ProfilingStep:
-    """Runs a step with as many rows as a step may have, all of them sampled, over K/V of its own.
-
-    No other step needs more memory besides the K/V: drafts run the head on every row, prompts on one row of each
-    request. Not included are the masks of trees with FlashInfer's own custom mask (rows x keys / 8 bytes for each kind
-    of layer), and tables of slots (12 bytes for each token of max_num_seqs whole contexts).
-    """
-
-    def __init__(self, config: EngineConfig, loaded: LoadedModel, kernel: TreeKernel) -> None:
-        self._loaded = loaded
-        self._kernel = kernel
-        rows, longest = config.max_num_batched_tokens, config.max_model_len or loaded.max_model_len
-        self._counts = [min(longest, rows - start) for start in range(0, rows, longest)]
-        self.kv_bytes = (rows + 1) * bytes_per_token(loaded.layers, loaded.dtype)
-
-    def __call__(self) -> None:
-        loaded, rows = self._loaded, sum(self._counts)
-        allocator = SlotAllocator(rows, len(self._counts), rows, 0)
-        backend = PagedBackend(loaded.layers, loaded.dtype, loaded.device, self._kernel, allocator)
-        # Sampling that takes the most memory. With this top_k, the device decides. A nucleus alone may be too wide for
-        # it, and the logits of all rows would then be sent to the host.
-        nucleus = ResolvedSampling(1.0, 1, 0.9, 0, 1, frozenset())
-        requests = []
-        for i, count in enumerate(self._counts):
-            allocator.reserve(f"profile-{i}", count)
-            requests.append(RequestRows(f"profile-{i}", 0, [0] * count, list(range(-1, count - 1)), 1, nucleus))
-        ModelRunner(loaded, backend).launch(build_batch(requests)).wait()
+def share_of(free: int | None) -> int:
+    """Returns the budget in bytes if none is configured. free: the free memory, if known."""
+    return int((UNKNOWN_BYTES if free is None else free) * SHARE_OF_FREE_MEMORY)
 
 
-def profiled_budget(
-    memory: DeviceMemory, utilization: float, profile: ProfilingStep, say: Progress, graph_share: float = 0.0
-) -> int:
-    """Returns the bytes for K/V: our share of the device's memory, less everything else that is needed.
+def check_free(config: EngineConfig, kv_bytes: int, free: int | None) -> None:
+    """Raises ConfigError if more was asked for, and could be used, than is free."""
+    if config.kv_cache_memory is not None and free is not None and kv_bytes > free:
+        raise ConfigError(
+            f"kv_cache_memory = {config.kv_cache_memory} bytes: must be at most {free} bytes, what is free"
+        )
 
-    As in vLLM, everything else is what others hold outside of torch, and the most that tensors held in a profiling
-    step. CUDA graphs, captured later, need graph_share of a step's memory. Not positive if nothing is left.
-    """
-    before = memory.allocated()
-    memory.reset_peak()
-    profile()
-    needed = memory.peak() - profile.kv_bytes
-    free, total = memory.free_and_total()
-    others = total - free - memory.reserved()
-    graphs = int((needed - before) * graph_share)
-    budget = int(total * utilization) - others - needed - graphs
-    say(
-        f"device memory: {total / MiB:.0f} MiB, {utilization:.0%} of it for us: {before / MiB:.0f} MiB weights, "
-        f"{(needed - before) / MiB:.0f} MiB for a step, {graphs / MiB:.0f} MiB for CUDA graphs, "
-        f"{others / MiB:.0f} MiB of others and libraries, {max(0, budget) / MiB:.0f} MiB for K/V"
+
+def described(config: EngineConfig, total_tokens: int, per_token: int, max_model_len: int) -> str:
+    """Returns a line for the log."""
+    return (
+        f"K/V memory: {total_tokens} tokens of {per_token} bytes, {total_tokens * per_token / MiB:.0f} MiB at most; "
+        f"max_model_len {max_model_len}, max_num_seqs {config.max_num_seqs}"
     )
-    return budget

@@ -20,7 +20,7 @@ from batchserve.sealed_files import UntrustedFileError, read_sealed, write_seale
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from batchserve.runner.model_runner import ModelRunner
+    from batchserve.engine.executor import Executor
 
 logger = logging.getLogger(__name__)
 MAX_SECONDS = 4.0  # for all rounds together; a round that has begun is finished
@@ -44,7 +44,7 @@ class _Case:
 
 
 def measured_table(
-    runner: ModelRunner,
+    runner: Executor,
     max_rows: int,
     max_requests: int,
     max_context: int,
@@ -64,7 +64,7 @@ def measured_table(
 
 
 def measure(
-    runner: ModelRunner,
+    runner: Executor,
     max_rows: int,
     max_requests: int,
     max_context: int,
@@ -72,7 +72,7 @@ def measure(
 ) -> StepTimeTable:
     """Times steps of up to max_rows rows, max_requests requests and max_context K/V entries, as memory allows."""
     max_rows, requests, readers, context, max_context = _extent(runner, max_rows, max_requests, max_context)
-    rows = rows_to_time(max_rows, () if runner.graphs is None else runner.graphs.sizes)
+    rows = rows_to_time(max_rows, runner.bucket_sizes)
     probes = [_Case((1,) * requests), _Case((min(MOST_DRAFT, max_rows, max_context),), is_prefill=True)]
     if context >= 64:
         probes += [_Case((rows_each,) * readers, context) for rows_each in (FEW_ROWS, MORE_ROWS)]
@@ -93,9 +93,9 @@ class _Extent(NamedTuple):
     request_rows: int
 
 
-def _extent(runner: ModelRunner, max_rows: int, max_requests: int, max_context: int) -> _Extent:
+def _extent(runner: Executor, max_rows: int, max_requests: int, max_context: int) -> _Extent:
     # Half of the memory is for contexts, which stay while other cases come and go.
-    free = runner.backend.allocator.free_tokens // 2
+    free = runner.allocator.free_tokens // 2
     rows = max(1, min(max_rows, free, max_requests * max_context))
     requests = max(1, min(MANY_REQUESTS, max_requests, free // EXTENT))
     readers = max(1, min(requests, rows // MORE_ROWS))
@@ -109,9 +109,9 @@ def rows_to_time(max_rows: int, bucket_sizes: Sequence[int]) -> list[int]:
     return sorted({*grid(max_rows), *(edge for edge in edges if edge <= max_rows)})
 
 
-def time_decoding(runner: ModelRunner, max_requests: int, max_context: int) -> float:
+def time_decoding(runner: Executor, max_requests: int, max_context: int) -> float:
     """Returns the seconds of a decoding step after a short context, with as many requests as memory allows."""
-    free = runner.backend.allocator.free_tokens // 2
+    free = runner.allocator.free_tokens // 2
     requests = max(1, min(MANY_REQUESTS, max_requests, free // EXTENT))
     context = max(0, min(SHORT_CONTEXT, max_context, free // requests) - 1)
     case = _Case((1,) * requests, context)
@@ -162,7 +162,7 @@ def _table(sizes: list[_Case], probes: list[_Case], seconds: dict[_Case, float])
 
 
 def _time_all(
-    runner: ModelRunner, sizes: list[_Case], probes: list[_Case], names: Sequence[str], say: Callable[[str], None]
+    runner: Executor, sizes: list[_Case], probes: list[_Case], names: Sequence[str], say: Callable[[str], None]
 ) -> dict[_Case, float]:
     """Returns the seconds of each case, the minimum of several rounds: noise only ever adds time.
 
@@ -186,7 +186,7 @@ def _time_all(
     samples = {case: [sample(case)] for case in probes}
     of_a_row_s = 0.0
     for case in sizes:
-        if _reserved(case) > runner.backend.allocator.free_tokens:
+        if _reserved(case) > runner.allocator.free_tokens:
             break  # cases without room in memory are extrapolated, too
         if of_a_row_s * sum(case.rows) > 2 * LONG_STEP_S:
             break
@@ -205,10 +205,10 @@ def _time_all(
 
 
 @contextmanager
-def _requests(runner: ModelRunner, case: _Case) -> Iterator[list[str]]:
+def _requests(runner: Executor, case: _Case) -> Iterator[list[str]]:
     """Reserves the case's requests, with its context and room for its rows. Yields their names."""
     names = [f"measure-{case.context}-{i}" for i in range(len(case.rows))]
-    allocator = runner.backend.allocator
+    allocator = runner.allocator
     try:
         for name, rows in zip(names, case.rows, strict=True):
             if not allocator.reserve(name, case.context + rows):
@@ -223,7 +223,7 @@ def _requests(runner: ModelRunner, case: _Case) -> Iterator[list[str]]:
             allocator.release(name)
 
 
-def _time(runner: ModelRunner, case: _Case, names: Sequence[str]) -> float:
+def _time(runner: Executor, case: _Case, names: Sequence[str]) -> float:
     batch = build_batch([_rows(name, rows, case) for name, rows in zip(names, case.rows, strict=True)])
     start = time.perf_counter()
     runner.launch(batch).wait()

@@ -23,6 +23,7 @@ from batchserve.runner.cuda_graphs import choose_capturer
 from batchserve.runner.gpu_modules import SwappedModules
 from batchserve.runner.probe import PROBE_TOKENS, compare_logits
 from batchserve.runner.ragged_batch import RequestRows, build_batch
+from batchserve.startup.prepared import refuse_compiling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,12 +42,8 @@ def optimize_model(
     """
     way, backend = config.compile_model, runner.backend
     can_be = isinstance(backend, PagedBackend) and choose_capturer(config, loaded.device, backend.kernel) is not None
-    if way in ("layers", "whole") and not can_be:
-        raise ConfigError(
-            f"compile_model = {way!r}: must be with CUDA graphs: on a GPU, without enforce_eager, and not with "
-            "attention_backend torch"
-        )
     if not can_be:
+        refuse_compiling(config)
         return []
     overlaps = config.kernel_overlap and can_overlap(loaded.device)
     done = ["overlap"] if overlaps else []
@@ -80,7 +77,7 @@ def _use_own_kernels(
         if not swapped:
             return False
         say("timing products of few rows (their kernels are compiled at the first start, some seconds)")
-        timer = CudaTimer(loaded.device, loaded.dtype, overlaps=overlaps)
+        timer = CudaTimer(loaded.device, loaded.torch_dtype, overlaps=overlaps)
         choose_products(shapes, hidden_size if is_joined else None, swapped.choices, timer, say)
         _compare(loaded, runner, expected, "with our own linears and norms", "these")
     except Exception as error:  # Triton's compiler raises errors of many kinds

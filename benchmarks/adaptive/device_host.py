@@ -29,10 +29,10 @@ import torch
 
 from batchserve.bench.replay import ReplayRecord
 from batchserve.native import pool
-from batchserve.runner.step_handle import QueuedStep
+from batchserve.runner.queued_step import QueuedStep
 from batchserve.sampling.device import DeviceSampler
 from batchserve.sampling.verify import VerifiedTokens
-from batchserve.startup import build as build_module
+from batchserve.startup import modules
 from benchmarks.adaptive.driver import Contender, fixed
 from benchmarks.adaptive.overhead import Parts, clock_put_forward, instrumented, spin
 from benchmarks.adaptive.workloads import Lab, Options, lab, new_drafter, read_options, recorded_sets, say, write
@@ -82,7 +82,7 @@ def without_pause(bench: Lab) -> Iterator[None]:
 @contextmanager
 def pretended() -> Iterator[None]:
     with (
-        mock.patch.object(build_module, "choose_capturer", return_value=IdleCapturer()),
+        mock.patch.object(modules, "choose_capturer", return_value=IdleCapturer()),
         mock.patch.object(QueuedStep, "wait", wait),
     ):
         yield

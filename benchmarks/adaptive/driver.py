@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count, cycle, islice
 from math import comb
 
-from batchserve.attention.paged import PagedBackend
 from batchserve.bench.replay import SCOPE, ReplayRecord
 from batchserve.decoding_length.adaptive import AdaptiveDrafting
 from batchserve.decoding_length.policy import FixedDrafting
@@ -214,20 +213,12 @@ class Driver:
 
     def _fill(self, name: str, num_tokens: int) -> None:
         """K/V that attention takes as long to read as any other."""
-        backend = self.core.executor.backend
-        if not backend.allocator.reserve(name, num_tokens + 1):
-            free = backend.allocator.free_tokens
+        allocator = self.core.executor.allocator
+        if not allocator.reserve(name, num_tokens + 1):
+            free = allocator.free_tokens
             raise ConfigError(f"K/V memory: {free} tokens are free, must be {num_tokens + 1} for one more request")
-        backend.allocator.commit(name, range(num_tokens))
-        if isinstance(backend, PagedBackend):  # its caches are there from the start
-            return
-        for layer in count():
-            try:
-                planes = backend.allocator.planes(name, layer)  # type: ignore[attr-defined]
-            except IndexError:
-                return
-            for plane in planes:
-                plane.zero_()
+        allocator.commit(name, range(num_tokens))
+        allocator.touch(name)
 
     def step(self, flights: list[Flight], run: Run) -> None:
         """One step of the engine, in which all of these decode."""

@@ -32,7 +32,7 @@ from unittest import mock
 import torch
 
 from batchserve.engine.engine_core import EngineCore
-from batchserve.runner import model_runner
+from batchserve.runner import step_handle
 from batchserve.runner.ragged_batch import RaggedBatch
 from batchserve.sampling.sampler import RowSampler
 from benchmarks.adaptive.driver import Contender, Run, fixed
@@ -119,7 +119,7 @@ def host_parts(core: EngineCore) -> list[tuple[Any, str, str]]:
         (core.drafts.drafter, "accept_all", "drafter learns"),
         (core.drafts, "step_done", "adaptive learns"),
         (core, "_build", "build"),
-        (model_runner, "verify_batch", "verify"),
+        (step_handle, "verify_batch", "verify"),
         (core, "_commit", "commit"),
         (core, "_publish", "publish"),
     ]

@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from batchserve.attention.base import LayerShape
 from batchserve.attention.cpu import CpuBackend
 from batchserve.bench.replay import ReplayRecord
@@ -130,7 +128,7 @@ class Simulation:
         clock = Clock()
         config = EngineConfig(max_num_seqs=MAX_REQUESTS, max_num_batched_tokens=4096)
         longest = max(len(r.prompt_token_ids) + len(r.response_token_ids) for r in self.records) + MAX_DRAFT_TOKENS
-        allocator = SlabAllocator([LayerShape(1, 1, 1)], torch.float32, MAX_REQUESTS * (longest + 128))
+        allocator = SlabAllocator([LayerShape(1, 1, 1)], "float32", MAX_REQUESTS * (longest + 128))
         runner = SimulatedRunner(CpuBackend(allocator, 1, has_kernel=False), self.table, clock)
         scheduler = Scheduler(config, allocator, longest)
         drafter = WarmDrafter(self.drafter, self.warm, lambda number: clock.advance(draft_s(number)))

@@ -21,7 +21,7 @@ from unittest import mock
 from torch.profiler import ProfilerActivity, profile
 
 from batchserve.attention.paged import PagedBackend
-from batchserve.runner import cuda_graphs, step_handle
+from batchserve.runner import cuda_graphs, queued_step
 from batchserve.runner.cuda_graphs import StepGraphs
 from batchserve.sampling.device import DeviceSampler
 from benchmarks.gpu.kit import Kit, Report
@@ -41,7 +41,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "describe sampling": (DeviceSampler, "build_metadata"),
     "describe rows": (cuda_graphs, "step_arrays"),
     "begin step": (PagedBackend, "begin_static"),
-    "copy to host": (step_handle.HostCopy, "__init__"),
+    "copy to host": (queued_step.HostCopy, "__init__"),
     "read": (DeviceSampler, "to_verified"),
 }
 

@@ -17,8 +17,8 @@ from batchserve.attention.paged import PagedBackend
 from batchserve.decoding_length.step_time import CRITICAL_RATIO
 from batchserve.gpu.linears import RowLinear
 from batchserve.request import GREEDY, ResolvedSampling
+from batchserve.runner.queued_step import QueuedStep
 from batchserve.runner.ragged_batch import RequestRows, build_batch
-from batchserve.runner.step_handle import QueuedStep
 from batchserve.sampling.device_rows import NEEDS_HOST
 from benchmarks.gpu.cases import random_parents
 from benchmarks.gpu.kit import Kit
@@ -56,7 +56,7 @@ class StepBench:
         self._core, self.runner = self.engine.core, self.engine.core.executor
         self.runner.bind_thread()
         fill_caches(self.runner)
-        self._bytes_per_token = self.runner.backend.allocator.bytes_per_token
+        self._bytes_per_token = self.runner.allocator.bytes_per_token
 
     def about(self) -> dict[str, Any]:
         model = self._core.drafts.policy.step_time
@@ -66,7 +66,7 @@ class StepBench:
             "own_linears": sum(isinstance(each, RowLinear) for each in self.runner._model.modules()),
             "weight_bytes": self._weight_bytes,
             "kv_bytes_per_token": self._bytes_per_token,
-            "kv_tokens": self.runner.backend.allocator.total_tokens,
+            "kv_tokens": self.runner.allocator.total_tokens,
             "critical_length": model.critical_length(),
             "table": {"rows": model.table.rows, "ms": [round(s * 1e3, 3) for s in model.table.seconds]},
         }
@@ -123,13 +123,13 @@ class StepBench:
 
     def lacks_memory(self, num_tokens: int) -> str | None:
         """Why there is no K/V memory for so many tokens; None: there is."""
-        free = self.runner.backend.allocator.free_tokens
+        free = self.runner.allocator.free_tokens
         return None if num_tokens <= free else f"K/V memory holds {free} tokens, needed are {num_tokens}"
 
     @contextmanager
     def contexts(self, batch: int, context: int, rows: int) -> Iterator[list[str]]:
         """So many requests with that context, and memory for so many rows of each; their ids."""
-        allocator = self.runner.backend.allocator
+        allocator = self.runner.allocator
         names = [f"step-{i}" for i in range(batch)]
         try:
             for name in names:
@@ -162,7 +162,7 @@ class StepBench:
         """Seconds of one step of so many rows of each request, and of its launch alone; rows left to the host."""
         requests = []
         for name in names:
-            self.runner.backend.allocator.reserve(name, rows)
+            self.runner.allocator.reserve(name, rows)
             parents = [-1, *(max(0, p + 1) for p in random_parents(rng, rows - 1))]  # hanging from the last token
             requests.append(RequestRows(name, context, [rng.randrange(100)] * rows, parents, 1, sampling))
         batch = build_batch(requests)

@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 
 from batchserve.attention import cpu, sdpa
 from batchserve.attention.base import AttentionBackend, AttentionParams, LayerShape, Span, Spans
-from batchserve.attention.cpu import CpuBackend, kernel_supports
+from batchserve.attention.compiled import kernel_supports
+from batchserve.attention.cpu import CpuBackend
 from batchserve.attention.paged import PagedBackend
 from batchserve.attention.torch_paged import TorchKernel
 from batchserve.kv.slab import SlabAllocator
 from batchserve.kv.slots import SlotAllocator
 from tests.attention.reference_backend import TorchReferenceBackend
 from tests.attention.test_mask import ancestors, make_span, random_parents
-from tests.factories import examples
+from tests.factories import dtype_name, examples, tensor_planes
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
@@ -56,11 +57,11 @@ def make_backend(kind: str, shapes: list[LayerShape], heads: int, dtype: torch.d
     if kind == "paged":
         slots = SlotAllocator(4096, max_requests=4, max_tokens=1024, bytes_per_token=1)
         return PagedBackend(shapes, dtype, torch.device("cpu"), TorchKernel(), slots)
-    allocator = SlabAllocator(shapes, dtype, 4096)
+    allocator = SlabAllocator(shapes, dtype_name(dtype), 4096)
     if kind == "reference":
         return TorchReferenceBackend(allocator)
-    has_kernel = kind != "sdpa" and kernel_supports(shapes, dtype)
-    return CpuBackend(allocator, heads, has_kernel=has_kernel, is_native=has_kernel and kind == "native")
+    has_kernel = kind != "sdpa" and kernel_supports(shapes, dtype_name(dtype))
+    return CpuBackend(allocator, heads, has_kernel=has_kernel, has_sinks=has_kernel and kind == "native")
 
 
 def make_step(case_shapes: list[LayerShape], heads: int, spans: list[Span], padding: int, rng: random.Random) -> Step:
@@ -214,7 +215,7 @@ def test_matrices_equal_the_reference() -> None:
 def test_bits_do_not_depend_on_how_a_spans_rows_are_shared_out(dtype: torch.dtype, dim: int | None) -> None:
     for seed in range(12):
         case, outputs = random_case(seed, dtype, dim=dim), []
-        if not kernel_supports(case.shapes, dtype):
+        if not kernel_supports(case.shapes, dtype_name(dtype)):
             continue
         for size in (1, 3, 8, 1000):
             with mock.patch.multiple(cpu, PART_ROWS=size, PART_QUERIES=size, TURNS=1000 // size, MAX_PARTS=100):
@@ -348,7 +349,7 @@ def test_shapes_that_are_not_those_of_the_layer_are_refused_before_anything_is_w
     backend.begin(Spans.of(make_spans(random.Random(0), [0], [[-1, 0, 1]])))
     right = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3, 16)
     assert backend.attend(0, *right, AttentionParams(0.25)).shape == (1, 3, 4, 16)
-    planes = backend.allocator.planes("r0", 0)  # type: ignore[attr-defined]
+    planes = tensor_planes(backend.allocator, "r0", 0)
     before = [
         plane.view(torch.int32).clone() for plane in planes
     ]  # bits: unused memory may hold NaN, which equals nothing

@@ -11,7 +11,7 @@ from numba import njit
 
 from batchserve.attention import matrix_code
 from batchserve.attention.base import LayerShape
-from batchserve.attention.cpu import supports_amx
+from batchserve.attention.compiled import supports_amx
 from batchserve.attention.matrix_code import AT_ONCE, PAIRS, TILE
 from batchserve.kv.slab import EXTENT
 
@@ -109,11 +109,11 @@ def test_lanes_stand_as_queries_and_rows_are_copied_and_cleared() -> None:
 def test_they_are_taken_for_whole_rows_of_bfloat16_only() -> None:
     fit, odd = LayerShape(2, 96, 96), LayerShape(2, 80, 80)
     with mock.patch.object(matrix_code, "can_use_amx", return_value=True):
-        assert supports_amx([fit, fit], torch.bfloat16)
-        assert not supports_amx([fit, odd], torch.bfloat16)
-        assert not supports_amx([fit], torch.float32)
+        assert supports_amx([fit, fit], "bfloat16")
+        assert not supports_amx([fit, odd], "bfloat16")
+        assert not supports_amx([fit], "float32")
     with mock.patch.object(matrix_code, "can_use_amx", return_value=False):
-        assert not supports_amx([fit], torch.bfloat16)
+        assert not supports_amx([fit], "bfloat16")
 
 
 def test_a_slab_ends_with_a_whole_tile() -> None:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from batchserve.attention.base import LayerShape
 from batchserve.attention.cpu import CpuBackend
 from batchserve.config import EngineConfig
@@ -167,7 +165,7 @@ def scripted_engine(
     *, is_drafting: bool = False, total_tokens: int = 4096, decoder: Decoder | None = None, **options: object
 ) -> ScriptedEngine:
     config = EngineConfig(**options)  # type: ignore[arg-type]
-    allocator = SlabAllocator([LayerShape(1, 1, 1)], torch.float32, total_tokens)
+    allocator = SlabAllocator([LayerShape(1, 1, 1)], "float32", total_tokens)
     runner = ScriptedRunner(CpuBackend(allocator, 1, has_kernel=False))
     perfect = PerfectDrafter() if is_drafting else None
     if perfect is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from batchserve.attention.base import LayerShape
 from batchserve.decoding_length.acceptance import NUM_DEPTHS
@@ -98,7 +97,7 @@ def test_where_memory_is_short_the_likelier_tree_is_run_and_the_first_nodes_of_t
     num_unverified: int, first: str
 ) -> None:
     """Both were promised the one extent that is free; who comes later has what is left of his own."""
-    allocator = SlabAllocator([LayerShape(1, 1, 1)], torch.float32, 3 * EXTENT)
+    allocator = SlabAllocator([LayerShape(1, 1, 1)], "float32", 3 * EXTENT)
     for name in "ab":
         assert allocator.reserve(name, EXTENT)
         allocator.commit(name, range(EXTENT - 4))

@@ -15,7 +15,7 @@ import torch
 from batchserve.attention import flashinfer
 from batchserve.attention.flashinfer import FlashInferKernel
 from batchserve.startup import backend as backends
-from batchserve.startup import build
+from batchserve.startup import modules
 from tests.equivalence import harness
 from tests.graphs import RerunCapturer
 
@@ -93,7 +93,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp
     name: str = getattr(request, "param", "cpu")
     monkeypatch.setitem(harness.BACKEND, "attention_backend", "cpu" if name == "cpu" else "torch")
     if name.endswith("graphs"):
-        monkeypatch.setattr(build, "choose_capturer", lambda config, device, kernel: RerunCapturer())
+        monkeypatch.setattr(modules, "choose_capturer", lambda config, device, kernel: RerunCapturer())
     if name.startswith("flashinfer"):
         _use_flashinfer(monkeypatch, tmp_path, mask=name.split("_")[1])
     return name

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from batchserve.errors import ConfigError
-from batchserve.runner import model_runner
+from batchserve.runner import step_handle
 from batchserve.runner.loader import resolve_dtype
 from batchserve.runner.model_folder import resolve_model
 from tests.drafters import OracleDrafter
@@ -25,7 +25,7 @@ def check_bitwise(model: Path, vocab_size: int, dtype: str, monkeypatch: pytest.
     """The logits behind every emitted token are compared, not only the tokens."""
     jobs = sampled_jobs(random.Random(8), 10, vocab_size)
     seen: dict[tuple[str, int], torch.Tensor] = {}
-    right = model_runner.verify_batch
+    right = step_handle.verify_batch
     is_recording = True
 
     def observing(batch, logits, *others):  # type: ignore[no-untyped-def]
@@ -42,7 +42,7 @@ def check_bitwise(model: Path, vocab_size: int, dtype: str, monkeypatch: pytest.
                     assert torch.equal(seen[slot], row_logits), slot
         return results
 
-    monkeypatch.setattr(model_runner, "verify_batch", observing)
+    monkeypatch.setattr(step_handle, "verify_batch", observing)
     options = {"dtype": dtype, "batch_invariant": True, "max_model_len": 200}
     off = run(build(model, max_num_seqs=1, **options), jobs, Coverage(), speculate=False)
     is_recording = False

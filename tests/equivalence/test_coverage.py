@@ -16,7 +16,7 @@ from batchserve.attention.base import Spans
 from batchserve.attention.cpu import CpuBackend
 from batchserve.kv.slab import SlabAllocator
 from batchserve.kv.slots import SlotAllocator
-from batchserve.runner import model_runner, ragged_batch
+from batchserve.runner import ragged_batch, step_handle
 from batchserve.sampling.device import DeviceSampler
 from batchserve.sampling.verify import StepTokens, VerifiedTokens
 from tests.drafters import OracleDrafter
@@ -123,7 +123,7 @@ def accepted_kv_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def bonus_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """After an accepted path the bonus token is dropped; the path is kept."""
-    right_walk, right_reading = model_runner.verify_batch, DeviceSampler.to_verified
+    right_walk, right_reading = step_handle.verify_batch, DeviceSampler.to_verified
 
     def cut(verified: VerifiedTokens | None) -> VerifiedTokens | None:
         if verified is None or not verified.rows:
@@ -133,7 +133,7 @@ def bonus_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     def walk(*arguments: Any) -> StepTokens:
         return StepTokens.of([*map(cut, right_walk(*arguments))])
 
-    monkeypatch.setattr(model_runner, "verify_batch", walk)
+    monkeypatch.setattr(step_handle, "verify_batch", walk)
     monkeypatch.setattr(DeviceSampler, "to_verified", lambda *arguments: list(map(cut, right_reading(*arguments))))
 
 

@@ -13,7 +13,7 @@ from batchserve.engine.engine_core import Event
 from batchserve.errors import BatchserveError
 from batchserve.kv.prefix_index import MIN_TOKENS
 from batchserve.request import TENANT, DraftScope, Request
-from batchserve.runner import model_runner
+from batchserve.runner import step_handle
 from batchserve.startup.build import BuiltEngine
 from batchserve.types import FinishReason, SamplingParams, SpeculationParams
 from tests.drafters import OracleDrafter
@@ -276,7 +276,7 @@ def test_with_batch_invariance_hits_are_bitwise_the_same(
     for i, job in enumerate(jobs):
         job.params = SamplingParams(temperature=1.0, seed=i, max_tokens=16)
     seen: dict[tuple[str, int], torch.Tensor] = {}
-    verify = model_runner.verify_batch
+    verify = step_handle.verify_batch
     name = [""]
     is_recording, num_compared = True, 0
 
@@ -293,7 +293,7 @@ def test_with_batch_invariance_hits_are_bitwise_the_same(
                     assert torch.equal(seen[slot], logits[first + row - rows.root]), f"other bits at {slot}"
         return results
 
-    monkeypatch.setattr(model_runner, "verify_batch", observing)
+    monkeypatch.setattr(step_handle, "verify_batch", observing)
     options: dict[str, Any] = {"batch_invariant": True, "decoding_length": 6}
     plain, hitting = (make_engine(tiny_model["llama"], prefix_cache=on, **options) for on in (False, True))
     expected = {}

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from batchserve.attention.base import LayerShape
 from batchserve.kv.slab import EXTENT, SlabAllocator, bytes_per_token
 from batchserve.native import pages
-from tests.factories import examples
+from tests.factories import dtype_name, examples, tensor_planes
 
 LAYERS = [LayerShape(2, 4, 4), LayerShape(1, 4, 8), LayerShape(2, 4, 4)]  # stacked planes and odd ones
 TOTAL = 6 * EXTENT + 17  # not a whole number of extents
@@ -56,11 +56,11 @@ class SlabMachine(RuleBasedStateMachine):
         self.retired: dict[str, list[list[int]]] = {"s": [], "t": []}  # by scope; the allocator may have dropped some
 
     def make_allocator(self) -> Any:
-        return SlabAllocator(LAYERS, torch.float32, TOTAL)
+        return SlabAllocator(LAYERS, "float32", TOTAL)
 
     def places(self, request_id: str, layer: int) -> list[torch.Tensor]:
         """K and V of a layer as the request has them, [num_kv_heads, tokens, dim], to be written to."""
-        planes: list[torch.Tensor] = list(self.allocator.planes(request_id, layer))
+        planes = tensor_planes(self.allocator, request_id, layer)
         assert all(plane.is_contiguous() for plane in planes), "one head's keys must lie one behind the other"
         return planes
 
@@ -236,13 +236,13 @@ def keep(allocator: SlabAllocator, request_id: str, scope: str, tokens: list[int
     assert allocator.reserve(request_id, len(tokens))
     for layer in range(len(LAYERS)):
         for plane in allocator.planes(request_id, layer):
-            plane[:, : len(tokens)] = torch.tensor(tokens, dtype=torch.float32)[None, :, None]
+            plane[:, : len(tokens)] = np.array(tokens, np.float32)[None, :, None]
     allocator.commit(request_id, range(len(tokens)))
     allocator.retire(request_id, scope, tokens)
 
 
 def test_a_prompt_begins_with_the_longest_prefix_of_its_own_scope() -> None:
-    allocator = SlabAllocator(LAYERS, torch.float32, 20 * EXTENT)
+    allocator = SlabAllocator(LAYERS, "float32", 20 * EXTENT)
     keep(allocator, "a", "mine", [*range(100), 7])
     keep(allocator, "b", "mine", [*range(120), 8])
     keep(allocator, "c", "theirs", list(range(150)))
@@ -255,7 +255,7 @@ def test_a_prompt_begins_with_the_longest_prefix_of_its_own_scope() -> None:
 
 
 def test_cached_prefixes_go_when_memory_is_needed_the_least_recently_used_first() -> None:
-    allocator = SlabAllocator(LAYERS, torch.float32, 6 * EXTENT)
+    allocator = SlabAllocator(LAYERS, "float32", 6 * EXTENT)
     for name, base in (("a", 0), ("b", 1000), ("c", 2000)):
         keep(allocator, name, "s", list(range(base, base + 2 * EXTENT)))
     assert allocator.free_tokens == 6 * EXTENT
@@ -271,7 +271,7 @@ def test_cached_prefixes_go_when_memory_is_needed_the_least_recently_used_first(
 
 
 def test_a_longer_text_replaces_its_own_beginning_in_the_cache() -> None:
-    allocator = SlabAllocator(LAYERS, torch.float32, 20 * EXTENT)
+    allocator = SlabAllocator(LAYERS, "float32", 20 * EXTENT)
     keep(allocator, "a", "s", list(range(100)))
     keep(allocator, "b", "t", list(range(100)))
     keep(allocator, "c", "s", list(range(200)))
@@ -282,7 +282,7 @@ def test_a_longer_text_replaces_its_own_beginning_in_the_cache() -> None:
 
 
 def test_nobody_forks_what_is_not_committed() -> None:
-    allocator = SlabAllocator(LAYERS, torch.float32, 20 * EXTENT)
+    allocator = SlabAllocator(LAYERS, "float32", 20 * EXTENT)
     assert allocator.reserve("a", 30)
     allocator.commit("a", range(20))
     with pytest.raises(ValueError, match="num_shared = 21: 'a' has committed 20"):
@@ -291,7 +291,7 @@ def test_nobody_forks_what_is_not_committed() -> None:
 
 
 def test_memory_is_reserved_by_the_extent_and_never_for_the_whole_context() -> None:
-    allocator = SlabAllocator(LAYERS, torch.bfloat16, 10 * EXTENT)
+    allocator = SlabAllocator(LAYERS, "bfloat16", 10 * EXTENT)
     assert allocator.reserve("a", 1)
     assert allocator.free_tokens == 9 * EXTENT
     assert allocator.reserve("a", EXTENT)  # the same extent
@@ -301,7 +301,7 @@ def test_memory_is_reserved_by_the_extent_and_never_for_the_whole_context() -> N
 
 
 def test_to_begin_takes_no_more_than_is_needed_and_to_grow_a_little_more() -> None:
-    allocator = SlabAllocator(LAYERS, torch.float32, 100 * EXTENT)
+    allocator = SlabAllocator(LAYERS, "float32", 100 * EXTENT)
     assert all(allocator.reserve(str(i), EXTENT) for i in range(50))
     assert allocator.free_tokens == 50 * EXTENT
     assert allocator.reserve("0", EXTENT + 1)
@@ -311,7 +311,7 @@ def test_to_begin_takes_no_more_than_is_needed_and_to_grow_a_little_more() -> No
 
 
 def test_where_memory_is_plentiful_a_request_begins_with_room_for_its_answer() -> None:
-    allocator = SlabAllocator([LayerShape(1, 8, 8)], torch.float32, 1100 * EXTENT)
+    allocator = SlabAllocator([LayerShape(1, 8, 8)], "float32", 1100 * EXTENT)
     assert allocator.reserve("long", 30 * EXTENT)
     assert allocator.free_tokens == (1100 - 31) * EXTENT
     assert allocator.reserve("longer", 46 * EXTENT)
@@ -325,24 +325,24 @@ def test_where_memory_is_plentiful_a_request_begins_with_room_for_its_answer() -
 def test_addresses_are_those_of_the_planes_whatever_shapes_layers_have(seed: int) -> None:
     rng = np.random.default_rng(seed)
     layers = [LayerShape(*(int(size) for size in rng.integers(1, 4, 3))) for _ in range(7)]
-    allocator = SlabAllocator(layers, torch.float32, 8 * EXTENT)
+    allocator = SlabAllocator(layers, "float32", 8 * EXTENT)
     for num_tokens in (1, EXTENT + 1):
         assert allocator.reserve("a", num_tokens)
         where, capacity = allocator.slabs(["a"])[0]
         addresses = np.ctypeslib.as_array((ctypes.c_int64 * 14).from_address(int(where))).reshape(7, 2)
         for layer in range(7):
             planes = allocator.planes("a", layer)
-            assert [plane.data_ptr() for plane in planes] == addresses[layer].tolist()
+            assert [plane.ctypes.data for plane in planes] == addresses[layer].tolist()
             assert [plane.shape[1] for plane in planes] == [capacity, capacity]
 
 
 def test_bytes_per_token_are_those_of_k_and_v_in_all_layers() -> None:
-    assert bytes_per_token(LAYERS, torch.bfloat16) == 2 * (2 * 8 + 1 * 12 + 2 * 8)
-    assert bytes_per_token(LAYERS, torch.float32) == 2 * bytes_per_token(LAYERS, torch.bfloat16)
+    assert bytes_per_token(LAYERS, "bfloat16") == 2 * (2 * 8 + 1 * 12 + 2 * 8)
+    assert bytes_per_token(LAYERS, "float32") == 2 * bytes_per_token(LAYERS, "bfloat16")
 
 
 def test_a_refused_reservation_changes_nothing() -> None:
-    allocator = SlabAllocator(LAYERS, torch.float32, 2 * EXTENT)
+    allocator = SlabAllocator(LAYERS, "float32", 2 * EXTENT)
     assert allocator.reserve("a", 10)
     assert not allocator.reserve("b", EXTENT + 1)
     assert not allocator.reserve("a", 2 * EXTENT + 1)
@@ -351,7 +351,7 @@ def test_a_refused_reservation_changes_nothing() -> None:
 
 
 def test_what_the_system_has_no_memory_for_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocator = SlabAllocator(LAYERS, torch.float32, 20 * EXTENT)
+    allocator = SlabAllocator(LAYERS, "float32", 20 * EXTENT)
     assert allocator.reserve("a", 10)
     allocator.commit("a", range(10))
     left, zeros = [True], pages.zeros  # for the planes of one shape of two
@@ -376,24 +376,24 @@ def test_what_the_system_has_no_memory_for_changes_nothing(monkeypatch: pytest.M
 
 
 def test_what_is_cached_is_given_up_where_the_system_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocator = SlabAllocator(LAYERS, torch.float32, 20 * EXTENT)
+    allocator = SlabAllocator(LAYERS, "float32", 20 * EXTENT)
     assert allocator.reserve("a", EXTENT)
     allocator.commit("a", range(EXTENT))
     allocator.retire("a", "s", [*range(EXTENT)])
-    empty = torch.empty
+    zeros = pages.zeros
 
-    def scarce(*arguments: Any, **options: Any) -> torch.Tensor:
+    def scarce(*arguments: Any) -> np.ndarray:
         if allocator.cached_tokens:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        return empty(*arguments, **options)
+            raise MemoryError
+        return zeros(*arguments)
 
-    monkeypatch.setattr(torch, "empty", scarce)
+    monkeypatch.setattr(pages, "zeros", scarce)
     assert allocator.reserve("b", EXTENT)
     allocator.check_integrity({"b"})
 
 
 def test_check_integrity_finds_leaked_and_lost_memory() -> None:
-    allocator = SlabAllocator(LAYERS, torch.float32, 4 * EXTENT)
+    allocator = SlabAllocator(LAYERS, "float32", 4 * EXTENT)
     allocator.reserve("leaked", 5)
     with pytest.raises(RuntimeError, match="leaked"):
         allocator.check_integrity(())
@@ -406,13 +406,13 @@ def test_check_integrity_finds_leaked_and_lost_memory() -> None:
 def test_rows_of_many_requests_move_in_one_call(dtype: torch.dtype) -> None:
     """Layers of different shapes, slabs of different sizes, some requests of which nothing moves or nothing is kept."""
     rng, rows = random.Random(5), 24
-    allocator = SlabAllocator(LAYERS, dtype, 100 * EXTENT)
+    allocator = SlabAllocator(LAYERS, dtype_name(dtype), 100 * EXTENT)
     kept, expected = {}, {}
     for i in range(8):
         name = f"r{i}"
         assert allocator.reserve(name, 1 + 40 * i + rows)
         allocator.commit(name, range(1 + 40 * i))
-        planes = [plane for layer in range(len(LAYERS)) for plane in allocator.planes(name, layer)]
+        planes = [plane for layer in range(len(LAYERS)) for plane in tensor_planes(allocator, name, layer)]
         for plane in planes:
             plane.copy_(torch.randn(plane.shape))
         kept[name] = [range(rows), []][i] if i < 2 else sorted(rng.sample(range(rows), 1 + 2 * i))
@@ -422,14 +422,14 @@ def test_rows_of_many_requests_move_in_one_call(dtype: torch.dtype) -> None:
     moved = {name: rows for name, rows in kept.items() if rows != range(len(rows))}
     allocator.commit_all([*kept], [*map(len, kept.values())], moved)
     for name, contents in expected.items():
-        planes = [plane for layer in range(len(LAYERS)) for plane in allocator.planes(name, layer)]
+        planes = [plane for layer in range(len(LAYERS)) for plane in tensor_planes(allocator, name, layer)]
         for plane, content in zip(planes, contents, strict=True):
             assert torch.equal(plane[:, : content.shape[1]], content)
     allocator.check_integrity(kept)
 
 
 def test_a_row_that_was_not_reserved_is_refused() -> None:
-    allocator = SlabAllocator(LAYERS, torch.float32, 4 * EXTENT)
+    allocator = SlabAllocator(LAYERS, "float32", 4 * EXTENT)
     assert allocator.reserve("a", EXTENT)
     with pytest.raises(IndexError, match=f"'a': {EXTENT} was not reserved"):
         allocator.commit("a", [0, EXTENT])

@@ -21,6 +21,7 @@ from batchserve.program.instructions import Routing, assemble
 from batchserve.program.tape import Call, UnsuitableModelError
 from batchserve.program.torch_calls import check_row_by_row
 from batchserve.runner.loader import load_model
+from batchserve.runner.native_runner import NativeRunner
 from tests.equivalence.harness import build
 from tests.program.test_model import answer, ids
 from tests.tiny_models import save_tiny_model
@@ -69,12 +70,12 @@ def test_a_family_is_native_but_for_named_operators(family: str, tmp_path: Path)
     options, operators = FAMILIES[family]
     loaded = load_model(EngineConfig(str(save(family, options, tmp_path)), dtype="float32"))
     assert loaded.native is not None
-    assert set(loaded.native.torch_operators) == operators
+    assert set(loaded.native.image.torch_operators) == operators
 
 
 def test_what_torch_computes_is_right_in_steps_of_any_size(tmp_path: Path) -> None:
     runner, tokens = build(save("arcee", SIZES, tmp_path), dtype="float32", num_threads=1).core.executor, ids()
-    assert runner._native is not None
+    assert isinstance(runner, NativeRunner)
     whole = answer(runner, tokens, [len(tokens)])
     for sizes in ([1] * len(tokens), [7, 16, 22]):
         torch.testing.assert_close(answer(runner, tokens, sizes), whole, rtol=1e-4, atol=1e-4)
@@ -84,7 +85,7 @@ def test_experts_with_more_rows_than_a_tile_have(tmp_path: Path) -> None:
     """Of 300 rows and two of four experts each has some 150."""
     runner = build(save_tiny_model("mixtral", tmp_path / "model"), dtype="float32", num_threads=1).core.executor
     tokens = torch.randint(3, 128, (300,), generator=torch.Generator().manual_seed(3)).tolist()
-    assert runner._native is not None
+    assert isinstance(runner, NativeRunner)
     whole = answer(runner, tokens, [300])
     assert whole.isfinite().all()
     for sizes in ([70, 1, 229], [150, 150]):

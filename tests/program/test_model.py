@@ -16,12 +16,14 @@ from batchserve.attention.cpu import CpuBackend
 from batchserve.attention.interface import ShapeProbe
 from batchserve.config import EngineConfig
 from batchserve.kv.slab import SlabAllocator
+from batchserve.program.link import LinkedModel
 from batchserve.program.model import NativeModel
 from batchserve.request import GREEDY
 from batchserve.runner import native
 from batchserve.runner.forward import logits_of
 from batchserve.runner.loader import LoadedModel, load_model
 from batchserve.runner.model_runner import ModelRunner
+from batchserve.runner.native_runner import NativeRunner
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from tests.equivalence.harness import build
 from tests.tiny_models import save_tiny_model
@@ -37,20 +39,20 @@ def ids() -> list[int]:
     return torch.randint(3, 128, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def answer(runner: ModelRunner, tokens: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+def answer(runner: NativeRunner | ModelRunner, tokens: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
     """Logits of all tokens, by steps of such numbers of rows."""
-    found, context, allocator = [], 0, runner.backend.allocator
+    found, context, allocator = [], 0, runner.allocator
     for count in sizes:
         assert allocator.reserve("one", count)
         rows = RequestRows("one", context, list(tokens[context : context + count]), [*range(-1, count - 1)], 1, GREEDY)
         found.append(runner.forward(build_batch([rows])))
         best, is_finite = runner.find_best(found[-1])  # which the head has noted
-        assert best.tolist() == found[-1].numpy().argmax(axis=1).tolist()
+        assert best.tolist() == found[-1].argmax(axis=1).tolist()
         assert is_finite.all()
         allocator.commit("one", range(count))
         context += count
     allocator.release("one")
-    return torch.cat(found)
+    return torch.from_numpy(np.concatenate(found))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -60,7 +62,7 @@ def test_a_family_is_native_and_right_and_has_the_same_bits_in_any_steps(
 ) -> None:
     built = build(tiny_model[family], dtype=dtype, num_threads=1)
     runner, tokens = built.core.executor, ids()
-    assert runner._native is not None
+    assert isinstance(runner, NativeRunner)
     whole = answer(runner, tokens, [NUM_TOKENS])
     for sizes in ([1] * NUM_TOKENS, [7, 16, 22], [17, 3, 25]):
         assert torch.equal(answer(runner, tokens, sizes), whole)
@@ -76,8 +78,8 @@ def test_of_likeliest_tokens_the_first_counts_and_none_where_logits_are_no_numbe
     tiny_model: dict[str, Path],
 ) -> None:
     runner, tokens = build(tiny_model["llama"], dtype="float32", num_threads=1).core.executor, ids()
+    assert isinstance(runner, NativeRunner)
     native = runner._native
-    assert native is not None
     right = answer(runner, tokens, [NUM_TOKENS])  # the last step's
     for row, changes in enumerate([{5: 99.0, 100: 99.0}, {100: float("nan"), 120: 99.0}, {127: float("inf")}, {}]):
         for column, value in changes.items():
@@ -132,13 +134,13 @@ def matrices(model: torch.nn.Module) -> dict[int, int]:
 def test_weights_are_kept_once(family: str, is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed. An embedding is looked up in the packed head where these are tied, and otherwise in its own table."""
     loaded_at: dict[int, int] = {}
-    release = NativeModel.release_weights
+    release = LinkedModel.release_weights
 
-    def noting(self: NativeModel, model: PreTrainedModel) -> None:
+    def noting(self: LinkedModel, model: PreTrainedModel) -> None:
         loaded_at.update(matrices(model))
         release(self, model)
 
-    monkeypatch.setattr(NativeModel, "release_weights", noting)
+    monkeypatch.setattr(LinkedModel, "release_weights", noting)
     folder = save_tiny_model(family, tmp_path / "model", tie_word_embeddings=is_tied)
     loaded = load_model(EngineConfig(str(folder), dtype="float32"))
     assert loaded.native is not None
@@ -168,7 +170,7 @@ def test_a_model_whose_tracing_fails_is_served_by_its_modules(
     def failing(*arguments: object) -> None:
         raise KeyError("surprise")
 
-    monkeypatch.setattr("batchserve.program.model.record", failing)
+    monkeypatch.setattr("batchserve.program.link.record", failing)
     loaded = load_model(EngineConfig(str(tiny_model["llama"]), dtype="float32"))
     assert loaded.native is None
     assert "KeyError('surprise')" in caplog.text
@@ -179,7 +181,7 @@ def test_want_of_memory_is_said_as_such(tiny_model: dict[str, Path], monkeypatch
     def failing(*arguments: object) -> None:
         raise MemoryError("1 bytes of packed weights")
 
-    monkeypatch.setattr("batchserve.program.model.pack", failing)
+    monkeypatch.setattr("batchserve.program.link.pack", failing)
     with pytest.raises(MemoryError, match="packed weights"):
         load_model(EngineConfig(str(tiny_model["llama"]), dtype="float32"))
 

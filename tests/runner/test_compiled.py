@@ -28,7 +28,7 @@ from batchserve.runner import gpu_modules
 from batchserve.runner.compiled import CompiledLayers, CompiledModel, repeated_layers
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RaggedBatch, RequestRows, build_batch
-from batchserve.startup import build as build_module
+from batchserve.startup import modules
 from batchserve.startup import optimize as faster_module
 from batchserve.startup.build import build_engine
 from tests.attention.test_mask import random_parents
@@ -50,7 +50,7 @@ def two_layers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def ragged_batch(rng: random.Random, runner: ModelRunner, num_rows: int) -> RaggedBatch:
     """Trees of 1 to 3 requests with contexts; their K/V is reserved."""
     cuts = sorted(rng.sample(range(1, num_rows), rng.randint(0, 2)))
-    requests, allocator = [], runner.backend.allocator
+    requests, allocator = [], runner.allocator
     for i, (start, end) in enumerate(zip([0, *cuts], [*cuts, num_rows], strict=True)):
         context = rng.randint(0, 40)
         allocator.reserve(f"r{i}", context + end - start)
@@ -95,7 +95,7 @@ def test_no_graph_breaks_and_no_recompiles_over_ragged_steps(
         torch.testing.assert_close(written(runner.backend), written(plain.backend))
         for each, batch in zip((plain, runner), batches, strict=True):
             for rows in batch.requests:
-                each.backend.allocator.release(rows.request_id)
+                each.allocator.release(rows.request_id)
         warm = counter.frame_count if step == 0 else warm
         assert counter.frame_count == warm, "programs serve any number of rows"
     assert not counters["graph_break"]
@@ -126,7 +126,7 @@ def test_layers_that_are_alike_share_a_program_of_torchs_own_compiler(
         batch = ragged_batch(random.Random(seed), runner, rows)
         runner.forward(batch)
         for each in batch.requests:
-            runner.backend.allocator.release(each.request_id)
+            runner.allocator.release(each.request_id)
     assert len(runner.compiled._layers) > 1
     assert len(programs) == 1
 
@@ -150,7 +150,7 @@ COMPILED = {"layers": "CompiledLayers", "whole": "CompiledModel"}
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, compiler: Any = "aot_eager") -> None:
     """Steps are captured, and models compiled, without what a GPU's compiler would make of them."""
-    for module in (build_module, faster_module):
+    for module in (modules, faster_module):
         monkeypatch.setattr(module, "choose_capturer", lambda config, device, kernel: RerunCapturer())
     for name in COMPILED.values():
         way = getattr(faster_module, name)

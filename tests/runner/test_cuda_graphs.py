@@ -38,8 +38,8 @@ from batchserve.runner.cuda_graphs import (
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.sampling.recordings import Recordings
-from batchserve.startup import build as build_module
-from batchserve.startup.build import BuiltEngine
+from batchserve.startup import modules
+from batchserve.startup.build import BuiltEngine, build_engine
 from batchserve.types import SamplingParams
 from tests.attention.test_paged import CPU, Recording, random_step
 from tests.drafters import RandomTreeDrafter
@@ -55,7 +55,7 @@ def built_as_graphs(
     monkeypatch: pytest.MonkeyPatch, model: Path, drafter: Any = None, **options: Any
 ) -> tuple[BuiltEngine, RerunCapturer]:
     capturer = RerunCapturer()
-    monkeypatch.setattr(build_module, "choose_capturer", lambda config, device, kernel: capturer)
+    monkeypatch.setattr(modules, "choose_capturer", lambda config, device, kernel: capturer)
     built = build(model, drafter, attention_backend="torch", **options)
     capturer.replays = 0
     return built, capturer
@@ -259,11 +259,11 @@ def test_two_kinds_of_buckets_over_one_engine_say_the_same(tiny_model: dict[str,
     for bucket, graph in fitting._graphs.items():
         fitting._graphs[bucket] = wrapped(graph, lambda bucket=bucket: used.append(bucket))
     for counts in ([1], [1, 1], [1, 1, 1], [3], [5, 2], [4, 3, 1], [8, 3], [8, 8, 1], [7, 7, 7, 3]):
-        said = launch(fitting, runner.backend.allocator, counts)
+        said = launch(fitting, runner.allocator, counts)
         assert said is not None
-        assert said == launch(fixed, runner.backend.allocator, counts)
+        assert said == launch(fixed, runner.allocator, counts)
     assert used == [(1, 1), (2, 2), (4, 4), (4, 1), (8, 2), (8, 4), (16, 2), (24, 4), (24, 4)]
-    assert runner.backend.allocator.free_tokens == runner.backend.allocator.total_tokens
+    assert runner.allocator.free_tokens == runner.allocator.total_tokens
 
 
 def wrapped(graph: Any, first: Callable[[], None]) -> Any:
@@ -293,8 +293,8 @@ def test_a_table_that_grows_behind_the_graphs_makes_steps_eager(
     options: dict[str, Any] = {"max_model_len": 24, "max_num_batched_tokens": 400, "max_graph_rows": 16}
     built, capturer = built_as_graphs(monkeypatch, tiny_model["llama"], max_num_seqs=3, **options)
     runner = built.core.executor
-    assert runner.backend.allocator.table_shape[0] == 6
-    allocator = runner.backend.allocator
+    assert runner.allocator.table_shape[0] == 6
+    allocator = runner.allocator
     captured = allocator.table_shape
     batch = build_batch([rows_of("one", allocator)])
     replays = capturer.replays
@@ -337,7 +337,7 @@ def test_no_garbage_is_collected_while_steps_are_captured(
             was_enabled.append(gc.isenabled())
             return super().capture(run)
 
-    monkeypatch.setattr(build_module, "choose_capturer", lambda config, device, kernel: Watching())
+    monkeypatch.setattr(modules, "choose_capturer", lambda config, device, kernel: Watching())
     assert build(tiny_model["llama"], None, attention_backend="torch").core.executor.graphs is not None
     assert was_enabled
     assert not any(was_enabled)
@@ -365,7 +365,7 @@ def test_want_of_memory_and_faults_are_not_taken_for_models_that_cannot_be_captu
         def capture(self, run: Any) -> Any:
             raise error
 
-    monkeypatch.setattr(build_module, "choose_capturer", lambda config, device, kernel: Failing())
+    monkeypatch.setattr(modules, "choose_capturer", lambda config, device, kernel: Failing())
     with pytest.raises(raised, match=message):
         build(tiny_model["llama"], None, attention_backend="torch")
     assert gc.isenabled()
@@ -405,12 +405,12 @@ def test_a_model_that_cannot_be_captured_is_served_eagerly_and_says_so(
         def capture(self, run: Any) -> Any:
             raise CannotBeCapturedError("called a synchronizing CUDA operation")
 
-    monkeypatch.setattr(build_module, "choose_capturer", lambda config, device, kernel: Refusing())
+    monkeypatch.setattr(modules, "choose_capturer", lambda config, device, kernel: Refusing())
     says: list[str] = []
     config = EngineConfig(
         model=str(tiny_model["llama"]), attention_backend="torch", device="cpu", dtype="float32", drafter="none"
     )
-    built = build_module.build_engine(config, says.append)
+    built = build_engine(config, says.append)
     assert built.core.executor.graphs is None
     assert any("all steps are eager: LlamaForCausalLM cannot be captured: called a" in said for said in says)
     assert built.core.executor.allocator.free_tokens == built.core.executor.allocator.total_tokens

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchserve.native import pool
-from batchserve.runner import step_handle
+from batchserve.runner import queued_step, step_handle
+from batchserve.runner.queued_step import HostCopy, QueuedStep
 from batchserve.runner.ragged_batch import RequestRows, build_batch
-from batchserve.runner.step_handle import HostCopy, QueuedStep, verify_batch, verify_request
-from batchserve.sampling import argmax_kernel
+from batchserve.runner.step_handle import verify_batch, verify_request
 from batchserve.sampling.device import DeviceSampler
 from batchserve.sampling.recordings import Recordings
 from batchserve.sampling.sampler import RowSampler
@@ -41,7 +41,7 @@ def test_what_the_device_cannot_decide_the_host_does_from_the_requests_own_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With few candidates, and logits that are often equal, many requests need it."""
-    right, num_on_host, num_requests = step_handle.verify_request, 0, 0
+    right, num_on_host, num_requests = verify_request, 0, 0
 
     def counting(rows: Any, sampler: Any, recorded: Sequence[int]) -> Any:
         nonlocal num_on_host
@@ -57,10 +57,10 @@ def test_what_the_device_cannot_decide_the_host_does_from_the_requests_own_rows(
         batch = random_batch(rng, 60)
         logits = random_logits(rng, batch, 60, torch.float32)
         forced = random_forced(rng, batch, 60) if has_forced else Recordings()
-        expected = [*verify_batch(batch, logits, forced)]
+        expected = [*verify_batch(batch, logits.float().numpy(), forced)]
         num_requests += len(batch.requests)
         with monkeypatch.context() as patch:
-            patch.setattr(step_handle, "verify_request", counting)
+            patch.setattr(queued_step, "verify_request", counting)
             assert [*queued(batch, logits, forced, num_candidates).wait()] == expected
 
     check()
@@ -86,7 +86,7 @@ def test_a_step_that_samples_nothing_is_waited_for_too(
     waited: list[int] = []
     wait = HostCopy.wait
     monkeypatch.setattr(HostCopy, "wait", lambda self: (waited.append(1), wait(self))[1])
-    runner.backend.allocator.reserve("r", 5)
+    runner.allocator.reserve("r", 5)
     handle = runner.launch(build_batch([RequestRows("r", 0, [5] * 5, list(range(-1, 4)), 5, None)]))
     assert [*handle.wait()] == [None]
     assert waited == [1]
@@ -95,12 +95,15 @@ def test_a_step_that_samples_nothing_is_waited_for_too(
 def test_on_the_gpu_path_the_forward_runs_at_launch_and_on_the_cpus_own_when_waited_for(
     tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for backend, expected in (("torch", ["forward", "launched"]), ("cpu", ["launched", "forward"])):
+    for backend, name, expected in (
+        ("torch", "_logits", ["forward", "launched"]),
+        ("cpu", "forward", ["launched", "forward"]),
+    ):
         runner = build(tiny_model["llama"], attention_backend=backend, drafter="none").core.executor
         log: list[str] = []
-        forward = runner.forward
-        monkeypatch.setattr(runner, "forward", lambda batch, f=forward, log=log: (log.append("forward"), f(batch))[1])
-        runner.backend.allocator.reserve("r", 5)
+        forward = getattr(runner, name)
+        monkeypatch.setattr(runner, name, lambda batch, f=forward, log=log: (log.append("forward"), f(batch))[1])
+        runner.allocator.reserve("r", 5)
         handle = runner.launch(build_batch([RequestRows("r", 0, [5] * 5, list(range(-1, 4)), 5, make_sampling())]))
         log.append("launched")
         (verified,) = handle.wait()
@@ -121,12 +124,12 @@ def test_all_trees_of_a_step_are_walked_as_each_would_be_alone(
     batch = random_batch(rng, vocab_size)
     logits = random_logits(rng, batch, vocab_size, dtype)
     forced = random_forced(rng, batch, vocab_size) if has_forced else Recordings()
-    verified = verify_batch(batch, logits, forced)
+    verified = verify_batch(batch, logits.float().numpy(), forced)
     for rows, first, found in zip(batch.requests, batch.first_logit.tolist(), verified, strict=True):
         if rows.sampling is None:
             assert found is None
             continue
-        sampler = RowSampler(logits[first : first + 1 + rows.num_draft_tokens])
+        sampler = RowSampler(logits[first : first + 1 + rows.num_draft_tokens].float().numpy())
         assert found == verify_request(rows, sampler, forced.get(rows.request_id, ()))
 
 
@@ -135,26 +138,24 @@ def test_walks_that_find_no_memory_give_no_token_of_the_step_before(monkeypatch:
     batch = random_batch(rng, 500)
     logits, forced = random_logits(rng, batch, 500, torch.bfloat16), random_forced(rng, batch, 500)
     assert any(each is not None and each.temperature > 0 for each in batch.samplings)
-    verify_batch(batch, logits, forced)
+    verify_batch(batch, logits.float().numpy(), forced)
     monkeypatch.setattr(pool, "run", lambda loop, job, count: None)  # as compiled code ends without memory
     with pytest.raises(MemoryError, match=r"no memory to sample from 500 tokens"):
-        verify_batch(batch, logits, forced)
+        verify_batch(batch, logits.float().numpy(), forced)
 
 
 def test_threads_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows' greatest logits are found side by side; sampled requests walked so, their own rows one after the other."""
+    """Sampled requests are walked side by side, the rows of each one after the other."""
     started: list[int] = []
     run = pool.run
     monkeypatch.setattr(pool, "run", lambda loop, job, count: (started.append(count), run(loop, job, count)))
     monkeypatch.setattr(step_handle, "ALONE", 0)
-    monkeypatch.setattr(argmax_kernel, "SHARED_LOGITS", 0)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     for seed in range(40):
         rng = random.Random(seed)
         batch = random_batch(rng, 500)
         logits, forced = random_logits(rng, batch, 500, torch.bfloat16), random_forced(rng, batch, 500)
-        shared = [*verify_batch(batch, logits, forced)]
+        shared = [*verify_batch(batch, logits.float().numpy(), forced, num_threads=2)]
         with monkeypatch.context() as alone:
             alone.setattr(pool, "run", lambda loop, job, count: run(loop, job, 1))
-            assert [*verify_batch(batch, logits, forced)] == shared
+            assert [*verify_batch(batch, logits.float().numpy(), forced, num_threads=2)] == shared
     assert set(started) == {2}

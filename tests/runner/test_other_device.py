@@ -23,8 +23,8 @@ from batchserve.kv.slots import SlotAllocator
 from batchserve.runner.cuda_graphs import Replay, StepGraphs
 from batchserve.runner.fused_linears import fuse_linears, plain_product, watch_inputs
 from batchserve.runner.model_runner import ModelRunner
+from batchserve.runner.queued_step import QueuedStep
 from batchserve.runner.ragged_batch import RaggedBatch, RequestRows, build_batch
-from batchserve.runner.step_handle import QueuedStep
 from tests.factories import make_sampling
 from tests.tiny_models import SUPPORTED
 
@@ -94,7 +94,7 @@ def step_of(runner: ModelRunner, *names: str) -> RaggedBatch:
     trees = {"greedy": [-1, 0, 1, 1, 2], "truncated": [-1, 0, 1, 2], "sampled": [-1, 0, 0]}
     pending = {"greedy": 2, "truncated": 4, "sampled": 1}
     for name in names:
-        assert runner.backend.allocator.reserve(name, ROWS[name])
+        assert runner.allocator.reserve(name, ROWS[name])
     rows = [RequestRows(n, 0, [3] * ROWS[n], trees[n], pending[n], samplings[n]) for n in names]
     return build_batch(rows)
 
@@ -110,7 +110,7 @@ def test_nothing_of_a_step_stays_behind_on_the_host_or_waits(family: str) -> Non
     runner = meta_runner(family)
     check_on_device(runner.launch(step_of(runner, *ROWS)))
     for name in ROWS:
-        runner.backend.allocator.release(name)
+        runner.allocator.release(name)
     assert isinstance(runner.backend, PagedBackend)
     runner.graphs = StepGraphs(
         runner.backend,

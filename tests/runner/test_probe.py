@@ -31,7 +31,7 @@ def change(folder: Path, name: str, **entries: object) -> None:
 @pytest.mark.parametrize("family", sorted(SUPPORTED))
 def test_every_family_loads_in_the_default_dtype(family: str, tiny_model: dict[str, Path]) -> None:
     loaded = load_model(EngineConfig(str(tiny_model[family])))
-    assert loaded.dtype == resolve_dtype("auto")
+    assert loaded.torch_dtype == resolve_dtype("auto")
     assert len(loaded.layers) == loaded.model.config.num_hidden_layers
 
 

@@ -6,7 +6,6 @@ import random
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -91,7 +90,7 @@ def test_kernels_are_compiled_before_the_first_step() -> None:
     for count in (1, 2, 5):
         rng = random.Random(count)
         batch = build_batch([random_rows(rng, f"r{i}") for i in range(count)])
-        verify_batch(batch, torch.zeros(len(batch.logit_rows), 9), Recordings({"r0": [1] * 400}))
+        verify_batch(batch, np.zeros((len(batch.logit_rows), 9), np.float32), Recordings({"r0": [1] * 400}))
         DeviceSampler(8).build_metadata(batch, 256, Recordings())
         sample_row(np.zeros(9, np.float32), count, make_sampling(temperature=1.0, top_k=3, top_p=0.9))
     assert [len(kernel.signatures) for kernel in kernels] == before

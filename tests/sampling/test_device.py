@@ -108,7 +108,7 @@ def on_device(
         on_host.append(index)
         rows, first = batch.requests[index], batch.first_logit[index]
         alone = build_batch([rows])
-        (verified,) = verify_batch(alone, logits[first : first + 1 + rows.num_draft_tokens], forced)
+        (verified,) = verify_batch(alone, logits[first : first + 1 + rows.num_draft_tokens].float().numpy(), forced)
         assert verified is not None
         return verified
 
@@ -131,7 +131,7 @@ def test_a_step_is_verified_like_on_the_host(dtype: torch.dtype, vocab_size: int
         forced = random_forced(rng, batch, vocab_size) if has_forced else Recordings()
         sampler = DeviceSampler(MAX_NUM_SEQS, num_candidates, rows_at_once=40)
         _, verified, on_host = on_device(sampler, batch, logits, forced)
-        assert verified == [*verify_batch(batch, logits, forced)]
+        assert verified == [*verify_batch(batch, logits.float().numpy(), forced)]
         metadata = sampler.build_metadata(batch, len(logits), forced)
         of_step, without_padding = (
             sampler.sample(logits, torch.from_numpy(metadata.blob), metadata.kind, count)[:, : batch.num_logits]
@@ -267,7 +267,7 @@ def test_a_request_is_left_to_the_host_only_if_its_walk_comes_to_an_undecided_ro
         logits = torch.zeros(4, 50)
         logits[0, said] = logits[2, 5] = logits[3, 7] = 100.0
         _, verified, on_host = on_device(sampler, batch, logits, Recordings())
-        assert verified == [*verify_batch(batch, logits, Recordings())]
+        assert verified == [*verify_batch(batch, logits.numpy(), Recordings())]
         assert on_host == ([0] if said == 1 else [])
         assert verified[1] == VerifiedTokens([7], [])
 

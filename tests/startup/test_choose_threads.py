@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import torch
 
 from batchserve.startup import build as build_module
 from batchserve.startup import choose_threads as module
@@ -54,7 +53,7 @@ class Cores:
 def test_the_threads_that_are_worth_it_are_chosen(
     monkeypatch: pytest.MonkeyPatch, cores: Cores, chosen: int, max_steps: int
 ) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    cores.num_threads = 4
     monkeypatch.setattr(module, "time_decoding", cores.time_decoding)
     assert choose_threads(cores, 16, 512, 1.1) == chosen  # type: ignore[arg-type]
     assert cores.num_steps <= max_steps
@@ -111,10 +110,8 @@ def test_steps_are_tried_between_those_of_requests_only_where_there_was_no_lull(
 
 
 @pytest.fixture
-def two_threads() -> Iterator[None]:
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
 
 
 @pytest.mark.faults
@@ -142,7 +139,7 @@ def test_an_engine_goes_on_with_the_threads_that_are_chosen_again(
     factor = core.scheduler._step_time.factor  # type: ignore[union-attr]
     now_s = LOOK_AGAIN_S
     assert core.idle() == LOOK_AGAIN_S
-    assert (runner.num_threads, torch.get_num_threads()) == (2, 2)
+    assert runner.num_threads == 2
     assert core.scheduler._step_time.factor == pytest.approx(factor / 2)  # type: ignore[union-attr]
     assert answer("after") == before
     core.check_integrity()

@@ -20,12 +20,12 @@ from batchserve.request import ResolvedSampling
 from batchserve.runner import loader, model_runner
 from batchserve.runner.loader import load_model, resolve_device
 from batchserve.runner.model_runner import ModelRunner
-from batchserve.runner.step_handle import QueuedStep
+from batchserve.runner.queued_step import QueuedStep
 from batchserve.sampling.device import DeviceSampler
-from batchserve.startup import backend, kv_memory
+from batchserve.startup import backend, device_memory, kv_memory, prepared
 from batchserve.startup.backend import create_kernel
 from batchserve.startup.build import build_engine
-from batchserve.startup.kv_memory import ProfilingStep, profiled_budget
+from batchserve.startup.device_memory import ProfilingStep, profiled_budget
 
 PER_TOKEN = 3 * 2 * 2 * 16 * 4  # of the tiny llama in fp32
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -93,14 +93,14 @@ def test_the_profiling_step_has_all_the_rows_there_can_be(
     """And the head runs on each of them."""
     config = paged(tiny_model["llama"], max_num_batched_tokens=rows, max_model_len=max_model_len)
     seen: list[tuple[int, int]] = []
-    launch = kv_memory.ModelRunner.launch
+    launch = device_memory.ModelRunner.launch
 
     def watching(runner, batch):  # type: ignore[no-untyped-def]
         seen.append((batch.num_rows, len(batch.logit_rows)))
         assert all(span.num_rows <= (max_model_len or 512) for span in batch.spans)
         return launch(runner, batch)
 
-    monkeypatch.setattr(kv_memory.ModelRunner, "launch", watching)
+    monkeypatch.setattr(device_memory.ModelRunner, "launch", watching)
     step = ProfilingStep(config, load_model(config), TorchKernel())
     step()
     assert seen == [(rows, rows)]
@@ -118,7 +118,7 @@ def test_the_profiling_step_fetches_no_logits(tiny_model: dict[str, Path], monke
     config = paged(tiny_model["llama"], max_num_batched_tokens=40)
     step = ProfilingStep(config, load_model(config), TorchKernel())
     step()
-    monkeypatch.setattr(kv_memory, "ResolvedSampling", lambda t, k, p, *more: ResolvedSampling(t, 0, p, *more))
+    monkeypatch.setattr(device_memory, "ResolvedSampling", lambda t, k, p, *more: ResolvedSampling(t, 0, p, *more))
     with pytest.raises(AssertionError, match="the host samples"):
         step()
 
@@ -152,7 +152,8 @@ def test_more_memory_than_is_free_is_refused(
     tiny_model: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = 4096 * PER_TOKEN
-    monkeypatch.setattr(backend, "free_memory_bytes", lambda: free)
+    for module in (backend, prepared):
+        monkeypatch.setattr(module, "free_memory_bytes", lambda: free)
     options: dict[str, Any] = {"model": str(tiny_model["llama"]), "dtype": "float32", "attention_backend": name}
     with pytest.raises(ConfigError, match=f"kv_cache_memory = {2 * free} bytes: must be at most {free} bytes"):
         build_engine(EngineConfig(kv_cache_memory=2 * free, **options))
@@ -160,7 +161,8 @@ def test_more_memory_than_is_free_is_refused(
     assert allocator.total_tokens >= 4095
     without_cache = {"kv_cache_memory": 2 * free, "prefix_cache": False, "max_num_seqs": 1, "max_model_len": 64}
     build_engine(EngineConfig(**without_cache, **options))  # uses little of it
-    monkeypatch.setattr(backend, "free_memory_bytes", lambda: None)  # as on systems that do not say
+    for module in (backend, prepared):
+        monkeypatch.setattr(module, "free_memory_bytes", lambda: None)  # as on systems that do not say
     for given, num_tokens in ((2 * free, 8191), (None, 4096)):
         allocator = build_engine(EngineConfig(kv_cache_memory=given, **options)).core.executor.allocator
         assert allocator.total_tokens >= num_tokens
@@ -170,7 +172,8 @@ def on_gpu(**options: Any) -> Any:
     """A model that would be on a GPU."""
     defaults = {
         "layers": [LayerShape(2, 64, 64)],
-        "dtype": torch.bfloat16,
+        "dtype": "bfloat16",
+        "torch_dtype": torch.bfloat16,
         "device": GPU,
         "has_sinks": False,
         "max_model_len": 100,
@@ -247,7 +250,7 @@ def test_flashinfer_leaves_models_with_sinks_to_others() -> None:
 
 def test_memory_that_profiling_leaves_too_little_of_is_refused_by_its_option() -> None:
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization = 0.9: K/V memory of 0 bytes: .* at least 1536"):
-        kv_memory.kv_capacity(EngineConfig(), on_gpu(), -5, 1, 1024, num_dummies=1)
+        kv_memory.kv_capacity(EngineConfig(), on_gpu(), -5, 1, 1024, num_dummies=1, is_on_cpu=False)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +269,7 @@ def test_what_no_sequence_can_use_is_kept_for_those_that_have_ended(
 ) -> None:
     """Four sequences of 100 tokens, and room for 4,096: all of it where it was given, or is nobody else's."""
     config, loaded = EngineConfig(max_num_seqs=4, **options), on_gpu(device=device, layers=[LayerShape(1, 64, 64)])
-    assert kv_memory.kv_capacity(config, loaded, 1 << 20, 1) == (tokens, 100)
+    assert kv_memory.kv_capacity(config, loaded, 1 << 20, 1, is_on_cpu=device.type == "cpu") == (tokens, 100)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from batchserve.attention.base import LayerShape
 from batchserve.decoding_length.step_time import StepLoad, StepTimeModel, grid
@@ -32,16 +31,15 @@ class Machine:
     def __init__(self, total_tokens: int = 1 << 16, bucket_sizes: tuple[int, ...] = ()) -> None:
         self.now_s = 0.0
         self.num_steps = 0
-        self.graphs = SimpleNamespace(sizes=list(bucket_sizes)) if bucket_sizes else None
-        self.backend = SimpleNamespace(allocator=SlabAllocator([LayerShape(1, 1, 1)], torch.float32, total_tokens))
+        self.bucket_sizes = bucket_sizes
+        self.allocator = SlabAllocator([LayerShape(1, 1, 1)], "float32", total_tokens)
         self._touched: set[str] = set()
-        allocator = self.backend.allocator
+        allocator = self.allocator
         allocator.touch, allocator.release = self._touch, self._release  # type: ignore[method-assign]
 
     def seconds(self, load: StepLoad) -> float:
         rows = load.num_rows
-        if self.graphs is not None:
-            rows = next((size for size in self.graphs.sizes if size >= rows), rows)
+        rows = next((size for size in self.bucket_sizes if size >= rows), rows)
         return (
             FIXED_S
             + ROW_S * rows
@@ -64,12 +62,12 @@ class Machine:
         return SimpleNamespace(wait=lambda: self._advance(seconds))
 
     def _touch(self, request_id: str) -> None:
-        assert self.backend.allocator.planes(request_id, 0), "nothing is reserved"
+        assert self.allocator.planes(request_id, 0), "nothing is reserved"
         self._touched.add(request_id)
 
     def _release(self, request_id: str) -> None:
         self._touched.discard(request_id)
-        SlabAllocator.release(self.backend.allocator, request_id)
+        SlabAllocator.release(self.allocator, request_id)
 
     def _advance(self, seconds: float) -> None:
         self.now_s += seconds
@@ -132,7 +130,7 @@ def test_what_memory_has_no_room_for_is_left_out(
     machine = timed_by(Machine(total), monkeypatch)
     table = measure(machine, max_rows, max_requests, max_context)  # type: ignore[arg-type]
     assert 64 <= table.rows[-1] < max_rows
-    machine.backend.allocator.check_integrity(())
+    machine.allocator.check_integrity(())
 
 
 def test_a_step_that_would_take_long_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:

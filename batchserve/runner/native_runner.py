@@ -1,0 +1,45 @@
+"""Runs a model's steps as a native program. Needs torch only if the program has operators that torch computes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from batchserve.attention.compiled import CompiledAttention
+from batchserve.runner.step_handle import LazyStep
+from batchserve.sampling.recordings import Recordings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+
+    from batchserve.kv.slab import SlabAllocator
+    from batchserve.program.model import NativeModel
+    from batchserve.runner.ragged_batch import RaggedBatch
+
+
+class NativeRunner:
+    """The Executor of a native program. forced: as in ModelRunner. num_heads: query heads, the most of any layer."""
+
+    bucket_sizes: Sequence[int] = ()
+
+    def __init__(self, native: NativeModel, allocator: SlabAllocator, num_heads: int, num_threads: int) -> None:
+        self.allocator, self.num_threads = allocator, num_threads
+        self.forced = Recordings()
+        self.find_best = native.best_tokens
+        self._native = native
+        native.use_attention(CompiledAttention(allocator, num_heads))
+
+    def bind_thread(self) -> None:
+        self.num_threads = self._native.use_threads(self.num_threads)
+
+    def check_device(self) -> None:
+        """Does nothing: a CPU has no faults of its own."""
+
+    def launch(self, batch: RaggedBatch) -> LazyStep:
+        return LazyStep(self, batch)
+
+    def forward(self, batch: RaggedBatch) -> np.ndarray:
+        """Returns float32 logits [batch.num_logits, vocab_size], and writes the K/V of every row."""
+        rows = batch.input_ids, batch.position_ids, batch.logit_rows[: batch.num_logits]
+        return self._native.run(batch.spans, *rows)
