@@ -9,10 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchserve.array_files import ArrayFile
 from batchserve.config import MiB, default_cache_dir
 from batchserve.option_checks import expanded_path
-from batchserve.sealed_files import UntrustedFileError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,6 +48,9 @@ def _programs(folder: Path) -> Iterator[Path]:
 
 def _show(path: Path, *, is_verifying: bool) -> bool:
     """Prints one program's line. Returns False if it is damaged."""
+    from batchserve.array_files import ArrayFile
+    from batchserve.sealed_files import UntrustedFileError
+
     try:
         status = path.stat()
         file = ArrayFile(path)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 
-from batchserve.runner.compiled_tokenizer import CompiledTokenizer
+from batchserve.runner.compiled_tokenizer import CompiledTokenizer, decodes_plainly
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,12 +35,13 @@ class Decoder(Protocol):
 
 
 def decoder_of(tokenizer: AnyTokenizer | None) -> Decoder | None:
-    """Returns a decoder for the tokenizer. It never cleans up spaces, because text that a client already has cannot be
-    changed by later text.
+    """Returns a decoder for the tokenizer: its compiled part, if no Python code around it changes anything.
+
+    It never cleans up spaces, because text that a client already has cannot be changed by later text.
     """
     if tokenizer is None:
         return None
-    if isinstance(tokenizer, CompiledTokenizer):
+    if isinstance(tokenizer, CompiledTokenizer) or decodes_plainly(tokenizer):
         decoder: Decoder = tokenizer.backend_tokenizer
         return decoder
     return _Uncleaned(tokenizer) if tokenizer.clean_up_tokenization_spaces else tokenizer

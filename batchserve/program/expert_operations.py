@@ -27,6 +27,7 @@ from batchserve.program.instructions import (
     NEXT,
     OUT,
     ROW_CHUNK,
+    SIZE,
     X_PRIVATE,
     Routing,
     X,
@@ -86,11 +87,11 @@ def _route(op, x, weights, experts):  # type: ignore[no-untyped-def]
         weights[j] *= factor
 
 
-@njit(nogil=True, cache=True)
-def route(op, num_rows, scratch):  # type: ignore[no-untyped-def]
+def route(op_at, step_at, num_rows, thread, scratch):  # type: ignore[no-untyped-def]
     """OUT = each row's k weights, float32, and k experts, int32. They are computed from X, the scores of all experts,
     or copied: the experts from X and the weights from Y.
     """
+    op = numbers_at(op_at, SIZE)
     count, k = op[COLUMNS], op[GROUPS]
     room = floats_at(scratch, count)
     while True:
@@ -114,9 +115,9 @@ def route(op, num_rows, scratch):  # type: ignore[no-untyped-def]
             _route(op, room, weights, experts)
 
 
-@njit(nogil=True, cache=True)
-def group(op, num_rows, scratch):  # type: ignore[no-untyped-def]
+def group(op_at, step_at, num_rows, thread, scratch):  # type: ignore[no-untyped-def]
     """OUT = the groups of X's routes. One thread computes them, faster than a barrier. scratch: an int64 per expert."""
+    op = numbers_at(op_at, SIZE)
     if claim(op.ctypes.data + NEXT * 8) != 0:
         return
     k, num_experts = op[GROUPS], op[COLUMNS]
@@ -149,9 +150,9 @@ def group(op, num_rows, scratch):  # type: ignore[no-untyped-def]
             rows[place], places[row * k + j], weights[2 * (row * k + j)] = row, place, shares[j]
 
 
-@njit(nogil=True, cache=True)
-def gather(op, num_rows, thread):  # type: ignore[no-untyped-def]
+def gather(op_at, step_at, num_rows, thread, scratch):  # type: ignore[no-untyped-def]
     """OUT = the row of each pair, in the order of the pairs. COLUMNS counts 32-bit words; num_rows is the step's."""
+    op = numbers_at(op_at, SIZE)
     num_pairs, count = num_rows * op[GROUPS], op[COLUMNS]
     rows = numbers_at(op[Y] + 8 * GROUPS_START, num_pairs)
     x = op[X] + (thread * op[X_PRIVATE] if num_rows <= FEW_ROWS else 0)
@@ -166,9 +167,9 @@ def gather(op, num_rows, thread):  # type: ignore[no-untyped-def]
                 target[j] = source[j]
 
 
-@njit(nogil=True, cache=True)
-def combine(op, num_rows):  # type: ignore[no-untyped-def]
+def combine(op_at, step_at, num_rows, thread, scratch):  # type: ignore[no-untyped-def]
     """OUT = for each row, the sum of its pairs in X times their weights."""
+    op = numbers_at(op_at, SIZE)
     k, count = op[GROUPS], op[COLUMNS]
     num_pairs, area = num_rows * k, op[Y] + 8 * GROUPS_START
     places, weights = numbers_at(area + 8 * num_pairs, num_pairs), numbers_at(area + 16 * num_pairs, num_pairs)

@@ -91,9 +91,10 @@ class Binary(IntEnum):
     LOOP, JOB,
     KERNEL, NUM_WORDS,  # NUM_WORDS: words of K that a product multiplies
     PER_ROW, BY_EXPERT,  # PER_ROW: pairs per row, if each pair has a row of its own; otherwise 0
+    CODE,  # the address of the instruction's function (operations.py); 0: attention
     BEST, BY_BEST,  # BEST: each row's maximum, float32, in each panel of columns; BY_BEST: bytes between panels
     SIZE,
-) = range(40)  # fmt: skip
+) = range(41)  # fmt: skip
 
 # Fields of the step: the number of rows and of those whose logits are needed, the addresses of int64 arrays that
 # describe them, and the threads' scratch memory. Numbers that threads change have a cache line each.

@@ -7,14 +7,16 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from llvmlite import ir
 from numba import carray, types
+from numba.extending import intrinsic
 
 from batchserve.native.addresses import as_pointer, call_loop, claim
 from batchserve.native.jit import cfunc, njit
-from batchserve.program import expert_operations, product, row_operations
 from batchserve.program.barrier import wait_for_all
 from batchserve.program.instructions import (
     BY_SCRATCH,
+    CODE,
     FEW_ROWS,
     IDS,
     INSTRUCTIONS,
@@ -28,14 +30,12 @@ from batchserve.program.instructions import (
     NUM_KEPT,
     NUM_ROWS,
     NUM_THREADS,
-    OP,
     PER_ROW,
     POSITIONS,
     SCRATCH,
     SIZE,
     STEP_SIZE,
     THREAD,
-    Op,
 )
 
 if TYPE_CHECKING:
@@ -60,35 +60,26 @@ def run_loop() -> CFunc[Any]:
             num_rows = step[NUM_KEPT] if op[IS_KEPT] != 0 else step[NUM_ROWS]
             if op[PER_ROW] > 0:
                 num_rows *= op[PER_ROW]
-            what = op[OP]
-            if what == Op.PRODUCT:
-                product.product(op, num_rows, thread, scratch)
-            elif what == Op.NORM:
-                row_operations.normalise(op, num_rows, thread)
-            elif what == Op.ROTATE:
-                row_operations.rotate(op, step, num_rows, scratch)
-            elif what == Op.ATTEND:
-                if op[LOOP] != 0:
-                    call_loop(op[LOOP], op[JOB])
-            elif what == Op.EMBED:
-                row_operations.look_up(op, step[IDS], num_rows)
-            elif what == Op.POSITION:
-                row_operations.look_up(op, step[POSITIONS], num_rows)
-            elif what == Op.KEEP:
-                row_operations.keep(op, step, num_rows)
-            elif what == Op.ELEMENTWISE:
-                row_operations.elementwise(op, num_rows, scratch)
-            elif what == Op.ROUTE:
-                expert_operations.route(op, num_rows, scratch)
-            elif what == Op.GROUP:
-                expert_operations.group(op, num_rows, scratch)
-            elif what == Op.GATHER:
-                expert_operations.gather(op, num_rows, thread)
-            elif what == Op.COMBINE:
-                expert_operations.combine(op, num_rows)
+            if op[CODE] != 0:
+                call_operation(op[CODE], op.ctypes.data, step.ctypes.data, num_rows, thread, scratch)
+            elif op[LOOP] != 0:
+                call_loop(op[LOOP], op[JOB])
 
     compiled: CFunc[Any] = loop
     return compiled
+
+
+@intrinsic
+def call_operation(typing_context, code, op, step, num_rows, thread, scratch):  # type: ignore[no-untyped-def]
+    """Calls the function of an instruction (operations.py) at the address `code`."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        number = ir.IntType(64)
+        kind = ir.FunctionType(ir.VoidType(), [number] * 5)
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), codegen
 
 
 @njit(nogil=True, cache=True)

@@ -14,6 +14,7 @@ from batchserve.native import pages, pool
 from batchserve.native.futex import sleep_function
 from batchserve.program import instructions as at
 from batchserve.program.interpreter import begin_step, run_loop
+from batchserve.program.operations import operation
 from batchserve.sampling.argmax_kernel import best_of_parts, best_tokens
 
 if TYPE_CHECKING:
@@ -60,6 +61,11 @@ class NativeModel:
         self._stores, self._attends = image.attends[::2].copy(), image.attends[1::2].copy()
         self._step = np.zeros(at.STEP_SIZE, np.int64)
         self._step[at.SLEEP] = sleep_function()
+        for row in self._rows:
+            op = at.Op(int(row[at.OP]))
+            if op not in (at.Op.ATTEND, at.Op.TORCH):
+                kernel = at.Kernel(int(row[at.KERNEL])) if op == at.Op.PRODUCT else at.Kernel.FLOATS
+                row[at.CODE] = operation(op, kernel)
         for place, field, number in image.array_fields.tolist():
             self._rows[place, field] = image.arrays[number].ctypes.data
         for i, (place, layer) in enumerate(zip(image.attends.tolist(), image.layer_order.tolist(), strict=True)):

@@ -37,6 +37,7 @@ from batchserve.program.instructions import (
     OUT_IS_BF16,
     PER_ROW,
     ROW_CHUNK,
+    SIZE,
     WEIGHT,
     WEIGHT_2,
     X_PRIVATE,
@@ -123,24 +124,6 @@ def kernel_of(dtype: str) -> Kernel:
 def columns_at_once(kernel):  # type: ignore[no-untyped-def]
     """Returns the number of columns that a thread takes at once."""
     return TILE_PANEL if kernel == Kernel.TILES else PANEL
-
-
-@njit(nogil=True, cache=True)
-def _panel(op, weight, first_block, num_blocks, num_rows, x, sums):  # type: ignore[no-untyped-def]
-    """sums = x times some column blocks, in pieces of k that stay in the core's cache for all rows."""
-    kernel, num_words = op[KERNEL], op[NUM_WORDS]
-    bytes_of_word = 8 if kernel == Kernel.WIDENED else 4  # in x
-    zeros = floats_at(sums, num_rows * (BY_SUM // 4))
-    for i in range(len(zeros)):
-        zeros[i] = 0.0
-    for first in range(0, num_words, K_CHUNK):
-        count = min(K_CHUNK, num_words - first)
-        piece = weight + first_block * op[BY_BLOCK] + first * 4 * BLOCK
-        at = x + first * bytes_of_word
-        if kernel == Kernel.FLOATS:
-            _FLOATS(num_blocks, num_rows, at, op[BY_X], piece, op[BY_BLOCK], count, sums)
-        else:
-            _HALVES(num_blocks, num_rows, at, op[BY_X], piece, op[BY_BLOCK], count, sums)
 
 
 @njit(nogil=True, cache=True)
@@ -241,30 +224,68 @@ def _note_best(address, count, out):  # type: ignore[no-untyped-def]
     words_at(out, 1)[0] = np.int32(most ^ np.int32(np.int32(most >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
-@njit(nogil=True, cache=True)
-def product(op, num_rows, thread, scratch):  # type: ignore[no-untyped-def]
-    """OUT = x times WEIGHT, or function(x times WEIGHT) * (x times WEIGHT_2). A pair uses its expert's weights."""
-    columns, by_panel = op[COLUMNS], columns_at_once(op[KERNEL])
-    num_panels = (columns + by_panel - 1) // by_panel
-    is_paired = op[PER_ROW] > 0
-    tiles = tiles_of(op[Y], num_rows) if is_paired else numbers_at(op.ctypes.data, 0).reshape((0, 3))
-    num_chunks = len(tiles) if is_paired else (num_rows + ROW_CHUNK - 1) // ROW_CHUNK
-    x = op[X] + (thread * op[X_PRIVATE] if num_rows <= FEW_ROWS else 0)
-    gated = scratch + ROW_CHUNK * BY_SUM if op[WEIGHT_2] != 0 else 0
-    while True:
-        unit = claim(op.ctypes.data + NEXT * 8)
-        if unit >= num_panels * num_chunks:
-            break
-        first, chunk, expert = unit // num_chunks * by_panel, unit % num_chunks, 0
-        if is_paired:
-            expert, row, rows = tiles[chunk, 0], tiles[chunk, 1], tiles[chunk, 2]
-        else:
-            row, rows = chunk * ROW_CHUNK, min(ROW_CHUNK, num_rows - chunk * ROW_CHUNK)
-        count = min(by_panel, columns - first)
-        num_blocks = (count + BLOCK - 1) // BLOCK
-        at = x + row * op[BY_X]
-        by_expert = expert * op[BY_EXPERT]
-        _panel(op, op[WEIGHT] + by_expert, first // BLOCK, num_blocks, rows, at, scratch)
-        if gated != 0:
-            _panel(op, op[WEIGHT_2] + by_expert, first // BLOCK, num_blocks, rows, at, gated)
-        _finish(op, expert, first, count, rows, row, scratch, gated)
+def _panel_of(multiplied: Any, bytes_of_word: int) -> Any:
+    """Returns a function: sums = x times some column blocks. bytes_of_word: in x, for each word of a weight."""
+
+    @njit(nogil=True)
+    def panel(op, weight, first_block, num_blocks, num_rows, x, sums):  # type: ignore[no-untyped-def]
+        zeros = floats_at(sums, num_rows * (BY_SUM // 4))
+        for i in range(len(zeros)):
+            zeros[i] = 0.0
+        for first in range(0, op[NUM_WORDS], K_CHUNK):  # in pieces of k that stay in the core's cache for all rows
+            count = min(K_CHUNK, op[NUM_WORDS] - first)
+            piece = weight + first_block * op[BY_BLOCK] + first * 4 * BLOCK
+            at = x + first * bytes_of_word
+            multiplied(num_blocks, num_rows, at, op[BY_X], piece, op[BY_BLOCK], count, sums)
+
+    return panel
+
+
+def _product_of(panel: Any) -> Any:
+    """Returns a function: OUT = x times WEIGHT, or function(x times WEIGHT) * (x times WEIGHT_2).
+
+    A pair uses its expert's weights.
+    """
+
+    @njit(nogil=True)
+    def product(op, num_rows, thread, scratch):  # type: ignore[no-untyped-def]
+        columns, by_panel = op[COLUMNS], columns_at_once(op[KERNEL])
+        num_panels = (columns + by_panel - 1) // by_panel
+        is_paired = op[PER_ROW] > 0
+        tiles = tiles_of(op[Y], num_rows) if is_paired else numbers_at(op.ctypes.data, 0).reshape((0, 3))
+        num_chunks = len(tiles) if is_paired else (num_rows + ROW_CHUNK - 1) // ROW_CHUNK
+        x = op[X] + (thread * op[X_PRIVATE] if num_rows <= FEW_ROWS else 0)
+        gated = scratch + ROW_CHUNK * BY_SUM if op[WEIGHT_2] != 0 else 0
+        while True:
+            unit = claim(op.ctypes.data + NEXT * 8)
+            if unit >= num_panels * num_chunks:
+                break
+            first, chunk, expert = unit // num_chunks * by_panel, unit % num_chunks, 0
+            if is_paired:
+                expert, row, rows = tiles[chunk, 0], tiles[chunk, 1], tiles[chunk, 2]
+            else:
+                row, rows = chunk * ROW_CHUNK, min(ROW_CHUNK, num_rows - chunk * ROW_CHUNK)
+            count = min(by_panel, columns - first)
+            num_blocks = (count + BLOCK - 1) // BLOCK
+            at = x + row * op[BY_X]
+            by_expert = expert * op[BY_EXPERT]
+            panel(op, op[WEIGHT] + by_expert, first // BLOCK, num_blocks, rows, at, scratch)
+            if gated != 0:
+                panel(op, op[WEIGHT_2] + by_expert, first // BLOCK, num_blocks, rows, at, gated)
+            _finish(op, expert, first, count, rows, row, scratch, gated)
+
+    return product
+
+
+_OF_FLOATS = _product_of(_panel_of(_FLOATS, 4))
+_OF_HALVES = _product_of(_panel_of(_HALVES, 8 if BF16_KERNEL == Kernel.WIDENED else 4))
+
+
+def multiply_floats(op_at, step_at, num_rows, thread, scratch):  # type: ignore[no-untyped-def]
+    """A product by float32 weights."""
+    _OF_FLOATS(numbers_at(op_at, SIZE), num_rows, thread, scratch)
+
+
+def multiply_halves(op_at, step_at, num_rows, thread, scratch):  # type: ignore[no-untyped-def]
+    """A product by bfloat16 weights."""
+    _OF_HALVES(numbers_at(op_at, SIZE), num_rows, thread, scratch)

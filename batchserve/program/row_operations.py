@@ -22,6 +22,7 @@ from batchserve.program.instructions import (
     FEW_ROWS,
     FUNCTION,
     GROUPS,
+    IDS,
     IN_WORD,
     IS_INTERLEAVED,
     KEPT,
@@ -30,6 +31,8 @@ from batchserve.program.instructions import (
     OUT_PRIVATE,
     POSITIONS,
     ROTATED,
+    SIZE,
+    STEP_SIZE,
     TABLE,
     TABLE_2,
     WEIGHT,
@@ -88,9 +91,19 @@ def _look_up(op, row, number):  # type: ignore[no-untyped-def]
             out[j] = floats[j] * factor
 
 
+def embed(op_at, step_at, num_rows, thread, scratch):  # type: ignore[no-untyped-def]
+    """OUT = rows of a table, by token id."""
+    _look_up_all(numbers_at(op_at, SIZE), numbers_at(step_at, STEP_SIZE)[IDS], num_rows)
+
+
+def position(op_at, step_at, num_rows, thread, scratch):  # type: ignore[no-untyped-def]
+    """OUT = rows of a table, by position."""
+    _look_up_all(numbers_at(op_at, SIZE), numbers_at(step_at, STEP_SIZE)[POSITIONS], num_rows)
+
+
 @njit(nogil=True, cache=True)
-def look_up(op, address, num_rows):  # type: ignore[no-untyped-def]
-    """OUT = rows of a table, selected by the int64 numbers at an address: token ids or positions."""
+def _look_up_all(op, address, num_rows):  # type: ignore[no-untyped-def]
+    """Looks up the rows that this thread claims. address: that of int64 [num_rows], the numbers of table rows."""
     numbers = numbers_at(address, num_rows)
     while True:
         first, end = claim_rows(op, num_rows)
@@ -100,9 +113,9 @@ def look_up(op, address, num_rows):  # type: ignore[no-untyped-def]
             _look_up(op, row, numbers[row])
 
 
-@njit(nogil=True, cache=True)
-def keep(op, step, num_kept):  # type: ignore[no-untyped-def]
-    kept = numbers_at(step[KEPT], num_kept)
+def keep(op_at, step_at, num_kept, thread, scratch):  # type: ignore[no-untyped-def]
+    """OUT = the rows of X whose logits are needed."""
+    op, kept = numbers_at(op_at, SIZE), numbers_at(numbers_at(step_at, STEP_SIZE)[KEPT], num_kept)
     count = op[COLUMNS]
     while True:
         first, end = claim_rows(op, num_kept)
@@ -155,9 +168,9 @@ def _normalise(op, x_at, out_at):  # type: ignore[no-untyped-def]
                 out[j] = (x[j] - mean) * scale * weight[j] + bias[j]
 
 
-@njit(nogil=True, cache=True)
-def normalise(op, num_rows, thread):  # type: ignore[no-untyped-def]
+def normalise(op_at, step_at, num_rows, thread, scratch):  # type: ignore[no-untyped-def]
     """Normalises rows. If there are few, each thread computes its own copy, so that no thread has to wait."""
+    op = numbers_at(op_at, SIZE)
     if op[OUT_PRIVATE] != 0 and num_rows <= FEW_ROWS:
         own = op[OUT] + thread * op[OUT_PRIVATE]
         for row in range(num_rows):
@@ -179,9 +192,9 @@ def _rotate(x, cosine, sine, half, is_interleaved, rotated):  # type: ignore[no-
         rotated[other] = x[other] * cosine[j] + x[one] * sine[j]
 
 
-@njit(nogil=True, cache=True)
-def rotate(op, step, num_rows, scratch):  # type: ignore[no-untyped-def]
+def rotate(op_at, step_at, num_rows, thread, scratch):  # type: ignore[no-untyped-def]
     """OUT = X, with the first ROTATED columns of each group rotated by the row's position."""
+    op, step = numbers_at(op_at, SIZE), numbers_at(step_at, STEP_SIZE)
     positions = numbers_at(step[POSITIONS], num_rows)
     count, half = op[COLUMNS], op[ROTATED] // 2
     room = floats_at(scratch, count)
@@ -214,9 +227,9 @@ def _combine(binary, out, other):  # type: ignore[no-untyped-def]
             out[j] /= other[j]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def elementwise(op, num_rows, scratch):  # type: ignore[no-untyped-def]
+def elementwise(op_at, step_at, num_rows, thread, scratch):  # type: ignore[no-untyped-def]
     """OUT = function(X) combined with Y's row, or with a number if there is no Y."""
+    op = numbers_at(op_at, SIZE)
     count = op[COLUMNS]
     number = op.view(np.float32)[2 * FACTORS]
     room = floats_at(scratch, count)

@@ -10,10 +10,11 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-
 from batchserve.errors import ConfigError
 
+# As transformers has them.
+CONFIG_NAME, SAFE_WEIGHTS_NAME = "config.json", "model.safetensors"
+SAFE_WEIGHTS_INDEX_NAME = f"{SAFE_WEIGHTS_NAME}.index.json"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 READ_SUFFIXES = frozenset({".json", ".jinja", ".model", ".safetensors", ".tiktoken", ".txt"})
 WEIGHT_SUFFIXES = frozenset(

@@ -144,9 +144,19 @@ def _rendered(tokenizer: Any) -> object:
     return found
 
 
+def decodes_plainly(loaded: PreTrainedTokenizerBase) -> bool:
+    """Returns whether a tokenizer of transformers decodes as its compiled part does."""
+    return not _changes(loaded, "decode", "_decode")
+
+
 def _has_own_code(loaded: Any) -> bool:
+    return _changes(loaded, "__call__", "_encode_plus", "decode", "_decode", "apply_chat_template", "get_vocab")
+
+
+def _changes(loaded: Any, *methods: str) -> bool:
     """Returns whether a class changes what transformers does around the compiled part."""
     from transformers import PreTrainedTokenizerFast
 
-    names = ("__call__", "_encode_plus", "decode", "_decode", "apply_chat_template", "get_vocab")
-    return any(getattr(type(loaded), name, None) is not getattr(PreTrainedTokenizerFast, name, None) for name in names)
+    return any(
+        getattr(type(loaded), each, None) is not getattr(PreTrainedTokenizerFast, each, None) for each in methods
+    )

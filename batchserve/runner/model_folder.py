@@ -8,7 +8,6 @@ from pathlib import Path
 
 from batchserve.option_checks import is_model_path
 from batchserve.runner.checkpoint import check_filled, check_path
-from batchserve.runner.hub import local_snapshot
 
 
 def resolve_model(model: str) -> str:
@@ -23,6 +22,8 @@ def resolve_model(model: str) -> str:
         folder = os.path.expanduser(model)
         check_path(Path(folder), named)
     else:
+        from batchserve.runner.hub import local_snapshot
+
         folder = local_snapshot(model)
     check_filled(Path(folder), named)
     return folder

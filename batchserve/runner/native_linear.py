@@ -17,6 +17,7 @@ from batchserve.native.futex import sleep_function
 from batchserve.program import instructions as at
 from batchserve.program.instructions import Kernel, Op, assemble, two_floats
 from batchserve.program.interpreter import run_loop
+from batchserve.program.operations import operation
 from batchserve.program.packing import pack
 from batchserve.program.product import SCRATCH_BYTES
 
@@ -70,7 +71,7 @@ class NativeLinear(torch.nn.Module):
         kernel = self._packed.kernel
         self._x_dtype = torch.float32 if kernel in (Kernel.FLOATS, Kernel.WIDENED) else torch.bfloat16
         self._product = assemble([{
-            at.OP: Op.PRODUCT, at.COLUMNS: self.out_features, at.KERNEL: kernel,
+            at.OP: Op.PRODUCT, at.CODE: operation(Op.PRODUCT, kernel), at.COLUMNS: self.out_features, at.KERNEL: kernel,
             at.NUM_WORDS: self._packed.num_words, at.FACTORS: two_floats(1.0),
             at.WEIGHT: self._packed.words.ctypes.data, at.BY_BLOCK: self._packed.block_bytes,
             at.BIAS: 0 if self._bias is None else self._bias.data_ptr(),

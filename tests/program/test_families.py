@@ -5,6 +5,7 @@ Loading compares each program with the model's own forward.
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from batchserve.config import EngineConfig
 from batchserve.program import instructions as at
-from batchserve.program.expert_operations import route
-from batchserve.program.instructions import Routing, assemble
+from batchserve.program.instructions import Op, Routing, assemble
+from batchserve.program.operations import operation
 from batchserve.program.tape import Call, UnsuitableModelError
 from batchserve.program.torch_calls import check_row_by_row
 from batchserve.runner.loader import load_model
@@ -111,7 +112,8 @@ def test_numbers_of_experts_that_are_no_numbers_go_to_one_that_there_is() -> Non
     out, scratch = np.zeros((2, 4), np.int32), np.zeros(64, np.uint8)
     fields = {at.COLUMNS: 4, at.GROUPS: 2, at.FUNCTION: Routing.GIVEN, at.X: given.ctypes.data, at.BY_X: 8,
               at.Y: weights.ctypes.data, at.BY_Y: 8, at.OUT: out.ctypes.data, at.BY_OUT: 16}  # fmt: skip
-    route(assemble([fields])[0], 2, scratch.ctypes.data)
+    function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(operation(Op.ROUTE))
+    function(assemble([fields]).ctypes.data, 0, 2, 0, scratch.ctypes.data)
     assert out[:, 2:].tolist() == [[0, 2], [0, 0]]
 
 

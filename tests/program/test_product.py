@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -14,9 +15,14 @@ import torch
 
 from batchserve.native.vector_code import WIDTH
 from batchserve.program import instructions as at
-from batchserve.program.instructions import Function, Kernel, assemble, two_floats
+from batchserve.program.instructions import Function, Kernel, Op, assemble, two_floats
+from batchserve.program.operations import operation
 from batchserve.program.packing import pack
-from batchserve.program.product import BF16_KERNEL, SCRATCH_BYTES, columns_at_once, product
+from batchserve.program.product import (
+    BF16_KERNEL,
+    SCRATCH_BYTES,
+    columns_at_once,
+)
 
 KERNELS = [
     pytest.param(
@@ -69,7 +75,7 @@ def multiply(
         at.X: rows.ctypes.data, at.BY_X: rows.strides[0],
         at.OUT: out.ctypes.data, at.BY_OUT: out.strides[0], at.ADDS: int(base is not None),
         at.COLUMNS: columns, at.KERNEL: kernel,
-        at.NUM_WORDS: packed[0].num_words if kernel == Kernel.TILES else packed[0].num_words_used,
+        at.NUM_WORDS: packed[0].num_words,
         at.WEIGHT: packed[0].words.ctypes.data, at.BY_BLOCK: packed[0].block_bytes,
         at.WEIGHT_2: packed[1].words.ctypes.data if len(packed) > 1 else 0,
         at.BIAS: 0 if held[0] is None else held[0].ctypes.data,
@@ -78,7 +84,8 @@ def multiply(
         at.BY_BEST: 0 if greatest is None else greatest.strides[0],
         at.FUNCTION: function, at.FACTORS: two_floats(factor, cap),
     }  # fmt: skip
-    product(assemble([fields])[0], len(x), 0, scratch.ctypes.data)
+    function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(operation(Op.PRODUCT, kernel))
+    function(assemble([fields]).ctypes.data, 0, len(x), 0, scratch.ctypes.data)
     return out
 
 
