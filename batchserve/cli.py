@@ -21,6 +21,7 @@ from batchserve import __version__
 from batchserve.bench import add_bench_parser
 from batchserve.cache_command import add_cache_parser
 from batchserve.config import DTYPES, PRIVATE_SCOPE, DraftConfig, EngineConfig, ServerConfig, default_cache_dir
+from batchserve.engine.launch import LaunchedProcess
 from batchserve.errors import BatchserveError, ConfigError, InvalidRequestError
 from batchserve.files import parse_recorded
 from batchserve.free_memory import describe_out_of_memory
@@ -177,11 +178,14 @@ def _serve(arguments: argparse.Namespace) -> int:
 
         resolve_model(engine_config.model)
 
+    launched = LaunchedProcess() if server_config.has_engine_process else None  # it loads while gRPC is imported here
     from batchserve.engine.async_engine import AsyncEngine
     from batchserve.server.lifecycle import serve
 
     async def start_engine() -> AsyncEngine:
-        engine = await AsyncEngine.start(engine_config, _say, own_process=server_config.has_engine_process)
+        engine = await AsyncEngine.start(
+            engine_config, _say, own_process=server_config.has_engine_process, launched=launched
+        )
         # Freeze what exists now: collecting it again would stop every stream for some tenths of a second.
         gc.collect()
         gc.freeze()
@@ -190,6 +194,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     try:
         asyncio.run(serve(server_config, __version__, start_engine, lambda line: print(line, flush=True)))
     finally:
+        if launched is not None:
+            launched.end()  # for a server that never began
         gc.unfreeze()  # extension modules report what is never collected as leaks, on standard error
     return 0
 

@@ -25,9 +25,9 @@ from batchserve.runner.ragged_batch import RaggedBatch, RequestRows, build_batch
 from batchserve.runner.step_handle import verify_batch
 from batchserve.sampling.argmax_kernel import compile_kernels as compile_argmax
 from batchserve.sampling.draw_kernel import compile_kernels as compile_draws
-from batchserve.sampling.noise import gumbel, stream_key
 from batchserve.sampling.recordings import Recordings
 from batchserve.sampling.sampled_walk import compile_kernels as compile_walks
+from batchserve.sampling.sampler import sample_by_definition
 
 ROWS, SIZES = 40, (8192, 32000, 128256)
 SETTINGS = {
@@ -41,26 +41,11 @@ FLAT = "top_p 0.9, nothing stands out"
 REQUESTS, ANSWERS, TOKENS = 16, 48, 64
 
 
-def by_definition(row: np.ndarray, position: int, sampling: ResolvedSampling) -> int:
-    """Temperature, top_k, top_p, and noise for all that is left."""
-    scaled = row.astype(np.float64) / sampling.temperature
-    kept = scaled >= scaled.max() - 30.0
-    if sampling.top_k:
-        kept &= scaled >= np.partition(scaled, -sampling.top_k)[-sampling.top_k]
-    if sampling.top_p < 1.0:
-        ordered = np.sort(scaled[kept])[::-1]
-        cumulative = np.cumsum(np.exp(ordered - ordered[0]))
-        kept &= scaled >= ordered[np.searchsorted(cumulative, sampling.top_p * cumulative[-1])]
-    token_ids = np.flatnonzero(kept)
-    scores = scaled[token_ids] + gumbel(stream_key(sampling.seed, position), token_ids)
-    return int(token_ids[scores.argmax()])
-
-
 def plain(logits: torch.Tensor, sampling: ResolvedSampling) -> list[int]:
     if sampling.temperature == 0.0:
         tokens: list[int] = logits.float().numpy().argmax(axis=-1).tolist()
         return tokens
-    return [by_definition(logits[row].float().numpy(), row + 1, sampling) for row in range(len(logits))]
+    return [sample_by_definition(logits[row].float().numpy(), row + 1, sampling) for row in range(len(logits))]
 
 
 def ours(batch: RaggedBatch, logits: np.ndarray, num_threads: int) -> list[int]:

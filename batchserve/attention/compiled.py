@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from batchserve.attention import matrix_code, matrix_kernel, path_kernel
+from batchserve.attention import matrix_code, matrix_kernel, path_kernel, span_job
 from batchserve.attention.span_job import begin_jobs, store_loop
 
 if TYPE_CHECKING:
@@ -77,5 +77,5 @@ class CompiledAttention:
 
 def compile_kernels(layers: Sequence[LayerShape], dtype: str) -> None:
     """Compiles the loops for such layers, or loads them from the cache on disk."""
-    store_loop(ELEMENTS[dtype])
+    span_job.compile_kernels(ELEMENTS[dtype])
     attend_loop(dtype, has_tiles=supports_amx(layers, dtype))

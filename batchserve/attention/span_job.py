@@ -147,3 +147,13 @@ def store_loop(element: str) -> CFunc[Any]:
 
     compiled: CFunc[Any] = loop
     return compiled
+
+
+def compile_kernels(element: str) -> None:
+    """Compiles begin_jobs and store_loop, or loads them from the cache on disk. element: as store_loop takes it."""
+    store_loop(element)
+    jobs, numbers = np.zeros((0, 2), SPAN_JOB), np.zeros(0, np.int64)
+    begin_jobs(
+        jobs, numbers.reshape(0, 2), numbers.reshape(0, 3), np.zeros(0, np.int32), numbers.reshape(0, 0, 2), numbers,
+        (1, 1, 1, 1, 1, 1, 1),
+    )  # fmt: skip

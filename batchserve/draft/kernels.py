@@ -185,14 +185,19 @@ def compile_all(modules: Sequence[str]) -> None:
             compile_kernels()
 
 
-def _end_with_parent() -> None:
-    os.read(0, 1)  # not through sys.stdin, whose lock the interpreter takes when it shuts down
-    os._exit(1)
+def end_with_parent() -> None:
+    """Ends this process as soon as standard input closes: when the one that started it has ended."""
+
+    def wait() -> None:
+        os.read(0, 1)  # not through sys.stdin, whose lock the interpreter takes when it shuts down
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def main() -> None:
     """Runs the child process: compiles the modules that its command line names."""
     with suppress(OSError):
         os.nice(CHILD_NICENESS)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     compile_all(sys.argv[1:])

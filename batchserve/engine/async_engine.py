@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Sized
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar, Unpack
 
 from batchserve.engine.engine_process import EngineProcess
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from batchserve.config import EngineConfig
     from batchserve.engine.backpressure import Backlog
     from batchserve.engine.host import EngineHost
+    from batchserve.engine.launch import LaunchedProcess
     from batchserve.metrics import MetricsSource
     from batchserve.startup.build import BuiltEngine
     from batchserve.types import CallOptions
@@ -73,18 +75,26 @@ class AsyncEngine:
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, on_progress: Callable[[str], None] | None = None, *, own_process: bool = False
+        cls,
+        config: EngineConfig,
+        on_progress: Callable[[str], None] | None = None,
+        *,
+        own_process: bool = False,
+        launched: LaunchedProcess | None = None,
     ) -> AsyncEngine:
         """Loads and warms up the model in a thread. Raises ConfigError, UnsupportedModelError.
 
-        own_process: runs the engine in its own process, with a separate interpreter (docs/performance.md).
+        own_process: runs the engine in its own process, with a separate interpreter (docs/performance.md). launched:
+        that process, if it was started before.
         On return the drafter may still be compiling (unless `wait_for_drafter`). Until it is done there are no drafts.
         """
         if config.has_hub_model:  # before heavy imports, and once for all processes
             from batchserve.runner.hub import with_local_model
 
             config = await asyncio.to_thread(with_local_model, config)
-        make: Callable[..., BuiltEngine | EngineProcess] = EngineProcess if own_process else _build
+        make: Callable[..., BuiltEngine | EngineProcess] = _build
+        if own_process:
+            make = partial(EngineProcess, launched=launched)
         making = asyncio.get_running_loop().run_in_executor(None, make, config, on_progress)
         try:
             return cls(await asyncio.shield(making), config)

@@ -12,16 +12,15 @@ import math
 import os
 import queue
 import signal
-import socket
 import subprocess
 import threading
 import time
 import weakref
 from functools import partial
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from batchserve.engine.input_processor import InputProcessor
+from batchserve.engine.launch import LaunchedProcess
 from batchserve.engine.messages import (
     End,
     Failed,
@@ -34,8 +33,7 @@ from batchserve.engine.messages import (
     Reply,
 )
 from batchserve.errors import EngineFaultError
-from batchserve.interpreter import python
-from batchserve.logs import adopt_library_loggers, log_format
+from batchserve.logs import adopt_library_loggers
 from batchserve.metrics import MetricsReading
 
 if TYPE_CHECKING:
@@ -47,18 +45,26 @@ READING_TIMEOUT_S = 5.0
 JOIN_TIMEOUT_S = 120.0  # must cover a last step and saving a large draft cache
 # The system kills a process that exceeds the memory. C code that gets no memory may crash or abort.
 MEMORY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
-CHILD = "from batchserve.engine.engine_subprocess import main; main()"
 logger = logging.getLogger(__name__)
 
 
 class EngineProcess:
     """An EngineHost over a pipe to the engine's process. The engine ends with this process, however that ends."""
 
-    def __init__(self, config: EngineConfig, on_progress: Callable[[str], None] | None = None) -> None:
-        """Starts the process and waits for its engine. Raises what build_engine does; EngineFaultError if it died."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_progress: Callable[[str], None] | None = None,
+        launched: LaunchedProcess | None = None,
+    ) -> None:
+        """Starts the process, unless it was launched before, and waits for its engine.
+
+        Raises what build_engine does; EngineFaultError if the process died.
+        """
         self._outbox: queue.SimpleQueue[Message | ReadMetrics | None] = queue.SimpleQueue()  # None ends the writer
         self._is_ending = False
-        self._process, self._pipe = _start()
+        launched = launched or LaunchedProcess()
+        self._process, self._pipe = launched.process, launched.pipe
         # A fork of this process would keep the pipe open and thus the engine alive.
         os.register_at_fork(after_in_child=partial(_close_pipe, weakref.ref(self)))
         try:
@@ -72,9 +78,7 @@ class EngineProcess:
                 tokenizer = load_tokenizer(resolve_model(config.model), config)
                 facts = dataclasses.replace(facts, tokenizer=tokenizer)
         except BaseException:
-            self._process.kill()
-            self._process.wait()
-            self._pipe.close()
+            launched.end()
             raise
         self.info = ready.info
         self.processor = InputProcessor(facts, ready.info.max_model_len, config, ready.limits)
@@ -202,18 +206,3 @@ def _close_pipe(ref: weakref.ref[EngineProcess]) -> None:
     engine = ref()
     if engine is not None:
         engine._pipe.close()
-
-
-def _start() -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:
-    """Starts the process, with all of its output on standard error. Returns it and this side of the pipe."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        level = logging.getLogger("batchserve").getEffectiveLevel()
-        process = subprocess.Popen(
-            python(CHILD, str(theirs.fileno()), str(level), log_format()),
-            stdin=subprocess.DEVNULL,
-            stdout=2,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,  # a terminal's Ctrl-C is for the front end only
-        )
-    return process, Connection(ours.detach())

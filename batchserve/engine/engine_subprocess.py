@@ -7,6 +7,7 @@ are for the front end: a server may be stopped by signals to all of its processe
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import os
 import pickle
@@ -62,6 +63,8 @@ def main() -> None:
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
     pipe = Pipe(Connection(descriptor))
+    with suppress(Exception):  # it is raised again, and reported, where the module is used
+        importlib.import_module("batchserve.startup.build")  # while the front end still imports what it needs
     config: EngineConfig | None = pipe.receive()
     if config is None:
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from batchserve.kv.allocator import KVAllocator
     from batchserve.runner.ragged_batch import RaggedBatch
@@ -30,6 +30,7 @@ class Executor(Protocol):
     """
 
     num_threads: int  # of the host, that steps compute on
+    can_walk_sampled: Callable[[], bool]  # whether the walks of sampled requests are compiled, or may be now
 
     @property
     def allocator(self) -> KVAllocator:

@@ -101,5 +101,7 @@ def begin_step(step, instructions, places, loops, num_rows, num_threads, ids, po
 
 
 def compile_kernels() -> None:
-    """Compiles the loop, or loads it from the cache on disk."""
+    """Compiles the loop and begin_step, or loads them from the cache on disk."""
     run_loop()
+    step, rows, none = np.zeros(STEP_SIZE, np.int64), np.zeros((0, SIZE), np.int64), np.zeros(0, np.int64)
+    begin_step(step, rows, (none, none), (0, 0), 0, 1, none, none, none)

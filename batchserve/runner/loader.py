@@ -109,11 +109,16 @@ def resolve_dtype(dtype: str, device: torch.device = CPU) -> torch.dtype:
 
 
 @torch.inference_mode()
-def load_model(config: EngineConfig, say: Callable[[str], None] = lambda message: None) -> LoadedModel:
+def load_model(
+    config: EngineConfig,
+    say: Callable[[str], None] = lambda message: None,
+    wait_for_kernels: Callable[[], None] = lambda: None,
+) -> LoadedModel:
     """Loads, probes and packs a model.
 
     Modules are packed only for the CPU's own attention backend. The GPU path runs them as they are, also on a CPU,
-    except that linears of the same input are joined everywhere. A warning names the options of generation_config.json
+    except that linears of the same input are joined everywhere. wait_for_kernels: called before a native program is
+    made, whose kernels are being compiled. A warning names the options of generation_config.json
     that no request gets. Raises ConfigError (cannot be loaded) or UnsupportedModelError (would answer wrongly).
     """
     interface.register()
@@ -140,7 +145,9 @@ def load_model(config: EngineConfig, say: Callable[[str], None] = lambda message
     vocab_size, num_parameters = int(text_config.vocab_size), count_parameters(model)
     native = None
     if has_cpu_backend(config, device) and config.custom_kernels:
-        native = native_model(model, probe, layers, served_length.longest, num_threads, say)
+        say("preparing the native program (its kernels are compiled at the first start)")
+        wait_for_kernels()
+        native = native_model(model, probe, layers, served_length.longest, num_threads)
     is_packed = native is None and has_cpu_backend(config, device) and dtype in native_linear.DTYPES
     if native is None:
         workspace = Workspace()

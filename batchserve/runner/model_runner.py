@@ -18,7 +18,7 @@ from batchserve.sampling.device import DeviceSampler
 from batchserve.sampling.recordings import Recordings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from batchserve.attention.base import AttentionBackend, Spans
     from batchserve.engine.executor import StepHandle
@@ -50,6 +50,7 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         self.compiled: CompiledModel | CompiledLayers | None = None
         self.find_best = best_tokens
+        self.can_walk_sampled: Callable[[], bool] = lambda: True
 
     @property
     def allocator(self) -> KVAllocator:

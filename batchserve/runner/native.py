@@ -25,7 +25,7 @@ from batchserve.runner.forward import logits_of
 from batchserve.runner.probe import SMALL_WINDOW
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from transformers import PreTrainedModel
 
@@ -42,7 +42,6 @@ def native_model(
     layers: list[LayerShape],
     longest: int,
     num_threads: int,
-    say: Callable[[str], None],
 ) -> NativeModel | None:
     """Returns the native program, or None, with the reason in the log, if steps are to run the model's own modules.
 
@@ -55,7 +54,6 @@ def native_model(
     if reason := _reason_for_modules(model):
         logger.info("steps run the model's modules, not a native program: %s", reason)
         return None
-    say("preparing the native program (its kernels are compiled at the first start)")
     try:
         linked = LinkedModel(model, partial(logits_of, model), model.dtype, probe.vocab_size, longest)
         native = NativeModel(linked.image, linked.tables)

@@ -9,7 +9,7 @@ from batchserve.runner.step_handle import LazyStep
 from batchserve.sampling.recordings import Recordings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy as np
 
@@ -27,6 +27,7 @@ class NativeRunner:
         self.allocator, self.num_threads = allocator, num_threads
         self.forced = Recordings()
         self.find_best = native.best_tokens
+        self.can_walk_sampled: Callable[[], bool] = lambda: True
         self._native = native
         native.use_attention(CompiledAttention(allocator, num_heads))
 

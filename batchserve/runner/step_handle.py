@@ -9,12 +9,12 @@ import numpy as np
 from batchserve.native import pool
 from batchserve.sampling.argmax_kernel import best_tokens
 from batchserve.sampling.sampled_walk import Rows, SampledWalks, walk_loop
-from batchserve.sampling.sampler import RowSampler
+from batchserve.sampling.sampler import RowSampler, sample_by_definition
 from batchserve.sampling.verify import NOT_SAMPLED, StepTokens, VerifiedTokens, walk_tree
 from batchserve.sampling.walk_kernel import walk_greedy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from batchserve.request import ResolvedSampling
     from batchserve.runner.ragged_batch import RaggedBatch, RequestRows
@@ -35,6 +35,10 @@ class StepRunner(Protocol):
     def find_best(self) -> FindBest:
         """See RowSampler."""
 
+    @property
+    def can_walk_sampled(self) -> Callable[[], bool]:
+        """Returns whether the walks of sampled requests are compiled, or may be compiled now."""
+
     def forward(self, batch: RaggedBatch) -> np.ndarray:
         """Returns float32 logits [batch.num_logits, vocab_size], and writes the K/V of every row."""
 
@@ -50,7 +54,8 @@ class LazyStep:
     def wait(self) -> StepTokens:
         runner = self._runner
         logits = runner.forward(self._batch)
-        return verify_batch(self._batch, logits, runner.forced, runner.find_best, runner.num_threads)
+        options = runner.find_best, runner.num_threads
+        return verify_batch(self._batch, logits, runner.forced, *options, is_compiled=runner.can_walk_sampled())
 
 
 def verify_batch(
@@ -59,10 +64,12 @@ def verify_batch(
     forced: Recordings,
     find_best: FindBest = best_tokens,
     num_threads: int = 1,
+    *,
+    is_compiled: bool = True,
 ) -> StepTokens:
     """Walks every request's tree. logits: float32, of batch.logit_rows. forced: ModelRunner's; find_best: RowSampler's.
 
-    Raises MemoryError.
+    is_compiled: False walks the trees of sampled requests one by one, without compiled code. Raises MemoryError.
     """
     sampler, spans = RowSampler(logits, find_best), batch.spans
     greedy = [place for place, each in enumerate(batch.samplings) if each is not None and each.temperature == 0.0]
@@ -72,8 +79,10 @@ def verify_batch(
     recorded, walked = forced.places(batch.request_ids), np.empty((3, batch.num_rows), np.int64)
     if greedy:
         walk_greedy(np.array(greedy), where, sampler.greedy(), recorded, drafts, walked)
-    if sampled:
+    if sampled and is_compiled:
         _walk_sampled(sampled, logits, Rows(*where, *drafts, recorded), walked, num_threads)
+    elif sampled:
+        _walk_one_by_one(batch, [*sampled], logits, forced, walked)
     starts = spans.rows[:, 0].copy()  # in one piece, as kernels were compiled for it
     counts = walked[2].take(starts)
     if len(greedy) + len(sampled) < len(starts):
@@ -98,6 +107,20 @@ def _walk_sampled(
     pool.run(walk_loop().address, walks.address, num_threads if is_shared else 1)
     if lengths[starts].min() < 0:
         raise MemoryError(f"no memory to sample from {logits.shape[1]} tokens")
+
+
+def _walk_one_by_one(
+    batch: RaggedBatch, places: Sequence[int], logits: np.ndarray, forced: Recordings, walked: np.ndarray
+) -> None:
+    """Does what _walk_sampled does, while that is being compiled."""
+    for place in places:
+        rows, first, start = batch.requests[place], int(batch.first_logit[place]), int(batch.spans.rows[place, 0])
+        own = logits[first : first + 1 + rows.num_draft_tokens]
+        sampler = RowSampler(own, sample=sample_by_definition)
+        verified = verify_request(rows, sampler, forced.get(rows.request_id, ()))
+        walked[0, start : start + len(verified.rows)] = verified.rows
+        walked[1, start : start + len(verified.token_ids)] = verified.token_ids
+        walked[2, start] = len(verified.rows)
 
 
 def _unverified(rows: RequestRows, sampler: RowSampler, first: int) -> tuple[int, ...]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from batchserve.sampling.argmax_kernel import best_tokens
-from batchserve.sampling.draw_kernel import LOWEST_TEMPERATURE, block_tops, draw_allowed
-from batchserve.sampling.noise import stream_key
+from batchserve.sampling.draw_kernel import LOWEST_TEMPERATURE, NEGLIGIBLE_NATS, block_tops, draw_allowed
+from batchserve.sampling.noise import gumbel, stream_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from batchserve.request import ResolvedSampling
 
     FindBest = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+    SampleRow = Callable[[np.ndarray, int, ResolvedSampling], int]
 
 NO_TOKEN = -1  # the result of a row whose greatest logit is NaN or infinite
 
@@ -24,12 +25,13 @@ class RowSampler:
     """Samples rows of one step's logits on demand, so sampled requests pay only for the rows that a walk reaches.
 
     logits float32 [num_rows, vocab_size]. find_best: argmax_kernel.best_tokens, or a faster source of the same results
-    for these logits. A row's outcome depends on nothing but its logits, the sampling parameters and the
-    position.
+    for these logits. sample: sample_row, or sample_by_definition. A row's outcome depends on nothing but its logits,
+    the sampling parameters and the position.
     """
 
-    def __init__(self, logits: np.ndarray, find_best: FindBest = best_tokens) -> None:
+    def __init__(self, logits: np.ndarray, find_best: FindBest = best_tokens, sample: SampleRow | None = None) -> None:
         self._logits, self._best_tokens = logits, find_best
+        self._sample = sample or sample_row
         self._argmax = np.zeros(0, np.int64)
         self._greedy = self._argmax  # NO_TOKEN where the greatest logit is not finite
 
@@ -37,7 +39,7 @@ class RowSampler:
         """Returns the token at absolute `position`, given the row before it; NO_TOKEN if the logits have overflowed."""
         if sampling.temperature == 0.0:
             return int(self.greedy()[row])
-        return sample_row(self._logits[row], position, sampling)
+        return self._sample(self._logits[row], position, sampling)
 
     def greedy(self) -> np.ndarray:
         """Returns int64 [num_rows]: token_at's token of every row at temperature 0."""
@@ -54,6 +56,23 @@ class RowSampler:
     def _find_best(self) -> None:
         best, is_finite = self._best_tokens(self._logits)
         self._argmax, self._greedy = best, best if is_finite.all() else np.where(is_finite, best, NO_TOKEN)
+
+
+def sample_by_definition(logits: np.ndarray, position: int, sampling: ResolvedSampling) -> int:
+    """Returns sample_row's token, by NumPy alone: for the time until that is compiled. It is many times slower."""
+    if not np.isfinite(logits.max()):
+        return NO_TOKEN
+    scaled = logits.astype(np.float64) / max(sampling.temperature, LOWEST_TEMPERATURE)
+    least = scaled.max() - NEGLIGIBLE_NATS
+    if 0 < sampling.top_k < len(scaled):
+        least = max(least, np.partition(scaled, -sampling.top_k)[-sampling.top_k])
+    if sampling.top_p < 1.0:
+        ordered = np.sort(scaled[scaled >= least])[::-1]
+        cumulative = np.cumsum(np.exp(ordered - ordered[0]))
+        least = max(least, ordered[np.searchsorted(cumulative, sampling.top_p * cumulative[-1])])
+    token_ids = np.flatnonzero(scaled >= least)
+    scores = scaled[token_ids] + gumbel(stream_key(sampling.seed, position), token_ids)
+    return int(token_ids[scores.argmax()])
 
 
 def sample_row(logits: np.ndarray, position: int, sampling: ResolvedSampling) -> int:

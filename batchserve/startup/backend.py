@@ -22,7 +22,7 @@ from batchserve.request import GREEDY
 from batchserve.runner.loader import LoadedModel, has_cpu_backend
 from batchserve.runner.model_runner import ModelRunner
 from batchserve.runner.ragged_batch import RequestRows, build_batch
-from batchserve.sampling import device_columns
+from batchserve.sampling import device_columns, draw_kernel
 from batchserve.startup import kernels
 from batchserve.startup.device_memory import CudaMemory, ProfilingStep, profiled_budget
 from batchserve.startup.kernels import ATTENTION_S, COMMON_PARTS, CPU_PARTS
@@ -39,6 +39,7 @@ PAGED_PARTS = (
     *COMMON_PARTS,
     Part("columns", 1.0, device_columns.compile_kernels),
     Part("slots", 4.0, slot_kernels.compile_kernels),
+    Part("draws", 12.6, draw_kernel.compile_kernels),
 )
 
 

@@ -29,12 +29,14 @@ from batchserve.logs import noted_warnings
 from batchserve.metrics import EngineMetrics
 from batchserve.native import pool
 from batchserve.native.cores import default_threads, processor_name
-from batchserve.native.instruction_set import choose_instruction_set
+from batchserve.native.instruction_set import choose_instruction_set, multiplies_bfloat16
 from batchserve.program.image_file import WrongLengthError
 from batchserve.runner.model_folder import resolve_model
 from batchserve.scheduler.scheduler import Scheduler
-from batchserve.startup.choose_threads import ThreadWatch, choose_threads
-from batchserve.startup.kept_programs import KeptPrograms, may_be_kept
+from batchserve.startup.choose_threads import KeptThreads, ThreadWatch, choose_threads
+from batchserve.startup.compile_ahead import CompileAhead
+from batchserve.startup.kept_programs import KeptPrograms, may_be_native
+from batchserve.startup.kernels import SAMPLERS
 from batchserve.startup.kv_memory import Progress
 from batchserve.startup.measure_steps import measured_table, time_decoding
 from batchserve.startup.prepared import PreparedModel, prepare_native
@@ -108,11 +110,16 @@ def _build_engine(
     processor = InputProcessor(ModelFacts.of(facts, prepared.tokenizer), max_model_len, config, limits)
     kernels.wait_for_begun()  # nothing is measured beside it
     is_on_cpu, min_gain = prepared.device == "cpu", SERVING_GAIN if is_serving else THREAD_GAIN
+    kept = KeptThreads(Path(config.cache_dir), [*_machine_key(prepared), str(min_gain), str(config.max_num_seqs)])
     if is_on_cpu:
         executor.num_threads = prepared.max_threads
-        executor.num_threads = config.num_threads or choose_threads(
-            executor, config.max_num_seqs, max_model_len, min_gain
+        executor.num_threads = (
+            config.num_threads
+            or kept.read(prepared.max_threads)
+            or choose_threads(executor, config.max_num_seqs, max_model_len, min_gain)
         )
+        if config.num_threads is None:
+            kept.write(executor.num_threads)
     executor.bind_thread()
     if config.num_threads is not None and executor.num_threads < config.num_threads:
         say(
@@ -132,6 +139,7 @@ def _build_engine(
     if is_on_cpu and config.num_threads is None and prepared.max_threads > 1:
 
         def changed(ratio: float) -> None:
+            kept.write(executor.num_threads)
             step_time.rescale(ratio)
             drafts.use_threads(pool.team(executor.num_threads))
 
@@ -139,6 +147,8 @@ def _build_engine(
             return time_decoding(executor, config.max_num_seqs, 1)  # without contexts, which would need more memory
 
         core.threads = ThreadWatch(executor, prepared.max_threads, min_gain, time_step, changed, clock)
+    if is_serving and is_on_cpu:
+        executor.can_walk_sampled = lambda: all(map(kernels.is_ready, SAMPLERS))  # not at once: each starts a process
     info = _describe(config, prepared, used_drafter.name, limits[config.drafter].max_draft_tokens)
     say(
         f"{info.architecture} in {info.dtype} on {prepared.device}, {executor.num_threads} threads, "
@@ -152,18 +162,22 @@ def prepare(config: EngineConfig, say: Progress) -> PreparedModel:
     """Loads a model and makes it ready to run steps. Raises ConfigError, UnsupportedModelError."""
     say(f"loading {config.model}")
     folder = Path(resolve_model(config.model))
-    programs = KeptPrograms(config, folder) if may_be_kept(config) else None
+    programs = KeptPrograms(config, folder) if config.max_kept_bytes and may_be_native(config) else None
     kept = None if programs is None else programs.open(config.num_threads or default_threads())
     if kept is not None:
         try:
             return prepare_native(config, kept.facts, kept.tokenizer, kept.native, say)
         except WrongLengthError as error:
             say(f"the model is prepared again, for {error}")
-    from batchserve.runner.loader import load_model, weight_bytes
+    ahead = None
+    if may_be_native(config):
+        dtype = config.dtype if config.dtype != "auto" else "bfloat16" if multiplies_bfloat16() else "float32"
+        ahead = CompileAhead(dtype)
+    from batchserve.runner.loader import load_model, weight_bytes  # and torch, which takes seconds
 
     check_weights_fit(config.model, weight_bytes(config))
     with noted_warnings() as notes:
-        loaded = load_model(config, say)
+        loaded = load_model(config, say, lambda: None if ahead is None else ahead.wait())
     if loaded.native is not None:
         prepared = prepare_native(config, loaded.plain(), loaded.tokenizer, loaded.native, say)
         if programs is not None:
@@ -196,16 +210,8 @@ def _describe(config: EngineConfig, prepared: PreparedModel, drafter: str, decod
 def _build_step_time(config: EngineConfig, prepared: PreparedModel, say: Progress) -> StepTimeModel:
     """Returns what a step of this model takes on this machine, from the cache or measured."""
     say("step times (measured at a model's first start, some seconds)")
-    executor, facts = prepared.executor, prepared.facts
-    key = (
-        __version__,
-        platform.processor() or platform.machine(),
-        processor_name(),
-        f"{executor.num_threads} {prepared.instruction_set}",
-        facts.dtype,
-        *prepared.marks,
-        facts.configuration,
-    )
+    executor = prepared.executor
+    key = [*_machine_key(prepared), str(executor.num_threads)]
     limits = config.max_num_batched_tokens, config.max_num_seqs, prepared.max_model_len
     table = measured_table(executor, *limits, Path(config.cache_dir), key, say)
     model = StepTimeModel(table)
@@ -214,6 +220,13 @@ def _build_step_time(config: EngineConfig, prepared: PreparedModel, say: Progres
         f"{model.critical_length()} rows"
     )
     return model
+
+
+def _machine_key(prepared: PreparedModel) -> list[str]:
+    """Returns what the times of a model's steps depend on, apart from the number of threads."""
+    facts, machine = prepared.facts, platform.processor() or platform.machine()
+    level = prepared.instruction_set
+    return [__version__, machine, processor_name(), level, facts.dtype, *prepared.marks, facts.configuration]
 
 
 def _draft_policy(config: EngineConfig, step_time: StepTimeModel) -> DraftPolicy:

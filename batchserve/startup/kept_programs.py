@@ -116,12 +116,12 @@ class KeptPrograms:
         threading.Thread(target=_write, args=arguments, name="keep program").start()
 
 
-def may_be_kept(config: EngineConfig) -> bool:
+def may_be_native(config: EngineConfig) -> bool:
     """Returns whether a model could run as a native program, as far as can be told without torch."""
     is_for_cpu = config.device == "cpu" or config.attention_backend == "cpu"
     has_gpu = any(Path(device).exists() for device in GPU_DEVICES)
     is_possible = config.custom_kernels and config.attention_backend in ("auto", "cpu") and config.device != "cuda"
-    return config.max_kept_bytes > 0 and is_possible and (is_for_cpu or not has_gpu)
+    return is_possible and config.dtype != "float16" and (is_for_cpu or not has_gpu)
 
 
 def programs_folder(config: EngineConfig) -> Path:

@@ -28,15 +28,14 @@ COMMON_PARTS = (
     Part("commit", 1.0, commit.compile_kernels),
     Part("pool", 0.5, pool.compile_kernels),
     Part("argmax", 0.6, argmax_kernel.compile_kernels),
-    Part("step times", 1.0, time_kernels.compile_kernels),
-    Part("draws", 12.6, draw_kernel.compile_kernels),
+    Part("step times", 4.5, time_kernels.compile_kernels),
 )
 CPU_PARTS = (
     *COMMON_PARTS,
     Part("row moves", 0.5, row_moves.compile_kernels),
     Part("greedy walk", 0.5, walk_kernel.compile_kernels),
-    Part("sampled walk", 4.2, sampled_walk.compile_kernels),
 )
+SAMPLERS = (draw_kernel.__name__, sampled_walk.__name__)  # compiled when first needed, or after the first token
 ATTENTION_S = 13.6
 
 

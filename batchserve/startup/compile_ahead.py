@@ -1,0 +1,101 @@
+"""Compiles a native program's kernels in other processes at a machine's first start, while torch and the model load."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
+from typing import TYPE_CHECKING
+
+from batchserve.interpreter import available_cores, python
+from batchserve.native.jit import has_kept_kernels
+from batchserve.program.instructions import Kernel, Op
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+CHILD = "from batchserve.startup.compile_ahead import main; main()"
+# What programs of dense models need; other kinds of instructions are compiled where a model has them.
+DENSE = (Op.EMBED, Op.NORM, Op.ROTATE, Op.KEEP, Op.ELEMENTWISE, Op.PRODUCT)
+MODULES = {
+    "program": "batchserve.program.interpreter",
+    "attention": "batchserve.attention.path_kernel",
+    "core": "batchserve.scheduler.plan",
+}
+
+
+class CompileAhead:
+    """The processes that compile. They end when this process does, or when `wait` has returned."""
+
+    def __init__(self, dtype: str) -> None:
+        """dtype: that of the model."""
+        self._children = []
+        # Under a limit of address space, compiling in several processes is no help.
+        if available_cores() > 1 and getrlimit(RLIMIT_AS)[0] == RLIM_INFINITY:
+            wanted = [part for part, module in MODULES.items() if not has_kept_kernels(_source(module))]
+            self._children = [_start(part, dtype) for part in wanted]
+
+    def wait(self) -> None:
+        """Waits until all is compiled. What has failed is compiled where it is needed, which reports the error."""
+        for child in self._children:
+            with child:  # which closes standard input only at the end
+                said = "" if child.stderr is None else child.stderr.read().strip()
+            if child.returncode != 0:
+                logger.warning("kernels cannot be compiled ahead: %s", (said.splitlines() or ["no reason"])[-1])
+        self._children = []
+
+
+def _source(module: str) -> Path:
+    return Path(import_module(module).__file__ or "")
+
+
+def _start(part: str, dtype: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        python(CHILD, part, dtype),
+        stdin=subprocess.PIPE,  # never written to: it closes when this process ends, however that happens
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+
+
+def _program(dtype: str) -> None:
+    from batchserve.program import interpreter
+    from batchserve.program.operations import compile_operations
+    from batchserve.program.product import kernel_of
+
+    interpreter.compile_kernels()
+    compile_operations((op, kernel_of(dtype) if op == Op.PRODUCT else Kernel.FLOATS) for op in DENSE)
+
+
+def _attention(dtype: str) -> None:
+    from batchserve.attention.compiled import ELEMENTS, attend_loop
+    from batchserve.attention.matrix_code import can_use_amx
+    from batchserve.attention.span_job import compile_kernels
+
+    compile_kernels(ELEMENTS[dtype])
+    attend_loop(dtype, has_tiles=dtype == "bfloat16" and can_use_amx())
+
+
+def _core(dtype: str) -> None:
+    from batchserve.startup.kernels import CPU_PARTS
+
+    for part in CPU_PARTS:
+        part.compile_kernels()
+
+
+PARTS: dict[str, Callable[[str], None]] = {"program": _program, "attention": _attention, "core": _core}
+
+
+def main() -> None:
+    """Compiles one part. Ends with the process that started it."""
+    from batchserve.draft.kernels import end_with_parent
+
+    end_with_parent()
+    PARTS[sys.argv[1]](sys.argv[2])
