@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from batchserve.engine.executor import Executor
 
 logger = logging.getLogger(__name__)
-MAX_SECONDS = 4.0  # for all rounds together; a round that has begun is finished
+MAX_SECONDS = 2.0  # for all rounds together; a round that has begun is finished
 MIN_ROUNDS, MAX_ROUNDS = 2, 9
 SAID_EVERY_S = 2.0
 LONG_STEP_S = 0.5  # longer steps are extrapolated; steps that may take twice as long are not tried
