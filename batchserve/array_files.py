@@ -37,12 +37,14 @@ def write_arrays(path: Path, description: dict[str, Any], arrays: Sequence[np.nd
     text = json.dumps({"description": description, "arrays": places, "size": end}).encode()
     blocks = _Blocks()
     with replacing(path) as file:
-        file.seek(_data_start(len(text), -(-end // BLOCK)))
+        start = _data_start(len(text), -(-end // BLOCK))
+        file.truncate(start + end)
+        file.seek(start)
         for array in arrays:
             data = _bytes_of(np.ascontiguousarray(array).reshape(-1))
-            for start in range(0, len(data), BLOCK):
-                file.write(data[start : start + BLOCK])
-                blocks.add(data[start : start + BLOCK])
+            for first in range(0, len(data), BLOCK):
+                file.write(data[first : first + BLOCK])
+                blocks.add(data[first : first + BLOCK])
             padding = bytes(-len(data) % PAGE)
             file.write(padding)
             blocks.add(padding)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,13 +53,10 @@ def _show(path: Path, *, is_verifying: bool) -> bool:
 
     try:
         status = path.stat()
-        file = ArrayFile(path)
-        try:
+        with closing(ArrayFile(path)) as file:
             if is_verifying:
                 file.verify()
             found = file.description
-        finally:
-            file.close()
     except (UntrustedFileError, OSError) as error:
         print(f"{path}: {error}")
         return False

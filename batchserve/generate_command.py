@@ -155,10 +155,9 @@ def _reference_text(path: str) -> str:
 
 def _chat_token_ids(text: str, config: EngineConfig) -> list[int]:
     from batchserve.runner.chat import chat_token_ids
-    from batchserve.runner.model_folder import resolve_model
-    from batchserve.runner.tokenizer import load_tokenizer
+    from batchserve.startup.kept_programs import find_tokenizer
 
-    return chat_token_ids(text, load_tokenizer(resolve_model(config.model), config), config.model)
+    return chat_token_ids(text, find_tokenizer(config), config.model)
 
 
 def _servers_chat(text: str, target: str) -> list[int]:

@@ -31,7 +31,7 @@ EXTENDED = (
     "equivalence/test_greedy.py equivalence/test_jacobi.py equivalence/test_prefix_cache.py gpu load_tests "
     "program/test_families.py program/test_product.py runner/test_compiled.py runner/test_cuda_graphs.py "
     "runner/test_gpu_modules.py runner/test_hub.py runner/test_other_device.py sampling/test_device.py "
-    "server/test_process.py server/test_request_log.py test_load_smoke.py training tune"
+    "server/test_process.py server/test_request_log.py startup/test_kept_programs.py test_load_smoke.py training tune"
 ).split()
 
 

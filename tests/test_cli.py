@@ -133,7 +133,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     """The configurations that `serve` would have started an engine with."""
     configs: list[EngineConfig] = []
 
-    async def start(config: EngineConfig, on_progress: Any, *, own_process: bool) -> None:
+    async def start(config: EngineConfig, on_progress: Any, *, own_process: bool, launched: Any) -> None:
         configs.append(config)
 
     async def serve(config: ServerConfig, version: str, start_engine: Any, announce: Any) -> None:

@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-SPINS = 4000  # tens of microseconds or more; a thread that waits longer yields its core
+SPINS = 500  # tens of microseconds; a thread that waits longer gives its core to another one
 _NUMBER = ir.IntType(64)
 _IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 

@@ -36,8 +36,9 @@ from batchserve.native.jit import cfunc, njit
 
 # A pool is an int64 array. Fields that are written at different times have separate cache lines. LOCK is held by the
 # caller whose turn it is. TURN changes whenever there is work; its lower bits are the number of workers wanted. LOOP
-# and JOB are the work. DONE counts the workers that have finished it. YIELD and SLEEP are system function addresses.
-LOCK, TURN, LOOP, JOB, DONE, YIELD, SLEEP = 0, 8, 16, 17, 24, 32, 33
+# and JOB are the work. DONE counts the workers that have finished it; WAITING is 1 while the caller sleeps until they
+# have. YIELD and SLEEP are system function addresses.
+LOCK, TURN, LOOP, JOB, DONE, WAITING, YIELD, SLEEP = 0, 8, 16, 17, 24, 25, 32, 33
 # After these fields, each worker has a cache line of its own: ASLEEP is 1 while it sleeps.
 WORKERS, WORKER = 40, 8
 ASLEEP = 0
@@ -98,21 +99,39 @@ def _work_loop() -> Any:
                 return
             if place < turn & ((1 << WANTED_BITS) - 1):
                 call_loop(load(pool + LOOP * 8), load(pool + JOB * 8))
+                # The worker writes DONE, then reads WAITING; the caller the other way round. So one sees the other.
                 add_one(pool + DONE * 8)
+                if load_in_order(pool + WAITING * 8) != 0:
+                    wake(pool + DONE * 8, load(pool + SLEEP * 8))
 
     return loop
 
 
 @njit(nogil=True, cache=True)
-def _wait_for(pool, place, value):  # type: ignore[no-untyped-def]
-    """Waits until the pool's field at `place` is `value`."""
+def _wait_for_turn(pool):  # type: ignore[no-untyped-def]
+    """Waits until no other caller has the pool."""
     spins = 0
-    while load(pool + place * 8) != value:
+    while load(pool + LOCK * 8) != 0:
         spins += 1
         if spins < SPINS:
             pause()
         else:
             call(load(pool + YIELD * 8))
+
+
+@njit(nogil=True, cache=True)
+def _wait_for_workers(pool, count):  # type: ignore[no-untyped-def]
+    """Waits until `count` workers are done. One that takes long has lost its core, and may need this one's."""
+    for _ in range(SPINS):
+        if load(pool + DONE * 8) == count:
+            return
+        pause()
+    exchange(pool + WAITING * 8, 1)
+    done = load_in_order(pool + DONE * 8)
+    while done != count:
+        sleep_while(pool + DONE * 8, done, load(pool + SLEEP * 8))
+        done = load_in_order(pool + DONE * 8)
+    store(pool + WAITING * 8, 0)
 
 
 @njit(nogil=True, cache=True)
@@ -138,7 +157,7 @@ def start_loop() -> Any:
     @cfunc(types.void(types.int64, types.int64, types.int64, types.int64), nopython=True, cache=True)
     def start(loop, job, size, pool):  # type: ignore[no-untyped-def]
         while exchange(pool + LOCK * 8, 1) == 1:
-            _wait_for(pool, LOCK, 0)
+            _wait_for_turn(pool)
         store(pool + LOOP * 8, loop)
         store(pool + JOB * 8, job)
         store(pool + DONE * 8, 0)
@@ -146,7 +165,7 @@ def start_loop() -> Any:
         exchange(pool + TURN * 8, number << WANTED_BITS | size - 1)
         _wake(pool, size - 1)
         call_loop(loop, job)
-        _wait_for(pool, DONE, size - 1)
+        _wait_for_workers(pool, size - 1)
         store(pool + LOCK * 8, 0)
 
     return start

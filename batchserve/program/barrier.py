@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from batchserve.native.atomics import add_one, exchange, load, load_in_order, pause, store, take_one
+from batchserve.native.atomics import SPINS, add_one, exchange, load, load_in_order, pause, store, take_one
 from batchserve.native.futex import sleep_while, wake
 from batchserve.native.jit import njit
 from batchserve.program.instructions import ARRIVED, GENERATION, NUM_THREADS, SLEEP, SLEEPERS
 
-# Some tens of microseconds. Threads usually meet within a few. One that is waited for longer has lost its core to
-# another process: then the waiting thread's core is of more use to it.
-SPINS = 500
-
 
 @njit(nogil=True, cache=True)
 def wait_for_all(step):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """Returns once all threads of the step have called it. Each thread then sees what the others wrote before."""
+    """Returns once all threads of the step have called it. Each thread then sees what the others wrote before.
+
+    Threads usually meet within microseconds. One that is waited for longer has lost its core to another process, and
+    may need that of a thread that waits, which therefore sleeps.
+    """
     num_threads = step[NUM_THREADS]
     if num_threads == 1:
         return

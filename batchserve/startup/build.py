@@ -5,8 +5,10 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from batchserve.config import EngineConfig, MiB
 from batchserve.decoding_length import accounts, budget_kernels
@@ -42,6 +44,9 @@ from batchserve.startup.measure_steps import measured_table, time_decoding
 from batchserve.startup.prepared import PreparedModel, prepare_native
 from batchserve.types import ModelInfo
 from batchserve.version import __version__
+
+if TYPE_CHECKING:
+    from batchserve.runner.loader import LoadedModel
 
 # A server has an event loop to run beside its steps, and often its clients, too.
 THREAD_GAIN, SERVING_GAIN = 1.1, 1.3
@@ -169,15 +174,8 @@ def prepare(config: EngineConfig, say: Progress) -> PreparedModel:
             return prepare_native(config, kept.facts, kept.tokenizer, kept.native, say)
         except WrongLengthError as error:
             say(f"the model is prepared again, for {error}")
-    ahead = None
-    if may_be_native(config):
-        dtype = config.dtype if config.dtype != "auto" else "bfloat16" if multiplies_bfloat16() else "float32"
-        ahead = CompileAhead(dtype)
-    from batchserve.runner.loader import load_model, weight_bytes  # and torch, which takes seconds
-
-    check_weights_fit(config.model, weight_bytes(config))
     with noted_warnings() as notes:
-        loaded = load_model(config, say, lambda: None if ahead is None else ahead.wait())
+        loaded = _load(config, say)
     if loaded.native is not None:
         prepared = prepare_native(config, loaded.plain(), loaded.tokenizer, loaded.native, say)
         if programs is not None:
@@ -186,6 +184,15 @@ def prepare(config: EngineConfig, say: Progress) -> PreparedModel:
     from batchserve.startup.modules import prepare_modules
 
     return prepare_modules(config, loaded, say)
+
+
+def _load(config: EngineConfig, say: Progress) -> LoadedModel:
+    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if multiplies_bfloat16() else "float32"
+    with closing(CompileAhead(dtype, is_needed=may_be_native(config))) as ahead:
+        from batchserve.runner.loader import load_model, weight_bytes  # and torch, which takes seconds
+
+        check_weights_fit(config.model, weight_bytes(config))
+        return load_model(config, say, ahead.wait)
 
 
 def _describe(config: EngineConfig, prepared: PreparedModel, drafter: str, decoding_length: int) -> ModelInfo:

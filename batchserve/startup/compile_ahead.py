@@ -29,13 +29,13 @@ MODULES = {
 
 
 class CompileAhead:
-    """The processes that compile. They end when this process does, or when `wait` has returned."""
+    """The processes that compile. They end when this process does. Call wait() or close()."""
 
-    def __init__(self, dtype: str) -> None:
-        """dtype: that of the model."""
-        self._children = []
+    def __init__(self, dtype: str, *, is_needed: bool) -> None:
+        """dtype: that of the model. is_needed: whether it may become a native program."""
+        self._children: list[subprocess.Popen[str]] = []
         # Under a limit of address space, compiling in several processes is no help.
-        if available_cores() > 1 and getrlimit(RLIMIT_AS)[0] == RLIM_INFINITY:
+        if is_needed and available_cores() > 1 and getrlimit(RLIMIT_AS)[0] == RLIM_INFINITY:
             wanted = [part for part, module in MODULES.items() if not has_kept_kernels(_source(module))]
             self._children = [_start(part, dtype) for part in wanted]
 
@@ -46,6 +46,13 @@ class CompileAhead:
                 said = "" if child.stderr is None else child.stderr.read().strip()
             if child.returncode != 0:
                 logger.warning("kernels cannot be compiled ahead: %s", (said.splitlines() or ["no reason"])[-1])
+        self._children = []
+
+    def close(self) -> None:
+        """Ends what still compiles."""
+        for child in self._children:
+            with child:
+                child.kill()
         self._children = []
 
 

@@ -17,7 +17,7 @@ import shutil
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,11 +29,13 @@ from batchserve.native.vector_code import features, kernel_level
 from batchserve.program.image_file import complete_tables, parts_of, program_of
 from batchserve.program.model import NativeModel
 from batchserve.runner.compiled_tokenizer import CompiledTokenizer
+from batchserve.runner.model_folder import resolve_model
 from batchserve.runner.served_model import ServedModel
 from batchserve.sealed_files import UntrustedFileError
 
 if TYPE_CHECKING:
     from batchserve.config import EngineConfig
+    from batchserve.runner.compiled_tokenizer import AnyTokenizer
     from batchserve.runner.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -67,14 +69,11 @@ class KeptPrograms:
     def open(self, num_threads: int) -> KeptModel | None:
         """Returns the kept model, or None. Logs why one that is there cannot be used."""
         try:
-            file = ArrayFile(self._path)
-            try:
+            with closing(ArrayFile(self._path)) as file:
                 found = file.description
                 if found["key"] != self._key:
                     raise UntrustedFileError("is another model's")
                 arrays = file.map(num_threads) if self._config.share_weights else file.read(num_threads)
-            finally:
-                file.close()
         except FileNotFoundError:
             return None
         except (UntrustedFileError, MemoryError) as error:
@@ -87,8 +86,16 @@ class KeptPrograms:
         facts = found["facts"] | {"name": self._config.served_model_name or self._config.model}
         facts["layers"] = [LayerShape(*layer) for layer in facts["layers"]]
         facts["eos_token_ids"] = tuple(facts["eos_token_ids"])
-        tokenizer = None if found["tokenizer"] is None else CompiledTokenizer.from_json(found["tokenizer"])
-        return KeptModel(ServedModel(**facts), tokenizer, NativeModel(*program_of(found["program"], arrays)))
+        native = NativeModel(*program_of(found["program"], arrays))
+        return KeptModel(ServedModel(**facts), _tokenizer_of(found), native)
+
+    def tokenizer(self) -> CompiledTokenizer | None:
+        """Returns the kept model's tokenizer, without its weights, or None."""
+        try:
+            with closing(ArrayFile(self._path)) as file:
+                return _tokenizer_of(file.description) if file.description["key"] == self._key else None
+        except (FileNotFoundError, UntrustedFileError):
+            return None
 
     def keep(self, loaded: LoadedModel, served: int, notes: Sequence[str]) -> None:
         """Writes a model's program, in a thread, if it can be kept.
@@ -114,6 +121,22 @@ class KeptPrograms:
         arguments = self._path, self._folder, content, arrays, self._config.max_kept_bytes
         # Not a daemon: a program that ends after one answer must leave it, too.
         threading.Thread(target=_write, args=arguments, name="keep program").start()
+
+
+def _tokenizer_of(description: dict[str, Any]) -> CompiledTokenizer | None:
+    kept = description["tokenizer"]
+    return None if kept is None else CompiledTokenizer.from_json(kept)
+
+
+def find_tokenizer(config: EngineConfig) -> AnyTokenizer | None:
+    """Returns the tokenizer of a model, from its kept program if there is one. Raises ConfigError."""
+    folder = Path(resolve_model(config.model))
+    kept = KeptPrograms(config, folder).tokenizer() if config.max_kept_bytes and may_be_native(config) else None
+    if kept is not None:
+        return kept
+    from batchserve.runner.tokenizer import load_tokenizer
+
+    return load_tokenizer(str(folder), config)
 
 
 def may_be_native(config: EngineConfig) -> bool:

@@ -286,7 +286,7 @@ async def test_an_engine_whose_start_is_given_up_is_ended(monkeypatch: pytest.Mo
     begun, gate, killed = threading.Event(), threading.Event(), threading.Event()
 
     class Slow:
-        def __init__(self, *arguments: object) -> None:
+        def __init__(self, *arguments: object, **options: object) -> None:
             begun.set()
             gate.wait(60)
 

@@ -156,14 +156,12 @@ import sys, time
 from batchserve.config import EngineConfig
 from batchserve.engine import engine_process
 
-start = engine_process._start
+class Telling(engine_process.LaunchedProcess):
+    def __init__(self):
+        super().__init__()
+        print(self.process.pid, flush=True)
 
-def telling():
-    started = start()
-    print(started[0].pid, flush=True)
-    return started
-
-engine_process._start = telling
+engine_process.LaunchedProcess = Telling
 engine_process.EngineProcess(EngineConfig(model=sys.argv[1], kv_cache_memory=1 << 25, dtype="float32"))
 print("ready", flush=True)
 time.sleep(60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,8 @@ from batchserve.draft.base import Drafter
 from batchserve.engine.engine_core import Event
 from batchserve.errors import BatchserveError, NonFiniteLogitsError
 from batchserve.kv.slots import SlotAllocator
+from batchserve.program import instructions as at
+from batchserve.runner.native_runner import NativeRunner
 from batchserve.startup.build import BuiltEngine
 from batchserve.types import Delta, FinishReason, SamplingParams, SpeculationParams
 from tests.drafters import OracleDrafter
@@ -31,9 +34,15 @@ def expected(tiny_model: dict[str, Path]) -> list[list[int]]:
 
 def broken(model: Path, token_id: int, drafter: Drafter | None = None) -> BuiltEngine:
     """An engine for which nothing is finite behind this token; broken once it has been probed and accepted."""
-    engine = build(model, drafter, kv_cache_memory=1 << 24)
+    engine = build(model, drafter, kv_cache_memory=1 << 24, max_kept_bytes=0)
+    executor = engine.core.executor
+    if isinstance(executor, NativeRunner):
+        image = executor._native.image
+        ((_, _, number),) = [each for each in image.array_fields.tolist() if each[1] == at.TABLE]
+        image.arrays[number].view(np.float32)[token_id] = float("nan")
+        return engine
     with torch.no_grad():
-        engine.core.executor._model.get_input_embeddings().weight[token_id] = float("nan")
+        executor._model.get_input_embeddings().weight[token_id] = float("nan")
     return engine
 
 

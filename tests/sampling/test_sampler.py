@@ -11,7 +11,7 @@ from batchserve.sampling import sampler
 from batchserve.sampling.draw_kernel import NEGLIGIBLE_NATS
 from batchserve.sampling.logits import allowed_tokens
 from batchserve.sampling.noise import HIGHEST_NOISE, MASK64, gumbel, stream_key
-from batchserve.sampling.sampler import NO_TOKEN, RowSampler, sample_row
+from batchserve.sampling.sampler import NO_TOKEN, RowSampler, sample_by_definition, sample_row
 from tests.factories import make_sampling
 from tests.sampling.test_noise import key_for
 
@@ -194,3 +194,17 @@ def test_masked_and_extreme_logits_are_sampled(temperature: float) -> None:
     drawn = {sample_row(logits, position, sampling) for position in range(60)}
     # At temperatures above all logits, those that are not masked are alike.
     assert drawn == {4, 9, 11} if temperature == 1e300 else drawn <= {4, 9}
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (1, 1.0), (20, 1.0), (0, 0.9), (5, 0.5), (400, 0.999)])
+@pytest.mark.parametrize("temperature", [1e-300, 0.2, 1.0, 3.0])
+def test_while_nothing_is_compiled_the_tokens_are_the_same(temperature: float, top_k: int, top_p: float) -> None:
+    rng = np.random.default_rng(6)
+    for position in range(150):
+        logits = (rng.standard_normal(400) * rng.choice([0.1, 3.0, 20.0])).astype(np.float32)
+        if position % 5 == 0:
+            logits[rng.integers(400, size=90)] = rng.choice([-np.inf, 1.0])  # masked tokens, ties
+        if position % 40 == 0:
+            logits[3] = rng.choice([np.nan, np.inf])
+        sampling = make_sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=position)
+        assert sample_by_definition(logits, position, sampling) == sample_row(logits, position, sampling)
