@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from batchserve.program.image import AttentionLayer, Place, ProgramImage, Slot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    import numpy as np
 
     from batchserve.program.model import Tables
 
@@ -66,21 +66,12 @@ def program_of(parts: dict[str, Any], arrays: Sequence[np.ndarray]) -> tuple[Pro
     return image, KeptTables(tables, int(parts["table_length"]), is_own_length=bool(parts["is_own_length"]))
 
 
-def complete_tables(tables: Tables, limit: Callable[[int], None], served: int, longest: int) -> KeptTables:
-    """Returns a copy of the tables for all positions.
+def complete_tables(tables: Tables, limit: Callable[[int], None], length: int, *, is_own_length: bool) -> KeptTables:
+    """Returns a copy of the tables for `length` positions.
 
-    limit: changes the number of positions of the tables and of the model. served: that number now; longest: what it may
-    be at another start. Some models' values depend on it (LongRoPE): they are kept for `served` alone.
+    limit: changes the number of positions of the tables and of the model. is_own_length: see KeptTables.
     """
-    found = []
-    for length in (longest, served, max(1, served // 2)):
-        limit(length)
-        tables.grow(length)
-        found.append([array[:length].copy() for array in tables.arrays])
-    limit(served)  # as it was
-    most, own, half = found
-    is_same = all(
-        np.array_equal(a[: len(c)], c) and np.array_equal(b[: len(c)], c)
-        for a, b, c in zip(most, own, half, strict=True)
-    )
-    return KeptTables(most, longest, is_own_length=False) if is_same else KeptTables(own, served, is_own_length=True)
+    limit(length)
+    tables.grow(length)
+    found = [array[:length].copy() for array in tables.arrays]
+    return KeptTables(found, length, is_own_length=is_own_length)

@@ -81,10 +81,12 @@ class ServedLength:
     """
 
     longest: int
+    is_needed: bool = False  # whether the model has such modules
 
     def watch(self, model: torch.nn.Module) -> None:
         """Wraps the model's rotary modules to pass them `longest`, which may still be changed."""
         for module in length_dependent(model):
+            self.is_needed = True
             module.forward = partial(self._forward, module.forward)
 
     def _forward(

@@ -105,8 +105,12 @@ class KeptPrograms:
         native, tokenizer = loaded.native, loaded.tokenizer
         if native is None or native.image.torch_calls or not isinstance(tokenizer, CompiledTokenizer | None):
             return
+        # Another start may serve longer requests, unless the tables hold for this length alone (LongRoPE).
+        is_own_length = loaded.served_length.is_needed
         longest = min(self._config.max_model_len or loaded.max_model_len, loaded.max_model_len)
-        tables = complete_tables(native.tables, loaded.limit_model_len, served, longest)
+        length = served if is_own_length else longest
+        tables = complete_tables(native.tables, loaded.limit_model_len, length, is_own_length=is_own_length)
+        loaded.limit_model_len(served)
         program, arrays = parts_of(native.image, tables)
         facts = dataclasses.asdict(loaded.plain())
         facts["layers"] = [dataclasses.astuple(layer) for layer in loaded.layers]

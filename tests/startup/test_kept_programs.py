@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -295,7 +296,8 @@ def test_arrays_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     write_arrays(tmp_path / "file", {"name": "x"}, ARRAYS)
     check(tmp_path / "file")
     write_arrays(tmp_path / "empty", {"name": "y"}, [])
-    assert ArrayFile(tmp_path / "empty").read(1) == ArrayFile(tmp_path / "empty").map(1) == []
+    with closing(ArrayFile(tmp_path / "empty")) as file:
+        assert file.read(1) == file.map(1) == []
 
 
 KILLED = """
