@@ -49,7 +49,7 @@ class NativeModel:
         self.image, self.tables = image, tables
         self._attention: CompiledAttention | None = None
         self._loops = 0, 0  # the loops that store K and V and that attend
-        self._num_threads, self._wanted_threads, self._capacity = 0, 1, 0
+        self._max_threads, self._reserved_threads, self._capacity = 1, 0, 0
         self._pool: ModuleType = pool
         if image.torch_calls:  # on torch's own threads: both sets together would be too many for the cores
             self._pool = importlib.import_module("batchserve.native.openmp")
@@ -81,22 +81,25 @@ class NativeModel:
         self._attention, self._loops = attention, attention.loops()
 
     def use_threads(self, wanted: int) -> int:
-        """Runs this thread's steps on so many threads, or on as many as there can be; returns the number."""
-        self._wanted_threads = self._pool.use_threads(wanted)
-        return self._wanted_threads
+        """Runs this thread's steps on at most so many threads, or on as many as there can be; returns the number."""
+        self._max_threads = self._pool.use_threads(wanted)
+        return self._max_threads
 
     def limit_model_len(self, max_model_len: int) -> None:
         """Limits positions to below max_model_len, which may be less than the model was recorded with."""
         self.tables.limit(max_model_len)
 
-    def run(self, spans: Spans, ids: np.ndarray, positions: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    def run(
+        self, spans: Spans, ids: np.ndarray, positions: np.ndarray, kept: np.ndarray, num_threads: int | None = None
+    ) -> np.ndarray:
         """Runs a step and returns the logits of its kept rows, float32 [len(kept), vocab_size]. All arrays are int64.
 
-        ids and positions may have more rows than the spans; the extra rows are ignored. Raises MemoryError.
+        ids and positions may have more rows than the spans; the extra rows are ignored. num_threads: at most what
+        use_threads has returned, which is the default. Raises MemoryError.
         """
         assert self._attention is not None
-        num_rows, num_threads = len(spans.parents), self._pool.given(self._wanted_threads)
-        self._reserve(num_rows, num_threads)
+        num_rows, num_threads = len(spans.parents), num_threads or self._pool.given(self._max_threads)
+        self._reserve(num_rows)
         logits = np.empty((len(kept), self.image.vocab_size), np.float32)
         stores = self._attention.begin_jobs(spans, self._jobs, num_threads)
         loops = (0 if stores else self._loops[0], self._loops[1])
@@ -107,7 +110,7 @@ class NativeModel:
             self._address_tables()
         for segment in self._segments:
             if isinstance(segment, slice):
-                self._run(segment)
+                self._run(segment, num_threads)
             else:
                 segment.run(self._view)
         if not self._jobs["next"][:, 1].all():
@@ -123,12 +126,12 @@ class NativeModel:
         best_of_parts(self._greatest, logits.ctypes.data, self.image.vocab_size, width, best, is_finite)
         return best, is_finite
 
-    def _run(self, segment: slice) -> None:
+    def _run(self, segment: slice, num_threads: int) -> None:
         """Runs native instructions in one call, without the Python interpreter."""
         rows, step = self._rows[segment], self._step
         step[at.INSTRUCTIONS], step[at.NUM_INSTRUCTIONS] = rows.ctypes.data, len(rows)
         step[at.THREAD], step[at.ARRIVED] = 0, 0
-        self._pool.run(cast("int", run_loop().address), step.ctypes.data, self._num_threads)
+        self._pool.run(cast("int", run_loop().address), step.ctypes.data, num_threads)
 
     def _view(self, buffer: Buffer) -> np.ndarray:
         """Returns a buffer's rows in this step, float32 [num_rows, width], or uint16 for the bits of bfloat16.
@@ -151,14 +154,14 @@ class NativeModel:
         finally:
             self._jobs["window"] = windows
 
-    def _reserve(self, num_rows: int, num_threads: int) -> None:
-        """Allocates memory for the rows and threads, and updates all addresses."""
-        if num_rows <= self._capacity and num_threads == self._num_threads:
+    def _reserve(self, num_rows: int) -> None:
+        """Allocates memory for the rows and all threads, and updates all addresses."""
+        if num_rows <= self._capacity and self._max_threads <= self._reserved_threads:
             return
-        image = self.image
+        image, num_threads = self.image, self._max_threads
         if num_rows > self._capacity:
             self._capacity = max(MIN_CAPACITY, 1 << (num_rows - 1).bit_length())
-        self._num_threads = num_threads
+        self._reserved_threads = num_threads
         self._greatest = np.empty((image.num_parts, self._capacity), np.float32)
         head = self._rows[image.head]
         head[at.BEST] = self._greatest.ctypes.data if image.num_parts else 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from batchserve.attention.compiled import CompiledAttention
 from batchserve.runner.step_handle import LazyStep
+from batchserve.runner.thread_choice import ThreadChoice
 from batchserve.sampling.recordings import Recordings
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ class NativeRunner:
 
     def __init__(self, native: NativeModel, allocator: SlabAllocator, num_heads: int, num_threads: int) -> None:
         self.allocator, self.num_threads = allocator, num_threads
+        self.choice = ThreadChoice(num_threads, 1.0, is_fixed=True)
         self.forced = Recordings()
         self.find_best = native.best_tokens
         self.can_walk_sampled: Callable[[], bool] = lambda: True
@@ -43,4 +46,13 @@ class NativeRunner:
     def forward(self, batch: RaggedBatch) -> np.ndarray:
         """Returns float32 logits [batch.num_logits, vocab_size], and writes the K/V of every row."""
         rows = batch.input_ids, batch.position_ids, batch.logit_rows[: batch.num_logits]
-        return self._native.run(batch.spans, *rows)
+        num_threads, began_s = self.choice.pick(batch.num_rows), time.perf_counter()
+        logits = self._native.run(batch.spans, *rows, num_threads)
+        self.choice.note(batch.num_rows, time.perf_counter() - began_s)
+        return logits
+
+    def choose_threads(self, min_gain: float, *, is_fixed: bool) -> None:
+        """Lets each step run on as many threads as are worth it; is_fixed: always on all of them."""
+        self.bind_thread()
+        is_fixed = is_fixed or bool(self._native.image.torch_calls)  # torch's number is for all of a thread's steps
+        self.choice = ThreadChoice(self.num_threads, min_gain, is_fixed=is_fixed)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from batchserve.config import EngineConfig, MiB
 from batchserve.decoding_length import accounts, budget_kernels
@@ -26,30 +24,26 @@ from batchserve.engine.engine_core import EngineCore
 from batchserve.engine.input_processor import InputProcessor, ModelFacts
 from batchserve.errors import ConfigError
 from batchserve.forks import check_not_forked
-from batchserve.free_memory import check_weights_fit, name_memory_errors
-from batchserve.logs import noted_warnings
+from batchserve.free_memory import name_memory_errors
 from batchserve.metrics import EngineMetrics
 from batchserve.native import pool
-from batchserve.native.cores import default_threads, processor_name
-from batchserve.native.instruction_set import choose_instruction_set, multiplies_bfloat16
-from batchserve.program.image_file import WrongLengthError
-from batchserve.runner.model_folder import resolve_model
+from batchserve.native.cores import processor_name
+from batchserve.native.instruction_set import choose_instruction_set
+from batchserve.runner.native_runner import NativeRunner
 from batchserve.scheduler.scheduler import Scheduler
-from batchserve.startup.choose_threads import KeptThreads, ThreadWatch, choose_threads
-from batchserve.startup.compile_ahead import CompileAhead
-from batchserve.startup.kept_programs import KeptPrograms, may_be_native
+from batchserve.startup.choose_threads import ThreadWatch, choose_threads
 from batchserve.startup.kernels import SAMPLERS
 from batchserve.startup.kv_memory import Progress
 from batchserve.startup.measure_steps import measured_table, time_decoding
-from batchserve.startup.prepared import PreparedModel, prepare_native
+from batchserve.startup.prepare import prepare
+from batchserve.startup.prepared import PreparedModel
 from batchserve.types import ModelInfo
 from batchserve.version import __version__
 
-if TYPE_CHECKING:
-    from batchserve.runner.loader import LoadedModel
-
-# A server has an event loop to run beside its steps, and often its clients, too.
+# How many times as fast steps must be on twice as many threads. A server has an event loop to run beside its steps, and
+# often its clients, too; what that costs shows in steps' times while they run, so a native program may take more.
 THREAD_GAIN, SERVING_GAIN = 1.1, 1.3
+NATIVE_THREAD_GAIN, NATIVE_SERVING_GAIN = 1.0, 1.1
 MAX_THREADS = 8  # that share a draft beside a GPU
 
 
@@ -115,23 +109,7 @@ def _build_engine(
     processor = InputProcessor(ModelFacts.of(facts, prepared.tokenizer), max_model_len, config, limits)
     kernels.wait_for_begun()  # nothing is measured beside it
     is_on_cpu, min_gain = prepared.device == "cpu", SERVING_GAIN if is_serving else THREAD_GAIN
-    kept = KeptThreads(Path(config.cache_dir), [*_machine_key(prepared), str(min_gain), str(config.max_num_seqs)])
-    if is_on_cpu:
-        executor.num_threads = prepared.max_threads
-        executor.num_threads = (
-            config.num_threads
-            or kept.read(prepared.max_threads)
-            or choose_threads(executor, config.max_num_seqs, max_model_len, min_gain)
-        )
-        if config.num_threads is None:
-            kept.write(executor.num_threads)
-    executor.bind_thread()
-    if config.num_threads is not None and executor.num_threads < config.num_threads:
-        say(
-            f"num_threads = {config.num_threads}: OpenMP starts {executor.num_threads}; see OMP_THREAD_LIMIT in the "
-            "environment"
-        )
-    prepared.check_threads()
+    _use_threads(config, prepared, min_gain, NATIVE_SERVING_GAIN if is_serving else NATIVE_THREAD_GAIN, say)
     step_time = _build_step_time(config, prepared, say)
     scheduler = Scheduler(config, executor.allocator, max_model_len, step_time)
     used_drafter = drafter or _build_drafter(config, facts.num_parameters, processor, kernels, is_serving, say)
@@ -140,11 +118,11 @@ def _build_engine(
     drafts = DraftStage(used_drafter, _draft_policy(config, step_time), executor.allocator, clock, facts.vocab_size)
     drafts.use_threads(pool.team(min(executor.num_threads, most_threads)))
     core = EngineCore(scheduler, drafts, executor, decoder_of(prepared.tokenizer), EngineMetrics(), clock)
-    # Bits may depend on the number of threads.
-    if is_on_cpu and config.num_threads is None and prepared.max_threads > 1:
+    # Of modules: bits may depend on the number of threads. A native program chooses for each step.
+    is_native = isinstance(executor, NativeRunner)
+    if is_on_cpu and not is_native and config.num_threads is None and prepared.max_threads > 1:
 
         def changed(ratio: float) -> None:
-            kept.write(executor.num_threads)
             step_time.rescale(ratio)
             drafts.use_threads(pool.team(executor.num_threads))
 
@@ -163,36 +141,24 @@ def _build_engine(
     return BuiltEngine(core, processor, info)
 
 
-def prepare(config: EngineConfig, say: Progress) -> PreparedModel:
-    """Loads a model and makes it ready to run steps. Raises ConfigError, UnsupportedModelError."""
-    say(f"loading {config.model}")
-    folder = Path(resolve_model(config.model))
-    programs = KeptPrograms(config, folder) if config.max_kept_bytes and may_be_native(config) else None
-    kept = None if programs is None else programs.open(config.num_threads or default_threads())
-    if kept is not None:
-        try:
-            return prepare_native(config, kept.facts, kept.tokenizer, kept.native, say)
-        except WrongLengthError as error:
-            say(f"the model is prepared again, for {error}")
-    with noted_warnings() as notes:
-        loaded = _load(config, say)
-    if loaded.native is not None:
-        prepared = prepare_native(config, loaded.plain(), loaded.tokenizer, loaded.native, say)
-        if programs is not None:
-            programs.keep(loaded, prepared.max_model_len, notes)
-        return prepared
-    from batchserve.startup.modules import prepare_modules
-
-    return prepare_modules(config, loaded, say)
-
-
-def _load(config: EngineConfig, say: Progress) -> LoadedModel:
-    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if multiplies_bfloat16() else "float32"
-    with closing(CompileAhead(dtype, is_needed=may_be_native(config))) as ahead:
-        from batchserve.runner.loader import load_model, weight_bytes  # and torch, which takes seconds
-
-        check_weights_fit(config.model, weight_bytes(config))
-        return load_model(config, say, ahead.wait)
+def _use_threads(
+    config: EngineConfig, prepared: PreparedModel, min_gain: float, native_gain: float, say: Progress
+) -> None:
+    """Gives the executor its compute threads: of a native program as many as there are, of which steps choose some."""
+    executor = prepared.executor
+    if prepared.device == "cpu":
+        executor.num_threads = config.num_threads or prepared.max_threads
+    if isinstance(executor, NativeRunner):
+        executor.choose_threads(native_gain, is_fixed=config.num_threads is not None)
+    elif prepared.device == "cpu" and config.num_threads is None:
+        executor.num_threads = choose_threads(executor, config.max_num_seqs, prepared.max_model_len, min_gain)
+    executor.bind_thread()
+    if config.num_threads is not None and executor.num_threads < config.num_threads:
+        say(
+            f"num_threads = {config.num_threads}: OpenMP starts {executor.num_threads}; see OMP_THREAD_LIMIT in the "
+            "environment"
+        )
+    prepared.check_threads()
 
 
 def _describe(config: EngineConfig, prepared: PreparedModel, drafter: str, decoding_length: int) -> ModelInfo:

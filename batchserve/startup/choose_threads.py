@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchserve.errors import is_out_of_memory
-from batchserve.sealed_files import UntrustedFileError, read_sealed, write_sealed
 from batchserve.startup.measure_steps import time_decoding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from batchserve.engine.executor import Executor
 
 logger = logging.getLogger(__name__)
-SEAL = "threads 1"  # includes the version of the stored format
 TRIALS = 9
 SLOW_FORWARD_S, LARGE_FORWARD_S = 0.5, 2.0  # seconds; a pause does not make two steps in a row exceed the latter
 # Later trials: first interval, longest interval (it doubles), and extra wait between steps if there was no lull.
@@ -65,28 +60,6 @@ def choose_threads(runner: Executor, max_num_seqs: int, max_model_len: int, min_
         if typical_s < best_s * min_gain:
             best, best_s = count, min(typical_s, best_s)
     return best
-
-
-class KeptThreads:
-    """The number of threads that an earlier start of the same model on this machine has chosen, or a later look."""
-
-    def __init__(self, cache: Path, key: Sequence[str]) -> None:
-        name = hashlib.sha256("\n".join([SEAL, *key]).encode()).hexdigest()[:24]
-        self._path = cache / "step_time" / f"{name}.threads"
-
-    def read(self, most: int) -> int | None:
-        """Returns the number, or None if there is none from 1 to `most`."""
-        with suppress(UntrustedFileError, ValueError):
-            content = read_sealed(self._path, SEAL)
-            if content is not None and 1 <= int(content) <= most:
-                return int(content)
-        return None
-
-    def write(self, count: int) -> None:
-        """Keeps a number. A full disk keeps none."""
-        with suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_sealed(self._path, SEAL, str(count).encode())
 
 
 class ThreadWatch:

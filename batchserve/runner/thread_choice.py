@@ -1,0 +1,111 @@
+"""Chooses how many threads compute each step, by what steps of about as many rows have taken on that many threads.
+
+A native program's bits do not depend on the number, so it may change from step to step. Small steps do not repay the
+meetings of threads, and beside a busy process a thread that waits for its core holds up all others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+# Steps from one trial to the next: at first, and at most where more threads are tried, which is cheap, or fewer.
+SOON, MORE_AT_MOST, FEWER_AT_MOST = 8, 32, 128
+NUM_TRIALS = 4  # whose median decides
+NUM_RECENT = 8  # steps that a trial is compared with
+SLOW = 2.0  # times what was usual: steps so slow, half of the recent ones, make trials frequent again
+SLACK = 0.03  # in logarithms, against changing to and fro
+USUAL_RATE = 0.02  # at which what is usual follows
+
+
+class _Size:
+    """What is known of steps of one size."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place  # of the number of threads in use
+        self.trial = 0  # 1 and -1: the present step runs on the next larger or smaller number
+        self.last_trial = 1
+        self.until_trial, self.every = SOON, {1: SOON, -1: SOON}
+        self.recent: deque[float] = deque(maxlen=NUM_RECENT)  # logarithms of seconds
+        self.trials: dict[int, deque[float]] = {1: deque(maxlen=NUM_TRIALS), -1: deque(maxlen=NUM_TRIALS)}
+        self.usual = math.inf
+
+
+class ThreadChoice:
+    """Call pick before each step, and note after it.
+
+    most: the largest number of threads. min_gain: how many times as fast steps must be on twice as many threads to be
+    worth these. is_fixed: every step runs on `most`.
+    """
+
+    def __init__(self, most: int, min_gain: float, *, is_fixed: bool = False) -> None:
+        halvings = range(1 if is_fixed else most.bit_length())
+        self._counts = sorted({max(1, most >> number) for number in halvings})
+        self._limit = math.log(min_gain)
+        self._sizes: dict[int, _Size] = {}
+
+    def pick(self, num_rows: int) -> int:
+        """Returns the number of threads for a step."""
+        if len(self._counts) == 1:
+            return self._counts[0]
+        size = self._size(num_rows)
+        size.until_trial -= 1
+        size.trial = 0
+        if size.until_trial <= 0 and len(size.recent) >= NUM_TRIALS:
+            size.trial = self._direction(size)
+        return self._counts[size.place + size.trial]
+
+    def note(self, num_rows: int, seconds: float) -> None:
+        """Takes in what the step for which a number was picked has taken."""
+        if len(self._counts) == 1 or seconds <= 0.0:
+            return
+        size, taken = self._size(num_rows), math.log(seconds)
+        if size.trial == 0:
+            size.recent.append(taken)
+            self._note_usual(size, taken)
+            return
+        direction = size.last_trial = size.trial
+        size.trials[direction].append(taken - _median(size.recent))
+        size.every[direction] = min(2 * size.every[direction], MORE_AT_MOST if direction > 0 else FEWER_AT_MOST)
+        if len(size.trials[direction]) < NUM_TRIALS:
+            size.every[direction] = SOON
+        elif self._is_better(size, direction):
+            size.place += direction
+            self._start_again(size)
+        size.until_trial = size.every[self._direction(size)]
+
+    def _size(self, num_rows: int) -> _Size:
+        key = (num_rows - 1).bit_length()
+        if key not in self._sizes:
+            self._sizes[key] = _Size(len(self._counts) - 1)
+        return self._sizes[key]
+
+    def _direction(self, size: _Size) -> int:
+        """Returns whether more threads (1) or fewer (-1) are tried next: in turns, where both can be."""
+        wanted = -size.last_trial
+        return wanted if 0 <= size.place + wanted < len(self._counts) else -wanted
+
+    def _is_better(self, size: _Size, direction: int) -> bool:
+        gained = _median(size.trials[direction])  # negative: faster
+        return gained < (-self._limit if direction > 0 else self._limit) - SLACK
+
+    def _start_again(self, size: _Size) -> None:
+        for each in (*size.trials.values(), size.recent):
+            each.clear()
+        size.every = {1: SOON, -1: SOON}
+        size.usual = math.inf
+
+    def _note_usual(self, size: _Size, taken: float) -> None:
+        """Makes trials frequent again if steps have become slow."""
+        typical = _median(size.recent)
+        if typical > size.usual + math.log(SLOW):
+            for each in size.trials.values():
+                each.clear()
+            size.every, size.until_trial, size.usual = {1: SOON, -1: SOON}, 0, typical
+        elif size.usual == math.inf:
+            size.usual = taken
+        size.usual += USUAL_RATE * (typical - size.usual)
+
+
+def _median(values: deque[float]) -> float:
+    return sorted(values)[len(values) // 2]
