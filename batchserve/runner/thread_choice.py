@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections import deque
 
-# Steps from one trial to the next: at first, and at most where more threads are tried, which is cheap, or fewer.
-SOON, MORE_AT_MOST, FEWER_AT_MOST = 8, 32, 128
+# Steps from one trial to the next: at first, where the machine has changed, and at most where more threads are tried,
+# which is cheap, or fewer.
+FIRST, SOON, MORE_AT_MOST, FEWER_AT_MOST = 16, 8, 32, 128
 NUM_TRIALS = 4  # whose median decides
 NUM_RECENT = 8  # steps that a trial is compared with
 SLOW = 2.0  # times what was usual: steps so slow, half of the recent ones, make trials frequent again
-SLACK = 0.03  # in logarithms, against changing to and fro
+SLACK = 0.08  # in logarithms, against changing to and fro
 USUAL_RATE = 0.02  # at which what is usual follows
 
 
@@ -24,8 +25,7 @@ class _Size:
     def __init__(self, place: int) -> None:
         self.place = place  # of the number of threads in use
         self.trial = 0  # 1 and -1: the present step runs on the next larger or smaller number
-        self.last_trial = 1
-        self.until_trial, self.every = SOON, {1: SOON, -1: SOON}
+        self.every, self.until_trial = {1: FIRST, -1: FIRST}, {1: FIRST, -1: FIRST}  # steps, by kind of trial
         self.recent: deque[float] = deque(maxlen=NUM_RECENT)  # logarithms of seconds
         self.trials: dict[int, deque[float]] = {1: deque(maxlen=NUM_TRIALS), -1: deque(maxlen=NUM_TRIALS)}
         self.usual = math.inf
@@ -49,10 +49,12 @@ class ThreadChoice:
         if len(self._counts) == 1:
             return self._counts[0]
         size = self._size(num_rows)
-        size.until_trial -= 1
         size.trial = 0
-        if size.until_trial <= 0 and len(size.recent) >= NUM_TRIALS:
-            size.trial = self._direction(size)
+        for direction in (-1, 1):
+            size.until_trial[direction] -= 1
+            can_be = 0 <= size.place + direction < len(self._counts) and len(size.recent) >= NUM_TRIALS
+            if can_be and size.until_trial[direction] <= 0:
+                size.trial = direction
         return self._counts[size.place + size.trial]
 
     def note(self, num_rows: int, seconds: float) -> None:
@@ -64,26 +66,22 @@ class ThreadChoice:
             size.recent.append(taken)
             self._note_usual(size, taken)
             return
-        direction = size.last_trial = size.trial
+        direction = size.trial
         size.trials[direction].append(taken - _median(size.recent))
-        size.every[direction] = min(2 * size.every[direction], MORE_AT_MOST if direction > 0 else FEWER_AT_MOST)
-        if len(size.trials[direction]) < NUM_TRIALS:
-            size.every[direction] = SOON
-        elif self._is_better(size, direction):
-            size.place += direction
-            self._start_again(size)
-        size.until_trial = size.every[self._direction(size)]
+        if len(size.trials[direction]) == NUM_TRIALS:
+            if self._is_better(size, direction):
+                size.place += direction
+                self._start_again(size)
+            else:
+                at_most = MORE_AT_MOST if direction > 0 else FEWER_AT_MOST
+                size.every[direction] = min(2 * size.every[direction], at_most)
+        size.until_trial[direction] = size.every[direction]
 
     def _size(self, num_rows: int) -> _Size:
-        key = (num_rows - 1).bit_length()
+        key = ((num_rows - 1).bit_length() + 1) // 2  # 1, to 4, to 16, to 64 rows, and so on
         if key not in self._sizes:
             self._sizes[key] = _Size(len(self._counts) - 1)
         return self._sizes[key]
-
-    def _direction(self, size: _Size) -> int:
-        """Returns whether more threads (1) or fewer (-1) are tried next: in turns, where both can be."""
-        wanted = -size.last_trial
-        return wanted if 0 <= size.place + wanted < len(self._counts) else -wanted
 
     def _is_better(self, size: _Size, direction: int) -> bool:
         gained = _median(size.trials[direction])  # negative: faster
@@ -92,7 +90,7 @@ class ThreadChoice:
     def _start_again(self, size: _Size) -> None:
         for each in (*size.trials.values(), size.recent):
             each.clear()
-        size.every = {1: SOON, -1: SOON}
+        size.every, size.until_trial = {1: FIRST, -1: FIRST}, {1: FIRST, -1: FIRST}
         size.usual = math.inf
 
     def _note_usual(self, size: _Size, taken: float) -> None:
@@ -101,7 +99,8 @@ class ThreadChoice:
         if typical > size.usual + math.log(SLOW):
             for each in size.trials.values():
                 each.clear()
-            size.every, size.until_trial, size.usual = {1: SOON, -1: SOON}, 0, typical
+            size.every, size.until_trial = {1: SOON, -1: SOON}, {1: SOON, -1: 0}
+            size.usual = typical
         elif size.usual == math.inf:
             size.usual = taken
         size.usual += USUAL_RATE * (typical - size.usual)
