@@ -21,7 +21,7 @@ from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
 
 from batchserve.errors import ConfigError
 from batchserve.interpreter import available_cores, python
-from batchserve.native.jit import NOT_KEPT, has_kept_kernels
+from batchserve.native.jit import NOT_KEPT, has_all_kernels, note_all_kernels
 
 logger = logging.getLogger(__name__)
 CHILD = "from batchserve.draft.kernels import main; main()"
@@ -81,7 +81,7 @@ class KernelLoader:
         compile_kernels = _find_compile(module)
         if compile_kernels is not None:
             try:
-                compile_kernels()
+                compile_all([module])
             except Exception as error:
                 raise ConfigError(f"the kernels of {module} cannot be compiled: {error}") from error
         self._is_ready[module] = True
@@ -116,7 +116,7 @@ class _Job:
 
     def _run(self) -> None:
         try:
-            is_filled = self._fill_cache()
+            is_filled = all(map(_is_kept, self._modules)) or self._fill_cache()
             if self._is_closed:
                 return
             if not is_filled and getrlimit(RLIMIT_AS)[0] != RLIM_INFINITY:
@@ -169,12 +169,9 @@ def _find_compile(module: str) -> Callable[[], None] | None:
 
 
 def _is_kept(module: str) -> bool:
-    """True if an earlier start has cached kernels of the module as it is now.
-
-    Kernels are in the module, or in modules next to it that are named after it: mixture_kernels, mixture_growth.
-    """
-    path = Path(import_module(module).__file__ or "")
-    return any(map(has_kept_kernels, (path, *path.parent.glob(f"{path.stem}_*.py"))))
+    """True if an earlier start has compiled the kernels of the module as it is now."""
+    file = import_module(module).__file__
+    return file is not None and has_all_kernels(Path(file))
 
 
 def compile_all(modules: Sequence[str]) -> None:
@@ -183,6 +180,8 @@ def compile_all(modules: Sequence[str]) -> None:
         compile_kernels = _find_compile(module)
         if compile_kernels is not None:
             compile_kernels()
+            if (file := import_module(module).__file__) is not None:
+                note_all_kernels(Path(file))
 
 
 def end_with_parent() -> None:

@@ -13,6 +13,7 @@ import logging
 import pickle
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import llvmlite
 import numba
 from numba.core.caching import FunctionCache
 from numba.core.ccallback import CFunc
+from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
 from numba.core.sigutils import normalize_signature
 
@@ -127,13 +129,31 @@ class KernelFiles:
         return self._folder / f"{self._name}.{self._source[:STAMP_LENGTH]}.{of_key}.nbc"
 
 
-def has_kept_kernels(source: Path) -> bool:
-    """True if an earlier start has left compiled kernels for a module's current sources."""
-    folders = [source.parent / "__pycache__"]
-    if numba.config.CACHE_DIR:
-        folders = [folder for folder in Path(numba.config.CACHE_DIR).glob("*") if folder.is_dir()]
-    pattern = f"{source.stem}.*.{sources_digest(source)[:STAMP_LENGTH]}.*.nbc"
-    return any(next(folder.glob(pattern), None) is not None for folder in folders)
+def has_all_kernels(source: Path, label: str = "") -> bool:
+    """True if all kernels of a module's current sources have been compiled for this processor, by an earlier start.
+
+    label: as for note_all_kernels.
+    """
+    return _mark_of(source, label).exists()
+
+
+def note_all_kernels(source: Path, label: str = "") -> None:
+    """Notes for later starts that all kernels of a module are kept. label: which, if a module has several sets."""
+    mark = _mark_of(source, label)
+    with suppress(OSError):
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+        stamp = f"{source.stem}.{sources_digest(source)[:STAMP_LENGTH]}."
+        for other in mark.parent.glob(f"{source.stem}.*.complete"):
+            if not other.name.startswith(stamp):
+                other.unlink(missing_ok=True)
+
+
+def _mark_of(source: Path, label: str) -> Path:
+    target = f"{VERSIONS} {label} {cpu_target.target_context.codegen().magic_tuple()}"
+    digest = hashlib.sha256(target.encode()).hexdigest()[:STAMP_LENGTH]
+    folder = Path(numba.config.CACHE_DIR) if numba.config.CACHE_DIR else source.parent / "__pycache__"
+    return folder / f"{source.stem}.{sources_digest(source)[:STAMP_LENGTH]}.{digest}.complete"
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
 from typing import TYPE_CHECKING
 
 from batchserve.interpreter import available_cores, python
-from batchserve.native.jit import has_kept_kernels
+from batchserve.native.jit import has_all_kernels, note_all_kernels
 from batchserve.program.instructions import Kernel, Op
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 CHILD = "from batchserve.startup.compile_ahead import main; main()"
 # What programs of dense models need; other kinds of instructions are compiled where a model has them.
 DENSE = (Op.EMBED, Op.NORM, Op.ROTATE, Op.KEEP, Op.ELEMENTWISE, Op.PRODUCT)
+# A module whose sources stand for those of a part.
 MODULES = {
     "program": "batchserve.program.interpreter",
     "attention": "batchserve.attention.path_kernel",
@@ -36,7 +37,7 @@ class CompileAhead:
         self._children: list[subprocess.Popen[str]] = []
         # Under a limit of address space, compiling in several processes is no help.
         if is_needed and available_cores() > 1 and getrlimit(RLIMIT_AS)[0] == RLIM_INFINITY:
-            wanted = [part for part, module in MODULES.items() if not has_kept_kernels(_source(module))]
+            wanted = [part for part in MODULES if not has_all_kernels(_source(part), f"{part} {dtype}")]
             self._children = [_start(part, dtype) for part in wanted]
 
     def wait(self) -> None:
@@ -56,8 +57,8 @@ class CompileAhead:
         self._children = []
 
 
-def _source(module: str) -> Path:
-    return Path(import_module(module).__file__ or "")
+def _source(part: str) -> Path:
+    return Path(import_module(MODULES[part]).__file__ or "")
 
 
 def _start(part: str, dtype: str) -> subprocess.Popen[str]:
@@ -105,4 +106,6 @@ def main() -> None:
     from batchserve.draft.kernels import end_with_parent
 
     end_with_parent()
-    PARTS[sys.argv[1]](sys.argv[2])
+    part, dtype = sys.argv[1:3]
+    PARTS[part](dtype)
+    note_all_kernels(_source(part), f"{part} {dtype}")

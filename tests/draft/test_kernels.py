@@ -33,6 +33,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     def make(compile_kernels: Callable[[], None]) -> str:
         names.append(f"compiled_{len(names)}")
         made: Any = ModuleType(names[-1])
+        made.__file__ = None  # nothing is kept of it
         made.compile_kernels = compile_kernels
         monkeypatch.setitem(sys.modules, names[-1], made)
         return names[-1]
@@ -265,16 +266,19 @@ def test_kernels_of_a_module_that_has_changed_are_not_kept(tmp_path: Path, monke
     monkeypatch.setattr(native.numba.config, "CACHE_DIR", "")
     source = tmp_path / "some_kernels.py"
     source.write_text("A = 1\n")
-    assert not native.has_kept_kernels(source)
-    stamp = native.sources_digest(source)[: native.STAMP_LENGTH]
-    (tmp_path / "__pycache__").mkdir()
-    (tmp_path / "__pycache__" / f"some_kernels.run-1.py311.{stamp}.0123.nbc").touch()
-    assert native.has_kept_kernels(source)
+    assert not native.has_all_kernels(source)
+    native.note_all_kernels(source)
+    native.note_all_kernels(source, "others")
+    assert native.has_all_kernels(source)
+    assert native.has_all_kernels(source, "others")
+    assert not native.has_all_kernels(source, "yet others")
     source.write_text("A = 2\n")
     native.sources_digest.cache_clear()
     native._content.cache_clear()
     native._imports.cache_clear()
-    assert not native.has_kept_kernels(source)
+    assert not native.has_all_kernels(source)
+    native.note_all_kernels(source)
+    assert len([*(tmp_path / "__pycache__").iterdir()]) == 1, "what stands for other sources is deleted"
 
 
 @pytest.mark.parametrize("drafter", ["mixture", "trie", "reference", "jacobi"])
