@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MiB = 1 << 20
-TIMEOUT_S = 300.0
+TIMEOUT_S, READY_S = 300.0, 90.0
 OPENVINO = """
 import sys, time
 import openvino_genai as genai
@@ -59,18 +59,19 @@ sys.stdin.read()
 """
 
 
-def resident_bytes(pid: int) -> int:
-    """Of a process's tree; shared pages count once for each process."""
-    total = 0
+def resident_mib(pid: int) -> list[int]:
+    """Of each process of a tree, the first one first; shared pages count once for each."""
+    found = []
     for one in tree(pid):
         with suppress(OSError):
             lines = (PROC / str(one) / "smaps_rollup").read_text().splitlines()
-            total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss:"))
-    return total
+            found += [int(line.split()[1]) // 1024 for line in lines if line.startswith("Rss:")]
+    return found
 
 
-def memory(pid: int) -> dict[str, int]:
-    return {"resident MiB": resident_bytes(pid) // MiB, "PSS MiB": (pss_bytes(pid) or 0) // MiB}
+def memory(pid: int) -> dict[str, Any]:
+    each = resident_mib(pid)
+    return {"resident MiB": sum(each), "PSS MiB": (pss_bytes(pid) or 0) // MiB, "processes": each}
 
 
 @contextmanager
@@ -114,6 +115,9 @@ def serve(folder: str, environment: dict[str, str]) -> dict[str, Any]:
         ask = [sys.executable, "-m", "batchserve", "generate", "--server", address, "--prompt", "Hello"]
         subprocess.run([*ask, "--max-tokens", "64", "--ignore-eos"], capture_output=True, check=True, timeout=TIMEOUT_S)
         answered_s = time.perf_counter() - asked_s
+        deadline_s = time.monotonic() + READY_S  # what compiles or loads drafters has ended then
+        while not any("drafts are on" in line for _, line in said) and time.monotonic() < deadline_s:
+            time.sleep(0.1)
         phases = [(round(at, 2), line) for at, line in said if "batchserve" not in line[:60] and line]
         return {"serving s": serving_s, "an answer s": answered_s, "phases": phases, **memory(process.pid)}
 
@@ -174,7 +178,7 @@ def typical(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians of numbers; the phases of the run in the middle."""
     found: dict[str, Any] = {}
     for name in runs[0]:
-        if name == "phases":
+        if name in ("phases", "processes"):
             found[name] = runs[len(runs) // 2][name]
         elif name.endswith("MiB"):
             found[name] = int(statistics.median(run[name] for run in runs))

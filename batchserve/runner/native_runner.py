@@ -18,21 +18,22 @@ if TYPE_CHECKING:
     from batchserve.kv.slab import SlabAllocator
     from batchserve.program.model import NativeModel
     from batchserve.runner.ragged_batch import RaggedBatch
+    from batchserve.runner.served_model import ServedModel
 
 
 class NativeRunner:
-    """The Executor of a native program. forced: as in ModelRunner. num_heads: query heads, the most of any layer."""
+    """The Executor of a native program. forced: as in ModelRunner."""
 
     bucket_sizes: Sequence[int] = ()
 
-    def __init__(self, native: NativeModel, allocator: SlabAllocator, num_heads: int, num_threads: int) -> None:
-        self.allocator, self.num_threads = allocator, num_threads
+    def __init__(self, native: NativeModel, allocator: SlabAllocator, model: ServedModel, num_threads: int) -> None:
+        self.allocator, self.num_threads, self.num_parameters = allocator, num_threads, model.num_parameters
         self.choice = ThreadChoice(num_threads, 1.0, is_fixed=True)
         self.forced = Recordings()
         self.find_best = native.best_tokens
         self.can_walk_sampled: Callable[[], bool] = lambda: True
         self._native = native
-        native.use_attention(CompiledAttention(allocator, num_heads))
+        native.use_attention(CompiledAttention(allocator, model.num_heads))
 
     def bind_thread(self) -> None:
         self.num_threads = self._native.use_threads(self.num_threads)

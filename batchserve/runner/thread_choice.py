@@ -12,9 +12,10 @@ from collections import deque
 # Steps from one trial to the next: at first, where the machine has changed, and at most where more threads are tried,
 # which is cheap, or fewer.
 FIRST, SOON, MORE_AT_MOST, FEWER_AT_MOST = 16, 8, 32, 128
-NUM_TRIALS = 4  # whose median decides
-NUM_RECENT = 8  # steps that a trial is compared with
-SLOW = 2.0  # times what was usual: steps so slow, half of the recent ones, make trials frequent again
+NUM_TRIALS = 5  # whose mean decides: of logarithms, since steps that were held up count, but no single one decides
+MIN_RECENT, NUM_RECENT = 4, 16  # steps that a trial is compared with
+MOST = math.log(3.0)  # that a trial may differ by
+SLOW = 1.7  # times what was usual: recent steps so slow make trials frequent again
 SLACK = 0.08  # in logarithms, against changing to and fro
 USUAL_RATE = 0.02  # at which what is usual follows
 
@@ -52,7 +53,7 @@ class ThreadChoice:
         size.trial = 0
         for direction in (-1, 1):
             size.until_trial[direction] -= 1
-            can_be = 0 <= size.place + direction < len(self._counts) and len(size.recent) >= NUM_TRIALS
+            can_be = 0 <= size.place + direction < len(self._counts) and len(size.recent) >= MIN_RECENT
             if can_be and size.until_trial[direction] <= 0:
                 size.trial = direction
         return self._counts[size.place + size.trial]
@@ -67,7 +68,7 @@ class ThreadChoice:
             self._note_usual(size, taken)
             return
         direction = size.trial
-        size.trials[direction].append(taken - _median(size.recent))
+        size.trials[direction].append(max(-MOST, min(MOST, taken - _mean(size.recent))))
         if len(size.trials[direction]) == NUM_TRIALS:
             if self._is_better(size, direction):
                 size.place += direction
@@ -84,7 +85,7 @@ class ThreadChoice:
         return self._sizes[key]
 
     def _is_better(self, size: _Size, direction: int) -> bool:
-        gained = _median(size.trials[direction])  # negative: faster
+        gained = _mean(size.trials[direction])  # negative: faster
         return gained < (-self._limit if direction > 0 else self._limit) - SLACK
 
     def _start_again(self, size: _Size) -> None:
@@ -95,7 +96,7 @@ class ThreadChoice:
 
     def _note_usual(self, size: _Size, taken: float) -> None:
         """Makes trials frequent again if steps have become slow."""
-        typical = _median(size.recent)
+        typical = _mean(size.recent)
         if typical > size.usual + math.log(SLOW):
             for each in size.trials.values():
                 each.clear()
@@ -106,5 +107,5 @@ class ThreadChoice:
         size.usual += USUAL_RATE * (typical - size.usual)
 
 
-def _median(values: deque[float]) -> float:
-    return sorted(values)[len(values) // 2]
+def _mean(values: deque[float]) -> float:
+    return sum(values) / len(values)

@@ -72,7 +72,7 @@ def prepare_native(
     say(described(config, total_tokens, allocator.bytes_per_token, max_model_len))
     native.limit_model_len(max_model_len)
     threads = default_threads()
-    runner = NativeRunner(native, allocator, facts.num_heads, config.num_threads or threads)
+    runner = NativeRunner(native, allocator, facts, config.num_threads or threads)
     runner.bind_thread()
     warm_up(runner, min(config.max_num_seqs, max_model_len - 1))
     execution = "native program" + (f", with torch for {', '.join(operators)}" if operators else "")

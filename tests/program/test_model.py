@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -100,6 +101,19 @@ def test_two_threads_give_the_bits_of_one(family: str, tiny_model: dict[str, Pat
     one, two = (build(tiny_model[family], dtype="bfloat16", num_threads=count).core.executor for count in (1, 2))
     for sizes in ([NUM_TOKENS], [5, 1, 1, 16, 22]):
         assert torch.equal(answer(one, tokens, sizes), answer(two, tokens, sizes))
+
+
+@pytest.mark.parametrize("family", ["llama", "olmoe"])
+def test_bits_stay_while_the_number_of_threads_changes(family: str, tiny_model: dict[str, Path]) -> None:
+    """From step to step, as beside neighbours that come and go."""
+    rng, tokens = random.Random(0), ids()
+    runner = build(tiny_model[family], dtype="bfloat16", num_threads=4).core.executor
+    assert isinstance(runner, NativeRunner)
+    whole, used = answer(runner, tokens, [NUM_TOKENS]), []
+    runner.choice.pick = lambda num_rows: (used.append(rng.choice([1, 2, 3, 4])), used[-1])[1]  # type: ignore
+    for sizes in ([1] * NUM_TOKENS, [7, 16, 22], [17, 3, 25]):
+        assert torch.equal(answer(runner, tokens, sizes), whole)
+    assert set(used) == {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize(
