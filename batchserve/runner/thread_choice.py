@@ -11,7 +11,7 @@ from collections import deque
 
 # Steps from one trial to the next: at first, where the machine has changed, and at most where more threads are tried,
 # which is cheap, or fewer.
-FIRST, SOON, MORE_AT_MOST, FEWER_AT_MOST = 16, 8, 32, 128
+FIRST, SOON, MORE_AT_MOST, FEWER_AT_MOST = 16, 8, 24, 128
 NUM_TRIALS = 5  # whose mean decides: of logarithms, since steps that were held up count, but no single one decides
 MIN_RECENT, NUM_RECENT = 4, 16  # steps that a trial is compared with
 MOST = math.log(3.0)  # that a trial may differ by

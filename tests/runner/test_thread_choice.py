@@ -48,7 +48,7 @@ def beside_a_neighbour(rows: int, count: int) -> float:
 @pytest.mark.parametrize("seed", range(5))
 def test_each_size_of_steps_has_its_own_number(seed: int) -> None:
     machine = Machine(4, seed=seed)
-    for _ in range(3):
+    for _ in range(5):
         small, large = machine.run(200, 1, scaling), machine.run(200, 64, scaling)
     assert share(small, 1) > 0.9
     assert share(large, 4) > 0.9
