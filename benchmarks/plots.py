@@ -9,17 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import peers_models
 from benchmarks.report_drafting import read
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
-MODELS = {"bundled": "bundled model", "90m": "88M, random", "smollm2": "SmolLM2-135M"}
+MODELS = {"bundled": "bundled model", "90m": "88M, random", "smollm2": "SmolLM2-135M", "430m": "434M, random"}
 OURS, PEERS = ("#7db3d8", "#1f5f99"), {"openvino": "#e0a030", "vllm": "#9a6fb0", "llamacpp": "#7a9a60"}
 NAMES = {"openvino": "OpenVINO GenAI", "vllm": "vLLM (CPU)", "llamacpp": "llama.cpp"}
 
 
 def peers(figure: Any) -> None:
     """Tokens per second beside the peers; of each peer the better of with and without its drafts."""
-    models = read("peers")["models"]
+    models = peers_models()
     figure.set_size_inches(3.6 * len(models), 3.4)
     for axes, (model, found) in zip(figure.subplots(1, len(models), squeeze=False)[0], models.items(), strict=True):
         cells = found["cells"]
