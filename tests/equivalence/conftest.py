@@ -111,7 +111,7 @@ def _use_flashinfer(monkeypatch: pytest.MonkeyPatch, folder: Path, mask: str) ->
         return FakeGraphWrapper(Real, jit_args, workspace, **graph) if graph else FakeWrapper(Real, jit_args, workspace)
 
     def make_kernel(name: str, config: Any, loaded: Any) -> FlashInferKernel:
-        what = loaded.layers, loaded.num_heads, loaded.dtype, loaded.device
+        what = loaded.layers, loaded.num_heads, loaded.torch_dtype, loaded.device
         return FlashInferKernel(*what, mask=mask, make_wrapper=make_wrapper)
 
     monkeypatch.setattr(backends, "_make_kernel", make_kernel)

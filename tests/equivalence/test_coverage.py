@@ -13,6 +13,7 @@ import pytest
 
 from batchserve.attention import mask, paged
 from batchserve.attention.base import Spans
+from batchserve.attention.compiled import CompiledAttention
 from batchserve.attention.cpu import CpuBackend
 from batchserve.kv.slab import SlabAllocator
 from batchserve.kv.slots import SlotAllocator
@@ -84,15 +85,15 @@ def wrong_parent(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(mask, "ancestor_mask", faulty_mask)
     monkeypatch.setattr(CpuBackend, "_gather", faulty_spans)
-    right_jobs = CpuBackend.begin_jobs
+    right_jobs = CompiledAttention.begin_jobs
 
-    def faulty_jobs(self: CpuBackend, spans: Spans, *others: Any) -> bool:
+    def faulty_jobs(self: CompiledAttention, spans: Spans, *others: Any) -> bool:
         parents = np.where(spans.parents > 0, spans.parents - 1, spans.parents).astype(np.int32)
         held.append(parents)
         return right_jobs(self, dataclasses.replace(spans, parents=parents), *others)
 
     held: list[np.ndarray] = []  # jobs have their addresses
-    monkeypatch.setattr(CpuBackend, "begin_jobs", faulty_jobs)
+    monkeypatch.setattr(CompiledAttention, "begin_jobs", faulty_jobs)
     monkeypatch.setattr(paged, "describe_rows", faulty_rows)
 
 
@@ -130,8 +131,8 @@ def bonus_lost(monkeypatch: pytest.MonkeyPatch) -> None:
             return verified
         return dataclasses.replace(verified, token_ids=verified.token_ids[:-1])
 
-    def walk(*arguments: Any) -> StepTokens:
-        return StepTokens.of([*map(cut, right_walk(*arguments))])
+    def walk(*arguments: Any, **options: Any) -> StepTokens:
+        return StepTokens.of([*map(cut, right_walk(*arguments, **options))])
 
     monkeypatch.setattr(step_handle, "verify_batch", walk)
     monkeypatch.setattr(DeviceSampler, "to_verified", lambda *arguments: list(map(cut, right_reading(*arguments))))

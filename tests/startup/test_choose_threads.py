@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 
 from batchserve.startup import build as build_module
 from batchserve.startup import choose_threads as module
@@ -110,8 +111,11 @@ def test_steps_are_tried_between_those_of_requests_only_where_there_was_no_lull(
 
 
 @pytest.fixture
-def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.mark.faults
@@ -121,7 +125,8 @@ def test_an_engine_goes_on_with_the_threads_that_are_chosen_again(
 ) -> None:
     now_s = 0.0
     monkeypatch.setattr(build_module, "choose_threads", lambda *given: 1)  # as on a busy machine
-    built = build(tiny_model["llama"], clock=lambda: now_s, adaptive=True, decoding_length=None)
+    options = {"adaptive": True, "decoding_length": None, "custom_kernels": False}  # modules, on one number of threads
+    built = build(tiny_model["llama"], clock=lambda: now_s, **options)
     core, runner = built.core, built.core.executor
     monkeypatch.setattr(build_module, "time_decoding", lambda *given: 0.02 / runner.num_threads)
 
