@@ -1,4 +1,4 @@
-"""What other processes on the same cores cost: tokens/s beside them over tokens/s alone, and the fair share of it.
+"""Tokens per second beside other processes on the same cores, over those alone and over the fair share of them.
 
     python -m benchmarks.neighbours [--models bundled smollm2] [--requests 1 4 16] [--rounds 3]
 

@@ -90,7 +90,7 @@ def program_table() -> str:
 
 
 def peers_models() -> dict[str, Any]:
-    """Of all runs: the large model has one of its own, which takes most of an hour."""
+    """Returns the models of all runs. The large one has its own, which takes most of an hour."""
     return {**read("peers")["models"], **read("peers_430m")["models"]}
 
 

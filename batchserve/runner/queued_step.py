@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class QueuedStep:
-    """StepHandle of the GPU path: forward, sampling and tree walk are queued, and a copy of the tokens behind them.
+    """The StepHandle of the GPU path: forward, sampling, tree walk and then a copy of the tokens are queued.
 
     logits [at least len(batch.logit_rows), vocab_size] stay on the device, and as they are until wait() has returned:
     of requests that the device could not decide, the host reads their rows. tokens: DeviceSampler.sample's; None:
@@ -61,7 +61,7 @@ def _nothing(logits: torch.Tensor) -> torch.Tensor:
 
 
 class HostCopy:
-    """A tensor on its way to the host: the copy is queued behind what computes it."""
+    """A tensor on its way to the host. The copy is queued after the kernels that compute it."""
 
     def __init__(self, source: torch.Tensor) -> None:
         self._host, self._event = source, None

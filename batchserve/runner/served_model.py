@@ -1,4 +1,4 @@
-"""What an engine needs to know about its model, however that is computed."""
+"""The facts about a model that an engine needs, whatever computes its steps."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ ALONE = 1 << 17  # logits, at least, that one thread has sampled from before ano
 
 
 class StepRunner(Protocol):
-    """What a LazyStep needs of the executor that launched it."""
+    """The part of an executor that its LazySteps use."""
 
     forced: Recordings
     num_threads: int
@@ -55,7 +55,7 @@ class LazyStep:
         runner = self._runner
         logits = runner.forward(self._batch)
         options = runner.find_best, runner.num_threads
-        return verify_batch(self._batch, logits, runner.forced, *options, is_compiled=runner.can_walk_sampled())
+        return verify_batch(self._batch, logits, runner.forced, *options, can_walk_sampled=runner.can_walk_sampled)
 
 
 def verify_batch(
@@ -65,11 +65,12 @@ def verify_batch(
     find_best: FindBest = best_tokens,
     num_threads: int = 1,
     *,
-    is_compiled: bool = True,
+    can_walk_sampled: Callable[[], bool] = lambda: True,
 ) -> StepTokens:
     """Walks every request's tree. logits: float32, of batch.logit_rows. forced: ModelRunner's; find_best: RowSampler's.
 
-    is_compiled: False walks the trees of sampled requests one by one, without compiled code. Raises MemoryError.
+    can_walk_sampled: asked if there are sampled requests; if False, their trees are walked one by one, without compiled
+    code. Raises MemoryError.
     """
     sampler, spans = RowSampler(logits, find_best), batch.spans
     greedy = [place for place, each in enumerate(batch.samplings) if each is not None and each.temperature == 0.0]
@@ -79,7 +80,7 @@ def verify_batch(
     recorded, walked = forced.places(batch.request_ids), np.empty((3, batch.num_rows), np.int64)
     if greedy:
         walk_greedy(np.array(greedy), where, sampler.greedy(), recorded, drafts, walked)
-    if sampled and is_compiled:
+    if sampled and can_walk_sampled():
         _walk_sampled(sampled, logits, Rows(*where, *drafts, recorded), walked, num_threads)
     elif sampled:
         _walk_one_by_one(batch, [*sampled], logits, forced, walked)

@@ -21,7 +21,7 @@ USUAL_RATE = 0.02  # at which what is usual follows
 
 
 class _Size:
-    """What is known of steps of one size."""
+    """The steps of one size: the number of threads in use, and the trials of others."""
 
     def __init__(self, place: int) -> None:
         self.place = place  # of the number of threads in use

@@ -107,7 +107,7 @@ def _capture_graphs(
 
 
 def _warm_up_beyond(runner: ModelRunner, graphed: int, most: int, max_model_len: int) -> None:
-    """Eager steps behind the largest graph, of prompts and of trees: kernels are compiled now, not between requests."""
+    """Runs eager steps that are too large for any graph: their kernels are compiled now, not between requests."""
     allocator = runner.backend.allocator
     for rows in sorted({graphed + 1, most, *ROW_COUNTS}):
         for is_tree in (False, True):

@@ -125,7 +125,7 @@ def test_all_trees_of_a_step_are_walked_as_each_would_be_alone(
     logits = random_logits(rng, batch, vocab_size, dtype)
     forced = random_forced(rng, batch, vocab_size) if has_forced else Recordings()
     verified = verify_batch(batch, logits.float().numpy(), forced)
-    assert [*verify_batch(batch, logits.float().numpy(), forced, is_compiled=False)] == [*verified]
+    assert [*verify_batch(batch, logits.float().numpy(), forced, can_walk_sampled=lambda: False)] == [*verified]
     for rows, first, found in zip(batch.requests, batch.first_logit.tolist(), verified, strict=True):
         if rows.sampling is None:
             assert found is None
