@@ -91,6 +91,10 @@ class Columns:
     def same(self, other: Columns) -> bool:
         return self.shape == other.shape and bool((self.elements == other.elements).all())
 
+    def same_values(self, other: Columns) -> bool:
+        """True if both are the same values in the same order, whatever their shapes."""
+        return np.array_equal(self.elements.reshape(-1), other.elements.reshape(-1))
+
     def pick(self, elements: np.ndarray) -> Columns:
         return Columns(self.graph, elements)
 

@@ -169,7 +169,7 @@ class Lowering:
 
         def multiplies_all(user: Node) -> bool:
             is_product = user.op in (*PRODUCTS, DOWN) and self._takes_halves(user.facts["weight"])
-            return is_product and user.inputs[0].same(self._graph.columns_of(node))
+            return is_product and user.inputs[0].same_values(self._graph.columns_of(node))
 
         return node is not self._fusion.last() and all(map(multiplies_all, self._users[node.number]))
 

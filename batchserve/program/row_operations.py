@@ -36,6 +36,7 @@ from batchserve.program.instructions import (
     TABLE,
     TABLE_2,
     WEIGHT,
+    X_PRIVATE,
     Binary,
     Norm,
     X,
@@ -172,9 +173,9 @@ def normalise(op_at, step_at, num_rows, thread, scratch):  # type: ignore[no-unt
     """Normalises rows. If there are few, each thread computes its own copy, so that no thread has to wait."""
     op = numbers_at(op_at, SIZE)
     if op[OUT_PRIVATE] != 0 and num_rows <= FEW_ROWS:
-        own = op[OUT] + thread * op[OUT_PRIVATE]
+        x, own = op[X] + thread * op[X_PRIVATE], op[OUT] + thread * op[OUT_PRIVATE]
         for row in range(num_rows):
-            _normalise(op, op[X] + row * op[BY_X], own + row * op[BY_OUT])
+            _normalise(op, x + row * op[BY_X], own + row * op[BY_OUT])
         return
     while True:
         first, end = claim_rows(op, num_rows)

@@ -56,6 +56,18 @@ def answer(runner: NativeRunner | ModelRunner, tokens: Sequence[int], sizes: Seq
     return torch.from_numpy(np.concatenate(found))
 
 
+def logits_of_modules(path: Path, dtype: str, tokens: list[int]) -> torch.Tensor:
+    """Logits of all tokens by the model's own modules."""
+    plain, places = load_model(EngineConfig(str(path), dtype=dtype, custom_kernels=False)), torch.arange(len(tokens))
+    with torch.inference_mode():
+        return logits_of(plain.model, ShapeProbe(), torch.tensor(tokens), places, places).float()
+
+
+def error_of(exact: torch.Tensor, found: torch.Tensor) -> float:
+    """The root of the mean square of all differences, in standard deviations."""
+    return float((found - exact).square().mean().sqrt() / exact.std())
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", NATIVE)
 def test_a_family_is_native_and_right_and_has_the_same_bits_in_any_steps(
@@ -67,12 +79,10 @@ def test_a_family_is_native_and_right_and_has_the_same_bits_in_any_steps(
     whole = answer(runner, tokens, [NUM_TOKENS])
     for sizes in ([1] * NUM_TOKENS, [7, 16, 22], [17, 3, 25]):
         assert torch.equal(answer(runner, tokens, sizes), whole)
-    plain = load_model(EngineConfig(str(tiny_model[family]), dtype="float32", custom_kernels=False))
-    with torch.inference_mode():
-        places = torch.arange(NUM_TOKENS)
-        expected = logits_of(plain.model, ShapeProbe(), torch.tensor(tokens), places, places).float()
-    error = (whole - expected).square().mean().sqrt() / expected.std()
-    assert error < (1e-5 if dtype == "float32" else 0.05)
+    exact = logits_of_modules(tiny_model[family], "float32", tokens)
+    # In bfloat16, rounding sends some tokens to other experts, in the modules too.
+    rounding = 0.0 if dtype == "float32" else error_of(exact, logits_of_modules(tiny_model[family], dtype, tokens))
+    assert error_of(exact, whole) < 1e-5 + 1.1 * rounding
 
 
 def test_of_likeliest_tokens_the_first_counts_and_none_where_logits_are_no_numbers(
