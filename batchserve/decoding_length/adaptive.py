@@ -270,7 +270,8 @@ class AdaptiveDrafting(DraftPolicy):
 
         Drafting is in it as long as it usually takes: nobody's account is charged for a pause.
         """
-        times, is_apart = (outcome.forward_s, outcome.host_s), self._is_apart(outcome)
+        is_apart = self._is_apart(outcome)
+        times = (math.nan, math.nan) if outcome.is_trial else (outcome.forward_s, outcome.host_s)  # nothing is learned
         predicted_s, without_s, decoding_s = self.step_time.observe(
             outcome.load,
             *times,
@@ -284,7 +285,7 @@ class AdaptiveDrafting(DraftPolicy):
             # A pause of the machine says nothing of the drafter, and while nobody pays hardly anybody is asked.
             draft_s = self._draft_time.observe(outcome.num_asked, outcome.draft_s, decoding_s)
             usual_s = self._draft_time.predict(outcome.num_asked)
-        if num_tokens:
+        if num_tokens and not outcome.is_trial:
             surprise = min(MAX_SURPRISE, max(1.0 / MAX_SURPRISE, sum(times) / predicted_s))
             decode_s = max(decoding_s, predicted_s - (without_s - decoding_s)) * surprise + draft_s
             for _ in range(num_steps):

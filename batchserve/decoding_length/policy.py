@@ -39,7 +39,7 @@ class StepOutcome:
     """One step's loads and times: its load without drafts, that of its decoding rows alone, and the load that was run.
 
     step_s: from its beginning to its commit; forward_s: the part of it from launch to tokens; draft_s: that in which
-    the drafters of num_asked requests were told and asked, and drafts chosen.
+    the drafters of num_asked requests were told and asked, and drafts chosen. is_trial: its times say nothing of others.
     """
 
     without: StepLoad
@@ -49,6 +49,7 @@ class StepOutcome:
     forward_s: float = 0.0
     draft_s: float = 0.0
     num_asked: int = 0
+    is_trial: bool = False
 
     @property
     def host_s(self) -> float:
@@ -148,7 +149,7 @@ class FixedDrafting(DraftPolicy):
 
     def step_done(self, outcome: StepOutcome, given: Given) -> None:
         self.acceptance.arrive(given)
-        if self._step_time is not None:
+        if self._step_time is not None and not outcome.is_trial:
             predicted_s, _, _ = self._step_time.observe(outcome.load, outcome.forward_s, outcome.host_s)
             self._last_s = predicted_s + outcome.draft_s, outcome.step_s
 

@@ -234,12 +234,15 @@ class DraftStage:
         if request_id in self._started:
             self._guarded.observe(request_id, token_ids)
 
-    def step_done(self, given: Given, step_s: float, forward_s: float) -> None:
-        """The step took so long, from its beginning to its commit, and gave its decoding requests these tokens."""
+    def step_done(self, given: Given, step_s: float, forward_s: float, *, is_trial: bool = False) -> None:
+        """The step took so long, from its beginning to its commit, and gave its decoding requests these tokens.
+
+        is_trial: see StepHandle.
+        """
         if self._step is None:
             return
         step, self._step = self._step, None
-        step.step_s, step.forward_s = step_s, forward_s
+        step.step_s, step.forward_s, step.is_trial = step_s, forward_s, is_trial
         with self._policy_contained:
             self.policy.step_done(step, given)
 

@@ -191,7 +191,8 @@ class EngineCore:
         if handle is not None and not handle.is_running:  # else it ran while the step before was published
             forward_s -= published_s - launched_s
         done = self._commit(plan, batch, results)
-        self.drafts.step_done(done.given, self._clock() - began_s, forward_s)
+        is_trial = handle is not None and handle.is_trial
+        self.drafts.step_done(done.given, self._clock() - began_s, forward_s, is_trial=is_trial)
         self.scheduler.step_done(num_drafted)
         with self._counting:
             counts = batch.num_rows, done.num_draft_rows, len(done.given.slots)

@@ -19,6 +19,10 @@ class StepHandle(Protocol):
     def is_running(self) -> bool:
         """Whether it is computed while the host does other things, or only in wait()."""
 
+    @property
+    def is_trial(self) -> bool:
+        """Whether it was computed in an unusual way, so that what it took says nothing of other steps. Ask after wait()."""
+
     def wait(self) -> StepTokens:
         """Returns the verified tokens of every request of the batch. Call it once."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,6 +42,28 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     """Returns the cores' worth of CPU time that the control groups leave this process; None if they set no limit."""
     found = [_of_group(folder) for folder in group_folders("cpu", root)]
     return min((quota for quota in found if quota is not None), default=None)
+
+
+class Neighbours:
+    """What others have taken of the machine's cores since this was made."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root, self._own_s, self._began_s = root, time.process_time(), time.perf_counter()
+        self._busy_s = self._busy()
+
+    def cores(self) -> float:
+        """Returns the average number of cores that other processes have kept busy; 0.0 if the system does not say."""
+        elapsed_s = time.perf_counter() - self._began_s
+        others_s = self._busy() - self._busy_s - (time.process_time() - self._own_s)
+        return max(0.0, others_s / elapsed_s) if elapsed_s > 0.0 else 0.0
+
+    def _busy(self) -> float:
+        """Returns the seconds that all cores together have been busy, or kept by a hypervisor, since the system began."""
+        with suppress(OSError, ValueError, StopIteration):
+            numbers = [int(each) for each in (self._root / "proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+            idle, waiting = numbers[3:5]
+            return (sum(numbers) - idle - waiting) / os.sysconf("SC_CLK_TCK")
+        return 0.0
 
 
 def processor_name() -> str:

@@ -43,7 +43,7 @@ class ModelRunner:
     def __init__(self, loaded: LoadedModel, backend: AttentionBackend) -> None:
         self.backend = backend
         self.forced = Recordings()
-        self.num_threads = torch.get_num_threads()
+        self.num_threads, self.was_trial = torch.get_num_threads(), False
         self.num_parameters = loaded.num_parameters
         self._model = loaded.model
         self._device = loaded.device

@@ -29,6 +29,7 @@ class NativeRunner:
     def __init__(self, native: NativeModel, allocator: SlabAllocator, model: ServedModel, num_threads: int) -> None:
         self.allocator, self.num_threads, self.num_parameters = allocator, num_threads, model.num_parameters
         self.choice = ThreadChoice(num_threads, 1.0, is_fixed=True)
+        self.was_trial = False  # the last forward
         self.forced = Recordings()
         self.find_best = native.best_tokens
         self.can_walk_sampled: Callable[[], bool] = lambda: True
@@ -49,7 +50,7 @@ class NativeRunner:
         rows = batch.input_ids, batch.position_ids, batch.logit_rows[: batch.num_logits]
         num_threads, began_s = self.choice.pick(batch.num_rows), time.perf_counter()
         logits = self._native.run(batch.spans, *rows, num_threads)
-        self.choice.note(batch.num_rows, time.perf_counter() - began_s)
+        self.was_trial = self.choice.note(batch.num_rows, time.perf_counter() - began_s)
         return logits
 
     def choose_threads(self, min_gain: float, *, is_fixed: bool) -> None:

@@ -27,6 +27,7 @@ class QueuedStep:
     """
 
     is_running = True
+    is_trial = False
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ class StepRunner(Protocol):
 
     forced: Recordings
     num_threads: int
+    was_trial: bool  # StepHandle.is_trial of the last forward
 
     @property
     def find_best(self) -> FindBest:
@@ -47,6 +48,10 @@ class LazyStep:
     """StepHandle of a CPU: the forward runs in wait()."""
 
     is_running = False
+
+    @property
+    def is_trial(self) -> bool:
+        return self._runner.was_trial
 
     def __init__(self, runner: StepRunner, batch: RaggedBatch) -> None:
         self._runner, self._batch = runner, batch

@@ -58,15 +58,15 @@ class ThreadChoice:
                 size.trial = direction
         return self._counts[size.place + size.trial]
 
-    def note(self, num_rows: int, seconds: float) -> None:
-        """Takes in what the step for which a number was picked has taken."""
+    def note(self, num_rows: int, seconds: float) -> bool:
+        """Takes in what the step for which a number was picked has taken. Returns whether it was a trial."""
         if len(self._counts) == 1 or seconds <= 0.0:
-            return
+            return False
         size, taken = self._size(num_rows), math.log(seconds)
         if size.trial == 0:
             size.recent.append(taken)
             self._note_usual(size, taken)
-            return
+            return False
         direction = size.trial
         size.trials[direction].append(max(-MOST, min(MOST, taken - _mean(size.recent))))
         if len(size.trials[direction]) == NUM_TRIALS:
@@ -77,6 +77,7 @@ class ThreadChoice:
                 at_most = MORE_AT_MOST if direction > 0 else FEWER_AT_MOST
                 size.every[direction] = min(2 * size.every[direction], at_most)
         size.until_trial[direction] = size.every[direction]
+        return True
 
     def _size(self, num_rows: int) -> _Size:
         key = ((num_rows - 1).bit_length() + 1) // 2  # 1, to 4, to 16, to 64 rows, and so on

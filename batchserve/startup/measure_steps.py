@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchserve.decoding_length.step_time import StepLoad, StepTimeModel, StepTimeTable, grid
 from batchserve.kv.slab import EXTENT
+from batchserve.native.cores import Neighbours
 from batchserve.request import GREEDY
 from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.sealed_files import UntrustedFileError, read_sealed, write_sealed
@@ -31,7 +32,10 @@ CONTEXT, SHORT_CONTEXT = 1024, 256
 MOST_DRAFT = 64  # steps with more rows are mostly prefill
 MANY_REQUESTS = 16
 FEW_ROWS, MORE_ROWS = 1, 4  # per request; two steps at the same context separate reading K/V from attending to it
-SEAL = "step times 10"  # includes the version of the stored format
+LOUD = 0.2  # cores that other processes kept busy: step times from then are measured again once it is quieter
+QUIETER = 0.5  # times as many
+LOOK_S = 0.1  # which takes so long
+SEAL = "step times 11"  # includes the version of the stored format
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,15 +56,33 @@ def measured_table(
     key: Sequence[str],
     say: Callable[[str], None] = lambda message: None,
 ) -> StepTimeTable:
-    """Returns the table stored for `key`, or measures it now. Stores it in the folder `cache` if that is writable."""
+    """Returns the table stored for `key`, or measures it now. Stores it in the folder `cache` if that is writable.
+
+    Tables say how many cores others kept busy. One from a busy machine is replaced when the machine is quieter.
+    """
     extent = _extent(runner, max_rows, max_requests, max_context)
     name = hashlib.sha256("\n".join([SEAL, str(extent), *key]).encode()).hexdigest()[:24]
     path = cache / "step_time" / f"{name}.table"
     known = _read(path)
-    if known is None:
-        known = measure(runner, max_rows, max_requests, max_context, say)
-        _write(path, known)
-    return known
+    if known is not None and not (known.neighbours > LOUD and _neighbours_now() < QUIETER * known.neighbours):
+        return known.table
+    neighbours = Neighbours()
+    table = measure(runner, max_rows, max_requests, max_context, say)
+    _write(path, _Kept(table, neighbours.cores()))
+    return table
+
+
+class _Kept(NamedTuple):
+    """A table, and the number of cores that other processes kept busy while it was measured."""
+
+    table: StepTimeTable
+    neighbours: float
+
+
+def _neighbours_now() -> float:
+    neighbours = Neighbours()
+    time.sleep(LOOK_S)
+    return neighbours.cores()
 
 
 def measure(
@@ -237,21 +259,22 @@ def _rows(name: str, rows: int, case: _Case) -> RequestRows:
     return RequestRows(name, case.context, [0] * rows, parents, num_pending, GREEDY)
 
 
-def _read(path: Path) -> StepTimeTable | None:
+def _read(path: Path) -> _Kept | None:
     try:
         content = read_sealed(path, SEAL)
         if content is None:
             return None
         fields: dict[str, Any] = json.loads(content)
-        return StepTimeTable(tuple(fields.pop("rows")), tuple(fields.pop("seconds")), **fields)
+        neighbours = float(fields.pop("neighbours"))
+        return _Kept(StepTimeTable(tuple(fields.pop("rows")), tuple(fields.pop("seconds")), **fields), neighbours)
     except UntrustedFileError as error:
         logger.warning("step times are measured again: %s %s", path, error)
         return None
 
 
-def _write(path: Path, table: StepTimeTable) -> None:
+def _write(path: Path, kept: _Kept) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_sealed(path, SEAL, json.dumps(dataclasses.asdict(table)).encode())
+        write_sealed(path, SEAL, json.dumps({"neighbours": kept.neighbours, **dataclasses.asdict(kept.table)}).encode())
     except OSError as error:
         logger.warning("step times are not kept for the next start: %s", error)

@@ -70,6 +70,7 @@ class _Handle:
     batch: RaggedBatch
 
     is_running = False
+    is_trial = False
 
     def wait(self) -> StepTokens:
         self.runner.clock.advance(self.runner.truth.predict(load_of(self.batch)))

@@ -75,6 +75,19 @@ def test_a_wrong_shape_is_corrected_where_it_is_wrong() -> None:
     assert model.predict(sixteen) / model.predict(four) == pytest.approx(1.6, rel=0.05)
 
 
+def test_a_table_from_a_busy_machine_is_right_within_two_hundred_steps() -> None:
+    """Some of its times are up to twice what steps take once the machine is quiet."""
+    disturbed = (1.9, 1.1, 2.0, 1.3)
+    model = StepTimeModel(StepTimeTable(TABLE.rows, tuple(np.multiply(TABLE.seconds, disturbed).tolist())))
+    quiet = StepTimeModel(StepTimeTable(TABLE.rows, TABLE.seconds))
+    for step in range(200):
+        load = StepLoad(4 + step * 7 % 29, 4 + step * 7 % 29, 1)
+        model.observe(load, quiet.predict(load))
+    for rows in (4, 8, 16, 24, 32):
+        load = StepLoad(rows, rows, 1)
+        assert model.predict(load) == pytest.approx(quiet.predict(load), rel=0.15), rows
+
+
 def test_outliers_touch_only_the_factor() -> None:
     model = StepTimeModel(TABLE)
     before = model.predict(StepLoad(16, 16, 1)) / model.predict(StepLoad(4, 4, 1))

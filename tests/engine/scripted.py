@@ -41,6 +41,7 @@ class _Handle:
     runner: ScriptedRunner
 
     is_running = False
+    is_trial = False
 
     def wait(self) -> StepTokens:
         if self.runner.error is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from batchserve.native import cores
-from batchserve.native.cores import cpu_quota, default_threads, physical_cores
+from batchserve.native.cores import Neighbours, cpu_quota, default_threads, physical_cores
 
 
 @pytest.fixture
@@ -69,3 +70,20 @@ def test_a_quota_limits_the_threads(
         (where / name).write_text(content)
     assert cpu_quota(root) == quota
     assert default_threads(root) == {None: 4, 0.5: 1, 1.0: 1, 1.5: 2, 2.0: 2}[quota]
+
+
+def test_what_others_take_is_counted_without_this_process_and_idle_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks, clock = os.sysconf("SC_CLK_TCK"), {"perf_counter": 10.0, "process_time": 1.0}
+    for name in clock:
+        monkeypatch.setattr(cores.time, name, lambda name=name: clock[name])
+    (tmp_path / "proc").mkdir()
+    stat = tmp_path / "proc/stat"
+    stat.write_text("cpu  100 0 50 900 20 0 0 5 0 0\ncpu0 1 2 3\n")
+    neighbours = Neighbours(tmp_path)
+    # In two seconds: three of user and system time, half of one stolen; of these one is this process's.
+    stat.write_text(f"cpu  {100 + 2 * ticks} 0 {50 + ticks} {900 + ticks} 90 0 0 {5 + ticks // 2} 0 0\ncpu0 1 2 3\n")
+    clock.update(perf_counter=12.0, process_time=2.0)
+    assert neighbours.cores() == pytest.approx(1.25)
+    assert Neighbours(tmp_path / "none").cores() == 0.0

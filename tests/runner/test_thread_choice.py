@@ -18,6 +18,7 @@ class Machine:
     def __init__(self, most: int, min_gain: float = 1.0, seed: int = 0) -> None:
         self.choice, self.rng = ThreadChoice(most, min_gain), random.Random(seed)
         self.seconds = 0.0
+        self.trials: list[bool] = []
 
     def run(self, num_steps: int, rows: int, cost: Cost) -> list[int]:
         used = []
@@ -25,7 +26,8 @@ class Machine:
             count = self.choice.pick(rows)
             noise = self.rng.uniform(0.97, 1.05) * (5.0 if self.rng.random() < 0.02 else 1.0)
             seconds = cost(rows, count) * noise
-            self.choice.note(rows, seconds)
+            is_trial = self.choice.note(rows, seconds)
+            self.trials.append(is_trial)
             self.seconds += seconds
             used.append(count)
         return used
@@ -97,3 +99,12 @@ def test_numbers_are_halvings() -> None:
     used = machine.run(3000, 4, lambda rows, count: float(count))
     assert set(used) == {6, 3, 1}
     assert share(used[-500:], 1) > 0.9
+
+
+def test_steps_on_another_number_are_said_to_be_trials() -> None:
+    machine = Machine(4)
+    used = machine.run(500, 64, scaling)
+    assert [count for count, is_trial in zip(used, machine.trials, strict=True) if not is_trial] == [
+        4
+    ] * machine.trials.count(False)
+    assert {count for count, is_trial in zip(used, machine.trials, strict=True) if is_trial} == {2}

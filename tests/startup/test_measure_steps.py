@@ -180,6 +180,18 @@ def test_what_was_measured_is_read_again_for_the_same_key_only(machine: Machine,
         assert machine.num_steps > steps
 
 
+def test_what_a_busy_machine_took_is_measured_again_once_it_is_quieter(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[bool] = []
+    for cores in (1.5, 1.2, 0.1, 0.0, 1.5):
+        monkeypatch.setattr(measure_steps.Neighbours, "cores", lambda neighbours, cores=cores: cores)
+        steps = machine.num_steps
+        measured_table(machine, 16, 4, 512, tmp_path, ["a"])  # type: ignore[arg-type]
+        found.append(machine.num_steps > steps)
+    assert found == [True, False, True, False, False]
+
+
 def flipped(content: bytes, place: float) -> bytes:
     index = int(place * len(content))
     return content[:index] + bytes([content[index] ^ 1]) + content[index + 1 :]
