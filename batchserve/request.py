@@ -9,6 +9,7 @@ from dataclasses import InitVar, dataclass, field
 import numpy as np
 
 from batchserve.request_table import RequestTable
+from batchserve.row_adjustments import RowAdjustments
 from batchserve.types import FinishReason, Timing, Usage
 
 TENANT = "default"  # there is no authentication: all callers are one
@@ -37,6 +38,23 @@ class ResolvedSampling:
     end_token_ids: frozenset[int]
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
+    min_p: float = 0.0  # 0 is off
+    # These change logits (row_adjustments.py). allowed: a mask of tokens; empty: all.
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed: bytes = b""
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether rows of logits have to be adjusted before a token is chosen."""
+        has_penalty = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        is_banning = self.no_repeat_ngram_size > 0 or self.min_tokens > 0 or bool(self.bad_words or self.allowed)
+        return has_penalty or is_banning or bool(self.logit_bias)
 
 
 GREEDY = ResolvedSampling(0.0, 0, 1.0, 0, 1, frozenset())  # one token: for steps that nobody has asked for
@@ -145,6 +163,7 @@ class Request:
     first_token_s: float | None = None
     last_token_s: float | None = None
     finish_reason: FinishReason | None = None
+    adjustments: RowAdjustments | None = field(init=False, repr=False, default=None)  # if it changes logits
     is_read_along: bool = field(init=False)  # text is made step by step: for its client, or to find stop strings
     _end_tokens: np.ndarray = field(init=False, repr=False)  # whose address is in the table
     _num_computed: int = 0  # this and the next two: while it is in no table
@@ -157,6 +176,9 @@ class Request:
         self.max_total_tokens = self.num_prompt_tokens + self.sampling.max_tokens
         self.is_read_along = not self.is_whole or bool(self.sampling.stop)
         self._end_tokens = np.array([*self.sampling.end_token_ids], np.int64)
+        if self.sampling.changes_logits:
+            capacity = self.max_total_tokens + self.speculation.max_draft_tokens
+            self.adjustments = RowAdjustments(self.sampling, prompt_token_ids, capacity)
 
     def numbers(self) -> tuple[float, ...]:
         """The fields of request_table.ROW, but for the generation."""
@@ -202,10 +224,16 @@ class Request:
 
     def append(self, token_ids: list[int]) -> None:
         """Add tokens to the answer."""
-        self.token_ids += token_ids
+        self.extend(token_ids)
         if self.table is not None:
             row = self.table.rows[self.slot]
             row["num_tokens"], row["last_token"] = len(self.token_ids), self.token_ids[-1]
+
+    def extend(self, token_ids: list[int]) -> None:
+        """Add tokens that the table has already."""
+        self.token_ids += token_ids
+        if self.adjustments is not None:
+            self.adjustments.append(token_ids)
 
     def stop(self, num_surplus: int) -> None:
         """A stop string ended the answer, and so many accepted draft tokens came after it."""

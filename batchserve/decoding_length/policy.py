@@ -39,7 +39,7 @@ class StepOutcome:
     """One step's loads and times: its load without drafts, that of its decoding rows alone, and the load that was run.
 
     step_s: from its beginning to its commit; forward_s: the part of it from launch to tokens; draft_s: that in which
-    the drafters of num_asked requests were told and asked, and drafts chosen. is_trial: its times say nothing of others.
+    the drafters of num_asked requests were told and asked, and drafts chosen. is_trial: see StepHandle.
     """
 
     without: StepLoad

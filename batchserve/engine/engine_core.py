@@ -296,7 +296,10 @@ class EngineCore:
             pending = [*chain.from_iterable(r.token_ids[start : start + count] for r, (start, count, _) in parts)]
             is_sampled = plan.columns[:, IS_SAMPLED].tolist()
             samplings = [r.sampling if sampled else None for r, sampled in zip(plan.requests, is_sampled, strict=True)]
-        return flatten(plan.request_ids, samplings, heads, pending, drafts)
+        batch = flatten(plan.request_ids, samplings, heads, pending, drafts)
+        each = enumerate(request.adjustments for request in plan.requests)
+        batch.adjustments = {place: adjustments for place, adjustments in each if adjustments is not None}
+        return batch
 
     def _begun(self, request: Request) -> None:
         request.first_scheduled_s = self._clock()
@@ -314,7 +317,7 @@ class EngineCore:
             plan.requests, done.columns, strict=True
         ):
             if status <= FULL:
-                request.token_ids += all_tokens[start : start + num_given]
+                request.extend(all_tokens[start : start + num_given])
                 if num_given:  # an end alone is no token
                     request.last_token_s = now_s
                     if is_first:
@@ -440,4 +443,7 @@ def _expiry(request: Request) -> DeadlineExceededError:
 
 def _no_logits(request: Request) -> NonFiniteLogitsError:
     where = f"request_id = {request.request_id!r}, after {request.num_output_tokens} tokens"
-    return NonFiniteLogitsError(f"{where}: the model's logits are NaN or infinite; a wider dtype may hold its numbers")
+    why = "the model's logits are NaN or infinite; a wider dtype may hold its numbers"
+    if request.adjustments is not None:
+        why += ". Or the sampling parameters leave no token"
+    return NonFiniteLogitsError(f"{where}: {why}")

@@ -21,7 +21,7 @@ class StepHandle(Protocol):
 
     @property
     def is_trial(self) -> bool:
-        """Whether it was computed in an unusual way, so that what it took says nothing of other steps. Ask after wait()."""
+        """Whether it was computed in an unusual way, so that its time says nothing of other steps. Ask after wait()."""
 
     def wait(self) -> StepTokens:
         """Returns the verified tokens of every request of the batch. Call it once."""

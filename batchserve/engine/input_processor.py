@@ -10,11 +10,12 @@ import secrets
 from array import array
 from collections.abc import Mapping, Sized
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from batchserve.config import PRIVATE_SCOPE, EngineConfig, UnchosenScope
 from batchserve.errors import InvalidRequestError
 from batchserve.request import TENANT, DraftScope, NewRequest, Request, ResolvedSampling, ResolvedSpeculation
+from batchserve.row_adjustments import mask_of
 from batchserve.runner.compiled_tokenizer import CompiledTokenizer
 from batchserve.types import (
     MAX_REFERENCE_TOKENS,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from batchserve.runner.compiled_tokenizer import AnyTokenizer
     from batchserve.runner.served_model import ServedModel
 
+T = TypeVar("T")
 HEAD_CHARS, CUT_TOKENS = 16, 64  # characters per context position; extra tokens that cutting the text there may cause
 
 
@@ -172,7 +174,14 @@ class InputProcessor:
             )
         if params.stop and facts.tokenizer is None:
             raise InvalidRequestError("NO_TOKENIZER", "stop", params.stop, "empty: the model has no tokenizer")
-        self._check_ids("stop_token_ids", params.stop_token_ids)
+        if params.min_tokens > room:
+            raise InvalidRequestError("CONTEXT_EXCEEDED", "min_tokens", params.min_tokens, f"at most {room}")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            self._check_ids(name, getattr(params, name))
+        for token_id in params.logit_bias:
+            if token_id not in range(facts.vocab_size):
+                bound = f"token ids in 0..{facts.vocab_size - 1}"
+                raise InvalidRequestError("TOKEN_ID_OUT_OF_RANGE", "logit_bias", token_id, bound)
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(facts.eos_token_ids))
         return ResolvedSampling(
             temperature=float(facts.default_temperature if params.temperature is None else params.temperature),
@@ -183,7 +192,33 @@ class InputProcessor:
             end_token_ids=frozenset(ends),
             stop=params.stop,
             skip_special_tokens=params.skip_special_tokens,
+            min_p=_or(params.min_p, 0.0),
+            repetition_penalty=_or(params.repetition_penalty, 1.0),
+            presence_penalty=_or(params.presence_penalty, 0.0),
+            frequency_penalty=_or(params.frequency_penalty, 0.0),
+            no_repeat_ngram_size=_or(params.no_repeat_ngram_size, 0),
+            min_tokens=params.min_tokens if ends else 0,
+            logit_bias=tuple(sorted((token, bias) for token, bias in params.logit_bias.items() if bias)),
+            bad_words=self._tokenize_bad_words(params.bad_words),
+            allowed=mask_of(params.allowed_token_ids, facts.vocab_size) if params.allowed_token_ids else b"",
         )
+
+    def _tokenize_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Returns the tokens of each word, and, as in vLLM, of each with a space in front if these are as many."""
+        found: list[tuple[int, ...]] = []
+        for i, word in enumerate(words):
+            field = f"bad_words[{i}]"
+            alone, spaced = (
+                tuple(self._tokenize_text(field, space + word.lstrip(), add_special_tokens=False))
+                for space in ("", " ")
+            )
+            if not alone or not spaced:
+                raise InvalidRequestError("INVALID_BAD_WORD", field, word, "text that has tokens")
+            is_another = len(spaced) == len(alone) and spaced[0] != alone[0]
+            for ids in (alone, spaced) if is_another else (alone,):
+                self._check_ids(field, ids, is_text=True)
+                found.append(ids)
+        return tuple(found)
 
     def resolve_speculation(self, params: SpeculationParams) -> ResolvedSpeculation:
         """Fills in the server's defaults and checks the references. Raises InvalidRequestError."""
@@ -268,6 +303,10 @@ def vocabulary_fingerprint(tokenizer: AnyTokenizer | None, vocab_size: int, mode
     """Returns a hash of vocab_size and every token's text and id; without a tokenizer, of vocab_size and the name."""
     tokens = model if tokenizer is None else sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps([vocab_size, tokens]).encode()).hexdigest()
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value
 
 
 def _plain(text: str) -> str:

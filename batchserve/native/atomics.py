@@ -11,7 +11,6 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-SPINS = 500  # tens of microseconds; a thread that waits longer gives its core to another one
 _NUMBER = ir.IntType(64)
 _IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 

@@ -58,7 +58,7 @@ class Neighbours:
         return max(0.0, others_s / elapsed_s) if elapsed_s > 0.0 else 0.0
 
     def _busy(self) -> float:
-        """Returns the seconds that all cores together have been busy, or kept by a hypervisor, since the system began."""
+        """Returns the seconds that all cores together have been busy, or a hypervisor has kept."""
         with suppress(OSError, ValueError, StopIteration):
             numbers = [int(each) for each in (self._root / "proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
             idle, waiting = numbers[3:5]

@@ -21,7 +21,6 @@ from numba import carray, types
 from batchserve.forks import OwnerProcess
 from batchserve.native.addresses import call_loop
 from batchserve.native.atomics import (
-    SPINS,
     add_one,
     call,
     exchange,
@@ -33,12 +32,13 @@ from batchserve.native.atomics import (
 )
 from batchserve.native.futex import sleep_function, sleep_while, wake
 from batchserve.native.jit import cfunc, njit
+from batchserve.native.spin import FIRST, spin_until
 
 # A pool is an int64 array. Fields that are written at different times have separate cache lines. LOCK is held by the
 # caller whose turn it is. TURN changes whenever there is work; its lower bits are the number of workers wanted. LOOP
 # and JOB are the work. DONE counts the workers that have finished it; WAITING is 1 while the caller sleeps until they
-# have. YIELD and SLEEP are system function addresses.
-LOCK, TURN, LOOP, JOB, DONE, WAITING, YIELD, SLEEP = 0, 8, 16, 17, 24, 25, 32, 33
+# have, and SPINS is its spin_until's state. YIELD and SLEEP are system function addresses.
+LOCK, TURN, LOOP, JOB, SPINS, DONE, WAITING, YIELD, SLEEP = 0, 8, 16, 17, 18, 24, 25, 32, 33
 # After these fields, each worker has a cache line of its own: ASLEEP is 1 while it sleeps.
 WORKERS, WORKER = 40, 8
 ASLEEP = 0
@@ -113,7 +113,7 @@ def _wait_for_turn(pool):  # type: ignore[no-untyped-def]
     spins = 0
     while load(pool + LOCK * 8) != 0:
         spins += 1
-        if spins < SPINS:
+        if spins < FIRST:
             pause()
         else:
             call(load(pool + YIELD * 8))
@@ -121,11 +121,9 @@ def _wait_for_turn(pool):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def _wait_for_workers(pool, count):  # type: ignore[no-untyped-def]
-    """Waits until `count` workers are done. One that takes long has lost its core, and may need this one's."""
-    for _ in range(SPINS):
-        if load(pool + DONE * 8) == count:
-            return
-        pause()
+    """Waits until `count` workers are done."""
+    if spin_until(pool + DONE * 8, count, pool + SPINS * 8):
+        return
     exchange(pool + WAITING * 8, 1)
     done = load_in_order(pool + DONE * 8)
     while done != count:
@@ -186,7 +184,7 @@ class ThreadPool:
         self._maker = OwnerProcess("pool of threads")
         self._state = np.zeros(WORKERS + MAX_WORKERS * WORKER + 8, np.int64)
         self._state = self._state[-(self._state.ctypes.data // 8) % 8 :]  # aligned to a cache line
-        self._state[YIELD], self._state[SLEEP] = yield_address(), sleep_function()
+        self._state[YIELD], self._state[SLEEP], self._state[SPINS] = yield_address(), sleep_function(), FIRST
         self._threads: list[threading.Thread] = []
         self._own: list[np.ndarray] = []  # each worker's argument
         self._lock = threading.Lock()

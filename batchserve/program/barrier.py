@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from batchserve.native.atomics import SPINS, add_one, exchange, load, load_in_order, pause, store, take_one
+from batchserve.native.atomics import add_one, exchange, load, load_in_order, store, take_one
 from batchserve.native.futex import sleep_while, wake
 from batchserve.native.jit import njit
+from batchserve.native.spin import spin_until
 from batchserve.program.instructions import ARRIVED, GENERATION, NUM_THREADS, SLEEP, SLEEPERS
 
 
 @njit(nogil=True, cache=True)
-def wait_for_all(step):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def wait_for_all(step, spins):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """Returns once all threads of the step have called it. Each thread then sees what the others wrote before.
 
-    Threads usually meet within microseconds. One that is waited for longer has lost its core to another process, and
-    may need that of a thread that waits, which therefore sleeps.
+    spins: the state of spin_until.
     """
     num_threads = step[NUM_THREADS]
     if num_threads == 1:
@@ -27,10 +27,8 @@ def wait_for_all(step):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
         if load_in_order(at + SLEEPERS * 8) != 0:
             wake(at + GENERATION * 8, step[SLEEP])
         return
-    for _ in range(SPINS):
-        if load(at + GENERATION * 8) != generation:
-            return
-        pause()
+    if spin_until(at + GENERATION * 8, generation + 1, spins):
+        return
     add_one(at + SLEEPERS * 8)
     while load_in_order(at + GENERATION * 8) == generation:
         sleep_while(at + GENERATION * 8, generation, step[SLEEP])

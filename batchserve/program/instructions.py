@@ -97,11 +97,13 @@ class Binary(IntEnum):
 ) = range(41)  # fmt: skip
 
 # Fields of the step: the number of rows and of those whose logits are needed, the addresses of int64 arrays that
-# describe them, and the threads' scratch memory. Numbers that threads change have a cache line each.
+# describe them, and the threads' scratch memory, whose last LINE is spin_until's state. Numbers that threads change
+# have a cache line each.
 (NUM_ROWS, NUM_KEPT, IDS, POSITIONS, KEPT, INSTRUCTIONS, NUM_INSTRUCTIONS, NUM_THREADS, SCRATCH, BY_SCRATCH,
  SLEEP) = range(11)  # fmt: skip
 THREAD, ARRIVED, GENERATION, SLEEPERS, STEP_SIZE = 16, 24, 32, 40, 48
 
+LINE = 64  # bytes of a cache line
 BLOCK = 16  # columns of a block of packed weights (packing.py)
 FEW_ROWS = 16  # up to this many, each thread computes norms for itself, which is faster than waiting for others
 ROW_CHUNK = 64  # rows of a product that one thread takes at once

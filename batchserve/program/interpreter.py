@@ -23,6 +23,7 @@ from batchserve.program.instructions import (
     IS_KEPT,
     JOB,
     KEPT,
+    LINE,
     LOOP,
     NEEDS_BARRIER,
     NEXT,
@@ -51,12 +52,13 @@ def run_loop() -> CFunc[Any]:
         step = carray(step_address, STEP_SIZE)
         thread = claim(step.ctypes.data + THREAD * 8)
         scratch = step[SCRATCH] + thread * step[BY_SCRATCH]
+        spins = scratch + step[BY_SCRATCH] - LINE
         instructions = carray(as_pointer(step[INSTRUCTIONS]), (step[NUM_INSTRUCTIONS], SIZE), np.int64)
         meeting = 1 if step[NUM_ROWS] <= FEW_ROWS else 2
         for i in range(step[NUM_INSTRUCTIONS]):
             op = instructions[i]
             if op[NEEDS_BARRIER] & meeting:
-                wait_for_all(step)
+                wait_for_all(step, spins)
             num_rows = step[NUM_KEPT] if op[IS_KEPT] != 0 else step[NUM_ROWS]
             if op[PER_ROW] > 0:
                 num_rows *= op[PER_ROW]

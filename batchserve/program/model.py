@@ -10,7 +10,7 @@ import numpy as np
 
 from batchserve.attention.matrix_code import TILE
 from batchserve.attention.span_job import SPAN_JOB
-from batchserve.native import pages, pool
+from batchserve.native import pages, pool, spin
 from batchserve.native.futex import sleep_function
 from batchserve.program import instructions as at
 from batchserve.program.interpreter import begin_step, run_loop
@@ -174,9 +174,13 @@ class NativeModel:
             )
             for slot in image.slots
         ]
-        scratch = pages.zeros(image.scratch_bytes * num_threads + 64, np.uint8)
+        by_scratch = image.scratch_bytes + at.LINE
+        scratch = pages.zeros(by_scratch * num_threads + at.LINE, np.uint8)
         self._memory.append(scratch)
-        self._step[at.SCRATCH], self._step[at.BY_SCRATCH] = _line(scratch.ctypes.data), image.scratch_bytes
+        start = _line(scratch.ctypes.data)
+        self._step[at.SCRATCH], self._step[at.BY_SCRATCH] = start, by_scratch
+        for end in range(start - scratch.ctypes.data + by_scratch, by_scratch * num_threads + at.LINE, by_scratch):
+            scratch[end - at.LINE : end].view(np.int64)[0] = spin.FIRST
         starts = np.array([_line(memory.ctypes.data) for memory in self._memory], np.int64)
         places, fields, slots, offsets = image.slot_fields.T
         self._rows[places, fields] = starts[slots] + offsets
@@ -196,4 +200,4 @@ class NativeModel:
 
 def _line(address: int) -> int:
     """Rounds an address up to a whole cache line."""
-    return -(-address // 64) * 64
+    return -(-address // at.LINE) * at.LINE

@@ -54,7 +54,8 @@ class QueuedStep:
     def _verify_on_host(self, index: int) -> VerifiedTokens:
         rows, first = self._batch.requests[index], int(self._batch.first_logit[index])
         logits = self._logits[first : first + 1 + rows.num_draft_tokens].float().cpu().numpy()
-        return verify_request(rows, RowSampler(logits), self._forced.get(rows.request_id, ()))
+        recorded = self._forced.get(rows.request_id, ())
+        return verify_request(rows, RowSampler(logits), recorded, self._batch.adjustments.get(index))
 
 
 def _nothing(logits: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from batchserve.request import ResolvedSampling
+    from batchserve.row_adjustments import RowAdjustments
 
     IntArray = np.ndarray[Any, np.dtype[np.int64]]
     BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
@@ -73,6 +74,7 @@ class RaggedBatch:
     num_logits: int
     first_logit: IntArray
     num_rows: int  # without padding
+    adjustments: dict[int, RowAdjustments] = field(default_factory=dict)  # of requests that change logits, by place
     _requests: list[RequestRows] = field(default_factory=list)
 
     @property

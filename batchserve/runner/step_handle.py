@@ -14,9 +14,10 @@ from batchserve.sampling.verify import NOT_SAMPLED, StepTokens, VerifiedTokens, 
 from batchserve.sampling.walk_kernel import walk_greedy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from batchserve.request import ResolvedSampling
+    from batchserve.row_adjustments import RowAdjustments
     from batchserve.runner.ragged_batch import RaggedBatch, RequestRows
     from batchserve.sampling.recordings import Recordings
     from batchserve.sampling.sampler import FindBest
@@ -78,15 +79,17 @@ def verify_batch(
     code. Raises MemoryError.
     """
     sampler, spans = RowSampler(logits, find_best), batch.spans
-    greedy = [place for place, each in enumerate(batch.samplings) if each is not None and each.temperature == 0.0]
-    sampled = {place: each for place, each in enumerate(batch.samplings) if each is not None and each.temperature > 0.0}
+    adjustments = batch.adjustments
+    walking = [(place, each) for place, each in enumerate(batch.samplings) if each is not None]
+    greedy = [place for place, each in walking if each.temperature == 0.0 and place not in adjustments]
+    sampled = {place: each for place, each in walking if each.temperature > 0.0 or place in adjustments}
     where = (spans.rows, batch.num_pending, batch.first_logit)
     drafts = (batch.input_ids, spans.parents, batch.is_verified)
     recorded, walked = forced.places(batch.request_ids), np.empty((3, batch.num_rows), np.int64)
     if greedy:
         walk_greedy(np.array(greedy), where, sampler.greedy(), recorded, drafts, walked)
     if sampled and can_walk_sampled():
-        _walk_sampled(sampled, logits, Rows(*where, *drafts, recorded), walked, num_threads)
+        _walk_sampled(sampled, logits, Rows(*where, *drafts, recorded), walked, adjustments, num_threads)
     elif sampled:
         _walk_one_by_one(batch, [*sampled], logits, forced, walked)
     starts = spans.rows[:, 0].copy()  # in one piece, as kernels were compiled for it
@@ -102,11 +105,16 @@ def verify_batch(
 
 
 def _walk_sampled(
-    samplings: dict[int, ResolvedSampling], logits: np.ndarray, rows: Rows, walked: np.ndarray, num_threads: int
+    samplings: dict[int, ResolvedSampling],
+    logits: np.ndarray,
+    rows: Rows,
+    walked: np.ndarray,
+    adjustments: Mapping[int, RowAdjustments],
+    num_threads: int,
 ) -> None:
     """Walks the trees of the requests at these places, on several threads if there is enough to sample from."""
     places = [*samplings]
-    walks = SampledWalks(places, [*samplings.values()], rows, np.ascontiguousarray(logits), walked)
+    walks = SampledWalks(places, [*samplings.values()], rows, np.ascontiguousarray(logits), walked, adjustments)
     lengths, starts = walked[2], rows.spans[places, 0]
     lengths[starts] = -1  # compiled code cannot raise: whoever finds no memory writes none
     is_shared = len(samplings) * logits.shape[1] > ALONE
@@ -123,7 +131,7 @@ def _walk_one_by_one(
         rows, first, start = batch.requests[place], int(batch.first_logit[place]), int(batch.spans.rows[place, 0])
         own = logits[first : first + 1 + rows.num_draft_tokens]
         sampler = RowSampler(own, sample=sample_by_definition)
-        verified = verify_request(rows, sampler, forced.get(rows.request_id, ()))
+        verified = verify_request(rows, sampler, forced.get(rows.request_id, ()), batch.adjustments.get(place))
         walked[0, start : start + len(verified.rows)] = verified.rows
         walked[1, start : start + len(verified.token_ids)] = verified.token_ids
         walked[2, start] = len(verified.rows)
@@ -135,15 +143,24 @@ def _unverified(rows: RequestRows, sampler: RowSampler, first: int) -> tuple[int
     return tuple(argmax[i] for i, is_verified in enumerate(rows.is_verified) if not is_verified)
 
 
-def verify_request(rows: RequestRows, sampler: RowSampler, recorded: Sequence[int]) -> VerifiedTokens:
-    """Walk one request's tree. The sampler's rows are the root's and the drafts'; recorded: its own of Recordings."""
+def verify_request(
+    rows: RequestRows, sampler: RowSampler, recorded: Sequence[int], adjustments: RowAdjustments | None = None
+) -> VerifiedTokens:
+    """Walks one request's tree. The sampler's rows are the root's and the drafts'; recorded: its own of Recordings.
+
+    adjustments: if it changes logits.
+    """
     if rows.sampling is None:
         raise ValueError(f"{rows.request_id!r}: nothing is sampled")
     sampling, root = rows.sampling, rows.root
     next_position = rows.context_len + rows.num_pending
+    path: list[int] = []  # the tokens of the rows walked so far, without the root's
 
     def target(row: int, depth: int) -> int:
-        return sampler.token_at(row - root, next_position + depth, sampling)
+        if adjustments is None:
+            return sampler.token_at(row - root, next_position + depth, sampling)
+        path[depth - 1 :] = [rows.token_ids[row]] if depth else []
+        return sampler.adjusted_token_at(row - root, next_position + depth, adjustments, path)
 
     def forced(row: int, depth: int) -> int:
         token, position = target(row, depth), next_position + depth

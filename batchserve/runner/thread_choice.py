@@ -14,6 +14,7 @@ from collections import deque
 FIRST, SOON, MORE_AT_MOST, FEWER_AT_MOST = 16, 8, 24, 128
 NUM_TRIALS = 5  # whose mean decides: of logarithms, since steps that were held up count, but no single one decides
 MIN_RECENT, NUM_RECENT = 4, 16  # steps that a trial is compared with
+AWAKENING = math.log(4.0)  # waking threads makes a small step so much longer at most
 MOST = math.log(3.0)  # that a trial may differ by
 SLOW = 1.7  # times what was usual: recent steps so slow make trials frequent again
 SLACK = 0.08  # in logarithms, against changing to and fro
@@ -25,6 +26,7 @@ class _Size:
 
     def __init__(self, place: int) -> None:
         self.place = place  # of the number of threads in use
+        self.is_awake = False  # the last step was on more threads than usual, which are awake now
         self.trial = 0  # 1 and -1: the present step runs on the next larger or smaller number
         self.every, self.until_trial = {1: FIRST, -1: FIRST}, {1: FIRST, -1: FIRST}  # steps, by kind of trial
         self.recent: deque[float] = deque(maxlen=NUM_RECENT)  # logarithms of seconds
@@ -68,7 +70,13 @@ class ThreadChoice:
             self._note_usual(size, taken)
             return False
         direction = size.trial
-        size.trials[direction].append(max(-MOST, min(MOST, taken - _mean(size.recent))))
+        gained = taken - _mean(size.recent)
+        # The first step wakes threads and the next one is the trial, unless the first one was slow enough to know.
+        if direction > 0 and not size.is_awake and gained < AWAKENING:
+            size.is_awake = True
+            return True
+        size.is_awake = False
+        size.trials[direction].append(max(-MOST, min(MOST, gained)))
         if len(size.trials[direction]) == NUM_TRIALS:
             if self._is_better(size, direction):
                 size.place += direction

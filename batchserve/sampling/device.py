@@ -136,7 +136,8 @@ class DeviceSampler:
         """Converts sample()'s result, copied to the host, to verify_batch's result.
 
         verify_on_host(i) verifies the i-th request of the batch from its logits. It is called for requests whose walk
-        reached a row that the device could not decide, because of a rare tie, or a very wide top_k or top_p.
+        reached a row that the device could not decide, because of a rare tie, or a very wide top_k or top_p; and for
+        those that change logits or have a min_p.
         """
         tokens: list[int] = rows[0].tolist()
         is_reached = np.flatnonzero(rows[1][: batch.num_logits])
@@ -146,6 +147,9 @@ class DeviceSampler:
         ends = batch.first_logit + batch.spans.rows[:, 1] - roots
         place = 0
         results: list[VerifiedTokens | None] = []
+        for_host = {
+            i for i, each in enumerate(batch.samplings) if i in batch.adjustments or (each and each.min_p > 0.0)
+        }
         where = zip(batch.first_logit.tolist(), ends.tolist(), roots.tolist(), strict=True)
         for index, (first, end, root) in enumerate(where):
             if first < 0:
@@ -154,7 +158,7 @@ class DeviceSampler:
             start = place + 1  # the root itself is always reached
             place = bisect_left(reached, end, start)
             bonus = tokens[reached[place - 1]]
-            if bonus == NEEDS_HOST:
+            if bonus == NEEDS_HOST or index in for_host:
                 results.append(verify_on_host(index))
                 continue
             path, accepted = [row - first + root for row in reached[start:place]], drafted[start:place]

@@ -28,6 +28,13 @@ TAYLOR = tuple(1.0 / math.factorial(n) for n in range(14))
 _GOLDEN = np.uint64(GOLDEN)
 
 
+def floor_of(min_p: float) -> float:
+    """Returns how far below the greatest processed logit a token of min_p times its probability lies, at most
+    NEGLIGIBLE_NATS.
+    """
+    return min(NEGLIGIBLE_NATS, -math.log(min_p)) if min_p > 0.0 else NEGLIGIBLE_NATS
+
+
 @njit(cache=True, nogil=True, inline="always")
 def mix(x):  # type: ignore[no-untyped-def]
     """Compiled version of noise.mix; x: uint64."""
@@ -266,9 +273,9 @@ def draw_token(logits, tops, temperature, least, key):  # type: ignore[no-untype
 
 
 @njit(cache=True, nogil=True)
-def least_allowed(logits, tops, temperature, top_k, top_p):  # type: ignore[no-untyped-def]
+def least_allowed(logits, tops, temperature, top_k, top_p, floor):  # type: ignore[no-untyped-def]
     """Returns the least processed logit that may be sampled; see logits.allowed_tokens. tops: block_tops."""
-    least = np.float64(tops.max()) / temperature - NEGLIGIBLE_NATS
+    least = np.float64(tops.max()) / temperature - floor
     if 0 < top_k < logits.shape[0]:
         least = least_of_top_k(logits, tops, temperature, least, top_k)
     if top_p < 1.0:
@@ -277,11 +284,11 @@ def least_allowed(logits, tops, temperature, top_k, top_p):  # type: ignore[no-u
 
 
 @njit(cache=True, nogil=True)
-def draw_allowed(logits, tops, temperature, top_k, top_p, key):  # type: ignore[no-untyped-def]
-    """Returns draw_token's token among those that top_k and top_p allow (0 and 1 turn them off)."""
+def draw_allowed(logits, tops, temperature, top_k, top_p, floor, key):  # type: ignore[no-untyped-def]
+    """Returns draw_token's token among those that top_k, top_p (0 and 1 turn them off) and floor_of(min_p) allow."""
     # Noise is bounded: even without top_k and top_p, no token below NEGLIGIBLE_NATS could win, so none need be cut.
-    is_cut = top_k > 0 or top_p < 1.0
-    least = least_allowed(logits, tops, temperature, top_k, top_p) if is_cut else -np.inf
+    is_cut = top_k > 0 or top_p < 1.0 or floor < NEGLIGIBLE_NATS
+    least = least_allowed(logits, tops, temperature, top_k, top_p, floor) if is_cut else -np.inf
     return draw_token(logits, tops, temperature, least, key)
 
 
@@ -289,5 +296,5 @@ def compile_kernels() -> None:
     """Compiles every kernel, or loads it from the cache on disk."""
     logits = np.zeros(1, np.float32)
     tops = block_tops(logits)
-    least_allowed(logits, tops, 1.0, 1, 0.5)
-    draw_allowed(logits, tops, 1.0, 1, 0.5, np.uint64(stream_key(np.uint64(0), 0)))  # Python gets an int
+    least_allowed(logits, tops, 1.0, 1, 0.5, 1.0)
+    draw_allowed(logits, tops, 1.0, 1, 0.5, 1.0, np.uint64(stream_key(np.uint64(0), 0)))  # Python gets an int

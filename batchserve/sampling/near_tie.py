@@ -54,4 +54,4 @@ def is_near_tie(logits: np.ndarray, token_id: int, position: int, sampling: Reso
 
 
 def _kept(logits: np.ndarray, sampling: ResolvedSampling, top_p: float) -> np.ndarray:
-    return allowed_tokens(logits, sampling.temperature, sampling.top_k, top_p)[0]
+    return allowed_tokens(logits, sampling.temperature, sampling.top_k, top_p, sampling.min_p)[0]

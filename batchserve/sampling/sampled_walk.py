@@ -1,4 +1,4 @@
-"""Compiled verify.walk_tree for all sampled requests of a step. Each request runs on whatever thread is free.
+"""Compiled verify.walk_tree for requests that are sampled or change logits. Each runs on whatever thread is free.
 
 Only the rows that a walk reaches are drawn, so the rows of a request are sequential, but requests run in parallel.
 """
@@ -14,14 +14,19 @@ from numba import carray, types
 
 from batchserve.native.addresses import as_pointer, claim, offset, record_at
 from batchserve.native.jit import cfunc, njit
-from batchserve.sampling.draw_kernel import LOWEST_TEMPERATURE, block_tops, draw_allowed, stream_key
+from batchserve.row_adjustments import ADJUSTMENTS
+from batchserve.sampling.adjust_kernel import adjust, make_room
+from batchserve.sampling.draw_kernel import BLOCK, LOWEST_TEMPERATURE, block_tops, draw_allowed, floor_of, stream_key
 from batchserve.sampling.sampler import NO_TOKEN
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from batchserve.request import ResolvedSampling
+    from batchserve.row_adjustments import RowAdjustments
 
+# Columns of a request's parameters. FLOOR: draw_kernel.floor_of.
+TEMPERATURE, TOP_K, TOP_P, FLOOR, NUM_PARAMS = range(5)
 WALK_JOB = np.dtype(  # of walk_loop
     [
         ("num_walks", np.int64),
@@ -31,11 +36,13 @@ WALK_JOB = np.dtype(  # of walk_loop
         ("logits", np.int64),  # the address of float32 [num_logits, vocab_size]
         ("num_logits", np.int64),
         ("vocab_size", np.int64),
-        # Addresses: of the requests' places int64 [num_walks], of temperature, top_k and top_p float64 [num_walks, 3],
-        # and of seeds uint64 [num_walks]; then of the arrays of Rows; then of what is found, int64 [3, num_rows].
+        # Addresses: of the requests' places int64 [num_walks], of parameters float64 [num_walks, NUM_PARAMS], of seeds
+        # uint64 [num_walks], and of the addresses of ADJUSTMENTS int64 [num_walks] (0: none); then of the arrays of
+        # Rows; then of what is found, int64 [3, num_rows].
         ("places", np.int64),
         ("params", np.int64),
         ("seeds", np.int64),
+        ("adjustments", np.int64),
         ("spans", np.int64),
         ("num_pending", np.int64),
         ("first_logit", np.int64),
@@ -67,8 +74,16 @@ class Rows(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
-def _sample(row, position, param, seed):  # type: ignore[no-untyped-def]
-    """Compiled version of sampler.sample_row; row: float32 [vocab_size]."""
+def _token_after(row, position, param, seed, adjustments, room):  # type: ignore[no-untyped-def]
+    """Returns the token at `position`, after a row of logits float32 [vocab_size]. adjustments: an address, or 0."""
+    if adjustments != 0:
+        return _choose(adjust(row, adjustments, position, room), position, param, seed)
+    return _choose(row, position, param, seed)
+
+
+@njit(cache=True, nogil=True)
+def _choose(row, position, param, seed):  # type: ignore[no-untyped-def]
+    """Compiled version of sampler.sample_row, and of argmax at temperature 0; row: float32 [vocab_size]."""
     num_nan = 0
     for i in range(row.shape[0]):
         num_nan += row[i] != row[i]
@@ -77,24 +92,34 @@ def _sample(row, position, param, seed):  # type: ignore[no-untyped-def]
     tops = block_tops(row)
     if not np.isfinite(tops.max()):
         return NO_TOKEN
-    return draw_allowed(row, tops, param[0], int(param[1]), param[2], stream_key(seed, position))
+    if param[TEMPERATURE] == 0.0:
+        block = tops.argmax()
+        place = block * BLOCK
+        while row[place] != tops[block]:
+            place += 1
+        return place
+    key = stream_key(seed, position)
+    return draw_allowed(row, tops, param[TEMPERATURE], int(param[TOP_K]), param[TOP_P], param[FLOOR], key)
 
 
 @njit(cache=True, nogil=True)
-def _walk(i, rows, logits, param, seed, walked):  # type: ignore[no-untyped-def]
-    """Walks the tree of one sampled request; see walk_kernel.walk_greedy."""
+def _walk(i, rows, logits, param, seed, adjustments, walked):  # type: ignore[no-untyped-def]
+    """Walks the tree of one request; see walk_kernel.walk_greedy. Writes its path to the history of its adjustments."""
     spans, num_pending, first_logit, token_ids, parents, is_verified, recorded = rows
     start, size, at, depth = spans[i, 0], spans[i, 1], num_pending[i] - 1, 0
     first, position = first_logit[i] - at, spans[i, 2] + num_pending[i]
     known = carray(as_pointer(recorded[i, 0]), recorded[i, 1], np.int64)
-    drawn = _sample(logits[first + at], position, param, seed)
+    room = make_room(adjustments, logits.shape[1], position + size)
+    drawn = _token_after(logits[first + at], position, param, seed, adjustments, room)
     token = known[position] if position < len(known) else drawn
     walked[1, start] = token
     for node in range(at + 1, size):
         if parents[start + node] != at or token_ids[start + node] != token or not is_verified[start + node]:
             continue
         here = position + depth + 1
-        drawn = _sample(logits[first + node], here, param, seed)
+        if adjustments != 0:
+            carray(as_pointer(record_at(adjustments, ADJUSTMENTS).history), here, np.int64)[here - 1] = token
+        drawn = _token_after(logits[first + node], here, param, seed, adjustments, room)
         after = known[here] if here < len(known) else drawn
         if after == NO_TOKEN:
             break
@@ -106,15 +131,16 @@ def _walk(i, rows, logits, param, seed, walked):  # type: ignore[no-untyped-def]
 
 @functools.cache
 def walk_loop() -> Any:
-    """Returns the compiled loop over sampled requests. Threads that are given the same job share it."""
+    """Returns the compiled loop over the requests of a job. Threads that are given the same job share it."""
 
     @cfunc(types.void(types.int64), nopython=True, cache=True)
     def loop(job_address):  # type: ignore[no-untyped-def]
         job = record_at(job_address, WALK_JOB)
         count, num_rows, num_requests = job.num_walks, job.num_rows, job.num_requests
         places = carray(as_pointer(job.places), count, np.int64)
-        params = carray(as_pointer(job.params), (count, 3), np.float64)
+        params = carray(as_pointer(job.params), (count, NUM_PARAMS), np.float64)
         seeds = carray(as_pointer(job.seeds), count, np.uint64)
+        adjustments = carray(as_pointer(job.adjustments), count, np.int64)
         rows = (
             carray(as_pointer(job.spans), (num_requests, 3), np.int64),
             carray(as_pointer(job.num_pending), num_requests, np.int64),
@@ -130,7 +156,7 @@ def walk_loop() -> Any:
             w = claim(job_address + NEXT_AT)
             if w >= count:
                 break
-            _walk(places[w], rows, logits, params[w], seeds[w], walked)
+            _walk(places[w], rows, logits, params[w], seeds[w], adjustments[w], walked)
 
     return loop
 
@@ -145,11 +171,17 @@ class SampledWalks:
         rows: Rows,
         logits: np.ndarray,
         walked: np.ndarray,
+        adjustments: Mapping[int, RowAdjustments],
     ) -> None:
-        """places: the requests' places in the batch. logits: float32, in one piece. walked: see walk_greedy."""
-        each = [(max(s.temperature, LOWEST_TEMPERATURE), s.top_k, s.top_p) for s in samplings]
+        """places: the requests' places in the batch. logits: float32, in one piece. walked: see walk_greedy.
+
+        adjustments: by place, of those that change logits.
+        """
+        each = [(s.temperature and max(s.temperature, LOWEST_TEMPERATURE), s.top_k, s.top_p, floor_of(s.min_p))
+                for s in samplings]  # fmt: skip
         params, seeds = np.array(each, np.float64), np.array([s.seed for s in samplings], np.uint64)
-        self._arrays = (np.array(places, np.int64), params, seeds, *rows, walked, logits)
+        adjusted = np.array([adjustments[i].address if i in adjustments else 0 for i in places], np.int64)
+        self._arrays = (np.array(places, np.int64), params, seeds, adjusted, *rows, walked, logits)
         sizes = len(places), walked.shape[1], len(rows.spans), len(rows.token_ids)
         addresses = [array.ctypes.data for array in self._arrays]
         self._job = np.array((*sizes, addresses.pop(), *logits.shape, *addresses, 0), WALK_JOB)

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from batchserve.sampling.argmax_kernel import best_tokens
-from batchserve.sampling.draw_kernel import LOWEST_TEMPERATURE, NEGLIGIBLE_NATS, block_tops, draw_allowed
+from batchserve.sampling.draw_kernel import LOWEST_TEMPERATURE, block_tops, draw_allowed, floor_of
 from batchserve.sampling.noise import gumbel, stream_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from batchserve.request import ResolvedSampling
+    from batchserve.row_adjustments import RowAdjustments
 
     FindBest = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
     SampleRow = Callable[[np.ndarray, int, ResolvedSampling], int]
@@ -41,6 +42,14 @@ class RowSampler:
             return int(self.greedy()[row])
         return self._sample(self._logits[row], position, sampling)
 
+    def adjusted_token_at(self, row: int, position: int, adjustments: RowAdjustments, path: Sequence[int]) -> int:
+        """Returns token_at's token for a request that changes logits. path: draft tokens up to the row."""
+        logits, sampling = adjustments.adjusted(self._logits[row], path), adjustments.sampling
+        if sampling.temperature == 0.0:
+            best = int(logits.argmax())
+            return best if np.isfinite(logits[best]) else NO_TOKEN
+        return self._sample(logits, position, sampling)
+
     def greedy(self) -> np.ndarray:
         """Returns int64 [num_rows]: token_at's token of every row at temperature 0."""
         if not len(self._greedy):
@@ -63,7 +72,7 @@ def sample_by_definition(logits: np.ndarray, position: int, sampling: ResolvedSa
     if not np.isfinite(logits.max()):
         return NO_TOKEN
     scaled = logits.astype(np.float64) / max(sampling.temperature, LOWEST_TEMPERATURE)
-    least = scaled.max() - NEGLIGIBLE_NATS
+    least = scaled.max() - floor_of(sampling.min_p)
     if 0 < sampling.top_k < len(scaled):
         least = max(least, np.partition(scaled, -sampling.top_k)[-sampling.top_k])
     if sampling.top_p < 1.0:
@@ -84,4 +93,5 @@ def sample_row(logits: np.ndarray, position: int, sampling: ResolvedSampling) ->
         return NO_TOKEN
     tops, key = block_tops(logits), np.uint64(stream_key(sampling.seed, position))
     temperature = max(sampling.temperature, LOWEST_TEMPERATURE)
-    return int(draw_allowed(logits, tops, temperature, sampling.top_k, sampling.top_p, key))
+    limits = sampling.top_k, sampling.top_p, floor_of(sampling.min_p)
+    return int(draw_allowed(logits, tops, temperature, *limits, key))

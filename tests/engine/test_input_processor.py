@@ -18,7 +18,8 @@ from batchserve.engine.input_processor import HEAD_CHARS, InputProcessor, ModelF
 from batchserve.errors import ConfigError, InvalidRequestError
 from batchserve.request import TENANT, DraftScope, Request, ResolvedSpeculation
 from batchserve.runner.model_folder import resolve_model
-from batchserve.types import MAX_SEED, SamplingParams, SpeculationParams
+from batchserve.sampling_params import MAX_SEED, SamplingParams
+from batchserve.types import SpeculationParams
 
 VOCAB_SIZE, MAX_MODEL_LEN = 4096, 64
 

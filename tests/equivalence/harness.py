@@ -54,6 +54,7 @@ class Coverage:
 @dataclass
 class Answer:
     token_ids: list[int] = field(default_factory=list)
+    text: str = ""
     reason: FinishReason | None = None
     sampling: ResolvedSampling | None = None
     usage: Usage | None = None
@@ -96,6 +97,7 @@ def run(engine: BuiltEngine, jobs: list[Job], coverage: Coverage, *, speculate: 
             answer = answers[int(request.request_id)]
             assert answer.reason is None, "an event behind the last one"
             answer.token_ids += event.token_ids
+            answer.text += event.text
             answer.reason, answer.usage = event.finish_reason, event.usage
 
     core.emit = collect

@@ -43,11 +43,11 @@ def test_what_the_device_cannot_decide_the_host_does_from_the_requests_own_rows(
     """With few candidates, and logits that are often equal, many requests need it."""
     right, num_on_host, num_requests = verify_request, 0, 0
 
-    def counting(rows: Any, sampler: Any, recorded: Sequence[int]) -> Any:
+    def counting(rows: Any, sampler: Any, recorded: Sequence[int], adjustments: Any) -> Any:
         nonlocal num_on_host
         num_on_host += 1
         assert len(sampler._logits) == 1 + rows.num_draft_tokens
-        return right(rows, sampler, recorded)
+        return right(rows, sampler, recorded, adjustments)
 
     @examples(100)
     @given(st.integers(0, 2**32), st.sampled_from([4, 1024]), st.booleans())

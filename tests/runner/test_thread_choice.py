@@ -108,3 +108,16 @@ def test_steps_on_another_number_are_said_to_be_trials() -> None:
         4
     ] * machine.trials.count(False)
     assert {count for count, is_trial in zip(used, machine.trials, strict=True) if is_trial} == {2}
+
+
+def test_threads_that_have_to_be_woken_are_found_to_be_worth_it() -> None:
+    """The first step on more threads than the one before takes twice as long."""
+    machine, before = Machine(2), [1]
+
+    def cost(rows: int, count: int) -> float:
+        woken, before[0] = count > before[0], count
+        return 2e-4 / count + 1.5e-4 * woken
+
+    machine.run(300, 1, lambda rows, count: 1e-4 * count)  # one thread is better at first
+    machine.run(400, 1, cost)
+    assert share(machine.run(400, 1, cost), 2) > 0.9

@@ -128,9 +128,54 @@ BAD: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str, str, str, str]] =
     ),
     "a parameter that does not exist": (
         pb.GenerateRequest(
-            token_ids=pb.TokenIds(ids=[5]), sampling_params=pb.SamplingParams.FromString(b"\x3d\0\0\0\x3f")
+            token_ids=pb.TokenIds(ids=[5]), sampling_params=pb.SamplingParams.FromString(b"\x7d\0\0\0\x3f")
         ),
-        *(INVALID, "UNKNOWN_FIELD", "sampling_params.#7", "wire type 5", "batchserve.v1.SamplingParams"),
+        *(INVALID, "UNKNOWN_FIELD", "sampling_params.#15", "wire type 5", "batchserve.v1.SamplingParams"),
+    ),
+    **{
+        f"{name} out of bounds": (
+            ask(sampling_params=pb.SamplingParams(**{name: value})),
+            *(INVALID, f"INVALID_{name.upper()}", f"sampling_params.{name}", str(value), bound),
+        )
+        for name, value, bound in (
+            ("min_p", 1.5, "in [0, 1]"),
+            ("presence_penalty", -2.5, "in [-2, 2]"),
+            ("frequency_penalty", 3.0, "in [-2, 2]"),
+            ("repetition_penalty", 0.0, "in (0, 100]"),
+        )
+    },
+    "a bias for no token": (
+        ask(sampling_params=pb.SamplingParams(logit_bias=pb.LogitBias(token_ids=[5], biases=[]))),
+        *(INVALID, "INVALID_LOGIT_BIAS", "sampling_params.logit_bias", "1 token_ids and 0 biases", "a bias for each"),
+    ),
+    "a bias too large": (
+        ask(sampling_params=pb.SamplingParams(logit_bias=pb.LogitBias(token_ids=[5], biases=[200.0]))),
+        *(INVALID, "INVALID_LOGIT_BIAS", "sampling_params.logit_bias", "200.0 for token 5", "in [-100, 100]"),
+    ),
+    "a bias for a token out of range": (
+        ask(sampling_params=pb.SamplingParams(logit_bias=pb.LogitBias(token_ids=[VOCAB_SIZE], biases=[1.0]))),
+        *(INVALID, "TOKEN_ID_OUT_OF_RANGE", "sampling_params.logit_bias", str(VOCAB_SIZE), f"0..{VOCAB_SIZE - 1}"),
+    ),
+    "an allowed token out of range": (
+        ask(sampling_params=pb.SamplingParams(allowed_token_ids=[5, VOCAB_SIZE])),
+        *(INVALID, "TOKEN_ID_OUT_OF_RANGE", "sampling_params.allowed_token_ids[1]", str(VOCAB_SIZE)),
+        f"0..{VOCAB_SIZE - 1}",
+    ),
+    "more allowed tokens than there may be": (
+        ask(sampling_params=pb.SamplingParams(allowed_token_ids=[5] * 70_000)),
+        *(INVALID, "TOO_MANY_ALLOWED_TOKEN_IDS", "sampling_params.allowed_token_ids", "70000", "at most 65536"),
+    ),
+    "bad words without a tokenizer": (
+        ask(sampling_params=pb.SamplingParams(bad_words=["x"])),
+        *(INVALID, "NO_TOKENIZER", "sampling_params.bad_words[0]", "'x'", "token_ids"),
+    ),
+    "too many bad words": (
+        ask(sampling_params=pb.SamplingParams(bad_words=["x"] * 300)),
+        *(INVALID, "TOO_MANY_BAD_WORDS", "sampling_params.bad_words", "300", "at most 256"),
+    ),
+    "more tokens at least than at most": (
+        ask(stop=pb.StopConditions(max_tokens=4, min_tokens=5)),
+        *(INVALID, "INVALID_MIN_TOKENS", "stop.min_tokens", "5", "at most max_tokens (4)"),
     ),
     "unknown model": (ask(model="gpt-5"), NOT_FOUND, "UNKNOWN_MODEL", "", "'gpt-5'", "the model being served is"),
 }
@@ -165,7 +210,7 @@ async def test_every_bad_request_has_its_own_error_and_the_rest_of_the_batch_is_
 
 
 async def test_duplicate_id_in_flight_is_refused_and_free_again_afterwards(tiny: Served):
-    request = ask(max_tokens=200, request_id="twice")
+    request = ask(max_tokens=CONTEXT - 16, request_id="twice")
     call = aiter(tiny.client.stub.StreamGenerate(request))
     assert (await anext(call)).started.request_id == "twice"
     for second in (tiny.client.generate(request), tiny.client.stream(request)):

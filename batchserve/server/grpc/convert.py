@@ -5,20 +5,26 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from google.protobuf.duration_pb2 import Duration
 
 from batchserve.errors import InvalidRequestError, invalid
+from batchserve.sampling_params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    MAX_STOP_STRINGS,
+    SamplingParams,
+)
 from batchserve.types import (
     MAX_REFERENCE_TOKENS,
     MAX_REFERENCES,
     MAX_REQUEST_ID_CHARS,
-    MAX_STOP_STRINGS,
     Delta,
     FinishReason,
     GenerateCall,
-    SamplingParams,
     SpeculationParams,
     Started,
     Timing,
@@ -42,13 +48,24 @@ _FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
 }
+# Fields of the message SamplingParams that are a single value, with the same name in Python.
+SAMPLING_VALUES = tuple(field.name for field in pb.SamplingParams.DESCRIPTOR.fields if field.has_presence
+                        and field.message_type is None)  # fmt: skip
+# The most items of repeated fields, by path; checked before any code copies or visits the items.
+MAX_ITEMS = {
+    "references": ("TOO_MANY_REFERENCES", MAX_REFERENCES),
+    "stop.stop_strings": ("TOO_MANY_STOP_STRINGS", MAX_STOP_STRINGS),
+    "stop.stop_token_ids": ("TOO_MANY_STOP_TOKEN_IDS", MAX_STOP_TOKEN_IDS),
+    "sampling_params.allowed_token_ids": ("TOO_MANY_ALLOWED_TOKEN_IDS", MAX_ALLOWED_TOKEN_IDS),
+    "sampling_params.bad_words": ("TOO_MANY_BAD_WORDS", MAX_BAD_WORDS),
+    "sampling_params.logit_bias.token_ids": ("TOO_MANY_LOGIT_BIASES", MAX_LOGIT_BIASES),
+    "sampling_params.logit_bias.biases": ("TOO_MANY_LOGIT_BIASES", MAX_LOGIT_BIASES),
+}
 # Python argument names and their paths in a GenerateRequest, where the two differ.
 _PATHS = {
     "deadline_s": "grpc-timeout",
-    "temperature": "sampling_params.temperature",
-    "top_p": "sampling_params.top_p",
-    "top_k": "sampling_params.top_k",
-    "seed": "sampling_params.seed",
+    **{name: f"sampling_params.{name}" for name in (*SAMPLING_VALUES, "allowed_token_ids", "bad_words", "logit_bias")},
+    "min_tokens": "stop.min_tokens",
     "max_tokens": "stop.max_tokens",
     "stop": "stop.stop_strings",
     "stop_token_ids": "stop.stop_token_ids",
@@ -81,20 +98,12 @@ def from_generate_request(
 
 def _check_counts(request: pb.GenerateRequest, max_model_len: int) -> None:
     """Checks item counts before any code copies or visits the items: 16 MB can hold millions of them."""
-    stop, references = request.stop, request.references
-    if len(references) > MAX_REFERENCES:
-        bound = f"at most {MAX_REFERENCES}"
-        raise InvalidRequestError("TOO_MANY_REFERENCES", "references", len(references), bound)
-    if len(stop.stop_strings) > MAX_STOP_STRINGS:
-        raise InvalidRequestError(
-            "TOO_MANY_STOP_STRINGS", "stop.stop_strings", len(stop.stop_strings), f"at most {MAX_STOP_STRINGS} strings"
-        )
-    if len(stop.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequestError(
-            "TOO_MANY_STOP_TOKEN_IDS", "stop.stop_token_ids", len(stop.stop_token_ids), f"at most {MAX_STOP_TOKEN_IDS}"
-        )
+    for path, (reason, most) in MAX_ITEMS.items():
+        items = functools.reduce(getattr, path.split("."), request)
+        if len(items) > most:  # type: ignore[arg-type]
+            raise InvalidRequestError(reason, path, len(items), f"at most {most}")  # type: ignore[arg-type]
     check_num_prompt_tokens(len(request.token_ids.ids), max_model_len)
-    check_num_reference_tokens(sum(len(reference.token_ids.ids) for reference in references))
+    check_num_reference_tokens(sum(len(reference.token_ids.ids) for reference in request.references))
 
 
 def check_num_prompt_tokens(num_tokens: int, max_model_len: int) -> None:
@@ -172,7 +181,9 @@ def to_generate_request(
     """
     for name, value in (
         ("top_k", params.top_k),
+        ("no_repeat_ngram_size", params.no_repeat_ngram_size),
         ("max_tokens", params.max_tokens),
+        ("min_tokens", params.min_tokens),
         ("max_draft_tokens", speculation.max_draft_tokens),
         ("branch_length", speculation.branch_length),
     ):
@@ -182,13 +193,17 @@ def to_generate_request(
         text=prompt if isinstance(prompt, str) else None,
         token_ids=None if isinstance(prompt, str) else pb.TokenIds(ids=prompt),
         sampling_params=pb.SamplingParams(
-            temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, seed=params.seed
+            **{name: getattr(params, name) for name in SAMPLING_VALUES},
+            logit_bias=_logit_bias(params),
+            allowed_token_ids=params.allowed_token_ids,
+            bad_words=params.bad_words,
         ),
         stop=pb.StopConditions(
             max_tokens=params.max_tokens,
             stop_strings=params.stop,
             stop_token_ids=params.stop_token_ids,
             ignore_eos=params.ignore_eos,
+            min_tokens=params.min_tokens,
         ),
         output=pb.OutputOptions(skip_special_tokens=params.skip_special_tokens),
         speculation=pb.SpeculationOptions(
@@ -242,17 +257,28 @@ def _request_id(request: pb.GenerateRequest) -> str:
 
 def _sampling_params(request: pb.GenerateRequest) -> SamplingParams:
     sampling, stop, output = request.sampling_params, request.stop, request.output
+    bias = sampling.logit_bias
+    if len(bias.token_ids) != len(bias.biases) or len(set(bias.token_ids)) < len(bias.token_ids):
+        counts = f"{len(bias.token_ids)} token_ids and {len(bias.biases)} biases"
+        bound = "different token_ids, and a bias for each"
+        raise InvalidRequestError("INVALID_LOGIT_BIAS", "sampling_params.logit_bias", counts, bound)
     return SamplingParams(
-        temperature=sampling.temperature if sampling.HasField("temperature") else None,
-        top_p=sampling.top_p if sampling.HasField("top_p") else None,
-        top_k=sampling.top_k if sampling.HasField("top_k") else None,
-        seed=sampling.seed if sampling.HasField("seed") else None,
+        **{name: getattr(sampling, name) for name in SAMPLING_VALUES if sampling.HasField(name)},
+        logit_bias=dict(zip(bias.token_ids, bias.biases, strict=True)),
+        allowed_token_ids=tuple(sampling.allowed_token_ids),
+        bad_words=tuple(sampling.bad_words),
+        min_tokens=stop.min_tokens,
         max_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
         stop=tuple(stop.stop_strings),
         stop_token_ids=tuple(stop.stop_token_ids),
         ignore_eos=stop.ignore_eos,
         skip_special_tokens=output.skip_special_tokens if output.HasField("skip_special_tokens") else True,
     )
+
+
+def _logit_bias(params: SamplingParams) -> pb.LogitBias | None:
+    biases = params.logit_bias
+    return pb.LogitBias(token_ids=biases.keys(), biases=biases.values()) if biases else None
 
 
 def _speculation(request: pb.GenerateRequest) -> SpeculationParams:

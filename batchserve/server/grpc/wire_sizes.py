@@ -13,14 +13,15 @@ import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 
 from batchserve.errors import InvalidRequestError, invalid
+from batchserve.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 from batchserve.server.grpc.convert import (
-    MAX_STOP_TOKEN_IDS,
+    MAX_ITEMS,
     check_num_prompt_tokens,
     check_num_reference_tokens,
     references_too_long,
     unknown_field,
 )
-from batchserve.types import MAX_REFERENCE_CHARS, MAX_REFERENCES, MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
+from batchserve.types import MAX_REFERENCE_CHARS
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor
@@ -33,11 +34,11 @@ MAX_CHAR_BYTES = 4
 MAX_VARINT_BYTES = 10
 COUNTED_AT_ONCE = 64 << 10
 PROMPT_IDS, REFERENCE_IDS = "token_ids.ids", "references.token_ids.ids"
-PROMPT_TEXT, REFERENCE_TEXT, STOP_STRINGS = "text", "references.text", "stop.stop_strings"
-TOO_MANY = {
-    "references": ("TOO_MANY_REFERENCES", MAX_REFERENCES),
-    STOP_STRINGS: ("TOO_MANY_STOP_STRINGS", MAX_STOP_STRINGS),
-    "stop.stop_token_ids": ("TOO_MANY_STOP_TOKEN_IDS", MAX_STOP_TOKEN_IDS),
+PROMPT_TEXT, REFERENCE_TEXT = "text", "references.text"
+# Lists of short texts: how many, of how many characters, and the reason for refusing one.
+TEXTS = {
+    "stop.stop_strings": (MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS, "INVALID_STOP_STRING"),
+    "sampling_params.bad_words": (MAX_BAD_WORDS, MAX_BAD_WORD_CHARS, "INVALID_BAD_WORD"),
 }
 VARINT, FIXED64, SIZED, GROUP, FIXED32 = 0, 1, 2, 3, 5  # wire types
 FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
@@ -107,7 +108,7 @@ class _Sizes:
             check_num_prompt_tokens(self._totals[path], self._max_model_len)
         elif path == REFERENCE_IDS:
             check_num_reference_tokens(self._totals[path])
-        elif path in TOO_MANY and self._totals[path] > MAX_FIELD_BYTES:
+        elif path in MAX_ITEMS and self._totals[path] > MAX_FIELD_BYTES:
             raise _too_many(path, str(self._totals[path]))
 
     def _add_text(self, path: str, size: int) -> None:
@@ -121,10 +122,11 @@ class _Sizes:
         elif path == REFERENCE_TEXT:
             if size > MAX_CHAR_BYTES * MAX_REFERENCE_CHARS:
                 raise references_too_long(f"{size} bytes", f"{MAX_REFERENCE_CHARS} characters")
-        elif path == STOP_STRINGS:
-            if size > MAX_CHAR_BYTES * MAX_STOP_STRINGS * MAX_STOP_STRING_CHARS:
-                bound = f"at most {MAX_STOP_STRINGS} strings of at most {MAX_STOP_STRING_CHARS} characters"
-                raise InvalidRequestError("INVALID_STOP_STRING", path, f"{size} bytes", bound)
+        elif path in TEXTS:
+            most, most_chars, reason = TEXTS[path]
+            if size > MAX_CHAR_BYTES * most * most_chars:
+                bound = f"at most {most} strings of at most {most_chars} characters"
+                raise InvalidRequestError(reason, path, f"{size} bytes", bound)
         elif size > MAX_FIELD_BYTES:
             raise InvalidRequestError(invalid(path), path, f"{size} bytes", f"at most {MAX_FIELD_BYTES} bytes")
 
@@ -162,8 +164,8 @@ def _num_varints(data: bytes, at: int, end: int) -> int:
 
 
 def _too_many(path: str, value: str) -> InvalidRequestError:
-    if path in TOO_MANY:
-        reason, most = TOO_MANY[path]
+    if path in MAX_ITEMS:
+        reason, most = MAX_ITEMS[path]
         return InvalidRequestError(reason, path, value, f"at most {most}")
     bound = f"in a message of at most {MAX_FIELDS} fields, ids packed"
     return InvalidRequestError("TOO_MANY_FIELDS", path, value, bound)

@@ -67,6 +67,15 @@ def test_request_round_trip_keeps_every_field():
         stop_token_ids=(4, 5),
         ignore_eos=True,
         skip_special_tokens=False,
+        min_p=0.125,
+        presence_penalty=-0.5,
+        frequency_penalty=1.5,
+        repetition_penalty=1.25,
+        no_repeat_ngram_size=3,
+        min_tokens=2,
+        logit_bias={3: -1.5, 9: 100.0},
+        allowed_token_ids=(3, 9, 10),
+        bad_words=("bad", "worse words"),
     )
     speculation = SpeculationParams(
         is_enabled=False,
@@ -189,6 +198,15 @@ BAD_SAMPLING: dict[str, Any] = {
     "stop_token_ids": (1, "2"),
     "ignore_eos": 1,
     "skip_special_tokens": "no",
+    "min_p": 1.5,
+    "presence_penalty": 2.5,
+    "frequency_penalty": -3,
+    "repetition_penalty": 0,
+    "no_repeat_ngram_size": -1,
+    "min_tokens": -1,
+    "logit_bias": {3: 1000.0},
+    "allowed_token_ids": (1, "2"),
+    "bad_words": ("ok", ""),
 }
 BAD_SPECULATION: dict[str, Any] = {
     "is_enabled": "no",

@@ -1,0 +1,117 @@
+"""What a request's sampling parameters do to each row of its logits before a token is chosen.
+
+The definition, in NumPy, and the arrays that its compiled version (adjust_kernel.py) reads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batchserve.request import ResolvedSampling
+
+BITS = 32  # tokens per word of a mask
+SPARE = 8  # tokens, beyond the longest answer and the drafts after it
+
+# Of compiled code. Addresses: of the tokens of prompt and answer, int64; of the end tokens, int64; of a mask, uint32
+# [ceil(vocab_size / BITS)], whose bits say which tokens are allowed (0: all are); of bad words, int64, each its length
+# and then its tokens; of biased tokens, int64, and their biases, float32.
+ADJUSTMENTS = np.dtype(
+    [
+        ("history", np.int64),
+        ("num_prompt", np.int64),
+        ("min_tokens", np.int64),
+        ("ends", np.int64),
+        ("num_ends", np.int64),
+        ("allowed", np.int64),
+        ("bad_words", np.int64),
+        ("num_bad_words", np.int64),
+        ("ngram_size", np.int64),
+        ("biased", np.int64),
+        ("biases", np.int64),
+        ("num_biased", np.int64),
+        ("repetition", np.float32),
+        ("frequency", np.float32),
+        ("presence", np.float32),
+    ],
+    align=True,
+)
+
+
+def mask_of(token_ids: Sequence[int], vocab_size: int) -> bytes:
+    """Returns the words of a mask that allows these tokens."""
+    bits = np.zeros(-(-vocab_size // BITS) * BITS, np.bool_)
+    bits[np.array(token_ids, np.int64)] = True
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+def adjust_by_definition(
+    logits: np.ndarray, sampling: ResolvedSampling, history: np.ndarray, num_prompt: int
+) -> np.ndarray:
+    """Returns a row of float32 logits [vocab_size] as the sampling parameters have it, a copy.
+
+    history: int64, the tokens before it, of which num_prompt are the prompt's. The order of operations is vLLM's.
+    """
+    row = logits.copy()
+    if sampling.allowed:
+        bits = np.unpackbits(np.frombuffer(sampling.allowed, np.uint8), bitorder="little")
+        row[bits[: len(row)] == 0] = -np.inf
+    size, tokens = len(history), history.tolist()
+    for word in sampling.bad_words:
+        if tokens[max(0, size - len(word) + 1) :] == list(word[:-1]):
+            row[word[-1]] = -np.inf
+    ngram = sampling.no_repeat_ngram_size
+    for start in range(size - ngram + 1 if ngram else 0):
+        if tokens[start : start + ngram - 1] == tokens[size - ngram + 1 :]:
+            row[tokens[start + ngram - 1]] = -np.inf
+    if size - num_prompt < sampling.min_tokens:
+        row[[*sampling.end_token_ids]] = -np.inf
+    for token, bias in sampling.logit_bias:
+        row[token] += np.float32(bias)
+    seen = np.unique(history)
+    if sampling.repetition_penalty != 1.0:
+        penalty = np.float32(sampling.repetition_penalty)
+        row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
+    given, counts = np.unique(history[num_prompt:], return_counts=True)
+    row[given] -= np.float32(sampling.frequency_penalty) * counts.astype(np.float32)
+    row[given] -= np.float32(sampling.presence_penalty)
+    return row
+
+
+class RowAdjustments:
+    """The adjustments of one request. address: that of its ADJUSTMENTS, whose arrays live as long as this object.
+
+    history int64 has room for the longest answer and for the drafts after it, which walks write there.
+    """
+
+    def __init__(self, sampling: ResolvedSampling, prompt: Sequence[int], capacity: int) -> None:
+        """capacity: the most tokens of prompt, answer and drafts."""
+        self.sampling, self.num_prompt, self.size = sampling, len(prompt), 0
+        self.history = np.zeros(capacity + SPARE, np.int64)
+        self.append(prompt)
+        words = [part for word in sampling.bad_words for part in (len(word), *word)]
+        allowed = np.frombuffer(sampling.allowed, np.uint32).copy()
+        ends, bad_words = np.array([*sampling.end_token_ids], np.int64), np.array(words, np.int64)
+        biased = np.array([token for token, _ in sampling.logit_bias], np.int64)
+        biases = np.array([bias for _, bias in sampling.logit_bias], np.float32)
+        self._arrays = self.history, ends, allowed, bad_words, biased, biases
+        history, end, mask, word, token, bias = (each.ctypes.data for each in self._arrays)
+        record = (history, self.num_prompt, sampling.min_tokens, end, len(ends), mask if len(allowed) else 0, word,
+                  len(sampling.bad_words), sampling.no_repeat_ngram_size, token, bias, len(biased),
+                  sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)  # fmt: skip
+        self._record = np.array([record], ADJUSTMENTS)
+        self.address = self._record.ctypes.data
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Adds tokens to the history."""
+        self.history[self.size : self.size + len(token_ids)] = token_ids
+        self.size += len(token_ids)
+
+    def adjusted(self, logits: np.ndarray, path: Sequence[int]) -> np.ndarray:
+        """Returns a row of logits, adjusted by definition. path: draft tokens between the history and the row."""
+        history = np.concatenate((self.history[: self.size], np.array(path, np.int64)))
+        return adjust_by_definition(logits, self.sampling, history, self.num_prompt)

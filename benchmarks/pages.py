@@ -1,0 +1,88 @@
+"""Speed and memory of weights in the engine's own huge pages, and in pages of 4 KiB of the file (--share-weights).
+
+    python -m benchmarks.pages [--models bundled smollm2] [--rounds 3]
+
+One request without drafts, in turns, each in a process of its own that begins with the kept program. Memory is that of
+the process, and that of its private pages: shared pages are the machine's once, however many engines map them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import write_results
+from benchmarks.peers.models import model_folder, prompts
+
+TOKENS, REPEATS = 64, 12
+MODES = ("own pages", "shared")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["bundled", "smollm2"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        print(json.dumps(measure(args.worker[0], args.worker[1] == MODES[1])))
+        return
+    results: dict[str, Any] = {}
+    for name in args.models:
+        run(name, MODES[0])  # which keeps the program
+        found: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+        for _ in range(args.rounds):
+            for mode in MODES:
+                found[mode].append(run(name, mode))
+        results[name] = {
+            mode: {key: statistics.median(each[key] for each in runs) for key in runs[0]}
+            for mode, runs in found.items()
+        }
+        results[name]["speed of shared over own"] = [
+            shared["tokens_per_s"] / own["tokens_per_s"] for own, shared in zip(*found.values(), strict=True)
+        ]
+        print(f"{name}: {json.dumps(results[name], indent=1)}", flush=True)
+    print(f"written to {write_results('pages', results)}")
+
+
+def run(name: str, mode: str) -> dict[str, float]:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.pages", "--worker", name, mode],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measure(name: str, is_shared: bool) -> dict[str, float]:
+    from batchserve import LLM, SamplingParams
+
+    folder = str(model_folder(name))
+    llm = LLM(folder, drafter="none", share_weights=is_shared)
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    (text,) = prompts(name, Path(folder), 1, 0)
+    seconds = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        llm.generate([text], params)
+        seconds.append(time.perf_counter() - start)
+    return {"tokens_per_s": TOKENS / statistics.median(seconds), **memory()}
+
+
+def memory() -> dict[str, float]:
+    """Returns MiB: resident, and of these in private pages."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    sizes = {line.split(":")[0]: int(line.split()[1]) / 1024 for line in lines}
+    return {"resident": sizes["Rss"], "private": sizes["Private_Clean"] + sizes["Private_Dirty"]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Random combinations of all sampling parameters: the same answers with speculation as without, alone and among 16."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from batchserve.draft.base import Drafter
+from batchserve.row_adjustments import RowAdjustments
+from batchserve.runner.model_folder import resolve_model
+from batchserve.types import SamplingParams
+from tests.drafters import OracleDrafter
+from tests.equivalence.harness import Coverage, Job, build, random_jobs, run
+from tests.tiny_models import VOCAB_SIZE
+
+LENGTH = {"max_model_len": 200, "prefill_chunk_size": 32}
+WORDS = ("the", "a", " of", "and", "ing", "1", "is the", "to be")
+STOPS = (".", "\n", "the", " a")
+
+
+def random_params(rng: random.Random, vocab_size: int, *, has_text: bool) -> SamplingParams:
+    """Some of the parameters, each with a random value."""
+    tokens = range(vocab_size)
+    choices: dict[str, Callable[[], Any]] = {
+        "temperature": lambda: rng.choice([0.0, 0.3, 0.8, 1.0, 1.5]),
+        "top_k": lambda: rng.choice([1, 5, 40]),
+        "top_p": lambda: rng.choice([0.95, 0.5]),
+        "min_p": lambda: rng.choice([0.01, 0.1, 0.5]),
+        "repetition_penalty": lambda: rng.choice([0.8, 1.05, 1.2, 2.0]),
+        "presence_penalty": lambda: rng.choice([-1.0, 0.2, 1.0, 2.0]),
+        "frequency_penalty": lambda: rng.choice([-0.5, 0.2, 1.0, 2.0]),
+        "no_repeat_ngram_size": lambda: rng.randint(1, 4),
+        "min_tokens": lambda: rng.randint(1, 12),
+        "logit_bias": lambda: {rng.choice(tokens): rng.uniform(-5, 5) for _ in range(8)},
+        "allowed_token_ids": lambda: rng.sample(tokens, int(vocab_size * rng.uniform(0.5, 0.95))),
+        "stop_token_ids": lambda: rng.sample(tokens, vocab_size // 32),
+        "ignore_eos": lambda: True,
+    }
+    if has_text:
+        choices |= {"bad_words": lambda: rng.sample(WORDS, 3), "stop": lambda: rng.sample(STOPS, 1)}
+    names = rng.sample([*choices], rng.randint(1, 6))
+    chosen = {name: choices[name]() for name in names}
+    chosen.setdefault("temperature", 0.0)
+    return SamplingParams(**{"seed": rng.getrandbits(64), "max_tokens": rng.randint(12, 32), **chosen})
+
+
+def random_cases(rng: random.Random, count: int, vocab_size: int, *, has_text: bool = False) -> list[Job]:
+    jobs = random_jobs(rng, count, vocab_size, longest=60)
+    for job in jobs:
+        job.params = random_params(rng, vocab_size, has_text=has_text)
+    return jobs
+
+
+def given(job: Job, name: str) -> bool:
+    default = next(each for each in dataclasses.fields(SamplingParams) if each.name == name).default
+    return getattr(job.params, name) not in (default, {}, 0.0)
+
+
+def check(
+    model: Path, jobs: Sequence[Job], vocab_size: int, drafters: Sequence[Drafter | None], **options: Any
+) -> Coverage:
+    """The same tokens, texts, reasons and counts, with every drafter, one request at a time and 16 at once."""
+    coverage = Coverage()
+    off = run(build(model, max_num_seqs=1, **LENGTH, **options), [*jobs], Coverage(), speculate=False)
+    for drafter in drafters:
+        for num_seqs in (1, 16):
+            on = run(build(model, drafter, max_num_seqs=num_seqs, **LENGTH, **options), [*jobs], coverage)
+            for i, job in enumerate(jobs):
+                assert on[i].token_ids == off[i].token_ids, f"job {i}: {job.params}"
+                assert (on[i].text, on[i].reason) == (off[i].text, off[i].reason), f"job {i}: {job.params}"
+                (used, expected) = (on[i].usage, off[i].usage)
+                assert used is not None
+                assert expected is not None
+                assert used.completion_tokens == expected.completion_tokens
+    return coverage
+
+
+def oracle(model: Path, jobs: Sequence[Job], vocab_size: int, **options: Any) -> OracleDrafter:
+    """Knows the answers, but for some errors."""
+    off = run(build(model, max_num_seqs=1, **LENGTH, **options), [*jobs], Coverage(), speculate=False)
+    truth = {tuple(job.prompt): off[i].token_ids for i, job in enumerate(jobs)}
+    return OracleDrafter(vocab_size, 5, truth)
+
+
+def check_cases(model: Path, seed: int, count: int, dtype: str) -> None:
+    jobs = random_cases(random.Random(seed), count, VOCAB_SIZE)
+    drafters = None, oracle(model, jobs, VOCAB_SIZE, dtype=dtype)
+    coverage = check(model, jobs, VOCAB_SIZE, drafters, dtype=dtype)
+    used = Counter(each.name for job in jobs for each in dataclasses.fields(SamplingParams) if given(job, each.name))
+    adjusted = sum(count for name, count in used.items() if "penalty" in name or "bias" in name)
+    assert all(used[name] >= count // 12 for name in used), used
+    assert adjusted > count / 2
+    assert coverage.accepted > 5 * count
+    assert coverage.trees["partly"] > count
+    assert coverage.stops_inside_run > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tiny_model(dtype: str, tiny_model: dict[str, Path]) -> None:
+    check_cases(tiny_model["llama"], 11, 100, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_tiny_models_at_length(family: str, seed: int, tiny_model: dict[str, Path]) -> None:
+    check_cases(tiny_model[family], 100 + seed, 100, "bfloat16")
+
+
+def test_bundled_model_with_texts() -> None:
+    model = Path(resolve_model("bundled"))
+    jobs = random_cases(random.Random(12), 40, 4096, has_text=True)
+    coverage = check(model, jobs, 4096, [None])
+    assert coverage.accepted > 40
+    for name in ("bad_words", "stop"):
+        assert sum(given(job, name) for job in jobs) > 5
+
+
+def forgotten_ancestors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Penalties do not count the draft tokens on the way to a row."""
+    right = RowAdjustments.adjusted
+    monkeypatch.setattr(RowAdjustments, "adjusted", lambda own, logits, path: right(own, logits, ()))
+
+
+def wrong_ancestor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last token before a row is another one."""
+    right = RowAdjustments.adjusted
+
+    def adjusted(own: RowAdjustments, logits: np.ndarray, path: Sequence[int]) -> np.ndarray:
+        return right(own, logits, [*path[:-1], (path[-1] + 1) % VOCAB_SIZE] if path else ())
+
+    monkeypatch.setattr(RowAdjustments, "adjusted", adjusted)
+
+
+@pytest.mark.parametrize("fault", [forgotten_ancestors, wrong_ancestor])
+def test_seeded_faults_turn_it_red(
+    fault: Callable[[pytest.MonkeyPatch], None], tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, jobs = tiny_model["llama"], random_cases(random.Random(13), 40, VOCAB_SIZE)
+    drafter = oracle(model, jobs, VOCAB_SIZE)
+    off = run(build(model, max_num_seqs=1, **LENGTH), jobs, Coverage(), speculate=False)  # type: ignore[arg-type]
+    fault(monkeypatch)
+    engine = build(model, drafter, max_num_seqs=16, **LENGTH)  # type: ignore[arg-type]
+    engine.core.executor.can_walk_sampled = lambda: False  # so that it is not the compiled walk
+    on = run(engine, jobs, Coverage())
+    assert any(on[i].token_ids != off[i].token_ids for i in range(len(jobs)))
