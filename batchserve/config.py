@@ -25,6 +25,8 @@ TRIE_MODES = ("hierarchical", "parallel", "single")
 PRIVATE_SCOPE = "request"  # the draft scope that shares nothing
 MAX_SCOPE_CHARS = 256
 SCOPE_NAME_BOUND = f"1..{MAX_SCOPE_CHARS} characters of text"
+GENERATION_CONFIGS = ("auto", "off")
+LOGPROBS_MODES = RAW_LOGPROBS, PROCESSED_LOGPROBS = ("raw_logprobs", "processed_logprobs")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "cpu", "flashinfer", "triton", "torch")
@@ -164,6 +166,10 @@ class EngineConfig:
     default_draft_scope: the scope of requests that name none; requests draft from the answers of their scope. "request"
     shares nothing, and is the default of a server on an address that is not loopback.
     wait_for_drafter: serve only when drafts are ready (the very first start compiles them). False: serve without.
+    generation_config: auto: requests that leave a sampling parameter out take the model's generation_config. off: they
+    are greedy, without penalties.
+    logprobs_mode: log probabilities of tokens are the model's (raw_logprobs), or those that tokens were drawn by, after
+    penalties, bans, temperature, min_p, top_k and top_p (processed_logprobs).
     num_threads: compute threads on a CPU, at most MAX_THREADS. None: what measures fastest at start. With a GPU, the
     threads that make drafts.
     instruction_set: the instructions that compiled kernels use on a CPU. It has to be chosen before they are loaded
@@ -208,6 +214,8 @@ class EngineConfig:
     cache_dir: str = field(default_factory=lambda: default_cache_dir())
     max_kept_bytes: int = 32 << 30
     share_weights: bool = False
+    logprobs_mode: str = RAW_LOGPROBS
+    generation_config: str = "auto"
 
     @property
     def has_hub_model(self) -> bool:
@@ -287,6 +295,8 @@ class EngineConfig:
             )
         one_of("drafter", self.drafter, DRAFTERS)
         one_of("dtype", self.dtype, DTYPES)
+        one_of("generation_config", self.generation_config, GENERATION_CONFIGS)
+        one_of("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         one_of("device", self.device, DEVICES)
         one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         one_of("flashinfer_mask", self.flashinfer_mask, FLASHINFER_MASKS)

@@ -19,9 +19,11 @@ from batchserve.config import (
     DRAFTERS,
     DTYPES,
     FLASHINFER_MASKS,
+    GENERATION_CONFIGS,
     ITL_INFLATION,
     LOG_FORMATS,
     LOG_LEVELS,
+    LOGPROBS_MODES,
     PRIVATE_SCOPE,
     PROMPT_INFLATION,
     TRIE_MODES,
@@ -184,6 +186,15 @@ ENGINE_OPTIONS = {
     "share_weights": Option(
         "let the engines of this machine share the memory of a kept program's weights, in pages of 4 KB; otherwise "
         "each has its own, in huge pages, and is some per cent faster"
+    ),
+    "generation_config": Option(
+        "where requests take sampling parameters from that they leave out: the model's generation_config, or nowhere",
+        GENERATION_CONFIGS,
+    ),
+    "logprobs_mode": Option(
+        "log probabilities of tokens: the model's, or those that tokens were drawn by, after penalties, bans, "
+        "temperature and cuts",
+        LOGPROBS_MODES,
     ),
     "served_model_name": Option("the name that requests may give", default_text="the value of --model"),
 }

@@ -10,7 +10,7 @@ import numpy as np
 
 from batchserve.request_table import RequestTable
 from batchserve.row_adjustments import RowAdjustments
-from batchserve.types import FinishReason, Timing, Usage
+from batchserve.types import FinishReason, Timing, TokenLogprobs, Usage
 
 TENANT = "default"  # there is no authentication: all callers are one
 
@@ -38,6 +38,10 @@ class ResolvedSampling:
     end_token_ids: frozenset[int]
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
+    stop_token_ids: frozenset[int] = frozenset()  # of end_token_ids those that are given as the reason
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    has_processed_logprobs: bool = False
     min_p: float = 0.0  # 0 is off
     # These change logits (row_adjustments.py). allowed: a mask of tokens; empty: all.
     repetition_penalty: float = 1.0
@@ -163,6 +167,8 @@ class Request:
     first_token_s: float | None = None
     last_token_s: float | None = None
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the answer's tokens, if it asks for them
     adjustments: RowAdjustments | None = field(init=False, repr=False, default=None)  # if it changes logits
     is_read_along: bool = field(init=False)  # text is made step by step: for its client, or to find stop strings
     _end_tokens: np.ndarray = field(init=False, repr=False)  # whose address is in the table
@@ -235,12 +241,12 @@ class Request:
         if self.adjustments is not None:
             self.adjustments.append(token_ids)
 
-    def stop(self, num_surplus: int) -> None:
+    def stop(self, reason: str, num_surplus: int) -> None:
         """A stop string ended the answer, and so many accepted draft tokens came after it."""
         assert self.table is not None
         self.table.num_accepted_draft_tokens[self.slot] -= num_surplus
         self.table.rows["is_over"][self.slot] = True
-        self.finish_reason = FinishReason.STOP
+        self.finish_reason, self.stop_reason = FinishReason.STOP, reason
 
     @property
     def is_finished(self) -> bool:

@@ -18,6 +18,7 @@ MAX_BAD_WORD_CHARS = 256
 MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKEN_IDS = 1 << 16
 MAX_BIAS = 100.0
+MAX_LOGPROBS = 20
 MAX_SEED = 2**64 - 1
 
 
@@ -43,6 +44,7 @@ _RANGES = {
     "seed": _Range(int, f"in 0..{MAX_SEED}", 0, MAX_SEED),
     "max_tokens": _Range(int, ">= 1", 1),
     "min_tokens": _Range(int, ">= 0, and at most max_tokens", 0),
+    "logprobs": _Range(int, f"in 0..{MAX_LOGPROBS}", 0, MAX_LOGPROBS),
 }
 
 
@@ -60,6 +62,9 @@ class SamplingParams:
     banned; logit_bias is added; then come the penalties: repetition_penalty divides positive logits and multiplies
     negative ones, of tokens of prompt and answer; frequency_penalty is subtracted for each time that a token is in the
     answer, presence_penalty once. Then temperature, min_p, top_k and top_p, in this order.
+
+    logprobs: give the log probability of each token of the answer, and as many of the likeliest tokens at its place;
+    those of the model, or after all of the above (the engine's option logprobs_mode).
     """
 
     temperature: float | None = None
@@ -80,6 +85,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
+    logprobs: int | None = None  # None is none; 0: only those of the answer's tokens
+    include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
         for name, known in _RANGES.items():
@@ -90,7 +97,7 @@ class SamplingParams:
             is_low = value <= known.least if known.is_open else value < known.least
             if is_low or value > known.most or not math.isfinite(value):
                 raise InvalidRequestError(invalid(name), name, value, known.bound)
-        for name in ("ignore_eos", "skip_special_tokens"):
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             check_bool(invalid(name), name, getattr(self, name))
         for name in ("stop_token_ids", "allowed_token_ids"):
             object.__setattr__(self, name, tuple_of(invalid(name), name, getattr(self, name), int))

@@ -160,8 +160,23 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The log probability of a token (natural logarithm) and its rank, 1 for the likeliest; and the likeliest tokens at
+    its place, as (token id, log probability), descending.
+    """
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A whole answer. `token_ids` excludes the EOS or the matched stop token."""
+    """A whole answer. `token_ids` excludes the EOS or the matched stop token.
+
+    stop_reason: the stop string or stop token that ended it; None for the EOS, or if it did not end so. logprobs: of
+    each of token_ids, if the request asked for them.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -170,6 +185,8 @@ class RequestOutput:
     finish_reason: FinishReason
     usage: Usage
     timing: Timing
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +200,10 @@ class Started:
 
 @dataclass(slots=True)
 class Delta:
-    """What one verified step added to an answer. `finish_reason`, `usage` and `timing` are set on the last delta."""
+    """What one verified step added to an answer. `finish_reason`, `usage` and `timing` are set on the last delta.
+
+    stop_reason and logprobs: as in RequestOutput; logprobs are those of this delta's token_ids.
+    """
 
     request_id: str
     text: str = ""
@@ -191,6 +211,8 @@ class Delta:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     timing: Timing | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True, slots=True)

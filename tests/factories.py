@@ -54,7 +54,7 @@ def make_request(
 
 def resolve_speculation(config: EngineConfig, params: SpeculationParams | None = None) -> ResolvedSpeculation:
     """What a server with these options makes of a request's speculation."""
-    facts = ModelFacts("model", 1 << 16, (), 0.0, 0, 1.0)
+    facts = ModelFacts("model", 1 << 16, (), {})
     return InputProcessor(facts, 0, config, draft_limits(config, 0)).resolve_speculation(params or SpeculationParams())
 
 

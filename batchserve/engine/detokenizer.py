@@ -87,11 +87,11 @@ class _Uncleaned:
 
 
 class TextPiece(NamedTuple):
-    """The output of a step: text that may be shown, its tokens, and whether a stop string ended the answer."""
+    """The output of a step: text that may be shown, its tokens, and the stop string that ended the answer, if any."""
 
     text: str
     token_ids: list[int]
-    is_stopped: bool = False
+    stop: str | None = None
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ class IncrementalDetokenizer:
     token_texts: of the decoder, for the same skip_special_tokens. prompt_token_ids: the last ones are decoded with the
     answer, because some tokenizers drop the space in front of a text and because the answer may complete a character
     begun in the prompt. special_texts: of the decoder. A stop string that contains one is found although special
-    tokens are skipped.
+    tokens are skipped. includes_stop: the stop string is part of the text.
     """
 
     decoder: Decoder | None
@@ -116,6 +116,7 @@ class IncrementalDetokenizer:
     token_texts: TokenTexts | None = None
     prompt_token_ids: InitVar[Sequence[int]] = ()
     special_texts: Mapping[int, str] = field(default_factory=dict)
+    includes_stop: bool = False
     _token_ids: list[int] = field(default_factory=list)
     _prefix: int = 0  # first token of the window to decode again
     _read: int = 0  # tokens whose text has been returned
@@ -189,7 +190,9 @@ class IncrementalDetokenizer:
                 self._skipped.append((start, len(self._held)))
             found = self._first_stop()
             if found is not None:
-                return TextPiece(shown + self._cut(found), list(token_ids[: i + 1]), is_stopped=True)
+                place, stop = found
+                size = place + len(stop) if self.includes_stop else place
+                return TextPiece(shown + self._cut(size), list(token_ids[: i + 1]), stop)
             shown += self._cut(len(self._held) - (0 if is_end else self._undecided()))
         return TextPiece(shown, list(token_ids))
 
@@ -249,10 +252,10 @@ class IncrementalDetokenizer:
             return ""
         return str(self.decoder.decode(token_ids, skip_special_tokens=self.skip_special_tokens))
 
-    def _first_stop(self) -> int | None:
-        """Returns the start of the stop string that is complete first, or of the longest if several end there."""
-        found = [(place + len(text), place) for text in self.stop if (place := self._held.find(text)) >= 0]
-        return min(found)[1] if found else None
+    def _first_stop(self) -> tuple[int, str] | None:
+        """Returns where the stop string begins that is complete first, or the longest that ends there, and its text."""
+        found = [(place + len(text), place, text) for text in self.stop if (place := self._held.find(text)) >= 0]
+        return min(found)[1:] if found else None
 
     def _undecided(self) -> int:
         """Returns the number of characters at the end of the held text that are the beginning of a stop string."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from batchserve.engine.commit import FULL, GOES_ON, NUM_KEPT, OVERFLOWED, STATUS, STOPPED, commit_step
+from batchserve.engine.commit import FULL, GOES_ON, NUM_GIVEN, NUM_KEPT, OVERFLOWED, STATUS, STOPPED, commit_step
 from batchserve.engine.detokenizer import Decoder, IncrementalDetokenizer, special_texts, token_texts
 from batchserve.engine.output_collector import OutputCollector
 from batchserve.errors import (
@@ -120,7 +120,8 @@ class EngineCore:
         sampling = request.sampling
         is_skipping = sampling.skip_special_tokens
         how = (self._decoder, sampling.stop, is_skipping, self._token_texts[is_skipping])
-        return IncrementalDetokenizer(*how, request.token_ids, self._special_texts)
+        includes_stop = sampling.include_stop_str_in_output
+        return IncrementalDetokenizer(*how, request.token_ids, self._special_texts, includes_stop=includes_stop)
 
     def abort(self, request: Request) -> None:
         """Forget a request and free its memory now; nothing more is said of it. Harmless when it has ended."""
@@ -313,6 +314,9 @@ class EngineCore:
         done = commit_step(self.scheduler.table.rows, plan, batch, verified, now_s)
         self.executor.allocator.commit_all(plan.request_ids, [each[NUM_KEPT] for each in done.columns], done.moved)
         all_tokens = verified.token_ids.tolist()
+        for place, logprobs in verified.logprobs.items():
+            if done.columns[place][STATUS] <= FULL:
+                plan.requests[place].logprobs += logprobs[: done.columns[place][NUM_GIVEN]]
         for request, (_, _, start, num_given, num_accepted, has_drafts, is_first, status) in zip(
             plan.requests, done.columns, strict=True
         ):
@@ -324,6 +328,8 @@ class EngineCore:
                         request.first_token_s = now_s
                 if status != GOES_ON:
                     request.finish_reason = FinishReason.STOP if status == STOPPED else FinishReason.LENGTH
+                    if status == STOPPED and all_tokens[start + num_given] in request.sampling.stop_token_ids:
+                        request.stop_reason = all_tokens[start + num_given]
                     self.scheduler.finish(request)
                 if status != GOES_ON or request.is_read_along or request.is_sharing_early:
                     self._unpublished.append((request, num_accepted))
@@ -361,9 +367,12 @@ class EngineCore:
             token_ids = request.token_ids[request.num_prompt_tokens + request.num_published_tokens :]
             try:
                 piece = detokenizer.feed(token_ids, is_last=request.finish_reason is not None)
-                if piece.is_stopped:
-                    request.stop(max(0, num_accepted - len(piece.token_ids)))
+                if piece.stop is not None:
+                    request.stop(piece.stop, max(0, num_accepted - len(piece.token_ids)))
                 new = Delta(request.request_id, piece.text, piece.token_ids)
+                if request.sampling.logprobs is not None:
+                    first = request.num_published_tokens
+                    new.logprobs = request.logprobs[first : first + len(piece.token_ids)]
                 delta = self._whole(request, new) if request.is_whole else new
             except Exception as error:
                 self._failed[request] = self._no_text(request, error)
@@ -405,7 +414,8 @@ class EngineCore:
             self._end(request)
         else:
             self._stopped.append(request)
-        return replace(delta, finish_reason=request.finish_reason, usage=usage, timing=timing)
+        reasons = {"finish_reason": request.finish_reason, "stop_reason": request.stop_reason}
+        return replace(delta, **reasons, usage=usage, timing=timing)  # type: ignore[arg-type]
 
     def _expire(self) -> None:
         now_s = self._clock()

@@ -10,9 +10,9 @@ import secrets
 from array import array
 from collections.abc import Mapping, Sized
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from batchserve.config import PRIVATE_SCOPE, EngineConfig, UnchosenScope
+from batchserve.config import PRIVATE_SCOPE, PROCESSED_LOGPROBS, EngineConfig, UnchosenScope
 from batchserve.errors import InvalidRequestError
 from batchserve.request import TENANT, DraftScope, NewRequest, Request, ResolvedSampling, ResolvedSpeculation
 from batchserve.row_adjustments import mask_of
@@ -32,7 +32,17 @@ if TYPE_CHECKING:
     from batchserve.runner.compiled_tokenizer import AnyTokenizer
     from batchserve.runner.served_model import ServedModel
 
-T = TypeVar("T")
+# The values of sampling parameters that do nothing, where None takes the model's default.
+OFF = {
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "no_repeat_ngram_size": 0,
+}
 HEAD_CHARS, CUT_TOKENS = 16, 64  # characters per context position; extra tokens that cutting the text there may cause
 
 
@@ -43,9 +53,7 @@ class ModelFacts:
     name: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    default_temperature: float
-    default_top_k: int
-    default_top_p: float
+    defaults: Mapping[str, float]
     tokenizer: AnyTokenizer | None = None
 
     @classmethod
@@ -65,12 +73,14 @@ class InputProcessor:
         self, facts: ModelFacts, max_model_len: int, config: EngineConfig, limits: Mapping[str, DraftLimits]
     ) -> None:
         self.facts, self.limits = facts, limits
+        self._defaults = {**OFF, **(facts.defaults if config.generation_config == "auto" else {})}
         self._max_model_len = max_model_len
         self._default_drafter = config.drafter
         self._default_scope = config.default_draft_scope
         self._default_tpot_target_ms = config.tpot_target_ms
         self._is_adaptive = config.is_adaptive
         self._has_prefix_cache = config.prefix_cache
+        self._has_processed_logprobs = config.logprobs_mode == PROCESSED_LOGPROBS
         self._longest_token_chars = _longest_token(facts.tokenizer)
 
     def with_isolated_default_scope(self) -> InputProcessor:
@@ -184,24 +194,26 @@ class InputProcessor:
                 raise InvalidRequestError("TOKEN_ID_OUT_OF_RANGE", "logit_bias", token_id, bound)
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(facts.eos_token_ids))
         return ResolvedSampling(
-            temperature=float(facts.default_temperature if params.temperature is None else params.temperature),
-            top_k=int(facts.default_top_k if params.top_k is None else params.top_k),
-            top_p=float(facts.default_top_p if params.top_p is None else params.top_p),
+            **self._with_defaults(params),
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             max_tokens=room if params.max_tokens is None else params.max_tokens,
             end_token_ids=frozenset(ends),
             stop=params.stop,
             skip_special_tokens=params.skip_special_tokens,
-            min_p=_or(params.min_p, 0.0),
-            repetition_penalty=_or(params.repetition_penalty, 1.0),
-            presence_penalty=_or(params.presence_penalty, 0.0),
-            frequency_penalty=_or(params.frequency_penalty, 0.0),
-            no_repeat_ngram_size=_or(params.no_repeat_ngram_size, 0),
+            stop_token_ids=frozenset(params.stop_token_ids) - (set() if params.ignore_eos else {*facts.eos_token_ids}),
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            logprobs=None if params.logprobs is None else min(params.logprobs, facts.vocab_size),
+            has_processed_logprobs=self._has_processed_logprobs,
             min_tokens=params.min_tokens if ends else 0,
             logit_bias=tuple(sorted((token, bias) for token, bias in params.logit_bias.items() if bias)),
             bad_words=self._tokenize_bad_words(params.bad_words),
             allowed=mask_of(params.allowed_token_ids, facts.vocab_size) if params.allowed_token_ids else b"",
         )
+
+    def _with_defaults(self, params: SamplingParams) -> dict[str, Any]:
+        """Returns the parameters of OFF, each with the request's value, or else the model's default."""
+        given = {name: getattr(params, name) for name in OFF}
+        return {name: self._defaults[name] if value is None else value for name, value in given.items()}
 
     def _tokenize_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Returns the tokens of each word, and, as in vLLM, of each with a space in front if these are as many."""
@@ -303,10 +315,6 @@ def vocabulary_fingerprint(tokenizer: AnyTokenizer | None, vocab_size: int, mode
     """Returns a hash of vocab_size and every token's text and id; without a tokenizer, of vocab_size and the name."""
     tokens = model if tokenizer is None else sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps([vocab_size, tokens]).encode()).hexdigest()
-
-
-def _or(value: T | None, default: T) -> T:
-    return default if value is None else value
 
 
 def _plain(text: str) -> str:

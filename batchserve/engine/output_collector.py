@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from batchserve.types import Delta, RequestOutput
+from batchserve.types import Delta, RequestOutput, TokenLogprobs
 
 
 class OutputCollector:
@@ -14,18 +14,23 @@ class OutputCollector:
         self._prompt_token_ids = prompt_token_ids
         self._texts: list[str] = []
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] | None = None
         self._last: Delta | None = None
 
     def add(self, delta: Delta) -> None:
         self._texts.append(delta.text)
         self._token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            self._logprobs = self._logprobs or []
+            self._logprobs += delta.logprobs
         self._last = delta
 
     def whole(self) -> Delta:
         """Returns all deltas joined into one."""
         if self._last is None:
             raise RuntimeError("the answer has not begun")
-        return replace(self._last, text="".join(self._texts), token_ids=self._token_ids)
+        text = "".join(self._texts)
+        return replace(self._last, text=text, token_ids=self._token_ids, logprobs=self._logprobs)
 
     def output(self) -> RequestOutput:
         """Returns the complete output. Call it only after the delta with a finish_reason."""
@@ -40,4 +45,6 @@ class OutputCollector:
             finish_reason=last.finish_reason,
             usage=last.usage,
             timing=last.timing,
+            stop_reason=last.stop_reason,
+            logprobs=self._logprobs,
         )

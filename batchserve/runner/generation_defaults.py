@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 GENERATION_CONFIG_NAME = "generation_config.json"
+SAMPLED, ALWAYS = ("temperature", "top_k", "top_p", "min_p"), ("repetition_penalty", "no_repeat_ngram_size")
 APPLIED_OR_HARMLESS = frozenset(
-    "temperature top_k top_p do_sample eos_token_id bos_token_id pad_token_id decoder_start_token_id "
+    "temperature top_k top_p min_p repetition_penalty no_repeat_ngram_size do_sample "
+    "eos_token_id bos_token_id pad_token_id decoder_start_token_id "
     "transformers_version use_cache output_attentions output_hidden_states return_dict_in_generate "
     "cache_implementation chat_format max_window_size trust_remote_code".split()
 )
@@ -36,15 +38,20 @@ def check_readable(folder: Path) -> None:
         raise ConfigError(f"{file}: must hold an object, not {type(content).__name__}")
 
 
-def sampling_defaults(defaults: GenerationConfig) -> SamplingParams:
-    """Returns the defaults of requests: greedy, unless generation_config.json samples. Raises ConfigError."""
-    if not defaults.do_sample:
-        return SamplingParams()
-    temperature = 1.0 if defaults.temperature is None else defaults.temperature
+def sampling_defaults(defaults: GenerationConfig) -> dict[str, float]:
+    """Returns the defaults of requests' parameters by name: greedy, unless generation_config.json samples.
+
+    Raises ConfigError.
+    """
+    names = (*SAMPLED, *ALWAYS) if defaults.do_sample else ALWAYS
+    found = {name: value for name in names if (value := getattr(defaults, name, None)) is not None}
+    if defaults.do_sample:
+        found.setdefault("temperature", 1.0)
     try:
-        return SamplingParams(temperature=temperature, top_k=defaults.top_k, top_p=defaults.top_p)
+        params = SamplingParams(**found)
     except InvalidRequestError as error:
         raise ConfigError(f"{GENERATION_CONFIG_NAME}: {error}") from error
+    return {name: getattr(params, name) for name in found}
 
 
 def warn_of_unapplied(defaults: GenerationConfig, max_model_len: int) -> None:

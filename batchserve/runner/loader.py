@@ -161,7 +161,6 @@ def load_model(
     ends = eos_token_ids(model.generation_config.eos_token_id, text_config, vocab_size)
     if config.tokenizer_end_tokens:
         ends = add_tokenizer_eos_ids(ends, tokenizer, vocab_size)
-    sampling = sampling_defaults(model.generation_config)
     warn_of_unapplied(model.generation_config, max_model_len)
     return LoadedModel(
         model=model,
@@ -175,9 +174,7 @@ def load_model(
         max_model_len=max_model_len,
         eos_token_ids=ends,
         served_length=served_length,
-        default_temperature=0.0 if sampling.temperature is None else sampling.temperature,
-        default_top_k=sampling.top_k or 0,
-        default_top_p=1.0 if sampling.top_p is None else sampling.top_p,
+        defaults=sampling_defaults(model.generation_config),
         has_packed_linears=is_packed,
         device=device,
         has_sinks=probe.has_sinks,

@@ -6,12 +6,15 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from batchserve.attention.base import LayerShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """Plain data. max_model_len: the model's own limit. defaults: those of generation_config.json, for requests.
+    """Plain data. max_model_len: the model's own limit. defaults: of requests' sampling parameters, by
+    name, from generation_config.json.
 
     configuration: the model's config.json as transformers has read it.
     """
@@ -26,9 +29,7 @@ class ServedModel:
     max_model_len: int
     num_parameters: int
     eos_token_ids: tuple[int, ...]
-    default_temperature: float
-    default_top_k: int
-    default_top_p: float
+    defaults: Mapping[str, float]
     configuration: str
 
     def plain(self) -> ServedModel:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from batchserve.runner.ragged_batch import RaggedBatch, RequestRows
     from batchserve.sampling.recordings import Recordings
     from batchserve.sampling.sampler import FindBest
+    from batchserve.types import TokenLogprobs
 
 
 ALONE = 1 << 17  # logits, at least, that one thread has sampled from before another one has begun
@@ -81,22 +82,28 @@ def verify_batch(
     sampler, spans = RowSampler(logits, find_best), batch.spans
     adjustments = batch.adjustments
     walking = [(place, each) for place, each in enumerate(batch.samplings) if each is not None]
-    greedy = [place for place, each in walking if each.temperature == 0.0 and place not in adjustments]
-    sampled = {place: each for place, each in walking if each.temperature > 0.0 or place in adjustments}
+    sampled = {
+        place: each
+        for place, each in walking
+        if each.temperature > 0.0 or place in adjustments or each.logprobs is not None
+    }
+    greedy = [place for place, _ in walking if place not in sampled]
     where = (spans.rows, batch.num_pending, batch.first_logit)
     drafts = (batch.input_ids, spans.parents, batch.is_verified)
     recorded, walked = forced.places(batch.request_ids), np.empty((3, batch.num_rows), np.int64)
     if greedy:
         walk_greedy(np.array(greedy), where, sampler.greedy(), recorded, drafts, walked)
+    logprobs: dict[int, list[TokenLogprobs]] = {}
     if sampled and can_walk_sampled():
-        _walk_sampled(sampled, logits, Rows(*where, *drafts, recorded), walked, adjustments, num_threads)
+        rows = Rows(*where, *drafts, recorded)
+        logprobs = _walk_sampled(sampled, logits, rows, walked, adjustments, num_threads)
     elif sampled:
-        _walk_one_by_one(batch, [*sampled], logits, forced, walked)
+        logprobs = _walk_one_by_one(batch, [*sampled], logits, forced, walked)
     starts = spans.rows[:, 0].copy()  # in one piece, as kernels were compiled for it
     counts = walked[2].take(starts)
     if len(greedy) + len(sampled) < len(starts):
         counts[batch.first_logit < 0] = NOT_SAMPLED
-    verified = StepTokens(counts, starts, walked[1], walked[0])
+    verified = StepTokens(counts, starts, walked[1], walked[0], logprobs=logprobs)
     if 0 in batch.is_verified.tobytes():
         for place, (own, first) in enumerate(zip(batch.requests, batch.first_logit.tolist(), strict=True)):
             if first >= 0 and not all(own.is_verified):
@@ -111,8 +118,11 @@ def _walk_sampled(
     walked: np.ndarray,
     adjustments: Mapping[int, RowAdjustments],
     num_threads: int,
-) -> None:
-    """Walks the trees of the requests at these places, on several threads if there is enough to sample from."""
+) -> dict[int, list[TokenLogprobs]]:
+    """Walks the trees of the requests at these places, on several threads if there is enough to sample from.
+
+    Returns the log probabilities of those that ask for them.
+    """
     places = [*samplings]
     walks = SampledWalks(places, [*samplings.values()], rows, np.ascontiguousarray(logits), walked, adjustments)
     lengths, starts = walked[2], rows.spans[places, 0]
@@ -121,12 +131,19 @@ def _walk_sampled(
     pool.run(walk_loop().address, walks.address, num_threads if is_shared else 1)
     if lengths[starts].min() < 0:
         raise MemoryError(f"no memory to sample from {logits.shape[1]} tokens")
+    each = zip(samplings.items(), starts.tolist(), strict=True)
+    return {
+        place: walks.logprobs.tokens(start, int(lengths[start]) + 1, sampling.logprobs)
+        for (place, sampling), start in each
+        if sampling.logprobs is not None
+    }
 
 
 def _walk_one_by_one(
     batch: RaggedBatch, places: Sequence[int], logits: np.ndarray, forced: Recordings, walked: np.ndarray
-) -> None:
+) -> dict[int, list[TokenLogprobs]]:
     """Does what _walk_sampled does, while that is being compiled."""
+    logprobs = {}
     for place in places:
         rows, first, start = batch.requests[place], int(batch.first_logit[place]), int(batch.spans.rows[place, 0])
         own = logits[first : first + 1 + rows.num_draft_tokens]
@@ -135,6 +152,9 @@ def _walk_one_by_one(
         walked[0, start : start + len(verified.rows)] = verified.rows
         walked[1, start : start + len(verified.token_ids)] = verified.token_ids
         walked[2, start] = len(verified.rows)
+        if verified.logprobs:
+            logprobs[place] = verified.logprobs
+    return logprobs
 
 
 def _unverified(rows: RequestRows, sampler: RowSampler, first: int) -> tuple[int, ...]:
@@ -155,12 +175,13 @@ def verify_request(
     sampling, root = rows.sampling, rows.root
     next_position = rows.context_len + rows.num_pending
     path: list[int] = []  # the tokens of the rows walked so far, without the root's
+    logprobs: list[TokenLogprobs] = []
 
     def target(row: int, depth: int) -> int:
-        if adjustments is None:
+        if adjustments is None and sampling.logprobs is None:
             return sampler.token_at(row - root, next_position + depth, sampling)
         path[depth - 1 :] = [rows.token_ids[row]] if depth else []
-        return sampler.adjusted_token_at(row - root, next_position + depth, adjustments, path)
+        return sampler.adjusted_token_at(row - root, next_position + depth, sampling, adjustments, path, logprobs)
 
     def forced(row: int, depth: int) -> int:
         token, position = target(row, depth), next_position + depth
@@ -168,6 +189,7 @@ def verify_request(
 
     token_of = forced if len(recorded) else target
     verified = walk_tree(rows.token_ids, rows.parents, root, token_of, rows.is_verified)
+    verified.logprobs = logprobs[: len(verified.token_ids)]
     if not all(rows.is_verified):
         verified.unverified_token_ids = _unverified(rows, sampler, 0)
     return verified

@@ -25,6 +25,7 @@ from batchserve.sampling.verify import VerifiedTokens
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from batchserve.request import ResolvedSampling
     from batchserve.runner.ragged_batch import RaggedBatch
     from batchserve.sampling.recordings import Recordings
 
@@ -137,7 +138,7 @@ class DeviceSampler:
 
         verify_on_host(i) verifies the i-th request of the batch from its logits. It is called for requests whose walk
         reached a row that the device could not decide, because of a rare tie, or a very wide top_k or top_p; and for
-        those that change logits or have a min_p.
+        those that change logits, have a min_p or ask for logprobs.
         """
         tokens: list[int] = rows[0].tolist()
         is_reached = np.flatnonzero(rows[1][: batch.num_logits])
@@ -147,9 +148,7 @@ class DeviceSampler:
         ends = batch.first_logit + batch.spans.rows[:, 1] - roots
         place = 0
         results: list[VerifiedTokens | None] = []
-        for_host = {
-            i for i, each in enumerate(batch.samplings) if i in batch.adjustments or (each and each.min_p > 0.0)
-        }
+        for_host = {i for i, each in enumerate(batch.samplings) if i in batch.adjustments or _is_for_host(each)}
         where = zip(batch.first_logit.tolist(), ends.tolist(), roots.tolist(), strict=True)
         for index, (first, end, root) in enumerate(where):
             if first < 0:
@@ -172,6 +171,11 @@ class DeviceSampler:
                     behind = zip(tokens[first + 1 :], request.is_verified, strict=False)
                     verified.unverified_token_ids = tuple(token for token, is_verified in behind if not is_verified)
         return results
+
+
+def _is_for_host(sampling: ResolvedSampling | None) -> bool:
+    """Whether the device does not do all that the sampling parameters ask for."""
+    return sampling is not None and (sampling.min_p > 0.0 or sampling.logprobs is not None)
 
 
 def _reached(tokens: torch.Tensor, parents: torch.Tensor, draft_tokens: torch.Tensor) -> torch.Tensor:

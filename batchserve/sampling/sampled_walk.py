@@ -16,7 +16,16 @@ from batchserve.native.addresses import as_pointer, claim, offset, record_at
 from batchserve.native.jit import cfunc, njit
 from batchserve.row_adjustments import ADJUSTMENTS
 from batchserve.sampling.adjust_kernel import adjust, make_room
-from batchserve.sampling.draw_kernel import BLOCK, LOWEST_TEMPERATURE, block_tops, draw_allowed, floor_of, stream_key
+from batchserve.sampling.draw_kernel import (
+    BLOCK,
+    LOWEST_TEMPERATURE,
+    NEGLIGIBLE_NATS,
+    block_tops,
+    draw_allowed,
+    floor_of,
+    stream_key,
+)
+from batchserve.sampling.logprobs import NOT_ASKED, FoundLogprobs, note_logprobs
 from batchserve.sampling.sampler import NO_TOKEN
 
 if TYPE_CHECKING:
@@ -26,7 +35,10 @@ if TYPE_CHECKING:
     from batchserve.row_adjustments import RowAdjustments
 
 # Columns of a request's parameters. FLOOR: draw_kernel.floor_of.
-TEMPERATURE, TOP_K, TOP_P, FLOOR, NUM_PARAMS = range(5)
+# NUM_LOGPROBS: how many of the likeliest tokens' log
+# probabilities are noted, NOT_ASKED: none of any; IS_PROCESSED: as note_logprobs processes them.
+TEMPERATURE, TOP_K, TOP_P, FLOOR, NUM_LOGPROBS, IS_PROCESSED, NUM_PARAMS = range(7)
+RAW = np.array([0.0, 0.0, 1.0, NEGLIGIBLE_NATS])  # parameters that process nothing
 WALK_JOB = np.dtype(  # of walk_loop
     [
         ("num_walks", np.int64),
@@ -51,6 +63,11 @@ WALK_JOB = np.dtype(  # of walk_loop
         ("is_verified", np.int64),
         ("recorded", np.int64),
         ("walked", np.int64),
+        ("values", np.int64),  # the addresses of the arrays of FoundLogprobs, whose rows have max_logprobs tokens
+        ("ranks", np.int64),
+        ("top_ids", np.int64),
+        ("top_values", np.int64),
+        ("max_logprobs", np.int64),
         ("next", np.int64),  # the first walk that no thread has begun, initially 0
     ]
 )
@@ -82,6 +99,18 @@ def _token_after(row, position, param, seed, adjustments, room):  # type: ignore
 
 
 @njit(cache=True, nogil=True)
+def _note(row, token, param, room, place, found):  # type: ignore[no-untyped-def]
+    """Notes the log probabilities of a token that _token_after has returned, if they are asked for."""
+    if param[NUM_LOGPROBS] == NOT_ASKED or token == NO_TOKEN:
+        return
+    if param[IS_PROCESSED] != 0.0:
+        adjusted = room[0] if room[0].shape[0] > 0 else row
+        note_logprobs(adjusted, param, token, int(param[NUM_LOGPROBS]), place, found)
+    else:
+        note_logprobs(row, RAW, token, int(param[NUM_LOGPROBS]), place, found)
+
+
+@njit(cache=True, nogil=True)
 def _choose(row, position, param, seed):  # type: ignore[no-untyped-def]
     """Compiled version of sampler.sample_row, and of argmax at temperature 0; row: float32 [vocab_size]."""
     num_nan = 0
@@ -103,7 +132,7 @@ def _choose(row, position, param, seed):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _walk(i, rows, logits, param, seed, adjustments, walked):  # type: ignore[no-untyped-def]
+def _walk(i, rows, logits, param, seed, adjustments, walked, found):  # type: ignore[no-untyped-def]
     """Walks the tree of one request; see walk_kernel.walk_greedy. Writes its path to the history of its adjustments."""
     spans, num_pending, first_logit, token_ids, parents, is_verified, recorded = rows
     start, size, at, depth = spans[i, 0], spans[i, 1], num_pending[i] - 1, 0
@@ -113,6 +142,7 @@ def _walk(i, rows, logits, param, seed, adjustments, walked):  # type: ignore[no
     drawn = _token_after(logits[first + at], position, param, seed, adjustments, room)
     token = known[position] if position < len(known) else drawn
     walked[1, start] = token
+    _note(logits[first + at], token, param, room, start, found)
     for node in range(at + 1, size):
         if parents[start + node] != at or token_ids[start + node] != token or not is_verified[start + node]:
             continue
@@ -126,6 +156,7 @@ def _walk(i, rows, logits, param, seed, adjustments, walked):  # type: ignore[no
         at, token = node, after
         walked[0, start + depth], walked[1, start + depth + 1] = at, token
         depth += 1
+        _note(logits[first + at], token, param, room, start + depth, found)
     walked[2, start] = depth
 
 
@@ -152,17 +183,29 @@ def walk_loop() -> Any:
         )
         walked = carray(as_pointer(job.walked), (3, num_rows), np.int64)
         logits = carray(as_pointer(job.logits), (job.num_logits, job.vocab_size), np.float32)
+        found = (
+            carray(as_pointer(job.values), num_rows, np.float32),
+            carray(as_pointer(job.ranks), num_rows, np.int64),
+            carray(as_pointer(job.top_ids), (num_rows, job.max_logprobs), np.int64),
+            carray(as_pointer(job.top_values), (num_rows, job.max_logprobs), np.float32),
+        )
         while True:
             w = claim(job_address + NEXT_AT)
             if w >= count:
                 break
-            _walk(places[w], rows, logits, params[w], seeds[w], adjustments[w], walked)
+            _walk(places[w], rows, logits, params[w], seeds[w], adjustments[w], walked, found)
 
     return loop
 
 
+NO_LOGPROBS = FoundLogprobs.empty(0, 0)
+
+
 class SampledWalks:
-    """The walks of one step. `address` is that of a job for walk_loop, whose arrays live as long as this object."""
+    """The walks of one step. `address` is that of a job for walk_loop, whose arrays live as long as this object.
+
+    logprobs: what the walks find, at the places of `walked`.
+    """
 
     def __init__(
         self,
@@ -177,14 +220,26 @@ class SampledWalks:
 
         adjustments: by place, of those that change logits.
         """
-        each = [(s.temperature and max(s.temperature, LOWEST_TEMPERATURE), s.top_k, s.top_p, floor_of(s.min_p))
-                for s in samplings]  # fmt: skip
+        each = [
+            (
+                s.temperature and max(s.temperature, LOWEST_TEMPERATURE),
+                s.top_k,
+                s.top_p,
+                floor_of(s.min_p),
+                NOT_ASKED if s.logprobs is None else s.logprobs,
+                s.has_processed_logprobs,
+            )
+            for s in samplings
+        ]
+        asked = [s.logprobs for s in samplings if s.logprobs is not None]
+        self.logprobs = FoundLogprobs.empty(walked.shape[1], max(asked)) if asked else NO_LOGPROBS
         params, seeds = np.array(each, np.float64), np.array([s.seed for s in samplings], np.uint64)
         adjusted = np.array([adjustments[i].address if i in adjustments else 0 for i in places], np.int64)
-        self._arrays = (np.array(places, np.int64), params, seeds, adjusted, *rows, walked, logits)
+        self._arrays = (np.array(places, np.int64), params, seeds, adjusted, *rows, walked, *self.logprobs, logits)
         sizes = len(places), walked.shape[1], len(rows.spans), len(rows.token_ids)
         addresses = [array.ctypes.data for array in self._arrays]
-        self._job = np.array((*sizes, addresses.pop(), *logits.shape, *addresses, 0), WALK_JOB)
+        most = self.logprobs.top_ids.shape[1]
+        self._job = np.array((*sizes, addresses.pop(), *logits.shape, *addresses, most, 0), WALK_JOB)
         self.address = self._job.ctypes.data
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from batchserve.sampling.argmax_kernel import best_tokens
 from batchserve.sampling.draw_kernel import LOWEST_TEMPERATURE, block_tops, draw_allowed, floor_of
+from batchserve.sampling.logprobs import logprobs_by_definition
 from batchserve.sampling.noise import gumbel, stream_key
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from batchserve.request import ResolvedSampling
     from batchserve.row_adjustments import RowAdjustments
+    from batchserve.types import TokenLogprobs
 
     FindBest = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
     SampleRow = Callable[[np.ndarray, int, ResolvedSampling], int]
@@ -42,13 +44,28 @@ class RowSampler:
             return int(self.greedy()[row])
         return self._sample(self._logits[row], position, sampling)
 
-    def adjusted_token_at(self, row: int, position: int, adjustments: RowAdjustments, path: Sequence[int]) -> int:
-        """Returns token_at's token for a request that changes logits. path: draft tokens up to the row."""
-        logits, sampling = adjustments.adjusted(self._logits[row], path), adjustments.sampling
+    def adjusted_token_at(
+        self,
+        row: int,
+        position: int,
+        sampling: ResolvedSampling,
+        adjustments: RowAdjustments | None,
+        path: Sequence[int],
+        logprobs: list[TokenLogprobs],
+    ) -> int:
+        """Returns token_at's token for a request that changes logits or asks for logprobs, which are added to those
+        given. path: draft tokens up to the row.
+        """
+        logits = self._logits[row]
+        adjusted = logits if adjustments is None else adjustments.adjusted(logits, path)
         if sampling.temperature == 0.0:
-            best = int(logits.argmax())
-            return best if np.isfinite(logits[best]) else NO_TOKEN
-        return self._sample(logits, position, sampling)
+            best = int(adjusted.argmax())
+            token = best if np.isfinite(adjusted[best]) else NO_TOKEN
+        else:
+            token = self._sample(adjusted, position, sampling)
+        if sampling.logprobs is not None and token != NO_TOKEN:
+            logprobs.append(logprobs_by_definition(logits, adjusted, token, sampling))
+        return token
 
     def greedy(self) -> np.ndarray:
         """Returns int64 [num_rows]: token_at's token of every row at temperature 0."""

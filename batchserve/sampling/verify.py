@@ -12,6 +12,8 @@ from batchserve.sampling.sampler import NO_TOKEN
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from batchserve.types import TokenLogprobs
+
 
 @dataclass(slots=True)
 class VerifiedTokens:
@@ -19,12 +21,14 @@ class VerifiedTokens:
 
     token_ids is NO_TOKEN alone if the root's logits have overflowed.
 
-    unverified_token_ids: the argmax of each unverified tree row, which only its drafter uses.
+    unverified_token_ids: the argmax of each unverified tree row, which only its drafter uses. logprobs: of token_ids,
+    if they are asked for.
     """
 
     token_ids: list[int]
     rows: list[int]
     unverified_token_ids: tuple[int, ...] = ()
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 NOT_SAMPLED = -1
@@ -37,7 +41,8 @@ class StepTokens:
     num_accepted int64 [num_requests]: accepted draft tokens, NOT_SAMPLED where nothing was sampled. starts int64
     [num_requests]: where each request's part begins in token_ids and rows int64 [num_rows]: its accepted tokens and the
     bonus token, and the accepted nodes' rows (counted inside the request), root to leaf. A request's only token is
-    NO_TOKEN where the logits after its last token say nothing. unverified_token_ids: by place; see VerifiedTokens.
+    NO_TOKEN where the logits after its last token say nothing. unverified_token_ids and logprobs: by place; see
+    VerifiedTokens.
     """
 
     num_accepted: np.ndarray
@@ -45,6 +50,7 @@ class StepTokens:
     token_ids: np.ndarray
     rows: np.ndarray
     unverified_token_ids: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, each: Sequence[VerifiedTokens | None]) -> StepTokens:
@@ -62,7 +68,8 @@ class StepTokens:
         unverified = {
             place: one.unverified_token_ids for place, one in enumerate(each) if one and one.unverified_token_ids
         }
-        return cls(np.array(counts, np.int64), starts[: len(each)], tokens, rows, unverified)
+        logprobs = {place: one.logprobs for place, one in enumerate(each) if one and one.logprobs}
+        return cls(np.array(counts, np.int64), starts[: len(each)], tokens, rows, unverified, logprobs)
 
     def __iter__(self) -> Iterator[VerifiedTokens | None]:
         return iter(self.each())
@@ -76,7 +83,8 @@ class StepTokens:
                 found.append(None)
             else:
                 own = tokens[start : start + count + 1], rows[start : start + count]
-                found.append(VerifiedTokens(*own, self.unverified_token_ids.get(place, ())))
+                more = self.unverified_token_ids.get(place, ()), self.logprobs.get(place, [])
+                found.append(VerifiedTokens(*own, *more))
         return found
 
 

@@ -45,7 +45,7 @@ def feed_in_pieces(
         place, i = place + len(step), i + 1
         is_last = place == len(token_ids) and not has_end_token
         pieces.append(detokenizer.feed(step, is_last=is_last))
-        if pieces[-1].is_stopped:
+        if pieces[-1].stop is not None:
             return pieces
     if has_end_token or not token_ids:
         pieces.append(detokenizer.feed([], is_last=True))
@@ -254,7 +254,7 @@ def test_a_stop_string_is_found_across_any_border_of_tokens_and_steps(
     place = text.index(stop)
     pieces = feed_in_pieces(IncrementalDetokenizer(tokenizer, (stop,)), token_ids, sizes, has_end_token=False)
     assert joined(pieces) == text[:place]
-    assert [piece.is_stopped for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert [piece.stop is not None for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     # Counted are the tokens up to the one that completed the stop string, and no other.
     given = [token for piece in pieces for token in piece.token_ids]
     fewest = next(n for n in range(len(token_ids) + 1) if stop in tokenizer.decode(token_ids[:n]))
@@ -278,7 +278,7 @@ def test_overlapping_stop_strings_against_the_literal_search(text: str, stop: li
     pieces = feed_in_pieces(detokenizer, [ord(c) for c in text], sizes, has_end_token=False)
     expected = literal_stop(text, tuple(stop))
     assert joined(pieces) == expected
-    assert bool(pieces and pieces[-1].is_stopped) == (expected != text or any(s in text for s in stop))
+    assert bool(pieces and pieces[-1].stop is not None) == (expected != text or any(s in text for s in stop))
 
 
 class Syllables:
@@ -314,7 +314,7 @@ def test_nothing_that_could_become_a_stop_string_is_shown_early() -> None:
             fed += letter
             piece = detokenizer.feed([ord(letter)], is_last=False)
             shown += piece.text
-            if piece.is_stopped:
+            if piece.stop is not None:
                 break
             held = fed[len(shown) :]
             assert stop not in shown + held
@@ -342,14 +342,14 @@ def test_a_stop_string_is_found_in_what_only_the_end_lets_out(stop: tuple[str, .
         for sizes in ([1], [2], [3]):
             detokenizer = IncrementalDetokenizer(decoder, stop, True, token_texts(decoder, skip_special_tokens=True))
             pieces = feed_in_pieces(detokenizer, token_ids, sizes, has_end_token=has_end_token)
-            texts.append((joined(pieces), pieces[-1].is_stopped))
+            texts.append((joined(pieces), pieces[-1].stop is not None))
     expected = "ok \N{REPLACEMENT CHARACTER}".partition(stop[0])
     assert set(texts) == {(expected[0], bool(expected[1]))}
 
 
 def test_tokens_behind_a_stop_string_of_the_same_step_are_dropped() -> None:
     piece = IncrementalDetokenizer(Letters(), ("##",)).feed([ord(c) for c in "ab##cd##"], is_last=True)
-    assert (piece.text, piece.token_ids, piece.is_stopped) == ("ab", [ord(c) for c in "ab##"], True)
+    assert (piece.text, piece.token_ids, piece.stop is not None) == ("ab", [ord(c) for c in "ab##"], True)
 
 
 def test_without_a_tokenizer_there_are_token_ids_only() -> None:

@@ -29,9 +29,7 @@ def make_processor(*, has_tokenizer: bool = True, config: EngineConfig | None = 
         name="bundled",
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(1, 3),
-        default_temperature=0.0,
-        default_top_k=0,
-        default_top_p=1.0,
+        defaults={},
         tokenizer=AutoTokenizer.from_pretrained(resolve_model("bundled")) if has_tokenizer else None,
     )
     config = config or EngineConfig()
@@ -343,13 +341,20 @@ def test_text_is_tokenised_as_the_model_was_trained(processor: InputProcessor) -
 
 
 def test_unset_parameters_are_the_models_own() -> None:
-    sampled = make_processor(default_temperature=0.6, default_top_k=20, default_top_p=0.95)
+    sampled = make_processor(defaults={"temperature": 0.6, "top_k": 20, "top_p": 0.95})
     sampling = submit(sampled).sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 20, 0.95)
     assert sampling.max_tokens == MAX_MODEL_LEN - 3  # to the end of the context
     assert sampling.end_token_ids == {1, 3}
     explicit = submit(sampled, temperature=0.0, top_k=0, top_p=1.0).sampling
     assert (explicit.temperature, explicit.top_k, explicit.top_p) == (0.0, 0, 1.0)  # zero is not "unset"
+
+
+def test_the_models_defaults_can_be_switched_off() -> None:
+    defaults = {"temperature": 0.6, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
+    assert submit(make_processor(defaults=defaults)).sampling.changes_logits
+    plain = submit(make_processor(defaults=defaults, config=EngineConfig(generation_config="off"))).sampling
+    assert (plain.temperature, plain.repetition_penalty, plain.no_repeat_ngram_size) == (0.0, 1.0, 0)
 
 
 def test_unset_seeds_are_drawn_and_set_ones_kept(processor: InputProcessor) -> None:

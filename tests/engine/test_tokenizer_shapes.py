@@ -237,7 +237,7 @@ def stream(
         place += len(step)
         piece = detokenizer.feed(step, is_last=place == len(answer) and not has_end_token)
         text += piece.text
-        if piece.is_stopped:
+        if piece.stop is not None:
             return text
     return text + (detokenizer.feed([], is_last=True).text if has_end_token else "")
 

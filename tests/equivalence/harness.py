@@ -22,7 +22,7 @@ from batchserve.request import Request, ResolvedSampling
 from batchserve.sampling.near_tie import is_near_tie, rounding_bound
 from batchserve.sampling.verify import VerifiedTokens
 from batchserve.startup.build import BuiltEngine, build_engine
-from batchserve.types import FinishReason, SamplingParams, SpeculationParams, Usage
+from batchserve.types import FinishReason, SamplingParams, SpeculationParams, TokenLogprobs, Usage
 
 BACKEND = {"device": "cpu", "attention_backend": "cpu"}  # options of every engine; conftest.py sets others
 
@@ -55,6 +55,8 @@ class Coverage:
 class Answer:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    stop_reason: str | int | None = None
     reason: FinishReason | None = None
     sampling: ResolvedSampling | None = None
     usage: Usage | None = None
@@ -98,6 +100,8 @@ def run(engine: BuiltEngine, jobs: list[Job], coverage: Coverage, *, speculate: 
             assert answer.reason is None, "an event behind the last one"
             answer.token_ids += event.token_ids
             answer.text += event.text
+            answer.logprobs += event.logprobs or ()
+            answer.stop_reason = event.stop_reason
             answer.reason, answer.usage = event.finish_reason, event.usage
 
     core.emit = collect

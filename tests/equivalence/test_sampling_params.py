@@ -42,9 +42,11 @@ def random_params(rng: random.Random, vocab_size: int, *, has_text: bool) -> Sam
         "allowed_token_ids": lambda: rng.sample(tokens, int(vocab_size * rng.uniform(0.5, 0.95))),
         "stop_token_ids": lambda: rng.sample(tokens, vocab_size // 32),
         "ignore_eos": lambda: True,
+        "logprobs": lambda: rng.choice([0, 1, 5, 20]),
     }
     if has_text:
         choices |= {"bad_words": lambda: rng.sample(WORDS, 3), "stop": lambda: rng.sample(STOPS, 1)}
+        choices["include_stop_str_in_output"] = lambda: True
     names = rng.sample([*choices], rng.randint(1, 6))
     chosen = {name: choices[name]() for name in names}
     chosen.setdefault("temperature", 0.0)
@@ -75,7 +77,10 @@ def check(
             for i, job in enumerate(jobs):
                 assert on[i].token_ids == off[i].token_ids, f"job {i}: {job.params}"
                 assert (on[i].text, on[i].reason) == (off[i].text, off[i].reason), f"job {i}: {job.params}"
-                (used, expected) = (on[i].usage, off[i].usage)
+                assert on[i].stop_reason == off[i].stop_reason, f"job {i}: {job.params}"
+                assert on[i].logprobs == off[i].logprobs, f"job {i}: {job.params}"  # to the bit
+                assert len(on[i].logprobs) == (len(on[i].token_ids) if job.params.logprobs is not None else 0)
+                used, expected = on[i].usage, off[i].usage
                 assert used is not None
                 assert expected is not None
                 assert used.completion_tokens == expected.completion_tokens
@@ -89,10 +94,10 @@ def oracle(model: Path, jobs: Sequence[Job], vocab_size: int, **options: Any) ->
     return OracleDrafter(vocab_size, 5, truth)
 
 
-def check_cases(model: Path, seed: int, count: int, dtype: str) -> None:
+def check_cases(model: Path, seed: int, count: int, dtype: str, **options: Any) -> None:
     jobs = random_cases(random.Random(seed), count, VOCAB_SIZE)
     drafters = None, oracle(model, jobs, VOCAB_SIZE, dtype=dtype)
-    coverage = check(model, jobs, VOCAB_SIZE, drafters, dtype=dtype)
+    coverage = check(model, jobs, VOCAB_SIZE, drafters, dtype=dtype, **options)
     used = Counter(each.name for job in jobs for each in dataclasses.fields(SamplingParams) if given(job, each.name))
     adjusted = sum(count for name, count in used.items() if "penalty" in name or "bias" in name)
     assert all(used[name] >= count // 12 for name in used), used
@@ -104,7 +109,8 @@ def check_cases(model: Path, seed: int, count: int, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tiny_model(dtype: str, tiny_model: dict[str, Path]) -> None:
-    check_cases(tiny_model["llama"], 11, 100, dtype)
+    mode = "processed_logprobs" if dtype == "bfloat16" else "raw_logprobs"
+    check_cases(tiny_model["llama"], 11, 100, dtype, logprobs_mode=mode)
 
 
 @pytest.mark.slow

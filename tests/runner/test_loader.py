@@ -261,13 +261,17 @@ def test_a_model_is_a_folder_or_a_hub_id(tmp_path: Path, monkeypatch: pytest.Mon
 def test_sampling_defaults_are_the_models_where_it_samples(tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path / "sampling")
     (folder / "generation_config.json").write_text(
-        json.dumps({"do_sample": True, "temperature": 0.6, "top_k": 20, "eos_token_id": [2, 7]})
+        json.dumps({"do_sample": True, "temperature": 0.6, "top_k": 20, "min_p": 0.1, "eos_token_id": [2, 7]})
     )
     loaded = load_model(config(folder))
-    assert (loaded.default_temperature, loaded.default_top_k, loaded.default_top_p) == (0.6, 20, 1.0)
+    assert {"temperature": 0.6, "top_k": 20, "min_p": 0.1}.items() <= loaded.defaults.items()
     assert loaded.eos_token_ids == (2, 7)
     greedy = load_model(config(save_tiny_model("llama", tmp_path / "greedy")))
-    assert greedy.default_temperature == 0.0
+    assert "temperature" not in greedy.defaults
+    folder = save_tiny_model("llama", tmp_path / "penalties")
+    options = {"temperature": 0.6, "repetition_penalty": 1.2, "no_repeat_ngram_size": 3}
+    (folder / "generation_config.json").write_text(json.dumps(options))
+    assert load_model(config(folder)).defaults == {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3}
 
 
 @pytest.mark.parametrize(("given", "kept"), [(-1, ()), ([2, 99999, -1], (2,)), (None, (2,)), (0, (0,))])

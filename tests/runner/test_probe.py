@@ -173,9 +173,9 @@ def test_quantised_weights_are_refused(tmp_path: Path) -> None:
 
 
 def test_generation_options_that_are_not_applied_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    change(save_tiny_model("llama", tmp_path), "generation_config.json", repetition_penalty=1.3)
+    change(save_tiny_model("llama", tmp_path), "generation_config.json", diversity_penalty=1.3)
     load_model(EngineConfig(str(tmp_path)))
-    assert "not applied, though generation_config.json asks for it: repetition_penalty = 1.3" in caplog.text
+    assert "not applied, though generation_config.json asks for it: diversity_penalty = 1.3" in caplog.text
 
 
 @pytest.mark.parametrize(("length", "is_told"), [(8, True), (511, True), (512, False), (4096, False)])

@@ -156,7 +156,7 @@ def step_by_step(table: np.ndarray, chosen: ResolvedSampling, tokens: Sequence[i
     for _ in range(count):
         adjustments = RowAdjustments(chosen, tokens[:NUM_PROMPT], 200)
         adjustments.append(found[NUM_PROMPT:])
-        found.append(RowSampler(table).adjusted_token_at(found[-1], len(found), adjustments, ()))
+        found.append(RowSampler(table).adjusted_token_at(found[-1], len(found), chosen, adjustments, (), []))
     return found[len(tokens) :]
 
 

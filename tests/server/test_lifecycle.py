@@ -431,7 +431,7 @@ async def test_callers_of_other_machines_share_nothing_unless_a_scope_was_chosen
     """However the server was started."""
     config = replace(EngineConfig(), **options)
     limits = {"mixture": DraftLimits(4, 4)}
-    processor = InputProcessor(ModelFacts("m", 100, (2,), 0.0, 0, 1.0), 64, config, limits)
+    processor = InputProcessor(ModelFacts("m", 100, (2,), {}), 64, config, limits)
     engine: Any = FakeEngine()
 
     def restrict() -> None:

@@ -28,6 +28,7 @@ from batchserve.types import (
     SpeculationParams,
     Started,
     Timing,
+    TokenLogprobs,
     Usage,
     check_priority,
 )
@@ -71,6 +72,8 @@ _PATHS = {
     "stop_token_ids": "stop.stop_token_ids",
     "ignore_eos": "stop.ignore_eos",
     "skip_special_tokens": "output.skip_special_tokens",
+    "logprobs": "output.logprobs",
+    "include_stop_str_in_output": "output.include_stop_str_in_output",
     "is_enabled": "speculation.mode",
     "max_draft_tokens": "speculation.max_draft_tokens",
     "drafter": "speculation.drafter",
@@ -205,7 +208,11 @@ def to_generate_request(
             ignore_eos=params.ignore_eos,
             min_tokens=params.min_tokens,
         ),
-        output=pb.OutputOptions(skip_special_tokens=params.skip_special_tokens),
+        output=pb.OutputOptions(
+            skip_special_tokens=params.skip_special_tokens,
+            logprobs=params.logprobs,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+        ),
         speculation=pb.SpeculationOptions(
             mode=pb.SpeculationOptions.MODE_AUTO if speculation.is_enabled else pb.SpeculationOptions.MODE_OFF,
             max_draft_tokens=speculation.max_draft_tokens,
@@ -273,6 +280,8 @@ def _sampling_params(request: pb.GenerateRequest) -> SamplingParams:
         stop_token_ids=tuple(stop.stop_token_ids),
         ignore_eos=stop.ignore_eos,
         skip_special_tokens=output.skip_special_tokens if output.HasField("skip_special_tokens") else True,
+        logprobs=output.logprobs if output.HasField("logprobs") else None,
+        include_stop_str_in_output=output.include_stop_str_in_output,
     )
 
 
@@ -318,12 +327,14 @@ def to_stream_responses(event: Started | Delta) -> Iterator[pb.StreamGenerateRes
         yield pb.StreamGenerateResponse(started=started)
         return
     if event.text or event.token_ids:
-        yield pb.StreamGenerateResponse(delta=pb.TokenDelta(text=event.text, token_ids=event.token_ids))
+        delta = pb.TokenDelta(text=event.text, token_ids=event.token_ids, logprobs=_logprobs(event.logprobs))
+        yield pb.StreamGenerateResponse(delta=delta)
     if event.finish_reason is not None:
         finished = pb.Finished(
             finish_reason=_FINISH_REASONS[event.finish_reason],
             usage=_usage(event.usage),
             timing=_timing(event.timing),
+            stop_reason=_stop_reason(event.stop_reason),
         )
         yield pb.StreamGenerateResponse(finished=finished)
 
@@ -336,7 +347,8 @@ def from_stream_response(message: pb.StreamGenerateResponse) -> Started | Delta:
     if message.WhichOneof("event") == "started":
         return Started(message.started.request_id, message.started.prompt_tokens)
     if message.WhichOneof("event") == "delta":
-        return Delta("", message.delta.text, list(message.delta.token_ids))
+        logprobs = _logprobs_back(message.delta.logprobs)
+        return Delta("", message.delta.text, list(message.delta.token_ids), logprobs=logprobs)
     finished = message.finished
     usage, timing = finished.usage, finished.timing
     return Delta(
@@ -354,6 +366,7 @@ def from_stream_response(message: pb.StreamGenerateResponse) -> Started | Delta:
             first_token_s=timing.first_token.ToNanoseconds() / 1e9,
             total_s=timing.total.ToNanoseconds() / 1e9,
         ),
+        stop_reason=_stop_reason_back(finished.stop_reason),
     )
 
 
@@ -366,7 +379,42 @@ def to_generate_response(output: RequestOutput) -> pb.GenerateResponse:
         finish_reason=_FINISH_REASONS[output.finish_reason],
         usage=_usage(output.usage),
         timing=_timing(output.timing),
+        stop_reason=_stop_reason(output.stop_reason),
+        logprobs=_logprobs(output.logprobs),
     )
+
+
+def _logprobs(each: Sequence[TokenLogprobs] | None) -> list[pb.TokenLogprobs]:
+    return [
+        pb.TokenLogprobs(
+            logprob=one.logprob,
+            rank=one.rank,
+            top_token_ids=[token_id for token_id, _ in one.top],
+            top_logprobs=[logprob for _, logprob in one.top],
+        )
+        for one in each or ()
+    ]
+
+
+def _logprobs_back(each: Sequence[pb.TokenLogprobs]) -> list[TokenLogprobs] | None:
+    """Returns None if there are none."""
+    found = [
+        TokenLogprobs(one.logprob, one.rank, tuple(zip(one.top_token_ids, one.top_logprobs, strict=True)))
+        for one in each
+    ]
+    return found or None
+
+
+def _stop_reason(reason: str | int | None) -> pb.StopReason | None:
+    if reason is None:
+        return None
+    return pb.StopReason(stop_string=reason) if isinstance(reason, str) else pb.StopReason(stop_token_id=reason)
+
+
+def _stop_reason_back(reason: pb.StopReason) -> str | int | None:
+    kind = reason.WhichOneof("reason")
+    found: str | int | None = getattr(reason, kind) if kind else None
+    return found
 
 
 def to_model_info(info: ModelInfo, version: str) -> pb.GetModelInfoResponse:

@@ -76,6 +76,8 @@ def test_request_round_trip_keeps_every_field():
         logit_bias={3: -1.5, 9: 100.0},
         allowed_token_ids=(3, 9, 10),
         bad_words=("bad", "worse words"),
+        logprobs=3,
+        include_stop_str_in_output=True,
     )
     speculation = SpeculationParams(
         is_enabled=False,
@@ -207,6 +209,8 @@ BAD_SAMPLING: dict[str, Any] = {
     "logit_bias": {3: 1000.0},
     "allowed_token_ids": (1, "2"),
     "bad_words": ("ok", ""),
+    "logprobs": 21,
+    "include_stop_str_in_output": 1,
 }
 BAD_SPECULATION: dict[str, Any] = {
     "is_enabled": "no",
