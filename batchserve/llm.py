@@ -66,9 +66,12 @@ class LLM:
         self._maker.check()
         arguments = _all_arguments(_as_list(prompts), sampling_params, speculation, priority)  # runs callers' code
         with self._turn:
-            return self._run(self._requests(arguments), show_progress)
+            groups = self._requests(arguments)
+            collectors = self._run([request for group in groups for request in group], show_progress)
+        return [OutputCollector.joined([collectors[each.request_id] for each in group]) for group in groups]
 
-    def _run(self, requests: list[Request], show_progress: bool) -> list[RequestOutput]:
+    def _run(self, requests: list[Request], show_progress: bool) -> dict[str, OutputCollector]:
+        """Answers requests. Returns the complete answers by request id."""
         collectors = {r.request_id: OutputCollector(r.token_ids[:]) for r in requests}
         errors: list[Exception] = []
         self._core.executor.bind_thread()
@@ -99,7 +102,7 @@ class LLM:
         if errors:
             raise errors[0]
         self._core.check_integrity()
-        return [collectors[r.request_id].output() for r in requests]
+        return collectors
 
     def clear_draft_scope(self, draft_scope: str = "") -> None:
         """Forgets what the requests of a draft scope have shared. An empty name is the default scope.
@@ -122,7 +125,8 @@ class LLM:
         with self._turn:
             self._built.save_drafts(file)
 
-    def _requests(self, all_arguments: list[_Arguments]) -> list[Request]:
+    def _requests(self, all_arguments: list[_Arguments]) -> list[list[Request]]:
+        """Returns the requests of each prompt, one for each sample."""
         requests = []
         for place, arguments in enumerate(all_arguments):
             try:
@@ -132,10 +136,12 @@ class LLM:
                 raise InvalidRequestError(error.reason, where, error.value, error.bound) from None
         return requests
 
-    def _request(self, prompt: Prompt, params: SamplingParams, drafting: SpeculationParams, priority: int) -> Request:
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, drafting: SpeculationParams, priority: int
+    ) -> list[Request]:
         self._num_requests += 1
         request_id, token_ids = str(self._num_requests), self._processor.tokenize(prompt)
-        return self._processor.make_request(
+        samples = self._processor.new_requests(
             request_id,
             token_ids,
             params,
@@ -145,6 +151,7 @@ class LLM:
             is_whole=True,
             is_sharing_early=True,
         )
+        return [each.begin() for each in samples]
 
 
 def _where(field: str, place: int | None) -> str:

@@ -85,7 +85,8 @@ class NewRequest:
     """A request as it is sent to the engine, with every bound checked. Times are seconds of the engine's clock.
 
     is_whole: its client is given all of the answer at its end. is_sharing_early: others may draft from it before that,
-    because the same caller has asked for them. prefix_scope: see Request.
+    because the same caller has asked for them. prefix_scope: see Request. fork_of: the id of the request with the same
+    prompt whose K/V it begins with; num_forks: how many requests begin with the K/V of this one.
     """
 
     request_id: str
@@ -98,6 +99,8 @@ class NewRequest:
     prefix_scope: DraftScope | None = None
     is_whole: bool = False
     is_sharing_early: bool = False
+    fork_of: str = ""
+    num_forks: int = 0
 
     def begin(self) -> Request:
         """The engine's state of this request."""
@@ -112,9 +115,12 @@ class NewRequest:
             prefix_scope=self.prefix_scope,
             is_whole=self.is_whole,
             is_sharing_early=self.is_sharing_early,
+            fork_of=self.fork_of,
+            num_forks=self.num_forks,
         )
 
 
+FORKS = "forks"  # the tenant of requests that share K/V only with their forks: it is kept for nobody else
 FIRST_PAUSE = 8  # tokens without drafts behind some whose numbers overflowed; each further time twice as many
 
 
@@ -160,6 +166,8 @@ class Request:
     num_published_tokens: int = 0  # whose text is out
     is_whole: bool = False  # its client is given all of it at its end
     is_sharing_early: bool = False  # others may draft from it before that
+    fork_of: str = ""  # see NewRequest, as for num_forks
+    num_forks: int = 0
     num_given_tokens: int = 0  # that others may draft from
     num_preemptions: int = 0
     next_pause: int = FIRST_PAUSE  # of drafts, in tokens

@@ -19,6 +19,7 @@ MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKEN_IDS = 1 << 16
 MAX_BIAS = 100.0
 MAX_LOGPROBS = 20
+MAX_SAMPLES = 64
 MAX_SEED = 2**64 - 1
 
 
@@ -44,6 +45,7 @@ _RANGES = {
     "seed": _Range(int, f"in 0..{MAX_SEED}", 0, MAX_SEED),
     "max_tokens": _Range(int, ">= 1", 1),
     "min_tokens": _Range(int, ">= 0, and at most max_tokens", 0),
+    "n": _Range(int, f"in 1..{MAX_SAMPLES}", 1, MAX_SAMPLES),
     "logprobs": _Range(int, f"in 0..{MAX_LOGPROBS}", 0, MAX_LOGPROBS),
 }
 
@@ -64,7 +66,8 @@ class SamplingParams:
     answer, presence_penalty once. Then temperature, min_p, top_k and top_p, in this order.
 
     logprobs: give the log probability of each token of the answer, and as many of the likeliest tokens at its place;
-    those of the model, or after all of the above (the engine's option logprobs_mode).
+    those of the model, or after all of the above (the engine's option logprobs_mode). n: so many samples of one prompt,
+    which is computed once; the seed of each is one more than that of the one before.
     """
 
     temperature: float | None = None
@@ -87,6 +90,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     logprobs: int | None = None  # None is none; 0: only those of the answer's tokens
     include_stop_str_in_output: bool = False
+    n: int = 1
 
     def __post_init__(self) -> None:
         for name, known in _RANGES.items():
@@ -108,6 +112,8 @@ class SamplingParams:
                 len(self.allowed_token_ids),
                 f"at most {MAX_ALLOWED_TOKEN_IDS}",
             )
+        if self.n is None:
+            raise InvalidRequestError("INVALID_N", "n", self.n, _RANGES["n"].bound)
         if self.min_tokens is None or (self.max_tokens is not None and self.min_tokens > self.max_tokens):
             raise InvalidRequestError(
                 "INVALID_MIN_TOKENS", "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})"

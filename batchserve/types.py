@@ -175,7 +175,8 @@ class RequestOutput:
     """A whole answer. `token_ids` excludes the EOS or the matched stop token.
 
     stop_reason: the stop string or stop token that ended it; None for the EOS, or if it did not end so. logprobs: of
-    each of token_ids, if the request asked for them.
+    each of token_ids, if the request asked for them. samples: all of them, this one first, if the request asked for
+    several.
     """
 
     request_id: str
@@ -187,6 +188,7 @@ class RequestOutput:
     timing: Timing
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprobs] | None = None
+    samples: tuple[RequestOutput, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,8 @@ class Started:
 class Delta:
     """What one verified step added to an answer. `finish_reason`, `usage` and `timing` are set on the last delta.
 
-    stop_reason and logprobs: as in RequestOutput; logprobs are those of this delta's token_ids.
+    stop_reason and logprobs: as in RequestOutput; logprobs are those of this delta's token_ids. index: of the sample
+    that it belongs to, from 0.
     """
 
     request_id: str
@@ -213,6 +216,7 @@ class Delta:
     timing: Timing | None = None
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprobs] | None = None
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)

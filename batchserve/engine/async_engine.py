@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Sized
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, Unpack
 
@@ -136,14 +137,15 @@ class AsyncEngine:
 
     async def answer(self, call: GenerateCall) -> RequestOutput:
         """Implements generate()."""
+        prompt: list[int] = []
+        collectors: dict[int, OutputCollector] = {}
         async with aclosing(self.events(call, is_whole=True)) as events:
-            collector = OutputCollector([])
             async for event in events:
                 if isinstance(event, Started):
-                    collector = OutputCollector(event.prompt_token_ids)
+                    prompt = event.prompt_token_ids
                 else:
-                    collector.add(event)
-        return collector.output()
+                    collectors.setdefault(event.index, OutputCollector(prompt)).add(event)
+        return OutputCollector.joined([collectors[index] for index in sorted(collectors)])
 
     async def events(
         self, call: GenerateCall, *, backlog: Backlog | None = None, is_whole: bool = False
@@ -157,16 +159,16 @@ class AsyncEngine:
         deadline_s = _seconds(call.deadline_s)
         request_id = call.request_id or uuid.uuid4().hex
         self._check_admission(request_id, call.model)
-        stream = self._open(request_id)  # before the first await, so that no other request gets this id
+        streams = [self._open(request_id)]  # before the first await, so that no other request gets this id
         try:
             if deadline_s is not None and deadline_s <= 0:
                 raise DeadlineExceededError("deadline passed before the request was queued")
             deadline_s = None if deadline_s is None else arrival_s + deadline_s
             token_ids = await _run_off_loop(_size(call.prompt), self._processor.tokenize, call.prompt)
             references = call.speculation.references if isinstance(call.speculation, SpeculationParams) else ()
-            request = await _run_off_loop(
+            requests = await _run_off_loop(
                 sum(map(len, references)),
-                self._processor.new_request,
+                self._processor.new_requests,
                 request_id,
                 token_ids,
                 SamplingParams() if call.params is None else call.params,
@@ -178,20 +180,26 @@ class AsyncEngine:
             )
             if self._closed is not None:
                 raise self._closed.with_traceback(None)
-            stream.is_handed_over, stream.backlog = True, backlog
-            self._host.send(Add(stream.ticket, request))
+            if len(self._streams) + len(requests) - 1 > sum(self._places):
+                raise QueueFullError(*self._places)
+            forks = enumerate(requests[1:], 1)
+            streams += [self._open(each.request_id, streams[0], index) for index, each in forks]
+            for stream, request in zip(streams, requests, strict=True):
+                stream.is_handed_over, stream.backlog = True, backlog
+                self._host.send(Add(stream.ticket, request))
             yield Started(request_id, len(token_ids), list(token_ids))
-            while True:
-                event = await stream.events.get()
+            num_open, is_one = len(streams), len(streams) == 1
+            while num_open:
+                event = await streams[0].events.get()
                 if isinstance(event, BatchserveError):
                     raise event.with_traceback(None)
                 if backlog is not None:
                     backlog.shrink()
-                yield event
-                if event.finish_reason is not None:
-                    return
+                yield event if is_one else replace(event, request_id=request_id)
+                num_open -= event.finish_reason is not None
         finally:
-            self._forget(stream)
+            for stream in streams:
+                self._forget(stream)
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuses requests with UnavailableError, also those still being tokenised. Waits for the others to end.
@@ -279,8 +287,11 @@ class AsyncEngine:
         if len(self._streams) >= sum(self._places):
             raise QueueFullError(*self._places)
 
-    def _open(self, request_id: str) -> Stream:
-        stream = Stream(request_id, next(self._tickets))
+    def _open(self, request_id: str, first: Stream | None = None, index: int = 0) -> Stream:
+        """Opens a request's stream. first: that of the first sample of the same prompt; index: of this one."""
+        stream = Stream(request_id, next(self._tickets), index=index)
+        if first is not None:
+            stream.events = first.events
         self._streams[stream.ticket] = stream
         self._ids[request_id] = stream.ticket
         self._is_empty.clear()
@@ -319,6 +330,8 @@ class AsyncEngine:
             stream = self._streams.get(ticket)
             if stream is None:  # closed in the meantime
                 continue
+            if stream.index and isinstance(event, Delta):
+                event.index = stream.index
             stream.events.put_nowait(event)
             if not isinstance(event, Delta) or event.finish_reason is not None:
                 self._close(stream)

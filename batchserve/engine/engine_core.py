@@ -85,6 +85,7 @@ class EngineCore:
         self._clock = clock
         self._detokenizers: dict[Request, IncrementalDetokenizer] = {}  # of all requests in flight
         self._names: set[str] = set()  # theirs
+        self._forks: dict[str, list[Request]] = {}  # by the id of the request whose prompt they wait for
         self._unpublished: list[_Commit] = []
         self._held: dict[Request, OutputCollector] = {}  # what is published of those whose client gets it at the end
         self._stopped: list[Request] = []  # by a stop string, while their next step is under way
@@ -113,8 +114,19 @@ class EngineCore:
             return
         self._names.add(request.request_id)
         self._detokenizers[request] = detokenizer
+        if request.fork_of in self._forks:
+            self._forks[request.fork_of].append(request)
+            return
+        if request.num_forks:
+            self._forks[request.request_id] = []
         self.scheduler.add(request)
         self.drafts.add(request)
+
+    def _add_forks(self, request: Request) -> None:
+        """Lets those begin that have waited for the prompt of this request to be computed, or for its end."""
+        for fork in self._forks.pop(request.request_id, ()):
+            self.scheduler.add(fork)
+            self.drafts.add(fork)
 
     def _new_detokenizer(self, request: Request) -> IncrementalDetokenizer:
         sampling = request.sampling
@@ -251,7 +263,7 @@ class EngineCore:
         known = {request.request_id for request in self._detokenizers}
         if known != self._names:
             raise RuntimeError(f"requests in flight {sorted(known)}, names {sorted(self._names)}")
-        queued = {r.request_id for r in self.scheduler.requests()}
+        queued = {r.request_id for r in chain(self.scheduler.requests(), *self._forks.values())}
         unpublished = {request.request_id for request, _ in self._unpublished}
         if not queued <= known or known - queued - unpublished:
             raise RuntimeError(f"requests in flight {sorted(known)}, scheduled {sorted(queued)}")
@@ -326,6 +338,7 @@ class EngineCore:
                     request.last_token_s = now_s
                     if is_first:
                         request.first_token_s = now_s
+                        self._add_forks(request)
                 if status != GOES_ON:
                     request.finish_reason = FinishReason.STOP if status == STOPPED else FinishReason.LENGTH
                     if status == STOPPED and all_tokens[start + num_given] in request.sampling.stop_token_ids:
@@ -437,13 +450,17 @@ class EngineCore:
             self.emit([*failures])
 
     def _end(self, request: Request) -> None:
-        if not request.is_finished:
-            self.scheduler.finish(request)
         del self._detokenizers[request]
         self._held.pop(request, None)
         self._names.remove(request.request_id)
+        if request in self._forks.get(request.fork_of, ()):
+            self._forks[request.fork_of].remove(request)
+            return
+        if not request.is_finished:
+            self.scheduler.finish(request)
         self.drafts.end(request)
         self.scheduler.forget(request)
+        self._add_forks(request)
 
 
 def _expiry(request: Request) -> DeadlineExceededError:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from batchserve.config import PRIVATE_SCOPE, PROCESSED_LOGPROBS, EngineConfig, UnchosenScope
 from batchserve.errors import InvalidRequestError
-from batchserve.request import TENANT, DraftScope, NewRequest, Request, ResolvedSampling, ResolvedSpeculation
+from batchserve.request import FORKS, TENANT, DraftScope, NewRequest, Request, ResolvedSampling, ResolvedSpeculation
 from batchserve.row_adjustments import mask_of
 from batchserve.runner.compiled_tokenizer import CompiledTokenizer
+from batchserve.sampling_params import MAX_SEED
 from batchserve.types import (
     MAX_REFERENCE_TOKENS,
     MAX_REQUEST_ID_CHARS,
@@ -304,11 +305,40 @@ class InputProcessor:
             self.resolve_scope(speculation.draft_scope) if self._has_prefix_cache else None,
             is_whole,
             is_sharing_early,
+            num_forks=params.n - 1,
         )
+
+    def new_requests(self, *arguments: Any, **options: Any) -> list[NewRequest]:
+        """Returns new_request()'s request, and more of the same prompt if params.n samples are wanted of it."""
+        first = self.new_request(*arguments, **options)
+        count = first.num_forks + 1
+        if count == 1:
+            return [first]
+        if first.sampling.temperature == 0.0:
+            raise InvalidRequestError("INVALID_N", "n", count, "1 at temperature 0: all samples would be the same")
+        if first.prefix_scope is None:
+            first = replace(first, prefix_scope=DraftScope(FORKS, first.request_id))
+        seeds = [(first.sampling.seed + i) % (MAX_SEED + 1) for i in range(count)]
+        forks = [
+            replace(
+                first,
+                request_id=fork_id(first.request_id, i),
+                sampling=replace(first.sampling, seed=seeds[i]),
+                fork_of=first.request_id,
+                num_forks=0,
+            )
+            for i in range(1, count)
+        ]
+        return [first, *forks]
 
     def make_request(self, *arguments: Any, **options: Any) -> Request:
         """new_request(), for an engine in this thread."""
         return self.new_request(*arguments, **options).begin()
+
+
+def fork_id(request_id: str, index: int) -> str:
+    """Returns the id of one of a request's samples; no client can choose it."""
+    return f"{request_id}\0{index}" if index else request_id
 
 
 def vocabulary_fingerprint(tokenizer: AnyTokenizer | None, vocab_size: int, model: str) -> str:

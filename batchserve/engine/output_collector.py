@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from batchserve.types import Delta, RequestOutput, TokenLogprobs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class OutputCollector:
@@ -31,6 +35,12 @@ class OutputCollector:
             raise RuntimeError("the answer has not begun")
         text = "".join(self._texts)
         return replace(self._last, text=text, token_ids=self._token_ids, logprobs=self._logprobs)
+
+    @classmethod
+    def joined(cls, each: Sequence[OutputCollector]) -> RequestOutput:
+        """Returns the complete output of a request's samples."""
+        outputs = [one.output() for one in each]
+        return outputs[0] if len(outputs) == 1 else replace(outputs[0], samples=tuple(outputs))
 
     def output(self) -> RequestOutput:
         """Returns the complete output. Call it only after the delta with a finish_reason."""

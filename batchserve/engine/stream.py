@@ -14,10 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """A request's event queue. It holds one event per step, so the context length bounds it."""
+    """A request's event queue. It holds one event per step, so the context length bounds it. The samples of one prompt
+    share a queue; index: which of them it is.
+    """
 
     request_id: str
     ticket: int
     is_handed_over: bool = False
     events: asyncio.Queue[Delta | BatchserveError] = field(default_factory=asyncio.Queue)
     backlog: Backlog | None = None
+    index: int = 0

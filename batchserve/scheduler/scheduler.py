@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from batchserve.kv.sharing import best_source
-from batchserve.request import Request, RequestStatus
+from batchserve.request import FORKS, Request, RequestStatus
 from batchserve.request_table import RequestTable
 from batchserve.scheduler.plan import SchedulerOutput, all_decode, find_draftable, lay_plan
 from batchserve.scheduler.policy import prompt_rank, rank
@@ -103,7 +103,7 @@ class Scheduler:
         if request is self._refused[0][0]:
             self._refused = (None, 0), 0
         scope = request.prefix_scope
-        if scope is not None and request.num_computed_tokens > 0:
+        if scope is not None and scope.tenant != FORKS and request.num_computed_tokens > 0:
             # An answer's end may have been inside an accepted run, and what is behind it is not among its tokens.
             count = min(request.num_computed_tokens, len(request.token_ids))
             self._allocator.retire(request.request_id, scope, request.token_ids[:count])

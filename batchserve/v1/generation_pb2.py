@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x62\x61tchserve/v1/generation.proto\x12\rbatchserve.v1\x1a\x1egoogle/protobuf/duration.proto\"\x9b\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x17.batchserve.v1.TokenIdsH\x00\x12\r\n\x05model\x18\x04 \x01(\t\x12\x36\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x1d.batchserve.v1.SamplingParams\x12+\n\x04stop\x18\x06 \x01(\x0b\x32\x1d.batchserve.v1.StopConditions\x12,\n\x06output\x18\x07 \x01(\x0b\x32\x1c.batchserve.v1.OutputOptions\x12\x36\n\x0bspeculation\x18\x08 \x01(\x0b\x32!.batchserve.v1.SpeculationOptions\x12,\n\nreferences\x18\t \x03(\x0b\x32\x18.batchserve.v1.Reference\x12\x13\n\x0b\x64raft_scope\x18\n \x01(\t\x12\x10\n\x08priority\x18\x0b \x01(\x05\x42\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"T\n\tReference\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x17.batchserve.v1.TokenIdsH\x00\x42\t\n\x07\x63ontent\"\xea\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12!\n\x14no_repeat_ngram_size\x18\t \x01(\rH\x08\x88\x01\x01\x12,\n\nlogit_bias\x18\n \x01(\x0b\x32\x18.batchserve.v1.LogitBias\x12\x19\n\x11\x61llowed_token_ids\x18\x0b \x03(\r\x12\x11\n\tbad_words\x18\x0c \x03(\tB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x17\n\x15_no_repeat_ngram_size\".\n\tLogitBias\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06\x62iases\x18\x02 \x03(\x02\"\x8e\x01\n\x0eStopConditions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0cstop_strings\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x12\x12\n\nmin_tokens\x18\x05 \x01(\rB\r\n\x0b_max_tokens\"\x91\x01\n\rOutputOptions\x12 \n\x13skip_special_tokens\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x15\n\x08logprobs\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\"\n\x1ainclude_stop_str_in_output\x18\x03 \x01(\x08\x42\x16\n\x14_skip_special_tokensB\x0b\n\t_logprobs\"[\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"F\n\nStopReason\x12\x15\n\x0bstop_string\x18\x01 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x02 \x01(\rH\x00\x42\x08\n\x06reason\"\xa8\x02\n\x12SpeculationOptions\x12\x34\n\x04mode\x18\x01 \x01(\x0e\x32&.batchserve.v1.SpeculationOptions.Mode\x12\x1d\n\x10max_draft_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07\x64rafter\x18\x03 \x01(\t\x12\x1a\n\rbranch_length\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x1b\n\x0etpot_target_ms\x18\x05 \x01(\x01H\x02\x88\x01\x01\"9\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\r\n\tMODE_AUTO\x10\x01\x12\x0c\n\x08MODE_OFF\x10\x02\x42\x13\n\x11_max_draft_tokensB\x10\n\x0e_branch_lengthB\x11\n\x0f_tpot_target_ms\"\x85\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x04 \x01(\r\x12\x1d\n\x15\x61\x63\x63\x65pted_draft_tokens\x18\x05 \x01(\r\"\x8c\x01\n\x06Timing\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05total\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xa7\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x32\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1b.batchserve.v1.FinishReason\x12#\n\x05usage\x18\x05 \x01(\x0b\x32\x14.batchserve.v1.Usage\x12%\n\x06timing\x18\x06 \x01(\x0b\x32\x15.batchserve.v1.Timing\x12.\n\x0bstop_reason\x18\x07 \x01(\x0b\x32\x19.batchserve.v1.StopReason\x12.\n\x08logprobs\x18\x08 \x03(\x0b\x32\x1c.batchserve.v1.TokenLogprobs\"\xa5\x01\n\x16StreamGenerateResponse\x12)\n\x07started\x18\x01 \x01(\x0b\x32\x16.batchserve.v1.StartedH\x00\x12*\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x19.batchserve.v1.TokenDeltaH\x00\x12+\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x17.batchserve.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"4\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\"]\n\nTokenDelta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12.\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1c.batchserve.v1.TokenLogprobs\"\xba\x01\n\x08\x46inished\x12\x32\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1b.batchserve.v1.FinishReason\x12#\n\x05usage\x18\x02 \x01(\x0b\x32\x14.batchserve.v1.Usage\x12%\n\x06timing\x18\x03 \x01(\x0b\x32\x15.batchserve.v1.Timing\x12.\n\x0bstop_reason\x18\x04 \x01(\x0b\x32\x19.batchserve.v1.StopReason\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xbb\x02\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x19\n\x11\x61ttention_backend\x18\x08 \x01(\t\x12\x0f\n\x07\x64rafter\x18\t \x01(\t\x12\x17\n\x0f\x64\x65\x63oding_length\x18\n \x01(\r\x12\x15\n\rhas_tokenizer\x18\x0b \x01(\x08\x12\x0f\n\x07version\x18\x0c \x01(\t\x12\x11\n\texecution\x18\r \x01(\t\x12\x17\n\x0finstruction_set\x18\x0e \x01(\t*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x94\x02\n\x11GenerationService\x12K\n\x08Generate\x12\x1e.batchserve.v1.GenerateRequest\x1a\x1f.batchserve.v1.GenerateResponse\x12Y\n\x0eStreamGenerate\x12\x1e.batchserve.v1.GenerateRequest\x1a%.batchserve.v1.StreamGenerateResponse0\x01\x12W\n\x0cGetModelInfo\x12\".batchserve.v1.GetModelInfoRequest\x1a#.batchserve.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x62\x61tchserve/v1/generation.proto\x12\rbatchserve.v1\x1a\x1egoogle/protobuf/duration.proto\"\x9b\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x17.batchserve.v1.TokenIdsH\x00\x12\r\n\x05model\x18\x04 \x01(\t\x12\x36\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x1d.batchserve.v1.SamplingParams\x12+\n\x04stop\x18\x06 \x01(\x0b\x32\x1d.batchserve.v1.StopConditions\x12,\n\x06output\x18\x07 \x01(\x0b\x32\x1c.batchserve.v1.OutputOptions\x12\x36\n\x0bspeculation\x18\x08 \x01(\x0b\x32!.batchserve.v1.SpeculationOptions\x12,\n\nreferences\x18\t \x03(\x0b\x32\x18.batchserve.v1.Reference\x12\x13\n\x0b\x64raft_scope\x18\n \x01(\t\x12\x10\n\x08priority\x18\x0b \x01(\x05\x42\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"T\n\tReference\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x17.batchserve.v1.TokenIdsH\x00\x42\t\n\x07\x63ontent\"\x80\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12!\n\x14no_repeat_ngram_size\x18\t \x01(\rH\x08\x88\x01\x01\x12,\n\nlogit_bias\x18\n \x01(\x0b\x32\x18.batchserve.v1.LogitBias\x12\x19\n\x11\x61llowed_token_ids\x18\x0b \x03(\r\x12\x0e\n\x01n\x18\r \x01(\rH\t\x88\x01\x01\x12\x11\n\tbad_words\x18\x0c \x03(\tB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x17\n\x15_no_repeat_ngram_sizeB\x04\n\x02_n\".\n\tLogitBias\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06\x62iases\x18\x02 \x03(\x02\"\x8e\x01\n\x0eStopConditions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0cstop_strings\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x12\x12\n\nmin_tokens\x18\x05 \x01(\rB\r\n\x0b_max_tokens\"\x91\x01\n\rOutputOptions\x12 \n\x13skip_special_tokens\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x15\n\x08logprobs\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\"\n\x1ainclude_stop_str_in_output\x18\x03 \x01(\x08\x42\x16\n\x14_skip_special_tokensB\x0b\n\t_logprobs\"[\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"F\n\nStopReason\x12\x15\n\x0bstop_string\x18\x01 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x02 \x01(\rH\x00\x42\x08\n\x06reason\"\xa8\x02\n\x12SpeculationOptions\x12\x34\n\x04mode\x18\x01 \x01(\x0e\x32&.batchserve.v1.SpeculationOptions.Mode\x12\x1d\n\x10max_draft_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07\x64rafter\x18\x03 \x01(\t\x12\x1a\n\rbranch_length\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x1b\n\x0etpot_target_ms\x18\x05 \x01(\x01H\x02\x88\x01\x01\"9\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\r\n\tMODE_AUTO\x10\x01\x12\x0c\n\x08MODE_OFF\x10\x02\x42\x13\n\x11_max_draft_tokensB\x10\n\x0e_branch_lengthB\x11\n\x0f_tpot_target_ms\"\x85\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x04 \x01(\r\x12\x1d\n\x15\x61\x63\x63\x65pted_draft_tokens\x18\x05 \x01(\r\"\x8c\x01\n\x06Timing\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05total\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xdf\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x32\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1b.batchserve.v1.FinishReason\x12#\n\x05usage\x18\x05 \x01(\x0b\x32\x14.batchserve.v1.Usage\x12%\n\x06timing\x18\x06 \x01(\x0b\x32\x15.batchserve.v1.Timing\x12.\n\x0bstop_reason\x18\x07 \x01(\x0b\x32\x19.batchserve.v1.StopReason\x12.\n\x08logprobs\x18\x08 \x03(\x0b\x32\x1c.batchserve.v1.TokenLogprobs\x12\x36\n\rother_samples\x18\t \x03(\x0b\x32\x1f.batchserve.v1.GenerateResponse\"\xa5\x01\n\x16StreamGenerateResponse\x12)\n\x07started\x18\x01 \x01(\x0b\x32\x16.batchserve.v1.StartedH\x00\x12*\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x19.batchserve.v1.TokenDeltaH\x00\x12+\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x17.batchserve.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"4\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\"l\n\nTokenDelta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12.\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1c.batchserve.v1.TokenLogprobs\x12\r\n\x05index\x18\x04 \x01(\r\"\xc9\x01\n\x08\x46inished\x12\x32\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1b.batchserve.v1.FinishReason\x12#\n\x05usage\x18\x02 \x01(\x0b\x32\x14.batchserve.v1.Usage\x12%\n\x06timing\x18\x03 \x01(\x0b\x32\x15.batchserve.v1.Timing\x12.\n\x0bstop_reason\x18\x04 \x01(\x0b\x32\x19.batchserve.v1.StopReason\x12\r\n\x05index\x18\x05 \x01(\r\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xbb\x02\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x19\n\x11\x61ttention_backend\x18\x08 \x01(\t\x12\x0f\n\x07\x64rafter\x18\t \x01(\t\x12\x17\n\x0f\x64\x65\x63oding_length\x18\n \x01(\r\x12\x15\n\rhas_tokenizer\x18\x0b \x01(\x08\x12\x0f\n\x07version\x18\x0c \x01(\t\x12\x11\n\texecution\x18\r \x01(\t\x12\x17\n\x0finstruction_set\x18\x0e \x01(\t*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x94\x02\n\x11GenerationService\x12K\n\x08Generate\x12\x1e.batchserve.v1.GenerateRequest\x1a\x1f.batchserve.v1.GenerateResponse\x12Y\n\x0eStreamGenerate\x12\x1e.batchserve.v1.GenerateRequest\x1a%.batchserve.v1.StreamGenerateResponse0\x01\x12W\n\x0cGetModelInfo\x12\".batchserve.v1.GetModelInfoRequest\x1a#.batchserve.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'batchserve.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=3343
-  _globals['_FINISHREASON']._serialized_end=3438
+  _globals['_FINISHREASON']._serialized_start=3451
+  _globals['_FINISHREASON']._serialized_end=3546
   _globals['_GENERATEREQUEST']._serialized_start=82
   _globals['_GENERATEREQUEST']._serialized_end=493
   _globals['_TOKENIDS']._serialized_start=495
@@ -41,39 +41,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REFERENCE']._serialized_start=520
   _globals['_REFERENCE']._serialized_end=604
   _globals['_SAMPLINGPARAMS']._serialized_start=607
-  _globals['_SAMPLINGPARAMS']._serialized_end=1097
-  _globals['_LOGITBIAS']._serialized_start=1099
-  _globals['_LOGITBIAS']._serialized_end=1145
-  _globals['_STOPCONDITIONS']._serialized_start=1148
-  _globals['_STOPCONDITIONS']._serialized_end=1290
-  _globals['_OUTPUTOPTIONS']._serialized_start=1293
-  _globals['_OUTPUTOPTIONS']._serialized_end=1438
-  _globals['_TOKENLOGPROBS']._serialized_start=1440
-  _globals['_TOKENLOGPROBS']._serialized_end=1531
-  _globals['_STOPREASON']._serialized_start=1533
-  _globals['_STOPREASON']._serialized_end=1603
-  _globals['_SPECULATIONOPTIONS']._serialized_start=1606
-  _globals['_SPECULATIONOPTIONS']._serialized_end=1902
-  _globals['_SPECULATIONOPTIONS_MODE']._serialized_start=1787
-  _globals['_SPECULATIONOPTIONS_MODE']._serialized_end=1844
-  _globals['_USAGE']._serialized_start=1905
-  _globals['_USAGE']._serialized_end=2038
-  _globals['_TIMING']._serialized_start=2041
-  _globals['_TIMING']._serialized_end=2181
-  _globals['_GENERATERESPONSE']._serialized_start=2184
-  _globals['_GENERATERESPONSE']._serialized_end=2479
-  _globals['_STREAMGENERATERESPONSE']._serialized_start=2482
-  _globals['_STREAMGENERATERESPONSE']._serialized_end=2647
-  _globals['_STARTED']._serialized_start=2649
-  _globals['_STARTED']._serialized_end=2701
-  _globals['_TOKENDELTA']._serialized_start=2703
-  _globals['_TOKENDELTA']._serialized_end=2796
-  _globals['_FINISHED']._serialized_start=2799
-  _globals['_FINISHED']._serialized_end=2985
-  _globals['_GETMODELINFOREQUEST']._serialized_start=2987
-  _globals['_GETMODELINFOREQUEST']._serialized_end=3023
-  _globals['_GETMODELINFORESPONSE']._serialized_start=3026
-  _globals['_GETMODELINFORESPONSE']._serialized_end=3341
-  _globals['_GENERATIONSERVICE']._serialized_start=3441
-  _globals['_GENERATIONSERVICE']._serialized_end=3717
+  _globals['_SAMPLINGPARAMS']._serialized_end=1119
+  _globals['_LOGITBIAS']._serialized_start=1121
+  _globals['_LOGITBIAS']._serialized_end=1167
+  _globals['_STOPCONDITIONS']._serialized_start=1170
+  _globals['_STOPCONDITIONS']._serialized_end=1312
+  _globals['_OUTPUTOPTIONS']._serialized_start=1315
+  _globals['_OUTPUTOPTIONS']._serialized_end=1460
+  _globals['_TOKENLOGPROBS']._serialized_start=1462
+  _globals['_TOKENLOGPROBS']._serialized_end=1553
+  _globals['_STOPREASON']._serialized_start=1555
+  _globals['_STOPREASON']._serialized_end=1625
+  _globals['_SPECULATIONOPTIONS']._serialized_start=1628
+  _globals['_SPECULATIONOPTIONS']._serialized_end=1924
+  _globals['_SPECULATIONOPTIONS_MODE']._serialized_start=1809
+  _globals['_SPECULATIONOPTIONS_MODE']._serialized_end=1866
+  _globals['_USAGE']._serialized_start=1927
+  _globals['_USAGE']._serialized_end=2060
+  _globals['_TIMING']._serialized_start=2063
+  _globals['_TIMING']._serialized_end=2203
+  _globals['_GENERATERESPONSE']._serialized_start=2206
+  _globals['_GENERATERESPONSE']._serialized_end=2557
+  _globals['_STREAMGENERATERESPONSE']._serialized_start=2560
+  _globals['_STREAMGENERATERESPONSE']._serialized_end=2725
+  _globals['_STARTED']._serialized_start=2727
+  _globals['_STARTED']._serialized_end=2779
+  _globals['_TOKENDELTA']._serialized_start=2781
+  _globals['_TOKENDELTA']._serialized_end=2889
+  _globals['_FINISHED']._serialized_start=2892
+  _globals['_FINISHED']._serialized_end=3093
+  _globals['_GETMODELINFOREQUEST']._serialized_start=3095
+  _globals['_GETMODELINFOREQUEST']._serialized_end=3131
+  _globals['_GETMODELINFORESPONSE']._serialized_start=3134
+  _globals['_GETMODELINFORESPONSE']._serialized_end=3449
+  _globals['_GENERATIONSERVICE']._serialized_start=3549
+  _globals['_GENERATIONSERVICE']._serialized_end=3825
 # @@protoc_insertion_point(module_scope)

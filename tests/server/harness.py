@@ -75,12 +75,13 @@ class Client:
     async def stream(
         self, request: pb.GenerateRequest, timeout: float | None = None
     ) -> list[pb.StreamGenerateResponse]:
-        """All messages of a stream, whose shape is checked: started, delta*, finished."""
+        """All messages of a stream, whose shape is checked: started, delta*, finished, which each sample has."""
         messages = [message async for message in self.stub.StreamGenerate(request, timeout=timeout)]
         kinds = [message.WhichOneof("event") for message in messages]
         assert kinds[0] == "started"
         assert kinds[-1] == "finished"
-        assert set(kinds[1:-1]) <= {"delta"}
+        assert set(kinds[1:-1]) <= {"delta", "finished"}
+        assert kinds.count("finished") == max(1, request.sampling_params.n)
         return messages
 
 

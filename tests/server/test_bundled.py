@@ -59,6 +59,10 @@ async def test_a_stop_string_ends_the_answer_before_it(bundled: Served):
     assert "".join(message.delta.text for message in streamed) == stopped.text
     assert stopped.finish_reason == pb.FINISH_REASON_STOP
     assert stopped.usage.completion_tokens == len(stopped.token_ids)
+    assert stopped.stop_reason.stop_string == streamed[-1].finished.stop_reason.stop_string == stop
+    request = _ask(PROMPT, stop_strings=[stop])
+    request.output.include_stop_str_in_output = True
+    assert (await bundled.client.generate(request)).text == stopped.text + stop
 
 
 async def test_bad_texts_are_refused_and_the_rest_of_the_batch_is_unharmed(bundled: Served):

@@ -59,6 +59,52 @@ async def test_stop_token_ends_an_answer_and_is_not_part_of_it(tiny: Served):
     stopped = await tiny.client.generate(ask(max_tokens=30, stop=pb.StopConditions(stop_token_ids=[plain[10]])))
     assert list(stopped.token_ids) == plain[: plain.index(plain[10])]
     assert stopped.finish_reason == pb.FINISH_REASON_STOP
+    assert stopped.stop_reason.stop_token_id == plain[10]
+
+
+async def test_log_probabilities_come_with_their_tokens(tiny: Served):
+    request = ask(max_tokens=40, output=pb.OutputOptions(logprobs=3))
+    whole, messages = await asyncio.gather(tiny.client.generate(request), tiny.client.stream(request))
+    deltas = [message.delta for message in messages if message.WhichOneof("event") == "delta"]
+    assert all(len(delta.logprobs) == len(delta.token_ids) for delta in deltas)
+    assert [each for delta in deltas for each in delta.logprobs] == list(whole.logprobs)
+    assert len(whole.logprobs) == len(whole.token_ids) == 40
+    for token_id, each in zip(whole.token_ids, whole.logprobs, strict=True):
+        assert (each.rank, each.top_token_ids[0], each.top_logprobs[0]) == (1, token_id, each.logprob)
+        assert list(each.top_logprobs) == sorted(each.top_logprobs, reverse=True)
+    assert not (await tiny.client.generate(ask())).logprobs
+
+
+async def test_penalties_and_bans_hold_with_drafts_and_without(tiny: Served):
+    plain = list((await tiny.client.generate(ask(max_tokens=60))).token_ids)
+    sampling = pb.SamplingParams(
+        repetition_penalty=1.5,
+        frequency_penalty=0.5,
+        logit_bias=pb.LogitBias(token_ids=plain[:1], biases=[-100.0]),
+        no_repeat_ngram_size=2,
+    )
+    on, off = await asyncio.gather(
+        tiny.client.generate(ask(max_tokens=60, sampling_params=sampling)),
+        tiny.client.generate(ask(max_tokens=60, sampling_params=sampling, speculation=OFF)),
+    )
+    assert list(on.token_ids) == list(off.token_ids) != plain
+    assert plain[0] not in on.token_ids
+    pairs = [*zip(on.token_ids, on.token_ids[1:], strict=False)]
+    assert len(set(pairs)) == len(pairs)
+
+
+async def test_samples_of_one_prompt_have_an_index(tiny: Served):
+    request = ask(*range(5, 45), max_tokens=20, sampling_params=pb.SamplingParams(temperature=1.0, seed=5, n=3))
+    whole, messages = await asyncio.gather(tiny.client.generate(request), tiny.client.stream(request))
+    tokens: dict[int, list[int]] = {}
+    for message in messages:
+        if message.WhichOneof("event") == "delta":
+            tokens.setdefault(message.delta.index, []).extend(message.delta.token_ids)
+    each = [whole, *whole.other_samples]
+    assert [tokens[index] for index in range(3)] == [list(sample.token_ids) for sample in each]
+    ended = [message.finished for message in messages if message.WhichOneof("event") == "finished"]
+    assert sorted(finished.index for finished in ended) == [0, 1, 2]
+    assert [sample.usage.cached_tokens for sample in each] == [0, 39, 39]
 
 
 async def test_200_requests_against_a_queue_of_32(serve_tiny: Serve):

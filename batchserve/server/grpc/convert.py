@@ -327,7 +327,8 @@ def to_stream_responses(event: Started | Delta) -> Iterator[pb.StreamGenerateRes
         yield pb.StreamGenerateResponse(started=started)
         return
     if event.text or event.token_ids:
-        delta = pb.TokenDelta(text=event.text, token_ids=event.token_ids, logprobs=_logprobs(event.logprobs))
+        logprobs = _logprobs(event.logprobs)
+        delta = pb.TokenDelta(text=event.text, token_ids=event.token_ids, logprobs=logprobs, index=event.index)
         yield pb.StreamGenerateResponse(delta=delta)
     if event.finish_reason is not None:
         finished = pb.Finished(
@@ -335,6 +336,7 @@ def to_stream_responses(event: Started | Delta) -> Iterator[pb.StreamGenerateRes
             usage=_usage(event.usage),
             timing=_timing(event.timing),
             stop_reason=_stop_reason(event.stop_reason),
+            index=event.index,
         )
         yield pb.StreamGenerateResponse(finished=finished)
 
@@ -348,7 +350,8 @@ def from_stream_response(message: pb.StreamGenerateResponse) -> Started | Delta:
         return Started(message.started.request_id, message.started.prompt_tokens)
     if message.WhichOneof("event") == "delta":
         logprobs = _logprobs_back(message.delta.logprobs)
-        return Delta("", message.delta.text, list(message.delta.token_ids), logprobs=logprobs)
+        delta = message.delta
+        return Delta("", delta.text, list(delta.token_ids), logprobs=logprobs, index=delta.index)
     finished = message.finished
     usage, timing = finished.usage, finished.timing
     return Delta(
@@ -367,6 +370,7 @@ def from_stream_response(message: pb.StreamGenerateResponse) -> Started | Delta:
             total_s=timing.total.ToNanoseconds() / 1e9,
         ),
         stop_reason=_stop_reason_back(finished.stop_reason),
+        index=finished.index,
     )
 
 
@@ -381,6 +385,7 @@ def to_generate_response(output: RequestOutput) -> pb.GenerateResponse:
         timing=_timing(output.timing),
         stop_reason=_stop_reason(output.stop_reason),
         logprobs=_logprobs(output.logprobs),
+        other_samples=[to_generate_response(sample) for sample in output.samples[1:]],
     )
 
 

@@ -78,6 +78,7 @@ def test_request_round_trip_keeps_every_field():
         bad_words=("bad", "worse words"),
         logprobs=3,
         include_stop_str_in_output=True,
+        n=3,
     )
     speculation = SpeculationParams(
         is_enabled=False,
@@ -211,6 +212,7 @@ BAD_SAMPLING: dict[str, Any] = {
     "bad_words": ("ok", ""),
     "logprobs": 21,
     "include_stop_str_in_output": 1,
+    "n": 0,
 }
 BAD_SPECULATION: dict[str, Any] = {
     "is_enabled": "no",
