@@ -41,6 +41,7 @@ class ResolvedSampling:
     stop_token_ids: frozenset[int] = frozenset()  # of end_token_ids those that are given as the reason
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     has_processed_logprobs: bool = False
     min_p: float = 0.0  # 0 is off
     # These change logits (row_adjustments.py). allowed: a mask of tokens; empty: all.
@@ -86,7 +87,8 @@ class NewRequest:
 
     is_whole: its client is given all of the answer at its end. is_sharing_early: others may draft from it before that,
     because the same caller has asked for them. prefix_scope: see Request. fork_of: the id of the request with the same
-    prompt whose K/V it begins with; num_forks: how many requests begin with the K/V of this one.
+    prompt whose K/V it begins with; num_forks: how many requests begin with the K/V of this one. echo: what the text
+    of the answer begins with.
     """
 
     request_id: str
@@ -101,6 +103,7 @@ class NewRequest:
     is_sharing_early: bool = False
     fork_of: str = ""
     num_forks: int = 0
+    echo: str = ""
 
     def begin(self) -> Request:
         """The engine's state of this request."""
@@ -117,6 +120,7 @@ class NewRequest:
             is_sharing_early=self.is_sharing_early,
             fork_of=self.fork_of,
             num_forks=self.num_forks,
+            echo=self.echo,
         )
 
 
@@ -168,6 +172,7 @@ class Request:
     is_sharing_early: bool = False  # others may draft from it before that
     fork_of: str = ""  # see NewRequest, as for num_forks
     num_forks: int = 0
+    echo: str = ""  # which its text begins with; empty once that is given
     num_given_tokens: int = 0  # that others may draft from
     num_preemptions: int = 0
     next_pause: int = FIRST_PAUSE  # of drafts, in tokens
@@ -177,6 +182,7 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the answer's tokens, if it asks for them
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # of the prompt's; empty once given
     adjustments: RowAdjustments | None = field(init=False, repr=False, default=None)  # if it changes logits
     is_read_along: bool = field(init=False)  # text is made step by step: for its client, or to find stop strings
     _end_tokens: np.ndarray = field(init=False, repr=False)  # whose address is in the table
@@ -242,6 +248,13 @@ class Request:
         if self.table is not None:
             row = self.table.rows[self.slot]
             row["num_tokens"], row["last_token"] = len(self.token_ids), self.token_ids[-1]
+
+    def wanted_tokens(self, start: int, count: int) -> list[int]:
+        """Returns the prompt's tokens after each of `count` tokens from `start` on, if it asks for their logprobs."""
+        is_known = self.first_token_s is not None  # a preempted request computes its prompt again
+        if self.sampling.prompt_logprobs is None or is_known or start + 1 >= self.num_prompt_tokens:
+            return []
+        return self.token_ids[start + 1 : min(start + count + 1, self.num_prompt_tokens)]
 
     def extend(self, token_ids: list[int]) -> None:
         """Add tokens that the table has already."""

@@ -47,6 +47,7 @@ _RANGES = {
     "min_tokens": _Range(int, ">= 0, and at most max_tokens", 0),
     "n": _Range(int, f"in 1..{MAX_SAMPLES}", 1, MAX_SAMPLES),
     "logprobs": _Range(int, f"in 0..{MAX_LOGPROBS}", 0, MAX_LOGPROBS),
+    "prompt_logprobs": _Range(int, f"in 0..{MAX_LOGPROBS}", 0, MAX_LOGPROBS),
 }
 
 
@@ -68,6 +69,8 @@ class SamplingParams:
     logprobs: give the log probability of each token of the answer, and as many of the likeliest tokens at its place;
     those of the model, or after all of the above (the engine's option logprobs_mode). n: so many samples of one prompt,
     which is computed once; the seed of each is one more than that of the one before.
+    prompt_logprobs: the same of each token of the prompt but the first; then nothing is taken from the prefix cache.
+    echo: the text begins with that of the prompt's tokens.
     """
 
     temperature: float | None = None
@@ -91,6 +94,8 @@ class SamplingParams:
     logprobs: int | None = None  # None is none; 0: only those of the answer's tokens
     include_stop_str_in_output: bool = False
     n: int = 1
+    prompt_logprobs: int | None = None  # as logprobs; always the model's
+    echo: bool = False
 
     def __post_init__(self) -> None:
         for name, known in _RANGES.items():
@@ -101,7 +106,7 @@ class SamplingParams:
             is_low = value <= known.least if known.is_open else value < known.least
             if is_low or value > known.most or not math.isfinite(value):
                 raise InvalidRequestError(invalid(name), name, value, known.bound)
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "echo"):
             check_bool(invalid(name), name, getattr(self, name))
         for name in ("stop_token_ids", "allowed_token_ids"):
             object.__setattr__(self, name, tuple_of(invalid(name), name, getattr(self, name), int))

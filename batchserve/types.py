@@ -176,7 +176,7 @@ class RequestOutput:
 
     stop_reason: the stop string or stop token that ended it; None for the EOS, or if it did not end so. logprobs: of
     each of token_ids, if the request asked for them. samples: all of them, this one first, if the request asked for
-    several.
+    several. prompt_logprobs: of each token of the prompt, None for the first.
     """
 
     request_id: str
@@ -189,6 +189,7 @@ class RequestOutput:
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprobs] | None = None
     samples: tuple[RequestOutput, ...] = ()
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +206,7 @@ class Delta:
     """What one verified step added to an answer. `finish_reason`, `usage` and `timing` are set on the last delta.
 
     stop_reason and logprobs: as in RequestOutput; logprobs are those of this delta's token_ids. index: of the sample
-    that it belongs to, from 0.
+    that it belongs to, from 0. prompt_logprobs: as in RequestOutput, in the first delta.
     """
 
     request_id: str
@@ -217,6 +218,7 @@ class Delta:
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprobs] | None = None
     index: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,9 +77,9 @@ def same_bits_table() -> str:
     return table(["model", "sampling", "served", "answers", "differ"], rows)
 
 
-def program_table() -> str:
+def program_table(name: str = "program") -> str:
     """Milliseconds of the program, and how many times as long the modules take."""
-    cells = read("program")["cells"]
+    cells = read(name)["cells"]
     steps = [name for name in next(iter(cells.values())) if name != "plain read"]
     rows = [
         [model, middle(of["plain read"]["ms"], 1)]
@@ -232,6 +232,8 @@ TABLES = {
     "same bits": same_bits_table,
     "program": program_table,
     "program machine": lambda: machines("program"),
+    "program_bf16": lambda: program_table("program_bf16"),
+    "program_bf16 machine": lambda: machines("program_bf16"),
     "peers": peers_table,
     "peers memory": peers_memory_table,
     "peers machine": lambda: machines("peers"),

@@ -25,7 +25,8 @@ from batchserve.errors import (
 from batchserve.free_memory import describe_out_of_memory
 from batchserve.request import Request
 from batchserve.runner.ragged_batch import RaggedBatch, flatten
-from batchserve.scheduler.plan import IS_SAMPLED
+from batchserve.runner.row_layout import ALL
+from batchserve.scheduler.plan import COMPUTED, IS_SAMPLED, PENDING
 from batchserve.types import Delta, FinishReason
 
 if TYPE_CHECKING:
@@ -309,10 +310,26 @@ class EngineCore:
             pending = [*chain.from_iterable(r.token_ids[start : start + count] for r, (start, count, _) in parts)]
             is_sampled = plan.columns[:, IS_SAMPLED].tolist()
             samplings = [r.sampling if sampled else None for r, sampled in zip(plan.requests, is_sampled, strict=True)]
+        prompts = self._wanted_prompts(plan)
+        if prompts:
+            heads = heads.copy()
+            heads[[*prompts], IS_SAMPLED] |= ALL
         batch = flatten(plan.request_ids, samplings, heads, pending, drafts)
+        batch.prompts = prompts
         each = enumerate(request.adjustments for request in plan.requests)
         batch.adjustments = {place: adjustments for place, adjustments in each if adjustments is not None}
         return batch
+
+    def _wanted_prompts(self, plan: SchedulerOutput) -> dict[int, tuple[list[int], int]]:
+        """Returns RaggedBatch.prompts."""
+        found = {}
+        for place, request in enumerate(plan.requests):
+            num_tops = request.sampling.prompt_logprobs
+            if num_tops is not None:
+                start, count = plan.columns[place, [COMPUTED, PENDING]].tolist()
+                if tokens := request.wanted_tokens(start, count):
+                    found[place] = tokens, num_tops
+        return found
 
     def _begun(self, request: Request) -> None:
         request.first_scheduled_s = self._clock()
@@ -326,6 +343,10 @@ class EngineCore:
         done = commit_step(self.scheduler.table.rows, plan, batch, verified, now_s)
         self.executor.allocator.commit_all(plan.request_ids, [each[NUM_KEPT] for each in done.columns], done.moved)
         all_tokens = verified.token_ids.tolist()
+        for place, noted in verified.prompt_logprobs.items():
+            request, start = plan.requests[place], int(plan.columns[place, COMPUTED]) + 1
+            request.prompt_logprobs = request.prompt_logprobs or [None]
+            request.prompt_logprobs[start : start + len(noted)] = noted
         for place, logprobs in verified.logprobs.items():
             if done.columns[place][STATUS] <= FULL:
                 plan.requests[place].logprobs += logprobs[: done.columns[place][NUM_GIVEN]]
@@ -383,6 +404,10 @@ class EngineCore:
                 if piece.stop is not None:
                     request.stop(piece.stop, max(0, num_accepted - len(piece.token_ids)))
                 new = Delta(request.request_id, piece.text, piece.token_ids)
+                if request.echo:
+                    new.text, request.echo = request.echo + new.text, ""
+                if request.prompt_logprobs:
+                    new.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
                 if request.sampling.logprobs is not None:
                     first = request.num_published_tokens
                     new.logprobs = request.logprobs[first : first + len(piece.token_ids)]

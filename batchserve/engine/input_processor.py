@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from batchserve.config import PRIVATE_SCOPE, PROCESSED_LOGPROBS, EngineConfig, UnchosenScope
+from batchserve.engine.detokenizer import decoder_of
 from batchserve.errors import InvalidRequestError
 from batchserve.request import FORKS, TENANT, DraftScope, NewRequest, Request, ResolvedSampling, ResolvedSpeculation
 from batchserve.row_adjustments import mask_of
@@ -204,6 +205,7 @@ class InputProcessor:
             stop_token_ids=frozenset(params.stop_token_ids) - (set() if params.ignore_eos else {*facts.eos_token_ids}),
             include_stop_str_in_output=params.include_stop_str_in_output,
             logprobs=None if params.logprobs is None else min(params.logprobs, facts.vocab_size),
+            prompt_logprobs=None if params.prompt_logprobs is None else min(params.prompt_logprobs, facts.vocab_size),
             has_processed_logprobs=self._has_processed_logprobs,
             min_tokens=params.min_tokens if ends else 0,
             logit_bias=tuple(sorted((token, bias) for token, bias in params.logit_bias.items() if bias)),
@@ -232,6 +234,13 @@ class InputProcessor:
                 self._check_ids(field, ids, is_text=True)
                 found.append(ids)
         return tuple(found)
+
+    def _decoded(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        if self.facts.tokenizer is None:
+            raise InvalidRequestError("NO_TOKENIZER", "echo", True, "False: the model has no tokenizer")
+        decoder = decoder_of(self.facts.tokenizer)
+        assert decoder is not None
+        return str(decoder.decode([*token_ids], skip_special_tokens=skip_special_tokens))
 
     def resolve_speculation(self, params: SpeculationParams) -> ResolvedSpeculation:
         """Fills in the server's defaults and checks the references. Raises InvalidRequestError."""
@@ -294,6 +303,7 @@ class InputProcessor:
             )
         sampling = self.resolve(params, len(prompt_token_ids))
         resolved = self.resolve_speculation(speculation)
+        has_prefix = self._has_prefix_cache and sampling.prompt_logprobs is None  # which are of computed rows only
         return NewRequest(
             _plain(request_id),
             prompt_token_ids,
@@ -302,10 +312,11 @@ class InputProcessor:
             arrival_s,
             deadline_s,
             check_priority(priority),
-            self.resolve_scope(speculation.draft_scope) if self._has_prefix_cache else None,
+            self.resolve_scope(speculation.draft_scope) if has_prefix else None,
             is_whole,
             is_sharing_early,
             num_forks=params.n - 1,
+            echo=self._decoded(prompt_token_ids, params.skip_special_tokens) if params.echo else "",
         )
 
     def new_requests(self, *arguments: Any, **options: Any) -> list[NewRequest]:
@@ -323,7 +334,7 @@ class InputProcessor:
             replace(
                 first,
                 request_id=fork_id(first.request_id, i),
-                sampling=replace(first.sampling, seed=seeds[i]),
+                sampling=replace(first.sampling, seed=seeds[i], prompt_logprobs=None),
                 fork_of=first.request_id,
                 num_forks=0,
             )

@@ -19,6 +19,7 @@ class OutputCollector:
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._last: Delta | None = None
 
     def add(self, delta: Delta) -> None:
@@ -27,6 +28,7 @@ class OutputCollector:
         if delta.logprobs is not None:
             self._logprobs = self._logprobs or []
             self._logprobs += delta.logprobs
+        self._prompt_logprobs = self._prompt_logprobs or delta.prompt_logprobs
         self._last = delta
 
     def whole(self) -> Delta:
@@ -34,7 +36,8 @@ class OutputCollector:
         if self._last is None:
             raise RuntimeError("the answer has not begun")
         text = "".join(self._texts)
-        return replace(self._last, text=text, token_ids=self._token_ids, logprobs=self._logprobs)
+        more = {"logprobs": self._logprobs, "prompt_logprobs": self._prompt_logprobs}
+        return replace(self._last, text=text, token_ids=self._token_ids, **more)  # type: ignore[arg-type]
 
     @classmethod
     def joined(cls, each: Sequence[OutputCollector]) -> RequestOutput:
@@ -57,4 +60,5 @@ class OutputCollector:
             timing=last.timing,
             stop_reason=last.stop_reason,
             logprobs=self._logprobs,
+            prompt_logprobs=self._prompt_logprobs,
         )

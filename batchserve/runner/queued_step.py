@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from batchserve.runner.step_handle import verify_request
+from batchserve.runner.step_handle import prompt_logprobs, verify_request
 from batchserve.sampling.sampler import RowSampler
 from batchserve.sampling.verify import StepTokens, VerifiedTokens
 
@@ -47,9 +47,14 @@ class QueuedStep:
 
     def wait(self) -> StepTokens:
         rows = self._copy.wait()
-        if not self._is_sampled:
-            return StepTokens.of([None] * len(self._batch.request_ids))
-        return StepTokens.of(self._sampler.to_verified(rows, self._batch, self._verify_on_host))
+        batch = self._batch
+        found: list[VerifiedTokens | None] = [None] * len(batch.request_ids)
+        if self._is_sampled:
+            found = self._sampler.to_verified(rows, batch, self._verify_on_host)
+        verified = StepTokens.of(found)
+        prompts = {place: self._logits[batch.prompt_rows(place)].float().cpu().numpy() for place in batch.prompts}
+        verified.prompt_logprobs = prompt_logprobs(batch, prompts)
+        return verified
 
     def _verify_on_host(self, index: int) -> VerifiedTokens:
         rows, first = self._batch.requests[index], int(self._batch.first_logit[index])

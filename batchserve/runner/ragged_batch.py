@@ -75,7 +75,15 @@ class RaggedBatch:
     first_logit: IntArray
     num_rows: int  # without padding
     adjustments: dict[int, RowAdjustments] = field(default_factory=dict)  # of requests that change logits, by place
+    # By place, of requests that ask for the log probabilities of a prompt: the tokens after their pending rows, and of
+    # how many of the likeliest tokens they are wanted.
+    prompts: dict[int, tuple[list[int], int]] = field(default_factory=dict)
     _requests: list[RequestRows] = field(default_factory=list)
+
+    def prompt_rows(self, place: int) -> slice:
+        """Returns the logit rows that predict the tokens of `prompts`."""
+        first = int(np.searchsorted(self.logit_rows[: self.num_logits], self.spans.rows[place, 0]))
+        return slice(first, first + len(self.prompts[place][0]))
 
     @property
     def requests(self) -> list[RequestRows]:
@@ -117,8 +125,8 @@ def flatten(
 ) -> RaggedBatch:
     """Lay the rows of all requests behind each other.
 
-    heads int64 [num_requests, 3]: of each request its context length, its pending tokens, and whether something is
-    sampled; pending_ids: those tokens of all requests. Raises ValueError where a parent does not come before its node.
+    heads int64 [num_requests, 3]: as row_layout.lay_out takes them; pending_ids: the pending tokens of all requests.
+    Raises ValueError where a parent does not come before its node.
     """
     head = np.ascontiguousarray(heads)  # in one piece, as kernels were compiled for it
     pending, count = np.array(pending_ids, np.int64), len(request_ids)

@@ -7,12 +7,15 @@ import numpy as np
 
 from batchserve.native.jit import njit
 
+SAMPLED, ALL = 1, 2
+
 
 @njit(cache=True, nogil=True)
 def lay_out(heads, pending_ids, starts, tree_ids, tree_parents, tree_verified, out):  # type: ignore[no-untyped-def]
     """Lay the rows of all requests behind each other: of each its pending tokens, a chain, and the tree behind them.
 
-    heads int64 [num_requests, 3]: context length, pending rows, whether something is sampled. The pending tokens are
+    heads int64 [num_requests, 3]: context length, pending rows, and the sum of SAMPLED, if something is sampled, and
+    ALL, if the head runs on all pending rows, not only on the last one. The pending tokens are
     behind each other, too, and so are the trees: that of request i are the nodes from starts[i] to starts[i + 1], whose
     parents count inside of it (-1: the last pending row). `out` are the arrays of RaggedBatch that are filled, with as
     many input_ids, position_ids and logit_rows as there are rows with padding. Returns the number of logit rows, -1
@@ -21,7 +24,7 @@ def lay_out(heads, pending_ids, starts, tree_ids, tree_parents, tree_verified, o
     rows, is_chain, num_verified, input_ids, positions, parents, is_verified, logit_rows, first_logit = out
     row, pending, logit = 0, 0, 0
     for i in range(len(heads)):
-        context, count, is_sampled = heads[i]
+        context, count, kind = heads[i]
         size = count + starts[i + 1] - starts[i]
         rows[i, 0], rows[i, 1], rows[i, 2] = row, size, context
         is_chain[i], num_verified[i] = size == count, 0
@@ -37,7 +40,11 @@ def lay_out(heads, pending_ids, starts, tree_ids, tree_parents, tree_verified, o
             parents[row + k], is_verified[row + k] = parent, tree_verified[node]
             num_verified[i] += tree_verified[node]
         first_logit[i] = -1
-        if is_sampled:
+        if kind & ALL:
+            for k in range(count - 1 if kind & SAMPLED else count):
+                logit_rows[logit] = row + k
+                logit += 1
+        if kind & SAMPLED:
             first_logit[i] = logit
             for k in range(count - 1, size):
                 logit_rows[logit] = row + k

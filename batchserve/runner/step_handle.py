@@ -8,6 +8,7 @@ import numpy as np
 
 from batchserve.native import pool
 from batchserve.sampling.argmax_kernel import best_tokens
+from batchserve.sampling.logprobs import RAW, FoundLogprobs, note_tokens
 from batchserve.sampling.sampled_walk import Rows, SampledWalks, walk_loop
 from batchserve.sampling.sampler import RowSampler, sample_by_definition
 from batchserve.sampling.verify import NOT_SAMPLED, StepTokens, VerifiedTokens, walk_tree
@@ -99,11 +100,13 @@ def verify_batch(
         logprobs = _walk_sampled(sampled, logits, rows, walked, adjustments, num_threads)
     elif sampled:
         logprobs = _walk_one_by_one(batch, [*sampled], logits, forced, walked)
+    prompts = {place: logits[batch.prompt_rows(place)] for place in batch.prompts}
     starts = spans.rows[:, 0].copy()  # in one piece, as kernels were compiled for it
     counts = walked[2].take(starts)
     if len(greedy) + len(sampled) < len(starts):
         counts[batch.first_logit < 0] = NOT_SAMPLED
     verified = StepTokens(counts, starts, walked[1], walked[0], logprobs=logprobs)
+    verified.prompt_logprobs = prompt_logprobs(batch, prompts)
     if 0 in batch.is_verified.tobytes():
         for place, (own, first) in enumerate(zip(batch.requests, batch.first_logit.tolist(), strict=True)):
             if first >= 0 and not all(own.is_verified):
@@ -155,6 +158,16 @@ def _walk_one_by_one(
         if verified.logprobs:
             logprobs[place] = verified.logprobs
     return logprobs
+
+
+def prompt_logprobs(batch: RaggedBatch, logits: Mapping[int, np.ndarray]) -> dict[int, list[TokenLogprobs]]:
+    """Returns the log probabilities of batch.prompts by place. logits: float32, of their rows, by place."""
+    found = {}
+    for place, (tokens, num_tops) in batch.prompts.items():
+        noted = FoundLogprobs.empty(len(tokens), num_tops)
+        note_tokens(logits[place], RAW, np.array(tokens), num_tops, noted)
+        found[place] = noted.tokens(0, len(tokens), num_tops)
+    return found
 
 
 def _unverified(rows: RequestRows, sampler: RowSampler, first: int) -> tuple[int, ...]:

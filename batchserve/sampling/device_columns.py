@@ -27,6 +27,10 @@ def describe_rows(spans, num_pending, first_logit, drafts, positions, recorded, 
     """
     token_ids, parents, is_verified = drafts
     end = 0
+    num_rows = columns.shape[1]
+    for row in range(num_rows):  # rows of a prompt are in no tree: the parent of each is another row
+        columns[PARENT, row], columns[DRAFT_TOKEN, row] = (row + 1) % num_rows, NOT_A_CHILD
+        columns[FORCED_TOKEN, row], columns[POSITION, row], columns[REQUEST, row] = NOT_FORCED, 0, nobody
     for i in range(len(spans)):
         if first_logit[i] < 0:
             continue

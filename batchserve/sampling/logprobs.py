@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 WHOLE = 50.0  # nats below the greatest down to which `mass` adds up
 NOT_ASKED = -1
+RAW = np.array([0.0, 0.0, 1.0, NEGLIGIBLE_NATS])  # parameters that process nothing
 
 
 class FoundLogprobs(NamedTuple):
@@ -90,6 +91,20 @@ def note_logprobs(row, param, token, num_tops, place, found):  # type: ignore[no
     for i in range(count):
         processed = np.float64(likeliest[i]) / temperature
         likeliest[i] = -np.inf if is_cut and processed < least else processed - norm
+
+
+@njit(cache=True, nogil=True)
+def note_tokens(logits, param, tokens, num_tops, found):  # type: ignore[no-untyped-def]
+    """note_logprobs of the tokens int64 [num_rows] after these rows of logits. Rows with NaN have NaN."""
+    for row in range(len(tokens)):
+        num_nan = 0
+        for i in range(logits.shape[1]):
+            num_nan += logits[row, i] != logits[row, i]
+        if num_nan == 0:
+            note_logprobs(logits[row], param, tokens[row], num_tops, row, found)
+        else:
+            found[0][row], found[1][row] = np.nan, 1
+            found[2][row, :], found[3][row, :] = 0, np.nan
 
 
 def logprobs_by_definition(

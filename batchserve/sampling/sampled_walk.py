@@ -19,13 +19,12 @@ from batchserve.sampling.adjust_kernel import adjust, make_room
 from batchserve.sampling.draw_kernel import (
     BLOCK,
     LOWEST_TEMPERATURE,
-    NEGLIGIBLE_NATS,
     block_tops,
     draw_allowed,
     floor_of,
     stream_key,
 )
-from batchserve.sampling.logprobs import NOT_ASKED, FoundLogprobs, note_logprobs
+from batchserve.sampling.logprobs import NOT_ASKED, RAW, FoundLogprobs, note_logprobs
 from batchserve.sampling.sampler import NO_TOKEN
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 # NUM_LOGPROBS: how many of the likeliest tokens' log
 # probabilities are noted, NOT_ASKED: none of any; IS_PROCESSED: as note_logprobs processes them.
 TEMPERATURE, TOP_K, TOP_P, FLOOR, NUM_LOGPROBS, IS_PROCESSED, NUM_PARAMS = range(7)
-RAW = np.array([0.0, 0.0, 1.0, NEGLIGIBLE_NATS])  # parameters that process nothing
 WALK_JOB = np.dtype(  # of walk_loop
     [
         ("num_walks", np.int64),

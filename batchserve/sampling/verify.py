@@ -42,7 +42,7 @@ class StepTokens:
     [num_requests]: where each request's part begins in token_ids and rows int64 [num_rows]: its accepted tokens and the
     bonus token, and the accepted nodes' rows (counted inside the request), root to leaf. A request's only token is
     NO_TOKEN where the logits after its last token say nothing. unverified_token_ids and logprobs: by place; see
-    VerifiedTokens.
+    VerifiedTokens. prompt_logprobs: of the tokens of RaggedBatch.prompts.
     """
 
     num_accepted: np.ndarray
@@ -51,6 +51,7 @@ class StepTokens:
     rows: np.ndarray
     unverified_token_ids: dict[int, tuple[int, ...]] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, each: Sequence[VerifiedTokens | None]) -> StepTokens:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 DRAFT_ROWS_RATE = 0.2
 NONE = np.zeros(0, np.int64)
+MAX_LOGIT_ROWS = 64  # of a prompt whose log probabilities are asked for: each has as many logits as there are tokens
 MAX_OVERTAKING = 32  # of those who wait are looked at for a short prompt, in a step
 
 
@@ -213,6 +214,8 @@ class Scheduler:
     def _chunk(self, request: Request, room: PromptRoom) -> int:
         """How many of the request's tokens a step with so much room left computes."""
         wanted = min(request.num_pending_tokens, self._config.prefill_chunk_size or request.num_pending_tokens)
+        if request.sampling.prompt_logprobs is not None:
+            wanted = min(wanted, MAX_LOGIT_ROWS)
         return room.rows_for(wanted, request.num_computed_tokens)
 
     def _take(self, request: Request, chunk: int, room: PromptRoom, planned: dict[str, int]) -> None:

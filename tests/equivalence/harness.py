@@ -57,6 +57,7 @@ class Answer:
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     stop_reason: str | int | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     reason: FinishReason | None = None
     sampling: ResolvedSampling | None = None
     usage: Usage | None = None
@@ -102,6 +103,8 @@ def run(engine: BuiltEngine, jobs: list[Job], coverage: Coverage, *, speculate: 
             answer.text += event.text
             answer.logprobs += event.logprobs or ()
             answer.stop_reason = event.stop_reason
+            assert answer.prompt_logprobs is None or event.prompt_logprobs is None
+            answer.prompt_logprobs = answer.prompt_logprobs or event.prompt_logprobs
             answer.reason, answer.usage = event.finish_reason, event.usage
 
     core.emit = collect

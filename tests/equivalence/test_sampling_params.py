@@ -43,10 +43,11 @@ def random_params(rng: random.Random, vocab_size: int, *, has_text: bool) -> Sam
         "stop_token_ids": lambda: rng.sample(tokens, vocab_size // 32),
         "ignore_eos": lambda: True,
         "logprobs": lambda: rng.choice([0, 1, 5, 20]),
+        "prompt_logprobs": lambda: rng.choice([0, 1, 5]),
     }
     if has_text:
         choices |= {"bad_words": lambda: rng.sample(WORDS, 3), "stop": lambda: rng.sample(STOPS, 1)}
-        choices["include_stop_str_in_output"] = lambda: True
+        choices |= {"include_stop_str_in_output": lambda: True, "echo": lambda: True}
     names = rng.sample([*choices], rng.randint(1, 6))
     chosen = {name: choices[name]() for name in names}
     chosen.setdefault("temperature", 0.0)
@@ -65,20 +66,20 @@ def given(job: Job, name: str) -> bool:
     return getattr(job.params, name) not in (default, {}, 0.0)
 
 
-def check(
-    model: Path, jobs: Sequence[Job], vocab_size: int, drafters: Sequence[Drafter | None], **options: Any
-) -> Coverage:
+def check(model: Path, jobs: Sequence[Job], drafters: Sequence[Drafter | str], **options: Any) -> Coverage:
     """The same tokens, texts, reasons and counts, with every drafter, one request at a time and 16 at once."""
     coverage = Coverage()
     off = run(build(model, max_num_seqs=1, **LENGTH, **options), [*jobs], Coverage(), speculate=False)
     for drafter in drafters:
         for num_seqs in (1, 16):
-            on = run(build(model, drafter, max_num_seqs=num_seqs, **LENGTH, **options), [*jobs], coverage)
+            chosen = {"drafter": drafter} if isinstance(drafter, str) else {"test_drafter": drafter}
+            on = run(build(model, max_num_seqs=num_seqs, **LENGTH, **options, **chosen), [*jobs], coverage)
             for i, job in enumerate(jobs):
                 assert on[i].token_ids == off[i].token_ids, f"job {i}: {job.params}"
                 assert (on[i].text, on[i].reason) == (off[i].text, off[i].reason), f"job {i}: {job.params}"
                 assert on[i].stop_reason == off[i].stop_reason, f"job {i}: {job.params}"
                 assert on[i].logprobs == off[i].logprobs, f"job {i}: {job.params}"  # to the bit
+                assert on[i].prompt_logprobs == off[i].prompt_logprobs, f"job {i}: {job.params}"
                 assert len(on[i].logprobs) == (len(on[i].token_ids) if job.params.logprobs is not None else 0)
                 used, expected = on[i].usage, off[i].usage
                 assert used is not None
@@ -96,8 +97,8 @@ def oracle(model: Path, jobs: Sequence[Job], vocab_size: int, **options: Any) ->
 
 def check_cases(model: Path, seed: int, count: int, dtype: str, **options: Any) -> None:
     jobs = random_cases(random.Random(seed), count, VOCAB_SIZE)
-    drafters = None, oracle(model, jobs, VOCAB_SIZE, dtype=dtype)
-    coverage = check(model, jobs, VOCAB_SIZE, drafters, dtype=dtype, **options)
+    drafters = "mixture", "jacobi", oracle(model, jobs, VOCAB_SIZE, dtype=dtype)
+    coverage = check(model, jobs, drafters, dtype=dtype, **options)
     used = Counter(each.name for job in jobs for each in dataclasses.fields(SamplingParams) if given(job, each.name))
     adjusted = sum(count for name, count in used.items() if "penalty" in name or "bias" in name)
     assert all(used[name] >= count // 12 for name in used), used
@@ -123,10 +124,10 @@ def test_tiny_models_at_length(family: str, seed: int, tiny_model: dict[str, Pat
 def test_bundled_model_with_texts() -> None:
     model = Path(resolve_model("bundled"))
     jobs = random_cases(random.Random(12), 40, 4096, has_text=True)
-    coverage = check(model, jobs, 4096, [None])
+    coverage = check(model, jobs, ["mixture", "trie", "reference", "jacobi"])
     assert coverage.accepted > 40
     for name in ("bad_words", "stop"):
-        assert sum(given(job, name) for job in jobs) > 5
+        assert sum(given(job, name) for job in jobs) > 3
 
 
 def forgotten_ancestors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,11 @@ from batchserve.runner.ragged_batch import RequestRows, build_batch
 from batchserve.runner.step_handle import verify_batch
 from batchserve.sampling.draw_kernel import floor_of
 from batchserve.sampling.logits import allowed_tokens, process
-from batchserve.sampling.logprobs import FoundLogprobs, logprobs_by_definition, note_logprobs
+from batchserve.sampling.logprobs import RAW, FoundLogprobs, logprobs_by_definition, note_logprobs
 from batchserve.sampling.recordings import Recordings
-from batchserve.sampling.sampled_walk import RAW
 from batchserve.types import SamplingParams, SpeculationParams, TokenLogprobs
 from tests.equivalence.harness import Coverage, Job, PlainPath, build, run
+from tests.tiny_models import VOCAB_SIZE
 
 VOCAB = 1000
 
@@ -119,6 +119,44 @@ def test_an_engine_gives_those_of_transformers(tiny_model: dict[str, Path]) -> N
             assert found.top[0] == (token, found.logprob)
             assert found.logprob == pytest.approx(float(expected[token]), abs=1e-3)
             assert [value for _, value in found.top] == pytest.approx(expected.topk(3).values.tolist(), abs=1e-3)
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_those_of_a_prompt_are_of_every_token_whatever_runs_beside_it(
+    tiny_model: dict[str, Path], chunk: int | None
+) -> None:
+    """In several chunks, twice (nothing is cached), beside requests that do not ask for them."""
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(size)] for size in (1, 2, 40, 150)]
+    asked = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=2)
+    plain, others = PlainPath(tiny_model["llama"]), SamplingParams(temperature=0.0, max_tokens=30)
+    engine = build(tiny_model["llama"], prefill_chunk_size=chunk)
+    found = []
+    for _ in range(2):
+        jobs = [*(Job(prompt, asked) for prompt in prompts), Job([5, 9], others), Job(prompts[3], others)]
+        answers = run(engine, jobs, Coverage())
+        found.append([answers[i].prompt_logprobs for i in range(len(jobs))])
+    assert found[0] == found[1]
+    assert found[0][4:] == [None, None]
+    assert found[0][0] is None, "there is nothing before the only token"
+    for prompt, each in zip(prompts[1:], found[0][1:4], strict=True):
+        assert each is not None
+        assert each[0] is None
+        assert len(each) == len(prompt)
+        for place, one in enumerate(each[1:], 1):
+            expected = torch.from_numpy(plain.logits(prompt[:place])).log_softmax(0)
+            assert one is not None
+            assert one.logprob == pytest.approx(float(expected[prompt[place]]), abs=1e-3)
+            assert [value for _, value in one.top] == pytest.approx(expected.topk(2).values.tolist(), abs=1e-3)
+
+
+def test_a_preempted_request_gives_those_of_its_prompt_once(tiny_model: dict[str, Path]) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=60, prompt_logprobs=0, ignore_eos=True)
+    rng, coverage = random.Random(5), Coverage()
+    jobs = [Job([rng.randrange(3, VOCAB_SIZE) for _ in range(60)], params) for _ in range(5)]
+    answers = run(build(tiny_model["llama"], kv_cache_memory=300_000), jobs, coverage)
+    assert coverage.preemptions > 0
+    assert all(len(answer.prompt_logprobs or ()) == 60 for answer in answers.values())
 
 
 def test_without_drafts_and_alone_they_have_the_same_bits(tiny_model: dict[str, Path]) -> None:

@@ -62,6 +62,10 @@ async def test_a_stop_string_ends_the_answer_before_it(bundled: Served):
     assert stopped.stop_reason.stop_string == streamed[-1].finished.stop_reason.stop_string == stop
     request = _ask(PROMPT, stop_strings=[stop])
     request.output.include_stop_str_in_output = True
+    echoed = _ask(PROMPT, stop_strings=[stop])
+    echoed.output.echo = True
+    said = PROMPT.removeprefix("<|user|>").removesuffix("<|assistant|>")
+    assert (await bundled.client.generate(echoed)).text == said + stopped.text
     assert (await bundled.client.generate(request)).text == stopped.text + stop
 
 

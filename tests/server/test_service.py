@@ -73,6 +73,11 @@ async def test_log_probabilities_come_with_their_tokens(tiny: Served):
         assert (each.rank, each.top_token_ids[0], each.top_logprobs[0]) == (1, token_id, each.logprob)
         assert list(each.top_logprobs) == sorted(each.top_logprobs, reverse=True)
     assert not (await tiny.client.generate(ask())).logprobs
+    request = ask(*range(5, 45), max_tokens=3, output=pb.OutputOptions(prompt_logprobs=1))
+    whole, messages = await asyncio.gather(tiny.client.generate(request), tiny.client.stream(request))
+    assert list(messages[1].delta.prompt_logprobs) == list(whole.prompt_logprobs)
+    assert len(whole.prompt_logprobs) == 39
+    assert whole.usage.cached_tokens == 0
 
 
 async def test_penalties_and_bans_hold_with_drafts_and_without(tiny: Served):
@@ -94,7 +99,8 @@ async def test_penalties_and_bans_hold_with_drafts_and_without(tiny: Served):
 
 
 async def test_samples_of_one_prompt_have_an_index(tiny: Served):
-    request = ask(*range(5, 45), max_tokens=20, sampling_params=pb.SamplingParams(temperature=1.0, seed=5, n=3))
+    sampling = pb.SamplingParams(temperature=1.0, seed=5, n=3)
+    request = ask(*range(5, 45), max_tokens=20, sampling_params=sampling, draft_scope="request")
     whole, messages = await asyncio.gather(tiny.client.generate(request), tiny.client.stream(request))
     tokens: dict[int, list[int]] = {}
     for message in messages:

@@ -157,11 +157,11 @@ def test_warnings_about_a_model_are_repeated(
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny_model["llama"], folder)
-    (folder / "generation_config.json").write_text('{"repetition_penalty": 1.3}')
+    (folder / "generation_config.json").write_text('{"diversity_penalty": 1.3}')
     for _ in range(2):
         caplog.clear()
         answers(folder, tmp_path / "cache")
-        assert "repetition_penalty = 1.3" in caplog.text
+        assert "diversity_penalty = 1.3" in caplog.text
 
 
 def test_what_a_program_was_made_of_finds_it(tiny_model: dict[str, Path], tmp_path: Path) -> None:

@@ -73,6 +73,8 @@ _PATHS = {
     "ignore_eos": "stop.ignore_eos",
     "skip_special_tokens": "output.skip_special_tokens",
     "logprobs": "output.logprobs",
+    "prompt_logprobs": "output.prompt_logprobs",
+    "echo": "output.echo",
     "include_stop_str_in_output": "output.include_stop_str_in_output",
     "is_enabled": "speculation.mode",
     "max_draft_tokens": "speculation.max_draft_tokens",
@@ -211,6 +213,8 @@ def to_generate_request(
         output=pb.OutputOptions(
             skip_special_tokens=params.skip_special_tokens,
             logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
+            echo=params.echo,
             include_stop_str_in_output=params.include_stop_str_in_output,
         ),
         speculation=pb.SpeculationOptions(
@@ -281,6 +285,8 @@ def _sampling_params(request: pb.GenerateRequest) -> SamplingParams:
         ignore_eos=stop.ignore_eos,
         skip_special_tokens=output.skip_special_tokens if output.HasField("skip_special_tokens") else True,
         logprobs=output.logprobs if output.HasField("logprobs") else None,
+        prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
+        echo=output.echo,
         include_stop_str_in_output=output.include_stop_str_in_output,
     )
 
@@ -326,9 +332,14 @@ def to_stream_responses(event: Started | Delta) -> Iterator[pb.StreamGenerateRes
         started = pb.Started(request_id=event.request_id, prompt_tokens=event.prompt_tokens)
         yield pb.StreamGenerateResponse(started=started)
         return
-    if event.text or event.token_ids:
-        logprobs = _logprobs(event.logprobs)
-        delta = pb.TokenDelta(text=event.text, token_ids=event.token_ids, logprobs=logprobs, index=event.index)
+    if event.text or event.token_ids or event.prompt_logprobs:
+        delta = pb.TokenDelta(
+            text=event.text,
+            token_ids=event.token_ids,
+            logprobs=_logprobs(event.logprobs),
+            index=event.index,
+            prompt_logprobs=_logprobs(event.prompt_logprobs),
+        )
         yield pb.StreamGenerateResponse(delta=delta)
     if event.finish_reason is not None:
         finished = pb.Finished(
@@ -351,7 +362,15 @@ def from_stream_response(message: pb.StreamGenerateResponse) -> Started | Delta:
     if message.WhichOneof("event") == "delta":
         logprobs = _logprobs_back(message.delta.logprobs)
         delta = message.delta
-        return Delta("", delta.text, list(delta.token_ids), logprobs=logprobs, index=delta.index)
+        of_prompt = _logprobs_back(delta.prompt_logprobs)
+        return Delta(
+            "",
+            delta.text,
+            list(delta.token_ids),
+            logprobs=logprobs,
+            index=delta.index,
+            prompt_logprobs=None if of_prompt is None else [None, *of_prompt],
+        )
     finished = message.finished
     usage, timing = finished.usage, finished.timing
     return Delta(
@@ -385,11 +404,13 @@ def to_generate_response(output: RequestOutput) -> pb.GenerateResponse:
         timing=_timing(output.timing),
         stop_reason=_stop_reason(output.stop_reason),
         logprobs=_logprobs(output.logprobs),
+        prompt_logprobs=_logprobs(output.prompt_logprobs),
         other_samples=[to_generate_response(sample) for sample in output.samples[1:]],
     )
 
 
-def _logprobs(each: Sequence[TokenLogprobs] | None) -> list[pb.TokenLogprobs]:
+def _logprobs(each: Sequence[TokenLogprobs | None] | None) -> list[pb.TokenLogprobs]:
+    """Converts those that are there."""
     return [
         pb.TokenLogprobs(
             logprob=one.logprob,
@@ -398,6 +419,7 @@ def _logprobs(each: Sequence[TokenLogprobs] | None) -> list[pb.TokenLogprobs]:
             top_logprobs=[logprob for _, logprob in one.top],
         )
         for one in each or ()
+        if one is not None
     ]
 
 

@@ -79,6 +79,8 @@ def test_request_round_trip_keeps_every_field():
         logprobs=3,
         include_stop_str_in_output=True,
         n=3,
+        prompt_logprobs=2,
+        echo=True,
     )
     speculation = SpeculationParams(
         is_enabled=False,
@@ -213,6 +215,8 @@ BAD_SAMPLING: dict[str, Any] = {
     "logprobs": 21,
     "include_stop_str_in_output": 1,
     "n": 0,
+    "prompt_logprobs": -1,
+    "echo": "yes",
 }
 BAD_SPECULATION: dict[str, Any] = {
     "is_enabled": "no",
