@@ -3,7 +3,7 @@
     python -m benchmarks.pages [--models bundled smollm2] [--rounds 3]
 
 One request without drafts, in turns, each in a process of its own that begins with the kept program. Memory is that of
-the process, and that of its private pages: shared pages are the machine's once, however many engines map them.
+the process, and of this its own pages: those of the mapped file are the machine's once, however many engines map them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-
-from benchmarks.common import write_results
-from benchmarks.peers.models import model_folder
 
 TOKENS, PROMPT_TOKENS, REPEATS = 64, 32, 12
 MODES = ("own pages", "shared")
@@ -33,13 +30,18 @@ def main() -> None:
     if args.worker:
         print(json.dumps(measure(args.worker[0], args.worker[1] == MODES[1])))
         return
+    # Only here: the worker's memory is measured.
+    from benchmarks.common import write_results
+    from benchmarks.peers.models import model_folder
+
     results: dict[str, Any] = {}
     for name in args.models:
-        run(name, MODES[0])  # which keeps the program
+        folder = str(model_folder(name))
+        run(folder, MODES[0])  # which keeps the program
         found: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
         for _ in range(args.rounds):
             for mode in MODES:
-                found[mode].append(run(name, mode))
+                found[mode].append(run(folder, mode))
         results[name] = {
             mode: {key: statistics.median(each[key] for each in runs) for key in runs[0]}
             for mode, runs in found.items()
@@ -51,9 +53,9 @@ def main() -> None:
     print(f"written to {write_results('pages', results)}")
 
 
-def run(name: str, mode: str) -> dict[str, float]:
+def run(folder: str, mode: str) -> dict[str, float]:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.pages", "--worker", name, mode],
+        [sys.executable, "-m", "benchmarks.pages", "--worker", folder, mode],
         capture_output=True,
         text=True,
         check=True,
@@ -62,10 +64,9 @@ def run(name: str, mode: str) -> dict[str, float]:
     return found
 
 
-def measure(name: str, is_shared: bool) -> dict[str, float]:
+def measure(folder: str, is_shared: bool) -> dict[str, float]:
     from batchserve import LLM, SamplingParams
 
-    folder = str(model_folder(name))
     llm = LLM(folder, drafter="none", share_weights=is_shared)
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
     prompt = [*range(3, 3 + PROMPT_TOKENS)]
@@ -78,10 +79,10 @@ def measure(name: str, is_shared: bool) -> dict[str, float]:
 
 
 def memory() -> dict[str, float]:
-    """Returns MiB: resident, and of these in private pages."""
+    """Returns MiB: resident, of these the process's own (written) pages, and those in huge pages."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
     sizes = {line.split(":")[0]: int(line.split()[1]) / 1024 for line in lines}
-    return {"resident": sizes["Rss"], "private": sizes["Private_Clean"] + sizes["Private_Dirty"]}
+    return {"resident": sizes["Rss"], "own": sizes["Private_Dirty"], "huge pages": sizes["AnonHugePages"]}
 
 
 if __name__ == "__main__":
