@@ -10,6 +10,7 @@ import numpy as np
 
 from batchserve.request_table import RequestTable
 from batchserve.row_adjustments import RowAdjustments
+from batchserve.sampling_params import LogitsProcessor
 from batchserve.types import FinishReason, Timing, TokenLogprobs, Usage
 
 TENANT = "default"  # there is no authentication: all callers are one
@@ -53,13 +54,19 @@ class ResolvedSampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed: bytes = b""
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+    changes_logits: bool = field(init=False)  # rows of logits have to be adjusted before a token is chosen
+    is_argmax: bool = field(init=False)  # nothing is asked of a row but its greatest logit
 
-    @property
-    def changes_logits(self) -> bool:
-        """Whether rows of logits have to be adjusted before a token is chosen."""
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "changes_logits", self._changes_logits())
+        is_argmax = self.temperature == 0.0 and not self.changes_logits and self.logprobs is None
+        object.__setattr__(self, "is_argmax", is_argmax)
+
+    def _changes_logits(self) -> bool:
         has_penalty = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         is_banning = self.no_repeat_ngram_size > 0 or self.min_tokens > 0 or bool(self.bad_words or self.allowed)
-        return has_penalty or is_banning or bool(self.logit_bias)
+        return has_penalty or is_banning or bool(self.logit_bias or self.logits_processors)
 
 
 GREEDY = ResolvedSampling(0.0, 0, 1.0, 0, 1, frozenset())  # one token: for steps that nobody has asked for
@@ -244,7 +251,9 @@ class Request:
 
     def append(self, token_ids: list[int]) -> None:
         """Add tokens to the answer."""
-        self.extend(token_ids)
+        self.token_ids += token_ids
+        if self.adjustments is not None:
+            self.adjustments.append(token_ids)
         if self.table is not None:
             row = self.table.rows[self.slot]
             row["num_tokens"], row["last_token"] = len(self.token_ids), self.token_ids[-1]
@@ -255,12 +264,6 @@ class Request:
         if self.sampling.prompt_logprobs is None or is_known or start + 1 >= self.num_prompt_tokens:
             return []
         return self.token_ids[start + 1 : min(start + count + 1, self.num_prompt_tokens)]
-
-    def extend(self, token_ids: list[int]) -> None:
-        """Add tokens that the table has already."""
-        self.token_ids += token_ids
-        if self.adjustments is not None:
-            self.adjustments.append(token_ids)
 
     def stop(self, reason: str, num_surplus: int) -> None:
         """A stop string ended the answer, and so many accepted draft tokens came after it."""

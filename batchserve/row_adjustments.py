@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from batchserve.request import ResolvedSampling
+    from batchserve.sampling_params import LogitsProcessor
 
 BITS = 32  # tokens per word of a mask
 SPARE = 8  # tokens, beyond the longest answer and the drafts after it
@@ -40,6 +41,10 @@ ADJUSTMENTS = np.dtype(
     ],
     align=True,
 )
+
+
+class ProcessorError(Exception):
+    """A request's logits processor has failed."""
 
 
 def mask_of(token_ids: Sequence[int], vocab_size: int) -> bytes:
@@ -112,6 +117,21 @@ class RowAdjustments:
         self.size += len(token_ids)
 
     def adjusted(self, logits: np.ndarray, path: Sequence[int]) -> np.ndarray:
-        """Returns a row of logits, adjusted by definition. path: draft tokens between the history and the row."""
+        """Returns a row of logits, adjusted by definition. path: draft tokens between the history and the row.
+
+        Raises ProcessorError.
+        """
         history = np.concatenate((self.history[: self.size], np.array(path, np.int64)))
+        for i, processor in enumerate(self.sampling.logits_processors):
+            logits = _processed(f"logits_processors[{i}]", processor, history, logits)
         return adjust_by_definition(logits, self.sampling, history, self.num_prompt)
+
+
+def _processed(name: str, processor: LogitsProcessor, history: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    try:
+        found = np.asarray(processor(history.tolist(), logits.copy()), np.float32)
+    except Exception as error:
+        raise ProcessorError(f"{name} raised {type(error).__name__}: {error}") from error
+    if found.shape != logits.shape:
+        raise ProcessorError(f"{name} has returned the shape {found.shape}: must be {logits.shape}")
+    return found

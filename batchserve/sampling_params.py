@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from batchserve.config import is_utf8
 from batchserve.errors import InvalidRequestError, invalid
@@ -51,6 +53,18 @@ _RANGES = {
 }
 
 
+class LogitsProcessor(Protocol):
+    """A caller's own change of logits, in Python."""
+
+    def __call__(self, token_ids: Sequence[int], logits: np.ndarray) -> np.ndarray:
+        """Returns the logits that the next token is chosen from, float32 [vocab_size]; may change those given.
+
+        token_ids: the request's prompt and answer so far. Called for each row that a walk down a draft tree reaches,
+        drafts on the way to it included, and again for the same tokens after drafts that were not accepted: the result
+        must depend on nothing but the arguments. What it raises ends the request.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen, and when to stop. Names and meanings are those of vLLM and of the OpenAI API.
@@ -70,7 +84,8 @@ class SamplingParams:
     those of the model, or after all of the above (the engine's option logprobs_mode). n: so many samples of one prompt,
     which is computed once; the seed of each is one more than that of the one before.
     prompt_logprobs: the same of each token of the prompt but the first; then nothing is taken from the prefix cache.
-    echo: the text begins with that of the prompt's tokens.
+    echo: the text begins with that of the prompt's tokens. logits_processors: called one after the other, before all
+    else is done to logits; only in the process of the engine, and slow.
     """
 
     temperature: float | None = None
@@ -96,6 +111,7 @@ class SamplingParams:
     n: int = 1
     prompt_logprobs: int | None = None  # as logprobs; always the model's
     echo: bool = False
+    logits_processors: tuple[LogitsProcessor, ...] = ()
 
     def __post_init__(self) -> None:
         for name, known in _RANGES.items():
@@ -126,6 +142,7 @@ class SamplingParams:
         self._set_texts("stop", "STOP_STRING", MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)
         self._set_texts("bad_words", "BAD_WORD", MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        object.__setattr__(self, "logits_processors", _processors(self.logits_processors))
 
     def _set_texts(self, name: str, reason: str, most: int, most_chars: int) -> None:
         """Makes a field a tuple of texts that are not empty and can be encoded; a single text may be given alone."""
@@ -141,6 +158,20 @@ class SamplingParams:
                 raise InvalidRequestError(
                     f"INVALID_{reason}", f"{name}[{i}]", text, "text that can be encoded as UTF-8"
                 )
+
+
+def _processors(given: object) -> tuple[LogitsProcessor, ...]:
+    """Returns callables; a single one may be given alone."""
+    if given is None or callable(given):
+        return () if given is None else (given,)
+    if not isinstance(given, Iterable):
+        raise InvalidRequestError("INVALID_LOGITS_PROCESSORS", "logits_processors", given, "a list of callables")
+    processors = tuple(given)
+    for i, processor in enumerate(processors):
+        if not callable(processor):
+            name = f"logits_processors[{i}]"
+            raise InvalidRequestError("INVALID_LOGITS_PROCESSORS", name, processor, "callable")
+    return processors
 
 
 def _biases(given: object) -> Mapping[int, float]:

@@ -180,6 +180,9 @@ class AsyncEngine:
             )
             if self._closed is not None:
                 raise self._closed.with_traceback(None)
+            if requests[0].sampling.logits_processors and isinstance(self._host, EngineProcess):
+                bound = "empty: the engine runs in a process of its own"
+                raise InvalidRequestError("INVALID_LOGITS_PROCESSORS", "logits_processors", "some", bound)
             if len(self._streams) + len(requests) - 1 > sum(self._places):
                 raise QueueFullError(*self._places)
             forks = enumerate(requests[1:], 1)

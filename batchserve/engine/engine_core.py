@@ -86,6 +86,7 @@ class EngineCore:
         self._clock = clock
         self._detokenizers: dict[Request, IncrementalDetokenizer] = {}  # of all requests in flight
         self._names: set[str] = set()  # theirs
+        self._unusual: set[Request] = set()  # those that change logits or ask for the logprobs of their prompt
         self._forks: dict[str, list[Request]] = {}  # by the id of the request whose prompt they wait for
         self._unpublished: list[_Commit] = []
         self._held: dict[Request, OutputCollector] = {}  # what is published of those whose client gets it at the end
@@ -115,6 +116,8 @@ class EngineCore:
             return
         self._names.add(request.request_id)
         self._detokenizers[request] = detokenizer
+        if request.adjustments is not None or request.sampling.prompt_logprobs is not None:
+            self._unusual.add(request)
         if request.fork_of in self._forks:
             self._forks[request.fork_of].append(request)
             return
@@ -310,14 +313,15 @@ class EngineCore:
             pending = [*chain.from_iterable(r.token_ids[start : start + count] for r, (start, count, _) in parts)]
             is_sampled = plan.columns[:, IS_SAMPLED].tolist()
             samplings = [r.sampling if sampled else None for r, sampled in zip(plan.requests, is_sampled, strict=True)]
-        prompts = self._wanted_prompts(plan)
+        prompts = self._wanted_prompts(plan) if self._unusual else {}
         if prompts:
             heads = heads.copy()
             heads[[*prompts], IS_SAMPLED] |= ALL
         batch = flatten(plan.request_ids, samplings, heads, pending, drafts)
-        batch.prompts = prompts
-        each = enumerate(request.adjustments for request in plan.requests)
-        batch.adjustments = {place: adjustments for place, adjustments in each if adjustments is not None}
+        if self._unusual:
+            each = enumerate(request.adjustments for request in plan.requests)
+            batch.adjustments = {place: adjustments for place, adjustments in each if adjustments is not None}
+            batch.prompts = prompts
         return batch
 
     def _wanted_prompts(self, plan: SchedulerOutput) -> dict[int, tuple[list[int], int]]:
@@ -354,7 +358,9 @@ class EngineCore:
             plan.requests, done.columns, strict=True
         ):
             if status <= FULL:
-                request.extend(all_tokens[start : start + num_given])
+                request.token_ids += all_tokens[start : start + num_given]
+                if request.adjustments is not None:
+                    request.adjustments.append(all_tokens[start : start + num_given])
                 if num_given:  # an end alone is no token
                     request.last_token_s = now_s
                     if is_first:
@@ -369,6 +375,10 @@ class EngineCore:
                     self._unpublished.append((request, num_accepted))
             elif status == OVERFLOWED:
                 self._overflow(request, has_drafts=bool(has_drafts))
+        for place, error in verified.errors.items():
+            request = plan.requests[place]
+            where = f"request_id = {request.request_id!r}, after {request.num_output_tokens} tokens"
+            self._failed[request] = EngineFaultError(f"{where}: {error}")
         for place, unverified in verified.unverified_token_ids.items():
             if done.columns[place][STATUS] == GOES_ON:
                 self.drafts.observe(plan.request_ids[place], unverified)
@@ -476,6 +486,7 @@ class EngineCore:
 
     def _end(self, request: Request) -> None:
         del self._detokenizers[request]
+        self._unusual.discard(request)
         self._held.pop(request, None)
         self._names.remove(request.request_id)
         if request in self._forks.get(request.fork_of, ()):

@@ -210,6 +210,7 @@ class InputProcessor:
             min_tokens=params.min_tokens if ends else 0,
             logit_bias=tuple(sorted((token, bias) for token, bias in params.logit_bias.items() if bias)),
             bad_words=self._tokenize_bad_words(params.bad_words),
+            logits_processors=params.logits_processors,
             allowed=mask_of(params.allowed_token_ids, facts.vocab_size) if params.allowed_token_ids else b"",
         )
 

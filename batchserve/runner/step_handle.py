@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from batchserve.native import pool
+from batchserve.row_adjustments import ProcessorError
 from batchserve.sampling.argmax_kernel import best_tokens
 from batchserve.sampling.logprobs import RAW, FoundLogprobs, note_tokens
 from batchserve.sampling.sampled_walk import Rows, SampledWalks, walk_loop
-from batchserve.sampling.sampler import RowSampler, sample_by_definition
+from batchserve.sampling.sampler import NO_TOKEN, RowSampler, sample_by_definition
 from batchserve.sampling.verify import NOT_SAMPLED, StepTokens, VerifiedTokens, walk_tree
 from batchserve.sampling.walk_kernel import walk_greedy
 
@@ -81,37 +82,42 @@ def verify_batch(
     code. Raises MemoryError.
     """
     sampler, spans = RowSampler(logits, find_best), batch.spans
-    adjustments = batch.adjustments
-    walking = [(place, each) for place, each in enumerate(batch.samplings) if each is not None]
-    sampled = {
-        place: each
-        for place, each in walking
-        if each.temperature > 0.0 or place in adjustments or each.logprobs is not None
-    }
-    greedy = [place for place, _ in walking if place not in sampled]
+    greedy = [place for place, each in enumerate(batch.samplings) if each is not None and each.is_argmax]
+    sampled: dict[int, ResolvedSampling] = {}
+    if len(greedy) < len(batch.samplings):
+        walking = enumerate(batch.samplings)
+        sampled = {place: each for place, each in walking if each is not None and not each.is_argmax}
     where = (spans.rows, batch.num_pending, batch.first_logit)
     drafts = (batch.input_ids, spans.parents, batch.is_verified)
     recorded, walked = forced.places(batch.request_ids), np.empty((3, batch.num_rows), np.int64)
     if greedy:
         walk_greedy(np.array(greedy), where, sampler.greedy(), recorded, drafts, walked)
     logprobs: dict[int, list[TokenLogprobs]] = {}
-    if sampled and can_walk_sampled():
-        rows = Rows(*where, *drafts, recorded)
-        logprobs = _walk_sampled(sampled, logits, rows, walked, adjustments, num_threads)
-    elif sampled:
-        logprobs = _walk_one_by_one(batch, [*sampled], logits, forced, walked)
-    prompts = {place: logits[batch.prompt_rows(place)] for place in batch.prompts}
+    errors: dict[int, Exception] = {}
+    if sampled:
+        is_ready = can_walk_sampled()
+        compiled = {place: each for place, each in sampled.items() if is_ready and not each.logits_processors}
+        if compiled:
+            rows = Rows(*where, *drafts, recorded)
+            logprobs = _walk_sampled(compiled, logits, rows, walked, batch.adjustments, num_threads)
+        for place in sampled.keys() - compiled.keys():
+            verified = _walk_in_python(batch, place, logits, forced, walked)
+            if verified.logprobs:
+                logprobs[place] = verified.logprobs
+            if verified.error is not None:
+                errors[place] = verified.error
     starts = spans.rows[:, 0].copy()  # in one piece, as kernels were compiled for it
     counts = walked[2].take(starts)
     if len(greedy) + len(sampled) < len(starts):
         counts[batch.first_logit < 0] = NOT_SAMPLED
-    verified = StepTokens(counts, starts, walked[1], walked[0], logprobs=logprobs)
-    verified.prompt_logprobs = prompt_logprobs(batch, prompts)
+    tokens = StepTokens(counts, starts, walked[1], walked[0], logprobs=logprobs, errors=errors)
+    if batch.prompts:
+        tokens.prompt_logprobs = prompt_logprobs(batch, {at: logits[batch.prompt_rows(at)] for at in batch.prompts})
     if 0 in batch.is_verified.tobytes():
         for place, (own, first) in enumerate(zip(batch.requests, batch.first_logit.tolist(), strict=True)):
             if first >= 0 and not all(own.is_verified):
-                verified.unverified_token_ids[place] = _unverified(own, sampler, first)
-    return verified
+                tokens.unverified_token_ids[place] = _unverified(own, sampler, first)
+    return tokens
 
 
 def _walk_sampled(
@@ -142,22 +148,18 @@ def _walk_sampled(
     }
 
 
-def _walk_one_by_one(
-    batch: RaggedBatch, places: Sequence[int], logits: np.ndarray, forced: Recordings, walked: np.ndarray
-) -> dict[int, list[TokenLogprobs]]:
-    """Does what _walk_sampled does, while that is being compiled."""
-    logprobs = {}
-    for place in places:
-        rows, first, start = batch.requests[place], int(batch.first_logit[place]), int(batch.spans.rows[place, 0])
-        own = logits[first : first + 1 + rows.num_draft_tokens]
-        sampler = RowSampler(own, sample=sample_by_definition)
-        verified = verify_request(rows, sampler, forced.get(rows.request_id, ()), batch.adjustments.get(place))
-        walked[0, start : start + len(verified.rows)] = verified.rows
-        walked[1, start : start + len(verified.token_ids)] = verified.token_ids
-        walked[2, start] = len(verified.rows)
-        if verified.logprobs:
-            logprobs[place] = verified.logprobs
-    return logprobs
+def _walk_in_python(
+    batch: RaggedBatch, place: int, logits: np.ndarray, forced: Recordings, walked: np.ndarray
+) -> VerifiedTokens:
+    """Does for one request what _walk_sampled does: while that is being compiled, and for processors in Python."""
+    rows, first, start = batch.requests[place], int(batch.first_logit[place]), int(batch.spans.rows[place, 0])
+    own = logits[first : first + 1 + rows.num_draft_tokens]
+    sampler = RowSampler(own, sample=sample_by_definition)
+    verified = verify_request(rows, sampler, forced.get(rows.request_id, ()), batch.adjustments.get(place))
+    walked[0, start : start + len(verified.rows)] = verified.rows
+    walked[1, start : start + len(verified.token_ids)] = verified.token_ids
+    walked[2, start] = len(verified.rows)
+    return verified
 
 
 def prompt_logprobs(batch: RaggedBatch, logits: Mapping[int, np.ndarray]) -> dict[int, list[TokenLogprobs]]:
@@ -181,7 +183,7 @@ def verify_request(
 ) -> VerifiedTokens:
     """Walks one request's tree. The sampler's rows are the root's and the drafts'; recorded: its own of Recordings.
 
-    adjustments: if it changes logits.
+    adjustments: if it changes logits. An error of its logits processors is in the result.
     """
     if rows.sampling is None:
         raise ValueError(f"{rows.request_id!r}: nothing is sampled")
@@ -201,7 +203,10 @@ def verify_request(
         return int(recorded[position]) if position < len(recorded) else token
 
     token_of = forced if len(recorded) else target
-    verified = walk_tree(rows.token_ids, rows.parents, root, token_of, rows.is_verified)
+    try:
+        verified = walk_tree(rows.token_ids, rows.parents, root, token_of, rows.is_verified)
+    except ProcessorError as error:
+        return VerifiedTokens([NO_TOKEN], [], error=error)
     verified.logprobs = logprobs[: len(verified.token_ids)]
     if not all(rows.is_verified):
         verified.unverified_token_ids = _unverified(rows, sampler, 0)

@@ -29,6 +29,7 @@ class VerifiedTokens:
     rows: list[int]
     unverified_token_ids: tuple[int, ...] = ()
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    error: Exception | None = None  # a logits processor's; then token_ids is NO_TOKEN alone
 
 
 NOT_SAMPLED = -1
@@ -41,7 +42,7 @@ class StepTokens:
     num_accepted int64 [num_requests]: accepted draft tokens, NOT_SAMPLED where nothing was sampled. starts int64
     [num_requests]: where each request's part begins in token_ids and rows int64 [num_rows]: its accepted tokens and the
     bonus token, and the accepted nodes' rows (counted inside the request), root to leaf. A request's only token is
-    NO_TOKEN where the logits after its last token say nothing. unverified_token_ids and logprobs: by place; see
+    NO_TOKEN where the logits after its last token say nothing. unverified_token_ids, logprobs and errors: by place; see
     VerifiedTokens. prompt_logprobs: of the tokens of RaggedBatch.prompts.
     """
 
@@ -52,6 +53,7 @@ class StepTokens:
     unverified_token_ids: dict[int, tuple[int, ...]] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    errors: dict[int, Exception] = field(default_factory=dict)
 
     @classmethod
     def of(cls, each: Sequence[VerifiedTokens | None]) -> StepTokens:
@@ -70,7 +72,9 @@ class StepTokens:
             place: one.unverified_token_ids for place, one in enumerate(each) if one and one.unverified_token_ids
         }
         logprobs = {place: one.logprobs for place, one in enumerate(each) if one and one.logprobs}
-        return cls(np.array(counts, np.int64), starts[: len(each)], tokens, rows, unverified, logprobs)
+        errors = {place: one.error for place, one in enumerate(each) if one and one.error}
+        found = np.array(counts, np.int64), starts[: len(each)], tokens, rows
+        return cls(*found, unverified, logprobs, errors=errors)
 
     def __iter__(self) -> Iterator[VerifiedTokens | None]:
         return iter(self.each())

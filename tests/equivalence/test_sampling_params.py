@@ -42,6 +42,7 @@ def random_params(rng: random.Random, vocab_size: int, *, has_text: bool) -> Sam
         "allowed_token_ids": lambda: rng.sample(tokens, int(vocab_size * rng.uniform(0.5, 0.95))),
         "stop_token_ids": lambda: rng.sample(tokens, vocab_size // 32),
         "ignore_eos": lambda: True,
+        "logits_processors": lambda: (away_from(rng.randrange(vocab_size)),),
         "logprobs": lambda: rng.choice([0, 1, 5, 20]),
         "prompt_logprobs": lambda: rng.choice([0, 1, 5]),
     }
@@ -52,6 +53,16 @@ def random_params(rng: random.Random, vocab_size: int, *, has_text: bool) -> Sam
     chosen = {name: choices[name]() for name in names}
     chosen.setdefault("temperature", 0.0)
     return SamplingParams(**{"seed": rng.getrandbits(64), "max_tokens": rng.randint(12, 32), **chosen})
+
+
+def away_from(shift: int) -> Callable[[Sequence[int], np.ndarray], np.ndarray]:
+    """A processor that bans a token which depends on the last two."""
+
+    def processor(token_ids: Sequence[int], logits: np.ndarray) -> np.ndarray:
+        logits[(sum(token_ids[-2:]) + shift) % len(logits)] = -np.inf
+        return logits
+
+    return processor
 
 
 def random_cases(rng: random.Random, count: int, vocab_size: int, *, has_text: bool = False) -> list[Job]:
