@@ -15,11 +15,12 @@ import pytest
 from batchserve.draft.base import Drafter
 from batchserve.row_adjustments import RowAdjustments
 from batchserve.runner.model_folder import resolve_model
-from batchserve.types import SamplingParams
+from batchserve.types import SamplingParams, TokenLogprobs
 from tests.drafters import OracleDrafter
-from tests.equivalence.harness import Coverage, Job, build, random_jobs, run
+from tests.equivalence.harness import BACKEND, Coverage, Job, build, random_jobs, run
 from tests.tiny_models import VOCAB_SIZE
 
+TOLERANCE = 2e-3  # of log probabilities in float32
 LENGTH = {"max_model_len": 200, "prefill_chunk_size": 32}
 WORDS = ("the", "a", " of", "and", "ing", "1", "is the", "to be")
 STOPS = (".", "\n", "the", " a")
@@ -89,14 +90,28 @@ def check(model: Path, jobs: Sequence[Job], drafters: Sequence[Drafter | str], *
                 assert on[i].token_ids == off[i].token_ids, f"job {i}: {job.params}"
                 assert (on[i].text, on[i].reason) == (off[i].text, off[i].reason), f"job {i}: {job.params}"
                 assert on[i].stop_reason == off[i].stop_reason, f"job {i}: {job.params}"
-                assert on[i].logprobs == off[i].logprobs, f"job {i}: {job.params}"  # to the bit
-                assert on[i].prompt_logprobs == off[i].prompt_logprobs, f"job {i}: {job.params}"
+                for mine, theirs in (
+                    (on[i].logprobs, off[i].logprobs),
+                    (on[i].prompt_logprobs, off[i].prompt_logprobs),
+                ):
+                    assert are_equal(mine or [], theirs or []), f"job {i}: {job.params}"
                 assert len(on[i].logprobs) == (len(on[i].token_ids) if job.params.logprobs is not None else 0)
                 used, expected = on[i].usage, off[i].usage
                 assert used is not None
                 assert expected is not None
                 assert used.completion_tokens == expected.completion_tokens
     return coverage
+
+
+def are_equal(mine: Sequence[TokenLogprobs | None], theirs: Sequence[TokenLogprobs | None]) -> bool:
+    """To the bit on a CPU's own backend; elsewhere within TOLERANCE, since a row's bits depend on the others."""
+    if BACKEND["attention_backend"] == "cpu":
+        return [*mine] == [*theirs]
+    numbers = [
+        [value for each in many if each is not None for value in (each.logprob, *(top for _, top in each.top))]
+        for many in (mine, theirs)
+    ]
+    return bool(np.allclose(*numbers, rtol=0.0, atol=TOLERANCE))
 
 
 def oracle(model: Path, jobs: Sequence[Job], vocab_size: int, **options: Any) -> OracleDrafter:
@@ -120,7 +135,9 @@ def check_cases(model: Path, seed: int, count: int, dtype: str, **options: Any) 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tiny_model(dtype: str, tiny_model: dict[str, Path]) -> None:
+def test_tiny_model(dtype: str, tiny_model: dict[str, Path], backend: str) -> None:
+    if dtype == "bfloat16" and backend != "cpu":
+        pytest.skip("rounding decides between tokens that are nearly as likely: test_sampled.py counts them")
     mode = "processed_logprobs" if dtype == "bfloat16" else "raw_logprobs"
     check_cases(tiny_model["llama"], 11, 100, dtype, logprobs_mode=mode)
 
@@ -135,7 +152,7 @@ def test_tiny_models_at_length(family: str, seed: int, tiny_model: dict[str, Pat
 def test_bundled_model_with_texts() -> None:
     model = Path(resolve_model("bundled"))
     jobs = random_cases(random.Random(12), 40, 4096, has_text=True)
-    coverage = check(model, jobs, ["mixture", "trie", "reference", "jacobi"])
+    coverage = check(model, jobs, ["mixture", "trie", "reference", "jacobi"], dtype="float32")
     assert coverage.accepted > 40
     for name in ("bad_words", "stop"):
         assert sum(given(job, name) for job in jobs) > 3
