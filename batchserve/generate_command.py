@@ -21,7 +21,23 @@ from batchserve.progress import progress
 from batchserve.types import Delta, SamplingParams, SpeculationParams, Started, Usage, check_priority
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Sequence
+
+
+# Parameters that are one number.
+SAMPLING_FLAGS: dict[str, tuple[Callable[[str], float], str]] = {
+    "temperature": (float, "0 is greedy"),
+    "top_p": (float, "in (0, 1]"),
+    "top_k": (int, "0 is off"),
+    "min_p": (float, "in [0, 1]; 0 is off"),
+    "presence_penalty": (float, "in [-2, 2]; 0 is off"),
+    "frequency_penalty": (float, "in [-2, 2]; 0 is off"),
+    "repetition_penalty": (float, "in (0, 100]; 1 is off"),
+    "no_repeat_ngram_size": (int, "0 is off"),
+    "seed": (int, "makes sampling repeatable"),
+    "max_tokens": (int, "the most tokens of the answer"),
+    "min_tokens": (int, "the least, before the model may end it"),
+}
 
 
 def add_generate_flags(parser: argparse.ArgumentParser) -> None:
@@ -45,14 +61,10 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
         help="a text that the answer may quote: drafts are copied from it, the model does not read it; repeatable",
     )
     sampling = parser.add_argument_group("sampling (default: the model's own)")
-    sampling.add_argument("--temperature", type=float, help="0 is greedy")
-    sampling.add_argument("--top-p", type=float, help="in (0, 1]")
-    sampling.add_argument("--top-k", type=int, help="0 is off")
-    sampling.add_argument("--seed", type=int, help="makes sampling repeatable")
-    sampling.add_argument("--max-tokens", type=int, help="the most tokens of the answer")
-    sampling.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable"
-    )
+    for name, (kind, text) in SAMPLING_FLAGS.items():
+        sampling.add_argument(flag_of(name), type=kind, help=text)
+    for name, text in (("stop", "end before this text; repeatable"), ("bad_words", "never say this; repeatable")):
+        sampling.add_argument(flag_of(name), action="append", default=[], metavar="TEXT", help=text)
     sampling.add_argument("--ignore-eos", action="store_true", help="go on behind the end-of-sequence token")
     sampling.add_argument("--no-speculation", action="store_true", help="one token a step")
 
@@ -72,12 +84,9 @@ def run_generate(arguments: argparse.Namespace) -> int:
     text = _prompt_text(arguments)
     config: EngineConfig = make_config(EngineConfig, arguments)
     params = SamplingParams(
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        seed=arguments.seed,
-        max_tokens=arguments.max_tokens,
+        **{name: value for name in SAMPLING_FLAGS if (value := getattr(arguments, name)) is not None},
         stop=tuple(arguments.stop),
+        bad_words=tuple(arguments.bad_words),
         ignore_eos=arguments.ignore_eos,
     )
     if arguments.reference and arguments.no_speculation:
