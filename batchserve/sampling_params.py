@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from batchserve.config import is_utf8
 from batchserve.errors import InvalidRequestError, invalid
 from batchserve.field_checks import check_bool, normalize_number, plain_number, tuple_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024

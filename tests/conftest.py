@@ -28,7 +28,8 @@ torch.set_num_threads(1)
 EXTENDED = (
     "attention/test_flashinfer.py attention/test_tiles.py attention/test_triton.py bench/test_command.py benchmarks "
     "demo equivalence/test_adaptive.py equivalence/test_batch_invariant.py equivalence/test_coverage.py "
-    "equivalence/test_greedy.py equivalence/test_jacobi.py equivalence/test_prefix_cache.py gpu load_tests "
+    "equivalence/test_greedy.py equivalence/test_jacobi.py equivalence/test_prefix_cache.py "
+    "equivalence/test_sampling_params.py gpu load_tests "
     "program/test_families.py program/test_product.py runner/test_compiled.py runner/test_cuda_graphs.py "
     "runner/test_gpu_modules.py runner/test_hub.py runner/test_other_device.py sampling/test_device.py "
     "server/test_process.py server/test_request_log.py startup/test_kept_programs.py test_load_smoke.py training tune"
