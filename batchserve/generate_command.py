@@ -32,7 +32,7 @@ SAMPLING_FLAGS: dict[str, tuple[Callable[[str], float], str]] = {
     "min_p": (float, "in [0, 1]; 0 is off"),
     "presence_penalty": (float, "in [-2, 2]; 0 is off"),
     "frequency_penalty": (float, "in [-2, 2]; 0 is off"),
-    "repetition_penalty": (float, "in (0, 100]; 1 is off"),
+    "repetition_penalty": (float, "in [0.01, 100]; 1 is off"),
     "no_repeat_ngram_size": (int, "0 is off"),
     "seed": (int, "makes sampling repeatable"),
     "max_tokens": (int, "the most tokens of the answer"),
@@ -65,7 +65,7 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
         sampling.add_argument(flag_of(name), type=kind, help=text)
     for name, text in (("stop", "end before this text; repeatable"), ("bad_words", "never say this; repeatable")):
         sampling.add_argument(flag_of(name), action="append", default=[], metavar="TEXT", help=text)
-    sampling.add_argument("--ignore-eos", action="store_true", help="go on behind the end-of-sequence token")
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
     sampling.add_argument("--no-speculation", action="store_true", help="one token a step")
 
 

@@ -61,7 +61,7 @@ class LLM:
 
         sampling_params, speculation, priority (higher comes first): one for all prompts, or one for each. All prompts
         are checked before any runs, so if one raises InvalidRequestError, nothing has run. A later error of one prompt
-        (NonFiniteLogitsError) ends the call, and the other answers are lost.
+        (NonFiniteLogitsError, or what a logits processor raises) ends the call, and the other answers are lost.
         """
         self._maker.check()
         arguments = _all_arguments(_as_list(prompts), sampling_params, speculation, priority)  # runs callers' code

@@ -206,6 +206,8 @@ class Request:
         if self.sampling.changes_logits:
             capacity = self.max_total_tokens + self.speculation.max_draft_tokens
             self.adjustments = RowAdjustments(self.sampling, prompt_token_ids, capacity)
+        if self.sampling.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
 
     def numbers(self) -> tuple[float, ...]:
         """The fields of request_table.ROW, but for the generation."""

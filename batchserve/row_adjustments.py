@@ -127,11 +127,20 @@ class RowAdjustments:
         return adjust_by_definition(logits, self.sampling, history, self.num_prompt)
 
 
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "its text cannot be made"
+
+
 def _processed(name: str, processor: LogitsProcessor, history: np.ndarray, logits: np.ndarray) -> np.ndarray:
     try:
         found = np.asarray(processor(history.tolist(), logits.copy()), np.float32)
-    except Exception as error:
-        raise ProcessorError(f"{name} raised {type(error).__name__}: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a SystemExit, too, would end the engine
+        raise ProcessorError(f"{name} raised {type(error).__name__}: {_text_of(error)}") from None
     if found.shape != logits.shape:
         raise ProcessorError(f"{name} has returned the shape {found.shape}: must be {logits.shape}")
     return found

@@ -26,6 +26,8 @@ MAX_BIAS = 100.0
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 64
 MAX_SEED = 2**64 - 1
+MAX_NGRAM_SIZE = 2**31 - 1
+FLOAT32_0_01 = 0.0099999997  # 0.01 as it comes over the wire
 
 
 class _Range(NamedTuple):
@@ -45,8 +47,8 @@ _RANGES = {
     "min_p": _Range(float, "in [0, 1] (0 is off)", 0.0, 1.0),
     "presence_penalty": _Range(float, "in [-2, 2] (0 is off)", -2.0, 2.0),
     "frequency_penalty": _Range(float, "in [-2, 2] (0 is off)", -2.0, 2.0),
-    "repetition_penalty": _Range(float, "in (0, 100] (1 is off)", 0.0, 100.0, is_open=True),
-    "no_repeat_ngram_size": _Range(int, ">= 0 (0 is off)", 0),
+    "repetition_penalty": _Range(float, "in [0.01, 100] (1 is off)", FLOAT32_0_01, 100.0),
+    "no_repeat_ngram_size": _Range(int, f"in 0..{MAX_NGRAM_SIZE} (0 is off)", 0, MAX_NGRAM_SIZE),
     "seed": _Range(int, f"in 0..{MAX_SEED}", 0, MAX_SEED),
     "max_tokens": _Range(int, ">= 1", 1),
     "min_tokens": _Range(int, ">= 0, and at most max_tokens", 0),
@@ -123,7 +125,7 @@ class SamplingParams:
             if value is None:
                 continue
             is_low = value <= known.least if known.is_open else value < known.least
-            if is_low or value > known.most or not math.isfinite(value):
+            if is_low or value > known.most or (isinstance(value, float) and not math.isfinite(value)):
                 raise InvalidRequestError(invalid(name), name, value, known.bound)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "echo"):
             check_bool(invalid(name), name, getattr(self, name))
@@ -167,9 +169,11 @@ def _processors(given: object) -> tuple[LogitsProcessor, ...]:
     """Returns callables; a single one may be given alone."""
     if given is None or callable(given):
         return () if given is None else (given,)
-    if not isinstance(given, Iterable):
-        raise InvalidRequestError("INVALID_LOGITS_PROCESSORS", "logits_processors", given, "a list of callables")
-    processors = tuple(given)
+    try:
+        processors: tuple[LogitsProcessor, ...] = tuple(given)  # type: ignore[arg-type]
+    except TypeError:
+        bound = "a list of callables"
+        raise InvalidRequestError("INVALID_LOGITS_PROCESSORS", "logits_processors", given, bound) from None
     for i, processor in enumerate(processors):
         if not callable(processor):
             name = f"logits_processors[{i}]"
@@ -186,9 +190,12 @@ def _biases(given: object) -> Mapping[int, float]:
     if isinstance(pairs, str | bytes) or not isinstance(pairs, Iterable):
         raise InvalidRequestError("INVALID_LOGIT_BIAS", "logit_bias", given, bound)
     try:
-        found = {_token_id(token): plain_number(value, float) for token, value in pairs}
+        each = [(_token_id(token), plain_number(value, float)) for token, value in pairs]
     except (TypeError, ValueError, OverflowError):
         raise InvalidRequestError("INVALID_LOGIT_BIAS", "logit_bias", given, bound) from None
+    found = dict(each)
+    if len(found) < len(each):
+        raise InvalidRequestError("INVALID_LOGIT_BIAS", "logit_bias", given, "one bias for each token id")
     if len(found) > MAX_LOGIT_BIASES:
         raise InvalidRequestError(
             "TOO_MANY_LOGIT_BIASES", "logit_bias", len(found), f"at most {MAX_LOGIT_BIASES} token ids"

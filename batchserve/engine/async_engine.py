@@ -182,7 +182,11 @@ class AsyncEngine:
                 raise self._closed.with_traceback(None)
             if requests[0].sampling.logits_processors and isinstance(self._host, EngineProcess):
                 bound = "empty: the engine runs in a process of its own"
-                raise InvalidRequestError("INVALID_LOGITS_PROCESSORS", "logits_processors", "some", bound)
+                processors = requests[0].sampling.logits_processors
+                raise InvalidRequestError("INVALID_LOGITS_PROCESSORS", "logits_processors", processors, bound)
+            if len(requests) > sum(self._places):
+                bound = f"at most {sum(self._places)}: max_num_seqs and max_waiting together"
+                raise InvalidRequestError("INVALID_N", "n", len(requests), bound)
             if len(self._streams) + len(requests) - 1 > sum(self._places):
                 raise QueueFullError(*self._places)
             forks = enumerate(requests[1:], 1)

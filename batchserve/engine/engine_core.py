@@ -183,8 +183,10 @@ class EngineCore:
         if plan.requests:
             self._run(plan, began_s)
         else:
+            # Before others may begin because of what is published:
+            is_stuck = bool(self.scheduler.waiting) and not self.scheduler.running and not plan.preempted
             self._publish()
-            if self.scheduler.waiting and not self.scheduler.running and not plan.preempted:
+            if is_stuck:
                 # All memory is free and yet too little for one request: the system has less than was planned with.
                 request = self.scheduler.waiting.first(began_s)
                 self._end_without_memory(request, f"no memory for K/V of {len(request.token_ids)} tokens")
@@ -349,7 +351,6 @@ class EngineCore:
         all_tokens = verified.token_ids.tolist()
         for place, noted in verified.prompt_logprobs.items():
             request, start = plan.requests[place], int(plan.columns[place, COMPUTED]) + 1
-            request.prompt_logprobs = request.prompt_logprobs or [None]
             request.prompt_logprobs[start : start + len(noted)] = noted
         for place, logprobs in verified.logprobs.items():
             if done.columns[place][STATUS] <= FULL:
@@ -508,5 +509,5 @@ def _no_logits(request: Request) -> NonFiniteLogitsError:
     where = f"request_id = {request.request_id!r}, after {request.num_output_tokens} tokens"
     why = "the model's logits are NaN or infinite; a wider dtype may hold its numbers"
     if request.adjustments is not None:
-        why += ". Or the sampling parameters leave no token"
+        why = "the sampling parameters leave no token, or the logits are NaN or infinite"
     return NonFiniteLogitsError(f"{where}: {why}")

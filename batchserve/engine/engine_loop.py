@@ -80,7 +80,13 @@ class EngineLoop:
             self._core.abort_all()
             return False
         if isinstance(message, Add):
-            request = message.request.begin()
+            try:
+                request = message.request.begin()
+            except Exception as error:
+                self.metrics.faults.note("request", error, "it has failed")
+                failed = EngineFaultError(f"request_id = {message.request.request_id!r}: it cannot begin")
+                self._send(Events([(message.ticket, failed)]))
+                return True
             self._tickets[request] = message.ticket
             self._requests[message.ticket] = request
             self._core.add(request)

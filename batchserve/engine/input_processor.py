@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from batchserve.config import PRIVATE_SCOPE, PROCESSED_LOGPROBS, EngineConfig, UnchosenScope
-from batchserve.engine.detokenizer import decoder_of
+from batchserve.engine.detokenizer import REPLACEMENT, decoder_of
 from batchserve.errors import InvalidRequestError
 from batchserve.request import FORKS, TENANT, DraftScope, NewRequest, Request, ResolvedSampling, ResolvedSpeculation
 from batchserve.row_adjustments import mask_of
@@ -225,8 +225,8 @@ class InputProcessor:
         for i, word in enumerate(words):
             field = f"bad_words[{i}]"
             alone, spaced = (
-                tuple(self._tokenize_text(field, space + word.lstrip(), add_special_tokens=False))
-                for space in ("", " ")
+                tuple(self._tokenize_text(field, text, add_special_tokens=False))
+                for text in (word.lstrip() or word, f" {word.lstrip()}")
             )
             if not alone or not spaced:
                 raise InvalidRequestError("INVALID_BAD_WORD", field, word, "text that has tokens")
@@ -241,7 +241,8 @@ class InputProcessor:
             raise InvalidRequestError("NO_TOKENIZER", "echo", True, "False: the model has no tokenizer")
         decoder = decoder_of(self.facts.tokenizer)
         assert decoder is not None
-        return str(decoder.decode([*token_ids], skip_special_tokens=skip_special_tokens))
+        text = str(decoder.decode([*token_ids], skip_special_tokens=skip_special_tokens))
+        return text.rstrip(REPLACEMENT)  # of an incomplete character, which comes with the token that completes it
 
     def resolve_speculation(self, params: SpeculationParams) -> ResolvedSpeculation:
         """Fills in the server's defaults and checks the references. Raises InvalidRequestError."""
@@ -298,9 +299,12 @@ class InputProcessor:
             raise InvalidRequestError("INVALID_SAMPLING_PARAMS", "params", params, "a SamplingParams")
         if not isinstance(speculation, SpeculationParams):
             raise InvalidRequestError("INVALID_SPECULATION", "speculation", speculation, "a SpeculationParams")
-        if len(request_id) > MAX_REQUEST_ID_CHARS:
+        if len(request_id) > MAX_REQUEST_ID_CHARS or "\0" in request_id:
             raise InvalidRequestError(
-                "INVALID_REQUEST_ID", "request_id", request_id, f"at most {MAX_REQUEST_ID_CHARS} characters"
+                "INVALID_REQUEST_ID",
+                "request_id",
+                request_id,
+                f"at most {MAX_REQUEST_ID_CHARS} characters, none of them NUL",
             )
         sampling = self.resolve(params, len(prompt_token_ids))
         resolved = self.resolve_speculation(speculation)

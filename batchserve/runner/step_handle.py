@@ -196,7 +196,13 @@ def verify_request(
         if adjustments is None and sampling.logprobs is None:
             return sampler.token_at(row - root, next_position + depth, sampling)
         path[depth - 1 :] = [rows.token_ids[row]] if depth else []
-        return sampler.adjusted_token_at(row - root, next_position + depth, sampling, adjustments, path, logprobs)
+        place = row - root, next_position + depth
+        try:
+            return sampler.adjusted_token_at(*place, sampling, adjustments, path, logprobs)
+        except ProcessorError:
+            if depth == 0:
+                raise
+            return NO_TOKEN  # it is called again in the next step, unless the answer ends before
 
     def forced(row: int, depth: int) -> int:
         token, position = target(row, depth), next_position + depth

@@ -74,7 +74,7 @@ def _forbid_repeated(row, history, ngram_size):  # type: ignore[no-untyped-def]
             row[history[start + ngram_size - 1]] = FORBIDDEN
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _penalize(row, record, history, counts, seen, progress):  # type: ignore[no-untyped-def]
     """Counts the tokens that have been added to the history, and applies the penalties."""
     for i in range(progress[COUNTED], history.shape[0]):

@@ -75,10 +75,41 @@ def raising(token_ids: Sequence[int], logits: np.ndarray) -> np.ndarray:
     return logits
 
 
+def ending(token_ids: Sequence[int], logits: np.ndarray) -> np.ndarray:
+    raise SystemExit(3)
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def unspeakable(token_ids: Sequence[int], logits: np.ndarray) -> np.ndarray:
+    raise Unspeakable
+
+
+def test_what_is_raised_after_an_answers_end_or_later_takes_nothing_from_it(tiny_model: dict[str, Path]) -> None:
+    """With drafts it is called for rows that the answer may not reach."""
+    model, plain = tiny_model["llama"], SpeculationParams(is_enabled=False)
+    truth = run(build(model), [Job(PROMPT, PLAIN, speculation=plain)], Coverage())[0].token_ids
+    stop = truth[4]
+
+    def strict(token_ids: Sequence[int], logits: np.ndarray) -> np.ndarray:
+        assert stop not in token_ids[len(PROMPT) :], "called after the end"
+        return logits
+
+    asked = SamplingParams(temperature=0.0, max_tokens=24, stop_token_ids=(stop,), logits_processors=(strict,))
+    drafter = OracleDrafter(VOCAB_SIZE, 3, {tuple(PROMPT): truth})
+    expected = truth[: truth.index(stop)]
+    assert run(build(model, drafter), [Job(PROMPT, asked)], Coverage())[0].token_ids == expected
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize(
     ("processor", "said"),
     [
+        (ending, "raised SystemExit: 3"),
+        (unspeakable, "raised Unspeakable: its text cannot be made"),
         (raising, r"logits_processors\[1\] raised ValueError: no more"),
         (lambda token_ids, logits: logits[:5], r"returned the shape \(5,\): must be \(128,\)"),
         (lambda token_ids, logits: "text", r"raised ValueError"),

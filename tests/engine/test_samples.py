@@ -50,6 +50,16 @@ def test_how_many_there_may_be(n: object, bound: str) -> None:
         SamplingParams(n=n)  # type: ignore[arg-type]
 
 
+def test_samples_begin_when_the_first_ends_with_its_first_token(tiny_model: dict[str, Path]) -> None:
+    llm = LLM(str(tiny_model["llama"]), dtype="float32", cache_dir=str(tiny_model["llama"] / "cache"))
+    for params in (
+        SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=1),
+        SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=8, allowed_token_ids=(2,)),  # the EOS
+    ):
+        (found,) = llm.generate([PROMPT], params, show_progress=False)
+        assert [len(each.token_ids) for each in found.samples] == [params.max_tokens % 8] * 3
+
+
 async def test_they_stream_beside_each_other_and_end_together_with_their_call(tiny_model: dict[str, Path]) -> None:
     config = EngineConfig(str(tiny_model["llama"]), dtype="float32", max_num_seqs=3, max_waiting=3)
     engine = AsyncEngine(build_engine(config), config)
@@ -68,8 +78,15 @@ async def test_they_stream_beside_each_other_and_end_together_with_their_call(ti
             ended += [event.index] if event.finish_reason is not None else []
         assert [tokens[i] for i in range(4)] == [each.token_ids for each in whole.samples]
         assert sorted(ended) == [0, 1, 2, 3]
-        with pytest.raises(QueueFullError):
+        with pytest.raises(InvalidRequestError, match="n = 7: must be at most 6"):
             await engine.generate(PROMPT, SamplingParams(n=7, temperature=1.0))
+        running = engine.stream(PROMPT, params)
+        await anext(running)
+        with pytest.raises(QueueFullError):
+            await engine.generate(PROMPT, params)
+        await running.aclose()
+        with pytest.raises(InvalidRequestError, match="none of them NUL"):
+            await engine.generate(PROMPT, params, request_id="one\0001")
         with pytest.raises(InvalidRequestError, match="n = 2: must be 1 at temperature 0"):
             await engine.generate(PROMPT, SamplingParams(n=2, temperature=0.0))
         cut = engine.stream(PROMPT, params)

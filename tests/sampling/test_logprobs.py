@@ -138,7 +138,7 @@ def test_those_of_a_prompt_are_of_every_token_whatever_runs_beside_it(
         found.append([answers[i].prompt_logprobs for i in range(len(jobs))])
     assert found[0] == found[1]
     assert found[0][4:] == [None, None]
-    assert found[0][0] is None, "there is nothing before the only token"
+    assert found[0][0] == [None], "there is nothing before the only token"
     for prompt, each in zip(prompts[1:], found[0][1:4], strict=True):
         assert each is not None
         assert each[0] is None

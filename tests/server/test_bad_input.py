@@ -141,7 +141,7 @@ BAD: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str, str, str, str]] =
             ("min_p", 1.5, "in [0, 1]"),
             ("presence_penalty", -2.5, "in [-2, 2]"),
             ("frequency_penalty", 3.0, "in [-2, 2]"),
-            ("repetition_penalty", 0.0, "in (0, 100]"),
+            ("repetition_penalty", 0.0, "in [0.01, 100]"),
         )
     },
     "a bias for no token": (

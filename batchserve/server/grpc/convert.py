@@ -194,6 +194,13 @@ def to_generate_request(
     ):
         if value is not None and value > MAX_UINT32:
             raise InvalidRequestError(invalid(name), name, value, f"at most {MAX_UINT32}")
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for token_id in getattr(params, name):
+            if not 0 <= token_id <= MAX_UINT32:
+                raise InvalidRequestError("TOKEN_ID_OUT_OF_RANGE", name, token_id, f"token ids in 0..{MAX_UINT32}")
+    if params.logits_processors:
+        bound = "empty: processors cannot be sent to a server"
+        raise InvalidRequestError("INVALID_LOGITS_PROCESSORS", "logits_processors", params.logits_processors, bound)
     return pb.GenerateRequest(
         text=prompt if isinstance(prompt, str) else None,
         token_ids=None if isinstance(prompt, str) else pb.TokenIds(ids=prompt),
