@@ -209,8 +209,9 @@ async def _local_events(
 async def _remote_events(
     target: str, prompt: str | Sequence[int], params: SamplingParams, speculation: SpeculationParams, priority: int
 ) -> AsyncGenerator[Started | Delta, None]:
+    from batchserve.server.grpc.answers import from_stream_response
     from batchserve.server.grpc.client import GenerationClient
-    from batchserve.server.grpc.convert import from_stream_response, to_generate_request
+    from batchserve.server.grpc.convert import to_generate_request
 
     async with GenerationClient(target) as client:
         request = to_generate_request(prompt, params, speculation, priority)

@@ -1,4 +1,4 @@
-"""What a request's sampling parameters do to each row of its logits before a token is chosen.
+"""Changes each row of a request's logits by its sampling parameters, before a token is chosen.
 
 The definition, in NumPy, and the arrays that its compiled version (adjust_kernel.py) reads.
 """

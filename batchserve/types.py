@@ -203,7 +203,7 @@ class Started:
 
 @dataclass(slots=True)
 class Delta:
-    """What one verified step added to an answer. `finish_reason`, `usage` and `timing` are set on the last delta.
+    """The part of an answer that one verified step added. The last one has finish_reason, usage and timing.
 
     stop_reason and logprobs: as in RequestOutput; logprobs are those of this delta's token_ids. index: of the sample
     that it belongs to, from 0. prompt_logprobs: as in RequestOutput, in the first delta.

@@ -1,4 +1,4 @@
-"""What parameters that change logits cost on a CPU, beside a step of the 90M model.
+"""The cost of parameters that change logits on a CPU, beside a step of the 90M model.
 
     python -m benchmarks.adjusting [--rounds 30] [--threads 2]
 

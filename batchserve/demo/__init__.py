@@ -15,8 +15,9 @@ from batchserve.demo.prompts import BUNDLED, Questions, questions_for
 from batchserve.demo.server_process import running_server
 from batchserve.demo.view import View
 from batchserve.errors import ConfigError
+from batchserve.server.grpc.answers import from_stream_response
 from batchserve.server.grpc.client import GenerationClient
-from batchserve.server.grpc.convert import from_stream_response, to_generate_request
+from batchserve.server.grpc.convert import to_generate_request
 from batchserve.types import FinishReason, SamplingParams, SpeculationParams, Started
 
 if TYPE_CHECKING:

@@ -181,9 +181,8 @@ class AsyncEngine:
             if self._closed is not None:
                 raise self._closed.with_traceback(None)
             if requests[0].sampling.logits_processors and isinstance(self._host, EngineProcess):
-                bound = "empty: the engine runs in a process of its own"
-                processors = requests[0].sampling.logits_processors
-                raise InvalidRequestError("INVALID_LOGITS_PROCESSORS", "logits_processors", processors, bound)
+                value, bound = requests[0].sampling.logits_processors, "empty: the engine is a process of its own"
+                raise InvalidRequestError("INVALID_LOGITS_PROCESSORS", "logits_processors", value, bound)
             if len(requests) > sum(self._places):
                 bound = f"at most {sum(self._places)}: max_num_seqs and max_waiting together"
                 raise InvalidRequestError("INVALID_N", "n", len(requests), bound)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from batchserve.engine.batching import batch_of
 from batchserve.engine.commit import FULL, GOES_ON, NUM_GIVEN, NUM_KEPT, OVERFLOWED, STATUS, STOPPED, commit_step
 from batchserve.engine.detokenizer import Decoder, IncrementalDetokenizer, special_texts, token_texts
 from batchserve.engine.output_collector import OutputCollector
@@ -24,9 +25,7 @@ from batchserve.errors import (
 )
 from batchserve.free_memory import describe_out_of_memory
 from batchserve.request import Request
-from batchserve.runner.ragged_batch import RaggedBatch, flatten
-from batchserve.runner.row_layout import ALL
-from batchserve.scheduler.plan import COMPUTED, IS_SAMPLED, PENDING
+from batchserve.scheduler.plan import COMPUTED
 from batchserve.types import Delta, FinishReason
 
 if TYPE_CHECKING:
@@ -38,7 +37,8 @@ if TYPE_CHECKING:
     from batchserve.engine.drafting import DraftStage
     from batchserve.engine.executor import Executor
     from batchserve.metrics import EngineMetrics
-    from batchserve.request import DraftScope, ResolvedSampling
+    from batchserve.request import DraftScope
+    from batchserve.runner.ragged_batch import RaggedBatch
     from batchserve.sampling.verify import StepTokens
     from batchserve.scheduler.plan import SchedulerOutput
     from batchserve.scheduler.scheduler import Scheduler
@@ -306,36 +306,7 @@ class EngineCore:
         """The rows of a step. drafts: a tree for every scheduled request, empty ones included."""
         for request in [each for each in plan.requests if each.first_scheduled_s is None]:
             self._begun(request)
-        heads = plan.columns[:, : IS_SAMPLED + 1]
-        if plan.is_all_decoding:
-            pending: Any = self.scheduler.table.last_token[plan.slots]
-            samplings: list[ResolvedSampling | None] = [request.sampling for request in plan.requests]
-        else:
-            parts = zip(plan.requests, heads.tolist(), strict=True)
-            pending = [*chain.from_iterable(r.token_ids[start : start + count] for r, (start, count, _) in parts)]
-            is_sampled = plan.columns[:, IS_SAMPLED].tolist()
-            samplings = [r.sampling if sampled else None for r, sampled in zip(plan.requests, is_sampled, strict=True)]
-        prompts = self._wanted_prompts(plan) if self._unusual else {}
-        if prompts:
-            heads = heads.copy()
-            heads[[*prompts], IS_SAMPLED] |= ALL
-        batch = flatten(plan.request_ids, samplings, heads, pending, drafts)
-        if self._unusual:
-            each = enumerate(request.adjustments for request in plan.requests)
-            batch.adjustments = {place: adjustments for place, adjustments in each if adjustments is not None}
-            batch.prompts = prompts
-        return batch
-
-    def _wanted_prompts(self, plan: SchedulerOutput) -> dict[int, tuple[list[int], int]]:
-        """Returns RaggedBatch.prompts."""
-        found = {}
-        for place, request in enumerate(plan.requests):
-            num_tops = request.sampling.prompt_logprobs
-            if num_tops is not None:
-                start, count = plan.columns[place, [COMPUTED, PENDING]].tolist()
-                if tokens := request.wanted_tokens(start, count):
-                    found[place] = tokens, num_tops
-        return found
+        return batch_of(plan, drafts, self.scheduler.table.last_token, has_unusual=bool(self._unusual))
 
     def _begun(self, request: Request) -> None:
         request.first_scheduled_s = self._clock()

@@ -45,7 +45,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 class Neighbours:
-    """What others have taken of the machine's cores since this was made."""
+    """Measures how many of the machine's cores others have used since this was made."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root, self._own_s, self._began_s = root, time.process_time(), time.perf_counter()

@@ -29,7 +29,7 @@ RAW = np.array([0.0, 0.0, 1.0, NEGLIGIBLE_NATS])  # parameters that process noth
 
 
 class FoundLogprobs(NamedTuple):
-    """What compiled code found, at the places of the tokens in `walked`.
+    """Log probabilities that compiled code found, at the places of the tokens in `walked`.
 
     values float32 and ranks int64 [num_rows]: of the tokens. top_ids int64 and top_values float32 [num_rows, most]: of
     the likeliest ones, descending.

@@ -123,7 +123,7 @@ def accepted_kv_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def last_accepted_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an accepted path the last token is dropped; the bonus token is kept. (Compiled code relies on one a path.)"""
+    """The last token of an accepted path is dropped; the bonus token is kept. (Compiled code relies on one a path.)"""
     right_walk, right_reading = step_handle.verify_batch, DeviceSampler.to_verified
 
     def cut(verified: VerifiedTokens | None) -> VerifiedTokens | None:

@@ -125,7 +125,7 @@ def oracle(model: Path, jobs: Sequence[Job], vocab_size: int, **options: Any) ->
 
 def check_cases(model: Path, seed: int, count: int, dtype: str, **options: Any) -> None:
     jobs = random_cases(random.Random(seed), count, VOCAB_SIZE)
-    drafters = "mixture" if dtype == "float32" else "jacobi", oracle(model, jobs, VOCAB_SIZE, dtype=dtype)
+    drafters = "mixture", "jacobi", oracle(model, jobs, VOCAB_SIZE, dtype=dtype)
     coverage = check(model, jobs, drafters, dtype=dtype, **options)
     used = Counter(each.name for job in jobs for each in dataclasses.fields(SamplingParams) if given(job, each.name))
     adjusted = sum(count for name, count in used.items() if "penalty" in name or "bias" in name)
@@ -133,7 +133,7 @@ def check_cases(model: Path, seed: int, count: int, dtype: str, **options: Any) 
     assert adjusted > count / 2
     assert coverage.accepted > 5 * count
     assert coverage.trees["partly"] > count
-    assert coverage.stops_inside_run > 0 or dtype == "bfloat16"  # whose answers do not happen to end so
+    assert coverage.stops_inside_run > 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -153,11 +153,11 @@ def test_tiny_models_at_length(family: str, seed: int, tiny_model: dict[str, Pat
 
 def test_bundled_model_with_texts() -> None:
     model = Path(resolve_model("bundled"))
-    jobs = random_cases(random.Random(12), 40, 4096, has_text=True)
+    jobs = random_cases(random.Random(12), 60, 4096, has_text=True)
     coverage = check(model, jobs, ["mixture", "trie", "reference", "jacobi"], dtype="float32")
     assert coverage.accepted > 40
     for name in ("bad_words", "stop"):
-        assert sum(given(job, name) for job in jobs) > 3
+        assert sum(given(job, name) for job in jobs) > 5
 
 
 def forgotten_ancestors(monkeypatch: pytest.MonkeyPatch) -> None:

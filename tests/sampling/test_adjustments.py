@@ -163,7 +163,7 @@ def step_by_step(table: np.ndarray, chosen: ResolvedSampling, tokens: Sequence[i
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("seed", range(100))
 def test_walks_give_the_tokens_of_decoding_step_by_step(seed: int, temperature: float) -> None:
-    """Of two requests at once, with trees that hold the right path beside wrong ones."""
+    """Two requests are walked at once, whose trees hold the right path beside wrong ones."""
     rng = random.Random(seed)
     table = np.stack([random_row(rng) for _ in range(VOCAB)])
     each, rows, expected = {}, [], []

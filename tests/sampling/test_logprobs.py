@@ -76,7 +76,7 @@ def test_processed_ones_are_those_of_the_distribution_that_is_drawn_from(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_each_token_of_an_accepted_path_has_its_own(seed: int) -> None:
-    """Of a greedy and a sampled request; compiled and not."""
+    """A greedy and a sampled request are walked, by compiled code and without it."""
     rng = random.Random(seed)
     table = np.stack([random_row(seed * 1000 + i) for i in range(VOCAB)])
     rows, expected = [], []

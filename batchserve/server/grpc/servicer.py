@@ -17,11 +17,9 @@ from batchserve.errors import (
     UnknownModelError,
     UnreadAnswerError,
 )
+from batchserve.server.grpc.answers import to_generate_response, to_model_info, to_stream_responses
 from batchserve.server.grpc.convert import (
     from_generate_request,
-    to_generate_response,
-    to_model_info,
-    to_stream_responses,
     with_path,
 )
 from batchserve.server.grpc.status import abort

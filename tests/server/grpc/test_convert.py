@@ -12,13 +12,12 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from batchserve.errors import InvalidRequestError
+from batchserve.server.grpc.answers import from_stream_response, to_stream_responses
 from batchserve.server.grpc.convert import (
     MAX_STOP_TOKEN_IDS,
     from_generate_request,
-    from_stream_response,
     refuse_unknown_fields,
     to_generate_request,
-    to_stream_responses,
     with_path,
 )
 from batchserve.server.grpc.servicer import GenerationServicer
