@@ -13,7 +13,7 @@ from batchserve.runner.checkpoint import check_filled, check_path
 def resolve_model(model: str) -> str:
     """Returns the model's folder: the bundled one for "bundled", the local copy for a hub id.
 
-    Raises ConfigError if there is none, or if Git or a download has left a placeholder for a file.
+    Raises ConfigError if there is none, or if Git or a download has left only a pointer to a file.
     """
     if model == "bundled":
         return str(resources.files("batchserve") / "data" / "bundled")
