@@ -30,6 +30,7 @@ MAX_SCOPE_CHARS = 256
 SCOPE_NAME_BOUND = f"1..{MAX_SCOPE_CHARS} characters of text"
 GENERATION_CONFIGS = ("auto", "off")
 LOGPROBS_MODES = RAW_LOGPROBS, PROCESSED_LOGPROBS = ("raw_logprobs", "processed_logprobs")
+JSON_WHITESPACES = COMPACT_JSON, ANY_JSON = ("compact", "any")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "cpu", "flashinfer", "triton", "torch")
@@ -173,6 +174,8 @@ class EngineConfig:
     are greedy, without penalties.
     logprobs_mode: log probabilities of tokens are the model's (raw_logprobs), or those that tokens were drawn by, after
     penalties, bans, temperature, min_p, top_k and top_p (processed_logprobs).
+    json_whitespace: where a request asks for JSON, its white space is that of Python's json.dumps (compact), which
+    leaves more tokens that are forced; or any.
     num_threads: compute threads on a CPU, at most MAX_THREADS. None: what measures fastest at start. With a GPU, the
     threads that make drafts.
     instruction_set: the instructions that compiled kernels use on a CPU. It has to be chosen before they are loaded
@@ -218,6 +221,7 @@ class EngineConfig:
     max_kept_bytes: int = 32 << 30
     share_weights: bool = False
     logprobs_mode: str = RAW_LOGPROBS
+    json_whitespace: str = COMPACT_JSON
     generation_config: str = "auto"
 
     @property
@@ -300,6 +304,7 @@ class EngineConfig:
         one_of("dtype", self.dtype, DTYPES)
         one_of("generation_config", self.generation_config, GENERATION_CONFIGS)
         one_of("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
+        one_of("json_whitespace", self.json_whitespace, JSON_WHITESPACES)
         one_of("device", self.device, DEVICES)
         one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         one_of("flashinfer_mask", self.flashinfer_mask, FLASHINFER_MASKS)

@@ -21,6 +21,7 @@ from batchserve.config import (
     FLASHINFER_MASKS,
     GENERATION_CONFIGS,
     ITL_INFLATION,
+    JSON_WHITESPACES,
     LOG_FORMATS,
     LOG_LEVELS,
     LOGPROBS_MODES,
@@ -195,6 +196,10 @@ ENGINE_OPTIONS = {
         "log probabilities of tokens: the model's, or those that tokens were drawn by, after penalties, bans, "
         "temperature and cuts",
         LOGPROBS_MODES,
+    ),
+    "json_whitespace": Option(
+        "where a request asks for JSON: one space after a comma or colon and none elsewhere, or any white space",
+        JSON_WHITESPACES,
     ),
     "served_model_name": Option("the name that requests may give", default_text="the value of --model"),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +13,9 @@ from batchserve.request_table import RequestTable
 from batchserve.row_adjustments import RowAdjustments
 from batchserve.sampling_params import LogitsProcessor
 from batchserve.types import FinishReason, Timing, TokenLogprobs, Usage
+
+if TYPE_CHECKING:
+    from batchserve.grammar.definition import Grammar
 
 TENANT = "default"  # there is no authentication: all callers are one
 
@@ -55,6 +59,8 @@ class ResolvedSampling:
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed: bytes = b""
     logits_processors: tuple[LogitsProcessor, ...] = ()
+    grammar: Grammar | None = None
+    ignored_end_token_ids: tuple[int, ...] = ()  # end tokens of the model that a grammar's end does not mean
     changes_logits: bool = field(init=False)  # rows of logits have to be adjusted before a token is chosen
     is_argmax: bool = field(init=False)  # nothing is asked of a row but its greatest logit
 
@@ -66,7 +72,7 @@ class ResolvedSampling:
     def _changes_logits(self) -> bool:
         has_penalty = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         is_banning = self.no_repeat_ngram_size > 0 or self.min_tokens > 0 or bool(self.bad_words or self.allowed)
-        return has_penalty or is_banning or bool(self.logit_bias or self.logits_processors)
+        return has_penalty or is_banning or bool(self.logit_bias or self.logits_processors or self.grammar)
 
 
 GREEDY = ResolvedSampling(0.0, 0, 1.0, 0, 1, frozenset())  # one token: for steps that nobody has asked for

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from batchserve.config import is_utf8
 from batchserve.errors import InvalidRequestError, invalid
@@ -21,12 +22,16 @@ MAX_STOP_STRING_CHARS = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
 MAX_LOGIT_BIASES = 1024
+MAX_GRAMMAR_BYTES = 64 << 10  # of a schema, a regular expression or an EBNF
+MAX_CHOICES = 256
+MAX_CHOICE_CHARS = 1024
 MAX_ALLOWED_TOKEN_IDS = 1 << 16
 MAX_BIAS = 100.0
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 64
 MAX_SEED = 2**64 - 1
 MAX_NGRAM_SIZE = 2**31 - 1
+GRAMMAR_FIELDS = ("json_schema", "json_object", "regex", "ebnf", "choice")
 FLOAT32_0_01 = 0.0099999997  # 0.01 as it comes over the wire
 
 
@@ -89,6 +94,8 @@ class SamplingParams:
     those of the model, or after all of the above (the engine's option logprobs_mode). n: so many samples of one prompt,
     which is computed once; the seed of each is one more than that of the one before.
     prompt_logprobs: the same of each token of the prompt but the first; then nothing is taken from the prefix cache.
+    json_schema (text or a mapping), json_object, regex, ebnf (llama.cpp's GBNF or llguidance's Lark) or choice: the
+    answer follows it; at most one of them (docs/sampling.md, "Structured output").
     echo: the text begins with that of the prompt's tokens. logits_processors: called one after the other, before all
     else is done to logits; only in the process of the engine, and slow.
     """
@@ -117,6 +124,11 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # as logprobs; always the model's
     echo: bool = False
     logits_processors: tuple[LogitsProcessor, ...] = ()
+    json_schema: str | Mapping[str, Any] | None = None  # kept as text
+    json_object: bool = False
+    regex: str | None = None
+    ebnf: str | None = None
+    choice: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, known in _RANGES.items():
@@ -127,7 +139,7 @@ class SamplingParams:
             is_low = value <= known.least if known.is_open else value < known.least
             if is_low or value > known.most or (isinstance(value, float) and not math.isfinite(value)):
                 raise InvalidRequestError(invalid(name), name, value, known.bound)
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "echo"):
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "echo", "json_object"):
             check_bool(invalid(name), name, getattr(self, name))
         for name in ("stop_token_ids", "allowed_token_ids"):
             object.__setattr__(self, name, tuple_of(invalid(name), name, getattr(self, name), int))
@@ -146,8 +158,36 @@ class SamplingParams:
             )
         self._set_texts("stop", "STOP_STRING", MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)
         self._set_texts("bad_words", "BAD_WORD", MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
+        self._set_texts("choice", "CHOICE", MAX_CHOICES, MAX_CHOICE_CHARS)
+        self._set_grammar()
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         object.__setattr__(self, "logits_processors", _processors(self.logits_processors))
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether the answer has to follow a schema, an expression, a grammar or a choice."""
+        return any(getattr(self, name) not in (None, False, ()) for name in GRAMMAR_FIELDS)
+
+    def _set_grammar(self) -> None:
+        if isinstance(self.json_schema, Mapping):
+            try:
+                text = json.dumps(self.json_schema, ensure_ascii=False, allow_nan=False)
+            except (TypeError, ValueError, RecursionError) as error:
+                bound = f"what JSON can hold ({error})"
+                raise InvalidRequestError("INVALID_JSON_SCHEMA", "json_schema", self.json_schema, bound) from None
+            object.__setattr__(self, "json_schema", text)
+        for name in ("json_schema", "regex", "ebnf"):
+            text = getattr(self, name)
+            if text is None:
+                continue
+            if not isinstance(text, str) or not text or not is_utf8(text):
+                raise InvalidRequestError(invalid(name), name, text, "text that can be encoded as UTF-8")
+            if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
+                raise InvalidRequestError(invalid(name), name, f"{size} bytes", f"at most {MAX_GRAMMAR_BYTES} bytes")
+        given = [name for name in GRAMMAR_FIELDS if getattr(self, name) not in (None, False, ())]
+        if len(given) > 1:
+            bound = f"unset, as {given[0]} is set: at most one of {', '.join(GRAMMAR_FIELDS)}"
+            raise InvalidRequestError("CONFLICTING_GRAMMARS", given[1], getattr(self, given[1]), bound)
 
     def _set_texts(self, name: str, reason: str, most: int, most_chars: int) -> None:
         """Makes a field a tuple of texts that are not empty and can be encoded; a single text may be given alone."""

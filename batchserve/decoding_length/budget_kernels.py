@@ -9,9 +9,11 @@ import numpy as np
 
 from batchserve.decoding_length import time_kernels
 from batchserve.decoding_length.time_kernels import ATTENDED, LOG_FACTOR, NUM_SLOPES, seconds_at
+from batchserve.draft.forest import FORCED
 from batchserve.native.jit import njit
 
-MIN_PROB, MAX_PROB = 1e-4, 0.995  # nothing is certain
+MIN_PROB, MAX_PROB = 1e-4, 0.995  # nothing that a drafter claims is certain
+CERTAIN = 1.0  # the edge to a forced node, which says nothing of its drafter
 PRIOR, REQUEST_PRIOR = 2.0, 6.0  # edges, of a drafter's claim, and of a request
 CHANCE = 0.5  # what is so many variances off what was expected is half believed
 MEMORY, REQUEST_MEMORY = 1000.0, 64.0  # edges that are remembered of a drafter's claim, and of a request
@@ -84,10 +86,10 @@ def own_shift(record):  # type: ignore[no-untyped-def]
 def weigh_nodes(starts, parents, probs, bins, books, who, links, results, trees):  # type: ignore[no-untyped-def]
     """Calibrate all trees of a step; tree i has the nodes from starts[i] to starts[i + 1].
 
-    parents: inside the tree, -1 for its root; probs: path probabilities as claimed. bins: the depth bin of each depth
-    (the last for all beyond), and the bounds of the bins of claims. books: sums, shifts and is_stale of _correct. who:
-    the slots of all requests of the step, the place of each tree's among them, and by slot drafter_of and records
-    [num_slots, 3] (see own_shift). Fills links [3, num_nodes]: columns (depth bin * num claim bins + claim bin), owners
+    parents: inside the tree, -1 for its root; probs: path probabilities as claimed, or FORCED. bins: the depth bin of
+    each depth (the last for all beyond), and the bounds of the bins of claims. books: sums, shifts and is_stale of
+    _correct. who: the slots of all requests of the step, the place of each tree's among them, and by slot drafter_of
+    and records [num_slots, 3] (see own_shift). Fills links [3, num_nodes]: columns (depth bin * num claim bins + claim bin), owners
     (places), ones; results [3, num_nodes]: claims and edges (of a node given its parent, as claimed and calibrated),
     paths (calibrated); trees [2, num_trees]: slots, and what is reached (see score_trees). Returns -1, or a node whose
     parent does not come before.
@@ -98,7 +100,7 @@ def weigh_nodes(starts, parents, probs, bins, books, who, links, results, trees)
     _correct(sums, shifts, is_stale)
     claims, edges, paths = results[0], results[1], results[2]
     num_probs = len(prob_bounds) + 1
-    depths = np.empty(len(parents), np.int64)
+    depths, claimed = np.empty(len(parents), np.int64), np.empty(len(parents))
     for i in range(len(places)):
         start, slot = starts[i], slots[places[i]]
         drafter, own = drafter_of[slot], own_shift(records[slot])
@@ -108,12 +110,13 @@ def weigh_nodes(starts, parents, probs, bins, books, who, links, results, trees)
                 return node - start
             parent = parents[node] + start if parents[node] >= 0 else -1
             depths[node] = depths[parent] + 1 if parent >= 0 else 1
-            above = probs[parent] if parent >= 0 else 1.0
-            claim = min(1.0, max(0.0, probs[node] / max(above, 1e-12)))
+            above = claimed[parent] if parent >= 0 else 1.0
+            claimed[node] = above if probs[node] == FORCED else probs[node]
+            claim = min(1.0, max(0.0, claimed[node] / max(above, 1e-12)))
             depth_bin = depth_bins[min(depths[node], len(depth_bins) - 1)]
             prob_bin = np.searchsorted(prob_bounds, claim)
             odds = log_odds(claim) + shifts[drafter, depth_bin, prob_bin] + own
-            edge = 1.0 / (1.0 + math.exp(-odds))
+            edge = CERTAIN if probs[node] == FORCED else 1.0 / (1.0 + math.exp(-odds))
             links[0, node], links[1, node], links[2, node] = depth_bin * num_probs + prob_bin, places[i], 1
             claims[node], edges[node] = claim, edge
             paths[node] = edge * (paths[parent] if parent >= 0 else 1.0)
@@ -154,14 +157,16 @@ def score_trees(  # type: ignore[no-untyped-def]
                         continue
                     is_hit = token_ids[node] == tokens[k]
                     column, edge = columns[node], results[1, node]
+                    if is_hit:
+                        at = node - start
+                    if edge == CERTAIN:
+                        continue
                     is_stale[drafter, column % num_probs] = True
                     _count(sums, drafter, column, results[0, node], is_hit, MEMORY)
                     _count(own, slot, 0, edge, is_hit, REQUEST_MEMORY)
                     _count(tallies, drafter, min(9, int(edge * 10)), edge, is_hit, np.inf)
                     tested[drafter, 0, column // num_probs] += 1
                     tested[drafter, 1, column // num_probs] += is_hit
-                    if is_hit:
-                        at = node - start
                 if not has_children:
                     at = CLOSED
                     break

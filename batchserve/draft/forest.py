@@ -83,6 +83,7 @@ def _spread(starts, places, spread_starts):  # type: ignore[no-untyped-def]
 
 ANY_TOKEN = 1 << 31
 MAX_CLAIMED = 1.001  # of products of probabilities, which are rounded
+FORCED = 2.0  # in the place of a path probability: the token is sure to follow its parent's. Not for drafters
 _NO_NODES = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.bool_)
 
 

@@ -9,6 +9,7 @@ import numbers
 import time
 import uuid
 from collections.abc import Sized
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
@@ -64,6 +65,8 @@ class AsyncEngine:
         self._maker = OwnerProcess("AsyncEngine")
         self._loop = asyncio.get_running_loop()
         self._places = config.max_num_seqs, config.max_waiting
+        # Checking a grammar may take seconds; whoever asks for none does not wait for it.
+        self._grammar_thread = ThreadPoolExecutor(1, "batchserve-grammar-checks")
         self._tickets = itertools.count()
         self._streams: dict[int, Stream] = {}  # by ticket
         self._ids: dict[str, int] = {}  # request id to ticket
@@ -166,8 +169,9 @@ class AsyncEngine:
             deadline_s = None if deadline_s is None else arrival_s + deadline_s
             token_ids = await _run_off_loop(_size(call.prompt), self._processor.tokenize, call.prompt)
             references = call.speculation.references if isinstance(call.speculation, SpeculationParams) else ()
+            has_grammar = isinstance(call.params, SamplingParams) and call.params.has_grammar
             requests = await _run_off_loop(
-                sum(map(len, references)),
+                INLINE_SIZE + 1 if has_grammar else sum(map(len, references)),
                 self._processor.new_requests,
                 request_id,
                 token_ids,
@@ -177,6 +181,7 @@ class AsyncEngine:
                 deadline_s,
                 call.priority,
                 is_whole,
+                thread=self._grammar_thread if has_grammar else None,
             )
             if self._closed is not None:
                 raise self._closed.with_traceback(None)
@@ -268,6 +273,8 @@ class AsyncEngine:
         for stream in self._streams.values():
             stream.events.put_nowait(self._closed)
         self._host.send(End())
+        self._grammar_thread.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._processor.grammars.close)
         await asyncio.to_thread(self._host.join)
         self._end_asked(self._closed)
 
@@ -393,8 +400,13 @@ def _size(prompt: object) -> int:
     return 0
 
 
-async def _run_off_loop(size: int, call: Callable[..., _T], *arguments: object) -> _T:
-    """Returns the call's result. Calls in a thread if the input is so large that the call would block the loop."""
+async def _run_off_loop(
+    size: int, call: Callable[..., _T], *arguments: object, thread: ThreadPoolExecutor | None = None
+) -> _T:
+    """Returns the call's result. Calls in a thread if the input is so large that the call would block the loop.
+
+    thread: None is one of the loop's.
+    """
     if size > INLINE_SIZE:
-        return await asyncio.to_thread(call, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(thread, partial(call, *arguments))
     return call(*arguments)

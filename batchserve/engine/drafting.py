@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from batchserve.decoding_length.acceptance import Given
     from batchserve.decoding_length.policy import DraftPolicy
     from batchserve.draft.base import Drafter
+    from batchserve.grammar.state import GrammarState
     from batchserve.kv.allocator import KVAllocator
     from batchserve.native.pool import Team
     from batchserve.request import DraftScope, Request
@@ -70,6 +71,7 @@ class DraftStage:
         self._progress: dict[str, _Progress] = {}  # of all requests in flight
         self._started: dict[str, Request] = {}  # requests that have draft state
         self._unstarted: dict[str, Request] = {}  # the others that are in flight and may have drafts
+        self._followed: dict[int, GrammarState] = {}  # the grammars of requests in flight, by slot
         self._num_steps = 0
         self._step: StepOutcome | None = None  # the one under way
 
@@ -86,6 +88,8 @@ class DraftStage:
         if request.slot >= len(self._is_started):
             self._is_started = np.pad(self._is_started, (0, request.slot + 16))
         self._progress[request.request_id] = _Progress()
+        if request.adjustments is not None and request.adjustments.grammar is not None:
+            self._followed[request.slot] = request.adjustments.grammar
         if request.speculation.max_draft_tokens > 0:
             self._unstarted[request.request_id] = request
 
@@ -114,6 +118,8 @@ class DraftStage:
         bounds = plan.columns[places, MOST_DRAFT:]
         queries = DraftQueries(request_ids, bounds, policy.bound(slots, bounds, plan.max_draft_rows))
         forest = self._guarded.propose_all(queries)
+        if self._followed:
+            forest = constrain(forest, requests, plan.columns[places, MOST_DRAFT:])
         drafted = _among_decoding(plan, requests, slots, places)
         forest = forest.take(policy.choose(forest, drafted, plan.max_draft_rows))
         step.draft_s, step.num_asked = self._clock() - began_s, len(places)
@@ -156,7 +162,11 @@ class DraftStage:
         """Returns whose drafters are to be called in this step, of these decoding requests. Called once a step."""
         with self._policy_contained:
             is_started: BoolArray = self._is_started[slots]
-            return is_started & self.policy.are_asked(slots)
+            is_asked = self.policy.are_asked(slots)
+            for place, slot in enumerate(slots.tolist() if self._followed else ()):
+                if not is_asked[place] and slot in self._followed:
+                    is_asked[place] = bool(self._followed[slot].forced)
+            return is_started & is_asked
         return np.zeros(len(slots), np.bool_)
 
     def start(self, running: Sequence[Request]) -> None:
@@ -280,6 +290,7 @@ class DraftStage:
             self._started.pop(name, None)
             self._guarded.end(name)
         self._unstarted.pop(name, None)
+        self._followed.pop(slot, None)
         self._progress.pop(name, None)
         self._is_started[slot] = False
 
@@ -291,6 +302,19 @@ class DraftStage:
                 num_tokens = request.num_published_tokens if is_read else request.num_output_tokens
                 self._progress[request.request_id].num_shared = num_tokens
         self.drafter.clear_scope(scope)
+
+
+def constrain(forest: DraftForest, requests: Sequence[Request], bounds: IntArray) -> DraftForest:
+    """Returns draft trees, one a request, without what grammars forbid and with the tokens that they force.
+
+    bounds: the most nodes of each tree, and the deepest that is verified (plan columns from MOST_DRAFT on).
+    """
+    trees = forest.trees()
+    for place, request in enumerate(requests):
+        if request.adjustments is not None and request.adjustments.grammar is not None:
+            most, deepest = bounds[place, :2].tolist()
+            trees[place] = request.adjustments.grammar.constrain(trees[place], most, deepest)
+    return DraftForest.of(trees)
 
 
 def _at(items: list[T], places: IntArray) -> list[T]:

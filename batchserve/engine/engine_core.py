@@ -24,6 +24,7 @@ from batchserve.errors import (
     OutOfMemoryError,
 )
 from batchserve.free_memory import describe_out_of_memory
+from batchserve.grammar.compiler import GrammarError
 from batchserve.request import Request
 from batchserve.scheduler.plan import COMPUTED
 from batchserve.types import Delta, FinishReason
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MAX_RELIEFS = 64  # of a step that has no memory, before one of its requests is ended
+COMPLETE = -1  # of a request, beside commit.py's: its grammar lets nothing follow
 DEADLINE_SLACK_S = 0.05  # by which a front may take a request back before the deadline that it has told
 # A request that a step added tokens to, waiting for them to be published, and how many of these were drafts.
 _Commit = tuple[Request, int]
@@ -111,8 +113,7 @@ class EngineCore:
         try:
             detokenizer = self._new_detokenizer(request)
         except Exception as error:
-            self._count_unfinished(num_failed=1)
-            self.emit([(request, self._no_text(request, error))])
+            self.refuse(request, self._no_text(request, error))
             return
         self._names.add(request.request_id)
         self._detokenizers[request] = detokenizer
@@ -125,6 +126,11 @@ class EngineCore:
             self._forks[request.request_id] = []
         self.scheduler.add(request)
         self.drafts.add(request)
+
+    def refuse(self, request: Request, error: BatchserveError) -> None:
+        """Ends a request that was not added."""
+        self._count_unfinished(num_failed=1)
+        self.emit([(request, error)])
 
     def _add_forks(self, request: Request) -> None:
         """Lets those begin that have waited for the prompt of this request to be computed, or for its end."""
@@ -200,6 +206,7 @@ class EngineCore:
         handle = self._unless_out_of_memory(lambda: self.executor.launch(batch), batch.num_rows)
         launched_s = self._clock()
         self._publish()
+        self._mask_rows(plan, batch)
         published_s = self._clock()
         results = None if handle is None else self._unless_out_of_memory(handle.wait, batch.num_rows)
         if results is None:
@@ -216,6 +223,15 @@ class EngineCore:
         with self._counting:
             counts = batch.num_rows, done.num_draft_rows, len(done.given.slots)
             self.metrics.step_done(*counts, forward_s, done.verified)
+
+    def _mask_rows(self, plan: SchedulerOutput, batch: RaggedBatch) -> None:
+        """Finds what grammars allow after each row of the step; on a GPU while its forward runs."""
+        for place, adjustments in batch.adjustments.items():
+            if adjustments.grammar is not None and batch.first_logit[place] >= 0:
+                try:
+                    adjustments.mask_rows(*batch.tree(place))
+                except GrammarError as error:
+                    self._failed[plan.requests[place]] = error
 
     def _unless_out_of_memory(self, call: Callable[[], T], num_rows: int) -> T | None:
         """What the call returns; None where the system has no memory for a step of so many rows."""
@@ -332,14 +348,14 @@ class EngineCore:
             if status <= FULL:
                 request.token_ids += all_tokens[start : start + num_given]
                 if request.adjustments is not None:
-                    request.adjustments.append(all_tokens[start : start + num_given])
+                    status = self._adjust(request, all_tokens[start : start + num_given], status)
                 if num_given:  # an end alone is no token
                     request.last_token_s = now_s
                     if is_first:
                         request.first_token_s = now_s
                         self._add_forks(request)
                 if status != GOES_ON:
-                    request.finish_reason = FinishReason.STOP if status == STOPPED else FinishReason.LENGTH
+                    request.finish_reason = FinishReason.LENGTH if status == FULL else FinishReason.STOP
                     if status == STOPPED and all_tokens[start + num_given] in request.sampling.stop_token_ids:
                         request.stop_reason = all_tokens[start + num_given]
                     self.scheduler.finish(request)
@@ -356,6 +372,17 @@ class EngineCore:
                 self.drafts.observe(plan.request_ids[place], unverified)
         return done
 
+    def _adjust(self, request: Request, token_ids: list[int], status: int) -> int:
+        """Tells a request's adjustments of new tokens; returns its status: it may be complete by its grammar."""
+        adjustments = request.adjustments
+        assert adjustments is not None
+        try:
+            adjustments.append(token_ids)
+        except GrammarError as error:
+            self._failed[request] = error
+            return status
+        return COMPLETE if adjustments.is_complete and status != STOPPED else status
+
     def _overflow(self, request: Request, has_drafts: bool) -> None:
         """The logits after the request's last token say nothing."""
         if has_drafts:
@@ -365,7 +392,7 @@ class EngineCore:
                 self.metrics.drafts_paused()
         else:
             request.prefix_scope = None  # nobody shall begin with its K/V
-            self._failed[request] = _no_logits(request)
+            self._failed.setdefault(request, _no_logits(request))
 
     def _publish(self) -> None:
         """Text, stop strings and messages of the step before; on a GPU while the next forward runs."""

@@ -8,7 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchserve.engine.messages import Abort, Add, ClearScope, Done, End, Events, Failed, Message, Reply
+from batchserve.engine.grammar_queue import GrammarQueue
+from batchserve.engine.messages import Abort, Add, ClearScope, Compiled, Done, End, Events, Failed, Message, Reply
 from batchserve.errors import BatchserveError, EngineFaultError
 from batchserve.native.pages import HeapTrimmer
 from batchserve.types import Delta
@@ -39,6 +40,7 @@ class EngineLoop:
         self._tickets: dict[Request, int] = {}  # of all requests in flight
         self._requests: dict[int, Request] = {}  # the inverse of _tickets
         self._lost: list[Request] = []  # their events cannot be sent; aborted after the current step
+        self._grammars = GrammarQueue(built.grammars, built.info.vocab_size, self.inbox.put)
         self._is_ending = False
         self._is_sound = True
         self._heap = HeapTrimmer()
@@ -55,6 +57,7 @@ class EngineLoop:
                 self._save_drafts()
             with self.metrics.faults.contained("drafter.close", "the engine ends"):
                 self._core.drafter.close()
+            self._grammars.close()
 
     def _goes_on(self) -> bool:
         try:
@@ -89,12 +92,26 @@ class EngineLoop:
                 return True
             self._tickets[request] = message.ticket
             self._requests[message.ticket] = request
-            self._core.add(request)
+            if request.sampling.grammar is None:
+                self._core.add(request)
+            else:
+                self._grammars.add(message.ticket, request)
+        elif isinstance(message, Compiled):
+            self._add_compiled(message)
         elif isinstance(message, Abort):
             self._abort(message.ticket)
         else:
             self._send(Done(message.ticket, self._clear(message.scope) if isinstance(message, ClearScope) else None))
         return True
+
+    def _add_compiled(self, message: Compiled) -> None:
+        request = self._requests.get(message.ticket)
+        if request is None:  # aborted in the meantime
+            return
+        if message.error is None:
+            self._core.add(request)
+        else:
+            self._core.refuse(request, message.error)
 
     def _clear(self, scope: DraftScope) -> EngineFaultError | None:
         """Clears a draft scope. Returns the error for the caller if that fails."""

@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from batchserve.config import PRIVATE_SCOPE, PROCESSED_LOGPROBS, EngineConfig, UnchosenScope
 from batchserve.engine.detokenizer import REPLACEMENT, decoder_of
-from batchserve.errors import InvalidRequestError
+from batchserve.errors import InvalidRequestError, invalid
+from batchserve.grammar.checker import GrammarChecker
+from batchserve.grammar.compiler import Vocabulary
+from batchserve.grammar.definition import Grammar
 from batchserve.request import FORKS, TENANT, DraftScope, NewRequest, Request, ResolvedSampling, ResolvedSpeculation
 from batchserve.row_adjustments import mask_of
 from batchserve.runner.compiled_tokenizer import CompiledTokenizer
@@ -63,6 +66,14 @@ class ModelFacts:
         names = [each.name for each in fields(cls) if each.name != "tokenizer"]
         return cls(**{name: getattr(model, name) for name in names}, tokenizer=tokenizer)
 
+    def vocabulary(self) -> Vocabulary | None:
+        """Returns what grammars are compiled for; None without a tokenizer that has a definition in JSON."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if self.tokenizer is None or backend is None:
+            return None
+        size = max(self.vocab_size, backend.get_vocab_size(with_added_tokens=True))
+        return Vocabulary(backend.to_str(), size, self.eos_token_ids)
+
     def without_python_tokenizer(self) -> ModelFacts:
         """Returns a copy that can be sent to another process: a tokenizer with Python code of its own cannot."""
         return self if isinstance(self.tokenizer, CompiledTokenizer) else replace(self, tokenizer=None)
@@ -84,6 +95,8 @@ class InputProcessor:
         self._has_prefix_cache = config.prefix_cache
         self._has_processed_logprobs = config.logprobs_mode == PROCESSED_LOGPROBS
         self._longest_token_chars = _longest_token(facts.tokenizer)
+        self._json_whitespace = config.json_whitespace
+        self.grammars = GrammarChecker(facts.vocabulary)
 
     def with_isolated_default_scope(self) -> InputProcessor:
         """Returns a copy for callers that must not see each other's data. Requests that name no scope share nothing,
@@ -211,8 +224,20 @@ class InputProcessor:
             logit_bias=tuple(sorted((token, bias) for token, bias in params.logit_bias.items() if bias)),
             bad_words=self._tokenize_bad_words(params.bad_words),
             logits_processors=params.logits_processors,
+            grammar=self._grammar(params),
+            ignored_end_token_ids=tuple(set(facts.eos_token_ids) - ends),
             allowed=mask_of(params.allowed_token_ids, facts.vocab_size) if params.allowed_token_ids else b"",
         )
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        """Returns what the answer has to follow, checked in another process. Raises InvalidRequestError."""
+        grammar = Grammar.of(params, self._json_whitespace)
+        if grammar is not None:
+            value = getattr(params, grammar.field)
+            if reason := self.grammars.refusal(grammar):
+                bound = f"one that can be followed: {reason}"
+                raise InvalidRequestError(invalid(grammar.field), grammar.field, value, bound)
+        return grammar
 
     def _with_defaults(self, params: SamplingParams) -> dict[str, Any]:
         """Returns the parameters of OFF, each with the request's value, or else the model's default."""

@@ -28,6 +28,14 @@ class Add:
 
 
 @dataclass(frozen=True, slots=True)
+class Compiled:
+    """The grammar of a request is compiled, or has failed with `error`. Only used inside the engine's process."""
+
+    ticket: int
+    error: BatchserveError | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Abort:
     """Aborts a request. Has no effect if the request has ended."""
 
@@ -112,5 +120,5 @@ class NotBuilt:
     error: Exception
 
 
-Message = Add | Abort | ClearScope | Ping | End
+Message = Add | Compiled | Abort | ClearScope | Ping | End
 Reply = Events | Done | Failed

@@ -85,6 +85,14 @@ class RaggedBatch:
         first = int(np.searchsorted(self.logit_rows[: self.num_logits], self.spans.rows[place, 0]))
         return slice(first, first + len(self.prompts[place][0]))
 
+    def tree(self, place: int) -> tuple[list[int], list[int], list[bool]]:
+        """Returns the draft tree of one request: tokens, parents (inside the tree, -1 for its root), is_verified."""
+        start, size, _ = self.spans.rows[place].tolist()
+        root = int(self.num_pending[place]) - 1
+        rows = slice(start + root + 1, start + size)
+        parents = (self.spans.parents[rows] - (root + 1)).tolist()
+        return self.input_ids[rows].tolist(), parents, self.is_verified[rows].tolist()
+
     @property
     def requests(self) -> list[RequestRows]:
         """The rows request by request: for whom a step need not be fast."""

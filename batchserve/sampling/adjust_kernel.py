@@ -11,6 +11,7 @@ from batchserve.native.jit import njit
 from batchserve.row_adjustments import ADJUSTMENTS, BITS
 
 FORBIDDEN = np.float32(-np.inf)
+MASK_BYTES = 4  # of a word of a mask
 COUNTED, SEEN = 0, 1  # places in Room's progress
 IN_PROMPT, ONCE = 1, 2  # a count is ONCE for each time in the answer, plus IN_PROMPT
 
@@ -99,18 +100,20 @@ def _penalize(row, record, history, counts, seen, progress):  # type: ignore[no-
 
 
 @njit(cache=True, nogil=True)
-def adjust(logits, address, size, room):  # type: ignore[no-untyped-def]
+def adjust(logits, address, size, place, room):  # type: ignore[no-untyped-def]
     """Returns the row of logits, adjusted, in `room`: make_room's, the same one for all rows of a walk.
 
-    address: of the request's ADJUSTMENTS. size: the number of tokens before the row; their history only grows.
+    address: of the request's ADJUSTMENTS. size: the number of tokens before the row; their history only grows. place:
+    of the row in the walked tree, 0 for its root.
     """
     row, counts, seen, progress = room
     record = record_at(address, ADJUSTMENTS)
     history = carray(as_pointer(record.history), size, np.int64)
     for i in range(row.shape[0]):  # Numba takes seconds to compile a slice assignment
         row[i] = logits[i]
-    if record.allowed != 0:
-        _forbid(row, carray(as_pointer(record.allowed), -(-row.shape[0] // BITS), np.uint32))
+    if record.masks != 0:
+        mask = record.masks + place * record.mask_words * MASK_BYTES
+        _forbid(row, carray(as_pointer(mask), -(-row.shape[0] // BITS), np.uint32))
     _forbid_bad_words(row, record, history)
     if record.ngram_size > 0:
         _forbid_repeated(row, history, record.ngram_size)

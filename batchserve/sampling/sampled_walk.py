@@ -89,10 +89,13 @@ class Rows(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
-def _token_after(row, position, param, seed, adjustments, room):  # type: ignore[no-untyped-def]
-    """Returns the token at `position`, after a row of logits float32 [vocab_size]. adjustments: an address, or 0."""
+def _token_after(row, position, place, param, seed, adjustments, room):  # type: ignore[no-untyped-def]
+    """Returns the token at `position`, after a row of logits float32 [vocab_size]. adjustments: an address, or 0.
+
+    place: of the row in the tree.
+    """
     if adjustments != 0:
-        return _choose(adjust(row, adjustments, position, room), position, param, seed)
+        return _choose(adjust(row, adjustments, position, place, room), position, param, seed)
     return _choose(row, position, param, seed)
 
 
@@ -133,11 +136,12 @@ def _choose(row, position, param, seed):  # type: ignore[no-untyped-def]
 def _walk(i, rows, logits, param, seed, adjustments, walked, found):  # type: ignore[no-untyped-def]
     """Walks the tree of one request; see walk_kernel.walk_greedy. Writes its path to the history of its adjustments."""
     spans, num_pending, first_logit, token_ids, parents, is_verified, recorded = rows
-    start, size, at, depth = spans[i, 0], spans[i, 1], num_pending[i] - 1, 0
+    root = num_pending[i] - 1
+    start, size, at, depth = spans[i, 0], spans[i, 1], root, 0
     first, position = first_logit[i] - at, spans[i, 2] + num_pending[i]
     known = carray(as_pointer(recorded[i, 0]), recorded[i, 1], np.int64)
     room = make_room(adjustments, logits.shape[1], position + size)
-    drawn = _token_after(logits[first + at], position, param, seed, adjustments, room)
+    drawn = _token_after(logits[first + at], position, 0, param, seed, adjustments, room)
     token = known[position] if position < len(known) else drawn
     walked[1, start] = token
     _note(logits[first + at], token, param, room, start, found)
@@ -147,7 +151,7 @@ def _walk(i, rows, logits, param, seed, adjustments, walked, found):  # type: ig
         here = position + depth + 1
         if adjustments != 0:
             carray(as_pointer(record_at(adjustments, ADJUSTMENTS).history), here, np.int64)[here - 1] = token
-        drawn = _token_after(logits[first + node], here, param, seed, adjustments, room)
+        drawn = _token_after(logits[first + node], here, node - root, param, seed, adjustments, room)
         after = known[here] if here < len(known) else drawn
         if after == NO_TOKEN:
             break

@@ -25,6 +25,7 @@ from batchserve.engine.input_processor import InputProcessor, ModelFacts
 from batchserve.errors import ConfigError
 from batchserve.forks import check_not_forked
 from batchserve.free_memory import name_memory_errors
+from batchserve.grammar.compiler import GrammarCompiler
 from batchserve.metrics import EngineMetrics
 from batchserve.native import pool
 from batchserve.native.cores import processor_name
@@ -54,6 +55,7 @@ class BuiltEngine:
     core: EngineCore
     processor: InputProcessor
     info: ModelInfo
+    grammars: GrammarCompiler
 
     def save_drafts(self, path: Path) -> None:
         """Keep what the default drafter shares in a file, for `draft_cache`. Raises ConfigError, OSError."""
@@ -138,7 +140,7 @@ def _build_engine(
         f"attention {info.attention_backend}, drafter {info.drafter} (decoding length {info.decoding_length}), "
         f"steps: {info.execution}{f' ({info.instruction_set})' if info.instruction_set else ''}"
     )
-    return BuiltEngine(core, processor, info)
+    return BuiltEngine(core, processor, info, GrammarCompiler(processor.facts.vocabulary))
 
 
 def _use_threads(

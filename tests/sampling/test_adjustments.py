@@ -147,7 +147,7 @@ def test_compiled_adjustments_are_those_of_the_definition(seed: int) -> None:
         expected = adjust_by_definition(row, chosen, history[:size], NUM_PROMPT)
         assert np.array_equal(adjustments.adjusted(row, history[first:size].tolist()), expected)
         adjustments.history[size - 1] = history[size - 1]
-        assert np.array_equal(adjust(row, adjustments.address, size, room), expected)
+        assert np.array_equal(adjust(row, adjustments.address, size, 0, room), expected)
 
 
 def step_by_step(table: np.ndarray, chosen: ResolvedSampling, tokens: Sequence[int], count: int) -> list[int]:

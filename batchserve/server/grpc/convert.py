@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batchserve.errors import InvalidRequestError, invalid
 from batchserve.sampling_params import (
+    GRAMMAR_FIELDS,
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
+    MAX_CHOICES,
     MAX_LOGIT_BIASES,
     MAX_STOP_STRINGS,
     SamplingParams,
@@ -48,11 +50,14 @@ MAX_ITEMS = {
     "sampling_params.bad_words": ("TOO_MANY_BAD_WORDS", MAX_BAD_WORDS),
     "sampling_params.logit_bias.token_ids": ("TOO_MANY_LOGIT_BIASES", MAX_LOGIT_BIASES),
     "sampling_params.logit_bias.biases": ("TOO_MANY_LOGIT_BIASES", MAX_LOGIT_BIASES),
+    "structured_output.choice.texts": ("TOO_MANY_CHOICES", MAX_CHOICES),
 }
 # Python argument names and their paths in a GenerateRequest, where the two differ.
 _PATHS = {
     "deadline_s": "grpc-timeout",
     **{name: f"sampling_params.{name}" for name in (*SAMPLING_VALUES, "allowed_token_ids", "bad_words", "logit_bias")},
+    **{name: f"structured_output.{name}" for name in GRAMMAR_FIELDS},
+    "choice": "structured_output.choice.texts",
     "min_tokens": "stop.min_tokens",
     "max_tokens": "stop.max_tokens",
     "stop": "stop.stop_strings",
@@ -223,6 +228,7 @@ def to_generate_request(
         ],
         draft_scope=speculation.draft_scope,
         priority=check_priority(priority),
+        structured_output=_structured_output(params),
     )
 
 
@@ -281,7 +287,29 @@ def _sampling_params(request: pb.GenerateRequest) -> SamplingParams:
         prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
         echo=output.echo,
         include_stop_str_in_output=output.include_stop_str_in_output,
+        **_grammar(request),
     )
+
+
+def _grammar(request: pb.GenerateRequest) -> dict[str, Any]:
+    """Returns the one of GRAMMAR_FIELDS that is set."""
+    name = request.structured_output.WhichOneof("grammar")
+    if name is None:
+        return {}
+    if name == "choice":
+        texts = tuple(request.structured_output.choice.texts)
+        if not texts:
+            raise InvalidRequestError("INVALID_CHOICES", "structured_output.choice.texts", texts, "at least one text")
+        return {name: texts}
+    return {name: getattr(request.structured_output, name)}
+
+
+def _structured_output(params: SamplingParams) -> pb.StructuredOutput | None:
+    if not params.has_grammar:
+        return None
+    choice = pb.Choices(texts=params.choice) if params.choice else None
+    others = {name: getattr(params, name) or None for name in GRAMMAR_FIELDS if name != "choice"}
+    return pb.StructuredOutput(**others, choice=choice)
 
 
 def _logit_bias(params: SamplingParams) -> pb.LogitBias | None:

@@ -13,7 +13,14 @@ import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 
 from batchserve.errors import InvalidRequestError, invalid
-from batchserve.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
+from batchserve.sampling_params import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_CHOICE_CHARS,
+    MAX_CHOICES,
+    MAX_STOP_STRING_CHARS,
+    MAX_STOP_STRINGS,
+)
 from batchserve.server.grpc.convert import (
     MAX_ITEMS,
     check_num_prompt_tokens,
@@ -39,6 +46,7 @@ PROMPT_TEXT, REFERENCE_TEXT = "text", "references.text"
 TEXTS = {
     "stop.stop_strings": (MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS, "INVALID_STOP_STRING"),
     "sampling_params.bad_words": (MAX_BAD_WORDS, MAX_BAD_WORD_CHARS, "INVALID_BAD_WORD"),
+    "structured_output.choice.texts": (MAX_CHOICES, MAX_CHOICE_CHARS, "INVALID_CHOICE"),
 }
 VARINT, FIXED64, SIZED, GROUP, FIXED32 = 0, 1, 2, 3, 5  # wire types
 FIXED_BYTES = {FIXED64: 8, FIXED32: 4}

@@ -1,0 +1,109 @@
+"""Checks grammars in another process, which can be killed: some take minutes to compile, or all memory."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import threading
+from collections import OrderedDict
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from batchserve.errors import EngineFaultError, one_line
+from batchserve.grammar.check_process import MAX_GROWTH_BYTES
+from batchserve.interpreter import python
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from batchserve.grammar.compiler import Vocabulary
+    from batchserve.grammar.definition import Grammar
+
+CHILD = "from batchserve.grammar.check_process import main; main()"
+MAX_SECONDS = 4.0  # for one grammar; most take milliseconds
+MAX_START_SECONDS = 60.0
+MAX_KNOWN = 256  # grammars whose outcome is remembered
+
+
+class GrammarChecker:
+    """Tells which grammars can be followed. Thread-safe; the process begins when it is first needed."""
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary | None]) -> None:
+        """vocabulary: returns that of the model; None if it has no tokenizer that the library can read."""
+        self._vocabulary = vocabulary
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection[Any, Any]
+        self._refusals: OrderedDict[Grammar, str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def is_known(self, grammar: Grammar) -> bool:
+        """Whether refusal() has its answer at hand."""
+        return grammar in self._refusals
+
+    def refusal(self, grammar: Grammar) -> str:
+        """Returns why a grammar cannot be followed; empty if it can. May take seconds.
+
+        Raises EngineFaultError if there is no process to check it.
+        """
+        with self._lock:
+            known = self._refusals.pop(grammar, None)
+            found = self._checked(grammar) if known is None else known
+            self._refusals[grammar] = found
+            if len(self._refusals) > MAX_KNOWN:
+                self._refusals.popitem(last=False)
+            return found
+
+    def _checked(self, grammar: Grammar) -> str:
+        if self._process is None and (refusal := self._start()):
+            return refusal
+        try:
+            self._pipe.send(grammar)
+            if self._pipe.poll(MAX_SECONDS):
+                return str(self._pipe.recv())
+            reason = f"it takes more than {MAX_SECONDS:g} s to compile"
+        except (EOFError, OSError):
+            reason = f"it takes more than {MAX_GROWTH_BYTES >> 20} MiB to compile"
+        self._end()
+        return reason
+
+    def _start(self) -> str:
+        """Starts the process. Returns why no grammar can be followed with this model; empty if some can."""
+        vocabulary = self._vocabulary()
+        if vocabulary is None:
+            return "the model has no tokenizer that can be used with grammars"
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    python(CHILD, str(theirs.fileno())),
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # a terminal's Ctrl-C is for this process only
+                )
+            self._pipe = Connection(ours.detach())
+            self._pipe.send(vocabulary)
+            if not self._pipe.poll(MAX_START_SECONDS):
+                raise TimeoutError(f"no answer within {MAX_START_SECONDS:g} s")
+            refusal = str(self._pipe.recv())
+        except (EOFError, OSError) as error:
+            self._end()
+            raise EngineFaultError(f"the process that checks grammars cannot be started: {one_line(error)}") from None
+        if refusal:
+            self._end()
+        return refusal
+
+    def close(self) -> None:
+        """Ends the process, if it runs, whatever it is compiling. It also ends when this process does."""
+        process = self._process
+        if process is not None:
+            process.kill()
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+            self._pipe.close()
