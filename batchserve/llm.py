@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from batchserve.config import EngineConfig
 from batchserve.engine.engine_core import Event
-from batchserve.engine.grammar_queue import give_grammar
 from batchserve.engine.output_collector import OutputCollector
 from batchserve.errors import BatchserveError, InvalidRequestError, invalid
 from batchserve.forks import OwnerProcess
@@ -152,10 +151,7 @@ class LLM:
             is_whole=True,
             is_sharing_early=True,
         )
-        requests = [each.begin() for each in samples]
-        for request in requests:
-            give_grammar(request, self._built.grammars, self._info.vocab_size)
-        return requests
+        return [self._built.begin(each) for each in samples]
 
 
 def _where(field: str, place: int | None) -> str:

@@ -291,7 +291,9 @@ class AdaptiveDrafting(DraftPolicy):
             for _ in range(num_steps):
                 self._speed_up.observe(outcome.decoding.num_requests, num_tokens, decode_s, decoding_s)
         self.last = Introspection(self._last_price, predicted_s + usual_s, outcome.step_s)
-        return 1.0 + (predicted_s - without_s + usual_s) / decoding_s
+        # Forced tokens are as sure to come as those of a prompt, and no more unfair: a later step is spared their rows.
+        forced_s = outcome.num_forced * self._market.row_s if outcome.num_forced else 0.0
+        return max(1.0, 1.0 + (predicted_s - without_s - forced_s + usual_s) / decoding_s)
 
     def _is_apart(self, outcome: StepOutcome) -> bool:
         """True for the first step without drafts and prompts after many with drafts."""

@@ -89,10 +89,11 @@ def weigh_nodes(starts, parents, probs, bins, books, who, links, results, trees)
     parents: inside the tree, -1 for its root; probs: path probabilities as claimed, or FORCED. bins: the depth bin of
     each depth (the last for all beyond), and the bounds of the bins of claims. books: sums, shifts and is_stale of
     _correct. who: the slots of all requests of the step, the place of each tree's among them, and by slot drafter_of
-    and records [num_slots, 3] (see own_shift). Fills links [3, num_nodes]: columns (depth bin * num claim bins + claim bin), owners
-    (places), ones; results [3, num_nodes]: claims and edges (of a node given its parent, as claimed and calibrated),
-    paths (calibrated); trees [2, num_trees]: slots, and what is reached (see score_trees). Returns -1, or a node whose
-    parent does not come before.
+    and records [num_slots, 3] (see own_shift).
+
+    Fills links [3, num_nodes]: columns (depth bin * num claim bins + claim bin), owners (places), ones; results [3,
+    num_nodes]: claims and edges (of a node given its parent, as claimed and calibrated), paths (calibrated); trees [2,
+    num_trees]: slots, and what is reached (see score_trees). Returns -1, or a node whose parent does not come before.
     """
     depth_bins, prob_bounds = bins
     sums, shifts, is_stale = books
@@ -214,7 +215,8 @@ def buy(offer, bidders, table, load, market, chosen):  # type: ignore[no-untyped
     Items are ordered by urgency x gain over cost, and of all prefixes of at most max_rows rows that one is taken which
     maximises sum(urgency x gain) - price x time, among those that keep the step within its bounds and leave nobody
     further behind than his grace: of whoever is behind already, even if his own drafts bring nothing. A bundle that
-    would break one of these bounds where its turn comes is left out if that brings more.
+    would break one of these bounds where its turn comes is left out if that brings more. Nodes that are sure to be
+    accepted leave nobody behind: a later step is spared their rows.
     """
     (owners, gains, rows), (contexts, bids) = offer, bidders
     if not len(owners) or market[3] < 1:
@@ -255,7 +257,7 @@ def _best_prefix(what, bidders, table, load, market, is_leaving_out, is_left_out
     num_requests = len(contexts)
     without_s = seconds_at(table, load, 0.0, 0.0)
     given = np.ones(num_requests)
-    worth, best_worth, best, num_rows, attended = 0.0, 0.0, 0, 0, 0.0
+    worth, best_worth, best, num_rows, attended, is_certain = 0.0, 0.0, 0, 0, 0.0, True
     for k in range(len(order)):
         item = order[k]
         owner = owners[item]
@@ -268,6 +270,7 @@ def _best_prefix(what, bidders, table, load, market, is_leaving_out, is_left_out
         attended += rows[item] * contexts[owner]
         given[owner] += gains[item]
         worth += values[item]
+        is_certain = is_certain and gains[item] == CERTAIN
         # Where the table is flat a row still costs a little.
         step_s = max(seconds_at(table, load, num_rows, attended), without_s + min_row_s * num_rows)
         # Prompts make no draft unfair: what counts is what the step would take without them.
@@ -283,7 +286,7 @@ def _best_prefix(what, bidders, table, load, market, is_leaving_out, is_left_out
             sure = ahead if ahead_s[i] >= 0.0 else ahead_s[i] + alone_s - decode_s
             is_fair = is_fair and sure + grace_s[i] >= 0.0
         is_in_time = step_s <= never_longer_s
-        is_allowed = is_fair and is_in_time and (decode_s <= longest_s or is_good_for_all)
+        is_allowed = (is_fair or is_certain) and is_in_time and (decode_s <= longest_s or is_good_for_all)
         profit = worth - price * (step_s - without_s)
         if is_allowed and profit > best_worth:
             best_worth, best = profit, k + 1

@@ -39,7 +39,8 @@ class StepOutcome:
     """One step's loads and times: its load without drafts, that of its decoding rows alone, and the load that was run.
 
     step_s: from its beginning to its commit; forward_s: the part of it from launch to tokens; draft_s: that in which
-    the drafters of num_asked requests were told and asked, and drafts chosen. is_trial: see StepHandle.
+    the drafters of num_asked requests were told and asked, and drafts chosen. num_forced: draft rows of tokens that
+    grammars forced. is_trial: see StepHandle.
     """
 
     without: StepLoad
@@ -49,6 +50,7 @@ class StepOutcome:
     forward_s: float = 0.0
     draft_s: float = 0.0
     num_asked: int = 0
+    num_forced: int = 0
     is_trial: bool = False
 
     @property

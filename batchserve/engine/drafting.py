@@ -13,6 +13,7 @@ from batchserve.decoding_length.adaptive import UNDRAFTED
 from batchserve.decoding_length.policy import Drafted, StepOutcome
 from batchserve.draft.base import DraftRequest
 from batchserve.draft.forest import ANY_TOKEN, DraftForest, DraftQueries
+from batchserve.engine.grammar_drafts import GrammarDrafts, num_forced
 from batchserve.engine.guarded_drafter import GuardedDrafter
 from batchserve.faults import Faults
 from batchserve.metrics import Acceptance
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from batchserve.decoding_length.acceptance import Given
     from batchserve.decoding_length.policy import DraftPolicy
     from batchserve.draft.base import Drafter
-    from batchserve.grammar.state import GrammarState
     from batchserve.kv.allocator import KVAllocator
     from batchserve.native.pool import Team
     from batchserve.request import DraftScope, Request
@@ -71,7 +71,7 @@ class DraftStage:
         self._progress: dict[str, _Progress] = {}  # of all requests in flight
         self._started: dict[str, Request] = {}  # requests that have draft state
         self._unstarted: dict[str, Request] = {}  # the others that are in flight and may have drafts
-        self._followed: dict[int, GrammarState] = {}  # the grammars of requests in flight, by slot
+        self._grammars = GrammarDrafts()
         self._num_steps = 0
         self._step: StepOutcome | None = None  # the one under way
 
@@ -88,8 +88,7 @@ class DraftStage:
         if request.slot >= len(self._is_started):
             self._is_started = np.pad(self._is_started, (0, request.slot + 16))
         self._progress[request.request_id] = _Progress()
-        if request.adjustments is not None and request.adjustments.grammar is not None:
-            self._followed[request.slot] = request.adjustments.grammar
+        self._grammars.add(request)
         if request.speculation.max_draft_tokens > 0:
             self._unstarted[request.request_id] = request
 
@@ -107,7 +106,7 @@ class DraftStage:
         began_s = self._clock()
         requests, request_ids = _at(plan.requests, places), _at(plan.request_ids, places)
         slots = plan.slots[places]
-        if not self._tell(requests):
+        if not self._tell(self._asked(requests, slots)):
             is_left = self._is_started[slots]
             if not is_left.any():
                 return DraftForest.empty(num_trees)
@@ -117,17 +116,24 @@ class DraftStage:
             policy.window_earned(int(slots[place]), self._guarded.window_tokens(request_ids[place]))
         bounds = plan.columns[places, MOST_DRAFT:]
         queries = DraftQueries(request_ids, bounds, policy.bound(slots, bounds, plan.max_draft_rows))
-        forest = self._guarded.propose_all(queries)
-        if self._followed:
-            forest = constrain(forest, requests, plan.columns[places, MOST_DRAFT:])
+        if self._grammars:
+            most = plan.columns[places, MOST_DRAFT:]
+            forest = self._grammars.propose(self._guarded.propose_all, queries, slots, most)
+        else:
+            forest = self._guarded.propose_all(queries)
         drafted = _among_decoding(plan, requests, slots, places)
         forest = forest.take(policy.choose(forest, drafted, plan.max_draft_rows))
         step.draft_s, step.num_asked = self._clock() - began_s, len(places)
         if not len(forest.token_ids):
             return DraftForest.empty(num_trees)
         forest = self._with_memory(requests, forest)
+        step.num_forced = num_forced(forest) if self._grammars else 0
         step.load = plan.load_with(places, forest.starts)
         return forest if len(places) == num_trees else forest.spread(places, num_trees)
+
+    def _asked(self, requests: list[Request], slots: IntArray) -> list[Request]:
+        """Returns those whose drafters are asked."""
+        return _at(requests, np.flatnonzero(self._grammars.are_drafters_asked(slots))) if self._grammars else requests
 
     def _with_memory(self, requests: Sequence[Request], forest: DraftForest) -> DraftForest:
         """The part of the forest that there is memory for. Several requests may have been promised the same last part
@@ -163,10 +169,7 @@ class DraftStage:
         with self._policy_contained:
             is_started: BoolArray = self._is_started[slots]
             is_asked = self.policy.are_asked(slots)
-            for place, slot in enumerate(slots.tolist() if self._followed else ()):
-                if not is_asked[place] and slot in self._followed:
-                    is_asked[place] = bool(self._followed[slot].forced)
-            return is_started & is_asked
+            return is_started & (self._grammars.add_forced(slots, is_asked) if self._grammars else is_asked)
         return np.zeros(len(slots), np.bool_)
 
     def start(self, running: Sequence[Request]) -> None:
@@ -290,7 +293,7 @@ class DraftStage:
             self._started.pop(name, None)
             self._guarded.end(name)
         self._unstarted.pop(name, None)
-        self._followed.pop(slot, None)
+        self._grammars.end(slot)
         self._progress.pop(name, None)
         self._is_started[slot] = False
 
@@ -302,19 +305,6 @@ class DraftStage:
                 num_tokens = request.num_published_tokens if is_read else request.num_output_tokens
                 self._progress[request.request_id].num_shared = num_tokens
         self.drafter.clear_scope(scope)
-
-
-def constrain(forest: DraftForest, requests: Sequence[Request], bounds: IntArray) -> DraftForest:
-    """Returns draft trees, one a request, without what grammars forbid and with the tokens that they force.
-
-    bounds: the most nodes of each tree, and the deepest that is verified (plan columns from MOST_DRAFT on).
-    """
-    trees = forest.trees()
-    for place, request in enumerate(requests):
-        if request.adjustments is not None and request.adjustments.grammar is not None:
-            most, deepest = bounds[place, :2].tolist()
-            trees[place] = request.adjustments.grammar.constrain(trees[place], most, deepest)
-    return DraftForest.of(trees)
 
 
 def _at(items: list[T], places: IntArray) -> list[T]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import threading
+import weakref
 from collections import OrderedDict
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -81,6 +82,7 @@ class GrammarChecker:
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,  # a terminal's Ctrl-C is for this process only
                 )
+            weakref.finalize(self, _end, self._process)  # of an engine that nobody shuts down, such as LLM's
             self._pipe = Connection(ours.detach())
             self._pipe.send(vocabulary)
             if not self._pipe.poll(MAX_START_SECONDS):
@@ -103,7 +105,11 @@ class GrammarChecker:
 
     def _end(self) -> None:
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            _end(self._process)
             self._process = None
             self._pipe.close()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()

@@ -71,7 +71,7 @@ def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
         raise GrammarError(reason_of(error)) from None
     first = matcher.deep_copy()
     allowed = int.from_bytes(first.compute_bitmask(), "little")
-    is_dead_end = first.stop_reason().startswith("NoExtension")
+    is_dead_end = "NoExtension" in first.get_error()
     if first.is_error() and not is_dead_end:
         raise GrammarError(reason_of(Exception(first.get_error())))
     for end in tokenizer.eos_tokens:

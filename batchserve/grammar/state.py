@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from batchserve.grammar.definition import Grammar
 
 GROWTH = 4  # times as many nodes as a tree may have are looked at, to find the likeliest
+LIKELY = 0.3
 MAX_DEPTH = 256  # of a tree: each level is a call
 
 
@@ -73,9 +75,13 @@ class GrammarState:
         return found[: next(beyond, len(found))]
 
     def mask_after(self, path: Sequence[int]) -> np.ndarray:
-        """Returns the mask, uint32 [num_words], of the tokens that may come after the answer and a path of drafts."""
+        """Returns the mask, uint32 [num_words], of the tokens that may come after the answer and a path of drafts.
+
+        Empty if that cannot be found.
+        """
         masks = np.zeros((len(path) + 1, self.num_words), np.uint32)
-        self.fill_masks(masks, path, range(-1, len(path) - 1), [True] * len(path))
+        with suppress(GrammarError):
+            self.fill_masks(masks, path, range(-1, len(path) - 1), [True] * len(path))
         last: np.ndarray = masks[-1]
         return last
 
@@ -164,7 +170,7 @@ class GrammarState:
             if grown.is_full or not self._take(forced[0]):
                 return
             at = grown.add(forced[0], place, prob, is_forced=True)
-            self._grow(grown, same[0] if same else NO_NODE, at, prob, depth + 1, forced[1:] or self._forced_here())
+            self._grow(grown, same[0] if same else NO_NODE, at, prob, depth + 1, forced[1:])
             self._matcher.rollback(1)
             return
         above = tree.probs[node] if node >= 0 else 1.0
@@ -173,7 +179,8 @@ class GrammarState:
                 continue
             own = prob * min(1.0, tree.probs[child] / above if above > 0 else 0.0)
             at = grown.add(tree.token_ids[child], place, own)
-            self._grow(grown, child, at, own, depth + 1, self._forced_here())
+            # Where the path is not likely, what is forced after it is not worth looking for.
+            self._grow(grown, child, at, own, depth + 1, self._forced_here() if own > LIKELY else [])
             self._matcher.rollback(1)
 
     def _begin_again(self) -> None:

@@ -21,6 +21,7 @@ from batchserve.draft.router import RoutingDrafter, drafter_modules
 from batchserve.engine.detokenizer import decoder_of
 from batchserve.engine.drafting import DraftStage
 from batchserve.engine.engine_core import EngineCore
+from batchserve.engine.grammar_queue import give_grammar
 from batchserve.engine.input_processor import InputProcessor, ModelFacts
 from batchserve.errors import ConfigError
 from batchserve.forks import check_not_forked
@@ -30,6 +31,7 @@ from batchserve.metrics import EngineMetrics
 from batchserve.native import pool
 from batchserve.native.cores import processor_name
 from batchserve.native.instruction_set import choose_instruction_set
+from batchserve.request import NewRequest, Request
 from batchserve.runner.native_runner import NativeRunner
 from batchserve.scheduler.scheduler import Scheduler
 from batchserve.startup.choose_threads import ThreadWatch, choose_threads
@@ -56,6 +58,12 @@ class BuiltEngine:
     processor: InputProcessor
     info: ModelInfo
     grammars: GrammarCompiler
+
+    def begin(self, new: NewRequest) -> Request:
+        """Returns the engine's state of a request, whose grammar may take seconds to compile. Raises GrammarError."""
+        request = new.begin()
+        give_grammar(request, self.grammars, self.info.vocab_size)
+        return request
 
     def save_drafts(self, path: Path) -> None:
         """Keep what the default drafter shares in a file, for `draft_cache`. Raises ConfigError, OSError."""

@@ -59,6 +59,7 @@ class Answer:
     stop_reason: str | int | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     reason: FinishReason | None = None
+    error: str = ""
     sampling: ResolvedSampling | None = None
     usage: Usage | None = None
 
@@ -96,8 +97,11 @@ def run(engine: BuiltEngine, jobs: list[Job], coverage: Coverage, *, speculate: 
 
     def collect(events: list[Event]) -> None:
         for request, event in events:
-            assert not isinstance(event, BatchserveError), event
             answer = answers[int(request.request_id)]
+            if isinstance(event, BatchserveError):  # a grammar may be left with no token that other parameters allow
+                assert request.sampling.grammar is not None, event
+                answer.error = event.reason
+                continue
             assert answer.reason is None, "an event behind the last one"
             answer.token_ids += event.token_ids
             answer.text += event.text
@@ -114,9 +118,8 @@ def run(engine: BuiltEngine, jobs: list[Job], coverage: Coverage, *, speculate: 
             for i, job in enumerate(jobs):
                 if job.arrival <= step and i not in requests:
                     speculation = job.speculation if speculate else SpeculationParams(is_enabled=False)
-                    requests[i] = engine.processor.make_request(
-                        str(i), engine.processor.tokenize(job.prompt), job.params, speculation, 0.0
-                    )
+                    asked = (engine.processor.tokenize(job.prompt), job.params, speculation, 0.0)
+                    requests[i] = engine.begin(engine.processor.new_request(str(i), *asked))
                     core.add(requests[i])
                 if job.leave is not None and job.leave == step and i in requests:
                     core.abort(requests[i])
@@ -129,7 +132,8 @@ def run(engine: BuiltEngine, jobs: list[Job], coverage: Coverage, *, speculate: 
         answers[i].sampling = request.sampling
         coverage.preemptions += request.num_preemptions
         coverage.tokens += len(answers[i].token_ids)
-        assert answers[i].reason is not None or jobs[i].leave is not None, f"job {i} never ended"
+        has_ended = answers[i].reason is not None or answers[i].error
+        assert has_ended or jobs[i].leave is not None, f"job {i} never ended"
     return answers
 
 

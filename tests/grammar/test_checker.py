@@ -1,0 +1,108 @@
+"""Grammars are checked in another process, which is killed if one takes too long or too much memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from batchserve.errors import EngineFaultError
+from batchserve.grammar import checker as checker_module
+from batchserve.grammar.checker import GrammarChecker
+from batchserve.grammar.compiler import Vocabulary
+from batchserve.grammar.definition import Grammar
+from batchserve.runner.model_folder import resolve_model
+
+GOOD, BAD = Grammar("regex", "[a-z]+"), Grammar("regex", "(a")
+SLOW = Grammar("json_schema", '{"type": "integer", "multipleOf": 999983}')  # some six seconds, and 400 MB
+
+
+def vocabulary(definition: str = "") -> Vocabulary:
+    folder = Path(resolve_model("bundled"))
+    return Vocabulary(definition or Tokenizer.from_file(str(folder / "tokenizer.json")).to_str(), 4096, (0,))
+
+
+@pytest.fixture
+def checker() -> Iterator[GrammarChecker]:
+    made = GrammarChecker(vocabulary)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (BAD, "unclosed group"),
+        (Grammar("regex", r"\bfoo"), "lookarounds not supported"),
+        (Grammar("regex", r"(a)\1"), "backreference"),
+        (Grammar("ebnf", "root ::= other"), "Rule 'other' not found"),
+        (Grammar("ebnf", "no grammar"), "Expected token"),
+        (Grammar("ebnf", "start: start"), "no text follows it"),
+        (Grammar("json_schema", '{"$ref": "#"}'), "no text follows it"),
+        (Grammar("json_schema", '{"$ref": "#/$defs/missing"}'), "does not exist"),
+        (Grammar("json_schema", '{"const": 5, "minimum": 6}'), "Unsatisfiable schema"),
+        (Grammar("json_schema", '{"type": "text"}'), "Invalid type"),
+        (Grammar("json_schema", '{"type": "string", "format": "color"}'), "Unknown format: color"),
+        (Grammar("json_schema", '{"oneOf": [{"type": "integer"}, {"type": "number"}]}'), "oneOf"),
+        (Grammar("regex", "a*b*|"), ""),
+        (GOOD, ""),
+    ],
+    ids=str,
+)
+def test_reasons_are_the_librarys(grammar: Grammar, reason: str, checker: GrammarChecker) -> None:
+    found = checker.refusal(grammar)
+    assert reason in found
+    assert bool(found) == bool(reason)
+    assert "\n" not in found
+
+
+def test_what_takes_too_long_is_refused_and_the_next_one_is_checked(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert checker.refusal(GOOD) == ""
+    monkeypatch.setattr(checker_module, "MAX_SECONDS", 0.3)
+    began_s = time.monotonic()
+    assert "more than 0.3 s to compile" in checker.refusal(SLOW)
+    assert "more than 0.3 s to compile" in checker.refusal(SLOW)  # remembered
+    assert time.monotonic() - began_s < 4.0
+    monkeypatch.undo()
+    assert "unclosed" in checker.refusal(BAD)
+
+
+def test_what_takes_too_much_memory_is_refused(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checker_module, "MAX_SECONDS", 60.0)
+    assert "MiB to compile" in checker.refusal(SLOW)
+    assert checker.refusal(GOOD) == ""
+
+
+def test_it_can_be_closed_while_it_compiles(checker: GrammarChecker) -> None:
+    assert checker.refusal(GOOD) == ""
+    thread = threading.Thread(target=checker.refusal, args=(SLOW,))
+    thread.start()
+    time.sleep(0.2)
+    began_s = time.monotonic()
+    checker.close()
+    thread.join()
+    assert time.monotonic() - began_s < 2.0
+    assert checker._process is None
+
+
+def test_models_without_a_tokenizer_that_can_be_read() -> None:
+    assert "no tokenizer" in GrammarChecker(lambda: None).refusal(GOOD)
+    unreadable = GrammarChecker(lambda: vocabulary('{"a": 1}'))
+    assert "the model's tokenizer cannot be used with grammars" in unreadable.refusal(GOOD)
+
+
+@pytest.mark.faults
+def test_no_process_is_a_fault_that_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    checker = GrammarChecker(vocabulary)
+    with monkeypatch.context() as patch:
+        patch.setattr(checker_module, "CHILD", "import sys; sys.exit(3)")
+        with pytest.raises(EngineFaultError, match="the process that checks grammars cannot be started"):
+            checker.refusal(GOOD)
+    assert checker.refusal(GOOD) == ""
+    checker.close()

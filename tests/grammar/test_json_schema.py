@@ -1,0 +1,71 @@
+"""Which schemas are taken: all whose keywords are enforced. Others are refused by keyword and place."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from batchserve.errors import InvalidRequestError
+from batchserve.grammar.json_schema import KEYWORDS, MAX_DEPTH, checked_schema
+
+NOT_ENFORCED = {
+    "patternProperties": {"^score$": {"type": "integer"}},  # llguidance#265
+    "propertyNames": {"pattern": "^a"},
+    "uniqueItems": True,
+    "contains": {"type": "integer"},
+    "not": {"type": "null"},
+    "if": {"type": "null"},
+    "dependentRequired": {"a": ["b"]},
+    "unevaluatedProperties": False,
+    "contentEncoding": "base64",
+    "nullable": True,
+    "discriminator": {"propertyName": "x"},
+    "x-guidance": {"lenient": True},
+    "$dynamicRef": "#x",
+    "foo": 1,
+}
+PLACES: list[tuple[str, Any]] = [
+    ("#", lambda bad: bad),
+    ("#/properties/a", lambda bad: {"properties": {"a": bad}}),
+    ("#/items", lambda bad: {"items": bad}),
+    ("#/items/1", lambda bad: {"items": [{}, bad]}),
+    ("#/prefixItems/0", lambda bad: {"prefixItems": [bad]}),
+    ("#/additionalProperties", lambda bad: {"additionalProperties": bad}),
+    ("#/anyOf/0/oneOf/1/allOf/0", lambda bad: {"anyOf": [{"oneOf": [{}, {"allOf": [bad]}]}]}),
+    ("#/$defs/x", lambda bad: {"$defs": {"x": bad}}),
+    ("#/definitions/x", lambda bad: {"definitions": {"x": bad}}),
+]
+
+
+@pytest.mark.parametrize("keyword", NOT_ENFORCED)
+@pytest.mark.parametrize(("path", "around"), PLACES)
+def test_a_keyword_that_is_not_enforced_is_refused_by_name(keyword: str, path: str, around: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=f"absent: {keyword.replace('$', '.')} is not supported") as caught:
+        checked_schema(json.dumps(around({keyword: NOT_ENFORCED[keyword]})))
+    assert caught.value.field == f"json_schema['{path}/{keyword}']"
+    assert caught.value.reason == "UNSUPPORTED_KEYWORD"
+
+
+def test_names_of_properties_and_values_are_no_keywords() -> None:
+    schema = {"properties": {"patternProperties": {"enum": [{"not": 1}]}, "foo": {"const": {"if": {"then": 1}}}}}
+    assert json.loads(checked_schema(json.dumps(schema))) == schema
+    assert "patternProperties" not in KEYWORDS
+
+
+@pytest.mark.parametrize(
+    ("text", "bound"),
+    [
+        ("{", "must be JSON"),
+        ("[1]", "a JSON object"),
+        ("true", "a JSON object"),
+        ('{"minimum": NaN}', "NaN is no JSON number"),
+        ('{"exclusiveMinimum": true, "minimum": 3}', "must be a number"),
+        ('{"items": ' * (MAX_DEPTH + 1) + "{}" + "}" * (MAX_DEPTH + 1), f"at most {MAX_DEPTH} levels"),
+        ('{"items": ' * 30_000 + "{}" + "}" * 30_000, "must be JSON"),
+    ],
+)
+def test_what_is_no_schema(text: str, bound: str) -> None:
+    with pytest.raises(InvalidRequestError, match=bound):
+        checked_schema(text)
