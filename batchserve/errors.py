@@ -117,6 +117,12 @@ class OutOfMemoryError(BatchserveError):
     reason = "OUT_OF_MEMORY"
 
 
+class GrammarError(BatchserveError):
+    """A request's grammar cannot be compiled, or has become too complex while its answer followed it."""
+
+    reason = "INVALID_GRAMMAR"
+
+
 class EngineFaultError(BatchserveError):
     """The engine failed, for this request alone or for all requests in flight, which then end with this error."""
 

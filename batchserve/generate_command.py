@@ -15,7 +15,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from batchserve.config import EngineConfig
-from batchserve.errors import ConfigError, InvalidRequestError
+from batchserve.errors import ConfigError, InvalidRequestError, invalid
 from batchserve.options import DRAFT_OPTIONS, ENGINE_OPTIONS, flag_of, make_config
 from batchserve.progress import progress
 from batchserve.types import Delta, SamplingParams, SpeculationParams, Started, Usage, check_priority
@@ -65,6 +65,18 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
         sampling.add_argument(flag_of(name), type=kind, help=text)
     for name, text in (("stop", "end before this text; repeatable"), ("bad_words", "never say this; repeatable")):
         sampling.add_argument(flag_of(name), action="append", default=[], metavar="TEXT", help=text)
+    grammar = sampling.add_mutually_exclusive_group()
+    grammar.add_argument(
+        "--json-schema",
+        metavar="JSON|FILE",
+        help="the answer is JSON that follows this schema, or the one in this file",
+    )
+    grammar.add_argument("--json-object", action="store_true", help="the answer is a JSON object")
+    grammar.add_argument("--regex", metavar="REGEX", help="the answer matches this regular expression")
+    grammar.add_argument("--ebnf", metavar="FILE", help="the answer follows the grammar in this file: GBNF or Lark")
+    grammar.add_argument(
+        "--choice", action="append", default=[], metavar="TEXT", help="the answer is one of these; repeatable"
+    )
     sampling.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
     sampling.add_argument("--no-speculation", action="store_true", help="one token a step")
 
@@ -87,6 +99,11 @@ def run_generate(arguments: argparse.Namespace) -> int:
         **{name: value for name in SAMPLING_FLAGS if (value := getattr(arguments, name)) is not None},
         stop=tuple(arguments.stop),
         bad_words=tuple(arguments.bad_words),
+        json_schema=_schema(arguments.json_schema),
+        json_object=arguments.json_object,
+        regex=arguments.regex,
+        ebnf=None if arguments.ebnf is None else _text_of_file("ebnf", arguments.ebnf),
+        choice=tuple(arguments.choice),
         ignore_eos=arguments.ignore_eos,
     )
     if arguments.reference and arguments.no_speculation:
@@ -95,7 +112,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
     if arguments.reference and arguments.server is None and any(nothing.values()):
         why = next(option for option, is_given in nothing.items() if is_given)
         raise ConfigError(f"--reference: must not be given with {why}, which drafts from no text")
-    references = tuple(map(_reference_text, arguments.reference))
+    references = tuple(_text_of_file("references", path) for path in arguments.reference)
     speculation = SpeculationParams(is_enabled=not arguments.no_speculation, references=references)
     priority = check_priority(arguments.priority)
     _check_without_model(arguments, text, config, params)
@@ -152,14 +169,20 @@ def _prompt_text(arguments: argparse.Namespace) -> str:
     return text
 
 
-def _reference_text(path: str) -> str:
+def _schema(given: str | None) -> str | None:
+    """Returns a schema that is given as text, or in a file."""
+    is_text = given is None or given.lstrip().startswith("{")
+    return given if is_text else _text_of_file("json_schema", str(given))
+
+
+def _text_of_file(field: str, path: str) -> str:
     try:
         with open(os.path.expanduser(path), encoding="utf-8", newline="") as file:
             return file.read()
     except UnicodeDecodeError as error:
-        raise InvalidRequestError("INVALID_TEXT", "reference", path, f"a file of UTF-8 text ({error})") from error
+        raise InvalidRequestError("INVALID_TEXT", field, path, f"a file of UTF-8 text ({error})") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in a file's name
-        raise InvalidRequestError("INVALID_REFERENCES", "reference", path, f"a file to read ({error})") from error
+        raise InvalidRequestError(invalid(field), field, path, f"a file to read ({error})") from error
 
 
 def _chat_token_ids(text: str, config: EngineConfig) -> list[int]:

@@ -20,11 +20,11 @@ from batchserve.errors import (
     BatchserveError,
     DeadlineExceededError,
     EngineFaultError,
+    GrammarError,
     NonFiniteLogitsError,
     OutOfMemoryError,
 )
 from batchserve.free_memory import describe_out_of_memory
-from batchserve.grammar.compiler import GrammarError
 from batchserve.request import Request
 from batchserve.scheduler.plan import COMPUTED
 from batchserve.types import Delta, FinishReason

@@ -6,8 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from batchserve.engine.messages import Compiled
-from batchserve.errors import EngineFaultError, one_line
-from batchserve.grammar.compiler import GrammarError
+from batchserve.errors import EngineFaultError, GrammarError, one_line
 from batchserve.grammar.state import GrammarState
 
 if TYPE_CHECKING:

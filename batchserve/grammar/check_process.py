@@ -13,7 +13,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from batchserve.grammar.compiler import GrammarError, Vocabulary, compile_grammar
+from batchserve.errors import GrammarError
+from batchserve.grammar.compiler import Vocabulary, compile_grammar
 
 MAX_GROWTH_BYTES = 256 << 20  # that one grammar may take
 

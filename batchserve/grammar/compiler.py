@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from batchserve.errors import BatchserveError, one_line
+from batchserve.errors import GrammarError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,12 +20,6 @@ MAX_KEPT = 16  # compiled grammars
 MAX_REASON_CHARS = 500
 MAX_LEXER_STATES = 100_000  # of a grammar, some 50 MB; all answers that follow it share them, so they only grow
 MAX_AGAIN_S = 0.05  # what may be compiled while a step waits for it
-
-
-class GrammarError(BatchserveError):
-    """A grammar cannot be compiled, or has become too complex while it was followed."""
-
-    reason = "INVALID_GRAMMAR"
 
 
 class Vocabulary(NamedTuple):

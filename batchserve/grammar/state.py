@@ -9,7 +9,8 @@ import numpy as np
 
 from batchserve.draft.base import DraftTree
 from batchserve.draft.forest import FORCED
-from batchserve.grammar.compiler import MAX_REASON_CHARS, GrammarError
+from batchserve.errors import GrammarError
+from batchserve.grammar.compiler import MAX_REASON_CHARS
 from batchserve.row_adjustments import BITS, mask_of
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ import pytest
 
 from batchserve.config import EngineConfig
 from batchserve.engine.async_engine import AsyncEngine
-from batchserve.errors import BatchserveError, InvalidRequestError
+from batchserve.errors import BatchserveError, GrammarError, InvalidRequestError
 from batchserve.grammar import state as state_module
-from batchserve.grammar.compiler import GrammarError
 from batchserve.grammar.state import GrammarState
 from batchserve.llm import LLM
 from batchserve.types import FinishReason, RequestOutput, SamplingParams, SpeculationParams

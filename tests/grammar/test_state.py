@@ -11,8 +11,9 @@ from tokenizers import Tokenizer
 
 from batchserve.draft.base import DraftQuery, DraftTree
 from batchserve.draft.forest import FORCED
+from batchserve.errors import GrammarError
 from batchserve.grammar import compiler as compiler_module
-from batchserve.grammar.compiler import GrammarCompiler, GrammarError, Vocabulary
+from batchserve.grammar.compiler import GrammarCompiler, Vocabulary
 from batchserve.grammar.definition import Grammar
 from batchserve.grammar.state import GrammarState
 from batchserve.runner.model_folder import resolve_model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -114,3 +115,65 @@ async def test_what_a_request_says_of_drafts_takes_effect_and_changes_no_answer(
     assert await steps(scope="other") == alone
     await bundled.engine.clear_draft_scope("mine")
     assert await steps(scope="mine") == alone
+
+
+@pytest.mark.parametrize(
+    ("grammar", "pattern"),
+    [
+        (pb.StructuredOutput(json_schema='{"enum": ["alpha", 7012]}'), '"alpha"|7012'),
+        (pb.StructuredOutput(json_object=True), r"\{.*\}"),
+        (pb.StructuredOutput(json_object=False), ".*"),
+        (pb.StructuredOutput(regex="[a-z]{3} [0-9]{2}"), "[a-z]{3} [0-9]{2}"),
+        (pb.StructuredOutput(ebnf='root ::= "yes" | "no"'), "yes|no"),
+        (pb.StructuredOutput(choice=pb.Choices(texts=["alpha", "beta"])), "alpha|beta"),
+    ],
+    ids=str,
+)
+async def test_structured_output(grammar: pb.StructuredOutput, pattern: str, bundled: Served):
+    request = _ask(PROMPT)
+    request.structured_output.CopyFrom(grammar)
+    whole = await bundled.client.generate(request)
+    assert re.fullmatch(pattern, whole.text, re.DOTALL), whole.text
+    assert tokens_of(await bundled.client.stream(request)) == list(whole.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason", "path", "bound"),
+    [
+        (
+            pb.StructuredOutput(json_schema='{"items": {"uniqueItems": true}}'),
+            *("UNSUPPORTED_KEYWORD", "structured_output.json_schema['#/items/uniqueItems']", "absent: uniqueItems"),
+        ),
+        (
+            pb.StructuredOutput(json_schema='{"type": "integer", "multipleOf": 999983}'),
+            *("INVALID_JSON_SCHEMA", "structured_output.json_schema", "to compile"),
+        ),
+        (pb.StructuredOutput(regex="(a"), "INVALID_REGEX", "structured_output.regex", "unclosed group"),
+        (pb.StructuredOutput(ebnf="root ::= b"), "INVALID_EBNF", "structured_output.ebnf", "Rule 'b' not found"),
+        (
+            pb.StructuredOutput(choice=pb.Choices()),
+            *("INVALID_CHOICES", "structured_output.choice.texts", "at least one text"),
+        ),
+    ],
+    ids=str,
+)
+async def test_grammars_that_are_refused(
+    grammar: pb.StructuredOutput, reason: str, path: str, bound: str, bundled: Served
+):
+    beside, request = asyncio.create_task(bundled.client.generate(_ask(PROMPT))), _ask(PROMPT)
+    request.structured_output.CopyFrom(grammar)
+    failed = await failure_of(bundled.client.generate(request))
+    assert (failed.code, failed.reason) == (grpc.StatusCode.INVALID_ARGUMENT, reason)
+    assert failed.field == path
+    assert bound in failed.message
+    assert (await beside).text
+
+
+@pytest.mark.faults
+async def test_a_grammar_that_grows_too_complex_ends_its_call_alone(bundled: Served):
+    beside = asyncio.create_task(bundled.client.generate(_ask(PROMPT)))
+    request = _ask(PROMPT)
+    request.structured_output.regex = r"(\p{L}{1,500}){1,500}"
+    failed = await failure_of(bundled.client.generate(request))
+    assert (failed.code, failed.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_GRAMMAR")
+    assert (await beside).text == (await bundled.client.generate(_ask(PROMPT))).text

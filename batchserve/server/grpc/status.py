@@ -17,6 +17,7 @@ from batchserve.errors import (
     BatchserveError,
     DeadlineExceededError,
     DuplicateRequestError,
+    GrammarError,
     InvalidRequestError,
     NonFiniteLogitsError,
     OutOfMemoryError,
@@ -45,6 +46,7 @@ STATUS_TIMEOUT_S = 2.0
 
 _CODES: dict[type[BatchserveError], int] = {
     InvalidRequestError: code_pb2.INVALID_ARGUMENT,
+    GrammarError: code_pb2.INVALID_ARGUMENT,
     UnknownModelError: code_pb2.NOT_FOUND,
     DuplicateRequestError: code_pb2.ALREADY_EXISTS,
     QueueFullError: code_pb2.RESOURCE_EXHAUSTED,

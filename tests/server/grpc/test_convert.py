@@ -12,6 +12,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from batchserve.errors import InvalidRequestError
+from batchserve.sampling_params import GRAMMAR_FIELDS
 from batchserve.server.grpc.answers import from_stream_response, to_stream_responses
 from batchserve.server.grpc.convert import (
     MAX_STOP_TOKEN_IDS,
@@ -80,6 +81,7 @@ def test_request_round_trip_keeps_every_field():
         n=3,
         prompt_logprobs=2,
         echo=True,
+        choice=("one", "two"),
     )
     speculation = SpeculationParams(
         is_enabled=False,
@@ -95,7 +97,33 @@ def test_request_round_trip_keeps_every_field():
     parsed = from_generate_request(pb.GenerateRequest.FromString(request.SerializeToString()), MAX_MODEL_LEN)
     assert parsed == GenerateCall([1, 2, 3], params, "id", "m", speculation, priority=-7)
     left = set(all_fields(pb.GenerateRequest.DESCRIPTOR)) - set(fields(request))
-    assert left == {"batchserve.v1.GenerateRequest.text"}, "the other kind of prompt"
+    other_grammars = {f"batchserve.v1.StructuredOutput.{name}" for name in GRAMMAR_FIELDS if name != "choice"}
+    assert left == {"batchserve.v1.GenerateRequest.text", *other_grammars}, "the other kinds of prompt and of grammar"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"json_schema": '{"type": "object"}'},
+        {"json_object": True},
+        {"regex": "[a-z]+"},
+        {"ebnf": 'root ::= "a"'},
+        {"choice": ("a", "b")},
+    ],
+)
+def test_one_kind_of_grammar_at_most(given: dict[str, Any]):
+    request = to_generate_request("x", SamplingParams(**given), SpeculationParams())
+    assert request.HasField("structured_output") == bool(given)
+    assert from_generate_request(request, MAX_MODEL_LEN).params == SamplingParams(**given)
+
+
+def test_a_schema_is_sent_as_text():
+    params = SamplingParams(json_schema={"type": "object", "title": "ü"})
+    assert (
+        to_generate_request("x", params, SpeculationParams()).structured_output.json_schema
+        == '{"type": "object", "title": "ü"}'
+    )
 
 
 def test_unset_differs_from_zero():
@@ -114,6 +142,7 @@ def test_unset_differs_from_zero():
         ("stop.#100", pb.StopConditions),
         ("output.#100", pb.OutputOptions),
         ("speculation.#100", pb.SpeculationOptions),
+        ("structured_output.#100", pb.StructuredOutput),
         ("references[1].#100", pb.Reference),
     ],
 )
@@ -216,6 +245,11 @@ BAD_SAMPLING: dict[str, Any] = {
     "n": 0,
     "prompt_logprobs": -1,
     "echo": "yes",
+    "json_schema": 5,
+    "json_object": "yes",
+    "regex": "",
+    "ebnf": "a" * 65537,
+    "choice": ("ok", ""),
 }
 BAD_SPECULATION: dict[str, Any] = {
     "is_enabled": "no",
