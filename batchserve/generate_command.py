@@ -18,10 +18,10 @@ from batchserve.config import EngineConfig
 from batchserve.errors import ConfigError, InvalidRequestError, invalid
 from batchserve.options import DRAFT_OPTIONS, ENGINE_OPTIONS, flag_of, make_config
 from batchserve.progress import progress
-from batchserve.types import Delta, SamplingParams, SpeculationParams, Started, Usage, check_priority
+from batchserve.types import Chat, Delta, Prompt, SamplingParams, SpeculationParams, Started, Usage, check_priority
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Sequence
+    from collections.abc import AsyncGenerator, Callable
 
 
 # Parameters that are one number.
@@ -46,8 +46,7 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="put the prompt into the model's chat template; with --server into that of --model, which must be the "
-        "server's model (default: what the server calls it)",
+        help="put the prompt into the model's chat template",
     )
     parser.add_argument("--server", metavar="HOST:PORT", help="ask a running server (default: load the model here)")
     parser.add_argument(
@@ -112,14 +111,11 @@ def run_generate(arguments: argparse.Namespace) -> int:
     if arguments.reference and arguments.server is None and any(nothing.values()):
         why = next(option for option, is_given in nothing.items() if is_given)
         raise ConfigError(f"--reference: must not be given with {why}, which drafts from no text")
-    references = tuple(_text_of_file("references", path) for path in arguments.reference)
+    references = tuple(_text_of_file("reference", path) for path in arguments.reference)
     speculation = SpeculationParams(is_enabled=not arguments.no_speculation, references=references)
     priority = check_priority(arguments.priority)
     _check_without_model(arguments, text, config, params)
-    prompt: str | list[int] = text
-    if arguments.chat:
-        is_servers = arguments.server is not None and "model" not in arguments
-        prompt = _servers_chat(text, arguments.server) if is_servers else _chat_token_ids(text, config)
+    prompt: Prompt = Chat([{"role": "user", "content": text}]) if arguments.chat else text
     asked = (prompt, params, speculation, priority)
     events = _local_events(config, *asked) if arguments.server is None else _remote_events(arguments.server, *asked)
     asyncio.run(_show(events))
@@ -147,13 +143,10 @@ def _check_address(target: str) -> None:
 
 
 def _refuse_engine_options(arguments: argparse.Namespace) -> None:
-    """Refuses options that would be ignored, as the engine is the server's. With --chat, --model has the template."""
-    used = ("model", "trust_remote_code") if arguments.chat else ()
-    given = [flag_of(name) for name in (*ENGINE_OPTIONS, *DRAFT_OPTIONS) if name in arguments and name not in used]
+    """Refuses options that would be ignored, as the engine is the server's."""
+    given = [flag_of(name) for name in (*ENGINE_OPTIONS, *DRAFT_OPTIONS) if name in arguments]
     if given:
         raise ConfigError(f"{', '.join(given)}: must not be given with --server, whose engine has its own options")
-    if "trust_remote_code" in arguments and "model" not in arguments:
-        raise ConfigError("--trust-remote-code: must be with --model: a server does not choose whose code runs here")
 
 
 def _prompt_text(arguments: argparse.Namespace) -> str:
@@ -185,35 +178,9 @@ def _text_of_file(field: str, path: str) -> str:
         raise InvalidRequestError(invalid(field), field, path, f"a file to read ({error})") from error
 
 
-def _chat_token_ids(text: str, config: EngineConfig) -> list[int]:
-    from batchserve.runner.chat import chat_token_ids
-    from batchserve.startup.kept_programs import find_tokenizer
-
-    return chat_token_ids(text, find_tokenizer(config), config.model)
-
-
-def _servers_chat(text: str, target: str) -> list[int]:
-    """Returns the prompt in the served model's chat template. Another model's token ids would mean other words."""
-    name = asyncio.run(_served_model(target))
-    message = f"--chat: must be with --model, a folder or hub id of the server's model, which it calls {name!r}"
-    if name != "bundled" and "/" not in name and not os.path.isdir(name):
-        raise ConfigError(message)  # a name that the server made up is not looked up
-    try:
-        return _chat_token_ids(text, EngineConfig(model=name))
-    except ConfigError as error:
-        raise ConfigError(f"{message} ({error})") from error
-
-
-async def _served_model(target: str) -> str:
-    from batchserve.server.grpc.client import GenerationClient
-
-    async with GenerationClient(target) as client:
-        return str((await client.model_info()).model)
-
-
 async def _local_events(
     config: EngineConfig,
-    prompt: str | Sequence[int],
+    prompt: Prompt,
     params: SamplingParams,
     speculation: SpeculationParams,
     priority: int,
@@ -230,7 +197,7 @@ async def _local_events(
 
 
 async def _remote_events(
-    target: str, prompt: str | Sequence[int], params: SamplingParams, speculation: SpeculationParams, priority: int
+    target: str, prompt: Prompt, params: SamplingParams, speculation: SpeculationParams, priority: int
 ) -> AsyncGenerator[Started | Delta, None]:
     from batchserve.server.grpc.answers import from_stream_response
     from batchserve.server.grpc.client import GenerationClient

@@ -19,12 +19,11 @@ from batchserve.forks import OwnerProcess
 from batchserve.interrupts import delay_interrupts
 from batchserve.option_checks import expanded_path
 from batchserve.startup.build import build_engine
-from batchserve.types import Delta, ModelInfo, RequestOutput, SamplingParams, SpeculationParams
+from batchserve.types import Chat, Delta, ModelInfo, Prompt, RequestOutput, SamplingParams, SpeculationParams
 
 if TYPE_CHECKING:
     from batchserve.request import Request
 
-Prompt = str | Sequence[int]
 _Arguments = tuple[Prompt, SamplingParams, SpeculationParams, int]  # of one request; the last is its priority
 T = TypeVar("T")
 
@@ -57,7 +56,7 @@ class LLM:
         priority: int | Sequence[int] = 0,
         show_progress: bool = True,
     ) -> list[RequestOutput]:
-        """Returns the answers in the order of the prompts. A prompt is a string or a list of token ids.
+        """Returns the answers in the order of the prompts. A prompt is a string, a list of token ids, or a Chat.
 
         sampling_params, speculation, priority (higher comes first): one for all prompts, or one for each. All prompts
         are checked before any runs, so if one raises InvalidRequestError, nothing has run. A later error of one prompt
@@ -69,6 +68,23 @@ class LLM:
             groups = self._requests(arguments)
             collectors = self._run([request for group in groups for request in group], show_progress)
         return [OutputCollector.joined([collectors[each.request_id] for each in group]) for group in groups]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Returns the answers to one conversation, or to several. See conversation.Chat; options: generate()'s."""
+        more = (tools or (), add_generation_prompt, continue_final_message, chat_template_kwargs or {})
+        is_one = isinstance(messages, Sequence) and all(isinstance(each, Mapping) for each in messages)
+        chats = [Chat(each, *more) for each in ([messages] if is_one else messages)]  # type: ignore[arg-type]
+        return self.generate(chats, sampling_params, **options)
 
     def _run(self, requests: list[Request], show_progress: bool) -> dict[str, OutputCollector]:
         """Answers requests. Returns the complete answers by request id."""
@@ -191,7 +207,7 @@ def _one_each(field: str, value: T | Sequence[T] | None, kind: type[T], count: i
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Returns a list of prompts. A single prompt may be a string or a flat list of ids."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Chat):
         return [prompts]
     if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
         raise InvalidRequestError("INVALID_PROMPT", "prompts", prompts, "text, token ids, or a list of these")

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 from batchserve.config import DRAFTERS, SCOPE_NAME_BOUND, is_scope_name
+from batchserve.conversation import Chat as Chat
 from batchserve.errors import InvalidRequestError, invalid
 from batchserve.field_checks import check_bool, normalize_number, tuple_of
 from batchserve.sampling_params import SamplingParams as SamplingParams
 
+Prompt = str | Sequence[int] | Chat
 MAX_REQUEST_ID_CHARS = 256
 MAX_PRIORITY = 1000
 MAX_REFERENCES = 64
@@ -96,11 +98,12 @@ class CallOptions(TypedDict, total=False):
 class GenerateCall:
     """One generation, as a client asks for it. Checked when it is submitted.
 
-    prompt: text or token ids. params, speculation: None is the defaults. request_id: must not be in flight; empty draws
-    one. model: empty, or the served model's name. deadline_s: from now. priority: -1000..1000, higher comes first.
+    prompt: text, token ids or a chat. params, speculation: None is the defaults. request_id: must not be in flight;
+    empty draws one. model: empty, or the served model's name. deadline_s: from now. priority: -1000..1000, higher
+    comes first.
     """
 
-    prompt: str | Sequence[int]
+    prompt: Prompt
     params: SamplingParams | None = None
     request_id: str = ""
     model: str = ""

@@ -30,7 +30,6 @@ from batchserve.options import (
     make_config,
     parse_size,
 )
-from batchserve.runner import tokenizer as tokenizer_module
 from batchserve.runner.model_folder import resolve_model
 from batchserve.server import lifecycle
 from tests.server.harness import serving
@@ -172,8 +171,10 @@ def test_bad_options_name_field_value_and_bound(capsys):
 def test_a_chat_with_a_model_that_is_not_there_is_refused(own_signals, capsys, tmp_path):
     assert main(["generate", "--prompt", "x", "--chat", "--model", str(tmp_path / "none")]) == 2
     assert "must be a folder that exists" in capsys.readouterr().err
-    assert main(["generate", "--prompt", "x", "--chat", "--model", str(tmp_path)]) == 2
-    assert "has no chat template" in capsys.readouterr().err
+    shutil.copytree(resolve_model("bundled"), tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    assert main(["generate", "--prompt", "x", "--chat", "--model", str(tmp_path / "model")]) == 2
+    assert "the model has no chat template; put the model's chat_template.jinja" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ def test_a_chat_with_a_model_that_is_not_there_is_refused(own_signals, capsys, t
         (["--dtype", "float32"], "--dtype"),
         (["--drafter", "trie", "--trie-mode", "single"], "--drafter, --trie-mode"),
         (["--model", "other"], "--model"),
-        (["--model", "other", "--chat", "--max-num-seqs", "3"], "--max-num-seqs"),
+        (["--model", "other", "--chat", "--max-num-seqs", "3"], "--model, --max-num-seqs"),
     ],
 )
 def test_options_of_an_engine_are_not_ignored_with_a_server(own_signals, capsys, flags, named):
@@ -216,44 +217,31 @@ def test_addresses(address):
     generate_command._check_address(address)
 
 
-def test_a_server_does_not_choose_whose_code_runs_here(own_signals, capsys):
-    assert main(["generate", "--prompt", "x", "--server", "127.0.0.1:1", "--chat", "--trust-remote-code"]) == 2
-    assert "--trust-remote-code: must be with --model" in capsys.readouterr().err
-
-
 def test_a_server_that_is_not_there_is_an_error_with_a_reason(own_signals, capsys):
     for chat in ([], ["--chat"]):
         assert main(["generate", "--prompt", "x", "--server", "127.0.0.1:1", *chat]) == 1
         assert "batchserve: UNAVAILABLE: failed to connect to all addresses" in capsys.readouterr().err
 
 
-async def test_a_chat_is_put_into_the_template_of_the_servers_model(own_signals, monkeypatch, capsys, tmp_path):
+async def test_a_chat_is_put_into_the_template_of_the_servers_model(own_signals, monkeypatch, tmp_path):
     other, asked = tmp_path / "other", []
     shutil.copytree(resolve_model("bundled"), other)
     (other / "chat_template.jinja").write_text("{{ messages[0].content }} and so on")
-    start = AsyncEngine.events
+    tokenize = InputProcessor.tokenize
 
-    def recording(self, call, **options):
-        asked.append(call.prompt)
-        return start(self, call, **options)
+    def recording(self, prompt):
+        asked.append(tokenize(self, prompt))
+        return asked[-1]
 
-    monkeypatch.setattr(AsyncEngine, "events", recording)
+    monkeypatch.setattr(InputProcessor, "tokenize", recording)
     sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "kv_cache_memory": 16 * MiB, "num_threads": 1}
-    engine = EngineConfig(model=str(other), dtype="float32", drafter="none", **sizes)
     chat = ["generate", "--prompt", "hello", "--max-tokens", "1", "--chat", "--server"]
-    async with serving(await AsyncEngine.start(engine)) as served:
-        assert await asyncio.to_thread(main, [*chat, served.address]) == 0
-        assert await asyncio.to_thread(main, [*chat, served.address, "--model", "bundled"]) == 0
+    for model in (str(other), "bundled"):
+        engine = EngineConfig(model, dtype="float32", drafter="none", served_model_name="a-name-of-its-own", **sizes)
+        async with serving(await AsyncEngine.start(engine)) as served:
+            assert await asyncio.to_thread(main, [*chat, served.address]) == 0
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("bundled"))
     assert [tokenizer.decode(ids) for ids in asked] == ["hello and so on", "<s><|user|>hello<|assistant|>"]
-    capsys.readouterr()
-    for name in (str(tmp_path / "gone"), "a-name-of-its-own"):  # as from another machine
-        async with serving(await AsyncEngine.start(dataclasses.replace(engine, served_model_name=name))) as served:
-            with monkeypatch.context() as patch:
-                patch.setattr(tokenizer_module, "load_tokenizer", lambda *arguments: pytest.fail("it was looked up"))
-                assert await asyncio.to_thread(main, [*chat, served.address]) == 2
-        log = capsys.readouterr().err
-        assert f"--chat: must be with --model, a folder or hub id of the server's model, which it calls {name!r}" in log
 
 
 def test_a_prompt_from_standard_input_keeps_its_line_ends(monkeypatch):
@@ -292,7 +280,7 @@ def test_a_chat_template_that_fails_is_an_error_with_a_reason(own_signals, capsy
     shutil.copytree(resolve_model("bundled"), folder)
     (folder / "chat_template.jinja").write_text(template)
     assert main(["generate", "--prompt", "x", "--chat", "--model", str(folder)]) == 2
-    assert f"batchserve: model = {str(folder)!r}: its chat template cannot be applied: " in capsys.readouterr().err
+    assert "its chat template cannot be applied: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from batchserve.logs import adopt_library_loggers
 from batchserve.types import Delta, GenerateCall, ModelInfo, RequestOutput, SamplingParams, SpeculationParams, Started
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Sequence
+    from collections.abc import AsyncGenerator, Callable
 
     from batchserve.config import EngineConfig
     from batchserve.engine.backpressure import Backlog
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from batchserve.engine.launch import LaunchedProcess
     from batchserve.metrics import MetricsSource
     from batchserve.startup.build import BuiltEngine
-    from batchserve.types import CallOptions
+    from batchserve.types import CallOptions, Prompt
 
 _T = TypeVar("_T")
 INLINE_SIZE = 4096  # characters or token ids; shorter prompts are processed on the loop, a thread would take longer
@@ -123,7 +123,7 @@ class AsyncEngine:
         return request_id in self._ids
 
     def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Unpack[CallOptions]
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[CallOptions]
     ) -> AsyncGenerator[Started | Delta, None]:
         """Yields one Started, then Deltas. The last Delta has finish_reason, usage and timing set. See GenerateCall.
 
@@ -133,7 +133,7 @@ class AsyncEngine:
         return self.events(GenerateCall(prompt, params, **options))
 
     async def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Unpack[CallOptions]
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[CallOptions]
     ) -> RequestOutput:
         """Like stream(), but returns the complete output. Cancelling the awaiting task aborts the request."""
         return await self.answer(GenerateCall(prompt, params, **options))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from batchserve.config import PRIVATE_SCOPE, PROCESSED_LOGPROBS, EngineConfig, UnchosenScope
+from batchserve.conversation import Chat, with_text
 from batchserve.engine.detokenizer import REPLACEMENT, decoder_of
 from batchserve.errors import InvalidRequestError, invalid
 from batchserve.grammar.checker import GrammarChecker
@@ -20,6 +21,7 @@ from batchserve.grammar.compiler import Vocabulary
 from batchserve.grammar.definition import Grammar
 from batchserve.request import FORKS, TENANT, DraftScope, NewRequest, Request, ResolvedSampling, ResolvedSpeculation
 from batchserve.row_adjustments import mask_of
+from batchserve.runner.chat import ChatTemplate
 from batchserve.runner.compiled_tokenizer import CompiledTokenizer
 from batchserve.sampling_params import MAX_SEED
 from batchserve.types import (
@@ -107,10 +109,14 @@ class InputProcessor:
             changed._default_scope = PRIVATE_SCOPE
         return changed
 
-    def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
+    def tokenize(self, prompt: str | Sequence[int] | Chat) -> list[int]:
         """Returns the checked token ids of a prompt. Raises InvalidRequestError."""
-        ids = self._tokenize_prompt(prompt) if isinstance(prompt, str) else _integers(prompt)
-        self._check_ids("prompt", ids, is_text=isinstance(prompt, str))
+        is_text = isinstance(prompt, str | Chat)
+        if isinstance(prompt, Chat):
+            ids = self._tokenize_chat(prompt)
+        else:
+            ids = self._tokenize_prompt(prompt) if isinstance(prompt, str) else _integers(prompt)
+        self._check_ids("prompt", ids, is_text=is_text)
         if not ids:  # some tokenizers give no tokens for a text of spaces
             raise InvalidRequestError("EMPTY_PROMPT", "prompt", prompt, "at least one token")
         # One position is left for a generated token.
@@ -123,23 +129,37 @@ class InputProcessor:
             )
         return ids
 
+    def _tokenize_chat(self, chat: Chat) -> list[int]:
+        if self.facts.tokenizer is None:
+            raise InvalidRequestError("NO_TOKENIZER", "messages", "<messages>", "token ids: the model has no tokenizer")
+        self._check_length("messages", "\n".join(str(with_text(each)["content"]) for each in chat.messages))
+        try:
+            return ChatTemplate(self.facts.tokenizer).token_ids(chat)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise InvalidRequestError(
+                "INVALID_TEXT", "messages", "<messages>", "text that can be encoded as UTF-8"
+            ) from error
+
     def _tokenize_prompt(self, text: str) -> list[int]:
         if self.facts.tokenizer is not None:
             if not text:
                 raise InvalidRequestError("EMPTY_PROMPT", "prompt", text, "at least one character")
-            # Megabytes are refused without tokenising them. They cannot fit even in the longest tokens.
-            fewest = len(text) // self._longest_token_chars
-            if fewest <= self._max_model_len and len(text) > HEAD_CHARS * self._max_model_len:
-                # Some vocabularies have a token of a hundred spaces but hardly any other as long. Tokenise a prefix.
-                fewest = len(self._tokenize_text("prompt", text[: HEAD_CHARS * self._max_model_len])) - CUT_TOKENS
-            if fewest > self._max_model_len:
-                raise InvalidRequestError(
-                    "PROMPT_TOO_LONG",
-                    "prompt",
-                    f"{len(text)} characters",
-                    f"at most {self._max_model_len - 1} tokens (max_model_len - 1); this is at least {fewest}",
-                )
+            self._check_length("prompt", text)
         return self._tokenize_text("prompt", text)
+
+    def _check_length(self, field: str, text: str) -> None:
+        """Refuses megabytes without tokenising them. They cannot fit even in the longest tokens."""
+        fewest = len(text) // self._longest_token_chars
+        if fewest <= self._max_model_len and len(text) > HEAD_CHARS * self._max_model_len:
+            # Some vocabularies have a token of a hundred spaces but hardly any other as long. Tokenise a prefix.
+            fewest = len(self._tokenize_text(field, text[: HEAD_CHARS * self._max_model_len])) - CUT_TOKENS
+        if fewest > self._max_model_len:
+            raise InvalidRequestError(
+                "PROMPT_TOO_LONG",
+                field,
+                f"{len(text)} characters",
+                f"at most {self._max_model_len - 1} tokens (max_model_len - 1); this is at least {fewest}",
+            )
 
     def _tokenize_text(self, field: str, text: str, **options: bool) -> list[int]:
         tokenizer = self.facts.tokenizer

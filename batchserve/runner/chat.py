@@ -1,51 +1,139 @@
-"""Applies a model's chat template to a user's text."""
+"""Puts chats into a model's own template."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchserve.errors import ConfigError, one_line
+from batchserve.conversation import Chat, with_parts, with_text
+from batchserve.errors import ConfigError, InvalidRequestError, one_line
 
 if TYPE_CHECKING:
     from batchserve.runner.compiled_tokenizer import AnyTokenizer
 
-Content = str | list[dict[str, str]]
 MARKER, ANSWER = "batchserve-7f3a-asked", "batchserve-7f3a-said"  # strings that no template contains
+TOOL_TEMPLATE = "tool_use"  # of several templates, the one for chats with tools
 
 
 def chat_token_ids(text: str, tokenizer: AnyTokenizer | None, model: str) -> list[int]:
-    """Returns the token ids of a prompt in the chat template. If returned as text, it would get a second BOS token.
+    """Returns the token ids of a user's text in the chat template. Raises ConfigError, which names `model`."""
+    try:
+        return ChatTemplate(tokenizer).token_ids(Chat([{"role": "user", "content": text}]))
+    except InvalidRequestError as error:
+        raise ConfigError(f"model = {model!r}: {error.bound}") from None
 
-    Some templates take the content as text, others only as a list of parts and silently drop text, so both are tried.
-    Raises ConfigError, which names `model`.
+
+class ChatTemplate:
+    """The chat template of a tokenizer.
+
+    Some templates take a message's content as text, others only as a list of parts and silently drop text. Which it is
+    is tried out. Templates are third-party code, and may raise anything.
     """
-    template = _template(tokenizer, model)
-    assert tokenizer is not None
-    failure = "leaves out what the user says"
-    for make in (_as_text, _as_parts):
+
+    def __init__(self, tokenizer: AnyTokenizer | None) -> None:
+        self._tokenizer = tokenizer
+
+    def token_ids(self, chat: Chat) -> list[int]:
+        """Returns the prompt of a chat. Raises InvalidRequestError.
+
+        If it was returned as text, it would get a second BOS token. The template says what special tokens there are.
+        """
+        tokenizer = self._tokenizer
+        text = self.text(chat)
+        from batchserve.runner.compiled_tokenizer import CompiledTokenizer
+
+        if isinstance(tokenizer, CompiledTokenizer) or chat.continue_final_message:
+            assert tokenizer is not None
+            return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        # Others may have special tokens that they do not read in a text (mistral-common).
+        return list(self._applied(chat, self._messages(chat), tokenize=True))
+
+    def text(self, chat: Chat) -> str:
+        """Returns the prompt of a chat as text. Raises InvalidRequestError."""
+        template = self._template(has_tools=bool(chat.tools))
+        messages = self._messages(chat)
+        _check_variables(chat, template)
+        if chat.tools and self._applied(chat, messages) == self._applied(chat, messages, has_tools=False):
+            raise InvalidRequestError("INVALID_CHAT", "tools", chat.tools, "empty: the model's template uses none")
+        if not chat.continue_final_message:
+            return str(self._applied(chat, messages))
+        # Whatever the template does to the end of a text, such as trimming it, it does after the marker.
+        last = with_text(chat.messages[-1])["content"]
+        marked = replace(chat, messages=[*chat.messages[:-1], {**chat.messages[-1], "content": last + MARKER}])
+        before, found, _ = str(self._applied(marked, self._messages(marked))).rpartition(MARKER)
+        if not found:
+            bound = "one that the model's template renders as it is"
+            raise InvalidRequestError("INVALID_CHAT", f"messages[{len(messages) - 1}].content", last, bound)
+        return before
+
+    def _messages(self, chat: Chat) -> list[dict[str, Any]]:
+        """Returns the messages with their contents as the template takes them."""
+        asked = [{"role": "user", "content": MARKER}]
+        failure = "leaves out what the user says"
+        for form in (with_text, with_parts):
+            try:
+                if MARKER in str(self._rendered([form(each) for each in asked], add_generation_prompt=True)):
+                    return [form(each) for each in chat.messages]
+            except Exception as error:
+                failure = one_line(error)
+        raise _not_applicable(failure)
+
+    def _applied(
+        self, chat: Chat, messages: list[dict[str, Any]], *, tokenize: bool = False, has_tools: bool = True
+    ) -> Any:
+        options: dict[str, Any] = {**chat.chat_template_kwargs, "add_generation_prompt": chat.add_generation_prompt}
+        if chat.tools and has_tools:
+            options["tools"] = [*chat.tools]
         try:
-            if MARKER not in _render(tokenizer, template, [{"role": "user", "content": make(MARKER)}]):
-                continue
-            turns: list[dict[str, Any]] = [{"role": "user", "content": make(text)}]
-            ids: Any = tokenizer.apply_chat_template(
-                turns,
-                chat_template=template,
-                add_generation_prompt=True,
-                return_dict=False,
-            )
-            return list(ids)
-        except Exception as error:  # a template is third-party code and may raise anything
-            failure = one_line(error)
-    raise ConfigError(f"model = {model!r}: its chat template cannot be applied: {failure}")
+            return self._rendered(messages, tokenize=tokenize, **options)
+        except Exception as error:
+            raise _not_applicable(one_line(error)) from None
+
+    def _rendered(self, messages: list[dict[str, Any]], *, tokenize: bool = False, **options: Any) -> Any:
+        assert self._tokenizer is not None
+        template = self._template(has_tools="tools" in options)
+        how: dict[str, Any] = {"tokenize": True, "return_dict": False} if tokenize else {"tokenize": False}
+        return self._tokenizer.apply_chat_template(messages, chat_template=template, **how, **options)
+
+    def _template(self, *, has_tools: bool) -> str:
+        templates = None if self._tokenizer is None else self._tokenizer.chat_template
+        if has_tools and isinstance(templates, dict) and TOOL_TEMPLATE in templates:
+            return str(templates[TOOL_TEMPLATE])
+        found = _only(templates)
+        if found is None:
+            raise _no_template(self._tokenizer, templates)
+        return found
+
+
+def _check_variables(chat: Chat, template: str) -> None:
+    """Refuses variables that the template would not look at."""
+    if not chat.chat_template_kwargs:
+        return
+    from batchserve.runner.chat_template import variables_of
+
+    try:
+        known = variables_of(template)
+    except Exception as error:
+        raise _not_applicable(one_line(error)) from None
+    for name, value in chat.chat_template_kwargs.items():
+        if name not in known:
+            bound = "absent: the model's template knows no such variable"
+            raise InvalidRequestError("INVALID_CHAT", f"chat_template_kwargs[{name}]", value, bound)
+
+
+def _not_applicable(reason: str) -> InvalidRequestError:
+    """Returns the error for messages with which the template fails: mostly it says what it wants of them."""
+    bound = f"what the model's template takes; its chat template cannot be applied: {reason}"
+    return InvalidRequestError("INVALID_CHAT", "messages", "<messages>", bound)
 
 
 def turn_end(tokenizer: AnyTokenizer) -> int | None:
     """Returns the id of the added token that follows the assistant's text in the chat template, if there is one."""
     template = _only(tokenizer.chat_template)
     special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()} if template else {}
-    for make in (_as_text, _as_parts) if special else ():
-        turns = [{"role": "user", "content": make(MARKER)}, {"role": "assistant", "content": make(ANSWER)}]
+    for form in (with_text, with_parts) if special else ():
+        turns = [form({"role": "user", "content": MARKER}), form({"role": "assistant", "content": ANSWER})]
         try:
             rendered = _render(tokenizer, template, turns, is_answered=True)
             prompt = _render(tokenizer, template, turns[:1]).rstrip()
@@ -73,26 +161,20 @@ def _render(
     )
 
 
-def _template(tokenizer: AnyTokenizer | None, model: str) -> str:
-    """Returns the tokenizer's chat template. Raises ConfigError with a remedy if there is none."""
-    templates = None if tokenizer is None else tokenizer.chat_template
-    found = _only(templates)
-    if found is not None:
-        return found
+def _no_template(tokenizer: AnyTokenizer | None, templates: object) -> InvalidRequestError:
+    """Returns the error for a model without a template, with a remedy."""
     if isinstance(templates, dict) and templates:
-        raise ConfigError(
-            f"model = {model!r}: has chat templates named {', '.join(sorted(templates))}, and none named 'default', "
-            "which --chat needs; put the one that is meant into its folder as chat_template.jinja"
+        names = ", ".join(sorted(templates))
+        bound = (
+            f"has chat templates named {names}, and none named 'default'; put the one that is meant into its folder "
         )
-    if tokenizer is not None and Path(str(getattr(tokenizer, "vocab_file", ""))).name == "tekken.json":
-        raise ConfigError(
-            f"model = {model!r}: has no chat template, which --chat needs: mistral-common makes one from its "
-            "tekken.json: pip install 'mistral-common>=1.11.5', or put a chat_template.jinja into its folder"
-        )
-    raise ConfigError(
-        f"model = {model!r}: has no chat template, which --chat needs; put the model's chat_template.jinja into its "
-        "folder, or ask without --chat"
-    )
+        bound += "as chat_template.jinja"
+    elif tokenizer is not None and Path(str(getattr(tokenizer, "vocab_file", ""))).name == "tekken.json":
+        bound = "has no chat template: mistral-common makes one from its tekken.json: pip install "
+        bound += "'mistral-common>=1.11.5', or put a chat_template.jinja into its folder"
+    else:
+        bound = "has no chat template; put the model's chat_template.jinja into its folder, or ask with a plain prompt"
+    return InvalidRequestError("NO_CHAT_TEMPLATE", "messages", "<messages>", f"absent: the model {bound}")
 
 
 def _only(templates: object) -> str | None:
@@ -100,11 +182,3 @@ def _only(templates: object) -> str | None:
     if isinstance(templates, dict):
         return next(iter(templates.values())) if len(templates) == 1 else templates.get("default")
     return templates if isinstance(templates, str) and templates else None
-
-
-def _as_text(text: str) -> Content:
-    return text
-
-
-def _as_parts(text: str) -> Content:
-    return [{"type": "text", "text": text}]

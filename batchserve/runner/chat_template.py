@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -36,13 +36,23 @@ class _Generation(Extension):
 @functools.lru_cache(maxsize=8)
 def compiled_template(template: str) -> jinja2.Template:
     """Returns the compiled template. Raises jinja2.TemplateError."""
+    return _environment().from_string(template)
+
+
+@functools.lru_cache(maxsize=8)
+def variables_of(template: str) -> frozenset[str]:
+    """Returns the variables that a template looks at. Raises jinja2.TemplateError."""
+    return frozenset(meta.find_undeclared_variables(_environment().parse(template)))
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(template)
+    return environment
 
 
 def _raise(message: str) -> NoReturn:

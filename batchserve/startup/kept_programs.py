@@ -29,13 +29,11 @@ from batchserve.native.vector_code import features, kernel_level
 from batchserve.program.image_file import complete_tables, parts_of, program_of
 from batchserve.program.model import NativeModel
 from batchserve.runner.compiled_tokenizer import CompiledTokenizer
-from batchserve.runner.model_folder import resolve_model
 from batchserve.runner.served_model import ServedModel
 from batchserve.sealed_files import UntrustedFileError
 
 if TYPE_CHECKING:
     from batchserve.config import EngineConfig
-    from batchserve.runner.compiled_tokenizer import AnyTokenizer
     from batchserve.runner.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -89,14 +87,6 @@ class KeptPrograms:
         native = NativeModel(*program_of(found["program"], arrays))
         return KeptModel(ServedModel(**facts), _tokenizer_of(found), native)
 
-    def tokenizer(self) -> CompiledTokenizer | None:
-        """Returns the kept model's tokenizer, without its weights, or None."""
-        try:
-            with closing(ArrayFile(self._path)) as file:
-                return _tokenizer_of(file.description) if file.description["key"] == self._key else None
-        except (FileNotFoundError, UntrustedFileError):
-            return None
-
     def keep(self, loaded: LoadedModel, served: int, notes: Sequence[str]) -> None:
         """Writes a model's program, in a thread, if it can be kept.
 
@@ -130,17 +120,6 @@ class KeptPrograms:
 def _tokenizer_of(description: dict[str, Any]) -> CompiledTokenizer | None:
     kept = description["tokenizer"]
     return None if kept is None else CompiledTokenizer.from_json(kept)
-
-
-def find_tokenizer(config: EngineConfig) -> AnyTokenizer | None:
-    """Returns the tokenizer of a model, from its kept program if there is one. Raises ConfigError."""
-    folder = Path(resolve_model(config.model))
-    kept = KeptPrograms(config, folder).tokenizer() if config.max_kept_bytes and may_be_native(config) else None
-    if kept is not None:
-        return kept
-    from batchserve.runner.tokenizer import load_tokenizer
-
-    return load_tokenizer(str(folder), config)
 
 
 def may_be_native(config: EngineConfig) -> bool:

@@ -53,7 +53,7 @@ def test_of_named_templates_the_default_or_the_only_one_is_taken() -> None:
     ("template", "message"),
     [
         ({"tool_use": TEXT, "rag": TEXT}, "has chat templates named rag, tool_use, and none named 'default'"),
-        (None, "has no chat template, which --chat needs; put the model's chat_template.jinja into its folder"),
+        (None, "has no chat template; put the model's chat_template.jinja into its folder"),
         ("", "has no chat template"),
         ("a system message only", "cannot be applied: leaves out what the user says"),
         ("{{ raise_exception('roles must\nalternate') }}", "cannot be applied: roles must alternate"),

@@ -177,3 +177,66 @@ async def test_a_grammar_that_grows_too_complex_ends_its_call_alone(bundled: Ser
     failed = await failure_of(bundled.client.generate(request))
     assert (failed.code, failed.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_GRAMMAR")
     assert (await beside).text == (await bundled.client.generate(_ask(PROMPT))).text
+
+
+MESSAGE = "Convert this record to JSON.\nname: alpha beta\ncount: 7012"
+
+
+async def test_a_chat_is_the_prompt_that_its_template_makes(bundled: Served):
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", text=MESSAGE)])
+    for asked in (chat, pb.Chat(messages=[pb.ChatMessage(role="user", parts=pb.TextParts(texts=MESSAGE.split("\n")))])):
+        request = pb.GenerateRequest(chat=asked, sampling_params=pb.SamplingParams(temperature=0))
+        request.stop.max_tokens = 40
+        found, plain = await bundled.client.generate(request), await bundled.client.generate(_ask(PROMPT))
+        assert (found.text, found.usage.prompt_tokens) == (plain.text, plain.usage.prompt_tokens)
+    request.chat.CopyFrom(chat)
+    begun = plain.text[: plain.text.index(",") + 1]
+    request.chat.messages.add(role="assistant", text=begun)
+    request.chat.continue_final_message = True
+    assert begun + (await bundled.client.generate(request)).text == plain.text
+
+
+@pytest.mark.parametrize(
+    ("chat", "reason", "path", "bound"),
+    [
+        (pb.Chat(), "EMPTY_PROMPT", "chat.messages", "at least one message"),
+        (
+            pb.Chat(messages=[pb.ChatMessage(text="x")]),
+            *("INVALID_CHAT", "chat.messages[0].role", "the name of a role"),
+        ),
+        (
+            pb.Chat(messages=[pb.ChatMessage(role="user")]),
+            *("INVALID_CHAT", "chat.messages[0].content", "a text"),
+        ),
+        (
+            pb.Chat(messages=[pb.ChatMessage(role="user", text="x", extra_fields='{"role": 1}')]),
+            *("INVALID_CHAT", "chat.messages[0].extra_fields", "other keys"),
+        ),
+        (
+            pb.Chat(messages=[pb.ChatMessage(role="user", text="x")], tools=["[1]"]),
+            *("INVALID_CHAT", "chat.tools[0]", "a JSON object"),
+        ),
+        (
+            pb.Chat(messages=[pb.ChatMessage(role="user", text="x")], tools=['{"a": 1}']),
+            *("INVALID_CHAT", "chat.tools", "empty: the model's template uses none"),
+        ),
+        (
+            pb.Chat(messages=[pb.ChatMessage(role="user", text="x")], chat_template_kwargs='{"no": 1}'),
+            *("INVALID_CHAT", "chat.chat_template_kwargs[no]", "knows no such variable"),
+        ),
+        (
+            pb.Chat(messages=[pb.ChatMessage(role="user", text="x")] * 1025),
+            *("TOO_MANY_MESSAGES", "chat.messages", "at most 1024"),
+        ),
+        (
+            pb.Chat(messages=[pb.ChatMessage(role="user", text="word " * 100_000)]),
+            *("PROMPT_TOO_LONG", "chat.messages", "tokens"),
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_chats_that_are_refused(chat: pb.Chat, reason: str, path: str, bound: str, bundled: Served):
+    failed = await failure_of(bundled.client.generate(pb.GenerateRequest(chat=chat)))
+    assert (failed.code, failed.reason) == (grpc.StatusCode.INVALID_ARGUMENT, reason)
+    assert failed.field.startswith(path)
+    assert bound in failed.message

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+from batchserve.conversation import MAX_MESSAGES, MAX_TOOLS, Chat
 from batchserve.errors import InvalidRequestError, invalid
 from batchserve.sampling_params import (
     GRAMMAR_FIELDS,
@@ -18,19 +19,19 @@ from batchserve.sampling_params import (
     MAX_STOP_STRINGS,
     SamplingParams,
 )
+from batchserve.server.grpc.chats import from_chat, to_chat
 from batchserve.types import (
     MAX_REFERENCE_TOKENS,
     MAX_REFERENCES,
     MAX_REQUEST_ID_CHARS,
     GenerateCall,
+    Prompt,
     SpeculationParams,
     check_priority,
 )
 from batchserve.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from google.protobuf.message import Message
 
 
@@ -50,6 +51,8 @@ MAX_ITEMS = {
     "sampling_params.bad_words": ("TOO_MANY_BAD_WORDS", MAX_BAD_WORDS),
     "sampling_params.logit_bias.token_ids": ("TOO_MANY_LOGIT_BIASES", MAX_LOGIT_BIASES),
     "sampling_params.logit_bias.biases": ("TOO_MANY_LOGIT_BIASES", MAX_LOGIT_BIASES),
+    "chat.messages": ("TOO_MANY_MESSAGES", MAX_MESSAGES),
+    "chat.tools": ("TOO_MANY_TOOLS", MAX_TOOLS),
     "structured_output.choice.texts": ("TOO_MANY_CHOICES", MAX_CHOICES),
 }
 # Python argument names and their paths in a GenerateRequest, where the two differ.
@@ -58,6 +61,7 @@ _PATHS = {
     **{name: f"sampling_params.{name}" for name in (*SAMPLING_VALUES, "allowed_token_ids", "bad_words", "logit_bias")},
     **{name: f"structured_output.{name}" for name in GRAMMAR_FIELDS},
     "choice": "structured_output.choice.texts",
+    **{each.name: f"chat.{each.name}" for each in pb.Chat.DESCRIPTOR.fields},
     "min_tokens": "stop.min_tokens",
     "max_tokens": "stop.max_tokens",
     "stop": "stop.stop_strings",
@@ -169,7 +173,7 @@ def _varint(data: bytes) -> int:
 
 
 def to_generate_request(
-    prompt: str | Sequence[int], params: SamplingParams, speculation: SpeculationParams, priority: int = 0
+    prompt: Prompt, params: SamplingParams, speculation: SpeculationParams, priority: int = 0
 ) -> pb.GenerateRequest:
     """Builds a request without an id and a model. The inverse of `from_generate_request`, except for 32-bit floats.
 
@@ -194,7 +198,8 @@ def to_generate_request(
         raise InvalidRequestError("INVALID_LOGITS_PROCESSORS", "logits_processors", params.logits_processors, bound)
     return pb.GenerateRequest(
         text=prompt if isinstance(prompt, str) else None,
-        token_ids=None if isinstance(prompt, str) else pb.TokenIds(ids=prompt),
+        token_ids=None if isinstance(prompt, str | Chat) else pb.TokenIds(ids=prompt),
+        chat=to_chat(prompt) if isinstance(prompt, Chat) else None,
         sampling_params=pb.SamplingParams(
             **{name: getattr(params, name) for name in SAMPLING_VALUES},
             logit_bias=_logit_bias(params),
@@ -246,14 +251,16 @@ def with_path(error: InvalidRequestError, request: Message) -> InvalidRequestErr
     return InvalidRequestError(error.reason, path + index, error.value, error.bound.replace("token ids", "token_ids"))
 
 
-def _prompt(request: pb.GenerateRequest) -> str | Sequence[int]:
+def _prompt(request: pb.GenerateRequest) -> Prompt:
     match request.WhichOneof("input"):
         case "text":
             return request.text
         case "token_ids":
             return list(request.token_ids.ids)
+        case "chat":
+            return from_chat(request.chat)
         case _:
-            raise InvalidRequestError("MISSING_INPUT", "input", None, "set: either text or token_ids")
+            raise InvalidRequestError("MISSING_INPUT", "input", None, "set: text, token_ids or chat")
 
 
 def _request_id(request: pb.GenerateRequest) -> str:

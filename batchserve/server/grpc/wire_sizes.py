@@ -34,14 +34,16 @@ if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor
 
 SMALL_MESSAGE_BYTES = 16 << 10  # parsed within a millisecond, whatever it contains
-MAX_FIELDS = 512  # per message, nested messages included; packed ids count as one field
+MAX_FIELDS = 4096  # per message, nested messages included; packed ids count as one field
 MAX_FIELD_BYTES = 64 << 10  # for a text field without a bound of its own here
 MAX_TEXT_BYTES_PER_TOKEN = 32  # text has 3 to 15; single tokens that are runs of spaces have more
 MAX_CHAR_BYTES = 4
 MAX_VARINT_BYTES = 10
 COUNTED_AT_ONCE = 64 << 10
 PROMPT_IDS, REFERENCE_IDS = "token_ids.ids", "references.token_ids.ids"
-PROMPT_TEXT, REFERENCE_TEXT = "text", "references.text"
+REFERENCE_TEXT = "references.text"
+CHAT_TEXTS = (f"chat.messages.{name}" for name in ("text", "parts.texts", "tool_calls", "extra_fields"))
+PROMPT_TEXTS = ("text", "chat.tools", *CHAT_TEXTS)
 # Lists of short texts: how many, of how many characters, and the reason for refusing one.
 TEXTS = {
     "stop.stop_strings": (MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS, "INVALID_STOP_STRING"),
@@ -122,7 +124,7 @@ class _Sizes:
     def _add_text(self, path: str, size: int) -> None:
         self._totals[path] += size
         size = self._totals[path]
-        if path == PROMPT_TEXT:
+        if path in PROMPT_TEXTS:
             most = MAX_TEXT_BYTES_PER_TOKEN * self._max_model_len + MAX_FIELD_BYTES
             if size > most:
                 bound = f"at most {self._max_model_len - 1} tokens (max_model_len - 1) of some {most} bytes in all"

@@ -24,6 +24,7 @@ from batchserve.server.grpc.convert import (
 from batchserve.server.grpc.servicer import GenerationServicer
 from batchserve.types import (
     MAX_REQUEST_ID_CHARS,
+    Chat,
     Delta,
     FinishReason,
     GenerateCall,
@@ -98,7 +99,31 @@ def test_request_round_trip_keeps_every_field():
     assert parsed == GenerateCall([1, 2, 3], params, "id", "m", speculation, priority=-7)
     left = set(all_fields(pb.GenerateRequest.DESCRIPTOR)) - set(fields(request))
     other_grammars = {f"batchserve.v1.StructuredOutput.{name}" for name in GRAMMAR_FIELDS if name != "choice"}
-    assert left == {"batchserve.v1.GenerateRequest.text", *other_grammars}, "the other kinds of prompt and of grammar"
+    chats = {"batchserve.v1.GenerateRequest.chat", *all_fields(pb.Chat.DESCRIPTOR)}
+    assert left == {"batchserve.v1.GenerateRequest.text", *chats, *other_grammars}, "other kinds of prompt and grammar"
+
+
+def test_a_chat_round_trip_keeps_every_field():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": [1, "ü"]}}}
+    messages = [
+        {"role": "user", "content": "hi", "name": "jo"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "so"},
+        {
+            "role": "tool",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            "tool_call_id": "1",
+        },
+        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": "I"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    chat = Chat(messages, tools, None, True, {"enable_thinking": False})
+    request = to_generate_request(chat, SamplingParams(), SpeculationParams())
+    parsed = from_generate_request(pb.GenerateRequest.FromString(request.SerializeToString()), MAX_MODEL_LEN)
+    assert parsed.prompt == chat
+    assert set(all_fields(pb.Chat.DESCRIPTOR)) == set(fields(request.chat)) | {
+        "batchserve.v1.Chat.add_generation_prompt"
+    }
 
 
 @pytest.mark.parametrize(
@@ -143,6 +168,7 @@ def test_unset_differs_from_zero():
         ("output.#100", pb.OutputOptions),
         ("speculation.#100", pb.SpeculationOptions),
         ("structured_output.#100", pb.StructuredOutput),
+        ("chat.#100", pb.Chat),
         ("references[1].#100", pb.Reference),
     ],
 )
