@@ -165,12 +165,14 @@ class Timing:
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """The log probability of a token (natural logarithm) and its rank, 1 for the likeliest; and the likeliest tokens at
-    its place, as (token id, log probability), descending.
+    its place, as (token id, log probability), descending. text_offset: of a token of an answer, where in its text (the
+    prompt's included, if that is echoed) the token's begins, in characters.
     """
 
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...] = ()
+    text_offset: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

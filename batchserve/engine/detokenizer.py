@@ -87,11 +87,15 @@ class _Uncleaned:
 
 
 class TextPiece(NamedTuple):
-    """The output of a step: text that may be shown, its tokens, and the stop string that ended the answer, if any."""
+    """The output of a step: text that may be shown, its tokens, and the stop string that ended the answer, if any.
+
+    offsets: where in the answer's text each token's begins; that of a part of a character, where the character begins.
+    """
 
     text: str
     token_ids: list[int]
     stop: str | None = None
+    offsets: list[int] | None = None
 
 
 @dataclass(slots=True)
@@ -107,7 +111,8 @@ class IncrementalDetokenizer:
     token_texts: of the decoder, for the same skip_special_tokens. prompt_token_ids: the last ones are decoded with the
     answer, because some tokenizers drop the space in front of a text and because the answer may complete a character
     begun in the prompt. special_texts: of the decoder. A stop string that contains one is found although special
-    tokens are skipped. includes_stop: the stop string is part of the text.
+    tokens are skipped. includes_stop: the stop string is part of the text. gives_offsets: pieces have offsets, counted
+    from num_chars.
     """
 
     decoder: Decoder | None
@@ -117,6 +122,8 @@ class IncrementalDetokenizer:
     prompt_token_ids: InitVar[Sequence[int]] = ()
     special_texts: Mapping[int, str] = field(default_factory=dict)
     includes_stop: bool = False
+    gives_offsets: bool = False
+    num_chars: int = 0  # of the text so far, held or not; counted for offsets
     _token_ids: list[int] = field(default_factory=list)
     _prefix: int = 0  # first token of the window to decode again
     _read: int = 0  # tokens whose text has been returned
@@ -155,9 +162,21 @@ class IncrementalDetokenizer:
         """Adds tokens. `is_last` releases held-back text. Tokens after a completed stop string are dropped."""
         if self.decoder is None:
             return TextPiece("", list(token_ids))
-        if not self.stop:
-            return TextPiece(self._text_of(token_ids, is_last=is_last), list(token_ids))
-        return self._feed_until_stop(token_ids, is_last=is_last)
+        if self.stop:
+            return self._feed_until_stop(token_ids, is_last=is_last)
+        if self.gives_offsets:
+            return self._feed_one_by_one(token_ids, is_last=is_last)
+        return TextPiece(self._text_of(token_ids, is_last=is_last), list(token_ids))
+
+    def _feed_one_by_one(self, token_ids: Sequence[int], *, is_last: bool) -> TextPiece:
+        text, offsets = "", []
+        for left, token_id in zip(reversed(range(len(token_ids))), token_ids, strict=True):
+            offsets.append(self.num_chars)
+            new = self._text_of([token_id], is_last=is_last and not left)
+            text, self.num_chars = text + new, self.num_chars + len(new)
+        if not token_ids:
+            text = self._text_of((), is_last=is_last)
+        return TextPiece(text, list(token_ids), offsets=offsets)
 
     def _text_of(self, token_ids: Sequence[int], *, is_last: bool) -> str:
         """Returns the new text: of all tokens at once if every character is complete, else token by token."""
@@ -179,11 +198,13 @@ class IncrementalDetokenizer:
         return text
 
     def _feed_until_stop(self, token_ids: Sequence[int], *, is_last: bool) -> TextPiece:
-        shown = ""
+        shown, offsets = "", list[int]()
         steps = [[token_id] for token_id in token_ids] or [[]]  # no tokens: the end releases an incomplete character
         for i, step in enumerate(steps):
             is_end = is_last and i == len(steps) - 1
-            self._held += self._text_of(step, is_last=is_end)
+            offsets.append(self.num_chars)
+            new = self._text_of(step, is_last=is_end)
+            self._held, self.num_chars = self._held + new, self.num_chars + len(new)
             if step and step[0] in self.special_texts:
                 start = len(self._held)
                 self._held += self.special_texts[step[0]]
@@ -192,9 +213,9 @@ class IncrementalDetokenizer:
             if found is not None:
                 place, stop = found
                 size = place + len(stop) if self.includes_stop else place
-                return TextPiece(shown + self._cut(size), list(token_ids[: i + 1]), stop)
+                return TextPiece(shown + self._cut(size), list(token_ids[: i + 1]), stop, offsets)
             shown += self._cut(len(self._held) - (0 if is_end else self._undecided()))
-        return TextPiece(shown, list(token_ids))
+        return TextPiece(shown, list(token_ids), offsets=offsets[: len(token_ids)])
 
     def _cut(self, size: int) -> str:
         """Removes the first `size` characters of the held text. Returns them without those of special tokens."""

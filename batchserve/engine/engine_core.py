@@ -142,8 +142,8 @@ class EngineCore:
         sampling = request.sampling
         is_skipping = sampling.skip_special_tokens
         how = (self._decoder, sampling.stop, is_skipping, self._token_texts[is_skipping])
-        includes_stop = sampling.include_stop_str_in_output
-        return IncrementalDetokenizer(*how, request.token_ids, self._special_texts, includes_stop=includes_stop)
+        more = sampling.include_stop_str_in_output, sampling.logprobs is not None, len(request.echo)
+        return IncrementalDetokenizer(*how, request.token_ids, self._special_texts, *more)
 
     def abort(self, request: Request) -> None:
         """Forget a request and free its memory now; nothing more is said of it. Harmless when it has ended."""
@@ -419,7 +419,9 @@ class EngineCore:
                     new.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
                 if request.sampling.logprobs is not None:
                     first = request.num_published_tokens
-                    new.logprobs = request.logprobs[first : first + len(piece.token_ids)]
+                    offsets: Sequence[int | None] = piece.offsets or [None] * len(piece.token_ids)
+                    each = zip(request.logprobs[first:], offsets, strict=False)
+                    new.logprobs = [replace(one, text_offset=offset) for one, offset in each]
                 delta = self._whole(request, new) if request.is_whole else new
             except Exception as error:
                 self._failed[request] = self._no_text(request, error)

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from batchserve.engine.detokenizer import IncrementalDetokenizer, TextPiece, decoder_of, token_texts
+from batchserve.engine.detokenizer import REPLACEMENT, IncrementalDetokenizer, TextPiece, decoder_of, token_texts
 from batchserve.runner.model_folder import resolve_model
 from tests.engine.scripted import Letters
 from tests.factories import examples
@@ -81,6 +81,28 @@ def test_pieces_together_are_the_text_of_all_tokens(
         pieces = feed_in_pieces(detokenizer, token_ids, sizes, has_end_token=has_end_token)
         assert joined(pieces) == tokenizer.decode(token_ids, skip_special_tokens=skip)
         assert [token for piece in pieces for token in piece.token_ids] == token_ids
+
+
+@examples(60)
+@given(st.lists(st.one_of(st.integers(0, 300), st.integers(0, 4095)), max_size=40), sizes, stops, st.booleans())
+def test_offsets_are_where_the_texts_of_tokens_begin(
+    tokenizer: PreTrainedTokenizerBase, token_ids: list[int], sizes: list[int], stop: tuple[str, ...], skip: bool
+) -> None:
+    """However tokens come in steps; of a part of a character, it is where that begins."""
+    used, found = decoder_of(tokenizer), []
+    for each in (sizes, [1], [100]):
+        texts = token_texts(used, skip_special_tokens=skip)
+        detokenizer = IncrementalDetokenizer(used, stop, skip, texts, gives_offsets=True, num_chars=7)
+        pieces = feed_in_pieces(detokenizer, token_ids, each, has_end_token=False)
+        assert all(piece.offsets is not None and len(piece.offsets) == len(piece.token_ids) for piece in pieces)
+        found.append([offset - 7 for piece in pieces for offset in piece.offsets or ()])
+    whole = tokenizer.decode(token_ids, skip_special_tokens=skip)
+    assert found[0] == found[1] == found[2]
+    for place, offset in enumerate(found[0]):
+        before = tokenizer.decode(token_ids[:place], skip_special_tokens=skip)
+        assert whole[:offset] == before[:offset]
+        assert len(before) - 4 <= offset <= len(before)  # but for bytes of a character that is not complete
+        assert set(before[offset:]) <= {REPLACEMENT}
 
 
 class Counting:

@@ -91,8 +91,8 @@ def test_of_several_templates_chats_with_tools_take_their_own() -> None:
         ),
         (None, {}, "messages", "has no chat template; put the model's chat_template.jinja into its folder"),
         (
-            "{{ messages[0].content[:5] }}",
-            {"continue_final_message": True},
+            "{{ messages[0].content | upper }}",
+            {},
             "messages",
             "leaves out what the user says",
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import runpy
 from pathlib import Path
@@ -177,6 +178,22 @@ async def test_a_grammar_that_grows_too_complex_ends_its_call_alone(bundled: Ser
     failed = await failure_of(bundled.client.generate(request))
     assert (failed.code, failed.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_GRAMMAR")
     assert (await beside).text == (await bundled.client.generate(_ask(PROMPT))).text
+
+
+async def test_text_offsets_of_tokens(bundled: Served):
+    request = _ask(PROMPT)
+    request.output.logprobs = 0
+    plain = (await bundled.client.generate(request)).text
+    for echo in (False, True):
+        request.output.echo = echo
+        whole = await bundled.client.generate(request)
+        offsets = [each.text_offset for each in whole.logprobs]
+        assert offsets[0] == len(whole.text) - len(plain)
+        pieces = [whole.text[a:b] for a, b in itertools.pairwise([*offsets, len(whole.text)])]
+        assert "".join(pieces) == plain
+        assert "" not in pieces
+        streamed = await bundled.client.stream(request)
+        assert [each.text_offset for message in streamed for each in message.delta.logprobs] == offsets
 
 
 MESSAGE = "Convert this record to JSON.\nname: alpha beta\ncount: 7012"

@@ -112,6 +112,7 @@ def _logprobs(each: Sequence[TokenLogprobs | None] | None) -> list[pb.TokenLogpr
             rank=one.rank,
             top_token_ids=[token_id for token_id, _ in one.top],
             top_logprobs=[logprob for _, logprob in one.top],
+            text_offset=one.text_offset,
         )
         for one in each or ()
         if one is not None
@@ -121,7 +122,12 @@ def _logprobs(each: Sequence[TokenLogprobs | None] | None) -> list[pb.TokenLogpr
 def _logprobs_back(each: Sequence[pb.TokenLogprobs]) -> list[TokenLogprobs] | None:
     """Returns None if there are none."""
     found = [
-        TokenLogprobs(one.logprob, one.rank, tuple(zip(one.top_token_ids, one.top_logprobs, strict=True)))
+        TokenLogprobs(
+            one.logprob,
+            one.rank,
+            tuple(zip(one.top_token_ids, one.top_logprobs, strict=True)),
+            one.text_offset if one.HasField("text_offset") else None,
+        )
         for one in each
     ]
     return found or None
