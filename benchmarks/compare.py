@@ -28,9 +28,9 @@ from benchmarks.common import chat_prompts
 llm, prompts = LLM(sys.argv[1], max_num_seqs=16, **json.loads(sys.argv[2])), chat_prompts(1000, 7)
 print("ready", flush=True)
 for line in sys.stdin:
-    first, size, is_on, tokens = json.loads(line)
+    first, size, is_on, tokens, temperature = json.loads(line)
     speculation = SpeculationParams(is_enabled=is_on, draft_scope="request")
-    params, began_s = SamplingParams(temperature=0.0, max_tokens=tokens), time.perf_counter()
+    params, began_s = SamplingParams(temperature=temperature, seed=first, max_tokens=tokens), time.perf_counter()
     outputs = llm.generate(prompts[first : first + size], params, speculation=speculation, show_progress=False)
     seconds = time.perf_counter() - began_s
     print(json.dumps([seconds, [[*each.token_ids] for each in outputs]]), flush=True)
@@ -74,6 +74,7 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, help="num_threads of both; each chooses its own by default")
     parser.add_argument("--name", default="compare", help="of the JSON under benchmarks/results")

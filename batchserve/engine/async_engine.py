@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
-import numbers
 import time
 import uuid
-from collections.abc import Sized
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, Unpack
+from typing import TYPE_CHECKING, Unpack
 
+from batchserve.engine.arguments import INLINE_SIZE, run_off_loop, seconds_of, size_of
 from batchserve.engine.engine_process import EngineProcess
 from batchserve.engine.engine_thread import EngineThread
 from batchserve.engine.messages import Abort, Add, ClearScope, Done, End, Events, Message, Ping, Reply
@@ -44,9 +42,6 @@ if TYPE_CHECKING:
     from batchserve.metrics import MetricsSource
     from batchserve.startup.build import BuiltEngine
     from batchserve.types import CallOptions, Prompt
-
-_T = TypeVar("_T")
-INLINE_SIZE = 4096  # characters or token ids; shorter prompts are processed on the loop, a thread would take longer
 
 
 class AsyncEngine:
@@ -159,7 +154,7 @@ class AsyncEngine:
         arrival_s = time.monotonic()
         if not isinstance(call.request_id, str):
             raise InvalidRequestError("INVALID_REQUEST_ID", "request_id", call.request_id, "a string")
-        deadline_s = _seconds(call.deadline_s)
+        deadline_s = seconds_of(call.deadline_s)
         request_id = call.request_id or uuid.uuid4().hex
         self._check_admission(request_id, call.model)
         streams = [self._open(request_id)]  # before the first await, so that no other request gets this id
@@ -167,10 +162,10 @@ class AsyncEngine:
             if deadline_s is not None and deadline_s <= 0:
                 raise DeadlineExceededError("deadline passed before the request was queued")
             deadline_s = None if deadline_s is None else arrival_s + deadline_s
-            token_ids = await _run_off_loop(_size(call.prompt), self._processor.tokenize, call.prompt)
+            token_ids = await run_off_loop(size_of(call.prompt), self._processor.tokenize, call.prompt)
             references = call.speculation.references if isinstance(call.speculation, SpeculationParams) else ()
             has_grammar = isinstance(call.params, SamplingParams) and call.params.has_grammar
-            requests = await _run_off_loop(
+            requests = await run_off_loop(
                 INLINE_SIZE + 1 if has_grammar else sum(map(len, references)),
                 self._processor.new_requests,
                 request_id,
@@ -380,33 +375,3 @@ def _kill(made: asyncio.Future[BuiltEngine | EngineProcess]) -> None:
     engine = None if made.cancelled() or made.exception() is not None else made.result()
     if isinstance(engine, EngineProcess):
         engine.kill()
-
-
-def _seconds(deadline_s: object) -> float | None:
-    """Converts a deadline to a float, possibly infinite. Raises InvalidRequestError if it is no number or too large."""
-    if deadline_s is None:
-        return None
-    with suppress(OverflowError):
-        is_number = isinstance(deadline_s, numbers.Real) and not isinstance(deadline_s, bool)
-        if is_number and not math.isnan(seconds := float(deadline_s)):  # type: ignore[arg-type]
-            return seconds
-    raise InvalidRequestError("INVALID_DEADLINE", "deadline_s", deadline_s, "a number of seconds")
-
-
-def _size(prompt: object) -> int:
-    """Returns the length of a prompt in characters or token ids; 0 if it has no length."""
-    with suppress(TypeError):  # NumPy scalars are Sized, too
-        return len(prompt) if isinstance(prompt, Sized) else 0
-    return 0
-
-
-async def _run_off_loop(
-    size: int, call: Callable[..., _T], *arguments: object, thread: ThreadPoolExecutor | None = None
-) -> _T:
-    """Returns the call's result. Calls in a thread if the input is so large that the call would block the loop.
-
-    thread: None is one of the loop's.
-    """
-    if size > INLINE_SIZE:
-        return await asyncio.get_running_loop().run_in_executor(thread, partial(call, *arguments))
-    return call(*arguments)

@@ -107,9 +107,12 @@ class EngineCore:
         return self.scheduler.has_requests or bool(self._unpublished)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Its id must not be in flight (the front has seen to that)."""
+        """Queue a request. Its id must not be in flight (the front has seen to that), and its grammar compiled."""
         if request.request_id in self._names:
             raise RuntimeError(f"request {request.request_id!r} is in flight already")
+        has_grammar = request.adjustments is not None and request.adjustments.grammar is not None
+        if request.sampling.grammar is not None and not has_grammar:
+            raise RuntimeError(f"request {request.request_id!r}: its grammar is not compiled")
         try:
             detokenizer = self._new_detokenizer(request)
         except Exception as error:

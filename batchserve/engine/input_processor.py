@@ -5,27 +5,22 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import operator
 import secrets
-from array import array
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from batchserve.config import PRIVATE_SCOPE, PROCESSED_LOGPROBS, EngineConfig, UnchosenScope
-from batchserve.conversation import Chat, with_text
-from batchserve.engine.detokenizer import REPLACEMENT, decoder_of
+from batchserve.engine.prompt_tokenizer import PromptTokenizer
 from batchserve.errors import InvalidRequestError, invalid
 from batchserve.grammar.checker import GrammarChecker
 from batchserve.grammar.compiler import Vocabulary
 from batchserve.grammar.definition import Grammar
 from batchserve.request import FORKS, TENANT, DraftScope, NewRequest, Request, ResolvedSampling, ResolvedSpeculation
 from batchserve.row_adjustments import mask_of
-from batchserve.runner.chat import ChatTemplate
 from batchserve.runner.compiled_tokenizer import CompiledTokenizer
 from batchserve.sampling_params import MAX_SEED
 from batchserve.types import (
-    MAX_REFERENCE_TOKENS,
     MAX_REQUEST_ID_CHARS,
     SamplingParams,
     SpeculationParams,
@@ -33,11 +28,10 @@ from batchserve.types import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from batchserve.draft.factory import DraftLimits
     from batchserve.runner.compiled_tokenizer import AnyTokenizer
     from batchserve.runner.served_model import ServedModel
+    from batchserve.types import Prompt
 
 # The values of sampling parameters that do nothing, where None takes the model's default.
 OFF = {
@@ -50,7 +44,6 @@ OFF = {
     "frequency_penalty": 0.0,
     "no_repeat_ngram_size": 0,
 }
-HEAD_CHARS, CUT_TOKENS = 16, 64  # characters per context position; extra tokens that cutting the text there may cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +89,7 @@ class InputProcessor:
         self._is_adaptive = config.is_adaptive
         self._has_prefix_cache = config.prefix_cache
         self._has_processed_logprobs = config.logprobs_mode == PROCESSED_LOGPROBS
-        self._longest_token_chars = _longest_token(facts.tokenizer)
+        self._prompts = PromptTokenizer(facts.tokenizer, facts.vocab_size, max_model_len)
         self._json_whitespace = config.json_whitespace
         self.grammars = GrammarChecker(facts.vocabulary)
 
@@ -109,98 +102,9 @@ class InputProcessor:
             changed._default_scope = PRIVATE_SCOPE
         return changed
 
-    def tokenize(self, prompt: str | Sequence[int] | Chat) -> list[int]:
+    def tokenize(self, prompt: Prompt) -> list[int]:
         """Returns the checked token ids of a prompt. Raises InvalidRequestError."""
-        is_text = isinstance(prompt, str | Chat)
-        if isinstance(prompt, Chat):
-            ids = self._tokenize_chat(prompt)
-        else:
-            ids = self._tokenize_prompt(prompt) if isinstance(prompt, str) else _integers(prompt)
-        self._check_ids("prompt", ids, is_text=is_text)
-        if not ids:  # some tokenizers give no tokens for a text of spaces
-            raise InvalidRequestError("EMPTY_PROMPT", "prompt", prompt, "at least one token")
-        # One position is left for a generated token.
-        if len(ids) > self._max_model_len - 1:
-            raise InvalidRequestError(
-                "PROMPT_TOO_LONG",
-                "prompt",
-                f"{len(ids)} tokens",
-                f"at most {self._max_model_len - 1} tokens (max_model_len - 1)",
-            )
-        return ids
-
-    def _tokenize_chat(self, chat: Chat) -> list[int]:
-        if self.facts.tokenizer is None:
-            raise InvalidRequestError("NO_TOKENIZER", "messages", "<messages>", "token ids: the model has no tokenizer")
-        self._check_length("messages", "\n".join(str(with_text(each)["content"]) for each in chat.messages))
-        try:
-            return ChatTemplate(self.facts.tokenizer).token_ids(chat)
-        except (TypeError, UnicodeEncodeError) as error:
-            raise InvalidRequestError(
-                "INVALID_TEXT", "messages", "<messages>", "text that can be encoded as UTF-8"
-            ) from error
-
-    def _tokenize_prompt(self, text: str) -> list[int]:
-        if self.facts.tokenizer is not None:
-            if not text:
-                raise InvalidRequestError("EMPTY_PROMPT", "prompt", text, "at least one character")
-            self._check_length("prompt", text)
-        return self._tokenize_text("prompt", text)
-
-    def _check_length(self, field: str, text: str) -> None:
-        """Refuses megabytes without tokenising them. They cannot fit even in the longest tokens."""
-        fewest = len(text) // self._longest_token_chars
-        if fewest <= self._max_model_len and len(text) > HEAD_CHARS * self._max_model_len:
-            # Some vocabularies have a token of a hundred spaces but hardly any other as long. Tokenise a prefix.
-            fewest = len(self._tokenize_text(field, text[: HEAD_CHARS * self._max_model_len])) - CUT_TOKENS
-        if fewest > self._max_model_len:
-            raise InvalidRequestError(
-                "PROMPT_TOO_LONG",
-                field,
-                f"{len(text)} characters",
-                f"at most {self._max_model_len - 1} tokens (max_model_len - 1); this is at least {fewest}",
-            )
-
-    def _tokenize_text(self, field: str, text: str, **options: bool) -> list[int]:
-        tokenizer = self.facts.tokenizer
-        if tokenizer is None:
-            raise InvalidRequestError("NO_TOKENIZER", field, text, "token ids: the model has no tokenizer")
-        try:
-            ids: list[int] = tokenizer(text, **options)["input_ids"]
-        except (TypeError, UnicodeEncodeError) as error:  # lone surrogates cannot be encoded
-            raise InvalidRequestError("INVALID_TEXT", field, text, "text that can be encoded as UTF-8") from error
-        return ids
-
-    def _tokenize_references(self, references: Sequence[str | Sequence[int]]) -> tuple[array[int], ...]:
-        """Returns the checked token ids of each reference, in four bytes per token to save memory while waiting."""
-        found, num_tokens = [], 0
-        for i, reference in enumerate(references):
-            field, is_text = f"references[{i}]", isinstance(reference, str)
-            if isinstance(reference, str):
-                ids: Sequence[int] = self._tokenize_text(field, reference, add_special_tokens=False)
-            else:
-                ids = reference
-            num_tokens += len(ids)
-            if num_tokens > MAX_REFERENCE_TOKENS:
-                bound = f"at most {MAX_REFERENCE_TOKENS} tokens together"
-                raise InvalidRequestError("REFERENCES_TOO_LONG", "references", f"{num_tokens} tokens", bound)
-            self._check_ids(field, ids, is_text=is_text)
-            if ids:
-                found.append(array("i", ids))
-        return tuple(found)
-
-    def _check_ids(self, field: str, ids: Sequence[int], *, is_text: bool = False) -> None:
-        """Checks ids against the vocabulary. is_text: from a tokenizer, which may know more ids than its model."""
-        if not ids or (min(ids) >= 0 and max(ids) < self.facts.vocab_size):
-            return
-        for i, token_id in enumerate(ids):
-            if not 0 <= token_id < self.facts.vocab_size:
-                raise InvalidRequestError(
-                    "TOKEN_ID_OUT_OF_RANGE",
-                    field if is_text else f"{field}[{i}]",
-                    token_id,
-                    f"in 0..{self.facts.vocab_size - 1}",
-                )
+        return self._prompts.tokenize(prompt)
 
     def resolve(self, params: SamplingParams, num_prompt_tokens: int) -> ResolvedSampling:
         """Fills in defaults and checks the bounds that need the model. Raises InvalidRequestError."""
@@ -222,7 +126,7 @@ class InputProcessor:
         if params.min_tokens > room:
             raise InvalidRequestError("CONTEXT_EXCEEDED", "min_tokens", params.min_tokens, f"at most {room}")
         for name in ("stop_token_ids", "allowed_token_ids"):
-            self._check_ids(name, getattr(params, name))
+            self._prompts.check_ids(name, getattr(params, name))
         for token_id in params.logit_bias:
             if token_id not in range(facts.vocab_size):
                 bound = f"token ids in 0..{facts.vocab_size - 1}"
@@ -242,7 +146,7 @@ class InputProcessor:
             has_processed_logprobs=self._has_processed_logprobs,
             min_tokens=params.min_tokens if ends else 0,
             logit_bias=tuple(sorted((token, bias) for token, bias in params.logit_bias.items() if bias)),
-            bad_words=self._tokenize_bad_words(params.bad_words),
+            bad_words=self._prompts.bad_words(params.bad_words),
             logits_processors=params.logits_processors,
             grammar=self._grammar(params),
             ignored_end_token_ids=tuple(set(facts.eos_token_ids) - ends),
@@ -264,31 +168,6 @@ class InputProcessor:
         given = {name: getattr(params, name) for name in OFF}
         return {name: self._defaults[name] if value is None else value for name, value in given.items()}
 
-    def _tokenize_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Returns the tokens of each word, and, as in vLLM, of each with a space in front if these are as many."""
-        found: list[tuple[int, ...]] = []
-        for i, word in enumerate(words):
-            field = f"bad_words[{i}]"
-            alone, spaced = (
-                tuple(self._tokenize_text(field, text, add_special_tokens=False))
-                for text in (word.lstrip() or word, f" {word.lstrip()}")
-            )
-            if not alone or not spaced:
-                raise InvalidRequestError("INVALID_BAD_WORD", field, word, "text that has tokens")
-            is_another = len(spaced) == len(alone) and spaced[0] != alone[0]
-            for ids in (alone, spaced) if is_another else (alone,):
-                self._check_ids(field, ids, is_text=True)
-                found.append(ids)
-        return tuple(found)
-
-    def _decoded(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        if self.facts.tokenizer is None:
-            raise InvalidRequestError("NO_TOKENIZER", "echo", True, "False: the model has no tokenizer")
-        decoder = decoder_of(self.facts.tokenizer)
-        assert decoder is not None
-        text = str(decoder.decode([*token_ids], skip_special_tokens=skip_special_tokens))
-        return text.rstrip(REPLACEMENT)  # of an incomplete character, which comes with the token that completes it
-
     def resolve_speculation(self, params: SpeculationParams) -> ResolvedSpeculation:
         """Fills in the server's defaults and checks the references. Raises InvalidRequestError."""
         if params.tpot_target_ms is not None and not self._is_adaptive:
@@ -296,7 +175,7 @@ class InputProcessor:
             raise InvalidRequestError("INVALID_TPOT_TARGET_MS", "tpot_target_ms", params.tpot_target_ms, must_be)
         drafter = params.drafter or self._default_drafter
         limits = self.limits[drafter]
-        references = self._tokenize_references(params.references)
+        references = self._prompts.references(params.references)
         has_drafts = params.is_enabled and limits.max_draft_tokens > 0 and params.max_draft_tokens != 0
         if params.tpot_target_ms is not None and not has_drafts:
             must_be = "unset: the request has no drafts that could be preferred"
@@ -366,7 +245,7 @@ class InputProcessor:
             is_whole,
             is_sharing_early,
             num_forks=params.n - 1,
-            echo=self._decoded(prompt_token_ids, params.skip_special_tokens) if params.echo else "",
+            echo=self._prompts.decoded(prompt_token_ids, params.skip_special_tokens) if params.echo else "",
         )
 
     def new_requests(self, *arguments: Any, **options: Any) -> list[NewRequest]:
@@ -411,22 +290,3 @@ def vocabulary_fingerprint(tokenizer: AnyTokenizer | None, vocab_size: int, mode
 def _plain(text: str) -> str:
     """Converts a str subclass, such as an enum member, to str: another process may not know the class."""
     return str.__str__(text)
-
-
-def _integers(token_ids: Sequence[int]) -> list[int]:
-    """Converts ids to plain ints, also NumPy's. Refuses floats, booleans and bytes (text that was not decoded)."""
-    try:
-        # An iterator could be read only once. A mapping's keys are not a prompt.
-        if not isinstance(token_ids, Sized) or isinstance(token_ids, bytes | bytearray | Mapping):
-            raise TypeError
-        if bool in set(map(type, token_ids)):
-            raise TypeError
-        return list(map(int, map(operator.index, token_ids)))  # plain ints, as `_plain` gives plain strs
-    except TypeError:
-        raise InvalidRequestError("INVALID_TOKEN_IDS", "prompt", token_ids, "integers") from None
-
-
-def _longest_token(tokenizer: AnyTokenizer | None) -> int:
-    if tokenizer is None:
-        return 1
-    return max((len(token) for token in tokenizer.get_vocab()), default=1)

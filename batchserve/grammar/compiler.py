@@ -102,12 +102,12 @@ class GrammarCompiler:
                 self._kept.popitem(last=False)
             return kept.matcher.deep_copy(), -(-tokenizer.vocab_size // 32)
 
-    def fresh(self, grammar: Grammar) -> LLMatcher:
-        """Returns a matcher that shares nothing with those before it. Raises GrammarError, also if that takes long."""
+    def fresh(self, grammar: Grammar) -> LLMatcher | None:
+        """Returns a matcher that shares nothing with those before it; None if a step would wait for it too long."""
         with self._lock:
             kept = self._kept.pop(grammar, None)
             if kept is None or kept.compile_s > MAX_AGAIN_S:
-                raise GrammarError("it is too complex")
+                return None
             self._kept[grammar] = self._compiled(grammar, self._loaded())
             return self._kept[grammar].matcher.deep_copy()
 

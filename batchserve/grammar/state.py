@@ -185,21 +185,23 @@ class GrammarState:
             self._matcher.rollback(1)
 
     def _begin_again(self) -> None:
-        """Leaves a matcher that has failed while a draft tree was looked at: the answer itself may well go on."""
+        """Replaces a matcher that has failed while a draft tree was looked at: the answer itself may well go on."""
         self._matcher = self._start.deep_copy()
         if self._tokens:
             self._matcher.consume_tokens(self._tokens)
 
     def _compile_again(self, failure: str) -> None:
-        """Leaves a matcher that has failed. The states that all answers of a grammar share may have reached their
+        """Replaces a matcher that has failed. The states that all answers of a grammar share may have reached their
         bound, which is not this answer's fault. Raises GrammarError if it fails by itself.
         """
         reason = " ".join(self._matcher.get_error().split())[:MAX_REASON_CHARS]
-        self._start = self._compiler.fresh(self._grammar)
-        self._begin_again()
-        again = self._matcher.deep_copy()
-        again.compute_bitmask()
-        if again.is_error():
+        fresh = self._compiler.fresh(self._grammar)
+        if fresh is not None:
+            self._start = fresh
+            self._begin_again()
+            again = self._matcher.deep_copy()
+            again.compute_bitmask()
+        if fresh is None or again.is_error():
             raise GrammarError(f"{failure}: {reason}")
 
 

@@ -20,7 +20,8 @@ from batchserve.draft.base import NullDrafter
 from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.router import RoutingDrafter
 from batchserve.engine import async_engine, engine_loop
-from batchserve.engine.async_engine import INLINE_SIZE, AsyncEngine
+from batchserve.engine.arguments import INLINE_SIZE
+from batchserve.engine.async_engine import AsyncEngine
 from batchserve.errors import (
     BatchserveError,
     DeadlineExceededError,
@@ -377,7 +378,7 @@ async def test_cancelled_while_its_prompt_is_tokenised(rig: Rig, monkeypatch: py
         raise AssertionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(async_engine, "_run_off_loop", slow)
+        patch.setattr(async_engine, "run_off_loop", slow)
         task = asyncio.create_task(collect(rig, "a", LONG))
         await begun.wait()
         with pytest.raises(DuplicateRequestError):

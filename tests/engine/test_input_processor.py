@@ -14,7 +14,8 @@ from transformers import AutoTokenizer
 
 from batchserve.config import EngineConfig
 from batchserve.draft.factory import draft_limits
-from batchserve.engine.input_processor import HEAD_CHARS, InputProcessor, ModelFacts
+from batchserve.engine.input_processor import InputProcessor, ModelFacts
+from batchserve.engine.prompt_tokenizer import HEAD_CHARS
 from batchserve.errors import ConfigError, InvalidRequestError
 from batchserve.request import TENANT, DraftScope, Request, ResolvedSpeculation
 from batchserve.runner.model_folder import resolve_model
@@ -305,7 +306,7 @@ def test_a_vocabulary_has_one_fingerprint_and_no_other_has_it() -> None:
 
 def test_megabytes_are_refused_without_tokenising_them(monkeypatch: pytest.MonkeyPatch) -> None:
     processor = make_processor()
-    longest = processor._longest_token_chars
+    longest = processor._prompts._longest_token_chars
     with monkeypatch.context() as patch:
         patch.setattr(type(processor.facts.tokenizer), "__call__", lambda *args, **kwargs: pytest.fail("tokenised"))
         with pytest.raises(InvalidRequestError, match="at least"):
@@ -314,7 +315,7 @@ def test_megabytes_are_refused_without_tokenising_them(monkeypatch: pytest.Monke
 
 def test_only_the_head_of_megabytes_is_tokenised_where_a_token_may_be_long(monkeypatch: pytest.MonkeyPatch) -> None:
     processor, seen = make_processor(), []
-    monkeypatch.setattr(processor, "_longest_token_chars", 1 << 20)
+    monkeypatch.setattr(processor._prompts, "_longest_token_chars", 1 << 20)
     tokenize = processor._tokenize_text
     monkeypatch.setattr(
         processor, "_tokenize_text", lambda field, text: seen.append(len(text)) or tokenize(field, text)

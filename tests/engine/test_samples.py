@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from batchserve.config import EngineConfig
@@ -103,3 +105,32 @@ async def test_they_stream_beside_each_other_and_end_together_with_their_call(ti
         assert (await engine.generate(PROMPT, params, speculation=no_drafts)).token_ids == whole.token_ids
     finally:
         await engine.shutdown()
+
+
+def shifted(token_ids: list[int], logits: np.ndarray) -> np.ndarray:
+    logits[token_ids[-1]] -= 1.0
+    return logits
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"stop": ("e", "the"), "include_stop_str_in_output": True},
+        {"echo": True, "logprobs": 2},
+        {"logits_processors": (shifted,)},
+        {"frequency_penalty": 1.0, "bad_words": ("return",), "min_p": 0.05},
+    ],
+    ids=str,
+)
+def test_each_sample_has_what_else_is_asked_for(more: dict[str, Any]) -> None:
+    llm = LLM(dtype="float32", max_model_len=256)
+    text = "def parse(text: str) -> list[str]:\n    "
+    (found,) = llm.generate(text, SamplingParams(n=4, seed=7, **PARAMS, **more), show_progress=False)  # type: ignore[arg-type]
+    alone = [
+        llm.generate(text, SamplingParams(seed=7 + i, **PARAMS, **more), show_progress=False)[0]  # type: ignore[arg-type]
+        for i in range(4)
+    ]
+    for mine, theirs in zip(found.samples, alone, strict=True):
+        assert (mine.token_ids, mine.text, mine.logprobs) == (theirs.token_ids, theirs.text, theirs.logprobs)
+        assert (mine.finish_reason, mine.stop_reason) == (theirs.finish_reason, theirs.stop_reason)
+    assert len({each.text for each in found.samples}) > 1

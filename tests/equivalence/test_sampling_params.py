@@ -87,7 +87,8 @@ def random_cases(rng: random.Random, count: int, vocab_size: int, *, has_text: b
 
 def given(job: Job, name: str) -> bool:
     default = next(each for each in dataclasses.fields(SamplingParams) if each.name == name).default
-    return getattr(job.params, name) not in (default, {}, 0.0)
+    value = getattr(job.params, name)
+    return value not in (default, {}) and (name, value) != ("temperature", 0.0)
 
 
 def check(model: Path, jobs: Sequence[Job], drafters: Sequence[Drafter | str], **options: Any) -> Coverage:
@@ -132,8 +133,10 @@ def are_equal(mine: Sequence[TokenLogprobs | None], theirs: Sequence[TokenLogpro
 
 
 def oracle(model: Path, jobs: Sequence[Job], vocab_size: int, **options: Any) -> OracleDrafter:
-    """Knows the answers, but for some errors."""
-    off = run(build(model, max_num_seqs=1, **LENGTH, **options), [*jobs], Coverage(), speculate=False)
+    """Knows the answers, but for some errors; and how most would go on after their ends."""
+    endless = {"stop_token_ids": (), "ignore_eos": True}
+    longer = [dataclasses.replace(job, params=dataclasses.replace(job.params, **endless)) for job in jobs]
+    off = run(build(model, max_num_seqs=1, **LENGTH, **options), longer, Coverage(), speculate=False)
     truth = {tuple(job.prompt): off[i].token_ids for i, job in enumerate(jobs)}
     return OracleDrafter(vocab_size, 5, truth)
 
