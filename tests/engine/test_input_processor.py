@@ -316,9 +316,9 @@ def test_megabytes_are_refused_without_tokenising_them(monkeypatch: pytest.Monke
 def test_only_the_head_of_megabytes_is_tokenised_where_a_token_may_be_long(monkeypatch: pytest.MonkeyPatch) -> None:
     processor, seen = make_processor(), []
     monkeypatch.setattr(processor._prompts, "_longest_token_chars", 1 << 20)
-    tokenize = processor._tokenize_text
+    tokenize = processor._prompts._tokenize_text
     monkeypatch.setattr(
-        processor, "_tokenize_text", lambda field, text: seen.append(len(text)) or tokenize(field, text)
+        processor._prompts, "_tokenize_text", lambda field, text: seen.append(len(text)) or tokenize(field, text)
     )
     with pytest.raises(InvalidRequestError, match="this is at least"):
         processor.tokenize("word " * 1_000_000)
