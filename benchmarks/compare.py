@@ -85,7 +85,7 @@ def main() -> int:
         if any(each.line() != "ready\n" for each in checkouts):
             raise SystemExit("a checkout cannot answer; its error is above")
         cells = {
-            f"{size} requests, {'on' if is_on else 'off'}": compare(checkouts, size, is_on, args.rounds, args.tokens)
+            f"{size} requests, {'on' if is_on else 'off'}": compare(checkouts, size, is_on, args.rounds, args.tokens, args.temperature)
             for size in args.sizes
             for is_on in (False, True)
         }
