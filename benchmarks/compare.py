@@ -85,7 +85,7 @@ def main() -> int:
         if any(each.line() != "ready\n" for each in checkouts):
             raise SystemExit("a checkout cannot answer; its error is above")
         cells = {
-            f"{size} requests, {'on' if is_on else 'off'}": compare(checkouts, size, is_on, args.rounds, args.tokens, args.temperature)
+            f"{size} requests, {'on' if is_on else 'off'}": compare(checkouts, size, is_on, args)
             for size in args.sizes
             for is_on in (False, True)
         }
@@ -98,12 +98,12 @@ def main() -> int:
     return int(any(cell["different_answers"] for cell in cells.values()))
 
 
-def compare(checkouts: list[Checkout], size: int, is_on: bool, rounds: int, tokens: int) -> dict[str, Any]:
+def compare(checkouts: list[Checkout], size: int, is_on: bool, args: argparse.Namespace) -> dict[str, Any]:
     """The first round warms up."""
     ratios, speeds, different = [], [], 0
-    for number in range(rounds + 1):
+    for number in range(args.rounds + 1):
         order = checkouts if number % 2 else checkouts[::-1]
-        answers = {each: each.answer(number * size, size, is_on, tokens) for each in order}
+        answers = {each: each.answer(number * size, size, is_on, args.tokens, args.temperature) for each in order}
         (base_s, base), (new_s, new) = (answers[each] for each in checkouts)
         different += sum(a != b for a, b in zip(base, new, strict=True))
         if number:
