@@ -222,12 +222,9 @@ def late(own: GrammarState, masks: np.ndarray, token_ids: Sequence[int], parents
     masks[1:] = masks[0]
 
 
+@pytest.mark.cpu_backend  # grammars know nothing of backends
 @pytest.mark.parametrize("fault", [of_a_sibling, late])
-def test_seeded_faults_of_grammars_turn_it_red(
-    fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
-    if backend != "cpu":
-        pytest.skip("grammars know nothing of backends")
+def test_seeded_faults_of_grammars_turn_it_red(fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     model = Path(resolve_model("bundled"))
     jobs = random_cases(random.Random(14), 24, 4096)
     for i, job in enumerate(jobs):
