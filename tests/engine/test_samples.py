@@ -120,7 +120,7 @@ def shifted(token_ids: list[int], logits: np.ndarray) -> np.ndarray:
         {"logits_processors": (shifted,)},
         {"frequency_penalty": 1.0, "bad_words": ("return",), "min_p": 0.05},
     ],
-    ids=str,
+    ids="-".join,
 )
 def test_each_sample_has_what_else_is_asked_for(more: dict[str, Any]) -> None:
     llm = LLM(dtype="float32", max_model_len=256)
