@@ -23,7 +23,7 @@ from batchserve.config import (
 )
 from batchserve.errors import ConfigError
 from batchserve.files import parse_path
-from batchserve.generate_command import _reference_text
+from batchserve.generate_command import _text_of_file
 from batchserve.option_checks import MAX_TOKENS
 
 
@@ -240,7 +240,7 @@ def test_the_home_folder_is_expanded_in_every_path(monkeypatch: pytest.MonkeyPat
     assert config.draft.cache_path() == Path(home)
     assert EngineConfig(model="org/~name").model == "org/~name"
     assert parse_path("~/text") == Path(home)
-    assert _reference_text("~/text") == "some text"
+    assert _text_of_file("reference", "~/text") == "some text"
     with pytest.raises(ConfigError, match=r"is not a tokenizer\.json"):  # and not: no such file
         load_encoder("~/tokenizer.json")
     parser = argparse.ArgumentParser()

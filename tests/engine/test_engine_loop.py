@@ -13,6 +13,7 @@ from batchserve.engine.engine_loop import EngineLoop
 from batchserve.engine.messages import Add, ClearScope, Done, End, Events, Failed, Reply
 from batchserve.engine.output_collector import OutputCollector
 from batchserve.errors import EngineFaultError
+from batchserve.grammar.compiler import GrammarCompiler
 from batchserve.request import DraftScope, NewRequest, ResolvedSpeculation
 from batchserve.types import Delta
 from tests.engine.scripted import ScriptedEngine, scripted_engine
@@ -34,7 +35,8 @@ class Rig:
         self.is_closed = False
         self.engine.core.drafter.close = self._close  # type: ignore[method-assign]
         self.refuse = send or (lambda reply: None)
-        built: Any = SimpleNamespace(core=self.engine.core, save_drafts=self.saved.append)
+        info, grammars = SimpleNamespace(vocab_size=128), GrammarCompiler(lambda: None)
+        built: Any = SimpleNamespace(core=self.engine.core, save_drafts=self.saved.append, info=info, grammars=grammars)
         self.loop = EngineLoop(built, draft_cache, self._send)
 
     def _send(self, reply: Reply) -> None:

@@ -25,7 +25,7 @@ def _sampling(**fields: Any) -> pb.GenerateRequest:
 
 # name -> (request, code, reason, field, the value and the bound as parts of the message)
 BAD: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str, str, str, str]] = {
-    "no input": (pb.GenerateRequest(), INVALID, "MISSING_INPUT", "input", "None", "either text or token_ids"),
+    "no input": (pb.GenerateRequest(), INVALID, "MISSING_INPUT", "input", "None", "text, token_ids or chat"),
     "empty prompt": (
         pb.GenerateRequest(token_ids=pb.TokenIds()),
         *(INVALID, "EMPTY_PROMPT", "token_ids", "[]", "at least one token"),

@@ -117,7 +117,7 @@ def test_a_server_and_the_command_line_run_without_torch(tmp_path: Path, without
     try:
         assert server.stdout is not None
         address = server.stdout.readline().strip().removeprefix("listening on ")
-        flags = ("--server", address, "--model", "bundled")
+        flags = ("--server", address)
         assert [run("generate", *flags, *each) for each in (asking, sampled)] == first
         server.send_signal(signal.SIGTERM)
         _, said = server.communicate(timeout=60)
