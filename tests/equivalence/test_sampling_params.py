@@ -195,6 +195,7 @@ def wrong_ancestor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RowAdjustments, "adjusted", adjusted)
 
 
+@pytest.mark.cpu_backend  # the faults are put into the walk in Python, which is the same for all
 @pytest.mark.parametrize("fault", [forgotten_ancestors, wrong_ancestor])
 def test_seeded_faults_turn_it_red(
     fault: Callable[[pytest.MonkeyPatch], None], tiny_model: dict[str, Path], monkeypatch: pytest.MonkeyPatch
