@@ -8,14 +8,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
+import json
 import os
 import signal
 import sys
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 
 from batchserve.config import EngineConfig
 from batchserve.errors import ConfigError, InvalidRequestError, invalid
+from batchserve.grammar.json_schema import checked_schema
 from batchserve.options import DRAFT_OPTIONS, ENGINE_OPTIONS, flag_of, make_config
 from batchserve.progress import progress
 from batchserve.types import Chat, Delta, Prompt, SamplingParams, SpeculationParams, Started, Usage, check_priority
@@ -163,9 +165,17 @@ def _prompt_text(arguments: argparse.Namespace) -> str:
 
 
 def _schema(given: str | None) -> str | None:
-    """Returns a schema that is given as text, or in a file."""
-    is_text = given is None or given.lstrip().startswith("{")
-    return given if is_text else _text_of_file("json_schema", str(given))
+    """Returns a schema that is given as text, or in a file; checked here, before a model is loaded."""
+    if given is None:
+        return None
+    with suppress(ValueError, RecursionError):
+        json.loads(given)
+        checked_schema(given)
+        return given
+    is_text = not given.strip() or given.lstrip()[0] in "[{"
+    text = given if is_text else _text_of_file("json_schema", given)
+    checked_schema(text)
+    return text
 
 
 def _text_of_file(field: str, path: str) -> str:

@@ -180,7 +180,9 @@ class SamplingParams:
             text = getattr(self, name)
             if text is None:
                 continue
-            if not isinstance(text, str) or not text or not is_utf8(text):
+            if not isinstance(text, str) or not text:
+                raise InvalidRequestError(invalid(name), name, text, "a text that is not empty")
+            if not is_utf8(text):
                 raise InvalidRequestError(invalid(name), name, text, "text that can be encoded as UTF-8")
             if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
                 raise InvalidRequestError(invalid(name), name, f"{size} bytes", f"at most {MAX_GRAMMAR_BYTES} bytes")

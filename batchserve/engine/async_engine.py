@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from batchserve.engine.host import EngineHost
     from batchserve.engine.launch import LaunchedProcess
     from batchserve.metrics import MetricsSource
+    from batchserve.request import NewRequest
     from batchserve.startup.build import BuiltEngine
     from batchserve.types import CallOptions, Prompt
 
@@ -163,21 +164,7 @@ class AsyncEngine:
                 raise DeadlineExceededError("deadline passed before the request was queued")
             deadline_s = None if deadline_s is None else arrival_s + deadline_s
             token_ids = await run_off_loop(size_of(call.prompt), self._processor.tokenize, call.prompt)
-            references = call.speculation.references if isinstance(call.speculation, SpeculationParams) else ()
-            has_grammar = isinstance(call.params, SamplingParams) and call.params.has_grammar
-            requests = await run_off_loop(
-                INLINE_SIZE + 1 if has_grammar else sum(map(len, references)),
-                self._processor.new_requests,
-                request_id,
-                token_ids,
-                SamplingParams() if call.params is None else call.params,
-                SpeculationParams() if call.speculation is None else call.speculation,
-                arrival_s,
-                deadline_s,
-                call.priority,
-                is_whole,
-                thread=self._grammar_thread if has_grammar else None,
-            )
+            requests = await self._new_requests(call, request_id, token_ids, arrival_s, deadline_s, is_whole)
             if self._closed is not None:
                 raise self._closed.with_traceback(None)
             if requests[0].sampling.logits_processors and isinstance(self._host, EngineProcess):
@@ -206,6 +193,29 @@ class AsyncEngine:
         finally:
             for stream in streams:
                 self._forget(stream)
+
+    async def _new_requests(
+        self,
+        call: GenerateCall,
+        request_id: str,
+        token_ids: list[int],
+        arrival_s: float,
+        deadline_s: float | None,
+        is_whole: bool,
+    ) -> list[NewRequest]:
+        """Returns the requests of a call, checked: in a thread if that takes long."""
+        params = SamplingParams() if call.params is None else call.params
+        speculation = SpeculationParams() if call.speculation is None else call.speculation
+        arguments = (request_id, token_ids, params, speculation, arrival_s, deadline_s, call.priority, is_whole)
+        make = self._processor.new_requests
+        if not isinstance(params, SamplingParams) or self._processor.knows_grammar(params):
+            references = speculation.references if isinstance(speculation, SpeculationParams) else ()
+            return await run_off_loop(sum(map(len, references)), make, *arguments)
+        try:
+            async with asyncio.timeout(None if deadline_s is None else deadline_s - time.monotonic()):
+                return await run_off_loop(INLINE_SIZE + 1, make, *arguments, thread=self._grammar_thread)
+        except TimeoutError:
+            raise DeadlineExceededError("deadline passed before the request was queued") from None
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuses requests with UnavailableError, also those still being tokenised. Waits for the others to end.
@@ -277,6 +287,7 @@ class AsyncEngine:
         """Kills an engine that runs in its own process. Its draft cache is not saved."""
         self._maker.check()
         self._host.kill()
+        self._processor.grammars.close()
 
     def _check_loop(self) -> None:
         """Raises an error on another loop or in a forked process, where no answer would ever arrive."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from batchserve.config import PRIVATE_SCOPE, PROCESSED_LOGPROBS, EngineConfig, UnchosenScope
+from batchserve.engine.arguments import INLINE_SIZE
 from batchserve.engine.prompt_tokenizer import PromptTokenizer
 from batchserve.errors import InvalidRequestError, invalid
 from batchserve.grammar.checker import GrammarChecker
@@ -152,6 +153,16 @@ class InputProcessor:
             ignored_end_token_ids=tuple(set(facts.eos_token_ids) - ends),
             allowed=mask_of(params.allowed_token_ids, facts.vocab_size) if params.allowed_token_ids else b"",
         )
+
+    def knows_grammar(self, params: SamplingParams) -> bool:
+        """Returns whether it takes no time to check a request's grammar. Raises InvalidRequestError."""
+        if not params.has_grammar:
+            return True
+        sizes = map(len, (str(params.json_schema), params.regex or "", params.ebnf or "", *params.choice))
+        if sum(sizes) > INLINE_SIZE:
+            return False
+        grammar = Grammar.of(params, self._json_whitespace)
+        return grammar is None or self.grammars.is_known(grammar)
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         """Returns what the answer has to follow, checked in another process. Raises InvalidRequestError."""

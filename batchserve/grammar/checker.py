@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import threading
 import weakref
-from collections import OrderedDict
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from batchserve.errors import EngineFaultError, one_line
-from batchserve.grammar.check_process import MAX_GROWTH_BYTES
 from batchserve.interpreter import python
 
 if TYPE_CHECKING:
@@ -21,8 +20,11 @@ if TYPE_CHECKING:
     from batchserve.grammar.definition import Grammar
 
 CHILD = "from batchserve.grammar.check_process import main; main()"
-MAX_SECONDS = 4.0  # for one grammar; most take milliseconds
+MAX_SECONDS, MAX_GROWTH_BYTES = 2.0, 256 << 20  # of the processor's time, and of memory, for one grammar
 MAX_START_SECONDS = 60.0
+MAX_WAIT_S = 60.0  # the process has a bound of its own on its processor's time
+MAX_TRIES = 2
+MEMORY_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)  # of code that gets no memory
 MAX_KNOWN = 256  # grammars whose outcome is remembered
 
 
@@ -34,7 +36,8 @@ class GrammarChecker:
         self._vocabulary = vocabulary
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection[Any, Any]
-        self._refusals: OrderedDict[Grammar, str] = OrderedDict()
+        self._refusals: dict[Grammar, str] = {}  # the oldest first
+        self._is_closed = False
         self._lock = threading.Lock()
 
     def is_known(self, grammar: Grammar) -> bool:
@@ -44,28 +47,38 @@ class GrammarChecker:
     def refusal(self, grammar: Grammar) -> str:
         """Returns why a grammar cannot be followed; empty if it can. May take seconds.
 
-        Raises EngineFaultError if there is no process to check it.
+        Raises EngineFaultError if that cannot be told, because there is no process to check it.
         """
+        known = self._refusals.get(grammar)  # without the lock, which may be held for seconds
+        if known is not None:
+            return known
         with self._lock:
-            known = self._refusals.pop(grammar, None)
-            found = self._checked(grammar) if known is None else known
-            self._refusals[grammar] = found
+            known = self._refusals.get(grammar)
+            found = self._refusals[grammar] = self._checked(grammar) if known is None else known
             if len(self._refusals) > MAX_KNOWN:
-                self._refusals.popitem(last=False)
+                del self._refusals[next(iter(self._refusals))]
             return found
 
     def _checked(self, grammar: Grammar) -> str:
-        if self._process is None and (refusal := self._start()):
-            return refusal
-        try:
-            self._pipe.send(grammar)
-            if self._pipe.poll(MAX_SECONDS):
-                return str(self._pipe.recv())
-            reason = f"it takes more than {MAX_SECONDS:g} s to compile"
-        except (EOFError, OSError):
-            reason = f"it takes more than {MAX_GROWTH_BYTES >> 20} MiB to compile"
-        self._end()
-        return reason
+        for _ in range(MAX_TRIES):
+            if self._process is None and (refusal := self._start()):
+                return refusal
+            assert self._process is not None
+            try:
+                self._pipe.send(grammar)
+                if self._pipe.poll(MAX_WAIT_S):
+                    return str(self._pipe.recv())
+                status = 0
+            except (EOFError, OSError):
+                status = self._process.wait()
+            self._end()
+            if self._is_closed:
+                break
+            if -status == signal.SIGXCPU:
+                return f"it takes more than {MAX_SECONDS:g} s to compile"
+            if -status in MEMORY_SIGNALS:
+                return f"it takes more than {MAX_GROWTH_BYTES >> 20} MiB to compile"
+        raise EngineFaultError(f"the process that checks grammars has ended {MAX_TRIES} times, or does not answer")
 
     def _start(self) -> str:
         """Starts the process. Returns why no grammar can be followed with this model; empty if some can."""
@@ -76,7 +89,7 @@ class GrammarChecker:
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    python(CHILD, str(theirs.fileno())),
+                    python(CHILD, str(theirs.fileno()), str(MAX_SECONDS), str(MAX_GROWTH_BYTES)),
                     stdin=subprocess.DEVNULL,
                     stdout=2,
                     pass_fds=[theirs.fileno()],
@@ -97,7 +110,7 @@ class GrammarChecker:
 
     def close(self) -> None:
         """Ends the process, if it runs, whatever it is compiling. It also ends when this process does."""
-        process = self._process
+        self._is_closed, process = True, self._process
         if process is not None:
             process.kill()
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import OrderedDict
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 MAX_KEPT = 16  # compiled grammars
 MAX_REASON_CHARS = 500
+UNUSABLE = "the model's tokenizer cannot be used with grammars"
+PROBES = ("text", ' "a": [1.5, -2]}\n', "ü 😀  end")
 MAX_LEXER_STATES = 100_000  # of a grammar, some 50 MB; all answers that follow it share them, so they only grow
 MAX_AGAIN_S = 0.05  # what may be compiled while a step waits for it
 
@@ -31,21 +34,43 @@ class Vocabulary(NamedTuple):
     size: int
     eos_token_ids: tuple[int, ...]
 
+    def ends(self) -> list[int]:
+        return [token for token in self.eos_token_ids if token < self.size]
+
+    def stand_in(self) -> list[int]:
+        """Returns what the library takes for an end token, if the model has none: it wants one. It is never given."""
+        return [] if self.ends() else [self.size - 1]
+
     def load(self) -> LLTokenizer:
-        """Raises GrammarError if the library cannot read the tokenizer."""
+        """Raises GrammarError if the library cannot read the tokenizer, or not as it is meant."""
         from llguidance import LLTokenizer
 
-        ends = [token for token in self.eos_token_ids if token < self.size]
-        # The library wants an end token. A model without one is given one that has no logit.
-        size = self.size if ends else self.size + 1
+        definition = json.loads(self.definition)
+        _without_prefix_space(definition.get("pre_tokenizer"))
+        ends = self.ends() or self.stand_in()
         try:
-            return LLTokenizer(self.definition, n_vocab=size, eos_token=ends or [self.size])
+            tokenizer = LLTokenizer(json.dumps(definition), n_vocab=self.size, eos_token=ends)
+            texts = [tokenizer.decode_bytes(tokenizer.tokenize_str(text)).decode() for text in PROBES]
         except ValueError as error:
-            raise GrammarError(f"the model's tokenizer cannot be used with grammars: {reason_of(error)}") from None
+            raise GrammarError(f"{UNUSABLE}: {reason_of(error)}") from None
+        if texts != [*PROBES]:
+            raise GrammarError(f"{UNUSABLE}: it gives other texts back")
+        return tokenizer
+
+
+def _without_prefix_space(part: Any) -> None:
+    """Changes a definition so that it puts no space before a text: what a grammar forces begins anywhere."""
+    if isinstance(part, dict):
+        if part.get("type") == "ByteLevel":
+            part["add_prefix_space"] = False
+        for each in part.get("pretokenizers", ()):
+            _without_prefix_space(each)
 
 
 def reason_of(error: Exception) -> str:
-    return one_line(error)[:MAX_REASON_CHARS]
+    """Returns the library's reason in one line, without its hints to programmers."""
+    text = one_line(error).replace("<non-verbose/>", "")
+    return text.partition(" Enable '")[0].partition("; increase limits.")[0].strip()[:MAX_REASON_CHARS]
 
 
 def limits() -> Any:
@@ -87,8 +112,14 @@ class GrammarCompiler:
         """vocabulary: returns that of the model; None if it has no tokenizer that the library can read."""
         self._vocabulary = vocabulary
         self._tokenizer: LLTokenizer | None = None
+        self._stand_in: list[int] = []
         self._kept: OrderedDict[Grammar, _Kept] = OrderedDict()
         self._lock = threading.Lock()
+
+    @property
+    def stand_in(self) -> list[int]:
+        """See Vocabulary. Known once a grammar is compiled."""
+        return self._stand_in
 
     def matcher(self, grammar: Grammar) -> tuple[LLMatcher, int]:
         """Returns a matcher at the beginning of an answer, which shares what it learns with others of its grammar; and
@@ -121,5 +152,5 @@ class GrammarCompiler:
             vocabulary = self._vocabulary()
             if vocabulary is None:
                 raise GrammarError("the model has no tokenizer that can be used with grammars")
-            self._tokenizer = vocabulary.load()
+            self._tokenizer, self._stand_in = vocabulary.load(), vocabulary.stand_in()
         return self._tokenizer

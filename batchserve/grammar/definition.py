@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchserve.config import COMPACT_JSON
+from batchserve.grammar.ebnf import check_ebnf, is_gbnf
 from batchserve.grammar.json_schema import checked_schema
 
 if TYPE_CHECKING:
     from batchserve.sampling_params import SamplingParams
 
+ESCAPES = '"\\bfnrt'  # that a JSON string may have; by those with digits, names could pass for others
 ANY_OBJECT = '{"type": "object"}'
-GBNF_RULE = "::="
 
 
 class Grammar(NamedTuple):
@@ -25,7 +26,7 @@ class Grammar(NamedTuple):
 
     @classmethod
     def of(cls, params: SamplingParams, json_whitespace: str) -> Grammar | None:
-        """Returns the grammar of a request that asks for one. Raises InvalidRequestError for a schema's keywords."""
+        """Returns the grammar of a request that asks for one. Raises InvalidRequestError for what is not supported."""
         is_compact = json_whitespace == COMPACT_JSON
         if params.json_schema is not None:
             return cls("json_schema", checked_schema(str(params.json_schema)), is_compact)
@@ -34,6 +35,7 @@ class Grammar(NamedTuple):
         if params.regex is not None:
             return cls("regex", params.regex)
         if params.ebnf is not None:
+            check_ebnf(params.ebnf)
             return cls("ebnf", params.ebnf)
         return cls("choice", "|".join(map(_literally, params.choice))) if params.choice else None
 
@@ -43,11 +45,12 @@ class Grammar(NamedTuple):
         from llguidance.gbnf_to_lark import gbnf_to_lark
 
         if self.field in ("json_schema", "json_object"):
-            spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-            options = spaces if self.is_compact else {"whitespace_flexible": True}
+            options: dict[str, Any] = {"whitespace_flexible": True, "json_allowed_escapes": ESCAPES}
+            if self.is_compact:
+                options |= {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
             return LLMatcher.grammar_from_json_schema(self.text, overrides=options)  # type: ignore[arg-type]
         if self.field == "ebnf":
-            return LLMatcher.grammar_from_lark(gbnf_to_lark(self.text) if GBNF_RULE in self.text else self.text)
+            return LLMatcher.grammar_from_lark(gbnf_to_lark(self.text) if is_gbnf(self.text) else self.text)
         return LLMatcher.grammar_from_regex(self.text)
 
 

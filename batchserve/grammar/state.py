@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from batchserve.grammar.compiler import GrammarCompiler
     from batchserve.grammar.definition import Grammar
 
+# Of the processor's time, for what is looked at of one request in one step; and what may be spent beyond that in all:
+# some grammars are compiled at once, and take ever longer to follow.
+STEP_S, MAX_OVERRUN_S = 0.01, 0.5
 GROWTH = 4  # times as many nodes as a tree may have are looked at, to find the likeliest
 LIKELY = 0.3
 MAX_DEPTH = 256  # of a tree: each level is a call
@@ -44,16 +48,28 @@ class GrammarState:
         self._vocab_size = vocab_size
         self._tokens: list[int] = []
         self._forced: list[int] | None = None  # after the answer so far; None: not known
+        self._overrun_s, self._is_slow = 0.0, False
         self.num_words = num_words
-        ignored = np.frombuffer(mask_of(ignored_ends, num_words * BITS), np.uint32)
-        self._kept = ~ignored if len(ignored_ends) else None
+        never = [*ignored_ends, *compiler.stand_in]
+        self._kept = ~np.frombuffer(mask_of(never, num_words * BITS), np.uint32) if never else None
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """Adds tokens to the answer. Raises GrammarError."""
         self._tokens += token_ids
         self._forced = None
+        began_s = time.thread_time()
         if token_ids and not self._matcher.consume_tokens([*token_ids]):
             self._compile_again("the answer does not follow its grammar")
+        self._count(began_s)
+
+    def _count(self, began_s: float) -> None:
+        """Counts the time since then. Raises GrammarError if there was too much of it."""
+        spent_s = time.thread_time() - began_s
+        self._is_slow = spent_s > STEP_S
+        if self._is_slow:
+            self._overrun_s += spent_s - STEP_S
+        if self._overrun_s > MAX_OVERRUN_S:
+            raise GrammarError("what the grammar allows next takes too long to find")
 
     @property
     def is_complete(self) -> bool:
@@ -62,7 +78,9 @@ class GrammarState:
 
     @property
     def forced(self) -> list[int]:
-        """The tokens that must come next; empty where there is a choice."""
+        """The tokens that must come next; empty where there is a choice, or that would take long to find."""
+        if self._is_slow:
+            return []
         if self._forced is None:
             self._forced = self._forced_here()
             if self._matcher.is_error():
@@ -93,9 +111,10 @@ class GrammarState:
         node of its draft tree (parents: inside the tree, -1 for its root). None after a node that is not verified, or
         not allowed itself.
 
-        Raises GrammarError if what may come after the answer cannot be found. Where that is so of a node its mask is
-        empty: it is not accepted now, and looked at again once the answer has come there.
+        Raises GrammarError if what may come after the answer cannot be found. Where that is so of a node, or takes
+        long, its mask is empty: it is not accepted now, and looked at again once the answer has come there.
         """
+        began_s = time.thread_time()
         masks[:] = 0
         path: list[int] = []  # the nodes whose tokens the matcher has taken
         wrong = {node for node, is_known in enumerate(is_verified) if not is_known}
@@ -104,8 +123,8 @@ class GrammarState:
             self._compile_again("what its grammar allows next cannot be found")
             self._fill(masks[0])
         for node, (token, parent) in enumerate(zip(token_ids, parents, strict=True)):
-            is_lost = node in wrong or parent in wrong or not self._go_to(path, parent, token_ids, parents)
-            if is_lost or not self._take(token):
+            is_lost = node in wrong or parent in wrong or time.thread_time() - began_s > STEP_S
+            if is_lost or not self._go_to(path, parent, token_ids, parents) or not self._take(token):
                 wrong.add(node)
             else:
                 path.append(node)
@@ -116,6 +135,7 @@ class GrammarState:
                 path.clear()
         if path:
             self._matcher.rollback(len(path))
+        self._count(began_s)
 
     def _fill(self, mask: np.ndarray) -> None:
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -147,6 +167,8 @@ class GrammarState:
 
         It has at most so many nodes, and verified ones are no deeper; of too many the likeliest are taken.
         """
+        if self._is_slow:
+            return DraftTree()
         grown = _Growth(tree, most, min(deepest, MAX_DEPTH))
         self._grow(grown, -1, -1, 1.0, 1, self.forced)
         if self._matcher.is_error():
@@ -164,7 +186,7 @@ class GrammarState:
         for child in children:
             if not tree.is_verified[child]:
                 grown.copy(child, place)
-        if self._matcher.is_error() or depth > grown.deepest:
+        if self._matcher.is_error() or depth > grown.deepest or grown.is_over:
             return
         if forced:
             same = [each for each in children if tree.is_verified[each] and tree.token_ids[each] == forced[0]]
@@ -213,12 +235,17 @@ class _Growth:
 
     def __init__(self, tree: DraftTree, most: int, deepest: int) -> None:
         self.tree, self.deepest = tree, deepest
-        self._most = most
+        self._most, self._began_s = most, time.thread_time()
         self.children: dict[int, list[int]] = {}
         for node, parent in enumerate(tree.parents):
             self.children.setdefault(parent, []).append(node)
         self._found = DraftTree()
         self._paths: list[float] = []  # the path probability of each node found
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has taken long enough."""
+        return time.thread_time() - self._began_s > STEP_S
 
     @property
     def is_full(self) -> bool:

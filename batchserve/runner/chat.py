@@ -58,10 +58,11 @@ class ChatTemplate:
             raise InvalidRequestError("INVALID_CHAT", "tools", chat.tools, "empty: the model's template uses none")
         if not chat.continue_final_message:
             return str(self._applied(chat, messages))
-        # Whatever the template does to the end of a text, such as trimming it, it does after the marker.
+        # The marker's space is there after it, unless the template trims texts: then the answer's end is trimmed, too.
         last = with_text(chat.messages[-1])["content"]
-        marked = replace(chat, messages=[*chat.messages[:-1], {**chat.messages[-1], "content": last + MARKER}])
-        before, found, _ = str(self._applied(marked, self._messages(marked))).rpartition(MARKER)
+        marked = replace(chat, messages=[*chat.messages[:-1], {**chat.messages[-1], "content": f"{last}{MARKER} "}])
+        before, found, after = str(self._applied(marked, self._messages(marked))).rpartition(MARKER)
+        before = before if after.startswith(" ") else before.rstrip()
         if not found:
             bound = "one that the model's template renders as it is"
             raise InvalidRequestError("INVALID_CHAT", f"messages[{len(messages) - 1}].content", last, bound)

@@ -16,14 +16,14 @@ from grpc_status import rpc_status
 
 from batchserve.v1 import generation_pb2, generation_pb2_grpc
 
-# The server applies no chat template: this is what the bundled model's makes of a user's turn.
-PROMPT = '<|user|>Write this JSON as a record.\n{\n  "name": "socket reader",\n  "version": 3108\n}<|assistant|>'
+MESSAGE = 'Write this JSON as a record.\n{\n  "name": "socket reader",\n  "version": 3108\n}'
 
 
 def main(address: str) -> int:
     with grpc.insecure_channel(address) as channel:
         service = generation_pb2_grpc.GenerationServiceStub(channel)
-        request = generation_pb2.GenerateRequest(text=PROMPT)
+        chat = generation_pb2.Chat(messages=[generation_pb2.ChatMessage(role="user", text=MESSAGE)])
+        request = generation_pb2.GenerateRequest(chat=chat)
         request.sampling_params.temperature = 0.0
         request.stop.max_tokens = 100
         try:

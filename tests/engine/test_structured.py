@@ -14,7 +14,7 @@ import pytest
 
 from batchserve.config import EngineConfig
 from batchserve.engine.async_engine import AsyncEngine
-from batchserve.errors import BatchserveError, GrammarError, InvalidRequestError
+from batchserve.errors import BatchserveError, DeadlineExceededError, GrammarError, InvalidRequestError
 from batchserve.grammar import state as state_module
 from batchserve.grammar.state import GrammarState
 from batchserve.llm import LLM
@@ -148,7 +148,7 @@ def test_log_probabilities_and_other_parameters_go_with_it(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("given", "field", "bound"),
     [
-        ({"json_schema": {"patternProperties": {}}}, "json_schema['#/patternProperties']", "absent"),
+        ({"json_schema": {"patternProperties": {}}}, "json_schema[#/patternProperties]", "absent"),
         ({"json_schema": {"type": "object", "properties": 5}}, "json_schema", "one that can be followed"),
         ({"json_schema": {1, 2}}, "json_schema", "text"),
         ({"json_schema": {"const": {1, 2}}}, "json_schema", "what JSON can hold"),
@@ -183,13 +183,17 @@ async def test_a_grammar_that_fails_midway_ends_its_request_alone(monkeypatch: p
     try:
         plain = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
         expected = (await engine.generate(PROMPT, plain)).token_ids
-        complex_one = SamplingParams(temperature=1.0, seed=1, max_tokens=60, regex=r"(\p{L}{1,500}){1,500}")
-        calls = engine.generate(PROMPT, complex_one), engine.generate(PROMPT, plain)
-        failed, other = await asyncio.gather(*calls, return_exceptions=True)
-        assert isinstance(failed, GrammarError)
-        assert failed.reason == "INVALID_GRAMMAR"
-        assert isinstance(other, RequestOutput)
-        assert other.token_ids == expected
+        for bad in (
+            {"regex": r"(\p{L}{1,500}){1,500}", "seed": 1},  # too complex
+            {"ebnf": 'start: e\ne: e e e | e e | "a" | ""', "ignore_eos": True},  # takes ever longer
+        ):
+            asked = SamplingParams(temperature=1.0, max_tokens=400, **bad)  # type: ignore[arg-type]
+            calls = engine.generate(PROMPT, asked), engine.generate(PROMPT, plain)
+            failed, other = await asyncio.gather(*calls, return_exceptions=True)
+            assert isinstance(failed, GrammarError)
+            assert failed.reason == "INVALID_GRAMMAR"
+            assert isinstance(other, RequestOutput)
+            assert other.token_ids == expected
 
         def wrong(own: GrammarState, token_ids: list[int]) -> None:
             raise GrammarError("on purpose")
@@ -203,7 +207,7 @@ async def test_a_grammar_that_fails_midway_ends_its_request_alone(monkeypatch: p
 
 
 async def test_requests_wait_for_no_grammar_but_their_own() -> None:
-    """A schema that takes seconds to refuse, and one that is aborted while it is compiled."""
+    """Schemas that take seconds to refuse; known grammars beside them, deadlines, and calls that are taken back."""
     engine = await AsyncEngine.start(EngineConfig(dtype="float32", max_model_len=512))
     try:
         await engine.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=4, regex="[a-z]+"))
@@ -211,6 +215,9 @@ async def test_requests_wait_for_no_grammar_but_their_own() -> None:
         refused = asyncio.create_task(engine.generate(PROMPT, SamplingParams(json_schema=slow)))
         await asyncio.sleep(0.05)
         await engine.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=8))
+        assert (await engine.generate(PROMPT, SamplingParams(max_tokens=4, regex="[a-z]+"))).token_ids
+        with pytest.raises(DeadlineExceededError):
+            await engine.generate(PROMPT, SamplingParams(regex="[0-9]+"), deadline_s=0.1)
         assert not refused.done()
         with pytest.raises(BatchserveError, match=r"to compile"):
             await refused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -205,6 +206,55 @@ def test_answers_go_on_when_what_they_share_has_reached_its_bound(monkeypatch: p
     lengths = [len(random_answer(GrammarState(grammar, few, VOCAB), rng, 40)) for _ in range(60)]
     assert min(lengths) > 0
     assert 0 < len(renewed) < 30
+
+
+def test_a_grammar_that_takes_ever_longer_is_an_error(compiler: GrammarCompiler) -> None:
+    """It is compiled at once, and can be read in ever more ways."""
+    state = GrammarState(Grammar("ebnf", 'start: e\ne: e e e | e e | "a" | ""'), compiler, VOCAB, [EOS])
+
+    def go_on() -> None:
+        for _ in range(2000):
+            state.constrain(DraftTree(), 10, 10)
+            state.accept(TOKENIZER.encode("a", add_special_tokens=False).ids)
+            mask_of(state)
+
+    with pytest.raises(GrammarError, match="takes too long to find"):
+        go_on()
+    assert len(state.constrain(DraftTree([1], [-1], [0.5]), 10, 10)) == 0  # and is not looked at for drafts
+
+
+def with_tokenizer(definition: str, ends: tuple[int, ...]) -> GrammarCompiler:
+    size = Tokenizer.from_str(definition).get_vocab_size(with_added_tokens=True)
+    return GrammarCompiler(lambda: Vocabulary(definition, size, ends))
+
+
+def test_a_model_without_an_end_token(compiler: GrammarCompiler) -> None:
+    endless = with_tokenizer(TOKENIZER.to_str(), ())
+    state, rng = GrammarState(Grammar("regex", "(ab|cd){2,3}"), endless, VOCAB), random.Random(0)
+    random_answer(state, rng, 60)
+    assert state.is_complete
+    assert endless.stand_in
+    state = GrammarState(Grammar("regex", "[a-z]*"), endless, VOCAB)
+    assert not set(allowed(mask_of(state))) & {*endless.stand_in}
+
+
+def test_tokenizers_that_put_a_space_before_texts() -> None:
+    definition = json.loads(TOKENIZER.to_str())
+    assert definition["pre_tokenizer"]["pretokenizers"][-1]["type"] == "ByteLevel"
+    definition["pre_tokenizer"]["pretokenizers"][-1]["add_prefix_space"] = True
+    spaced = with_tokenizer(json.dumps(definition), (EOS,))
+    for seed in range(8):
+        state = GrammarState(GRAMMARS[0], spaced, VOCAB)
+        tokens = random_answer(state, random.Random(seed), 80)
+        assert json.loads(TOKENIZER.decode(tokens))["age"] in range(21)
+
+
+def test_a_tokenizer_that_gives_other_texts_is_refused() -> None:
+    definition = json.loads(TOKENIZER.to_str())
+    definition["normalizer"] = {"type": "Lowercase"}
+    definition["pre_tokenizer"] = {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": False}
+    with pytest.raises(GrammarError, match="the model's tokenizer cannot be used with grammars"):
+        with_tokenizer(json.dumps(definition), (EOS,)).matcher(GRAMMARS[0])
 
 
 def test_a_grammar_that_fails_by_itself_is_an_error(compiler: GrammarCompiler) -> None:

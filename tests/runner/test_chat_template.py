@@ -63,8 +63,10 @@ def test_the_last_message_is_continued_where_it_ends(text: str, template: str) -
     loaded, compiled = both(template)
     chat = Chat([TALK[1], {"role": "assistant", "content": text}], continue_final_message=True)
     found = ChatTemplate(compiled).text(chat)
-    said = text.lstrip() if template == FULL else text
-    assert found.endswith(said)
+    assert found.endswith(text.strip() if template == FULL else text)
+    if template != PARTS:  # which transformers gives a text
+        theirs = loaded.apply_chat_template([*chat.messages], continue_final_message=True, tokenize=False)
+        assert found == theirs
     assert loaded.decode(ChatTemplate(loaded).token_ids(chat)) == loaded.decode(ChatTemplate(compiled).token_ids(chat))
     whole = ChatTemplate(compiled).text(Chat([*chat.messages], add_generation_prompt=False))
     assert whole.startswith(found.rstrip())

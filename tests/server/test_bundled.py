@@ -143,7 +143,7 @@ async def test_structured_output(grammar: pb.StructuredOutput, pattern: str, bun
     [
         (
             pb.StructuredOutput(json_schema='{"items": {"uniqueItems": true}}'),
-            *("UNSUPPORTED_KEYWORD", "structured_output.json_schema['#/items/uniqueItems']", "absent: uniqueItems"),
+            *("UNSUPPORTED_KEYWORD", "structured_output.json_schema[#/items/uniqueItems]", "absent: uniqueItems"),
         ),
         (
             pb.StructuredOutput(json_schema='{"type": "integer", "multipleOf": 999983}'),

@@ -138,7 +138,8 @@ class _Sizes:
                 bound = f"at most {most} strings of at most {most_chars} characters"
                 raise InvalidRequestError(reason, path, f"{size} bytes", bound)
         elif size > MAX_FIELD_BYTES:
-            raise InvalidRequestError(invalid(path), path, f"{size} bytes", f"at most {MAX_FIELD_BYTES} bytes")
+            reason = invalid(path.rpartition(".")[2])
+            raise InvalidRequestError(reason, path, f"{size} bytes", f"at most {MAX_FIELD_BYTES} bytes")
 
     def _count(self, path: str) -> None:
         self._num_fields += 1
