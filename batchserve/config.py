@@ -351,6 +351,30 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ClientTls:
+    """How a client speaks to a server with TLS. ca: the file of certificates that it trusts (None: the system's).
+    certificate, key: files of its own, for servers that ask for one.
+    """
+
+    ca: str | None = None
+    certificate: str | None = None
+    key: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_tls(self, "ca", "certificate", "key")
+
+
+def _check_tls(holder: object, *names: str) -> None:
+    """Expands paths. Of the last two, a certificate and its key, both must be there or none."""
+    for name in names:
+        if getattr(holder, name) is not None:
+            object.__setattr__(holder, name, expanded_path(name, getattr(holder, name)))
+    certificate, key = names[-2:]
+    if (getattr(holder, certificate) is None) != (getattr(holder, key) is None):
+        raise ConfigError(f"{certificate}, {key}: must be given together")
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """Where and how the server listens.
 
@@ -359,10 +383,15 @@ class ServerConfig:
     unread_timeout_s, max_unread_deltas: how long a message waits for its client to take it, and how many deltas may
     wait after it, before the call ends with RESOURCE_EXHAUSTED. All streams together may leave 64 times as many unread.
     log_level, log_format: the lowest level that the process logs, and the format of each line.
+    tls_certificate, tls_key: PEM files with which gRPC is encrypted. tls_client_ca: clients must show a certificate
+    that one of these has signed.
     """
 
     host: str = "127.0.0.1"
     port: int = 50051
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+    tls_client_ca: str | None = None
     max_receive_bytes: int = 16 * MiB
     drain_timeout_s: float = 30.0
     stall_timeout_s: float = 600.0
@@ -385,6 +414,9 @@ class ServerConfig:
                 raise ConfigError(f"{name} = {port!r}: must be an integer in 0..65535 (0 picks a free one)")
         if self.port and self.metrics_port == self.port:
             raise ConfigError(f"metrics_port = {self.metrics_port}: must be another one than port")
+        _check_tls(self, "tls_client_ca", "tls_certificate", "tls_key")
+        if self.tls_client_ca is not None and self.tls_certificate is None:
+            raise ConfigError(f"tls_client_ca = {self.tls_client_ca!r}: must be with tls_certificate and tls_key")
         at_least("max_receive_bytes", self.max_receive_bytes, 1024, MAX_RECEIVE_BYTES)
         for name in ("has_reflection", "has_engine_process"):
             if not isinstance(getattr(self, name), bool):

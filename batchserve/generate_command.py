@@ -15,7 +15,7 @@ import sys
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 
-from batchserve.config import EngineConfig
+from batchserve.config import ClientTls, EngineConfig
 from batchserve.errors import ConfigError, InvalidRequestError, invalid
 from batchserve.grammar.json_schema import checked_schema
 from batchserve.options import DRAFT_OPTIONS, ENGINE_OPTIONS, flag_of, make_config
@@ -51,6 +51,10 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
         help="put the prompt into the model's chat template",
     )
     parser.add_argument("--server", metavar="HOST:PORT", help="ask a running server (default: load the model here)")
+    parser.add_argument("--tls", action="store_true", help="speak TLS with the server, which the system must trust")
+    parser.add_argument("--tls-ca", metavar="FILE", help="speak TLS, and trust the certificates in this file instead")
+    parser.add_argument("--tls-certificate", metavar="FILE", help="show this certificate to the server")
+    parser.add_argument("--tls-key", metavar="FILE", help="the key of --tls-certificate")
     parser.add_argument(
         "--priority", type=int, default=0, metavar="N", help="higher comes first, in -1000..1000 (default: 0)"
     )
@@ -94,6 +98,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
     elif not arguments.no_speculation:
         # Otherwise, one answer is over before the drafter is compiled, and the process ends the compilation every time.
         vars(arguments).setdefault("wait_for_drafter", True)
+    tls = _client_tls(arguments)
     text = _prompt_text(arguments)
     config: EngineConfig = make_config(EngineConfig, arguments)
     params = SamplingParams(
@@ -119,7 +124,10 @@ def run_generate(arguments: argparse.Namespace) -> int:
     _check_without_model(arguments, text, config, params)
     prompt: Prompt = Chat([{"role": "user", "content": text}]) if arguments.chat else text
     asked = (prompt, params, speculation, priority)
-    events = _local_events(config, *asked) if arguments.server is None else _remote_events(arguments.server, *asked)
+    if arguments.server is None:
+        events = _local_events(config, *asked)
+    else:
+        events = _remote_events(arguments.server, tls, *asked)
     asyncio.run(_show(events))
     return 0
 
@@ -206,14 +214,28 @@ async def _local_events(
         await engine.shutdown()
 
 
+def _client_tls(arguments: argparse.Namespace) -> ClientTls | None:
+    files = arguments.tls_ca, arguments.tls_certificate, arguments.tls_key
+    if not arguments.tls and not any(files):
+        return None
+    if arguments.server is None:
+        raise ConfigError("--tls, --tls-ca, --tls-certificate, --tls-key: must be with --server")
+    return ClientTls(*files)
+
+
 async def _remote_events(
-    target: str, prompt: Prompt, params: SamplingParams, speculation: SpeculationParams, priority: int
+    target: str,
+    tls: ClientTls | None,
+    prompt: Prompt,
+    params: SamplingParams,
+    speculation: SpeculationParams,
+    priority: int,
 ) -> AsyncGenerator[Started | Delta, None]:
     from batchserve.server.grpc.answers import from_stream_response
     from batchserve.server.grpc.client import GenerationClient
     from batchserve.server.grpc.convert import to_generate_request
 
-    async with GenerationClient(target) as client:
+    async with GenerationClient(target, tls) as client:
         request = to_generate_request(prompt, params, speculation, priority)
         async with aclosing(client.stream(request)) as messages:
             async for message in messages:

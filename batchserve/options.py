@@ -228,8 +228,13 @@ DRAFT_OPTIONS = {
     ),
 }
 SERVER_OPTIONS = {
-    "host": Option("the address to listen on; there is no authentication and no encryption"),
+    "host": Option("the address to listen on; there is no authentication but by --tls-client-ca"),
     "port": Option("the port to listen on; 0 picks a free one and prints it"),
+    "tls_certificate": Option(
+        "a file with the server's certificate, or its chain, in PEM: gRPC is encrypted", default_text="not encrypted"
+    ),
+    "tls_key": Option("the file with the certificate's key, not encrypted", default_text="none"),
+    "tls_client_ca": Option("clients must show a certificate that one in this file has signed", default_text="anybody"),
     "max_receive_bytes": Option("the largest message that is accepted, such as 16MiB", is_size=True),
     "drain_timeout_s": Option("seconds that SIGTERM waits for the requests in flight"),
     "stall_timeout_s": Option("seconds after which a step that has not ended makes health report NOT_SERVING"),

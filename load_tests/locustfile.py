@@ -7,8 +7,9 @@
 `--processes N`, `--master` and `--worker` share the users among processes. Locust counts one request for each call,
 from sending it to the end of its stream; time to first token and inter-token latency are shown at the end. A stream of
 a wrong shape, with wrong counts or with a non-OK status is a failure. The exit status is not 0 if a call failed, if
-there was none, or if a worker was lost. With `--stage-seconds`, in one process, the users walk through the stages of
-load_tests/stages.py instead; load_tests/run.py does that.
+there was none, or if a worker was lost. `--grpc-tls` and `--grpc-tls-ca FILE` speak TLS with the server. With
+`--stage-seconds`, in one process, the users walk through the stages of load_tests/stages.py instead; load_tests/run.py
+does that.
 """
 
 from __future__ import annotations

@@ -15,6 +15,9 @@ from locust import User, constant, events, task
 from locust.exception import LocustError
 from locust.runners import LocalRunner, MasterRunner, WorkerRunner
 
+from batchserve.config import ClientTls
+from batchserve.errors import ConfigError
+from batchserve.server.grpc.tls import client_credentials
 from batchserve.v1 import generation_pb2_grpc
 from load_tests import staged  # not its class: Locust would take that for the shape of every run
 from load_tests.latencies import Latencies
@@ -44,6 +47,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=128, help="the most tokens of an answer")
     parser.add_argument("--speculation", choices=("on", "off"), default="on", help="whether calls ask for drafts")
     parser.add_argument("--seed", default="", help="of the prompts (default: another one each run)")
+    # Locust has --tls-cert and --tls-key for its web UI.
+    parser.add_argument("--grpc-tls", action="store_true", help="speak TLS with the server")
+    parser.add_argument("--grpc-tls-ca", metavar="FILE", help="speak TLS, and trust the certificates in this file")
+    parser.add_argument("--grpc-tls-certificate", metavar="FILE", help="show this certificate to the server")
+    parser.add_argument("--grpc-tls-key", metavar="FILE", help="the key of --grpc-tls-certificate")
     hidden: dict[str, Any] = {"include_in_web_ui": False}  # Locust's own parser knows this
     parser.add_argument(
         "--stage-seconds",
@@ -143,6 +151,17 @@ class Run:
         return len(runner.clients) - len(runner.clients.missing) if isinstance(runner, MasterRunner) else 0
 
 
+def _channel(address: str, options: Any) -> grpc.Channel:
+    files = options.grpc_tls_ca, options.grpc_tls_certificate, options.grpc_tls_key
+    if not options.grpc_tls and not any(files):
+        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    try:
+        credentials = client_credentials(ClientTls(*files))
+    except ConfigError as error:
+        raise LocustError(str(error)) from None
+    return grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+
+
 class GrpcUser(User):
     """One client with a connection of its own that streams one answer after the other."""
 
@@ -154,7 +173,7 @@ class GrpcUser(User):
         address = _address(self.environment.host or "")
         self.number = self.load.next_number()
         self.num_sent = 0
-        self.channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self.channel = _channel(address, self.environment.parsed_options)
         self.stub = generation_pb2_grpc.GenerationServiceStub(self.channel)
 
     def on_stop(self) -> None:

@@ -33,7 +33,7 @@ from batchserve.logs import adopt_library_loggers
 from batchserve.types import Delta, GenerateCall, ModelInfo, RequestOutput, SamplingParams, SpeculationParams, Started
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Callable, Sequence
 
     from batchserve.config import EngineConfig
     from batchserve.engine.backpressure import Backlog
@@ -250,6 +250,16 @@ class AsyncEngine:
     def isolate_default_scope(self) -> None:
         """Makes requests without a draft scope share nothing from now on, unless the configuration names a scope."""
         self._processor = self._processor.with_isolated_default_scope()
+
+    async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Returns the token ids that a prompt has. Raises InvalidRequestError. add_special_tokens: to a text."""
+        make = partial(self._processor.tokenize, add_special_tokens=add_special_tokens)
+        return await run_off_loop(size_of(prompt), make, prompt)
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Returns the text of token ids. Raises InvalidRequestError."""
+        make = partial(self._processor.detokenize, skip_special_tokens=skip_special_tokens)
+        return await run_off_loop(len(token_ids), make, token_ids)
 
     async def ping(self) -> None:
         """Waits until the engine takes a message, which it does between steps. Raises what new requests raise."""

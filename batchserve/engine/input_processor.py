@@ -29,6 +29,8 @@ from batchserve.types import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from batchserve.draft.factory import DraftLimits
     from batchserve.runner.compiled_tokenizer import AnyTokenizer
     from batchserve.runner.served_model import ServedModel
@@ -103,9 +105,14 @@ class InputProcessor:
             changed._default_scope = PRIVATE_SCOPE
         return changed
 
-    def tokenize(self, prompt: Prompt) -> list[int]:
-        """Returns the checked token ids of a prompt. Raises InvalidRequestError."""
-        return self._prompts.tokenize(prompt)
+    def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Returns the checked token ids of a prompt. Raises InvalidRequestError. add_special_tokens: to a text."""
+        return self._prompts.tokenize(prompt, add_special_tokens=add_special_tokens)
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Returns the text of token ids. Raises InvalidRequestError."""
+        self._prompts.check_ids("token_ids", token_ids)
+        return self._prompts.decode(token_ids, skip_special_tokens, "token_ids")
 
     def resolve(self, params: SamplingParams, num_prompt_tokens: int) -> ResolvedSampling:
         """Fills in defaults and checks the bounds that need the model. Raises InvalidRequestError."""
@@ -256,7 +263,7 @@ class InputProcessor:
             is_whole,
             is_sharing_early,
             num_forks=params.n - 1,
-            echo=self._prompts.decoded(prompt_token_ids, params.skip_special_tokens) if params.echo else "",
+            echo=self._prompts.echoed(prompt_token_ids, params.skip_special_tokens) if params.echo else "",
         )
 
     def new_requests(self, *arguments: Any, **options: Any) -> list[NewRequest]:

@@ -29,13 +29,13 @@ class PromptTokenizer:
         self._tokenizer, self._vocab_size, self._max_model_len = tokenizer, vocab_size, max_model_len
         self._longest_token_chars = _longest_token(tokenizer)
 
-    def tokenize(self, prompt: Prompt) -> list[int]:
-        """Returns the checked token ids of a prompt. Raises InvalidRequestError."""
+    def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Returns the checked token ids of a prompt. Raises InvalidRequestError. add_special_tokens: to a text."""
         is_text = isinstance(prompt, str | Chat)
         if isinstance(prompt, Chat):
             ids = self._tokenize_chat(prompt)
         else:
-            ids = self._tokenize_prompt(prompt) if isinstance(prompt, str) else _integers(prompt)
+            ids = self._tokenize_prompt(prompt, add_special_tokens) if isinstance(prompt, str) else _integers(prompt)
         self.check_ids("prompt", ids, is_text=is_text)
         if not ids:  # some tokenizers give no tokens for a text of spaces
             raise InvalidRequestError("EMPTY_PROMPT", "prompt", prompt, "at least one token")
@@ -60,12 +60,12 @@ class PromptTokenizer:
                 "INVALID_TEXT", "messages", "<messages>", "text that can be encoded as UTF-8"
             ) from error
 
-    def _tokenize_prompt(self, text: str) -> list[int]:
+    def _tokenize_prompt(self, text: str, add_special_tokens: bool) -> list[int]:
         if self._tokenizer is not None:
             if not text:
                 raise InvalidRequestError("EMPTY_PROMPT", "prompt", text, "at least one character")
             self._check_length("prompt", text)
-        return self._tokenize_text("prompt", text)
+        return self._tokenize_text("prompt", text, add_special_tokens=add_special_tokens)
 
     def _check_length(self, field: str, text: str) -> None:
         """Refuses megabytes without tokenising them. They cannot fit even in the longest tokens."""
@@ -139,13 +139,16 @@ class PromptTokenizer:
                 found.append(ids)
         return tuple(found)
 
-    def decoded(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        if self._tokenizer is None:
-            raise InvalidRequestError("NO_TOKENIZER", "echo", True, "False: the model has no tokenizer")
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool, field: str) -> str:
+        """Returns the text of token ids. Raises InvalidRequestError, which names `field`."""
         decoder = decoder_of(self._tokenizer)
-        assert decoder is not None
-        text = str(decoder.decode([*token_ids], skip_special_tokens=skip_special_tokens))
-        return text.rstrip(REPLACEMENT)  # of an incomplete character, which comes with the token that completes it
+        if decoder is None:
+            raise InvalidRequestError("NO_TOKENIZER", field, "<token ids>", "unset: the model has no tokenizer")
+        return str(decoder.decode([*token_ids], skip_special_tokens=skip_special_tokens))
+
+    def echoed(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Returns a prompt's text, but for an incomplete character: that comes with the token that completes it."""
+        return self.decode(token_ids, skip_special_tokens, "echo").rstrip(REPLACEMENT)
 
 
 def _integers(token_ids: Sequence[int]) -> list[int]:

@@ -19,6 +19,7 @@ from batchserve.errors import ConfigError, EngineFaultError
 from batchserve.hosts import is_loopback
 from batchserve.server.grpc.servicer import SERVICE, SERVICE_NAME, GenerationServicer
 from batchserve.server.grpc.status import is_worth_logging
+from batchserve.server.grpc.tls import server_credentials
 from batchserve.server.grpc.wire import MalformedRequestInterceptor
 from batchserve.server.metrics_endpoint import MetricsEndpoint, join_address
 from batchserve.server.stall_watch import watch_for_stalls
@@ -76,8 +77,12 @@ class GenerationServer:
             logger.info("metrics on http://%s", self._metrics.address)
         await self._set_serving("warming up")
         wanted = join_address(self._config.host, self._config.port)
+        credentials = server_credentials(self._config)
         try:
-            port = self._grpc.add_insecure_port(wanted)
+            if credentials is None:
+                port = self._grpc.add_insecure_port(wanted)
+            else:
+                port = self._grpc.add_secure_port(wanted, credentials)
         except RuntimeError as error:
             reason = _why_not_bound(self._config.host, self._config.port) or error
             raise ConfigError(f"host:port = {wanted}: cannot listen there ({reason})") from error

@@ -53,6 +53,21 @@ class GenerationServiceStub:
                 request_serializer=batchserve_dot_v1_dot_generation__pb2.GetModelInfoRequest.SerializeToString,
                 response_deserializer=batchserve_dot_v1_dot_generation__pb2.GetModelInfoResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/batchserve.v1.GenerationService/Tokenize',
+                request_serializer=batchserve_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=batchserve_dot_v1_dot_generation__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/batchserve.v1.GenerationService/Detokenize',
+                request_serializer=batchserve_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=batchserve_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
+        self.GetStats = channel.unary_unary(
+                '/batchserve.v1.GenerationService/GetStats',
+                request_serializer=batchserve_dot_v1_dot_generation__pb2.GetStatsRequest.SerializeToString,
+                response_deserializer=batchserve_dot_v1_dot_generation__pb2.GetStatsResponse.FromString,
+                _registered_method=True)
 
 
 def add_GenerationServiceServicer_to_server(servicer, server):
@@ -71,6 +86,21 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.GetModelInfo,
                     request_deserializer=batchserve_dot_v1_dot_generation__pb2.GetModelInfoRequest.FromString,
                     response_serializer=batchserve_dot_v1_dot_generation__pb2.GetModelInfoResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=batchserve_dot_v1_dot_generation__pb2.TokenizeRequest.FromString,
+                    response_serializer=batchserve_dot_v1_dot_generation__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=batchserve_dot_v1_dot_generation__pb2.DetokenizeRequest.FromString,
+                    response_serializer=batchserve_dot_v1_dot_generation__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'GetStats': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStats,
+                    request_deserializer=batchserve_dot_v1_dot_generation__pb2.GetStatsRequest.FromString,
+                    response_serializer=batchserve_dot_v1_dot_generation__pb2.GetStatsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -158,6 +188,87 @@ class GenerationService:
             '/batchserve.v1.GenerationService/GetModelInfo',
             batchserve_dot_v1_dot_generation__pb2.GetModelInfoRequest.SerializeToString,
             batchserve_dot_v1_dot_generation__pb2.GetModelInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/batchserve.v1.GenerationService/Tokenize',
+            batchserve_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
+            batchserve_dot_v1_dot_generation__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/batchserve.v1.GenerationService/Detokenize',
+            batchserve_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+            batchserve_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/batchserve.v1.GenerationService/GetStats',
+            batchserve_dot_v1_dot_generation__pb2.GetStatsRequest.SerializeToString,
+            batchserve_dot_v1_dot_generation__pb2.GetStatsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 
+from batchserve.config import ServerConfig
 from batchserve.types import GenerateCall
 from tests.server.fakes import FakeEngine
 from tests.server.harness import Served, serving
@@ -195,3 +197,17 @@ async def test_a_run_without_an_answer_fails(served: Any):
     status, output = await run_locust("--host", served.address, "-t", "1s", "--stop-timeout", "0")
     assert status == 1
     assert "FAILED: no call has ended" in output
+
+
+async def test_users_speak_tls(tmp_path: Path):
+    ca, path = trustme.CA(), tmp_path / "ca.pem"
+    ca.cert_pem.write_to_path(str(path))
+    pair = ca.issue_cert("127.0.0.1").private_key_and_cert_chain_pem
+    pair.write_to_path(str(tmp_path / "server.pem"))
+    server = str(tmp_path / "server.pem")
+    engine: Any = CountingEngine()
+    async with serving(engine, ServerConfig(port=0, tls_certificate=server, tls_key=server)) as served:
+        status, output = await run_locust("--host", served.address, "-t", "1s", "--grpc-tls-ca", str(path))
+        assert status == 0, output
+        status, _ = await run_locust("--host", served.address, "-t", "1s")
+        assert status != 0

@@ -257,3 +257,51 @@ async def test_chats_that_are_refused(chat: pb.Chat, reason: str, path: str, bou
     assert (failed.code, failed.reason) == (grpc.StatusCode.INVALID_ARGUMENT, reason)
     assert failed.field.startswith(path)
     assert bound in failed.message
+
+
+async def test_texts_and_token_ids_there_and_back(bundled: Served):
+    stub = bundled.client.stub
+    plain = await stub.Tokenize(pb.TokenizeRequest(text=PROMPT))
+    bare = await stub.Tokenize(pb.TokenizeRequest(text=PROMPT, add_special_tokens=False))
+    chat = await stub.Tokenize(pb.TokenizeRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", text=MESSAGE)])))
+    answer = await bundled.client.generate(_ask(PROMPT))
+    assert list(chat.token_ids) == list(plain.token_ids) == [plain.token_ids[0], *bare.token_ids]
+    assert len(plain.token_ids) == answer.usage.prompt_tokens
+    assert plain.max_model_len == bundled.engine.info.max_model_len
+    for ids in (answer.token_ids, bare.token_ids):
+        text = (await stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))).text
+        assert text == (answer.text if ids is answer.token_ids else PROMPT)
+    whole = pb.DetokenizeRequest(token_ids=plain.token_ids, skip_special_tokens=True)
+    assert (await stub.Detokenize(whole)).text == PROMPT.removeprefix("<|user|>").removesuffix("<|assistant|>")
+
+
+@pytest.mark.parametrize(
+    ("method", "request_", "reason", "field", "bound"),
+    [
+        ("Tokenize", pb.TokenizeRequest(), "MISSING_INPUT", "input", "text or chat"),
+        ("Tokenize", pb.TokenizeRequest(text=""), "EMPTY_PROMPT", "text", "at least one character"),
+        ("Tokenize", pb.TokenizeRequest(text="word " * 1_000_000), "PROMPT_TOO_LONG", "text", "at most"),
+        ("Tokenize", pb.TokenizeRequest(chat=pb.Chat()), "EMPTY_PROMPT", "chat.messages", "at least one message"),
+        ("Detokenize", pb.DetokenizeRequest(token_ids=[5, 4096]), "TOKEN_ID_OUT_OF_RANGE", "token_ids[1]", "0..4095"),
+        ("Detokenize", pb.DetokenizeRequest(token_ids=[5] * 100_000), "TOO_MANY_TOKEN_IDS", "token_ids", "at most"),
+    ],
+)
+async def test_what_cannot_be_tokenised(
+    method: str, request_: Any, reason: str, field: str, bound: str, bundled: Served
+):
+    failed = await failure_of(getattr(bundled.client.stub, method)(request_))
+    assert (failed.code, failed.reason, failed.field) == (grpc.StatusCode.INVALID_ARGUMENT, reason, field)
+    assert bound in failed.message
+
+
+async def test_stats_are_those_of_the_engine(bundled: Served):
+    before = await bundled.client.stub.GetStats(pb.GetStatsRequest())
+    answer = await bundled.client.generate(_ask(PROMPT))
+    after = await bundled.client.stub.GetStats(pb.GetStatsRequest())
+    assert (after.requests_running, after.requests_waiting, after.kv_used_tokens) == (0, 0, 0)
+    assert after.kv_total_tokens > 0
+    given = after.counters["completion_tokens_total"] - before.counters["completion_tokens_total"]
+    assert given == answer.usage.completion_tokens
+    tested = after.drafters["mixture"]
+    assert len(tested.depths) == len(tested.tested) == len(tested.accepted)
+    assert 0 < sum(tested.accepted) <= sum(tested.tested)

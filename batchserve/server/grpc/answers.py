@@ -12,6 +12,7 @@ from batchserve.v1 import generation_pb2 as pb
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from batchserve.metrics import MetricsReading
     from batchserve.types import ModelInfo, RequestOutput
 
 _FINISH_REASONS = {
@@ -102,6 +103,16 @@ def to_generate_response(output: RequestOutput) -> pb.GenerateResponse:
         prompt_logprobs=_logprobs(output.prompt_logprobs),
         other_samples=[to_generate_response(sample) for sample in output.samples[1:]],
     )
+
+
+def to_stats(reading: MetricsReading) -> pb.GetStatsResponse:
+    """Converts an engine's figures."""
+    drafters = {
+        name: pb.DrafterStats(depths=each.depths, tested=map(int, each.tested), accepted=map(int, each.accepted))
+        for name, each in reading.acceptance.items()
+    }
+    load = {name: int(value) for name, value in reading.load.items()}
+    return pb.GetStatsResponse(**load, counters=reading.values, drafters=drafters, age_seconds=reading.age_s)
 
 
 def _logprobs(each: Sequence[TokenLogprobs | None] | None) -> list[pb.TokenLogprobs]:

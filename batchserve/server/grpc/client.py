@@ -11,6 +11,7 @@ from grpc_status import rpc_status
 
 from batchserve.errors import BatchserveError
 from batchserve.server.grpc.servicer import SERVICE_NAME
+from batchserve.server.grpc.tls import client_credentials
 from batchserve.v1 import generation_pb2 as pb
 from batchserve.v1 import generation_pb2_grpc
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
     from types import TracebackType
     from typing import Self
+
+    from batchserve.config import ClientTls
 
 
 class RemoteError(BatchserveError):
@@ -32,9 +35,14 @@ class RemoteError(BatchserveError):
 class GenerationClient:
     """A channel to one server; an async context manager. Every method raises RemoteError for a non-OK status."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, tls: ClientTls | None = None) -> None:
+        """tls: None connects without encryption. Raises ConfigError for files that cannot be used."""
         # Otherwise gRPC uses the environment's http_proxy even for loopback connections.
-        self._channel = grpc.aio.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)])
+        options = [("grpc.enable_http_proxy", 0)]
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(target, options=options)
+        else:
+            self._channel = grpc.aio.secure_channel(target, client_credentials(tls), options=options)
         self._stub: Any = generation_pb2_grpc.GenerationServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
 

@@ -251,6 +251,24 @@ def with_path(error: InvalidRequestError, request: Message) -> InvalidRequestErr
     return InvalidRequestError(error.reason, path + index, error.value, error.bound.replace("token ids", "token_ids"))
 
 
+def from_tokenize_request(request: pb.TokenizeRequest) -> Prompt:
+    """Returns what is to be tokenised. Raises InvalidRequestError, to be passed to `with_path`."""
+    match request.WhichOneof("input"):
+        case "text":
+            return request.text
+        case "chat":
+            return from_chat(request.chat)
+        case _:
+            raise InvalidRequestError("MISSING_INPUT", "input", None, "set: text or chat")
+
+
+def check_num_tokens(num_tokens: int, max_model_len: int) -> None:
+    """Raises InvalidRequestError if a DetokenizeRequest has more token ids than any answer."""
+    if num_tokens > max_model_len:
+        bound = f"at most {max_model_len} (max_model_len)"
+        raise InvalidRequestError("TOO_MANY_TOKEN_IDS", "token_ids", num_tokens, bound)
+
+
 def _prompt(request: pb.GenerateRequest) -> Prompt:
     match request.WhichOneof("input"):
         case "text":

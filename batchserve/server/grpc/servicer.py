@@ -17,9 +17,11 @@ from batchserve.errors import (
     UnknownModelError,
     UnreadAnswerError,
 )
-from batchserve.server.grpc.answers import to_generate_response, to_model_info, to_stream_responses
+from batchserve.server.grpc.answers import to_generate_response, to_model_info, to_stats, to_stream_responses
 from batchserve.server.grpc.convert import (
+    check_num_tokens,
     from_generate_request,
+    from_tokenize_request,
     with_path,
 )
 from batchserve.server.grpc.status import abort
@@ -116,6 +118,36 @@ class GenerationServicer:
             if request.model not in ("", info.name):
                 raise UnknownModelError(request.model, info.name)
             await call.write(to_model_info(info, self._version))
+
+    async def Tokenize(
+        self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext[Any, pb.TokenizeResponse]
+    ) -> None:
+        """Answers with the token ids of a text or a chat."""
+        async with self._answering(context, request, "Tokenize") as call:
+            call.record.level = logging.DEBUG
+            engine = self._opened()
+            is_whole = request.add_special_tokens if request.HasField("add_special_tokens") else True
+            token_ids = await engine.tokenize(from_tokenize_request(request), add_special_tokens=is_whole)
+            await call.write(pb.TokenizeResponse(token_ids=token_ids, max_model_len=engine.info.max_model_len))
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext[Any, pb.DetokenizeResponse]
+    ) -> None:
+        """Answers with the text of token ids."""
+        async with self._answering(context, request, "Detokenize") as call:
+            call.record.level = logging.DEBUG
+            engine = self._opened()
+            check_num_tokens(len(request.token_ids), engine.info.max_model_len)
+            ids, is_skipping = [*request.token_ids], request.skip_special_tokens
+            await call.write(pb.DetokenizeResponse(text=await engine.detokenize(ids, skip_special_tokens=is_skipping)))
+
+    async def GetStats(
+        self, request: pb.GetStatsRequest, context: grpc.aio.ServicerContext[Any, pb.GetStatsResponse]
+    ) -> None:
+        """Answers with the engine's load and counters. Waits for the engine's process for a few seconds at most."""
+        async with self._answering(context, request, "GetStats") as call:
+            call.record.level = logging.DEBUG
+            await call.write(to_stats(await asyncio.to_thread(self._opened().metrics.reading)))
 
     def max_model_len(self) -> int:
         """Returns the engine's max_model_len. Raises UnavailableError."""

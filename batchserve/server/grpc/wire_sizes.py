@@ -25,6 +25,7 @@ from batchserve.server.grpc.convert import (
     MAX_ITEMS,
     check_num_prompt_tokens,
     check_num_reference_tokens,
+    check_num_tokens,
     references_too_long,
     unknown_field,
 )
@@ -40,7 +41,7 @@ MAX_TEXT_BYTES_PER_TOKEN = 32  # text has 3 to 15; single tokens that are runs o
 MAX_CHAR_BYTES = 4
 MAX_VARINT_BYTES = 10
 COUNTED_AT_ONCE = 64 << 10
-PROMPT_IDS, REFERENCE_IDS = "token_ids.ids", "references.token_ids.ids"
+PROMPT_IDS, REFERENCE_IDS, DETOKENIZED_IDS = "token_ids.ids", "references.token_ids.ids", "token_ids"
 REFERENCE_TEXT = "references.text"
 CHAT_TEXTS = (f"chat.messages.{name}" for name in ("text", "parts.texts", "tool_calls", "extra_fields"))
 PROMPT_TEXTS = ("text", "chat.tools", *CHAT_TEXTS)
@@ -116,6 +117,8 @@ class _Sizes:
         self._totals[path] += count
         if path == PROMPT_IDS:
             check_num_prompt_tokens(self._totals[path], self._max_model_len)
+        elif path == DETOKENIZED_IDS:
+            check_num_tokens(self._totals[path], self._max_model_len)
         elif path == REFERENCE_IDS:
             check_num_reference_tokens(self._totals[path])
         elif path in MAX_ITEMS and self._totals[path] > MAX_FIELD_BYTES:
