@@ -78,8 +78,8 @@ def _integer(rng: random.Random) -> dict[str, Any]:
 
 
 def _number(rng: random.Random) -> dict[str, Any]:
-    least = round(rng.uniform(-50, 50), 2)
-    most = round(least + rng.choice([0.5, 10.25, 1000.0]), 2)
+    least = int(rng.uniform(-50, 50)) + rng.choice([0.25, 0.3, 0.37])  # near whole exclusive bounds would be refused
+    most = round(least + rng.choice([0.5, 10.2, 1000.1]), 2)
     names = rng.choice(
         [("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum"), ("minimum", "exclusiveMaximum")]
     )
