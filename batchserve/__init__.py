@@ -9,7 +9,7 @@ from batchserve.errors import BatchserveError
 from batchserve.native.instruction_set import choose_instruction_set
 from batchserve.native.kernel_cache import provide_cache_folder
 from batchserve.native.threads import apply_thread_policy
-from batchserve.types import Delta, FinishReason, RequestOutput, SamplingParams, SpeculationParams, Started, Usage
+from batchserve.types import Chat, Delta, FinishReason, RequestOutput, SamplingParams, SpeculationParams, Started, Usage
 from batchserve.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ __all__ = [
     "LLM",
     "AsyncEngine",
     "BatchserveError",
+    "Chat",
     "Delta",
     "DraftConfig",
     "EngineConfig",

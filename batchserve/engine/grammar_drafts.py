@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class GrammarDrafts:
-    """The grammars of all requests in flight that have one."""
+    """The grammars of the requests in flight."""
 
     def __init__(self) -> None:
         self._states: dict[int, GrammarState] = {}  # by slot
-        self._unasked: set[int] = set()  # slots whose drafters are not asked in this step, though tokens are forced
+        self._unasked: set[int] = set()  # slots with forced tokens whose drafters are not asked in this step
 
     def add(self, request: Request) -> None:
         if request.adjustments is not None and request.adjustments.grammar is not None:
@@ -35,7 +35,7 @@ class GrammarDrafts:
         return bool(self._states)
 
     def add_forced(self, slots: IntArray, is_asked: BoolArray) -> BoolArray:
-        """Returns who is drafted in this step: those that the policy asks, and those that tokens are forced of."""
+        """Returns which requests are drafted in this step: those that the policy asks, and those with forced tokens."""
         self._unasked.clear()
         for place, slot in enumerate(slots.tolist()):
             state = None if is_asked[place] else self._states.get(slot)
@@ -45,7 +45,7 @@ class GrammarDrafts:
         return is_asked
 
     def are_drafters_asked(self, slots: IntArray) -> BoolArray:
-        """Returns whose drafters are asked, of those that are drafted."""
+        """Returns which of the drafted requests have their drafter asked."""
         return np.array([slot not in self._unasked for slot in slots.tolist()], np.bool_)
 
     def propose(

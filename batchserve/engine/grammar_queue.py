@@ -26,7 +26,7 @@ def give_grammar(request: Request, grammars: GrammarCompiler, vocab_size: int) -
 
 
 class GrammarQueue:
-    """Hands on requests in the order in which they came, each once its grammar is compiled."""
+    """Passes requests on in the order of their arrival, each as soon as its grammar is compiled."""
 
     def __init__(self, grammars: GrammarCompiler, vocab_size: int, done: Callable[[Compiled], None]) -> None:
         """done: is called in another thread."""

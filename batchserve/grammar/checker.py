@@ -29,7 +29,7 @@ MAX_KNOWN = 256  # grammars whose outcome is remembered
 
 
 class GrammarChecker:
-    """Tells which grammars can be followed. Thread-safe; the process begins when it is first needed."""
+    """Decides which grammars can be followed. Thread-safe; the process starts when it is first needed."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary | None]) -> None:
         """vocabulary: returns that of the model; None if it has no tokenizer that the library can read."""

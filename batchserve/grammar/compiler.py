@@ -26,7 +26,7 @@ MAX_AGAIN_S = 0.05  # what may be compiled while a step waits for it
 
 
 class Vocabulary(NamedTuple):
-    """What the library has to know of a model. definition: the text of its tokenizer.json. size: the number of the
+    """What the library needs to know about a model. definition: the text of its tokenizer.json. size: the number of the
     tokenizer's tokens or of the model's logits, whichever is greater.
     """
 

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from batchserve.grammar.compiler import GrammarCompiler
     from batchserve.grammar.definition import Grammar
 
-# Of the processor's time, for what is looked at of one request in one step; and what may be spent beyond that in all:
-# some grammars are compiled at once, and take ever longer to follow.
+# Seconds of processor time: what one request may take in one call, and in all beyond that. Some grammars compile at
+# once and then take ever longer to follow.
 STEP_S, MAX_OVERRUN_S = 0.01, 0.5
-GROWTH = 4  # times as many nodes as a tree may have are looked at, to find the likeliest
-LIKELY = 0.3
+GROWTH = 4  # a tree may grow to this many times its bound before it is cut to its likeliest nodes
+LIKELY = 0.3  # path probability above which forced tokens after a draft node are looked for
 MAX_DEPTH = 256  # of a tree: each level is a call
 
 
 class GrammarState:
     """A request's place in its grammar. What is allowed is a function of the answer's tokens alone.
 
-    num_words: of a mask, uint32. Draft trees are looked at with the same matcher, which then goes back: a copy of it
-    would take longer, the longer the answer is.
+    num_words: uint32 words in a mask. Draft trees are explored with the answer's own matcher, which is rolled back
+    afterwards: to copy it takes longer, the longer the answer is.
     """
 
     def __init__(
@@ -177,10 +177,10 @@ class GrammarState:
         return grown.likeliest()
 
     def _grow(self, grown: _Growth, node: int, place: int, prob: float, depth: int, forced: list[int]) -> None:
-        """Adds what follows a node of the drafter's tree, whose token the matcher has taken.
+        """Adds what follows a node of the drafter's tree. The matcher has taken the node's token.
 
-        node: -1 is the root, and NO_NODE one that the drafter does not have. place: of the node in the new tree. prob:
-        its path probability. depth: that of its children. forced: the tokens that must come.
+        node: -1 for the root, NO_NODE for one that the drafter does not have. place: the node's place in the new tree.
+        prob: its path probability. depth: that of its children. forced: the tokens that must come next.
         """
         tree, children = grown.tree, grown.children.get(node, ())
         for child in children:
@@ -202,7 +202,6 @@ class GrammarState:
                 continue
             own = prob * min(1.0, tree.probs[child] / above if above > 0 else 0.0)
             at = grown.add(tree.token_ids[child], place, own)
-            # Where the path is not likely, what is forced after it is not worth looking for.
             self._grow(grown, child, at, own, depth + 1, self._forced_here() if own > LIKELY else [])
             self._matcher.rollback(1)
 
