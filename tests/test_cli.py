@@ -85,8 +85,18 @@ class TestOptions:
                 arguments = [flag if value else flag.replace("--", "--no-", 1)]
             else:
                 arguments = [flag, str(value)]
+            others = {name: "other" for name in COMPANIONS.get(field.name, ())}
+            arguments += [word for name, text in others.items() for word in (flag_of(name), text)]
             changed = make_config(config, parser.parse_args(arguments))
-            assert changed == dataclasses.replace(config(), **{field.name: value})
+            assert changed == dataclasses.replace(config(), **{field.name: value}, **others)
+
+
+# Options that are refused without others.
+COMPANIONS = {
+    "tls_certificate": ["tls_key"],
+    "tls_key": ["tls_certificate"],
+    "tls_client_ca": ["tls_certificate", "tls_key"],
+}
 
 
 def _other_value(name: str, default: Any, option: Option) -> Any:
@@ -94,7 +104,7 @@ def _other_value(name: str, default: Any, option: Option) -> Any:
         return not default
     if option.choices is not None:
         return option.choices[-1]
-    if name in ("model", "host", "served_model_name", "default_draft_scope", "draft_cache", "cache_dir"):
+    if name in ("model", "host", "served_model_name", "default_draft_scope", "draft_cache", "cache_dir", *COMPANIONS):
         return "other"
     if name == "gpu_memory_utilization":
         return 0.5

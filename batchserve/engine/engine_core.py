@@ -12,10 +12,9 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
+from batchserve.engine.answer_texts import AnswerTexts
 from batchserve.engine.batching import batch_of
 from batchserve.engine.commit import FULL, GOES_ON, NUM_GIVEN, NUM_KEPT, OVERFLOWED, STATUS, STOPPED, commit_step
-from batchserve.engine.detokenizer import Decoder, IncrementalDetokenizer, special_texts, token_texts
-from batchserve.engine.output_collector import OutputCollector
 from batchserve.errors import (
     BatchserveError,
     DeadlineExceededError,
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from batchserve.draft.base import Drafter
     from batchserve.draft.forest import DraftForest
     from batchserve.engine.commit import Committed
+    from batchserve.engine.detokenizer import Decoder
     from batchserve.engine.drafting import DraftStage
     from batchserve.engine.executor import Executor
     from batchserve.metrics import EngineMetrics
@@ -82,16 +82,12 @@ class EngineCore:
         metrics.adaptive = lambda: self.drafts.policy.gauges()
         metrics.load = self._load
         self.emit: Callable[[list[Event]], None] = lambda events: None
-        self._decoder = decoder
-        self._token_texts = [token_texts(decoder, skip_special_tokens=skip) for skip in (False, True)]
-        self._special_texts = special_texts(decoder)
         self._clock = clock
-        self._detokenizers: dict[Request, IncrementalDetokenizer] = {}  # of all requests in flight
+        self._texts = AnswerTexts(decoder)  # of all requests in flight
         self._names: set[str] = set()  # theirs
         self._unusual: set[Request] = set()  # those that change logits or ask for the logprobs of their prompt
         self._forks: dict[str, list[Request]] = {}  # by the id of the request whose prompt they wait for
         self._unpublished: list[_Commit] = []
-        self._held: dict[Request, OutputCollector] = {}  # what is published of those whose client gets it at the end
         self._stopped: list[Request] = []  # by a stop string, while their next step is under way
         self._failed: dict[Request, BatchserveError] = {}  # in the step under way
         self.threads: ThreadWatch | None = None  # where their number may change
@@ -114,12 +110,11 @@ class EngineCore:
         if request.sampling.grammar is not None and not has_grammar:
             raise RuntimeError(f"request {request.request_id!r}: its grammar is not compiled")
         try:
-            detokenizer = self._new_detokenizer(request)
+            self._texts.begin(request)
         except Exception as error:
             self.refuse(request, self._no_text(request, error))
             return
         self._names.add(request.request_id)
-        self._detokenizers[request] = detokenizer
         if request.adjustments is not None or request.sampling.prompt_logprobs is not None:
             self._unusual.add(request)
         if request.fork_of in self._forks:
@@ -141,16 +136,9 @@ class EngineCore:
             self.scheduler.add(fork)
             self.drafts.add(fork)
 
-    def _new_detokenizer(self, request: Request) -> IncrementalDetokenizer:
-        sampling = request.sampling
-        is_skipping = sampling.skip_special_tokens
-        how = (self._decoder, sampling.stop, is_skipping, self._token_texts[is_skipping])
-        more = sampling.include_stop_str_in_output, sampling.logprobs is not None, len(request.echo)
-        return IncrementalDetokenizer(*how, request.token_ids, self._special_texts, *more)
-
     def abort(self, request: Request) -> None:
         """Forget a request and free its memory now; nothing more is said of it. Harmless when it has ended."""
-        if request in self._detokenizers:
+        if request in self._texts:
             self._end(request)
             # gRPC takes a call back at its deadline, and that mostly comes before a step finds it passed.
             is_expired = request.deadline_s is not None and request.deadline_s <= self._clock() + DEADLINE_SLACK_S
@@ -158,7 +146,7 @@ class EngineCore:
 
     def abort_all(self) -> list[Request]:
         """Forget every request; returns them."""
-        requests = [*self._detokenizers]
+        requests = [*self._texts]
         for request in requests:
             self._end(request)
         self._unpublished.clear()
@@ -259,7 +247,7 @@ class EngineCore:
                 self.metrics.preempted(1)
         elif self._num_failed_steps > 1:
             rows = zip(batch.spans.rows[:, 1].tolist(), plan.requests, strict=True)
-            going_on = [each for each in rows if each[1] in self._detokenizers and each[1].finish_reason is None]
+            going_on = [each for each in rows if each[1] in self._texts and each[1].finish_reason is None]
             if going_on:
                 _, request = max(going_on, key=lambda each: each[0])
                 self._end_without_memory(request, self._want)
@@ -276,7 +264,7 @@ class EngineCore:
         for request in stopped:
             self._end(request)
         found, self._failed = self._failed, {}
-        failed = [each for each in found.items() if each[0] in self._detokenizers]  # the others were aborted since
+        failed = [each for each in found.items() if each[0] in self._texts]  # the others were aborted since
         if failed:
             self._count_unfinished(num_failed=len(failed))
             self._fail(failed)
@@ -285,7 +273,7 @@ class EngineCore:
         """Raises RuntimeError if memory, requests and drafts disagree."""
         self.executor.allocator.check_integrity({r.request_id for r in self.scheduler.running})
         self.scheduler.table.check_integrity()
-        known = {request.request_id for request in self._detokenizers}
+        known = {request.request_id for request in self._texts}
         if known != self._names:
             raise RuntimeError(f"requests in flight {sorted(known)}, names {sorted(self._names)}")
         queued = {r.request_id for r in chain(self.scheduler.requests(), *self._forks.values())}
@@ -311,11 +299,11 @@ class EngineCore:
         all else is forgotten then.
         """
         self.executor.allocator.forget_prefixes(scope)
-        for request in self._detokenizers:
+        for request in self._texts:
             if request.prefix_scope == scope:
                 request.prefix_scope = None
         try:
-            self.drafts.clear_scope(scope, self._detokenizers)
+            self.drafts.clear_scope(scope, self._texts)
         except Exception as error:
             self.metrics.faults.note("drafter.clear_scope", error, "its caller is told")
             what = f"draft_scope = {scope.name!r}: drafts of it cannot be forgotten; restart the server"
@@ -403,33 +391,17 @@ class EngineCore:
         events: list[Event] = []
         num_given = 0
         for request, num_accepted in commits:
-            detokenizer = self._detokenizers.get(request)
-            if detokenizer is None:  # aborted since
+            if request not in self._texts:  # aborted since
                 continue
             if request.finish_reason is None and not request.is_read_along:  # it is sharing early
                 num_given += request.num_output_tokens - request.num_given_tokens
                 request.num_given_tokens = request.num_output_tokens
                 continue
-            token_ids = request.token_ids[request.num_prompt_tokens + request.num_published_tokens :]
             try:
-                piece = detokenizer.feed(token_ids, is_last=request.finish_reason is not None)
-                if piece.stop is not None:
-                    request.stop(piece.stop, max(0, num_accepted - len(piece.token_ids)))
-                new = Delta(request.request_id, piece.text, piece.token_ids)
-                if request.echo:
-                    new.text, request.echo = request.echo + new.text, ""
-                if request.prompt_logprobs:
-                    new.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
-                if request.sampling.logprobs is not None:
-                    first = request.num_published_tokens
-                    offsets: Sequence[int | None] = piece.offsets or [None] * len(piece.token_ids)
-                    each = zip(request.logprobs[first:], offsets, strict=False)
-                    new.logprobs = [replace(one, text_offset=offset) for one, offset in each]
-                delta = self._whole(request, new) if request.is_whole else new
+                delta = self._texts.delta(request, num_accepted)
             except Exception as error:
                 self._failed[request] = self._no_text(request, error)
                 continue
-            request.num_published_tokens += len(piece.token_ids)
             if delta is not None or request.is_sharing_early:
                 num_given += request.num_published_tokens - request.num_given_tokens
                 request.num_given_tokens = request.num_published_tokens
@@ -443,13 +415,6 @@ class EngineCore:
                 self.metrics.given(num_given)
         if events:
             self.emit(events)
-
-    def _whole(self, request: Request, delta: Delta) -> Delta | None:
-        """Returns all deltas of a request with is_whole as one, at its end; before that None."""
-        held = self._held.setdefault(request, OutputCollector([]))
-        held.add(delta)
-        has_ended = request.finish_reason is not None
-        return held.whole() if has_ended else None
 
     def _no_text(self, request: Request, error: Exception) -> EngineFaultError:
         """What a request ends with whose text cannot be made."""
@@ -489,9 +454,8 @@ class EngineCore:
             self.emit([*failures])
 
     def _end(self, request: Request) -> None:
-        del self._detokenizers[request]
+        self._texts.end(request)
         self._unusual.discard(request)
-        self._held.pop(request, None)
         self._names.remove(request.request_id)
         if request in self._forks.get(request.fork_of, ()):
             self._forks[request.fork_of].remove(request)

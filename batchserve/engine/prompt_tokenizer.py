@@ -65,7 +65,8 @@ class PromptTokenizer:
             if not text:
                 raise InvalidRequestError("EMPTY_PROMPT", "prompt", text, "at least one character")
             self._check_length("prompt", text)
-        return self._tokenize_text("prompt", text, add_special_tokens=add_special_tokens)
+        options = {} if add_special_tokens else {"add_special_tokens": False}
+        return self._tokenize_text("prompt", text, **options)
 
     def _check_length(self, field: str, text: str) -> None:
         """Refuses megabytes without tokenising them. They cannot fit even in the longest tokens."""

@@ -159,7 +159,7 @@ class ScriptedEngine:
         self.core.check_integrity()
         assert allocator.free_tokens == allocator.total_tokens
         assert not self.drafter or not self.drafter.lengths
-        assert not self.core._detokenizers
+        assert not [*self.core._texts]
 
 
 def scripted_engine(

@@ -130,7 +130,7 @@ def assert_clean(built: BuiltEngine) -> None:
     core, allocator = built.core, built.core.executor.allocator
     core.check_integrity()
     assert not core.has_work
-    assert not core._detokenizers
+    assert not [*core._texts]
     assert allocator.free_tokens == allocator.total_tokens
     assert isinstance(core.drafter, RoutingDrafter)
     assert not core.drafter._chosen

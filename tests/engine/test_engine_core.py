@@ -11,7 +11,7 @@ from batchserve.config import DRAFTERS
 from batchserve.draft.base import DraftQuery, DraftTree
 from batchserve.draft.kernels import KernelLoader
 from batchserve.draft.router import RoutingDrafter
-from batchserve.engine import engine_core
+from batchserve.engine import answer_texts
 from batchserve.errors import DeadlineExceededError, EngineFaultError
 from batchserve.metrics import EngineMetrics
 from batchserve.request import DraftScope
@@ -457,7 +457,7 @@ def test_a_request_whose_detokenizer_cannot_be_made_ends_at_once_and_alone(monke
     engine = scripted_engine()
     add(engine, "good", "0123456789", max_tokens=10)
     with monkeypatch.context() as patch:
-        patch.setattr(engine_core, "IncrementalDetokenizer", lambda *arguments: 1 // 0)
+        patch.setattr(answer_texts, "IncrementalDetokenizer", lambda *arguments: 1 // 0)
         add(engine, "bad", "abc")
     assert [type(each) for each in engine.failures("bad")] == [EngineFaultError]
     engine.run()
