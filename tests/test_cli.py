@@ -85,7 +85,7 @@ class TestOptions:
                 arguments = [flag if value else flag.replace("--", "--no-", 1)]
             else:
                 arguments = [flag, str(value)]
-            others = {name: "other" for name in COMPANIONS.get(field.name, ())}
+            others = dict.fromkeys(COMPANIONS.get(field.name, ()), "other")
             arguments += [word for name, text in others.items() for word in (flag_of(name), text)]
             changed = make_config(config, parser.parse_args(arguments))
             assert changed == dataclasses.replace(config(), **{field.name: value}, **others)
