@@ -16,6 +16,7 @@ from batchserve.native.instruction_set import AUTO, INSTRUCTION_SETS
 from batchserve.option_checks import (
     MAX_BYTES,
     at_least,
+    check_tls,
     expanded_path,
     is_model_path,
     number,
@@ -351,30 +352,6 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ClientTls:
-    """How a client speaks to a server with TLS. ca: the file of certificates that it trusts (None: the system's).
-    certificate, key: files of its own, for servers that ask for one.
-    """
-
-    ca: str | None = None
-    certificate: str | None = None
-    key: str | None = None
-
-    def __post_init__(self) -> None:
-        _check_tls(self, "ca", "certificate", "key")
-
-
-def _check_tls(holder: object, *names: str) -> None:
-    """Expands paths. Of the last two, a certificate and its key, both must be there or none."""
-    for name in names:
-        if getattr(holder, name) is not None:
-            object.__setattr__(holder, name, expanded_path(name, getattr(holder, name)))
-    certificate, key = names[-2:]
-    if (getattr(holder, certificate) is None) != (getattr(holder, key) is None):
-        raise ConfigError(f"{certificate}, {key}: must be given together")
-
-
-@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """Where and how the server listens.
 
@@ -414,7 +391,7 @@ class ServerConfig:
                 raise ConfigError(f"{name} = {port!r}: must be an integer in 0..65535 (0 picks a free one)")
         if self.port and self.metrics_port == self.port:
             raise ConfigError(f"metrics_port = {self.metrics_port}: must be another one than port")
-        _check_tls(self, "tls_client_ca", "tls_certificate", "tls_key")
+        check_tls(self, "tls_client_ca", "tls_certificate", "tls_key")
         if self.tls_client_ca is not None and self.tls_certificate is None:
             raise ConfigError(f"tls_client_ca = {self.tls_client_ca!r}: must be with tls_certificate and tls_key")
         at_least("max_receive_bytes", self.max_receive_bytes, 1024, MAX_RECEIVE_BYTES)

@@ -15,7 +15,7 @@ import sys
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 
-from batchserve.config import ClientTls, EngineConfig
+from batchserve.config import EngineConfig
 from batchserve.errors import ConfigError, InvalidRequestError, invalid
 from batchserve.grammar.json_schema import checked_schema
 from batchserve.options import DRAFT_OPTIONS, ENGINE_OPTIONS, flag_of, make_config
@@ -24,6 +24,8 @@ from batchserve.types import Chat, Delta, Prompt, SamplingParams, SpeculationPar
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
+
+    from batchserve.server.grpc.tls import ClientTls
 
 
 # Parameters that are one number.
@@ -220,6 +222,8 @@ def _client_tls(arguments: argparse.Namespace) -> ClientTls | None:
         return None
     if arguments.server is None:
         raise ConfigError("--tls, --tls-ca, --tls-certificate, --tls-key: must be with --server")
+    from batchserve.server.grpc.tls import ClientTls
+
     return ClientTls(*files)
 
 

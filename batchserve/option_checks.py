@@ -51,3 +51,13 @@ def number(name: str, value: object, bound: float) -> None:
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name} = {value!r}: must be one of {', '.join(allowed)}")
+
+
+def check_tls(holder: object, *names: str) -> None:
+    """Expands paths. Of the last two, a certificate and its key, both must be there or none."""
+    for name in names:
+        if getattr(holder, name) is not None:
+            object.__setattr__(holder, name, expanded_path(name, getattr(holder, name)))
+    certificate, key = names[-2:]
+    if (getattr(holder, certificate) is None) != (getattr(holder, key) is None):
+        raise ConfigError(f"{certificate}, {key}: must be given together")

@@ -15,9 +15,8 @@ from locust import User, constant, events, task
 from locust.exception import LocustError
 from locust.runners import LocalRunner, MasterRunner, WorkerRunner
 
-from batchserve.config import ClientTls
 from batchserve.errors import ConfigError
-from batchserve.server.grpc.tls import client_credentials
+from batchserve.server.grpc.tls import ClientTls, client_credentials
 from batchserve.v1 import generation_pb2_grpc
 from load_tests import staged  # not its class: Locust would take that for the shape of every run
 from load_tests.latencies import Latencies

@@ -216,7 +216,7 @@ def buy(offer, bidders, table, load, market, chosen):  # type: ignore[no-untyped
     maximises sum(urgency x gain) - price x time, among those that keep the step within its bounds and leave nobody
     further behind than his grace: of whoever is behind already, even if his own drafts bring nothing. A bundle that
     would break one of these bounds where its turn comes is left out if that brings more. Nodes that are sure to be
-    accepted leave nobody behind: a later step is spared their rows.
+    accepted are always fair: a later step is spared their rows.
     """
     (owners, gains, rows), (contexts, bids) = offer, bidders
     if not len(owners) or market[3] < 1:

@@ -1,4 +1,4 @@
-"""What an engine on an asyncio loop does with the arguments of its calls."""
+"""Helpers for the arguments of AsyncEngine's calls: deadlines, sizes, and checks in a thread."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class AsyncEngine:
         self._maker = OwnerProcess("AsyncEngine")
         self._loop = asyncio.get_running_loop()
         self._places = config.max_num_seqs, config.max_waiting
-        # Checking a grammar may take seconds; whoever asks for none does not wait for it.
+        # Checking a grammar may take seconds; requests without one do not wait for it.
         self._grammar_thread = ThreadPoolExecutor(1, "batchserve-grammar-checks")
         self._tickets = itertools.count()
         self._streams: dict[int, Stream] = {}  # by ticket

@@ -26,8 +26,8 @@ MAX_AGAIN_S = 0.05  # what may be compiled while a step waits for it
 
 
 class Vocabulary(NamedTuple):
-    """What the library needs to know about a model. definition: the text of its tokenizer.json. size: the number of the
-    tokenizer's tokens or of the model's logits, whichever is greater.
+    """A model's vocabulary, as the library needs it. definition: the text of its tokenizer.json. size: the number of
+    the tokenizer's tokens or of the model's logits, whichever is greater.
     """
 
     definition: str

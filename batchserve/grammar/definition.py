@@ -16,8 +16,8 @@ ANY_OBJECT = '{"type": "object"}'
 
 
 class Grammar(NamedTuple):
-    """What an answer must follow. field: the parameter that it comes from. is_compact: JSON has the white space of
-    Python's json.dumps, and no other.
+    """A grammar that an answer must follow. field: the parameter that it comes from. is_compact: JSON has the white
+    space of Python's json.dumps, and no other.
     """
 
     field: str

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Seconds of processor time: what one request may take in one call, and in all beyond that. Some grammars compile at
 # once and then take ever longer to follow.
-STEP_S, MAX_OVERRUN_S = 0.01, 0.5
+STEP_S, MAX_OVERRUN_S = 0.01, 1.0
 GROWTH = 4  # a tree may grow to this many times its bound before it is cut to its likeliest nodes
 LIKELY = 0.3  # path probability above which forced tokens after a draft node are looked for
 MAX_DEPTH = 256  # of a tree: each level is a call
@@ -122,6 +122,7 @@ class GrammarState:
         if self._matcher.is_error():
             self._compile_again("what its grammar allows next cannot be found")
             self._fill(masks[0])
+        self._count(began_s)  # without the drafts below, which only take time that is left
         for node, (token, parent) in enumerate(zip(token_ids, parents, strict=True)):
             is_lost = node in wrong or parent in wrong or time.thread_time() - began_s > STEP_S
             if is_lost or not self._go_to(path, parent, token_ids, parents) or not self._take(token):
@@ -135,7 +136,6 @@ class GrammarState:
                 path.clear()
         if path:
             self._matcher.rollback(len(path))
-        self._count(began_s)
 
     def _fill(self, mask: np.ndarray) -> None:
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import re
 from collections import Counter
@@ -20,6 +21,7 @@ from batchserve.grammar.state import GrammarState
 from batchserve.llm import LLM
 from batchserve.types import FinishReason, RequestOutput, SamplingParams, SpeculationParams
 from tests.grammar.schemas import random_schema
+from tools.real_model import default_folder
 
 NO_DRAFTS = SpeculationParams(is_enabled=False)
 PROMPT = "def parse(text):\n    return "
@@ -58,6 +60,30 @@ def test_schemas_at_temperature_1(llm: LLM) -> None:
     for word in ("enum", "$ref", "pattern", "format", "prefixItems", "anyOf", "allOf", "multipleOf", "maxItems"):
         assert used[word] > 20, used
     assert sum(each.usage.accepted_draft_tokens for each in drafted) > 1000
+
+
+@pytest.mark.slow
+def test_schemas_with_a_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As chats, at temperature 1. `python -m tools.real_model` fetches it."""
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", os.environ["BATCHSERVE_TESTS_CALLERS_CACHE"])
+        folder = default_folder()
+    if not folder.exists():
+        pytest.skip("the model was not fetched")
+    rng, llm = random.Random(99), LLM(str(folder), max_model_len=1024)
+    schemas = [random_schema(rng) for _ in range(NUM_SCHEMAS)]
+    params = [
+        SamplingParams(temperature=1.0, seed=i, max_tokens=200, json_schema=each) for i, each in enumerate(schemas)
+    ]
+    asked = [{"role": "user", "content": "Give me an example as JSON."}]
+    drafted = llm.chat([asked] * NUM_SCHEMAS, params, show_progress=False)
+    plain = llm.chat([asked] * 60, params[:60], speculation=NO_DRAFTS, show_progress=False)
+    assert [key(each) for each in drafted[:60]] == [key(each) for each in plain]
+    ended = [pair for pair in zip(schemas, drafted, strict=True) if pair[1].finish_reason is FinishReason.STOP]
+    assert len(ended) > 0.7 * NUM_SCHEMAS
+    for schema, output in ended:
+        validator = jsonschema_rs.validator_for(schema, validate_formats=True)
+        assert validator.is_valid(json.loads(output.text)), (schema, output.text)
 
 
 @pytest.mark.parametrize(

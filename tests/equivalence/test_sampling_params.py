@@ -219,7 +219,7 @@ def of_a_sibling(own: GrammarState, masks: np.ndarray, token_ids: Sequence[int],
 
 
 def late(own: GrammarState, masks: np.ndarray, token_ids: Sequence[int], parents: Sequence[int]) -> None:
-    """What may follow a node is what may follow the answer."""
+    """Each node has the mask of the answer's end."""
     masks[1:] = masks[0]
 
 

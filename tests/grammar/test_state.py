@@ -1,4 +1,4 @@
-"""What is allowed after each node of a draft tree is what is allowed after the same tokens without drafts."""
+"""Masks along draft trees are those of the same tokens without drafts."""
 
 from __future__ import annotations
 

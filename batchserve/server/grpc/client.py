@@ -11,7 +11,7 @@ from grpc_status import rpc_status
 
 from batchserve.errors import BatchserveError
 from batchserve.server.grpc.servicer import SERVICE_NAME
-from batchserve.server.grpc.tls import client_credentials
+from batchserve.server.grpc.tls import ClientTls, client_credentials
 from batchserve.v1 import generation_pb2 as pb
 from batchserve.v1 import generation_pb2_grpc
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
     from types import TracebackType
     from typing import Self
-
-    from batchserve.config import ClientTls
 
 
 class RemoteError(BatchserveError):

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import ssl
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
 
 from batchserve.errors import ConfigError, one_line
+from batchserve.option_checks import check_tls
 
 if TYPE_CHECKING:
-    from batchserve.config import ClientTls, ServerConfig
+    from batchserve.config import ServerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTls:
+    """How a client speaks to a server with TLS. ca: the file of certificates that it trusts (None: the system's).
+    certificate, key: files of its own, for servers that ask for one.
+    """
+
+    ca: str | None = None
+    certificate: str | None = None
+    key: str | None = None
+
+    def __post_init__(self) -> None:
+        check_tls(self, "ca", "certificate", "key")
 
 
 def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
