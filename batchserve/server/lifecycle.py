@@ -22,6 +22,7 @@ from batchserve.server.grpc.status import is_worth_logging
 from batchserve.server.grpc.tls import server_credentials
 from batchserve.server.grpc.wire import MalformedRequestInterceptor
 from batchserve.server.metrics_endpoint import MetricsEndpoint, join_address
+from batchserve.server.open_calls import OpenCalls
 from batchserve.server.stall_watch import watch_for_stalls
 from batchserve.v1 import generation_pb2_grpc
 
@@ -55,16 +56,15 @@ class GenerationServer:
         self._engine: AsyncEngine | None = None
         self._metrics: MetricsEndpoint | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._servicer = GenerationServicer(
-            version, BackpressureLimits(config.max_unread_deltas, config.unread_timeout_s)
-        )
+        self._calls = OpenCalls(BackpressureLimits(config.max_unread_deltas, config.unread_timeout_s))
+        servicer = GenerationServicer(version, self._calls)
         logging.getLogger(GRPC_LOGGER).addFilter(is_worth_logging)
         self._health = _Health()
         self._grpc = grpc.aio.server(
-            interceptors=[MalformedRequestInterceptor(SERVICE, self._servicer)],
+            interceptors=[MalformedRequestInterceptor(SERVICE, self._calls)],
             options=_channel_arguments(config),
         )
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._servicer, self._grpc)  # type: ignore[no-untyped-call]
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, self._grpc)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         if config.has_reflection:
             names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -73,7 +73,7 @@ class GenerationServer:
     async def bind(self) -> str:
         """Starts listening as NOT_SERVING. Returns HOST:PORT with the actual port. Raises ConfigError on failure."""
         if self._config.metrics_port is not None:
-            self._metrics = MetricsEndpoint(self._config.host, self._config.metrics_port, self._servicer.failed_calls)
+            self._metrics = MetricsEndpoint(self._config.host, self._config.metrics_port, self._calls.failed_calls)
             logger.info("metrics on http://%s", self._metrics.address)
         await self._set_serving("warming up")
         wanted = join_address(self._config.host, self._config.port)
@@ -99,7 +99,7 @@ class GenerationServer:
             engine.isolate_default_scope()
         if self._metrics is not None:
             self._metrics.show(engine.metrics)
-        self._servicer.open(engine)
+        self._calls.open(engine)
         self._watching = asyncio.create_task(self._watch(engine))
         await self._set_serving(None)
 
@@ -112,7 +112,7 @@ class GenerationServer:
             self._watching.cancel()
         self._show_trouble("draining")
         await self._health.enter_graceful_shutdown()
-        self._servicer.close("the server is draining")
+        self._calls.close("the server is draining")
         is_drained = True
         if self._engine is not None:
             try:
@@ -141,7 +141,7 @@ class GenerationServer:
         try:
             async with asyncio.timeout(self._config.drain_timeout_s):
                 is_drained = await engine.drain(self._config.drain_timeout_s)
-                await self._servicer.wait_idle()
+                await self._calls.wait_idle()
         except TimeoutError:
             return False
         return is_drained
@@ -149,7 +149,7 @@ class GenerationServer:
     async def _answers_read(self) -> bool:
         with suppress(TimeoutError):
             async with asyncio.timeout(STATUS_TIMEOUT_S):
-                await self._servicer.wait_idle()
+                await self._calls.wait_idle()
                 return True
         return False
 
@@ -162,8 +162,8 @@ class GenerationServer:
         with suppress(TimeoutError):
             async with asyncio.timeout(ARRIVALS_TIMEOUT_S):
                 seen = -1
-                while seen != self._servicer.num_calls:
-                    seen = self._servicer.num_calls
+                while seen != self._calls.num_calls:
+                    seen = self._calls.num_calls
                     await asyncio.sleep(QUIET_S)
 
     async def _set_serving(self, trouble: str | None) -> None:

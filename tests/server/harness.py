@@ -140,7 +140,7 @@ class Served:
 
     async def settle(self) -> None:
         """Returns once no call is being answered; nothing may be in flight then."""
-        await self.server._servicer.wait_idle()
+        await self.server._calls.wait_idle()
         assert self.engine.num_in_flight == 0
 
 

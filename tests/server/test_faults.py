@@ -66,7 +66,7 @@ async def test_an_engine_that_cannot_go_on_ends_everything_and_the_server_says_s
             assert {failed.reason for failed in failures} == {"ENGINE_FAULT"}
             assert (await failure_of(served.client.generate(ask()))).reason == "ENGINE_FAULT"
             await served.engine.wait_failed()
-            await served.server._servicer.wait_idle()
+            await served.server._calls.wait_idle()
         assert await served.client.health_of() == "NOT_SERVING"
 
 

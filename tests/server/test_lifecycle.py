@@ -129,7 +129,7 @@ async def test_a_second_signal_does_not_wait_for_clients_that_do_not_read(
     fake: Served, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(lifecycle, "STATUS_TIMEOUT_S", 60.0)
-    monkeypatch.setattr(fake.server._servicer, "wait_idle", asyncio.Event().wait)  # as long as nobody reads
+    monkeypatch.setattr(fake.server._calls, "wait_idle", asyncio.Event().wait)  # as long as nobody reads
     hurry = asyncio.Event()
     asyncio.get_running_loop().call_later(0.1, hurry.set)
     async with asyncio.timeout(10):
@@ -168,7 +168,7 @@ async def test_calls_that_arrive_while_it_stops_are_refused_and_not_cancelled(mo
         hurry = asyncio.Event()
         hurry.set()
         calls = [asyncio.create_task(failure_of(served.client.generate(ask()))) for _ in range(300)]
-        await until(lambda: served.server._servicer.num_calls > 0)
+        await until(lambda: served.server._calls.num_calls > 0)
         await served.server.drain(hurry)
         assert {failed.code for failed in await asyncio.gather(*calls)} == {grpc.StatusCode.UNAVAILABLE}
 

@@ -52,7 +52,7 @@ async def test_an_answer_that_nobody_reads_is_ended_after_its_time(method: str):
     async with serving(engine, ServerConfig(port=0, unread_timeout_s=0.5)) as served, unread_by(served) as client:
         request = pb.GetModelInfoRequest() if method == "GetModelInfo" else ask()
         streams = [await client.call(method, request) for _ in range(300)]
-        counts = served.server._servicer.failed_calls
+        counts = served.server._calls.failed_calls
         await until(lambda: counts["UNREAD_ANSWER"] == len(streams))
         await served.settle()
         for stream in streams:
@@ -72,7 +72,7 @@ async def test_calls_of_a_client_that_does_not_read_its_connection_are_ended(cap
 
     engine.answer = answer
     async with serving(engine, ServerConfig(port=0, unread_timeout_s=0.5)) as served, unread_by(served, True) as client:
-        counts = served.server._servicer.failed_calls
+        counts = served.server._calls.failed_calls
         for _ in range(20):  # they fill the socket, whose buffers grow to some megabytes
             await client.call("Generate", ask())
         await until(lambda: counts["UNREAD_ANSWER"] > 0)
@@ -82,7 +82,7 @@ async def test_calls_of_a_client_that_does_not_read_its_connection_are_ended(cap
             await client.call("StreamGenerate", ask())
         await until(lambda: counts["UNREAD_ANSWER"] == num_full + 20)
         await served.settle()
-        assert served.server._servicer._unread.writing == {}
+        assert served.server._calls.unread.writing == {}
         assert len(await served.client.stream(ask())) > 2, "others are served"
     assert not [record for record in caplog.records if record.exc_info]
 
@@ -91,13 +91,13 @@ async def test_a_stream_that_leaves_too_much_unread_is_ended_while_it_is_made(se
     config = ServerConfig(port=0, unread_timeout_s=600, max_unread_deltas=100)
     async with serve_tiny(server=config, decoding_length=0) as served, unread_by(served) as client:
         await client.call("StreamGenerate", ask(max_tokens=400))
-        counts = served.server._servicer.failed_calls
+        counts = served.server._calls.failed_calls
         for _ in range(4):  # as many in all, and read; each has too few deltas to be ended, however late they are read
             messages = await served.client.stream(ask(max_tokens=99))
             assert messages[-1].finished.usage.completion_tokens == 99
         await until(lambda: counts["UNREAD_ANSWER"] == 1)
         await until(lambda: served.engine.num_in_flight == 0)
-        assert served.server._servicer._unread.num_deltas == 0
+        assert served.server._calls.unread.num_deltas == 0
         assert counts.total() == 1
 
 
@@ -143,7 +143,7 @@ async def test_who_is_waited_for_the_longest_makes_room_for_others(monkeypatch: 
 async def test_a_client_that_reads_late_but_in_time_gets_its_whole_answer():
     async with serving(answering()) as served, unread_by(served) as client:
         stream = await client.call("StreamGenerate", ask())
-        await until(lambda: served.server._servicer.num_calls == 1)
+        await until(lambda: served.server._calls.num_calls == 1)
         await asyncio.sleep(0.2)
         client.read_on(stream)
         await until(lambda: stream in client.trailers)

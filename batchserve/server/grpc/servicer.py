@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from batchserve.engine.backpressure import Backlog, BackpressureLimits
+from batchserve.engine.backpressure import Backlog
 from batchserve.errors import (
     EngineFaultError,
     InvalidRequestError,
-    UnavailableError,
     UnknownModelError,
     UnreadAnswerError,
 )
@@ -25,6 +23,7 @@ from batchserve.server.grpc.convert import (
     with_path,
 )
 from batchserve.server.grpc.status import abort
+from batchserve.server.open_calls import OpenCalls
 from batchserve.server.request_log import CallRecord
 from batchserve.types import GenerateCall, Started
 from batchserve.v1 import generation_pb2 as pb
@@ -37,9 +36,6 @@ if TYPE_CHECKING:
 
     from batchserve.engine.async_engine import AsyncEngine
 
-# A cancellation may reach the server slightly later than the client's next call with the same request id. It passes
-# through several threads, which takes longer on a busy machine, so the server counts turns, not seconds.
-CANCEL_TURNS, CANCEL_TURN_S = 6, 0.002
 SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
 SERVICE_NAME: str = SERVICE.full_name
 
@@ -47,33 +43,13 @@ SERVICE_NAME: str = SERVICE.full_name
 class GenerationServicer:
     """Implements every method of protos/batchserve/v1/generation.proto.
 
-    Answers UNAVAILABLE before `open` and from `close` on. Unary methods write their answer as well, because the server
+    Unary methods write their answer as well, because the server
     cannot tell whether the client reads an answer that a method returns.
     """
 
-    def __init__(self, version: str, unread: BackpressureLimits) -> None:
+    def __init__(self, version: str, calls: OpenCalls) -> None:
         self._version = version
-        self._unread = unread
-        self._engine: AsyncEngine | None = None
-        self._refusal = "the server is warming up"
-        self.num_calls = 0  # received, answered or not
-        self.failed_calls = Counter[str]()  # by reason
-        self._num_open = 0
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
-
-    def open(self, engine: AsyncEngine) -> None:
-        """Sends requests to this engine from now on."""
-        self._engine = engine
-
-    def close(self, reason: str) -> None:
-        """Refuses requests from now on. Those in flight continue."""
-        self._engine = None
-        self._refusal = reason
-
-    async def wait_idle(self) -> None:
-        """Waits until no call is in progress. The engine may finish before a slow client has read its answer."""
-        await self._is_idle.wait()
+        self._calls = calls
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, pb.GenerateResponse]
@@ -114,7 +90,7 @@ class GenerationServicer:
         """Answers with the description of the served model."""
         async with self._answering(context, request, "GetModelInfo") as call:
             call.record.level = logging.DEBUG
-            info = self._opened().info
+            info = self._calls.engine.info
             if request.model not in ("", info.name):
                 raise UnknownModelError(request.model, info.name)
             await call.write(to_model_info(info, self._version))
@@ -125,7 +101,7 @@ class GenerationServicer:
         """Answers with the token ids of a text or a chat."""
         async with self._answering(context, request, "Tokenize") as call:
             call.record.level = logging.DEBUG
-            engine = self._opened()
+            engine = self._calls.engine
             is_whole = request.add_special_tokens if request.HasField("add_special_tokens") else True
             token_ids = await engine.tokenize(from_tokenize_request(request), add_special_tokens=is_whole)
             await call.write(pb.TokenizeResponse(token_ids=token_ids, max_model_len=engine.info.max_model_len))
@@ -136,7 +112,7 @@ class GenerationServicer:
         """Answers with the text of token ids."""
         async with self._answering(context, request, "Detokenize") as call:
             call.record.level = logging.DEBUG
-            engine = self._opened()
+            engine = self._calls.engine
             check_num_tokens(len(request.token_ids), engine.info.max_model_len)
             ids, is_skipping = [*request.token_ids], request.skip_special_tokens
             await call.write(pb.DetokenizeResponse(text=await engine.detokenize(ids, skip_special_tokens=is_skipping)))
@@ -147,52 +123,34 @@ class GenerationServicer:
         """Answers with the engine's load and counters. Waits for the engine's process for a few seconds at most."""
         async with self._answering(context, request, "GetStats") as call:
             call.record.level = logging.DEBUG
-            await call.write(to_stats(await asyncio.to_thread(self._opened().metrics.reading)))
-
-    def max_model_len(self) -> int:
-        """Returns the engine's max_model_len. Raises UnavailableError."""
-        return self._opened().info.max_model_len
+            await call.write(to_stats(await asyncio.to_thread(self._calls.engine.metrics.reading)))
 
     async def _accepted(self, request: pb.GenerateRequest, call: Call) -> tuple[AsyncEngine, GenerateCall]:
-        """Returns the engine and what to ask it. First waits briefly for a cancelled call to release the request id."""
+        """Returns the engine and what to ask it."""
         call.record.asked(request.request_id)
-        engine = self._opened()
+        engine = self._calls.engine
         asked = from_generate_request(request, engine.info.max_model_len, call.context.time_remaining())
-        for _ in range(CANCEL_TURNS):
-            if not engine.has_request(request.request_id):
-                break
-            await asyncio.sleep(CANCEL_TURN_S)
+        await self._calls.wait_cancelled(request.request_id)
         return engine, asked
-
-    def _opened(self) -> AsyncEngine:
-        if self._engine is None:
-            raise UnavailableError(self._refusal)
-        return self._engine
 
     @asynccontextmanager
     async def _answering(
         self, context: grpc.aio.ServicerContext[Any, Any], request: Message, method: str
     ) -> AsyncIterator[Call]:
         """Counts and logs one call. An error raised inside ends the call with the error's status."""
-        self._num_open += 1
-        self.num_calls += 1
-        self._is_idle.clear()
-        call = Call(context, CallRecord(method, context.peer()), Backlog(self._unread))
-        try:
-            with call.backlog:
-                yield call
-            call.record.log("OK")
-        except InvalidRequestError as error:
-            await abort(context, with_path(error, request), self.failed_calls, call.record)
-        except Exception as error:
-            await abort(context, error, self.failed_calls, call.record)
-        except asyncio.CancelledError:
-            call.record.log("CANCELLED")
-            raise
-        finally:
-            self._num_open -= 1
-            if self._num_open == 0:
-                self._is_idle.set()
+        call = Call(context, CallRecord(method, context.peer()), Backlog(self._calls.unread))
+        with self._calls.counted():
+            try:
+                with call.backlog:
+                    yield call
+                call.record.log("OK")
+            except InvalidRequestError as error:
+                await abort(context, with_path(error, request), self._calls.failed_calls, call.record)
+            except Exception as error:
+                await abort(context, error, self._calls.failed_calls, call.record)
+            except asyncio.CancelledError:
+                call.record.log("CANCELLED")
+                raise
 
 
 @dataclass(slots=True)

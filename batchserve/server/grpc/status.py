@@ -1,4 +1,4 @@
-"""Maps domain errors to google.rpc.Status. No other module knows which error has which code."""
+"""Makes a google.rpc.Status of an error."""
 
 from __future__ import annotations
 
@@ -13,20 +13,8 @@ from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from batchserve.errors import (
-    BatchserveError,
-    DeadlineExceededError,
-    DuplicateRequestError,
-    GrammarError,
-    InvalidRequestError,
-    NonFiniteLogitsError,
-    OutOfMemoryError,
-    QueueFullError,
-    UnavailableError,
-    UnknownModelError,
-    UnreadAnswerError,
-    shortened,
-)
+from batchserve.errors import BatchserveError, InvalidRequestError, shortened
+from batchserve.server.error_table import code_of, message_of, reason_of, retry_after_s
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -38,50 +26,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DOMAIN = "batchserve"
-INTERNAL = "INTERNAL"
 # A status is sent in HTTP/2 trailers, which peers limit to 8 KiB by default. A larger status is lost entirely.
-MAX_MESSAGE_CHARS = 1000
 MAX_METADATA_CHARS = 200
 STATUS_TIMEOUT_S = 2.0
 
-_CODES: dict[type[BatchserveError], int] = {
-    InvalidRequestError: code_pb2.INVALID_ARGUMENT,
-    GrammarError: code_pb2.INVALID_ARGUMENT,
-    UnknownModelError: code_pb2.NOT_FOUND,
-    DuplicateRequestError: code_pb2.ALREADY_EXISTS,
-    QueueFullError: code_pb2.RESOURCE_EXHAUSTED,
-    UnreadAnswerError: code_pb2.RESOURCE_EXHAUSTED,
-    UnavailableError: code_pb2.UNAVAILABLE,
-    DeadlineExceededError: code_pb2.DEADLINE_EXCEEDED,
-    NonFiniteLogitsError: code_pb2.INTERNAL,
-    OutOfMemoryError: code_pb2.RESOURCE_EXHAUSTED,
-}
-
 
 def to_status(error: Exception) -> status_pb2.Status:
-    """Returns the rich status of an error: an ErrorInfo, plus a BadRequest or a RetryInfo where it helps the client.
-
-    The status of an error from outside this package reveals nothing about the error.
-    """
-    if not isinstance(error, BatchserveError):
-        info = _error_info(INTERNAL)
-        return _status(code_pb2.INTERNAL, "internal error; the server's log has the details", info)
-    # Only the first line: the rest could be the stack trace of an engine fault.
-    message = (str(error).splitlines() or [error.reason])[0][:MAX_MESSAGE_CHARS]
+    """Returns the rich status of an error: an ErrorInfo, plus a BadRequest or a RetryInfo where it helps the client."""
+    message, reason = message_of(error), reason_of(error)
     details: list[Message] = []
     if isinstance(error, InvalidRequestError):
         value = shortened(error.value, MAX_METADATA_CHARS)
         bound = error.bound[:MAX_METADATA_CHARS]
-        details.append(_error_info(error.reason, field=error.field, value=value, bound=bound))
+        details.append(_error_info(reason, field=error.field, value=value, bound=bound))
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     else:
-        details.append(_error_info(error.reason))
-    if isinstance(error, QueueFullError | UnavailableError):
+        details.append(_error_info(reason))
+    if (seconds := retry_after_s(error)) is not None:
         delay = Duration()
-        delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        delay.FromNanoseconds(round(seconds * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    return _status(_code(error), message, *details)
+    return _status(code_pb2.Code.Value(code_of(error).name), message, *details)
 
 
 async def abort(
@@ -97,7 +63,7 @@ async def abort(
         raise asyncio.CancelledError from error
     if not isinstance(error, BatchserveError):
         logger.error("unexpected error while answering %s", context.peer(), exc_info=error)
-    reason = error.reason if isinstance(error, BatchserveError) else INTERNAL
+    reason = reason_of(error)
     rich = to_status(error)
     status: Any = rpc_status.to_status(rich)
     counts[reason] += 1
@@ -125,11 +91,6 @@ def is_worth_logging(record: logging.LogRecord) -> bool:
     if is_over:
         logger.debug("nobody is told of a call: %s", record.getMessage())
     return not is_over
-
-
-def _code(error: BatchserveError) -> int:
-    internal: int = code_pb2.INTERNAL
-    return next((_CODES[kind] for kind in type(error).__mro__ if kind in _CODES), internal)
 
 
 def _error_info(reason: str, **metadata: str) -> error_details_pb2.ErrorInfo:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from google.protobuf.descriptor import ServiceDescriptor
     from google.protobuf.message import Message
 
-    from batchserve.server.grpc.servicer import GenerationServicer
+    from batchserve.server.open_calls import OpenCalls
 
     Behaviour = Callable[[Message, grpc.aio.ServicerContext[Any, Any]], Awaitable[None]]
 
@@ -42,10 +42,10 @@ class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[t
     For other services it refuses large messages, because their handlers parse any message on the event loop.
     """
 
-    def __init__(self, service: ServiceDescriptor, servicer: GenerationServicer) -> None:
+    def __init__(self, service: ServiceDescriptor, calls: OpenCalls) -> None:
         self._methods = service.methods_by_name
         self._prefix = f"/{service.full_name}/"
-        self._servicer = servicer
+        self._calls = calls
 
     async def intercept_service(
         self,
@@ -127,7 +127,7 @@ class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[t
         if data is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in the stubs
             raise InvalidRequestError("MISSING_MESSAGE", "request", None, "one message")
         if len(data) > SMALL_MESSAGE_BYTES:
-            arguments = data, self._methods[name].input_type, self._servicer.max_model_len()
+            arguments = data, self._methods[name].input_type, self._calls.engine.info.max_model_len
             if len(data) > MAX_BYTES_ON_LOOP:
                 await asyncio.to_thread(check_sizes, *arguments)
             else:
@@ -135,4 +135,4 @@ class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[t
         return data  # type: ignore[no-any-return]
 
     async def _refuse(self, context: grpc.aio.ServicerContext[Any, Any], name: str, error: Exception) -> NoReturn:
-        await abort(context, error, self._servicer.failed_calls, CallRecord(name, context.peer()))
+        await abort(context, error, self._calls.failed_calls, CallRecord(name, context.peer()))

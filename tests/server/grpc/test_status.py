@@ -22,7 +22,8 @@ from batchserve.errors import (
     UnavailableError,
     UnknownModelError,
 )
-from batchserve.server.grpc.status import MAX_MESSAGE_CHARS, is_worth_logging, to_status
+from batchserve.server.error_table import MAX_MESSAGE_CHARS
+from batchserve.server.grpc.status import is_worth_logging, to_status
 
 
 class _Narrower(QueueFullError):

@@ -150,4 +150,4 @@ async def test_other_services_parse_no_large_message(method: str, content: bytes
     failed = await failure_of(read_all(call))
     assert (failed.code, failed.reason, failed.field) == (grpc.StatusCode.INVALID_ARGUMENT, reason, "request")
     assert await fake.client.health_of() == "SERVING"
-    assert fake.server._servicer.failed_calls[reason] == 1
+    assert fake.server._calls.failed_calls[reason] == 1
