@@ -36,6 +36,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "cpu", "flashinfer", "triton", "torch")
 FLASHINFER_MASKS = ("custom", "tree", "front")
+TOOL_CALL_PARSERS = ("auto", "hermes", "llama3", "mistral", "pythonic")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 COMPILE_MODES = ("auto", "off", "layers", "whole")
@@ -359,13 +360,17 @@ class ServerConfig:
     stall_timeout_s: health reports NOT_SERVING while a step takes longer than this.
     unread_timeout_s, max_unread_deltas: how long a message waits for its client to take it, and how many deltas may
     wait after it, before the call ends with RESOURCE_EXHAUSTED. All streams together may leave 64 times as many unread.
+    has_http, http_port: OpenAI's HTTP beside gRPC. tool_call_parser: the format in which the model writes tool calls.
     log_level, log_format: the lowest level that the process logs, and the format of each line.
-    tls_certificate, tls_key: PEM files with which gRPC is encrypted. tls_client_ca: clients must show a certificate
-    that one of these has signed.
+    tls_certificate, tls_key: PEM files with which gRPC and HTTP are encrypted. tls_client_ca: clients must show a
+    certificate that one of these has signed.
     """
 
     host: str = "127.0.0.1"
     port: int = 50051
+    has_http: bool = True
+    http_port: int = 8000
+    tool_call_parser: str = "auto"
     tls_certificate: str | None = None
     tls_key: str | None = None
     tls_client_ca: str | None = None
@@ -384,18 +389,12 @@ class ServerConfig:
         host = path_text("host", self.host)
         if host.startswith("[") and host.endswith("]"):  # as in IPv6 addresses that are followed by a port
             object.__setattr__(self, "host", host[1:-1])
-        for name, port in (("port", self.port), ("metrics_port", self.metrics_port)):
-            if name == "metrics_port" and port is None:
-                continue
-            if not isinstance(port, int) or isinstance(port, bool) or not 0 <= port <= 65535:
-                raise ConfigError(f"{name} = {port!r}: must be an integer in 0..65535 (0 picks a free one)")
-        if self.port and self.metrics_port == self.port:
-            raise ConfigError(f"metrics_port = {self.metrics_port}: must be another one than port")
+        self._check_ports()
         check_tls(self, "tls_client_ca", "tls_certificate", "tls_key")
         if self.tls_client_ca is not None and self.tls_certificate is None:
             raise ConfigError(f"tls_client_ca = {self.tls_client_ca!r}: must be with tls_certificate and tls_key")
         at_least("max_receive_bytes", self.max_receive_bytes, 1024, MAX_RECEIVE_BYTES)
-        for name in ("has_reflection", "has_engine_process"):
+        for name in ("has_reflection", "has_engine_process", "has_http"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} = {getattr(self, name)!r}: must be True or False")
         number("drain_timeout_s", self.drain_timeout_s, 0.0)
@@ -404,6 +403,20 @@ class ServerConfig:
         at_least("max_unread_deltas", self.max_unread_deltas, 1)
         one_of("log_level", self.log_level, LOG_LEVELS)
         one_of("log_format", self.log_format, LOG_FORMATS)
+        one_of("tool_call_parser", self.tool_call_parser, TOOL_CALL_PARSERS)
+
+    def _check_ports(self) -> None:
+        taken: dict[int, str] = {}
+        for name in ("port", "http_port", "metrics_port"):
+            port = getattr(self, name)
+            if name == "metrics_port" and port is None:
+                continue
+            if not isinstance(port, int) or isinstance(port, bool) or not 0 <= port <= 65535:
+                raise ConfigError(f"{name} = {port!r}: must be an integer in 0..65535 (0 picks a free one)")
+            if name == "http_port" and not self.has_http:
+                continue
+            if port and taken.setdefault(port, name) != name:
+                raise ConfigError(f"{name} = {port}: must be another one than {taken[port]}")
 
 
 def default_cache_dir() -> str:

@@ -1,4 +1,4 @@
-"""Checks whether a server's address can be reached from other machines."""
+"""Addresses of servers: how they are written, and whether other machines can reach them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ def is_loopback(host: str) -> bool:
     except (OSError, UnicodeError):
         return False
     return bool(found) and all(_is_loopback_address(str(address[0])) for *_, address in found)
+
+
+def join_address(host: str, port: int) -> str:
+    """Returns HOST:PORT, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _is_loopback_address(text: str) -> bool:

@@ -27,6 +27,7 @@ from batchserve.config import (
     LOGPROBS_MODES,
     PRIVATE_SCOPE,
     PROMPT_INFLATION,
+    TOOL_CALL_PARSERS,
     TRIE_MODES,
     DraftConfig,
     EngineConfig,
@@ -229,9 +230,17 @@ DRAFT_OPTIONS = {
 }
 SERVER_OPTIONS = {
     "host": Option("the address to listen on; there is no authentication but by --tls-client-ca"),
-    "port": Option("the port to listen on; 0 picks a free one and prints it"),
+    "port": Option("the port to listen on with gRPC; 0 picks a free one and prints it"),
+    "has_http": Option("serve the OpenAI API over HTTP, too"),
+    "http_port": Option("the port to listen on with HTTP; 0 picks a free one and prints it"),
+    "tool_call_parser": Option(
+        "the format in which the model writes calls of tools; auto: what its chat template shows, or else hermes, "
+        "which the model is then told of",
+        TOOL_CALL_PARSERS,
+    ),
     "tls_certificate": Option(
-        "a file with the server's certificate, or its chain, in PEM: gRPC is encrypted", default_text="not encrypted"
+        "a file with the server's certificate, or its chain, in PEM: gRPC and HTTP are encrypted",
+        default_text="not encrypted",
     ),
     "tls_key": Option("the file with the certificate's key, not encrypted", default_text="none"),
     "tls_client_ca": Option("clients must show a certificate that one in this file has signed", default_text="anybody"),

@@ -111,6 +111,10 @@ class GenerateCall:
     deadline_s: float | None = None
     priority: int = 0
 
+    @property
+    def num_samples(self) -> int:
+        return 1 if self.params is None else self.params.n
+
 
 def _references(values: object) -> tuple[str | tuple[int, ...], ...]:
     if values is None or isinstance(values, str):  # a single text may be given alone

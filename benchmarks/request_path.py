@@ -64,7 +64,7 @@ async def count(num_requests: int, max_tokens: int) -> dict[str, Any]:
     counter = CallCounter()
     threading.setprofile(counter)
     engine = await AsyncEngine.start(EngineConfig(model="bundled", wait_for_drafter=True))
-    server = GenerationServer(ServerConfig(port=0), "0")
+    server = GenerationServer(ServerConfig(port=0, http_port=0), "0")
     address = await server.bind()
     await server.open(engine)
     async with grpc.aio.insecure_channel(address) as channel:

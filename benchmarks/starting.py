@@ -105,7 +105,7 @@ def started(command: list[str], environment: dict[str, str]) -> Iterator[tuple[s
 
 
 def serve(folder: str, environment: dict[str, str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "batchserve", "serve", "--model", folder, "--port", "0"]
+    command = [sys.executable, "-m", "batchserve", "serve", "--model", folder, "--port", "0", "--no-http"]
     began_s = time.perf_counter()
     with started(command, environment) as (process, said):
         assert process.stdout is not None

@@ -50,7 +50,19 @@ def running_server(options: Sequence[str]) -> Iterator[str]:
     Leaving the context ends the process by its own handle: SIGTERM, then SIGKILL. Raises ServerError when it does not
     get ready in time, dies early or does not drain to exit status 0.
     """
-    command = [sys.executable, "-m", "batchserve.cli", "serve", "--host", "127.0.0.1", "--port", "0", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "batchserve.cli",
+        "serve",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "0",
+        "--http-port",
+        "0",
+        *options,
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
     assert process.stdout is not None
     assert process.stderr is not None

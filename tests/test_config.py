@@ -167,7 +167,7 @@ def test_a_draft_cache_may_be_a_path() -> None:
 
 
 @pytest.mark.parametrize("port", [-1, 65536, 5.5, True, "5"])
-@pytest.mark.parametrize("name", ["port", "metrics_port"])
+@pytest.mark.parametrize("name", ["port", "http_port", "metrics_port"])
 def test_ports_that_do_not_exist_are_refused(name: str, port: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^{name} = {port!r}: must be an integer in 0\.\.65535"):
         ServerConfig(**{name: port})
@@ -187,12 +187,15 @@ def test_an_ipv6_address_may_be_in_brackets(host: str, meant: str) -> None:
     assert ServerConfig(host=host).host == meant
 
 
-def test_metrics_have_a_port_of_their_own() -> None:
+def test_each_protocol_has_a_port_of_its_own() -> None:
+    with pytest.raises(ConfigError, match="http_port = 7: must be another one than port"):
+        ServerConfig(port=7, http_port=7)
+    assert ServerConfig(port=8000, has_http=False).port == 8000
     with pytest.raises(ConfigError, match="metrics_port = 7: must be another one than port"):
         ServerConfig(port=7, metrics_port=7)
     with pytest.raises(ConfigError, match="host = '': must not be empty"):
         ServerConfig(host="")
-    assert ServerConfig(port=0, metrics_port=0).metrics_port == 0, "each picks a free one"
+    assert ServerConfig(port=0, http_port=0, metrics_port=0).metrics_port == 0, "each picks a free one"
 
 
 @pytest.mark.parametrize("size", [1023, 1 << 31])

@@ -42,7 +42,7 @@ def test_help_and_version_import_nothing_heavy(arguments: list[str]) -> None:
 async def test_a_servers_answer_is_shown_without_anything_heavy() -> None:
     engine: Any = FakeEngine()
     engine.go_on.set()
-    server = GenerationServer(ServerConfig(port=0), "0")
+    server = GenerationServer(ServerConfig(port=0, http_port=0), "0")
     address = await server.bind()
     try:
         await server.open(engine)

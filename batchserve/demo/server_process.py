@@ -32,7 +32,7 @@ async def running_server(options: Sequence[str], on_log: Callable[[str], None]) 
     Until then `on_log` gets the server's log, line by line. The process has ended when the context is left.
     """
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "batchserve.cli", "serve", "--host", "127.0.0.1", "--port", "0", *options),
+        *(sys.executable, "-m", "batchserve.cli", "serve", "--host", "127.0.0.1", "--port", "0", "--no-http", *options),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

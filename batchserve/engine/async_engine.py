@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from batchserve.engine.launch import LaunchedProcess
     from batchserve.metrics import MetricsSource
     from batchserve.request import NewRequest
+    from batchserve.runner.compiled_tokenizer import AnyTokenizer
     from batchserve.startup.build import BuiltEngine
     from batchserve.types import CallOptions, Prompt
 
@@ -105,6 +106,10 @@ class AsyncEngine:
     @property
     def info(self) -> ModelInfo:
         return self._info
+
+    @property
+    def tokenizer(self) -> AnyTokenizer | None:
+        return self._processor.facts.tokenizer
 
     @property
     def metrics(self) -> MetricsSource:

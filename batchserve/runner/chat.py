@@ -10,9 +10,12 @@ from batchserve.conversation import Chat, with_parts, with_text
 from batchserve.errors import ConfigError, InvalidRequestError, one_line
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from batchserve.runner.compiled_tokenizer import AnyTokenizer
 
 MARKER, ANSWER = "batchserve-7f3a-asked", "batchserve-7f3a-said"  # strings that no template contains
+DEVELOPER = "developer"
 TOOL_TEMPLATE = "tool_use"  # of several templates, the one for chats with tools
 
 
@@ -68,8 +71,25 @@ class ChatTemplate:
             raise InvalidRequestError("INVALID_CHAT", f"messages[{len(messages) - 1}].content", last, bound)
         return before
 
+    def source(self) -> str:
+        """Returns all templates as they are written; "" if there are none."""
+        templates = None if self._tokenizer is None else self._tokenizer.chat_template
+        return "\n".join(templates.values()) if isinstance(templates, dict) else templates or ""
+
+    def can_render(self, chat: Chat) -> bool:
+        """Returns whether the template takes a chat, all that it has of tools included."""
+        try:
+            self.text(chat)
+        except InvalidRequestError:
+            return False
+        return True
+
     def _messages(self, chat: Chat) -> list[dict[str, Any]]:
-        """Returns the messages with their contents as the template takes them."""
+        """Returns the messages with their contents as the template takes them. A template that does not know the
+        OpenAI API's developers takes their messages as the system's, whom they replace there.
+        """
+        if DEVELOPER not in self.source():
+            chat = replace(chat, messages=[_as_system(each) for each in chat.messages])
         asked = [{"role": "user", "content": MARKER}]
         failure = "leaves out what the user says"
         for form in (with_text, with_parts):
@@ -105,6 +125,10 @@ class ChatTemplate:
         if found is None:
             raise _no_template(self._tokenizer, templates)
         return found
+
+
+def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**message, "role": "system"} if message["role"] == DEVELOPER else message
 
 
 def _check_variables(chat: Chat, template: str) -> None:

@@ -3,66 +3,32 @@
 from __future__ import annotations
 
 import logging
-import re
 import socket
 import threading
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import accumulate
 from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import Collector
-
 from batchserve.errors import ConfigError
-from batchserve.metrics import (
-    AGE,
-    CALIBRATION,
-    COUNTERS,
-    EDGES,
-    FAILED_CALLS,
-    FAULTS,
-    GAUGES,
-    HISTOGRAMS,
-    LOAD,
-    PREFIX,
-    Histogram,
-    MetricsSource,
-)
+from batchserve.hosts import join_address
+from batchserve.server.metrics_text import PLAIN_TEXT
 
 if TYPE_CHECKING:
-    from collections import Counter
-    from collections.abc import Iterator, Mapping
+    from batchserve.server.health import ServingStatus
+    from batchserve.server.metrics_text import MetricsText
 
 logger = logging.getLogger(__name__)
 REQUEST_TIMEOUT_S = 30.0
 METHODS = ("GET", "HEAD")
-ACCEPT_VERSION = re.compile(r"version=([^;,]*)")
-SOUND_VERSION = re.compile(r"\d{1,4}(\.\d{1,4}){0,3}", re.ASCII)  # what prometheus_client can compare without an error
-PLAIN_TEXT = "text/plain; charset=utf-8"
-
-
-def join_address(host: str, port: int) -> str:
-    """Returns HOST:PORT, with an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class MetricsEndpoint:
-    """Serves /metrics and /healthz from its own thread until closed. Port 0 picks a free port. Raises ConfigError.
+    """Serves /metrics and /healthz from its own thread until closed. Port 0 picks a free port. Raises ConfigError."""
 
-    Before `show` the only metric is the number of failed calls by reason. `trouble` says in a few words why the server
-    is not serving. It is None while the server is serving.
-    """
-
-    def __init__(self, host: str, port: int, failed_calls: Counter[str]) -> None:
-        self.trouble: str | None = "warming up"
-        self._is_faulty = False
-        self._registry = CollectorRegistry()
-        self._registry.register(_FailedCallsCollector(failed_calls))
+    def __init__(self, host: str, port: int, metrics: MetricsText, status: ServingStatus) -> None:
+        self._metrics, self._status = metrics, status
         try:
             self._server = _HttpServer((host, port), self)
         except (OSError, OverflowError) as error:  # OverflowError: port number out of range
@@ -75,39 +41,21 @@ class MetricsEndpoint:
         self._thread.start()
         self.address = join_address(host, self._server.server_address[1])
 
-    def show(self, metrics: MetricsSource) -> None:
-        """Adds the engine's metrics."""
-        self._registry.register(_EngineCollector(metrics))
-
     def close(self) -> None:
         """Stops listening."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
-    def answer(self, path: str, accept: str) -> tuple[HTTPStatus, str, bytes]:
+    def answer(self, path: str, accept: str) -> tuple[int, str, bytes]:
         """Returns (status, content type, body) for a path."""
         if path == "/metrics":
-            return self._figures(accept)
+            return self._metrics.read(accept)
         if path == "/healthz":
-            trouble = self.trouble
+            trouble = self._status.trouble
             status = HTTPStatus.OK if trouble is None else HTTPStatus.SERVICE_UNAVAILABLE
             return status, PLAIN_TEXT, f"{trouble or 'serving'}\n".encode()
         return HTTPStatus.NOT_FOUND, PLAIN_TEXT, b"not found: there are /metrics and /healthz\n"
-
-    def _figures(self, accept: str) -> tuple[HTTPStatus, str, bytes]:
-        if not all(SOUND_VERSION.fullmatch(version.strip()) for version in ACCEPT_VERSION.findall(accept)):
-            accept = ""  # falls back to the plain format
-        encode, content_type = choose_encoder(accept)
-        try:
-            body = encode(self._registry)
-        except Exception:
-            # Only the first of several failures in a row is logged as an error: a scrape comes every few seconds.
-            logger.log(logging.DEBUG if self._is_faulty else logging.ERROR, "metrics: cannot be read", exc_info=True)
-            self._is_faulty = True
-            return HTTPStatus.INTERNAL_SERVER_ERROR, PLAIN_TEXT, b"the figures cannot be read\n"
-        self._is_faulty = False
-        return HTTPStatus.OK, content_type, body
 
 
 class _HttpServer(ThreadingHTTPServer):
@@ -157,11 +105,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def _send(self, status: HTTPStatus, content_type: str, body: bytes) -> None:
+    def _send(self, status: int, content_type: str, body: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
-        if status is HTTPStatus.METHOD_NOT_ALLOWED:
+        if status == HTTPStatus.METHOD_NOT_ALLOWED:
             self.send_header("Allow", ", ".join(METHODS))
         self.end_headers()
         if self.command != "HEAD":
@@ -169,55 +117,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: Any) -> None:
         logger.debug("metrics: " + format, *arguments)
-
-
-class _FailedCallsCollector(Collector):
-    def __init__(self, failed_calls: Counter[str]) -> None:
-        self._failed_calls = failed_calls
-
-    def collect(self) -> Iterator[Metric]:
-        yield _counter(FAILED_CALLS, "reason", dict(self._failed_calls))
-
-
-class _EngineCollector(Collector):
-    def __init__(self, metrics: MetricsSource) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterator[Metric]:
-        read = self._metrics.reading()
-        for name, value in read.values.items():
-            yield CounterMetricFamily(PREFIX + name, COUNTERS[name], value=value)
-        for name, value in read.gauges.items():
-            yield GaugeMetricFamily(PREFIX + name, GAUGES[name], value=value)
-        for name, value in read.load.items():
-            yield GaugeMetricFamily(PREFIX + name, LOAD[name], value=value)
-        ((name, text),) = AGE.items()
-        yield GaugeMetricFamily(PREFIX + name, text, value=read.age_s)
-        tested, accepted = (
-            CounterMetricFamily(PREFIX + name, text, labels=("drafter", "depth")) for name, text in EDGES.items()
-        )
-        (error,) = (GaugeMetricFamily(PREFIX + name, text, labels=("drafter",)) for name, text in CALIBRATION.items())
-        for drafter, scored in read.acceptance.items():
-            for depth, num_tested, num_accepted in zip(scored.depths, scored.tested, scored.accepted, strict=True):
-                tested.add_metric((drafter, depth), num_tested)
-                accepted.add_metric((drafter, depth), num_accepted)
-            error.add_metric((drafter,), scored.calibration_error)
-        yield from (tested, accepted, error, _counter(FAULTS, "where", read.faults))
-        for name, (text, _) in HISTOGRAMS.items():
-            histogram = read.histograms[name]
-            yield HistogramMetricFamily(PREFIX + name, text, buckets=_buckets(histogram), sum_value=histogram.total)
-
-
-def _counter(described: Mapping[str, str], label: str, counts: Mapping[str, int]) -> Metric:
-    """Returns a counter family with one label."""
-    ((name, text),) = described.items()
-    family = CounterMetricFamily(PREFIX + name, text, labels=(label,))
-    for value, count in counts.items():
-        family.add_metric((value,), count)
-    return family
-
-
-def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Returns (upper bound, number of values up to it) for each bucket."""
-    bounds = [*map(str, histogram.bounds), "+Inf"]
-    return list(zip(bounds, accumulate(histogram.counts), strict=True))

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -25,7 +24,7 @@ from batchserve.engine.engine_process import EngineProcess, RemoteMetrics
 from batchserve.errors import ConfigError, DeadlineExceededError, EngineFaultError, UnavailableError
 from batchserve.llm import LLM
 from batchserve.metrics import MetricsReading
-from batchserve.server.metrics_endpoint import MetricsEndpoint
+from batchserve.server.metrics_text import MetricsText
 from batchserve.types import SamplingParams, SpeculationParams, Started
 
 PROMPTS = [[5, 7, 9], [5, 7, 9, 11], [8] * 30, [3, 4, 3, 4, 3, 4]]
@@ -90,10 +89,9 @@ async def test_it_answers_and_counts_as_in_this_process(tiny_model: dict[str, Pa
     assert numbers["requests_finished_total"] == len(PROMPTS) + 2
     assert numbers["requests_running"] == numbers["requests_waiting"] == numbers["kv_used_tokens"] == 0
     assert engine.metrics.reading().acceptance["mixture"].tested[0] > 0
-    endpoint = MetricsEndpoint("127.0.0.1", 0, Counter())
-    endpoint.show(engine.metrics)
-    page = await asyncio.to_thread(lambda: urllib.request.urlopen(f"http://{endpoint.address}/metrics").read().decode())
-    endpoint.close()
+    text = MetricsText(Counter())
+    text.show(engine.metrics)
+    page = (await asyncio.to_thread(text.read, ""))[2].decode()
     assert "batchserve_requests_finished_total 6.0" in page
     assert 'batchserve_tested_edges_total{depth="1",drafter="mixture"}' in page
 

@@ -206,7 +206,7 @@ async def test_users_speak_tls(tmp_path: Path):
     pair.write_to_path(str(tmp_path / "server.pem"))
     server = str(tmp_path / "server.pem")
     engine: Any = CountingEngine()
-    async with serving(engine, ServerConfig(port=0, tls_certificate=server, tls_key=server)) as served:
+    async with serving(engine, ServerConfig(port=0, http_port=0, tls_certificate=server, tls_key=server)) as served:
         status, output = await run_locust("--host", served.address, "-t", "1s", "--grpc-tls-ca", str(path))
         assert status == 0, output
         status, _ = await run_locust("--host", served.address, "-t", "1s")

@@ -31,6 +31,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.info = INFO
+        self.tokenizer = None
         self.metrics = EngineMetrics()
         self.go_on = asyncio.Event()
         self.error: Exception | None = None

@@ -22,7 +22,7 @@ from batchserve.server.lifecycle import GenerationServer
 from batchserve.v1 import generation_pb2 as pb
 from batchserve.v1 import generation_pb2_grpc
 
-LOOPBACK = ServerConfig(port=0, drain_timeout_s=10.0)
+LOOPBACK = ServerConfig(port=0, http_port=0, drain_timeout_s=10.0)
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,11 @@ class Served:
     engine: AsyncEngine
     client: Client
     address: str
+
+    @property
+    def url(self) -> str:
+        """Where the same engine is served over HTTP."""
+        return f"http://{self.server.http_address}"
 
     async def settle(self) -> None:
         """Returns once no call is being answered; nothing may be in flight then."""

@@ -81,7 +81,9 @@ async def test_the_process_ends_with_an_error_when_its_engine_cannot_go_on(monke
     async def start_engine() -> Any:
         return engine
 
-    running = asyncio.create_task(lifecycle.serve(ServerConfig(port=0), "test", start_engine, announced.put_nowait))
+    running = asyncio.create_task(
+        lifecycle.serve(ServerConfig(port=0, http_port=0), "test", start_engine, announced.put_nowait)
+    )
     address = (await announced.get()).removeprefix("listening on ")
     client = Client(address)
     assert await client.health_of() == "SERVING"

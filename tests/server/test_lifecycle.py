@@ -35,7 +35,9 @@ from batchserve.metrics import (
 )
 from batchserve.server import lifecycle, metrics_endpoint
 from batchserve.server.grpc.servicer import SERVICE_NAME
+from batchserve.server.health import ServingStatus
 from batchserve.server.lifecycle import GenerationServer
+from batchserve.server.metrics_text import MetricsText
 from batchserve.types import Timing
 from batchserve.v1 import generation_pb2 as pb
 from tests.server.fakes import FakeEngine
@@ -106,7 +108,7 @@ async def test_drain_lets_requests_end_and_refuses_new_ones(fake: Served):
 
 async def test_drain_ends_what_is_left_after_its_time():
     engine = _engine()
-    async with serving(engine, ServerConfig(port=0, drain_timeout_s=0.05)) as served:
+    async with serving(engine, ServerConfig(port=0, http_port=0, drain_timeout_s=0.05)) as served:
         call = aiter(served.client.stub.StreamGenerate(ask()))
         await anext(call)
         assert await served.server.drain() is False
@@ -245,7 +247,7 @@ async def test_model_info(fake: Served):
 
 async def test_reflection_lists_the_service_unless_switched_off(fake: Served):
     assert SERVICE_NAME in await _reflected_services(fake.client)
-    async with serving(_engine(), ServerConfig(port=0, has_reflection=False)) as served:
+    async with serving(_engine(), ServerConfig(port=0, http_port=0, has_reflection=False)) as served:
         failed = await failure_of(_reflected_services(served.client))
         assert failed.code is grpc.StatusCode.UNIMPLEMENTED
 
@@ -267,7 +269,7 @@ async def test_keepalive_without_calls_is_permitted(fake: Served):
 
 async def test_a_port_in_use_is_a_config_error(fake: Served):
     port = int(fake.address.rsplit(":", 1)[1])
-    second = GenerationServer(ServerConfig(port=port), "test")
+    second = GenerationServer(ServerConfig(port=port, http_port=0), "test")
     with pytest.raises(ConfigError, match=str(port)):
         await second.bind()
     await second.drain()
@@ -276,14 +278,14 @@ async def test_a_port_in_use_is_a_config_error(fake: Served):
 async def test_listens_on_ipv6_loopback():
     if not _has_ipv6():
         pytest.skip("no IPv6 loopback here")
-    async with serving(_engine(), ServerConfig(host="::1", port=0)) as served:
+    async with serving(_engine(), ServerConfig(host="::1", port=0, http_port=0)) as served:
         assert served.address.startswith("[::1]:")
         assert await served.client.health_of() == "SERVING"
 
 
 async def test_who_asks_for_nothing_keeps_no_thread_of_the_metrics(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(metrics_endpoint._Handler, "timeout", 0.05)
-    endpoint = metrics_endpoint.MetricsEndpoint("127.0.0.1", 0, Counter())
+    endpoint = metrics_endpoint.MetricsEndpoint("127.0.0.1", 0, MetricsText(Counter()), ServingStatus())
     try:
         with socket.create_connection(endpoint.address.rsplit(":", 1), timeout=10) as silent:
             assert await asyncio.to_thread(silent.recv, 1) == b"", "it is closed"
@@ -312,13 +314,13 @@ async def test_metrics_endpoint():
     metrics.acceptance = lambda: {"trie": Acceptance(("1", "2+"), [8, 4], accepted=[6, 1], calibration_error=0.125)}
     metrics.load = lambda: dict(zip(LOAD, (3, 2, 128, 512), strict=True))
     metrics.finished(Timing(queue_s=0.02, first_token_s=0.7, total_s=0.9), num_tokens=5)
-    async with serving(engine, ServerConfig(port=0, metrics_port=0)) as served:
-        assert served.server._metrics is not None
+    async with serving(engine, ServerConfig(port=0, http_port=0, metrics_port=0)) as served:
+        assert served.server._endpoint is not None
         engine.error = QueueFullError(4, 3)
         engine.go_on.set()
         for request in (ask(), ask(), pb.GenerateRequest()):
             await failure_of(served.client.stream(request))
-        url = f"http://{served.server._metrics.address}/metrics"
+        url = f"http://{served.server._endpoint.address}/metrics"
         body = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
     samples = {
         (sample.name.removeprefix("batchserve_"), *sorted(sample.labels.values())): sample.value
@@ -372,7 +374,7 @@ async def test_metrics_endpoint():
     assert names >= known, "every one is exported"
 
 
-@pytest.mark.parametrize("name", ["port", "metrics_port"])
+@pytest.mark.parametrize("name", ["port", "http_port", "metrics_port"])
 async def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.setattr(lifecycle.signal, "signal", lambda number, handler: None)
     started = []
@@ -383,7 +385,7 @@ async def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(monkeyp
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
-        ports = {"port": _free_port(), "metrics_port": _free_port(), name: number}
+        ports = {"port": _free_port(), "http_port": _free_port(), "metrics_port": _free_port(), name: number}
         with pytest.raises(ConfigError, match=rf"{name}.*{number}.*cannot listen there .*in use"):
             await lifecycle.serve(ServerConfig(**ports), "test", start_engine, started.append)
     assert not started
@@ -438,6 +440,6 @@ async def test_callers_of_other_machines_share_nothing_unless_a_scope_was_chosen
         engine.processor = engine.processor.with_isolated_default_scope()
 
     engine.processor, engine.isolate_default_scope = processor, restrict
-    async with serving(engine, ServerConfig(host=host, port=0)):
+    async with serving(engine, ServerConfig(host=host, port=0, http_port=0)):
         assert (engine.processor.resolve_scope("") is not None) == shares
         assert engine.processor.resolve_scope("mine") is not None

@@ -13,7 +13,7 @@ import pytest
 from batchserve.config import ServerConfig
 from batchserve.errors import EngineFaultError
 from batchserve.server.lifecycle import GenerationServer
-from batchserve.server.metrics_endpoint import _EngineCollector
+from batchserve.server.metrics_text import _EngineCollector
 from tests.server.fakes import FakeEngine
 from tests.server.harness import until
 
@@ -45,10 +45,10 @@ def say(address: str, data: bytes) -> bytes:
 
 
 async def bound(**options: Any) -> tuple[GenerationServer, str]:
-    server = GenerationServer(ServerConfig(port=0, metrics_port=0, **options), "test")
+    server = GenerationServer(ServerConfig(port=0, http_port=0, metrics_port=0, **options), "test")
     await server.bind()
-    assert server._metrics is not None
-    return server, server._metrics.address
+    assert server._endpoint is not None
+    return server, server._endpoint.address
 
 
 async def test_health_says_why_it_does_not_serve_and_metrics_are_there_all_the_time():
@@ -149,7 +149,7 @@ async def test_any_accept_is_answered(kind: str, version: str, caplog: pytest.Lo
 
 async def test_a_fault_of_the_figures_is_logged_when_it_begins(caplog: pytest.LogCaptureFixture):
     server, address = await bound()
-    assert server._metrics is not None
+    assert server._endpoint is not None
 
     class Broken:
         def reading(self) -> Any:
@@ -166,10 +166,10 @@ async def test_a_fault_of_the_figures_is_logged_when_it_begins(caplog: pytest.Lo
 
 async def test_who_hangs_up_leaves_no_trace(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture):
     server, address = await bound()
-    assert server._metrics is not None
+    assert server._endpoint is not None
     seen = []
-    answer = server._metrics.answer
-    server._metrics.answer = lambda *asked: (seen.append(asked), answer(*asked))[1]  # type: ignore[method-assign]
+    answer = server._endpoint.answer
+    server._endpoint.answer = lambda *asked: (seen.append(asked), answer(*asked))[1]  # type: ignore[method-assign]
     host, port = address.rsplit(":", 1)
     for _ in range(5):
         connection = socket.create_connection((host, int(port)))

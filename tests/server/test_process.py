@@ -46,7 +46,7 @@ def launch(tiny_model: dict[str, Path]) -> Launch:
     @asynccontextmanager
     async def start(*flags: str) -> AsyncIterator[tuple[Process, Client]]:
         model = ("--model", str(tiny_model["llama"]), "--dtype", "float32", "--kv-cache-memory", "32MiB")
-        async with _cli("serve", "--port", "0", *model, *flags) as process:
+        async with _cli("serve", "--port", "0", "--http-port", "0", *model, *flags) as process:
             assert process.stdout is not None
             async with asyncio.timeout(START_TIMEOUT_S):
                 line = (await process.stdout.readline()).decode().strip()
@@ -92,7 +92,7 @@ async def test_sigterm_drains(launch: Launch):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_a_signal_during_the_warm_up_ends_the_process_at_once(number: signal.Signals):
-    async with _cli("serve", "--port", "0") as process:
+    async with _cli("serve", "--port", "0", "--http-port", "0") as process:
         assert process.stderr is not None
         async with asyncio.timeout(START_TIMEOUT_S):
             while b"warming up" not in await process.stderr.readline():

@@ -91,7 +91,7 @@ async def test_health_follows_a_step_that_does_not_end_though_nobody_waits_any_m
         step()
 
     core.step = stuck  # type: ignore[method-assign]
-    async with serving(tiny.engine, ServerConfig(port=0, stall_timeout_s=1.0)) as watched:
+    async with serving(tiny.engine, ServerConfig(port=0, http_port=0, stall_timeout_s=1.0)) as watched:
         watch = watched.client.health.Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME))
         seen: list[Any] = [(await watch.read()).status]
         await failure_of(watched.client.generate(ask(max_tokens=3), timeout=0.5))

@@ -47,7 +47,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 def server_config(files: Files, **more: Any) -> ServerConfig:
     chain, key = files.server
-    return ServerConfig(port=0, drain_timeout_s=10.0, tls_certificate=chain, tls_key=key, **more)
+    return ServerConfig(port=0, http_port=0, drain_timeout_s=10.0, tls_certificate=chain, tls_key=key, **more)
 
 
 async def name_of(address: str, tls: ClientTls | None) -> str:

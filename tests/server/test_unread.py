@@ -49,7 +49,10 @@ async def until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("method", ["StreamGenerate", "Generate", "GetModelInfo"])
 async def test_an_answer_that_nobody_reads_is_ended_after_its_time(method: str):
     engine = answering()
-    async with serving(engine, ServerConfig(port=0, unread_timeout_s=0.5)) as served, unread_by(served) as client:
+    async with (
+        serving(engine, ServerConfig(port=0, http_port=0, unread_timeout_s=0.5)) as served,
+        unread_by(served) as client,
+    ):
         request = pb.GetModelInfoRequest() if method == "GetModelInfo" else ask()
         streams = [await client.call(method, request) for _ in range(300)]
         counts = served.server._calls.failed_calls
@@ -71,7 +74,10 @@ async def test_calls_of_a_client_that_does_not_read_its_connection_are_ended(cap
         return replace(long, text="a" * (1 << 20))
 
     engine.answer = answer
-    async with serving(engine, ServerConfig(port=0, unread_timeout_s=0.5)) as served, unread_by(served, True) as client:
+    async with (
+        serving(engine, ServerConfig(port=0, http_port=0, unread_timeout_s=0.5)) as served,
+        unread_by(served, True) as client,
+    ):
         counts = served.server._calls.failed_calls
         for _ in range(20):  # they fill the socket, whose buffers grow to some megabytes
             await client.call("Generate", ask())
@@ -88,7 +94,7 @@ async def test_calls_of_a_client_that_does_not_read_its_connection_are_ended(cap
 
 
 async def test_a_stream_that_leaves_too_much_unread_is_ended_while_it_is_made(serve_tiny: Serve):
-    config = ServerConfig(port=0, unread_timeout_s=600, max_unread_deltas=100)
+    config = ServerConfig(port=0, http_port=0, unread_timeout_s=600, max_unread_deltas=100)
     async with serve_tiny(server=config, decoding_length=0) as served, unread_by(served) as client:
         await client.call("StreamGenerate", ask(max_tokens=400))
         counts = served.server._calls.failed_calls

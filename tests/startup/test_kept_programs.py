@@ -112,7 +112,7 @@ def test_a_server_and_the_command_line_run_without_torch(tmp_path: Path, without
     plain = {**without_torch, "PYTHONPATH": without_torch["PYTHONPATH"].split(os.pathsep)[1]}
     first = [run("generate", *each, environment=plain) for each in (asking, sampled)]
     assert [run("generate", *each) for each in (asking, sampled)] == first
-    command = [sys.executable, "-m", "batchserve", "serve", "--port", "0"]
+    command = [sys.executable, "-m", "batchserve", "serve", "--port", "0", "--http-port", "0"]
     server = subprocess.Popen(command, env=without_torch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
