@@ -97,7 +97,8 @@ async def measure(model: str, folder: str, rounds: int, max_tokens: int) -> list
         for name, flags in SERVERS.items():
             fixed = ("--num-threads", str(THREADS[model]), "--wait-for-drafter")
             options = ("--model", source, *fixed, *flags)
-            address = await stack.enter_async_context(running_server(options, say))
+            server = await stack.enter_async_context(running_server(options, say))
+            address = server.address
             clients[name] = await stack.enter_async_context(GenerationClient(address))
             await clients[name].wait_until_serving()
             await run(clients[name], cells()[0], prompts, max_tokens)

@@ -75,7 +75,8 @@ async def run(options: list[str], seconds: float, num_users: int, scarce_mib: in
     """Start a server and load it."""
     async with AsyncExitStack() as stack:
         with few_resources(scarce_mib):
-            address = await stack.enter_async_context(running_server(options, print))
+            server = await stack.enter_async_context(running_server(options, print))
+            address = server.address
         async with GenerationClient(address) as client:
             await client.wait_until_serving()
         found = await soak(address, seconds, num_users)

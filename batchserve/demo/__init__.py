@@ -70,7 +70,8 @@ async def _demo(questions: Questions, max_tokens: int, repeats: int, dtype: str)
     async with AsyncExitStack() as stack:
         with view.waiting(f"starting a server with {questions.described}") as news:
             async with asyncio.timeout(START_TIMEOUT_S):
-                address = await stack.enter_async_context(running_server(options, news))
+                server = await stack.enter_async_context(running_server(options, news))
+                address = server.address
                 client = await stack.enter_async_context(GenerationClient(address))
                 await client.wait_until_serving()
         info = await client.model_info()

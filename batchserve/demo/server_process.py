@@ -7,6 +7,7 @@ import re
 import sys
 from collections import deque
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from batchserve.errors import BatchserveError
@@ -25,14 +26,35 @@ class ServerProcessError(BatchserveError):
     reason = "SERVER_FAILED"
 
 
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """Where a server listens: with gRPC on HOST:PORT, with HTTP at a URL; and the pid of its process."""
+
+    address: str
+    url: str
+    pid: int
+
+
 @asynccontextmanager
-async def running_server(options: Sequence[str], on_log: Callable[[str], None]) -> AsyncIterator[str]:
-    """Runs `batchserve serve` with these options on a free loopback port. Yields its HOST:PORT once announced.
+async def running_server(options: Sequence[str], on_log: Callable[[str], None]) -> AsyncIterator[RunningServer]:
+    """Runs `batchserve serve` with these options on free loopback ports. Yields it once it has said where it listens.
 
     Until then `on_log` gets the server's log, line by line. The process has ended when the context is left.
     """
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "batchserve.cli", "serve", "--host", "127.0.0.1", "--port", "0", "--no-http", *options),
+        *(
+            sys.executable,
+            "-m",
+            "batchserve.cli",
+            "serve",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "0",
+            "--http-port",
+            "0",
+            *options,
+        ),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -43,13 +65,14 @@ async def running_server(options: Sequence[str], on_log: Callable[[str], None]) 
     is_ready = asyncio.Event()
     logging = asyncio.create_task(_forward(process.stderr, tail, on_log, is_ready))
     try:
-        address = await _announced_address(process.stdout)
-        if address is None:
+        address = await _announced(process.stdout, r"listening on (\S+)")
+        url = await _announced(process.stdout, r"HTTP on (\S+)")
+        if address is None or url is None:
             await logging
             raise _died("before it was ready", tail)
         is_ready.set()
         try:
-            yield address
+            yield RunningServer(address, url, process.pid)
         except BatchserveError as error:
             if await _has_ended(process):
                 raise _died("while it was serving", tail) from error
@@ -61,9 +84,9 @@ async def running_server(options: Sequence[str], on_log: Callable[[str], None]) 
             await logging
 
 
-async def _announced_address(stdout: asyncio.StreamReader) -> str | None:
+async def _announced(stdout: asyncio.StreamReader, said: str) -> str | None:
     async for line in stdout:
-        match = re.fullmatch(r"listening on (\S+)", line.decode(errors="replace").strip())
+        match = re.fullmatch(said, line.decode(errors="replace").strip())
         if match is not None:
             return match[1]
     return None

@@ -58,7 +58,8 @@ def load(message: dict[str, Any]) -> Iterator[OwnServer]:
     )
 
     async def start(stack: AsyncExitStack) -> GenerationClient:
-        address = await stack.enter_async_context(running_server(options, lambda line: print(line, file=sys.stderr)))
+        server = await stack.enter_async_context(running_server(options, lambda line: print(line, file=sys.stderr)))
+        address = server.address
         client = await stack.enter_async_context(GenerationClient(address))
         await client.wait_until_serving()
         return client
